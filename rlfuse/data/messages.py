@@ -19,10 +19,14 @@ from rlfuse.video.prompt import MARKERS, quoted, unquoted
 
 MODALITIES = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 """Type of a message part -> modality that it shows."""
-ENCODED = re.compile(r"""["']?\[?["']?\{\\?["'](?:role|content)\\?["']:""")
-"""Start of encoded messages, white space removed."""
+TYPES = {"text", *MODALITIES}
+TOOL = {"type", "function", "name"}
+"""Keys of which the schema of a tool has one."""
 START = 200
-"""Characters in which the first key of encoded messages must appear."""
+"""Characters in which encoded messages name their first role or type."""
+_ENCODED = re.compile(r"""["']?\[?["']?\{.*?["'](?:role|type)\\?["']:""")
+_CERTAIN = re.compile(r"""["']?\[?["']?\{\\?["'](?:role|content)\\?["']:""")
+"""Starts of encoded messages and parts, white space removed: what may be some, and what can't be anything else."""
 
 Message = dict[str, Any]
 
@@ -43,24 +47,49 @@ def marked_messages(where: str, given: Any, role: str) -> tuple[Message, ...]:
 
 
 def decoded(where: str, given: Any) -> Any:
-    """Decode messages that are JSON text, as a whole or one by one; DataError for text that only resembles them."""
-    if isinstance(given, list) and given and all(isinstance(each, str) for each in given):
+    """Decode messages that are JSON text, as a whole, one by one or their parts; DataError for text that only resembles
+    them."""
+    if isinstance(given, str):
+        found = _decoded_text(where, given)
+        messages = found if isinstance(found, list) else [found]
+        if not (messages and all(isinstance(each, dict) and "role" in each for each in messages)):
+            return given
+        given = refuse_surrogates(where, messages)
+    elif isinstance(given, list) and given and all(isinstance(each, str) for each in given):
         entries = [decoded(f"{where}[{i}]", each) for i, each in enumerate(given)]
-        return [message for entry in entries for message in (entry if isinstance(entry, list) else [entry])]
-    found = given
-    while isinstance(found, str) and ENCODED.match("".join(found[:START].split())):
+        given = [message for entry in entries for message in (entry if isinstance(entry, list) else [entry])]
+    return [_with_parts(each) for each in given] if isinstance(given, list) else given
+
+
+def _decoded_text(where: str, given: str) -> Any:
+    """Return what JSON text of messages holds, however often it is encoded; any other text as it is."""
+    found: Any = given
+    while isinstance(found, str) and _ENCODED.match(head := "".join(found[:START].split())):
         try:
             found, end = json.JSONDecoder().raw_decode(text := found.strip())
+            rest = "".join(text[end:][:START].split())
         except (ValueError, RecursionError) as error:
+            found, rest, reason = given, head, error
+        else:
+            reason = ValueError("text follows the first message")
+        if rest and _CERTAIN.match(rest):
             raise DataError(
-                f"{where}: {short(given)} looks like chat messages but is not JSON ({error}). Store a list of "
+                f"{where}: {short(given)} looks like chat messages but is not JSON ({reason}). Store a list of "
                 "messages or its JSON text, or set data.prompt_is_chat=false if it is the prompt itself."
-            ) from None
-        if text[end:]:
-            return given  # a prompt that begins with a conversation
-    messages = found if isinstance(found, list) else [found]
-    is_chat = messages and all(isinstance(each, dict) and "role" in each for each in messages)
-    return refuse_surrogates(where, messages if isinstance(given, str) and is_chat else given)
+            )
+        if rest:
+            return given
+    return found
+
+
+def _with_parts(message: Any) -> Any:
+    """Return a message with content that is JSON text of parts as these parts."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not (isinstance(content, str) and _ENCODED.match("".join(content[:START].split()))):
+        return message
+    parts = _json(content)
+    known = isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") in TYPES for part in parts)
+    return message | {"content": parts} if known else message
 
 
 def tools_of(where: str, given: Any) -> list[dict[str, Any]]:
@@ -70,7 +99,7 @@ def tools_of(where: str, given: Any) -> list[dict[str, Any]]:
     elif isinstance(given, list):
         given = [_json(each) if isinstance(each, str) else without_nulls(each) for each in given]
     given = [given] if isinstance(given, dict) else given or []
-    if not (isinstance(given, list) and all(isinstance(each, dict) for each in given)):
+    if not (isinstance(given, list) and all(isinstance(each, dict) and TOOL & each.keys() for each in given)):
         raise DataError(f"{where}: {short(given)} where a list of JSON schemas, or its JSON text, belongs. Rename the "
                         "column if it does not hold the tools of the chat template.")  # fmt: skip
     return refuse_surrogates(where, given)

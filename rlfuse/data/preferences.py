@@ -22,10 +22,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlfuse.config.reward_labels import ONLY_LABEL
 from rlfuse.config.schema import DataConfig
-from rlfuse.data.messages import chat_messages
+from rlfuse.data.messages import chat_messages, decoded, tools_of
 from rlfuse.data.rows import raw_rows
+from rlfuse.data.templates import naming_refusals
 from rlfuse.data.tokenizers import conversation_ids
 from rlfuse.errors import DataError
+from rlfuse.rewards.api.items import conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +102,19 @@ def _tokenise(
     where: str, row: dict[str, Any], side: str, prompt_key: str, tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
     """The whole sequence of `chosen` or `rejected`, without padding tokens at its end: its score is the last one's."""
-    given, prompt = row.get(side), row.get(prompt_key)
+    given, prompt = decoded(f"{where}, field {side}", row.get(side)), row.get(prompt_key)
     answer = chat_messages(f"{where}, field {side}", given, "assistant")
+    tools = tools_of(f"{where}, field tools", row.get("tools"))
     if prompt is None and isinstance(given, str):  # a whole text, with whatever template it was written
         ids = tokenizer(given).input_ids
     else:
         before = () if prompt is None else chat_messages(f"{where}, field {prompt_key}", prompt, "user")
         answer = answer[len(before) :] if answer[: len(before)] == before else answer
         text = "\n".join(message["content"] for message in before) + "\n".join(each["content"] for each in answer)
-        ids = conversation_ids(tokenizer, (*before, *answer), text)
+        first, *more = answer or [{}]
+        whole = conversation(before, first["content"]) if first.get("role") == "assistant" else [*before, *answer[:1]]
+        with naming_refusals(f"{where}, field {side}"):
+            ids = conversation_ids(tokenizer, [*whole, *more], text, tools)
     while ids and ids[-1] == tokenizer.pad_token_id:
         ids = ids[:-1]
     if not ids:

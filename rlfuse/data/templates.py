@@ -7,6 +7,8 @@ and field; settings that it would ignore are a `ConfigError`.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
 
 from transformers import PreTrainedTokenizerBase
@@ -66,7 +68,9 @@ def templated(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig
             f"{field}: the final assistant message has tool_calls, which a response can't continue. Append the message "
             "of the tool, or remove the calls."
         )
-    try:
+    if prefill and not last["content"].strip():
+        raise DataError(f"{field}: the final assistant message is empty, so there is nothing to continue. Remove it.")
+    with naming_refusals(field):
         text = tokenizer.apply_chat_template(
             list(row.messages),
             tools=map_texts(quoted, list(row.tools)) or None,
@@ -75,13 +79,19 @@ def templated(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig
             continue_final_message=prefill,
             **data.apply_chat_template_kwargs,
         )
-    except Exception as error:  # the template is a program of the model's author
+    return refuse_surrogates(field, text)
+
+
+@contextmanager
+def naming_refusals(field: str) -> Iterator[None]:
+    """Turn what a chat template raises, which may be anything, into a DataError about `field`."""
+    try:
+        yield
+    except Exception as error:
         reason = str(error).partition("\n")[0]
         raise DataError(
-            f"{field}: the chat template of model.path raised {type(error).__name__}: {reason}. Correct the row, or "
-            f"set {KEY}."
+            f"{field}: the chat template of model.path raised {type(error).__name__}: {reason}. Correct the row."
         ) from error
-    return refuse_surrogates(field, text)
 
 
 def tokenised(text: str, tokenizer: PreTrainedTokenizerBase, is_templated: bool) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlfuse.config.schema import ModelConfig
+from rlfuse.data.messages import tools_of
 from rlfuse.errors import ConfigError
 
 
@@ -30,17 +31,20 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def conversation_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], text: str) -> list[int]:
+def conversation_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], text: str, tools: Any = None
+) -> list[int]:
     """The tokens of `conversation_text`."""
-    whole, special = conversation_text(tokenizer, messages, text)
+    whole, special = conversation_text(tokenizer, messages, text, tools)
     return tokenizer(whole, add_special_tokens=special).input_ids
 
 
 def conversation_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], text: str
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], text: str, tools: Any = None
 ) -> tuple[str, bool]:
     """`messages`, answer included, by the tokenizer's chat template; `text` as it stands where it has none, around
-    which the tokens belong that it puts around a text."""
+    which the tokens belong that it puts around a text. `tools`: the row's column."""
     if tokenizer.chat_template is None:
         return text, True
-    return tokenizer.apply_chat_template(list(messages), tokenize=False), False
+    schemas = tools_of("field tools", tools) or None
+    return tokenizer.apply_chat_template(list(messages), tools=schemas, tokenize=False), False

@@ -50,10 +50,13 @@ def test_every_shape_of_a_conversation_gives_the_same_tokens(tmp_path, tokenizer
         {"prompt": PROMPT["content"], "chosen": f" {GOOD}", "rejected": BAD, "margin": 0.5},
         {"prompt": PROMPT["content"], "chosen": [PROMPT, said(GOOD)], "rejected": [PROMPT, said(BAD)]},
         {"chosen": [PROMPT, said(GOOD)], "rejected": [PROMPT, said(BAD)]},
+        {"prompt": json.dumps([PROMPT]), "chosen": json.dumps([said(GOOD)]), "rejected": json.dumps([said(BAD)])},
+        {"chosen": json.dumps([PROMPT, said(GOOD)]), "rejected": json.dumps([PROMPT, said(BAD)])},
+        {"prompt": [PROMPT, said("20 -")], "chosen": [said(GOOD[4:])], "rejected": [said(BAD[4:])]},
         {"chosen": f" 20 mod 6 = {GOOD}<end>", "rejected": f" 20 mod 6 = {BAD}<end>"},
     )
-    assert report.startswith("data  5 pairs from")
-    assert [pair.margin for pair in pairs] == [0, 0.5, 0, 0, 0]
+    assert report.startswith("data  8 pairs from")
+    assert [pair.margin for pair in pairs] == [0, 0.5, 0, 0, 0, 0, 0, 0]
     for pair in pairs:
         assert tokenizer.decode(pair.shared_ids) == " 20 mod 6 = 20 - 6 = 14"
         assert tokenizer.decode(np.concatenate([pair.shared_ids, pair.chosen_ids])) == f" 20 mod 6 = {GOOD}<end>"
@@ -72,6 +75,8 @@ def test_every_shape_of_a_conversation_gives_the_same_tokens(tmp_path, tokenizer
         ({"chosen": " 1", "rejected": " 1"}, "chosen and rejected are the same"),
         ({"chosen": " 1" * 40, "rejected": " 1"}, "a sequence of 40 tokens.* is 20.*filter_overlong_prompts"),
         ({"chosen": "<pad>", "rejected": " 1"}, "field chosen: no token is left"),
+        ({"prompt": "1", "chosen": "[{'role': 'assistant'}]", "rejected": " 1"}, "field chosen: .* is not JSON"),
+        ({"prompt": "1", "chosen": " 1", "rejected": " 2", "tools": 3}, "field tools: 3 where"),
     ],
 )
 def test_a_bad_row_is_named_by_file_row_and_field(tmp_path, tokenizer, row, message):

@@ -94,7 +94,7 @@ def test_a_response_continues_a_prefill(prefill, response, read):
     asked = [{"role": "user", "content": "2+2?"}]
     given = item([*asked, {"role": "assistant", "content": prefill}] if prefill else asked, response)
     shown = without_thought(given)
-    assert conversation(shown, shown.response) == [*asked, {"role": "assistant", "content": read}]
+    assert conversation(shown.messages, shown.response) == [*asked, {"role": "assistant", "content": read}]
     assert "Okay" not in shown.prompt_text
 
 

@@ -148,12 +148,12 @@ def item_of_sample(sample: Sample, prompt_key: str = "prompt") -> Item:
     )
 
 
-def conversation(item: Item, response: str) -> list[dict[str, Any]]:
-    """Return the messages with `response` as the assistant's; it continues a final assistant message, a prefill."""
-    last = item.messages[-1] if item.messages else {}
+def conversation(messages: Sequence[dict[str, Any]], response: str) -> list[dict[str, Any]]:
+    """Return `messages` with the assistant's response; it continues a final assistant message, a prefill."""
+    *before, last = messages or [{}]
     if last.get("role") != "assistant":
-        return [*item.messages, {"role": "assistant", "content": response}]
-    return [*item.messages[:-1], last | {"content": f"{last['content']}{response}"}]
+        return [*messages, {"role": "assistant", "content": response}]
+    return [*before, last | {"content": f"{last['content']}{response}"}]
 
 
 def tokens_of(row: dict[str, Any]) -> list[int] | UnknownTokens:

@@ -219,8 +219,8 @@ class Transformers:
         """By the reward model's own chat template; without one, the policy's prompt text and the response."""
         from rlfuse.data.tokenizers import conversation_ids  # imports transformers
 
-        messages = conversation(item, item.response)
-        return Asked(tuple(conversation_ids(tokenizer, messages, item.prompt_text + item.response)))
+        messages, text = conversation(item.messages, item.response), item.prompt_text + item.response
+        return Asked(tuple(conversation_ids(tokenizer, messages, text, item.columns.get("tools"))))
 
     def logits(self, sequences: Sequence[Asked]) -> list[list[float] | RewardFailure]:
         """Return each sequence's logits, or the failure of its batch where that raised."""

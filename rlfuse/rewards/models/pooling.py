@@ -77,7 +77,7 @@ class Pooling:
         from rlfuse.data.tokenizers import conversation_text
 
         quoted, response = self._sight.quoted, self._sight.quoted(item.response)
-        messages, text = conversation(item, response), item.prompt_text
+        messages, text = conversation(item.messages, response), item.prompt_text
         if not item.visual:
             unmarked = map_texts(quoted, messages)
             if item.lacks_visual and unmarked != messages:
@@ -85,7 +85,7 @@ class Pooling:
                     "the prompt has the marker of a clip or image, and none came along, as none does from saved samples"
                 )
             messages, text = unmarked, quoted(text)
-        text, special = conversation_text(tokenizer, messages, text + response)
+        text, special = conversation_text(tokenizer, messages, text + response, item.columns.get("tools"))
         made = self._sight.assemble(text, item.visual, special)
         shown = tuple((each.path, each.plan) for each in item.visual)
         return Asked(tuple(made.token_ids.tolist()), shown, item.visual, made)

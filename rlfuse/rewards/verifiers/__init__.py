@@ -10,7 +10,7 @@
 | `math`        | an expression in LaTeX                   | an expression in LaTeX                                   |
 | `json_schema` | JSON                                     | a JSON schema                                            |
 | `pattern`     | a text                                   | a regular expression                                     |
-| `code`        | Python                                   | tests, see there                                         |
+| `code`        | Python                                   | tests, in the forms of `code_tests`                      |
 | `interval`    | a stretch of time, `3.2 to 5.0`          | the same                                                 |
 | `box`         | a box in a picture, `[x1, y1, x2, y2]`   | the same                                                 |
 
@@ -21,5 +21,5 @@ with `rlfuse.rewards.thoughts.answer_only`, or set `answer_only: true` in its en
 that the template began a thought.) Options are keyword parameters, set by the entry's `kwargs`; `options` of `choice`
 and `size` of `box` are also taken from a row's `extra_info`. A ground truth that can't be read is a ValueError that
 names it, never a score of 0. Look-alikes: full-width characters count as the ASCII ones they stand for and U+2212 as a
-minus sign; letters of other scripts are what they are, a Cyrillic А or В is no choice A or B.
+minus sign, but in code; letters of other scripts are what they are, a Cyrillic А or В is no choice A or B.
 """

@@ -45,6 +45,8 @@ BLOCKS = [
         "```python\ndef f():\n    '''\n    ```\n    f()\n    ```\n    '''\n```",
         "def f():\n    '''\n    ```\n    f()\n    ```\n    '''",
     ),
+    ("````markdown\n# So\n```python\nA = 1\n```\n````", "A = 1"),
+    ("```md\nNo code.\n```", None),
     ("The `x` of ```inline``` is\n```python\nA = 1\n```", "A = 1"),
     ("```python\nA = '！'\n```", "A = '！'"),  # noqa: RUF001 full-width
 ]
@@ -209,7 +211,8 @@ def test_a_single_output_is_unwrapped_only_where_all_are_wrapped():
         ("print('a  b')", "a b", 0),
         ("print(' a ')", "a\n", 1),
         ("print('a\\n\\nb')", "a\nb", 0),
-        ("print('1e400')", "inf", 0),
+        ("print('1e400')", "1e401", 0),
+        ("print('1' * 900_000 + 'x')", "1.0", 0),
         ("print('007')", "7", 0),
         ("print(5)\nexit()\nprint(6)", "5", 1),
         ("print(5)\nquit(0)", "5", 1),
@@ -229,6 +232,8 @@ def test_what_a_judge_imports_is_no_answer():
     truth = {"fn_name": "gcd", "inputs": [[10, 15]], "outputs": [5]}
     assert "the code defines no gcd" in code.score("", "x = 1", truth)["reason"]
     assert "the code defines no gcd" in code.score("", "x = 1", {"assert_case": ["assert gcd(10, 15) == 5"]})["reason"]
-    assert code.score("", "def gcd(a, b): return math.gcd(a, b)", truth)["score"] == 1.0
+    assert code.score("", "def gcd(a, b): return math.gcd(a, b)\nexit()", truth)["score"] == 1.0
+    deep = "def gcd(a, b):\n    return a if a == b else gcd(a - b, b) if a > b else gcd(b, a)"
+    assert code.score("", deep, truth | {"inputs": [[15_000, 5]]})["score"] == 1.0
     other = code.score("", "```java\nint f() {}\n```", truth)
     assert (other["score"], other["format"]) == (0.0, 0.0) and "no Python code" in other["reason"]

@@ -302,6 +302,7 @@ def _candidate(job: dict[str, Any], host: int, given: int, output: int, requests
         os.closerange(3, 62)
         limit(job["memory_bytes"], math.ceil(job["timeout_s"]) + 2, job["file_bytes"], OPEN_FILES)
         vars(builtins).update(job["known"])
+        sys.setrecursionlimit(50_000)  # as where public data sets run code
         missing = [problem for problem in (confine_files([os.getcwd()]), confine_calls()) if problem]
         send(replies, "; ".join(missing))
         if program:
@@ -344,7 +345,8 @@ def _run_module(code: str) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         exec(compile(code, NAME, "exec"), module.__dict__)
     except BaseException as error:
-        return {}, _described(error, module.__dict__)
+        if not isinstance(error, SystemExit) or error.code not in (0, None):
+            return {}, _described(error, module.__dict__)
     return module.__dict__, {}
 
 

@@ -20,7 +20,7 @@ from rlfuse.rewards.verifiers.code_blocks import solution
 from rlfuse.rewards.verifiers.code_tests import Tests, read_tests
 
 _DEFAULT = Limits()
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
 _WHOLE = re.compile(r"[+-]?\d+")
 
 
@@ -28,7 +28,7 @@ _WHOLE = re.compile(r"[+-]?\d+")
 def score(
     data_source: str,
     solution_str: str,
-    ground_truth: str | dict[str, Any],
+    ground_truth: str | dict[str, Any] | list[Any],
     extra_info: dict[str, Any] | None = None,
     *,
     continuous: bool = False,
@@ -88,7 +88,7 @@ def _same_number(given: str, right: str) -> bool:
     numbers = _NUMBER.fullmatch(given) and _NUMBER.fullmatch(right)
     if not numbers or (_WHOLE.fullmatch(given) and _WHOLE.fullmatch(right)):
         return bool(numbers) and given == right
-    return _close(float(given), float(right))
+    return math.isfinite(float(given)) and _close(float(given), float(right))
 
 
 def _same(given: Any, right: Any) -> bool:

@@ -19,6 +19,8 @@ _LATE_FENCE = re.compile(r"(?<!`)(?P<ticks>`{3,})[ \t]*(?P<info>\w+)[ \t]*$")
 """An opening fence behind other text: `Code: ```python`."""
 _LANGUAGE = re.compile(r"\{?[ \t]*\.?([\w+#.-]+)")
 _PYTHON = re.compile(r"(?:i?python|py)[\d.]*")
+_MARKDOWN = ("markdown", "md")
+"""Blocks around an answer that has blocks itself."""
 _STATEMENT = re.compile(
     r"^[ \t]*(?:(?:def|class|for|while|if|with|try)\b.*:|(?:import|from|return)\b|[A-Za-z_]\w*[ \t]*[=(])", re.MULTILINE
 )
@@ -64,9 +66,10 @@ def solution(text: str, name: str | None = None, *, is_program: bool = True) -> 
     Of several blocks the last that defines the function `name`, or any function where that is None, unless a program
     is wanted: what follows are examples of its use.
     """
-    found = blocks(text)
-    if not found:
+    outer = blocks(text)
+    if not outer:
         return text
+    found = [each for block in outer for each in (blocks(block.code) if block.language in _MARKDOWN else [block])]
     python = [block.code for block in found if _PYTHON.fullmatch(block.language)]
     plain = [block.code for block in found if not block.language]
     codes = python or [code for code in plain if _STATEMENT.search(code)] or plain

@@ -4,7 +4,7 @@ Role: `load(argv)` for notebooks and tests, and the same pieces for the Hydra ap
     read_command(argv)  job file and options taken apart, every name judged (keys.py); before Hydra starts
     Hydra               presets of conf/, the experiment or job file, the command line, on the typed schema
     to_config(...)      real dataclasses, all values judged together (checks.py)
-Later wins: schema < algorithm and fusion presets < experiment < job file < presets of the user's own < command line.
+Later wins: schema < presets of the job file < its settings < presets of the command line < its settings (presets.py).
 Invariants: every mistake is a `ConfigError`; Hydra's and OmegaConf's own errors are turned into one here. Nothing heavy
 is imported, so that a mistyped key shows within a second.
 """
@@ -30,6 +30,7 @@ from rlfuse.config.documentation import as_typed, by_name
 from rlfuse.config.facts import Facts, read_facts
 from rlfuse.config.foreign import is_verls
 from rlfuse.config.keys import (
+    PRESET_GROUPS,
     REFERENCE,
     SEVERAL,
     explain_form,
@@ -43,6 +44,7 @@ from rlfuse.config.keys import (
     rename,
 )
 from rlfuse.config.options import as_own_group, explain_choice, own_groups, sort_out
+from rlfuse.config.presets import layered
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 
@@ -85,19 +87,19 @@ def read_command(argv: list[str]) -> Command:
     if len(line.files) > 1:
         given = " ".join(map(str, line.files))
         raise ConfigError([f"{given}: a job has one job file; put what differs on the command line"])
-    own = own_groups(line.folder)
-    extra = [f"hydra.searchpath=['file://{line.folder}']"] if line.folder else []
-    problems, told = [], []
-    if line.files:
-        file = job_file.register(line.files[0])
-        extra += [*(as_own_group(preset, own) or preset for preset in file.presets), f"job_file={job_file.NAME}"]
-        problems, told = file.problems, file.told
+    own, folders = own_groups(line.folder), [*filter(None, [line.folder]), CONF]
     right, wrong, renamed = _judged(line.words, own)
-    if problems or wrong:
-        raise ConfigError([*problems, *wrong, *_wrong_besides([*problems, *wrong], extra + right)])
-    if "--multirun" in line.options:
-        right = [_each_opened(word) for word in right]
-    return Command(extra + right, line.options, [*told, *renamed])
+    file = job_file.read(line.files[0]) if line.files else None
+    swept = file.swept if file and "--multirun" in line.options else frozenset()
+    layers = layered(right, swept, file, own, folders)
+    problems = [*(file.problems if file else []), *wrong, *layers.problems]
+    extra = [f"hydra.searchpath=['file://{line.folder}']"] if line.folder else []
+    if problems:
+        once = layered([word for word in right if not _sweeps(word)], (), file, own, folders)
+        raise ConfigError([*problems, *_wrong_besides(problems, [*extra, *once.overrides])])
+    told = [*(file.told if file else []), *renamed, *layers.told]
+    overrides = [_each_opened(word) for word in layers.overrides] if "--multirun" in line.options else layers.overrides
+    return Command([*extra, *overrides], line.options, told)
 
 
 def _judged(words: list[str], own: frozenset[str]) -> tuple[list[str], list[str], list[str]]:
@@ -125,7 +127,7 @@ def _judged(words: list[str], own: frozenset[str]) -> tuple[list[str], list[str]
 def _wrong_besides(problems: list[str], overrides: list[str]) -> list[str]:
     """What is wrong with the rest of a job, for those who mend all in one go; nothing of keys that have a problem."""
     try:
-        to_config(_composed([word for word in overrides if not _sweeps(word)]))
+        to_config(_composed(overrides))
     except ConfigError as error:
         names = {word for problem in problems for word in re.findall(r"[\w.]+", problem)} & by_name().keys()
         return [each for each in error.problems if not names & {*re.findall(r"[\w.]+", each.partition(": ")[0])}]
@@ -137,6 +139,8 @@ def _opened(word: str) -> str:
     name, _, value = word.lstrip("+").partition("=")
     if name in SEVERAL and not _sweeps(word):
         return f"{name}={_bracketed(value)}"
+    if name in PRESET_GROUPS:
+        return word.lstrip("+")
     free = is_free(name) or (name in by_name() and by_name()[name].free)
     return f"++{word.lstrip('+')}" if free else word
 

@@ -1,7 +1,7 @@
 """A user's own YAML file as a job: `rlfuse train my_job.yaml rollout.n=4`.
 
-Role: reads the file, judges each of its names with the line it stands on, and hands the content to Hydra as the only
-entry of the group `job_file`, which conf/config.yaml merges after every preset. Called by compose.py.
+Role: reads the file, judges each of its names with the line it stands on, and gives the content to Hydra as the only
+entry of the group `job_file`, which conf/config.yaml merges last. Called by compose.py.
 What a file may hold: groups of keys (`rollout: {n: 4}`), dotted keys (`rollout.n: 4`), presets by name
 (`algorithm: grpo`, `experiment: quickstart`) and, for those who know Hydra, `defaults` that choose presets.
 """
@@ -26,24 +26,41 @@ from rlfuse.errors import ConfigError
 NAME = "given"
 """Name of the file's content in the group `job_file`."""
 
+SWEPT = "hydra.sweeper.params"
+"""Names with several values each, for a sweep."""
+
 BASES = ("config", "schema", "_self_")
 """Entries of a Hydra defaults list that a job file has without asking."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobFile:
-    """What a file says beside its settings, which Hydra has."""
+    """What a file says."""
 
-    presets: list[str]
-    """`group=name`."""
+    content: dict[str, Any]
+    """Its settings without those that have a problem, so that the rest can be checked with them."""
+    presets: dict[str, str]
+    """Group -> name."""
+    settings: dict[str, tuple[str, Any]]
+    """Key -> place in the file, and value."""
     problems: list[str]
     """With its names and its values' types."""
     told: list[str]
     """A line for each name of verl that was taken for a key here."""
 
+    @property
+    def swept(self) -> frozenset[str]:
+        """Names of hydra.sweeper.params."""
+        return frozenset(OmegaConf.select(OmegaConf.create(self.content), SWEPT) or {})
 
-def register(path: Path) -> JobFile:
-    """Give the file to Hydra. What has a problem is left out, so that the rest can be judged beside it."""
+    def register(self, presets: list[dict[str, str]]) -> None:
+        """Give the content to Hydra. `presets`: entries of its defaults list, below its settings."""
+        node = {"defaults": [*presets, "_self_"], **self.content}
+        ConfigStore.instance().store(group="job_file", name=NAME, node=node, package="_global_")
+
+
+def read(path: Path) -> JobFile:
+    """The file, its names and types checked. Raises ConfigError for one that holds no settings."""
     try:
         text = Path(os.path.expanduser(path)).read_text()
         content = OmegaConf.to_container(OmegaConf.create(text) if text.strip() else OmegaConf.create({}))
@@ -58,25 +75,27 @@ def register(path: Path) -> JobFile:
     if not isinstance(content, dict):
         raise ConfigError([f"{path}: holds a {type(content).__name__}; must hold keys, as `rollout: {{n: 4}}`"])
     presets, problems = _presets(content, path)
-    lines, settings = lines_of(text), _settings(content)
+    lines, settings = lines_of(text), settings_of(content)
     renames = rename({name: as_typed(value) for name, value in settings})
+    valid = {}
     for name, value in settings:
-        key = renames.names.get(name, name)
+        key, place = renames.names.get(name, name), f"{path}:{lines.get(name, 1)}"
         given = as_typed(value) if key in groups() and value != {} else None
         problem = renames.problems.get(name) or explain_name(key, given)
         problem = problem or explain_form(key, value) or explain_type(key, value)
         if problem is not None:
-            problems.append(f"{path}:{lines.get(name, 1)}: {problem}")
+            problems.append(f"{place}: {problem}")
         if problem is not None or key != name:
             _leave_out(content, name)
+        if problem is None:
+            valid[key] = place, value
         if problem is None and key != name:
             content[key] = value
     told = [f"{path}:{lines.get(name, 1)}: {line}" for name, line in renames.told.items()]
     nested = _nested(content)
     if isinstance(nested.setdefault("trainer", {}), dict):
         nested["trainer"].setdefault("job_name", path.stem)
-    ConfigStore.instance().store(group="job_file", name=NAME, node=nested, package="_global_")
-    return JobFile(presets, problems, told)
+    return JobFile(nested, presets, valid, problems, told)
 
 
 def _leave_out(content: dict[str, Any], name: str) -> None:
@@ -90,25 +109,25 @@ def _leave_out(content: dict[str, Any], name: str) -> None:
                 del content[key]
 
 
-def _presets(content: dict[str, Any], path: Path) -> tuple[list[str], list[str]]:
+def _presets(content: dict[str, Any], path: Path) -> tuple[dict[str, str], list[str]]:
     """Take the choices of presets out of `content`."""
-    presets, problems = [], []
+    presets, problems = {}, []
     defaults = content.pop("defaults", None) or []
     for entry in defaults if isinstance(defaults, list) else [defaults]:
         if isinstance(entry, dict) and len(entry) == 1:
             group, choice = next(iter(entry.items()))
-            presets.append(f"{str(group).removeprefix('override ').strip().lstrip('/')}={choice}")
+            presets[str(group).removeprefix("override ").strip().lstrip("/")] = str(choice)
         elif entry not in BASES:
             problems.append(
                 f"{path}: defaults entry `{entry}` is not `group: preset`; groups: {', '.join(PRESET_GROUPS)}"
             )
     for group in PRESET_GROUPS:
         if isinstance(content.get(group), str):
-            presets.append(f"{group}={content.pop(group)}")
+            presets[group] = content.pop(group)
     return presets, problems
 
 
-def _settings(content: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def settings_of(content: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Full names of everything set, and the values; stops at keys and at unknown groups."""
     found: list[tuple[str, Any]] = []
     for key, value in content.items():
@@ -116,7 +135,7 @@ def _settings(content: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]
         if name.split(".")[0] == "hydra":
             continue
         if isinstance(value, dict) and value and name not in by_name():
-            found += _settings(value, name + ".")
+            found += settings_of(value, name + ".")
         else:
             found.append((name, value))
     return found
@@ -132,7 +151,8 @@ def _nested(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         for part in above:
             node = node.setdefault(part, {})
         # Below a key that is a dictionary names are the user's own, dots and all: data sources, for instance.
-        value = _nested(value, name) if isinstance(value, dict) and name not in by_name() else listed(name, value)
+        group = isinstance(value, dict) and name not in by_name() and name != SWEPT
+        value = _nested(value, name) if group else listed(name, value)
         if isinstance(value, dict) and isinstance(node.get(last), dict):
             node[last] |= value
         else:

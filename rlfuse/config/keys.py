@@ -59,17 +59,31 @@ def explain_override(text: str) -> str | None:
     """One line about a wrong `key=value` argument, or None."""
     override = parse_override(text)
     name, sign, value = override.name, override.sign, override.value
+    if re.match(r"hydra\.sweeper\.params($|\.)", name):
+        return f"{text}: values of a sweep are written KEY=VALUE,VALUE with --multirun, or `params` in a job file"
     if re.match(r"hydra([./]|$)", name):
         return None
     if sign == "~":
         return _explain_removal(name)
     if value is None:
         return _explain_bare(name)
-    if name in PRESET_GROUPS or is_free(name):
+    if name in PRESET_GROUPS:
+        return _explain_preset(name, value)
+    if is_free(name):
         return None
     if name in by_name():
         return f"+{name}: the key exists; write it without the plus: {name}={value}" if sign == "+" else None
     return explain_name(name, value, sign)
+
+
+def _explain_preset(group: str, value: str) -> str | None:
+    """One line about a choice that is no name of a preset."""
+    if value.startswith("["):
+        names = value.strip("[]").replace(" ", "")
+        return f"{group}={value}: a job has one preset of each group; for a job each write {group}={names} --multirun"
+    if "null" in value.split(",") and (group, value) != ("experiment", "null"):
+        return f"{group}={value}: null is no preset; leave it out, the default is {group}={DEFAULT_PRESETS[group]}"
+    return None
 
 
 def _explain_removal(name: str) -> str | None:

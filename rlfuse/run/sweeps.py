@@ -81,7 +81,11 @@ class Sweep:
         os.environ.setdefault(GROUP, stem)
         several = varied(self.words, OmegaConf.to_container(sweeper.get("params") or OmegaConf.create({})))
         parsed = [OverridesParser.create().parse_override(word) for word in overrides]
-        values = {each.key_or_group: each.get_value_string() for each in parsed if each.key_or_group in several}
+        values = {
+            each.key_or_group: each.get_value_string()
+            for each in parsed
+            if each.key_or_group in several and each.value() != f"${{{each.key_or_group}}}"  # merges a preset again
+        }
         self.jobs.append(Trial(sweep_name(stem, values, several), values))
         return self.jobs[-1]
 

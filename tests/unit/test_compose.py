@@ -38,7 +38,10 @@ def test_a_users_folder_of_experiments(job):
     experiment = job.parent / "experiment" / "long.yaml"
     experiment.write_text("# @package _global_\nrollout:\n  n: 6\ntrainer:\n  total_epochs: 9\n")
     config = load(["--config-dir", str(job.parent), "experiment=long", str(job)])
-    assert (config.trainer.total_epochs, config.rollout.n) == (9, 4), "the job file comes after the experiment"
+    assert (config.trainer.total_epochs, config.rollout.n) == (9, 6), "the command line wins"
+    job.write_text(f"experiment: long\n{job.read_text()}")
+    config = load(["--config-dir", str(job.parent), str(job)])
+    assert (config.trainer.total_epochs, config.rollout.n) == (9, 4), "settings of the file win over its experiment"
     experiment.write_text("# @package _global_\nrollout:\n  m: 6\n")
     with pytest.raises(ConfigError, match=r"conf file experiment/long: rollout\.m: unknown key"):
         load(["--config-dir", str(job.parent), "experiment=long", str(job)])

@@ -170,7 +170,7 @@ def test_any_job_file_is_read_or_refused(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(OmegaConf.to_yaml(OmegaConf.create({str(k).replace("\ud800", ""): None for k in content})))
     try:
-        read = job_file.register(path)
+        read = job_file.read(path)
     except ConfigError:
         return
-    assert all(str(path) in problem for problem in read.problems) and isinstance(read.presets, list)
+    assert all(str(path) in problem for problem in read.problems) and isinstance(read.presets, dict)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from rlfuse.config import foreign
-from rlfuse.config.compose import read_command
+from rlfuse.config.compose import compose_job, read_command
 from rlfuse.config.documentation import by_name, keys
 from rlfuse.config.help import COLUMNS, help_text, print_help
 from rlfuse.config.keys import explain_override, explain_value, is_free, nearest
@@ -177,6 +177,6 @@ def test_what_a_message_says_to_type_can_be_typed(mistake):
 def test_advice_about_presets_and_files_can_be_typed():
     for typed in ("~experiment", "~algorithm", "~fusion", "quickstart", "rollout.n"):
         for advice in ADVICE.findall(explain_override(typed).partition(": ")[2]):
-            assert read_command([advice.replace("VALUE", "1")]).overrides
+            assert compose_job([advice.replace("VALUE", "1")])
     assert "experiment=null" in explain_override("~experiment")
     assert explain_override("~rollout.engine_kwargs.seed") is None, "which Hydra can do"

@@ -1,0 +1,186 @@
+"""Which preset wins where layers of a job set the same key.
+
+Role: compose.py asks for the overrides that order the presets of a job file and of a command line. Later wins:
+    job file:      experiment < algorithm, fusion, user-defined presets < settings
+    command line:  experiment < algorithm, fusion, user-defined presets < settings
+conf/config.yaml merges the groups below the job file, so each that the command line names is merged again above it.
+Invariants: all presets of `fusion` set the same keys, and so do those of `algorithm` (but rollout.n), so nothing of
+another one remains. Presets of one layer that give a key different values are an error unless a setting decides it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlfuse.config import job_file
+from rlfuse.config.documentation import as_typed
+from rlfuse.config.job_file import JobFile, settings_of
+from rlfuse.config.keys import PRESET_GROUPS, parse_override
+from rlfuse.config.options import as_own_group
+
+EXPERIMENT = "experiment"
+"""A whole job, which the other presets of its layer change."""
+
+Presets = Mapping[str, list[str]]
+"""Group -> names, several in a sweep; none of a sweep whose values are not known yet."""
+Settings = Mapping[str, tuple[str, Any]]
+"""Key -> where it is set, and value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The presets and settings of a job in order."""
+
+    overrides: list[str]
+    """For Hydra."""
+    problems: list[str]
+    told: list[str]
+    """A line for each setting that a preset replaces."""
+
+
+def layered(
+    words: list[str], swept: Collection[str], file: JobFile | None, own: frozenset[str], folders: list[Path]
+) -> Layers:
+    """Order the presets of the command line `words` and of the job file, which is registered.
+
+    `swept`: what the job file sweeps over; `own`: groups of user-defined presets; `folders`: where presets are.
+    """
+    typed = _chosen(words, own) | {group: [] for group in swept if group in PRESET_GROUPS}
+    given = {parse_override(word).name for word in words}
+    settings = file.settings if file else {}
+    below = {group: [name] for group, name in file.presets.items() if group not in typed} if file else {}
+    problems = [*_conflicts(typed, given, folders), *_conflicts(below, given | settings.keys(), folders)]
+    told = [*_replaced(settings, typed, given, folders)]
+    layer, kept = (typed, given) if EXPERIMENT in typed else ({**below, **typed}, given | settings.keys())
+    told += _replaced(_settings_of_experiment(layer, folders), _without_experiment(layer), kept, folders)
+    if file is None:
+        return Layers(_ordered(words, typed, has_file=False), problems, told)
+    problems += [each for name in typed.get(EXPERIMENT, []) for each in _low_overrides(name, folders)]
+    inside = [group for group in below if group in (*own, "algorithm", "fusion")]
+    if EXPERIMENT in swept:
+        params = file.content["hydra"]["sweeper"]["params"]
+        params[f"+{EXPERIMENT}@_global_"] = params.pop(EXPERIMENT)
+    file.register([_entry(group, below[group][0], own) for group in inside])
+    first = [f"{group}={below[group][0]}" for group in below if group not in inside]
+    return Layers([*first, f"job_file={job_file.NAME}", *_ordered(words, typed, has_file=True)], problems, told)
+
+
+def _ordered(words: list[str], groups: Collection[str], has_file: bool) -> list[str]:
+    """`words` with overrides that merge presets above a job file, where there is one, the experiment first."""
+    experiments = [word for word in words if parse_override(word).name == EXPERIMENT]
+    last = [word for word in experiments[-1:] if word != f"{EXPERIMENT}=null"]  # null only takes the job file's away
+    above = [f"+{EXPERIMENT}@_global_={parse_override(word).value}" for word in last] if has_file else last
+    again = [f"+{group}@_global_=${{{group}}}" for group in ("algorithm", "fusion") if group in groups]
+    return [*above, *again, *(word for word in words if word not in experiments)]
+
+
+def _low_overrides(name: str, folders: list[Path]) -> Iterator[str]:
+    """One line for each group that an experiment overrides, which Hydra does below the job file."""
+    for entry in _read(EXPERIMENT, name, folders)[0]:
+        if not isinstance(entry, dict):
+            group, _, nested = str(entry).rpartition("/")
+            yield from _low_overrides(nested, folders) if group.strip("/") in ("", EXPERIMENT) else ()
+            continue
+        [(key, choice)] = entry.items()
+        group = str(key).removeprefix("override ").strip(" /")
+        if group != key and group in PRESET_GROUPS:
+            remedy = f"write /{group}/{choice} instead of `override /{group}: {choice}` in its defaults"
+            yield f"{EXPERIMENT}={name}: overrides `{group}` below the job file; {remedy}"
+
+
+def _chosen(words: list[str], own: Collection[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for word in words:
+        group = parse_override(word).name.partition("@")[0]
+        override = OverridesParser.create().parse_override(word)
+        if (group not in PRESET_GROUPS and group not in own) or isinstance(override.value(), dict):
+            continue
+        if not override.is_sweep_override():
+            found[group] = [as_typed(override.value())]
+        else:
+            is_known = override.is_discrete_sweep() and not isinstance(override.value(), Glob)
+            found[group] = [*override.sweep_string_iterator()] if is_known else []
+    return found
+
+
+def _without_experiment(presets: Presets) -> dict[str, list[str]]:
+    return {group: names for group, names in presets.items() if group != EXPERIMENT}
+
+
+def _entry(group: str, name: str, own: frozenset[str]) -> dict[str, str]:
+    """A choice as an entry of a defaults list."""
+    word = as_own_group(f"{group}={name}", own) or f"{group}@_global_={name}"
+    return {f"/{parse_override(word).name}": name}
+
+
+def _conflicts(presets: Presets, given: Collection[str], folders: list[Path]) -> Iterator[str]:
+    """One line for each key to which two presets of a layer give different values, and no setting one."""
+    for (group, names), (other, others) in itertools.combinations(_without_experiment(presets).items(), 2):
+        for name, another in itertools.product(names, others):
+            first, second = contents(group, name, folders), contents(other, another, folders)
+            for key in first:
+                mine, theirs = as_typed(first[key]), as_typed(second.get(key, first[key]))
+                if mine != theirs and key not in given:
+                    both = f"{group}={name} sets {mine}, {other}={another} sets {theirs}"
+                    yield f"{key}: {both}; set {key}={mine} or {key}={theirs}"
+
+
+def _replaced(settings: Settings, presets: Presets, kept: Collection[str], folders: list[Path]) -> Iterator[str]:
+    """One line for each of the settings to which a preset above them gives another value."""
+    found = [(group, name, contents(group, name, folders)) for group, names in presets.items() for name in names]
+    decided = {key for group, _, values in found if group != EXPERIMENT for key in values}
+    for group, name, values in found:
+        hidden = {*kept, *(decided if group == EXPERIMENT else ())}
+        for key in [key for key in settings if key in values and key not in hidden]:
+            place, value = settings[key]
+            if as_typed(value) != as_typed(values[key]):
+                yield f"{place}: {key}={as_typed(value)} is overridden, {group}={name} sets {as_typed(values[key])}"
+
+
+def _settings_of_experiment(presets: Presets, folders: list[Path]) -> Settings:
+    """Those of its own file, where one experiment is chosen."""
+    names = presets.get(EXPERIMENT, [])
+    place = f"{EXPERIMENT}={names[0]}" if len(names) == 1 else ""
+    return {key: (place, value) for key, value in _read(EXPERIMENT, names[0], folders)[1].items()} if place else {}
+
+
+def contents(group: str, name: str, folders: list[Path]) -> dict[str, Any]:
+    """Keys that a preset sets -> values, those of its defaults list included."""
+    defaults, settings = _read(group, name, folders)
+    found: dict[str, Any] = {}
+    for entry in defaults:
+        if isinstance(entry, dict):  # /algorithm: grpo
+            [(above, choice)] = entry.items()
+            above = str(above).removeprefix("override ")
+        else:  # /algorithm/grpo
+            above, _, choice = str(entry).rpartition("/")
+        if choice != "_self_":
+            found |= contents(above.strip("/ ").partition("@")[0] or group, str(choice), folders)
+    return found | settings
+
+
+def _read(group: str, name: str, folders: list[Path]) -> tuple[list[Any], dict[str, Any]]:
+    """Defaults list and settings of a preset; nothing of one that Hydra will not find or read, and reports."""
+    files = [path for folder in folders if (path := folder / group / f"{name}.yaml").is_file()]
+    try:
+        text = files[0].read_text() if files else ""
+        content = OmegaConf.to_container(OmegaConf.create(text))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException):
+        return [], {}
+    if not isinstance(content, dict):
+        return [], {}
+    defaults = content.pop("defaults", [])
+    header = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
+    package = header[1] if header else group
+    return defaults, dict(settings_of(content, "" if package == "_global_" else f"{package}."))

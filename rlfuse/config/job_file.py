@@ -62,7 +62,7 @@ class JobFile:
 def read(path: Path) -> JobFile:
     """The file, its names and types checked. Raises ConfigError for one that holds no settings."""
     try:
-        text = Path(os.path.expanduser(path)).read_text()
+        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
         content = OmegaConf.to_container(OmegaConf.create(text) if text.strip() else OmegaConf.create({}))
     except FileNotFoundError:
         raise ConfigError([f"{path}: there is no such job file; correct the path"]) from None

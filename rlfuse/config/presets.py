@@ -174,7 +174,7 @@ def _read(group: str, name: str, folders: list[Path]) -> tuple[list[Any], dict[s
     """Defaults list and settings of a preset; nothing of one that Hydra will not find or read, and reports."""
     files = [path for folder in folders if (path := folder / group / f"{name}.yaml").is_file()]
     try:
-        text = files[0].read_text() if files else ""
+        text = files[0].read_text(encoding="utf-8") if files else ""
         content = OmegaConf.to_container(OmegaConf.create(text))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException):
         return [], {}

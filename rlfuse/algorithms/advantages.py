@@ -5,8 +5,8 @@ Role: called by the controller once a step's rewards (and values) are there. Pur
 Invariants:
 - what stands at masked-out positions, NaN included, changes nothing, and every result is 0 there;
 - a masked-out position between response tokens is skipped, as if its neighbours were adjacent;
-- a row's group estimate depends on the row's group only; whitened estimates depend on the whole batch, so they can be
-  computed only once all of it has arrived.
+- a row's built-in estimate depends on the row's group only; whitened estimates, and custom ones unless they state
+  otherwise, depend on the whole batch, so they can be computed only once all of it has arrived.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ def advantages_and_returns(
 ) -> tuple[Tensor, Tensor]:
     """(advantages, returns), each [B, T], by the estimator's name; those that are whitened are still to be.
 
-    An estimator is given by name what it has parameters for: beside what is given here `scores` [B] float64, the sums
-    of token rewards, and `dimensions` as (scores [B, K] of K rewards, NaN where one does not apply) and `weights` [K];
-    without `dimensions` the score is the only one. It returns the two, or advantages that are the returns, too. `n`:
-    responses that were drawn for each prompt, of which a group may have fewer (rewards fail). Nothing here looks beyond
-    a row's group, so a group's numbers are the same whether it is worked out alone or in a batch.
+    An estimator is given by name what it has parameters for: the arguments here, `scores` float32 [B], the sums of
+    token rewards, and from `dimensions` the scores [B, K] of K rewards, NaN where one does not apply, and `weights`
+    [K], both float32; without `dimensions` the score is the only one. It returns (advantages, returns), or one matrix
+    that is both. `n`: responses drawn per prompt; a group has fewer where rewards failed.
     """
     function = ESTIMATORS.find(estimator)
     asked = parameters(function)
@@ -52,7 +51,7 @@ def advantages_and_returns(
             f"algorithm.adv_estimator={estimator} needs groups, received None: pass each row's group number."
         )
     # Token after token: the order of a plain sum, and so its last bit, depends on the width that rows are padded to.
-    scores = response_part(token_rewards, mask).double().cumsum(-1)[:, -1]
+    scores = response_part(token_rewards, mask).double().cumsum(-1)[:, -1].float()
     columns, weights = dimensions or (scores[:, None], torch.ones(1))
     given = {"token_rewards": token_rewards, "scores": scores, "mask": mask, "groups": groups, "values": values}
     given |= {"dimensions": columns, "weights": weights, "gamma": gamma, "lam": lam, "by_std": by_std, "n": n}

@@ -1,10 +1,11 @@
 """From scored samples to what the optimizer steps read: shaped rewards, KL, advantages, returns, corrections.
 
 Role: called while a step is carried out: `prepare` for each group that has all its scores, which makes trainable what
-depends on the group alone (`early`), and `complete` once all have, for what is normalised over the batch; scores that
+depends on the group alone (`early`), and `complete` once all have, for what depends on the whole batch; scores that
 only the loss reads (`deferred`) may come later, and `mismatch` when the step is over. Splitting a step into calls of
-`prepare` changes no number. Pure but for the KL coefficient and the running normalisation of rewards, which it carries
-from step to step (and into checkpoints).
+`prepare` changes no number: a custom estimator gets the whole batch or, with `needs_batch=False`, one group per call.
+Pure but for the KL coefficient and the running normalisation of rewards, which it carries from step to step (and into
+checkpoints).
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ from rlfuse.algorithms.advantages import advantages_and_returns, place_at_end, w
 from rlfuse.algorithms.corrections import mismatch_metrics, truncated_importance_weights
 from rlfuse.algorithms.kl import AdaptiveKl, coefficient_of, kl_estimate
 from rlfuse.algorithms.shaping import Normaliser, overlong_penalty, zero_spread
-from rlfuse.config.own_functions import traits_of
+from rlfuse.config.own_functions import DECORATOR, traits_of
 from rlfuse.config.rewards import RewardEntry
 from rlfuse.config.schema import Config
+from rlfuse.config.valid_values import names_function
+from rlfuse.errors import ConfigError
 from rlfuse.samples import Group, Reward, Sample
+
+SAME = 1e-4
+"""Relative and absolute difference of estimates that rounding explains."""
 
 
 class Experience:
@@ -36,6 +42,9 @@ class Experience:
         self.config = config
         registry.forget()  # a notebook's files may be others by now
         self.traits = traits_of(config.algorithm.adv_estimator)
+        self._group_by_group = names_function(config.algorithm.adv_estimator) and not self.traits.needs_batch
+        self._unverified = self._group_by_group
+        """Whether no batch has shown yet that a custom estimator needs its group alone."""
         self.weights = {entry.name: entry.weight for entry in entries if not entry.gate}
         self.normaliser = Normaliser(entry.name for entry in entries if entry.normalise)
         ctrl = config.algorithm.kl_ctrl
@@ -99,11 +108,15 @@ class Experience:
     def early(self, model: str) -> bool:
         """Whether a model's loss on a group can be computed before other groups are finished.
 
-        Not an actor's with advantages normalised over the batch, nothing while dynamic sampling still chooses, and
-        nothing in a step whose own rewards are the first that running normalisation can go by.
+        Not where it reads the whole batch, nor in a step whose own rewards are the first that running normalisation can
+        go by, or the first that a custom estimator is verified on.
         """
-        late = self.config.algorithm.filter_groups.max_num_gen_batches > 0 or self.normaliser.fresh
-        return not late and (model == "critic" or not self.traits.whitens)
+        return not (self.reads_batch(model) or self.normaliser.fresh or self._unverified)
+
+    def reads_batch(self, model: str) -> bool:
+        """Whether a model's loss on a group depends on the other groups of the step, in every step."""
+        chosen_late = self.config.algorithm.filter_groups.max_num_gen_batches > 0
+        return chosen_late or self.traits.needs_batch or (model == "actor" and bool(self.traits.whitens))
 
     def why_late(self) -> str:
         """Why some gradients have to wait for the end of generation; empty if none have to."""
@@ -125,8 +138,13 @@ class Experience:
         if limit := algorithm.filter_groups.max_num_gen_batches:
             key = f"algorithm.filter_groups.max_num_gen_batches={limit}"
             return f"training waits for all responses: {key} chooses groups when all are scored"
-        if not self.early("actor"):
-            key = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+        key = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+        if self.traits.needs_batch:
+            return (
+                f"training waits for all responses: {key} gets the whole batch; if it needs only its group, state "
+                f"@{DECORATOR}(needs_batch=False)"
+            )
+        if self.traits.whitens:
             return f"the actor's training waits for all responses: {key} normalises its advantages over the batch"
         return ""
 
@@ -144,7 +162,8 @@ class Experience:
         return ""
 
     def prepare(self, groups: Sequence[Group]) -> None:
-        """Fill `token_rewards`, `advantages` (not whitened yet), `returns`, `is_weights` (and `old_log_probs`)."""
+        """Fill `token_rewards`, `is_weights` (and `old_log_probs`) and, unless the estimator reads the whole batch,
+        `advantages` (not whitened yet) and `returns`."""
         samples = [sample for group in groups for sample in group.samples]
         algorithm = self.config.algorithm
         for sample in samples:
@@ -158,9 +177,18 @@ class Experience:
         if self._kl_loss_by_source:
             coefficients = self._kl_coefficients(samples, self.config.actor.kl_loss_coef)
             _spread(samples, mask, kl_coefs=coefficients.expand(mask.shape))
+        _spread(samples, mask, token_rewards=token_rewards)
+        if not self.traits.needs_batch:
+            for part in [[group] for group in groups] if self._group_by_group else [groups]:
+                self._estimate(part)
+
+    def _estimate(self, groups: Sequence[Group]) -> None:
+        """Fill `advantages` and `returns` by one call of the estimator."""
+        samples = [sample for group in groups for sample in group.samples]
+        algorithm, mask = self.config.algorithm, _mask(samples)
         advantages, returns = advantages_and_returns(
             algorithm.adv_estimator,
-            token_rewards,
+            _matrix(samples, "token_rewards", mask),
             _matrix(samples, "values", mask) if self.config.uses_critic else None,
             torch.tensor([i for i, group in enumerate(groups) for _ in group.samples]),
             mask,
@@ -170,15 +198,41 @@ class Experience:
             self._dimensions(samples) if self.weights and self.traits.each_reward else None,
             self.config.rollout.n,
         )
-        _spread(samples, mask, token_rewards=token_rewards, advantages=advantages, returns=returns)
+        _spread(samples, mask, advantages=advantages, returns=returns)
+
+    def _verify(self, groups: Sequence[Group]) -> None:
+        """ConfigError if a custom estimator with `needs_batch=False` gives the whole batch other numbers than groups.
+
+        Rewards that are all equal show nothing: the next step's are compared, too.
+        """
+        samples = [sample for group in groups for sample in group.samples]
+        alone = [dict(sample.tensors) for sample in samples]
+        self._estimate(groups)
+        for sample, own in zip(samples, alone, strict=True):
+            for name in ("advantages", "returns"):
+                whole = sample.tensors[name]
+                if not np.allclose(whole, own[name], SAME, SAME, equal_nan=True):
+                    token = int(np.argmax(np.abs(whole - own[name])))
+                    raise ConfigError([
+                        f"algorithm.adv_estimator={self.config.algorithm.adv_estimator}: states needs_batch=False, but "
+                        f"{name} of sample {sample.id}, token {token}, are {own[name][token]:g} from its group and "
+                        f"{whole[token]:g} from the whole batch; remove needs_batch=False, or compare only rows of "
+                        f"the same group"
+                    ])  # fmt: skip
+            sample.tensors.update(own)
+        self._unverified = len({float(sample.tensors["token_rewards"].sum()) for sample in samples}) == 1
 
     def complete(self, groups: Sequence[Group]) -> dict[str, float]:
-        """All groups of the step are prepared: whiten where the estimator wants it, steer the KL; returns metrics."""
+        """All groups of the step are prepared: compute what depends on all of them, steer the KL; returns metrics."""
         samples = [sample for group in groups for sample in group.samples]
         first = self.normaliser.fresh
         metrics = self.normaliser.learn([sample.reward for sample in samples])
         if first:  # nothing was trained on yet (`early`), so that these rewards can be normalised by themselves
             self.prepare(groups)
+        if self.traits.needs_batch:
+            self._estimate(groups)
+        elif self._unverified:
+            self._verify(groups)
         mask, over = _mask(samples), self.traits.whitens
         if over:
             white = whiten(_matrix(samples, "advantages", mask), mask, by_response=over == "responses")
@@ -208,13 +262,13 @@ class Experience:
         return penalties
 
     def _dimensions(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(float64 [B, K], weights [K]): functions' values, NaN where they don't apply, and the length penalty."""
+        """(float32 [B, K], weights [K]): functions' values, NaN where they don't apply, and the length penalty."""
         dimensions = [self.normaliser.dimensions(sample.reward) for sample in samples]
         columns = [[each.get(name, math.nan) for each in dimensions] for name in self.weights]
         weights = list(self.weights.values())
         if self.config.reward.overlong_buffer.len:
             columns, weights = [*columns, self._penalties(samples).tolist()], [*weights, 1.0]
-        return torch.tensor(columns, dtype=torch.float64).T, torch.tensor(weights, dtype=torch.float64)
+        return torch.tensor(columns, dtype=torch.float32).T, torch.tensor(weights, dtype=torch.float32)
 
     @property
     def _kl_loss_by_source(self) -> bool:

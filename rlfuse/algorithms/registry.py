@@ -24,7 +24,7 @@ _module = cache(module_of)
 
 
 def advantage_estimator(**traits: bool | str) -> Callable[[Function], Function]:
-    """State the traits of an estimator of your own (`config.estimators.Traits`); one without any needs no decorator."""
+    """State the traits of a custom estimator (`config.estimators.Traits`); undecorated, it has the defaults."""
     Traits(**traits)  # type: ignore[arg-type]
     return lambda function: function
 

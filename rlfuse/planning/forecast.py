@@ -57,6 +57,8 @@ class Forecast:
     """Of one mini-batch, where it has."""
     disaggregate: str = ""
     """What `rollout.disaggregate` comes to, and why."""
+    lost_overlap: float = 0.0
+    """Seconds by which the job's step is longer because training reads the whole batch."""
 
     @property
     def seconds(self) -> Seconds:
@@ -119,10 +121,18 @@ def forecast(
         settings = replace(times.tuned(workload, mine), prefill_share=share)
         steps[mine] = seconds_of(linked, training, mine, settings)
     if config.training.pipeline_parallel_size == 1:
-        return Forecast(steps, errors, bound=lower_bound(workload), disaggregate=why)
+        lost = steps[mine].step - _overlapped(times, workload, mine).step
+        return Forecast(steps, errors, bound=lower_bound(workload), disaggregate=why, lost_overlap=lost)
     counts, forward = times.mini_batch(config, of_slowest(costs, speeds))
     schedule = times.planner(config, counts, forward).problem(counts)
     return Forecast(steps, errors, schedule=schedule, disaggregate=why)
+
+
+def _overlapped(times: StepTimes, workload: Workload, policy: str) -> Seconds:
+    """The step if training could start on every group that is scored."""
+    training = replace(workload.training, early=True, critic_early=True)
+    overlapped = replace(workload, training=training)
+    return seconds_of(overlapped, 0.0, policy, times.tuned(overlapped, policy))
 
 
 def _disaggregated(config: Config, workload: Workload, settings: Settings, error: float) -> tuple[Workload, float, str]:

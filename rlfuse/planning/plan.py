@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from rlfuse.algorithms.experience import Experience
 from rlfuse.cluster.cuda import gpu_settings
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.facts import Facts, facts_of_a_plan
@@ -27,6 +28,7 @@ from rlfuse.config.prepared import command_for
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
+from rlfuse.fusion.registry import traits_of
 from rlfuse.planning import search_command
 from rlfuse.planning.activation_tiers import words
 from rlfuse.planning.activations import PASS_OF, leaves
@@ -36,7 +38,7 @@ from rlfuse.planning.model_sizes import Shape, served_shapes, shapes_of
 from rlfuse.planning.planned_job import beyond_limits
 from rlfuse.planning.remedies import remedies
 from rlfuse.planning.shortages import problems
-from rlfuse.planning.step_time import standings
+from rlfuse.planning.step_time import NOTHING, standings
 from rlfuse.planning.tables import memory_table, placement_table, settings_table, table_of
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
 
     config = to_config(compose_job(words), lambda config: _facts(config, arguments))
     _check(arguments, config)
-    load_policy(config.fusion.policy)
+    policy = load_policy(config.fusion.policy)
     beyond = beyond_limits(config, arguments.prompt_tokens, arguments.response_tokens)
     if wrong := [*untrainable(config), *beyond]:
         raise ConfigError(wrong)
@@ -71,7 +73,9 @@ def main(argv: Sequence[str]) -> None:
     memory = memory_of(config, shapes, budget, served)
     console = Console(highlight=False)
     console.print(settings_table(config), placement_table(config, shapes), memory_table(config, shapes, memory))
-    for line in (*_activations_away(config, shapes, budget.device), *not_looked_at(config, budget.device)):
+    blocked = Experience(config).why_late() if traits_of(policy).trains_early else ""
+    away, unread = _activations_away(config, shapes, budget.device), not_looked_at(config, budget.device)
+    for line in (*away, *filter(None, [blocked]), *unread):
         console.print(escape(line), soft_wrap=True)
     if arguments.memory_picture is not None:
         _draw_memory(config, memory, arguments.memory_picture, console)
@@ -334,6 +338,8 @@ def time_table(found: Forecast) -> Table:
     table.add_row("generation", f"{seconds.generating:.2f}")
     table.add_row("scoring after it", f"{seconds.scoring:.2f}")
     table.add_row("training after that", f"{seconds.training:.2f}")
+    if found.lost_overlap > NOTHING * seconds.step:
+        table.add_row("lost overlap: training waits for the batch", f"{found.lost_overlap:.2f}")
     table.add_section()
     told = standings(found.steps, found.errors)
     for policy, each in found.steps.items():

@@ -104,7 +104,8 @@ def workload_of(
         mini_batches=-(-prompts // actor.ppo_mini_batch_size),
         models=("critic", "actor") if config.uses_critic else ("actor",),
         epochs=actor.ppo_epochs,
-        early=experience.early("actor"),
+        early=not experience.reads_batch("actor"),
+        critic_early=not experience.reads_batch("critic"),
         bubbles=_bubbles(config, lengths, prompt_tokens),
     )
     kinds = tuple(kind for kind in experience.kinds if kind in PASSES)

@@ -339,7 +339,7 @@ class _Experience:
 
     def early(self, model: str) -> bool:
         """Whether a group's loss needs that group alone."""
-        return model == "critic" or self._training.early
+        return self._training.early if model == "actor" else self._training.critic_early
 
     def prepare(self, groups: Sequence[Group]) -> None:
         """A critic's rows name what it learns from."""

@@ -60,6 +60,7 @@ AXES: Mapping[str, Sequence[Any]] = {
     "training.models": (["actor"], ["critic", "actor"]),
     "training.epochs": (1, 2),
     "training.early": (True, False),
+    "training.critic_early": (True, False),
     "training.bubbles": (None, 0.1, 0.5),
     "lockstep": ("none", "gradients", "all"),
     "switch_s": (0.0, 0.1, 0.5, 2.0),

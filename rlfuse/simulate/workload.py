@@ -89,6 +89,8 @@ class Training:
     early: Annotated[bool, FLAG] = True
     """Whether the actor may learn from a group before all are finished: not where advantages are normalised over the
     batch."""
+    critic_early: Annotated[bool, FLAG] = True
+    """Whether the critic may: not where a custom estimator reads the whole batch, nor with dynamic sampling."""
     bubbles: AtLeastZero | None = None
     """Where ranks hold stages and train together in one schedule: their idle time there, over that of their work. null:
     they hold whole models."""

@@ -34,7 +34,7 @@ PAGE = Path(__file__).parents[2] / "rlfuse/algorithms/README.md"
 ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor.loss_mode"
 CRITIC = """
 from rlfuse.algorithms import registry
-@registry.advantage_estimator(needs_critic=True, whitens="tokens")
+@registry.advantage_estimator(needs_critic=True, needs_batch=False, whitens="tokens")
 def above_value(scores, values, mask, scale=2.0):
     return scale * (scores[:, None] - values) * mask
 def late(log_probs): return torch.ones(3)
@@ -82,6 +82,7 @@ def write(tmp_path, monkeypatch):
 def test_the_pages_estimator_and_kl_by_hand(example):
     experience = Experience(config(*example, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.2"))
     batch = groups([[1.0, 0.0], [0.5, 2.0]], [[3, 2], [1, 4]])
+    assert not experience.early("actor"), "the first batch is verified first"
     experience.prepare(batch)
     # The reference is 0.5 nats away from the policy on each token: 0.5^2 / 2 of KL, 0.025 of the reward.
     scores = [[1.0 - 3 * 0.025, -2 * 0.025], [0.5 - 0.025, 2.0 - 4 * 0.025]]
@@ -89,6 +90,7 @@ def test_the_pages_estimator_and_kl_by_hand(example):
     for (first, second), (one, other) in zip(found, scores, strict=True):
         np.testing.assert_allclose(first, one - other, atol=1e-6)
         np.testing.assert_allclose(second, other - one, atol=1e-6)
+    experience.complete(batch)
     assert experience.early("actor") and "values" not in experience.kinds
     assert [len(each) for pair in found for each in pair] == [3, 2, 1, 4]
 
@@ -152,13 +154,87 @@ def test_traits_decide_about_critic_groups_and_whitening(write):
     found = config(f"{ESTIMATOR}=mine.py:above_value")
     assert found.uses_critic and not told(f"{ESTIMATOR}=mine.py:above_value", "trainer.critic_warmup=3", "rollout.n=1")
     experience, batch = Experience(found), groups([[1.0], [0.0]], [[3], [2]])
-    assert "values" in experience.kinds and experience.early("critic") and not experience.early("actor")
+    assert "values" in experience.kinds and not experience.early("critic")
     assert "adv_estimator=mine.py:above_value normalises" in experience.why_late()
     experience.prepare(batch)
     np.testing.assert_array_equal(batch[0].samples[0].tensors["returns"], [2.0] * 3)
     experience.complete(batch)
     white = np.concatenate([group.samples[0].tensors["advantages"] for group in batch])
     assert white.mean() == pytest.approx(0, abs=1e-6) and white.std(ddof=1) == pytest.approx(1, abs=1e-6)
+    assert experience.early("critic") and not experience.early("actor")
+
+
+ACROSS = """
+from rlfuse.algorithms.registry import advantage_estimator
+calls = []
+def batch_mean(scores, mask):
+    calls.append(len(scores)); assert str(scores.dtype) == "torch.float32"
+    return (scores - scores.mean())[:, None] * mask
+@advantage_estimator(needs_groups=True, needs_batch=False)
+def claims_its_group(scores, mask): return batch_mean(scores, mask)
+@advantage_estimator(needs_batch=False, whitens="responses")
+def claims_its_row(mask, scores, groups): return (scores * (groups + 1))[:, None] * mask
+@advantage_estimator(needs_groups=True, needs_batch=False)
+def group_mean(scores, groups, mask):
+    calls.append(len(scores))
+    total = [scores[groups == group].mean() for group in groups]
+    return (scores - __import__("torch").stack(total))[:, None] * mask
+@advantage_estimator(needs_batch=False, each_reward=True)
+def each(dimensions, weights, groups, mask):
+    assert {str(dimensions.dtype), str(weights.dtype), str(mask.dtype), str(groups.dtype)} == {
+        "torch.float32", "torch.bool", "torch.int64"}
+    return (dimensions @ weights)[:, None] * mask
+"""
+
+
+def advantages_of(experience, batch, order):
+    """Of each sample's first token, groups prepared one after the other in this order."""
+    for number in order:
+        experience.prepare([batch[number]])
+    experience.complete(batch)
+    return [float(sample.tensors["advantages"][0]) for group in batch for sample in group.samples]
+
+
+def test_a_custom_estimator_gets_the_whole_batch_in_one_call_unless_it_states_otherwise(write):
+    write(ACROSS)
+    for order in ([0, 1, 2], [2, 0, 1]):
+        experience = Experience(config(f"{ESTIMATOR}=mine.py:batch_mean"))
+        assert not experience.early("actor") and not experience.early("critic")
+        assert "mine.py:batch_mean gets the whole batch" in experience.why_late()
+        batch = groups([[1.0, 0.0], [0.5, 2.0], [4.0, 0.0]], [[3, 2], [1, 4], [2, 2]])
+        assert advantages_of(experience, batch, order) == [-0.25, -1.25, -0.75, 0.75, 2.75, -1.25]
+        assert not experience.early("actor"), "nor in any later step"
+        assert set(ESTIMATORS.find("mine.py:batch_mean").__globals__["calls"]) == {6}
+
+
+@pytest.mark.parametrize("name", ["claims_its_group", "claims_its_row"])
+def test_an_estimator_that_reads_other_groups_than_it_states_ends_the_run_before_the_first_update(write, name):
+    write(ACROSS)
+    experience = Experience(config(f"{ESTIMATOR}=mine.py:{name}"))
+    batch = groups([[1.0, 0.0], [0.5, 2.0]], [[3, 2], [1, 4]])
+    assert not experience.early("actor")
+    says = (
+        r"states needs_batch=False, but advantages of sample 1/\d/0, token 0, are \S+ from its group and \S+ from"
+    )
+    with pytest.raises(ConfigError, match=f"mine.py:{name}: {says}"):
+        advantages_of(experience, batch, [0, 1])
+
+
+@pytest.mark.parametrize("name", ["group_mean", "each"])
+def test_one_that_states_its_group_gets_one_per_call_and_trains_early_once_a_batch_has_shown_it(write, name):
+    write(ACROSS)
+    experience = Experience(config(f"{ESTIMATOR}=mine.py:{name}"))
+    assert experience.why_late() == ""
+    flat = groups([[1.0, 1.0], [1.0, 1.0]], [[3, 2], [1, 4]])
+    advantages_of(experience, flat, [1, 0])
+    assert not experience.early("actor"), "equal rewards show nothing"
+    batch = groups([[1.0, 0.0], [0.5, 2.0]], [[3, 2], [1, 4]])
+    wanted = [0.5, -0.5, -0.75, 0.75] if name == "group_mean" else [1.0, 0.0, 0.5, 2.0]
+    assert advantages_of(experience, batch, [0, 1]) == wanted
+    assert experience.early("actor") and experience.early("critic")
+    if name == "group_mean":
+        experience.prepare(batch)
+        assert ESTIMATORS.find("mine.py:group_mean").__globals__["calls"] == [2, 2, 4, 2, 2, 4, 2, 2]
 
 
 def test_an_estimator_that_compares_needs_groups_and_one_without_critic_no_warm_up(example):
@@ -181,7 +257,7 @@ def test_an_estimator_that_compares_needs_groups_and_one_without_critic_no_warm_
         (f"{LOSS}=lacking.py:f", "Python finds no package `unheard_of`; install it"),
         (
             f"{ESTIMATOR}=traits.py:unknown",
-            "unexpected keyword argument 'needs_group'; traits are needs_groups, needs_c",
+            "unexpected keyword argument 'needs_group'; traits are needs_groups, needs_b",
         ),
         (f"{ESTIMATOR}=traits.py:wrong", "whitens=True has to be 'tokens' or 'responses'"),
         (f"{ESTIMATOR}=traits.py:computed", "traits are .*, written out"),
@@ -242,8 +318,9 @@ def test_what_is_wrong_in_several_files_is_told_at_once_and_nothing_is_run(write
 @pytest.mark.parametrize("returned", ["scores", "[1.0]", "(mask, None)"])
 def test_what_is_no_matrix_is_told_with_key_and_shape(write, returned):
     write(f"def f(scores, mask): return {returned}")
+    Experience(config(f"{ESTIMATOR}=grpo")).prepare(prepared := groups([[1.0], [0.0]], [[3], [2]]))
     with pytest.raises(ConfigError, match=r"adv_estimator=mine.py:f: returned a .*has to return .*\[2, 3\]"):
-        Experience(config(f"{ESTIMATOR}=mine.py:f")).prepare(groups([[1.0], [0.0]], [[3], [2]]))
+        Experience(config(f"{ESTIMATOR}=mine.py:f")).complete(prepared)
 
 
 def test_a_file_that_fails_is_told_with_its_error(write):
@@ -255,11 +332,10 @@ def test_a_file_that_fails_is_told_with_its_error(write):
 def test_a_run_keeps_its_functions_when_the_file_is_edited(write):
     write("def f(mask): return 1.0 * mask")
     batch, running = groups([[1.0]], [[3]]), Experience(config(f"{ESTIMATOR}=mine.py:f"))
-    running.prepare(batch)
+    advantages_of(running, batch, [0])
     write("def f(mask): return 2.0 * mask")
-    running.prepare(batch)
-    assert batch[0].samples[0].tensors["advantages"].tolist() == [1.0] * 3
-    Experience(running.config).prepare(batch)
+    assert advantages_of(running, batch, [0]) == [1.0]
+    advantages_of(Experience(running.config), batch, [0])
     assert batch[0].samples[0].tensors["advantages"].tolist() == [2.0] * 3
 
 
@@ -294,7 +370,7 @@ def test_every_parameter_that_the_checks_accept_is_given(write):
     write("\n".join(lines))
     named_there = (f"{ESTIMATOR}=mine.py:e", f"{LOSS}=mine.py:p", "actor.kl_loss_type=mine.py:k")
     assert not told(*named_there)
-    Experience(config(*named_there)).prepare(groups([[1.0], [0.0]], [[3], [2]]))
+    advantages_of(Experience(config(*named_there)), groups([[1.0], [0.0]], [[3], [2]]), [0, 1])
     one, mask = torch.ones(1, 2), torch.tensor([[True, False]])
     assert policy_loss(2 * one, one, one, mask, 0.2, 0.2, None, "mine.py:p")[0].tolist() == [[2.0, 0.0]]
     assert torch.equal(kl_estimate(2 * one, one, "mine.py:k", "actor.kl_loss_type"), 2 * one)

@@ -1,6 +1,7 @@
 """What `rlfuse plan` says of files of functions: what `rlfuse train` refuses, all together, before anything else."""
 
 import json
+import re
 
 import pytest
 from test_plan import SEVEN_B, command
@@ -32,6 +33,22 @@ def test_all_problems_of_files_of_functions_are_told_together(model, tmp_path, m
     ):
         assert wrong in told
     assert "mine.py:made" not in told and "rewards=mine.py:none" not in told and "a.parquet" not in told
+
+
+@pytest.mark.slow
+def test_what_an_estimator_of_the_whole_batch_costs_is_reported(model, tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    group = "@advantage_estimator(needs_batch=False)\ndef of_group(scores, mask): ...\n"
+    file.write_text(f"def of_batch(scores, mask): ...\n{group}")
+    job = ("--device-memory", "800", "--tflops", "300", "data.train_batch_size=16", "actor.ppo_mini_batch_size=16")
+    job += ("rollout.n=2", "trainer.n_gpus_per_node=4", "actor.zero_stage=1")
+    assert command(model, *job, f"algorithm.adv_estimator={file}:of_batch") == 0
+    told = capsys.readouterr().out
+    assert f"algorithm.adv_estimator={file}:of_batch gets the whole batch" in told
+    assert float(re.search(r"lost overlap: training waits for the batch\W+([\d.]+)", told)[1]) > 0
+    assert command(model, *job, f"algorithm.adv_estimator={file}:of_group") == 0
+    told = capsys.readouterr().out
+    assert "lost overlap" not in told and "whole batch" not in told
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ class Experience:
         """
         config, algorithm = self.config, self.config.algorithm
         before = algorithm.use_kl_in_reward or algorithm.rollout_is_threshold is not None
-        chosen_late = config.fusion.data != "exact" or algorithm.filter_groups.max_num_gen_batches > 0
+        chosen_late = config.fusion.data != "exact" or algorithm.filter_groups.enable
         unknown = config.trainer.critic_warmup > 0 or (chosen_late and not self._one_part)
         return () if algorithm.old_log_probs != "trainer" or before or unknown else ("old_log_prob",)
 
@@ -115,7 +115,7 @@ class Experience:
 
     def reads_batch(self, model: str) -> bool:
         """Whether a model's loss on a group depends on the other groups of the step, in every step."""
-        chosen_late = self.config.algorithm.filter_groups.max_num_gen_batches > 0
+        chosen_late = self.config.algorithm.filter_groups.enable
         return chosen_late or self.traits.needs_batch or (model == "actor" and bool(self.traits.whitens))
 
     def why_late(self) -> str:
@@ -135,8 +135,8 @@ class Experience:
             )
         if stage >= 2:
             return f"training waits for all responses: actor.zero_stage={stage} needs all ranks for each gradient"
-        if limit := algorithm.filter_groups.max_num_gen_batches:
-            key = f"algorithm.filter_groups.max_num_gen_batches={limit}"
+        if algorithm.filter_groups.enable:
+            key = "algorithm.filter_groups.enable=true"
             return f"training waits for all responses: {key} chooses groups when all are scored"
         key = f"algorithm.adv_estimator={algorithm.adv_estimator}"
         if self.traits.needs_batch:
@@ -155,8 +155,8 @@ class Experience:
             return f"fusion.training={self.config.fusion.training} runs one model after the other"
         if algorithm.use_kl_in_reward:
             return "algorithm.use_kl_in_reward=true makes advantages of their log-probs (actor.use_kl_loss does not)"
-        if limit := algorithm.filter_groups.max_num_gen_batches:
-            return f"algorithm.filter_groups.max_num_gen_batches={limit} chooses groups when all are scored"
+        if algorithm.filter_groups.enable:
+            return "algorithm.filter_groups.enable=true chooses groups when all are scored"
         if self._one_part:
             return f"actor.ppo_mini_batch_size={actor.ppo_mini_batch_size} is the whole batch, none follows it"
         return ""

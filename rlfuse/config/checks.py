@@ -130,9 +130,9 @@ def _advantages(config: Config, facts: Facts) -> Iterator[str]:
     if traits and traits.needs_groups and n == 1:
         valid = f"must be 2 or more with algorithm.adv_estimator={estimator}, which compares the samples of a prompt"
         yield _problem(config, "rollout.n", valid, "set rollout.n=8, or algorithm=ppo")
-    if config.algorithm.filter_groups.max_num_gen_batches > 0 and n == 1:
-        valid = "must be 0 with rollout.n=1, where every group's rewards are equal"
-        yield _problem(config, "algorithm.filter_groups.max_num_gen_batches", valid, "set rollout.n=8, or 0 here")
+    if config.algorithm.filter_groups.enable and n == 1:
+        valid = "must be false with rollout.n=1, where every group's rewards are equal"
+        yield _problem(config, "algorithm.filter_groups.enable", valid, "set rollout.n=8, or false here")
     if config.trainer.critic_warmup > 0 and traits and not traits.needs_critic:
         valid = f"must be 0 with algorithm.adv_estimator={estimator}, which has no critic"
         yield _problem(config, "trainer.critic_warmup", valid, "set trainer.critic_warmup=0, or algorithm=ppo")
@@ -154,9 +154,9 @@ def _fusion(config: Config, facts: Facts) -> Iterator[str]:
     if data in ("partial_rollout", "one_step_off") and config.algorithm.rollout_is_threshold is None:
         valid = "generates under older weights, so it needs importance correction"
         yield _problem(config, "fusion.data", valid, "set algorithm.rollout_is_threshold=2, or fusion.data=exact")
-    if data != "exact" and config.algorithm.filter_groups.max_num_gen_batches > 0:
+    if data != "exact" and config.algorithm.filter_groups.enable:
         valid = "decides itself which groups a step learns from"
-        remedy = "set algorithm.filter_groups.max_num_gen_batches=0, or fusion.data=exact"
+        remedy = "set algorithm.filter_groups.enable=false, or fusion.data=exact"
         yield _problem(config, "fusion.data", valid, remedy)
     held = {"fusion.policy": "serial", "fusion.data": "exact", "fusion.tail_speculation": 0}
     held |= {"training.pipeline_parallel_size": 1, "training.ulysses_sequence_parallel_size": 1}
@@ -257,10 +257,11 @@ def _video(config: Config, facts: Facts) -> Iterator[str]:
         return
     for name, most, why in (
         ("fusion.tail_speculation", 0, "vLLM can't keep visual placeholders from being drawn while it drafts"),
-        ("algorithm.filter_groups.max_num_gen_batches", 0, "clips are encoded before a step begins"),
+        ("algorithm.filter_groups.enable", False, "clips are encoded before a step begins"),
     ):
         if (value_of(config, name) or 0) > most:
-            yield _problem(config, name, f"must be {most} with a video model ({why})", f"set {name}={most}")
+            valid = f"must be {as_typed(most)} with a video model ({why})"
+            yield _problem(config, name, valid, f"set {name}={as_typed(most)}")
 
 
 def _tower(config: Config, facts: Facts) -> Iterator[str]:

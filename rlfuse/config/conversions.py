@@ -73,16 +73,6 @@ def importance(value: Any, given: Given) -> Outcome:
     return {"algorithm.rollout_is_threshold": next(thresholds, 2.0)}
 
 
-def dynamic_sampling(value: Any, given: Given) -> Outcome:
-    """filter_groups: on or off is another key in verl, and 0 batches are any number."""
-    most = given.get("algorithm.filter_groups.max_num_gen_batches", 0)
-    if not given.get("algorithm.filter_groups.enable", False):
-        return {"algorithm.filter_groups.max_num_gen_batches": 0}
-    if most > 0:
-        return {"algorithm.filter_groups.max_num_gen_batches": most}
-    return "set algorithm.filter_groups.max_num_gen_batches to a number: 0, no limit in verl, turns it off here"
-
-
 def own_reward(value: Any, given: Given) -> Outcome:
     """A file and a name are one entry here."""
     group = next((group for group in REWARD if given.get(f"{group}.path")), None)
@@ -162,8 +152,6 @@ CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     **dict.fromkeys(ROLLOUT_IS, importance),
     "algorithm.rollout_correction.rollout_is_threshold": ignored,
     "algorithm.rollout_correction.bypass_mode": renamed("algorithm.old_log_probs", off=False, to="engine"),
-    "algorithm.filter_groups.enable": dynamic_sampling,
-    "algorithm.filter_groups.max_num_gen_batches": dynamic_sampling,
     **{f"{group}.{leaf}": own_reward for group in REWARD for leaf in ("path", "name")},
     **dict.fromkeys(("reward_model.enable", "reward_model.model.path"), reward_model),
     **dict.fromkeys(("reward.reward_model.enable", "reward.reward_model.model_path"), reward_model),

@@ -87,7 +87,6 @@ _VERL = (
     ("algorithm.kl_ctrl.target_kl",
      "null is the fixed controller, a number the adaptive: the KL of a response, where verl's is of a token",
      "algorithm.kl_ctrl.type"),
-    ("algorithm.filter_groups.max_num_gen_batches", "above 0 turns it on", "algorithm.filter_groups.enable"),
     ("algorithm.rollout_is_threshold", "a number turns it on",
      "algorithm.rollout_is algorithm.rollout_correction.rollout_is"),
     ("algorithm.rollout_is_threshold", "a number turns it on, in verl rollout_is does",

@@ -153,10 +153,12 @@ class KlCtrl:
 
 @dataclass
 class FilterGroups:
-    """DAPO's dynamic sampling: leave out groups whose rewards are all equal."""
+    """DAPO's dynamic sampling: replace groups whose rewards are all equal by groups of further prompts."""
 
+    enable: bool = False
+    """Train on groups with unequal rewards only, and generate until a step has data.train_batch_size of them."""
     max_num_gen_batches: int = 0
-    """Replace such groups by new ones from at most this many batches of prompts per step; 0 turns filtering off."""
+    """Batches of prompts that a step may generate for that; the run stops where they do not suffice. 0: no limit."""
 
 
 @dataclass

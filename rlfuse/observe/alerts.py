@@ -167,7 +167,7 @@ class Alerts:
                 "zero spread",
                 f"{mean:.0%} of the groups have equal rewards, over {WINDOW} steps: above "
                 f"alerts.zero_spread={limit}, little is left to learn from; take harder prompts, raise rollout.n, or "
-                "set algorithm.filter_groups.max_num_gen_batches",
+                "set algorithm.filter_groups.enable=true",
             )
         failed, limit = values.get("reward/failure_rate", 0.0), self.config.reward_failures
         if limit is not None and failed > limit:

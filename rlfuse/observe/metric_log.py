@@ -168,7 +168,7 @@ class MetricLog:
         # Steps between the weights that wrote a sample and those that learn from it: 0 is on-policy.
         values["fusion/staleness"] = max(step - 1 - s.response.weight_version for s in whole)
         values["response/aborted_ratio"] = 1 - len(whole) / len(board.samples)
-        if self.config.algorithm.filter_groups.max_num_gen_batches:
+        if self.config.algorithm.filter_groups.enable:
             values["train/num_gen_batches"] = board.batches
         values |= self._own_metrics.of(whole)
         values |= figures.failure_metrics(board.failures()) | figures.latency_metrics(spans)

@@ -159,6 +159,6 @@ def assumptions(config: Config, hardware: Hardware | None, lengths: Sequence[int
         found.append(f"not counted: {free}{handed}rewards, calls of Ray")
     if Experience(config).kinds and config.fusion.data != "exact":
         found.append(f"fusion.data={config.fusion.data} is forecast as if it were exact")
-    if config.algorithm.filter_groups.max_num_gen_batches:
+    if config.algorithm.filter_groups.enable:
         found.append("dynamic sampling: a step of one batch of prompts")
     return found

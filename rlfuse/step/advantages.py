@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rlfuse.errors import DataError
 from rlfuse.events import Recorder
 from rlfuse.fusion.board import Board
 from rlfuse.step.groups import GroupSource
@@ -45,16 +46,33 @@ class Advantages:
     def complete(self, board: Board, step: int) -> bool:
         """Whether all is scored, and something is left to train on; RewardError where too many rewards failed.
 
-        With dynamic sampling, groups without spread are replaced first, and so not all is scored any more.
+        With dynamic sampling, groups with equal rewards are replaced first, and so not all is scored any more.
         """
         if not board.all_scored:
             return False
         self.failures.check(step, board)
-        config = self.groups.config
-        limit, size = config.algorithm.filter_groups.max_num_gen_batches, config.data.train_batch_size
-        if limit and board.mini_batches:
-            board.train_on(self.experience.with_spread(board.groups), at_most=size)
-            if len(board.groups_to_train()) < size and board.batches < limit:
-                more = self.groups.more(step)
-                board.extend([group for group in more if group.samples[0].id not in board.samples], self.clock())
+        if self.groups.config.algorithm.filter_groups.enable and board.mini_batches:
+            self._replace_groups(board, step)
         return board.all_scored and bool(board.groups_to_train())
+
+    def _replace_groups(self, board: Board, step: int) -> None:
+        """Train on a batch of groups with unequal rewards, or add prompts; DataError where no more may be added."""
+        config = self.groups.config
+        needed, limit = config.data.train_batch_size, config.algorithm.filter_groups.max_num_gen_batches
+        board.train_on(self.experience.with_spread(board.groups), at_most=needed)
+        if (found := len(board.groups_to_train())) == needed:
+            return
+        if board.batches == limit:
+            raise self._too_few(step, board, found, f"algorithm.filter_groups.max_num_gen_batches={limit} is reached")
+        if not (more := self.groups.more(step, board.samples)):
+            raise self._too_few(step, board, found, "a pass over data.train_files brings no further prompts")
+        board.extend(more, self.clock())
+
+    def _too_few(self, step: int, board: Board, found: int, why: str) -> DataError:
+        needed = self.groups.config.data.train_batch_size
+        return DataError(
+            f"Step {step}: dynamic sampling found {found} groups with unequal rewards, {needed} are needed "
+            f"(data.train_batch_size); {len(board.groups)} prompts in {board.batches} batches were generated, and "
+            f"{why}. Use prompts that the model solves sometimes, raise rollout.n or "
+            "algorithm.filter_groups.max_num_gen_batches (0: no limit), or lower data.train_batch_size."
+        )

@@ -7,7 +7,7 @@ Waits: for encoders, bounded by their own limits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
 from rlfuse.config.schema import Config
@@ -54,9 +54,16 @@ class GroupSource:
         self.say(f"engines and trainer are not compared: none of {TRIED} clips can be read")
         return None
 
-    def more(self, step: int) -> list[Group]:
-        """Of the next batch, for dynamic sampling."""
-        return self.of(self.prompts.next_batch(), step)
+    def more(self, step: int, drawn: Container[str]) -> list[Group]:
+        """Of the next batch with prompts that the step lacks, for dynamic sampling; none after a pass over the data.
+
+        `drawn`: ids of the step's samples.
+        """
+        for _ in range(len(self.prompts.prompts) // self.config.data.train_batch_size + 1):
+            groups = self.of(self.prompts.next_batch(), step)
+            if new := [group for group in groups if group.samples[0].id not in drawn]:
+                return new
+        return []
 
     def of(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
         """Unfinished, seeded samples of these prompts."""

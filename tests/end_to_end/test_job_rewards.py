@@ -20,13 +20,13 @@ def test_dynamic_sampling_replaces_groups_without_spread_and_failures_are_left_o
         "algorithm": "dapo", "data.max_response_length": 48, "data.train_batch_size": 8,
         "actor.ppo_mini_batch_size": 4, "actor.ppo_max_token_len_per_gpu": 128, "rollout.n": 4,
         "reward.functions": f"[{watched}, {tmp_path}/reward.py:half_flat]", "reward.max_failure_rate": 0.5,
-        "reward.timeout_s": 5, "algorithm.filter_groups.max_num_gen_batches": 3, "trainer.n_gpus_per_node": 1,
+        "reward.timeout_s": 5, "algorithm.filter_groups.max_num_gen_batches": 8, "trainer.n_gpus_per_node": 1,
         "trainer.total_training_steps": 1, "trainer.experiment_name": "dapo", "trainer.logger": "[console]",
     })  # fmt: skip
     assert status == 0, text
     run = tmp_path / "runs" / "rlfuse" / "dapo"
     row = next(row for row in read_metrics(run / "metrics.jsonl") if row["step"] == 1)
-    assert row["train/num_gen_batches"] in (2, 3)
+    assert 2 <= row["train/num_gen_batches"] <= 8
     assert row["reward/frac_reward_zero_std"] == 0
     assert not (run / "wandb").exists() and "critic/vf_loss" not in row
     trained = {s for span in read_events(run / "events.jsonl") if span.kind == "backward" for s in span.samples}

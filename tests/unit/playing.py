@@ -8,7 +8,9 @@ what it should have learned from.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from rlfuse.algorithms.experience import Experience
 from rlfuse.cluster.stopping import Stopping
 from rlfuse.data.prompts import PromptSource
 from rlfuse.engines.colocation import all_to, to_engine, to_ranks
-from rlfuse.errors import SlotRefused
+from rlfuse.errors import DataError, SlotRefused, first_of
 from rlfuse.fusion.decisions import Accumulate, Generate, Move, Score, Switch, Train
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
@@ -49,6 +51,17 @@ def play(scene: Scene) -> World:
     world = World(scene)
     run_virtual(asyncio.wait_for(world.run(), PATIENCE_S))
     return world
+
+
+def play_whole_batches(scene: Scene, run: Callable[[Scene], World] = play) -> None:
+    """With dynamic sampling a step learns from a whole batch, or ends the run with the number that it found."""
+    try:
+        world = run(scene)
+    except* DataError as stopped:
+        found, needed = re.search(r"found (\d+) groups .* (\d+) are needed", str(first_of(stopped))).groups()
+        assert int(found) < int(needed) == scene.batch
+    else:
+        assert [len(groups) for groups in world.learned] == [scene.batch] * scene.steps
 
 
 class World:
@@ -293,7 +306,7 @@ class World:
     def _chosen(self, board) -> set[int]:
         """Groups that the step should learn from."""
         numbers = set(range(len(board.groups)))
-        if self.scene.batches:
+        if self.scene.batches is not None:
             return set(self.experience.with_spread(board.groups)[: self.scene.batch])
         if self.scene.data == "exact":
             return numbers

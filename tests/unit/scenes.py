@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 
 from rlfuse.algorithms.advantages import ESTIMATORS
-from rlfuse.config.schema import Config
+from rlfuse.config.schema import Config, FilterGroups
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 
@@ -34,8 +34,8 @@ class Scene:
     known: bool = False
     failing: int = 0
     """Per cent of samples that get no reward."""
-    batches: int = 0
-    """Most batches for dynamic sampling; 0: none."""
+    batches: int | None = None
+    """Most batches for dynamic sampling, 0: no limit; None: without it."""
     lost: tuple[float, ...] = ()
     """When engine 0, 1, .. is lost."""
     drained: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ class Scene:
         config.algorithm.adv_estimator, config.algorithm.old_log_probs = self.estimator, self.old_log_probs
         config.actor.use_kl_loss = self.reference
         config.training.pipeline_parallel_size = 2 if self.settings.pipelined else 1
-        config.algorithm.filter_groups.max_num_gen_batches = self.batches
+        config.algorithm.filter_groups = FilterGroups(self.batches is not None, self.batches or 0)
         config.trainer.val_before_train, config.trainer.save_freq = False, 0
         return config
 

@@ -136,7 +136,7 @@ def test_latent_attention_needs_gpus():
             },
             ["algorithm.kl_ctrl.horizon=100: must be above 100: a step of 500 samples", "set it to 5000"],
         ),
-        ({"algorithm__filter_groups__max_num_gen_batches": 2}, ["must be 0 with rollout.n=1"]),
+        ({"algorithm__filter_groups__enable": True}, ["must be false with rollout.n=1"]),
         ({"rollout__val_kwargs__n": 4}, ["all responses to a prompt are equal"]),
         ({"algorithm__old_log_probs": "engine", "rollout__top_p": 0.9}, ["must be 1.0 with algorithm.old_log_probs"]),
         ({"algorithm__old_log_probs": "engine", "rollout__min_p": 0.1}, ["must be 0.0 with algorithm.old_log_probs"]),
@@ -152,10 +152,10 @@ def test_latent_attention_needs_gpus():
         (
             {
                 "fusion__data": "tail_batching",
-                "algorithm__filter_groups__max_num_gen_batches": 2,
+                "algorithm__filter_groups__enable": True,
                 "rollout__n": 2,
             },
-            ["decides itself which groups", "max_num_gen_batches=0"],
+            ["decides itself which groups", "filter_groups.enable=false"],
         ),
         ({"fusion__credit_samples": 0}, ["must be 1 or more, or null"]),
         (

@@ -120,7 +120,7 @@ def test_every_reason_for_no_counterpart_is_true(reason, tmp_path):
 OTHERWISE = (
     *(f"actor_rollout_ref.{group}." for group in ("actor.fsdp_config", "ref.fsdp_config", "actor.megatron")),
     *("actor_rollout_ref.rollout.agent.", "actor_rollout_ref.model.lora.", "critic.fsdp.", "critic.model.lora."),
-    "reward.reward_manager.",
+    *("reward.reward_manager.", "actor_rollout_ref.rollout.multi_turn."),
 )
 """Groups of verl that are not here at all: a leaf like one of ours is another thing there."""
 

@@ -176,7 +176,7 @@ def test_only_what_is_normalised_over_the_batch_waits_for_it(estimator):
 
 
 def test_nothing_is_learned_early_while_dynamic_sampling_still_chooses():
-    experience = Experience(config(algorithm__adv_estimator="grpo", algorithm__filter_groups__max_num_gen_batches=2))
+    experience = Experience(config(algorithm__adv_estimator="grpo", algorithm__filter_groups__enable=True))
     assert not experience.early("actor") and not experience.early("critic")
 
 
@@ -193,13 +193,13 @@ PIPELINES = {
     [
         ({"algorithm__adv_estimator": "gae"}, "the actor's training waits.*adv_estimator=gae"),
         ({"algorithm__adv_estimator": "grpo", "actor__zero_stage": 2}, "training waits.*actor.zero_stage=2"),
-        ({"algorithm__filter_groups__max_num_gen_batches": 3}, "training waits.*max_num_gen_batches=3"),
+        ({"algorithm__filter_groups__enable": True}, "training waits.*filter_groups.enable=true"),
         ({"algorithm__adv_estimator": "grpo"}, "^$"),
         ({"training__tensor_model_parallel_size": 2}, "scoring and training wait.*=2 ranks have.*a slot only 1 "),
         (PIPELINES, "scoring and training wait.*pipeline_parallel_size=2 needs all ranks for each pass$"),
         (PIPELINES | {"fusion__training": "serial"}, "no pass fills.*fusion.training=serial"),
         (PIPELINES | {"algorithm__use_kl_in_reward": True}, "no pass fills.*use_kl_in_reward=true makes advantages"),
-        (PIPELINES | {"algorithm__filter_groups__max_num_gen_batches": 3}, "no pass fills.*batches=3 chooses groups"),
+        (PIPELINES | {"algorithm__filter_groups__enable": True}, "no pass fills.*enable=true chooses groups"),
         (PIPELINES | {"actor__ppo_mini_batch_size": 64}, "no pass fills.*ppo_mini_batch_size=64 is the whole batch"),
     ],
 )
@@ -214,7 +214,7 @@ def test_it_says_which_setting_makes_training_wait_for_the_last_response(changes
         ({"actor__use_kl_loss": True}, ("ref",)),
         ({"actor__ppo_epochs": 2}, ()),
         ({"training__pipeline_parallel_size": 2}, ()),
-        ({"algorithm__filter_groups__max_num_gen_batches": 3}, ()),
+        ({"algorithm__filter_groups__enable": True}, ()),
         ({"algorithm__adv_estimator": "gae"}, ("values",)),
         ({"algorithm__use_kl_in_reward": True}, ("old_log_prob", "ref")),
         ({"algorithm__rollout_is_threshold": 2.0}, ("old_log_prob",)),
@@ -229,7 +229,7 @@ def test_the_first_updates_own_log_probs_are_the_old_ones_unless_they_are_needed
     assert "old_log_probs" in experience.actor_tensors  # which later epochs read
     several = Experience(config(**one | changes | {"actor__ppo_mini_batch_size": 63}))
     assert several.kinds == ("reward", "old_log_prob", *(kind for kind in passes if kind != "old_log_prob"))
-    late = "algorithm__filter_groups__max_num_gen_batches" in changes  # which samples are in the first is not known
+    late = "algorithm__filter_groups__enable" in changes  # which samples are in the first is not known
     assert several.by_update == (() if "old_log_prob" in passes or late else ("old_log_prob",))
     assert Experience(config(**one | changes | {"algorithm__old_log_probs": "engine"})).by_update == ()
 

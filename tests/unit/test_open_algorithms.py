@@ -213,9 +213,7 @@ def test_an_estimator_that_reads_other_groups_than_it_states_ends_the_run_before
     experience = Experience(config(f"{ESTIMATOR}=mine.py:{name}"))
     batch = groups([[1.0, 0.0], [0.5, 2.0]], [[3, 2], [1, 4]])
     assert not experience.early("actor")
-    says = (
-        r"states needs_batch=False, but advantages of sample 1/\d/0, token 0, are \S+ from its group and \S+ from"
-    )
+    says = r"states needs_batch=False, but advantages of sample 1/\d/0, token 0, are \S+ from its group and \S+ from"
     with pytest.raises(ConfigError, match=f"mine.py:{name}: {says}"):
         advantages_of(experience, batch, [0, 1])
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
-from playing import play
+from playing import play, play_whole_batches
 from scenes import Scene, scenes
 from transformers import Qwen2Config
 
@@ -113,8 +113,7 @@ def test_pipelines_that_score_in_their_bubbles_keep_every_rule(own, scene):
 @settings(exploring, max_examples=8)
 @given(scene=scenes(steps=2, batches=3))
 def test_dynamic_sampling_replaces_groups(own, scene):
-    world = played(load_policy(own), scene)
-    assert all(len(groups) <= scene.batch for groups in world.learned)
+    play_whole_batches(scene, lambda scene: played(load_policy(own), scene))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from playing import play
+from playing import play, play_whole_batches
 from scenes import Scene, scenes
 
 from rlfuse.errors import WorkerLost
@@ -48,8 +48,7 @@ def test_pipelines_that_score_in_their_bubbles_keep_every_rule_too(policy, scene
 @settings(exploring, max_examples=8)
 @given(scene=scenes(steps=2, batches=3))
 def test_dynamic_sampling_replaces_groups_and_learns_from_the_first_with_spread(policy, scene):
-    world = play(replace(scene, policy=policy))
-    assert all(len(groups) <= scene.batch for groups in world.learned)
+    play_whole_batches(replace(scene, policy=policy))
 
 
 @pytest.mark.slow

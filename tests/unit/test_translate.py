@@ -254,7 +254,10 @@ def test_defaults_of_verl_that_differ_are_written_or_there_is_a_reason():
         ),
         ({"reward_model.enable": True, "reward_model.model.path": "m"}, {"reward.model_path": "m"}),
         ({"reward_model.enable": False, "reward_model.model.path": "m"}, {}),
-        ({"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 0}, {}),
+        (
+            {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 0},
+            {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 0},
+        ),
         ({"reward_model.overlong_buffer.enable": False, "reward_model.overlong_buffer.len": 9},
          {"reward.overlong_buffer.len": 0}),
         ({"critic.optim.weight_decay": 0.01}, {}),

@@ -1,0 +1,54 @@
+"""A step with dynamic sampling trains on a whole batch of groups with unequal rewards, or ends the run with counts."""
+
+import asyncio
+import re
+
+import pytest
+from playing import PATIENCE_S, World
+from scenes import Scene
+
+from rlfuse.errors import DataError, first_of
+from rlfuse.samples import Reward
+from rlfuse.simulate.clock import run_virtual
+
+JOB = {"batch": 4, "mini_batch": 2, "prompts": 13, "siblings": 2}
+
+
+class Unequal(World):
+    """The rewards of every `every`-th prompt differ, those of the others are equal; `limit`: max_num_gen_batches."""
+
+    def __init__(self, every: int, limit: int, **job):
+        super().__init__(Scene(batches=limit, **JOB, **job))
+        self.every = every
+
+    async def score(self, samples):
+        self.scored["reward"].update(sample.id for sample in samples)
+        return [Reward(float(self.every and not s.prompt.index % self.every and s.sibling)) for s in samples]
+
+    def play(self) -> "Unequal":
+        run_virtual(asyncio.wait_for(self.run(), PATIENCE_S))
+        return self
+
+
+@pytest.mark.parametrize("policy", ["serial", "adaptive"])
+@pytest.mark.parametrize(
+    ("every", "limit", "says"),
+    [
+        (0, 3, "found 0 groups .*, 4 are needed .* 12 prompts in 3 batches .*max_num_gen_batches=3 is reached"),
+        (6, 2, r"found [12] groups .*, 4 are needed .* 8 prompts in 2 batches .*max_num_gen_batches=2 is reached"),
+        (5, 0, r"found [1-3] groups .*, 4 are needed .* 1[23] prompts in .* brings no further prompts"),
+        (0, 0, r"found 0 groups .*, 4 are needed .* 1[23] prompts in .* brings no further prompts"),
+    ],
+)
+def test_too_few_groups_with_unequal_rewards_end_the_run_before_an_update(policy, every, limit, says):
+    world = Unequal(every, limit, policy=policy)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        world.play()
+    assert isinstance(first_of(raised.value), DataError) and not world.learned and not world.trainer.steps["actor"]
+    assert re.search(f"Step 1: dynamic sampling {says}", str(first_of(raised.value)))
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+def test_enough_of_them_make_a_whole_batch(limit):
+    (groups,) = Unequal(2, limit).play().learned
+    assert len(groups) == 4 and not any(group.prompt.index % 2 for group in groups)

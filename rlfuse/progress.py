@@ -37,8 +37,8 @@ def watched(console: Console) -> bool:
 
 
 def due(every: int, step: int, total: int) -> bool:
-    """Whether something that happens every so many steps (0: never; negative: at the end) is due."""
-    return every != 0 and (step == total or (every > 0 and step % every == 0))
+    """Whether something that happens every so many steps, and after the last, is due; 0 or less: never."""
+    return every > 0 and (step == total or step % every == 0)
 
 
 def ticked(name: str, seconds: float) -> str:

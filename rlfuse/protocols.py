@@ -113,10 +113,11 @@ class Trainer(Recorded, Protocol):
     async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
         """float32 [T] per row: the critic's value of the state before each response token."""
 
-    async def step(self, model: str, lengths: Sequence[int]) -> dict[str, float]:
+    async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
         """Scale what was accumulated by the mini-batch's count, all-reduce, clip, update; its mean diagnostics.
 
-        `lengths`: response tokens of every row that was accumulated since the last step.
+        `lengths`: response tokens of every row that was accumulated since the last step; `lr_factor`: share of the
+        model's full learning rate.
         """
 
     async def probe(self) -> Sequence[float | None]:

@@ -48,7 +48,7 @@ class Experience:
         self.weights = {entry.name: entry.weight for entry in entries if not entry.gate}
         self.normaliser = Normaliser(entry.name for entry in entries if entry.normalise)
         ctrl = config.algorithm.kl_ctrl
-        self.kl = AdaptiveKl(ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
+        self.kl = AdaptiveKl(ctrl.kl_coef, ctrl.target_kl if ctrl.type == "adaptive" else None, ctrl.horizon)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ class Experience:
         config, algorithm = self.config, self.config.algorithm
         before = algorithm.use_kl_in_reward or algorithm.rollout_is_threshold is not None
         chosen_late = config.fusion.data != "exact" or algorithm.filter_groups.enable
-        unknown = config.trainer.critic_warmup > 0 or (chosen_late and not self._one_part)
+        unknown = config.trainer.critic_warmup > 1 or (chosen_late and not self._one_part)
         return () if algorithm.old_log_probs != "trainer" or before or unknown else ("old_log_prob",)
 
     @property
@@ -239,9 +239,9 @@ class Experience:
             _spread(samples, mask, advantages=white)
         if not self.config.algorithm.use_kl_in_reward:
             return metrics
-        kl, coefficient = float(self._kl(samples, mask).sum(-1).mean()), self._kl_coefficients(samples, self.kl.value)
-        self.kl.update(kl, len(samples))  # per response, in nats
-        return metrics | {"critic/kl": kl, "critic/kl_coeff": float(coefficient.double().mean())}
+        kl, coefficient = self._kl(samples, mask).sum(-1), self._kl_coefficients(samples, self.kl.value)
+        self.kl.update(float((kl / mask.sum(-1)).mean()), len(samples))
+        return metrics | {"critic/kl": float(kl.mean()), "critic/kl_coeff": float(coefficient.double().mean())}
 
     def _scores(self, samples: Sequence[Sample]) -> torch.Tensor:
         """float32 [B]: rewards with DAPO's length penalty, which is also logged as a part of the reward."""

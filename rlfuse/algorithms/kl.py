@@ -69,7 +69,7 @@ class AdaptiveKl:
     """The coefficient of the KL penalty: fixed, or steered to a target KL (Ziegler et al. 2019, arXiv 1909.08593).
 
     With a target, `update` multiplies `value` by 1 + error * n / horizon, where error = KL / target - 1, clipped to
-    +-0.2. The KL is per response (summed over its tokens, mean over responses), in nats; n and horizon count
+    +-0.2. The KL is per token (mean over a response's tokens, then over responses), in nats; n and horizon count
     samples. The horizon is above 0.2 * n, or one step could turn the coefficient negative (`config.checks`).
     """
 
@@ -79,7 +79,7 @@ class AdaptiveKl:
         self.horizon = horizon
 
     def update(self, kl: float, n: int) -> None:
-        """Account for `n` samples whose mean KL per response was `kl`; nothing happens without a target."""
+        """Account for `n` samples whose mean KL per token was `kl`; nothing happens without a target."""
         if self.target is None:
             return
         if not math.isfinite(kl):

@@ -133,14 +133,15 @@ def _advantages(config: Config, facts: Facts) -> Iterator[str]:
     if config.algorithm.filter_groups.enable and n == 1:
         valid = "must be false with rollout.n=1, where every group's rewards are equal"
         yield _problem(config, "algorithm.filter_groups.enable", valid, "set rollout.n=8, or false here")
-    if config.trainer.critic_warmup > 0 and traits and not traits.needs_critic:
+    if config.trainer.critic_warmup > 1 and traits and not traits.needs_critic:
         valid = f"must be 0 with algorithm.adv_estimator={estimator}, which has no critic"
         yield _problem(config, "trainer.critic_warmup", valid, "set trainer.critic_warmup=0, or algorithm=ppo")
-    if config.algorithm.kl_ctrl.target_kl is not None and not config.algorithm.use_kl_in_reward:
+    adaptive = config.algorithm.kl_ctrl.type == "adaptive"
+    if adaptive and not config.algorithm.use_kl_in_reward:
         valid = "has an effect only with algorithm.use_kl_in_reward=true"
-        yield _problem(config, "algorithm.kl_ctrl.target_kl", valid, "set that, or null here")
-    samples, steered = config.data.train_batch_size * config.rollout.n, config.algorithm.kl_ctrl.target_kl is not None
-    if steered and 0 < config.algorithm.kl_ctrl.horizon <= 0.2 * samples:  # 0.2: what `algorithms.kl` clips errors to
+        yield _problem(config, "algorithm.kl_ctrl.type", valid, "set that, or fixed here")
+    samples = config.data.train_batch_size * config.rollout.n
+    if adaptive and 0 < config.algorithm.kl_ctrl.horizon <= 0.2 * samples:  # 0.2: what `algorithms.kl` clips errors to
         valid = f"must be above {0.2 * samples:g}: a step of {samples} samples could turn the coefficient negative"
         yield _problem(config, "algorithm.kl_ctrl.horizon", valid, f"set it to {10 * samples}, or fewer samples a step")
     validation = config.rollout.val_kwargs
@@ -322,9 +323,9 @@ def _kl(config: Config, facts: Facts) -> Iterator[str]:
     if by_source and not config.uses_reference:
         valid = "there is no KL to weigh; set algorithm.use_kl_in_reward=true or actor.use_kl_loss=true"
         yield f"{name}: {valid}, or leave it out"
-    if by_source and config.algorithm.kl_ctrl.target_kl is not None:
+    if by_source and config.algorithm.kl_ctrl.type == "adaptive":
         valid = "steers one coefficient, but algorithm.kl_coef_by_source gives several"
-        yield _problem(config, "algorithm.kl_ctrl.target_kl", valid, "set it to null, or leave the sources out")
+        yield _problem(config, "algorithm.kl_ctrl.type", valid, "set it to fixed, or leave the sources out")
     if (traits := _traits(config, facts)) and traits.each_reward and config.algorithm.use_kl_in_reward:
         valid = f"algorithm.adv_estimator={config.algorithm.adv_estimator} normalises reward functions, to which the "
         valid += "KL per token does not belong"

@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "rollout.tensor_model_parallel_size": 2,
     "trainer.n_gpus_per_node": 8,
     "trainer.total_epochs": 30,
-    "trainer.save_freq": 0,
+    "trainer.save_freq": -1,
     "trainer.test_freq": -1,
     "trainer.max_ckpt_to_keep": None,
 }
@@ -46,21 +46,13 @@ def per_rank(value: Any, given: Given) -> Outcome:
     return {"actor.ppo_micro_batch_size_per_gpu": max(1, value // slots)} if isinstance(value, int) else ""
 
 
-def adaptive(value: Any, given: Given) -> Outcome:
-    """kl_ctrl.type."""
-    if value == "fixed":
-        return {"algorithm.kl_ctrl.target_kl": None}
-    target = given.get("algorithm.kl_ctrl.target_kl", 0.1)
-    return f"set algorithm.kl_ctrl.target_kl to {target} times the tokens of a usual response; verl's is per token"
-
-
-def share_of_steps(value: Any, given: Given) -> Outcome:
-    """lr_warmup_steps_ratio."""
-    if not value or given.get("actor_rollout_ref.actor.optim.lr_warmup_steps", -1) >= 0:
-        return ""
-    if steps := given.get("trainer.total_training_steps"):
-        return {"actor.optim.lr_warmup_steps": int(value * steps)}
-    return f"set actor.optim.lr_warmup_steps to {value} times the optimizer steps of the run"
+def clip_range(value: Any, given: Given) -> Outcome:
+    """clip_ratio: verl's clip_ratio_low and clip_ratio_high come before it, and are 0.2 unless set."""
+    sides = [f"actor_rollout_ref.actor.clip_ratio_{side}" for side in ("low", "high")]
+    hidden = [name.rpartition(".")[2] for name in sides if given.get(name, 0.2) is not None]
+    if value == 0.2 or not hidden:
+        return {"actor.clip_ratio": value}
+    return f"without effect in verl on {' and '.join(hidden)}, which are 0.2 unless set themselves; set those"
 
 
 def importance(value: Any, given: Given) -> Outcome:
@@ -144,10 +136,8 @@ def renamed(key: str, off: Any = None, to: Any = None) -> Callable[[Any, Given],
 _ULYSSES = renamed("training.ulysses_sequence_parallel_size", off=1)
 CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     "actor_rollout_ref.actor.ppo_micro_batch_size": per_rank,
-    "algorithm.kl_ctrl.type": adaptive,
-    "algorithm.kl_ctrl.target_kl": ignored,
+    "actor_rollout_ref.actor.clip_ratio": clip_range,
     "actor_rollout_ref.actor.optim.total_training_steps": ignored,
-    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": share_of_steps,
     "actor_rollout_ref.actor.optim.warmup_style": renamed("actor.optim.lr_scheduler_type"),
     **dict.fromkeys(ROLLOUT_IS, importance),
     "algorithm.rollout_correction.rollout_is_threshold": ignored,
@@ -157,7 +147,6 @@ CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     **dict.fromkeys(("reward.reward_model.enable", "reward.reward_model.model_path"), reward_model),
     **{f"{group}.{leaf}": overlong for group in OVERLONG for leaf in ("enable", "len")},
     "trainer.default_local_dir": run_folder,
-    "trainer.save_freq": lambda value, _: {"trainer.save_freq": 0 if value == -1 else value},
     "trainer.logger": loggers,
     "trainer.resume_mode": resumed,
     "trainer.resume_from_path": lambda value, _: NO_RESUME if value else "",

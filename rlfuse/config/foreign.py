@@ -47,8 +47,6 @@ _VERL = (
     ("actor.optim.lr_scheduler_type", "constant or cosine", "actor_rollout_ref.actor.optim.warmup_style"),
     ("trainer.total_training_steps", "the run's own number of steps, by which verl replaces this one",
      "actor_rollout_ref.actor.optim.total_training_steps"),
-    ("actor.optim.lr_warmup_steps", "", "actor_rollout_ref.actor.optim.lr_warmup_steps"),
-    ("actor.optim.lr_warmup_steps", "give steps, not a share", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"),
     ("algorithm.rollout_is_threshold", "", "actor_rollout_ref.actor.tis_imp_ratio_cap"),
     ("model.use_remove_padding", "", "actor_rollout_ref.model.use_rmpad"),
     ("training.tensor_model_parallel_size", "one setting for all models; ZeRO 0 or 1 goes with it",
@@ -66,8 +64,6 @@ _VERL = (
     ("cluster.timeout_s", "of a worker's start and of every remote call", "actor_rollout_ref.nccl_timeout"),
     ("critic.path", "", "critic.model.path"),
     ("actor.optim.weight_decay", "one setting for actor and critic", "critic.optim.weight_decay"),
-    ("actor.optim.lr_warmup_steps", "one setting for actor and critic; give steps, not a share",
-     "critic.optim.lr_warmup_steps_ratio"),
     ("actor.grad_clip", "one setting for actor and critic", "critic.optim.clip_grad"),
     ("algorithm.adv_estimator", "gae has a critic, the others have none", "critic.enable"),
     ("reward.functions", "as reward.functions=[path/file.py:function]",
@@ -84,9 +80,6 @@ _VERL = (
     ("reward.functions", "as {path: path/file.py:function, kwargs: {...}}", "custom_reward_function.reward_kwargs"),
     ("reward.functions", "each function is a dimension of its own", "algorithm.gdpo_reward_keys"),
     ("reward.weights", "", "algorithm.gdpo_reward_weights"),
-    ("algorithm.kl_ctrl.target_kl",
-     "null is the fixed controller, a number the adaptive: the KL of a response, where verl's is of a token",
-     "algorithm.kl_ctrl.type"),
     ("algorithm.rollout_is_threshold", "a number turns it on",
      "algorithm.rollout_is algorithm.rollout_correction.rollout_is"),
     ("algorithm.rollout_is_threshold", "a number turns it on, in verl rollout_is does",
@@ -105,7 +98,6 @@ _VERL = (
 VERL = {name: (key, note) for key, note, names in _VERL for name in names.split()}
 
 VERL_VALUES = {
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": {"-1": "0"},
     "actor_rollout_ref.actor.tis_imp_ratio_cap": {"-1": "null"},
 }
 """verl name -> its values that are written otherwise here; all others mean the same."""
@@ -120,15 +112,9 @@ VERL_LEAVES = {
 """Leaves that mean the same in several groups of verl."""
 
 SAME_NAME = {
-    "algorithm.kl_ctrl.target_kl": "the KL of a whole response here, of a token in verl: multiply by a usual length",
     "trainer.default_local_dir": "here PROJECT/EXPERIMENT is made below it, in verl it is the run's own folder",
-    "trainer.save_freq": "-1 saves at the end here, never in verl",
-    "trainer.test_freq": "-1 validates at the end here, never in verl",
 }
 """Keys that verl has too, and what else it means by them."""
-
-OTHER_UNIT = {"algorithm.kl_ctrl.target_kl"}
-"""Those of SAME_NAME whose number would silently be wrong: refused beside verl's names, where the others are told."""
 
 VERL_PREFIXES = (
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.", "rollout.engine_kwargs."),
@@ -223,7 +209,7 @@ TRL = {
     "top_k": ("rollout.top_k", "-1 for all"),
     "min_p": ("rollout.min_p", ""),
     "learning_rate": ("actor.optim.lr", ""),
-    "warmup_steps": ("actor.optim.lr_warmup_steps", ""),
+    "warmup_steps": ("actor.optim.lr_warmup_steps", "training steps here, optimizer steps in TRL"),
     "max_grad_norm": ("actor.grad_clip", ""),
     "beta": ("actor.kl_loss_coef", "with actor.use_kl_loss=true"),
     "kl_coef": ("algorithm.kl_ctrl.kl_coef", "with algorithm.use_kl_in_reward=true"),
@@ -253,7 +239,7 @@ OPENRLHF = {
     "init_kl_coef": ("algorithm.kl_ctrl.kl_coef", "with algorithm.use_kl_in_reward=true"),
     "kl_target": (
         "algorithm.kl_ctrl.target_kl",
-        "the KL of a whole response here, of a token in OpenRLHF: multiply by a usual length",
+        "with algorithm.kl_ctrl.type=adaptive",
     ),
     "kl_estimator": ("algorithm.kl_penalty", ""),
     "pretrain": ("model.path", ""),
@@ -270,12 +256,12 @@ OPENRLHF = {
     "n_samples_per_prompt": ("rollout.n", ""),
     "actor_learning_rate": ("actor.optim.lr", ""),
     "critic_learning_rate": ("critic.optim.lr", ""),
-    "lr_warmup_ratio": ("actor.optim.lr_warmup_steps", "give steps, not a share"),
+    "lr_warmup_ratio": ("actor.optim.lr_warmup_steps_ratio", ""),
     "eps_clip": ("actor.clip_ratio", ""),
     "value_clip": ("critic.cliprange_value", ""),
     "lambd": ("algorithm.lam", ""),
     "advantage_estimator": ("algorithm.adv_estimator", ""),
-    "freezing_actor_steps": ("trainer.critic_warmup", ""),
+    "freezing_actor_steps": ("trainer.critic_warmup", "the first step that trains the actor: add 1"),
     "num_episodes": ("trainer.total_epochs", ""),
     "vllm_num_engines": ("trainer.n_gpus_per_node", "slots / rollout.tensor_model_parallel_size engines"),
     "vllm_tensor_parallel_size": ("rollout.tensor_model_parallel_size", ""),
@@ -331,10 +317,8 @@ def other_meanings(given: Mapping[str, str], known: frozenset[str]) -> dict[str,
     """Of settings (name -> value as typed) a line for each that means something else in verl, if any name is verl's."""
     if not any(is_verls(name, known) for name in given):
         return {}
-    same = {name: value for name, value in given.items() if name in SAME_NAME and value != "null"}
-    told = {name: text for name, text in SAME_NAME.items() if name in same}
     return {
-        name: f"{name}={same[name]}: a key here as in verl, but {text}"
-        for name, text in told.items()
-        if not text.startswith("-1 ") or same[name] == "-1"
+        name: f"{name}={given[name]}: a key here as in verl, but {text}"
+        for name, text in SAME_NAME.items()
+        if given.get(name, "null") != "null"
     }

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlfuse.config.documentation import Key, as_typed, by_name, groups, keys
-from rlfuse.config.foreign import OTHER_UNIT, VERL_PREFIXES, Counterpart, counterpart, is_verls, other_meanings, renamed
+from rlfuse.config.foreign import VERL_PREFIXES, Counterpart, counterpart, other_meanings, renamed
 from rlfuse.config.schema import Config
 
 DEFAULT_PRESETS = {"algorithm": "ppo", "fusion": "adaptive", "experiment": "null"}
@@ -194,13 +194,7 @@ def rename(given: Mapping[str, str | None]) -> Renames:
         if other != name and _plain(typed[other]) != _plain(value):
             key = names.get(name, name)
             problems[name] = f"{name}={value}: {other}={typed[other]} gives {key} another value; leave one of them out"
-    for name, text in other_meanings(typed, known).items():
-        if name in OTHER_UNIT:
-            verls = next(each for each in typed if is_verls(each, known))
-            problems[name] = f"{text}; beside names of verl ({verls}) it is unclear whose it is: use the names here"
-        else:
-            told[name] = text
-    return Renames(names, told, problems)
+    return Renames(names, told | other_meanings(typed, known), problems)
 
 
 def _plain(value: str) -> str:

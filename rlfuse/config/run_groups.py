@@ -33,24 +33,25 @@ class TrainerConfig:
     log_val_generations: int = 64
     """Answers of each validation that validation.jsonl and the wandb table show, from the first prompt on; 0: none."""
     timeline_freq: int = 10
-    """Draw what slots did every so many steps (timelines/ in the run folder, wandb); -1 only at the end, 0 never."""
+    """Draw what slots did every so many steps, and after the last (timelines/ in the run folder, wandb); -1 or 0:
+    never."""
     nnodes: int = 1
     """Nodes."""
     n_gpus_per_node: int = 1
     """Slots per node: GPUs, or on CPU hosts processes that share the cores."""
-    total_epochs: int = 1
-    """Passes over the training files."""
+    total_epochs: int | None = None
+    """Passes over the training files; null: 1, or as many as total_training_steps needs."""
     total_training_steps: int | None = None
-    """Steps; overrides total_epochs."""
+    """Training steps; the run ends with these or with total_epochs, whichever comes first."""
     critic_warmup: int = 0
-    """Steps in which only the critic learns."""
+    """The first training step that trains the actor; the steps before it train the critic alone. 0 is as 1."""
     val_before_train: bool = True
     """Validate before the first step."""
     test_freq: int = 10
-    """Validate every so many steps, and after the last; -1 only then."""
+    """Validate every so many steps, and after the last; -1 or 0: never."""
     save_freq: int = 20
-    """Checkpoint every so many steps, and after the last; -1 only then, 0 never. A lost run loses fewer steps,
-    and with max_ckpt_to_keep the disk holds no more for it; Ctrl-C, SIGTERM and SIGHUP save whatever this says."""
+    """Checkpoint every so many steps, and after the last; -1 or 0: never. A lost run loses fewer steps, and with
+    max_ckpt_to_keep the disk holds no more for it; Ctrl-C, SIGTERM and SIGHUP save whatever this says."""
     max_ckpt_to_keep: int | None = 2
     """Keep the newest so many checkpoints; null keeps all."""
     preemption_grace_s: float = 60.0

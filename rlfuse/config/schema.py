@@ -143,10 +143,12 @@ class RolloutConfig:
 class KlCtrl:
     """Coefficient of the KL penalty in the reward."""
 
+    type: str = "fixed"
+    """The coefficient during a run:"""
     kl_coef: float = 0.001
     """Coefficient, or where the adaptive controller starts."""
-    target_kl: float | None = None
-    """Steer the coefficient to this KL per response (Ziegler et al. 2019); null keeps it fixed. verl's is per token."""
+    target_kl: float = 0.1
+    """Adaptive: KL per token to steer to (mean over each response, then over responses)."""
     horizon: int = 10000
     """Adaptive: samples over which the coefficient adjusts."""
 
@@ -190,14 +192,16 @@ class AlgorithmConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW and its schedule."""
+    """AdamW and its schedule, which advances once per training step that trains the model, as verl's does."""
 
     lr: float = 1e-6
     """Learning rate after warm-up."""
     weight_decay: float = 0.01
     """Decoupled weight decay."""
-    lr_warmup_steps: int = 0
-    """Optimizer steps of linear warm-up."""
+    lr_warmup_steps: int = -1
+    """Training steps of linear warm-up from 0, which is the first step's rate; -1 or 0: lr_warmup_steps_ratio."""
+    lr_warmup_steps_ratio: float = 0.0
+    """The same as a share of the run's training steps."""
     lr_scheduler_type: str = "constant"
     """The learning rate after warm-up:"""
 

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlfuse.config.conversions import CONVERSIONS, DEFAULTS
 from rlfuse.config.documentation import as_typed, by_name, groups
-from rlfuse.config.foreign import SAME_NAME, counterpart
+from rlfuse.config.foreign import counterpart
 from rlfuse.config.keys import SEVERAL, explain_value, fits, is_free
 from rlfuse.config.shell import Script, Word
 from rlfuse.config.valid_values import CHOICES, RANGES, in_range
@@ -203,7 +203,7 @@ def translated(command: VerlCommand) -> Translation:
             for key, converted in outcome.items():
                 job.set(key, converted, in_verl, "" if (key, converted) == (name, value) else in_verl)
         elif name in by_name() or is_free(name):
-            job.set(name, value, in_verl, SAME_NAME[name] if name in SAME_NAME and value == -1 else "")
+            job.set(name, value, in_verl, "")
         else:
             later.append((name, value, in_verl))
     for name, value, in_verl in later:
@@ -244,8 +244,7 @@ def _fill_in(job: Translation, given: dict[str, Any], unknown: set[str]) -> None
     `unknown`: keys that it sets to a value that nobody knows here.
     """
     for key, value in DEFAULTS.items():
-        epochs = key == "trainer.total_epochs" and job.settings.get("trainer.total_training_steps") is not None
-        if key not in job.settings and key not in unknown and not epochs:
+        if key not in job.settings and key not in unknown:
             job.set(key, value, "", "verl's default")
     if "reward.functions" not in job.settings and "reward.model_path" not in job.settings:
         guess = GSM8K if "gsm8k" in str(given.get("data.train_files")) else OTHER

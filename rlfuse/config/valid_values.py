@@ -31,13 +31,14 @@ _NAMED: dict[str, str] = {
     "reward.device": "auto (a share of a slot's GPU, where there are GPUs) | cpu | cuda",
     "algorithm.adv_estimator": in_words(),
     "algorithm.kl_penalty": _KL_ESTIMATORS,
+    "algorithm.kl_ctrl.type": "fixed | adaptive (steered to target_kl; Ziegler et al. 2019)",
     "algorithm.old_log_probs": "trainer (one more forward pass, but for the first mini-batch of a step) | engine",
     "actor.grad_accum_dtype": "float32 | bfloat16 (half the memory and traffic; the sum of 256 micro-batches is then "
     "off by 2 %)",
     "actor.optimizer_residency": "training (comes and leaves with the weights) | forecast (comes beside passes and "
     "gradients, just in time for the first update as the step under way is foreseen) | step (there in each update "
     "alone: less memory, more copies)",
-    "actor.optim.lr_scheduler_type": "constant | cosine (to zero at the last step)",
+    "actor.optim.lr_scheduler_type": "constant | cosine (0 in the step after the last)",
     "actor.loss_mode": "vanilla (per token) | gspo (per sequence)",
     "actor.loss_agg_mode": "token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm",
     "actor.kl_loss_type": _KL_ESTIMATORS,
@@ -97,7 +98,7 @@ KEYS_BY_RANGE = {
     "0 or more": "data.seed rollout.val_kwargs.temperature reward.overlong_buffer.len trainer.critic_warmup "
     "reward.batch_age_s reward.overlong_buffer.penalty_factor algorithm.kl_ctrl.kl_coef "
     "algorithm.filter_groups.max_num_gen_batches actor.grad_clip actor.optim.lr actor.optim.weight_decay "
-    "actor.optim.lr_warmup_steps actor.entropy_coeff actor.kl_loss_coef critic.optim.lr trainer.log_samples "
+    "actor.entropy_coeff actor.kl_loss_coef critic.optim.lr trainer.log_samples "
     "trainer.log_val_generations trainer.gc_freq video.prefetch_mb "
     "model.activation_device_mb model.activation_host_mb model.activation_disk_mb "
     "fusion.tail_speculation video.log_clips cluster.max_restarts",
@@ -110,12 +111,12 @@ KEYS_BY_RANGE = {
     "above 0 and 1 or less": "rollout.top_p rollout.val_kwargs.top_p rollout.gpu_memory_utilization "
     "alerts.reward_drop alerts.entropy_share",
     "0 or more and 1 or less": "rollout.min_p rollout.val_kwargs.min_p reward.max_failure_rate "
-    "video.max_failure_rate algorithm.gamma algorithm.lam "
+    "video.max_failure_rate actor.optim.lr_warmup_steps_ratio algorithm.gamma algorithm.lam "
     "alerts.zero_spread alerts.reward_failures alerts.idle_share",
     "0 or more and 3 or less": "actor.zero_stage",
     "above 1": "actor.clip_ratio_c alerts.grad_norm_factor",
-    "-1 or 1 or more": "rollout.top_k rollout.val_kwargs.top_k trainer.test_freq",
-    "-1 or 0 or more": "trainer.save_freq trainer.timeline_freq",
+    "-1 or 1 or more": "rollout.top_k rollout.val_kwargs.top_k",
+    "-1 or 0 or more": "actor.optim.lr_warmup_steps trainer.test_freq trainer.save_freq trainer.timeline_freq",
 }
 RANGES = {name: words for words, names in KEYS_BY_RANGE.items() for name in names.split()}
 """Valid values of numbers, in the words of the message; `in_range` reads the same words."""

@@ -252,7 +252,7 @@ def _longer(config: Config, was: Mapping[str, Any], steps: int) -> bool:
     trainer = config.trainer
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps > steps
-    return LENGTH[0] in was or trainer.total_epochs > was.get(LENGTH[1], trainer.total_epochs)
+    return LENGTH[0] in was or (trainer.total_epochs or 1) > (was.get(LENGTH[1], trainer.total_epochs) or 1)
 
 
 def _steps(folder: Path) -> int:

@@ -39,11 +39,11 @@ from rlfuse.progress import part
 from rlfuse.protocols import Engines, NoClips
 from rlfuse.run import inference
 from rlfuse.run.inference import VideoParts
-from rlfuse.run.job import Job, looked_after
+from rlfuse.run.job import Job, looked_after, training_steps
 from rlfuse.run.restarts import recovered, starting
 from rlfuse.run.slot_desk import SlotDesk
 from rlfuse.run.starting import Start, end_all, start_parts, within
-from rlfuse.run.wiring import Loaded, updates, wired
+from rlfuse.run.wiring import Loaded, wired
 from rlfuse.samples import Prompt
 from rlfuse.step.controller import Controller
 from rlfuse.video.video_model import VideoModel
@@ -76,7 +76,7 @@ def _attempt(job: Job, run_controller: RunController) -> Path:
         prompts, held_out, report = _load_data(config, tokenizer, video_model)
     mistakes.tell()
     reward.check_prompts([*prompts.prompts, *held_out], config.reward.max_failure_rate)
-    total = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
+    total = training_steps(trainer, prompts.steps_per_epoch)
     log = job.begin(total)
     log.say(report)
     loaded = Loaded(
@@ -110,7 +110,7 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
             started = await watched(
                 start_parts(
                     slots.device,
-                    trainer=_trainer_start(config, slots, updates(job, loaded.total_steps), video, log),
+                    trainer=_trainer_start(config, slots, video, log),
                     engines=inference.engine_starts(rollouts, config, slots, log.part),
                     towers=[within(log.part("encoder ranks"), video.clips.start)] if video else [],
                     rewards=[within(log.part("rewards"), loaded.reward.start, slots)],
@@ -143,15 +143,13 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
         await end_all([loaded.reward.close(), *(handle.stop() for handle in rollouts), *encoders])
 
 
-def _trainer_start(
-    config: Config, slots: placement.Slots, optimizer_steps: int, video: VideoParts | None, log: RunLog
-) -> Start:
+def _trainer_start(config: Config, slots: placement.Slots, video: VideoParts | None, log: RunLog) -> Start:
     """Of whole models on every rank, or of stages of them."""
     name = f"{slots.count} trainer rank{'s' * (slots.count > 1)}"
     if config.training.pipeline_parallel_size > 1:
-        return within(log.part(name), PipelineTrainer.start, config, slots, optimizer_steps, slots.cores)
+        return within(log.part(name), PipelineTrainer.start, config, slots, slots.cores)
     tower = video.towers if video else None
-    return within(log.part(name), TrainerGroup.start, config, slots, optimizer_steps, slots.cores, tower)
+    return within(log.part(name), TrainerGroup.start, config, slots, slots.cores, tower)
 
 
 def _tower_push(config: Config, trainer: TrainerGroup, video: VideoParts | None, log: RunLog) -> TowerPush | None:

@@ -24,6 +24,7 @@ from rlfuse.cluster import placement
 from rlfuse.cluster.stopping import Stopped
 from rlfuse.cluster.watchdog import watching
 from rlfuse.config.changes import Change
+from rlfuse.config.run_groups import TrainerConfig
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
 from rlfuse.errors import NodeLeft, WorkerLost, first_of
@@ -167,6 +168,12 @@ def open_job(config: Config) -> Job:
     more = {"resumed_after": state["step"], "changes": accepted.changes, "inputs": accepted.inputs}
     more["drained"] = set(config.cluster.drain)
     return Job(config, config.run_folder, accepted.checkpoint, state, started, **more)
+
+
+def training_steps(trainer: TrainerConfig, steps_per_epoch: int) -> int:
+    """Return the run's number of steps: by total_training_steps or total_epochs, whichever ends first."""
+    limits = [trainer.total_training_steps, trainer.total_epochs and trainer.total_epochs * steps_per_epoch]
+    return min((limit for limit in limits if limit is not None), default=steps_per_epoch)
 
 
 def looked_after(config: Config, slots: placement.Slots, log: RunLog) -> Monitor | NoHealth:

@@ -46,9 +46,9 @@ def finished(config: Config, steps: int, unnamed: bool = False) -> str:
     ended = (state and state.ended) or (folder / "summary.json").stat().st_mtime
     lines = [f"{folder} finished after {steps} steps on {_date(ended)}: nothing to do."]
     if checkpoints.complete(folder):
-        whole = trainer.total_training_steps is not None
-        more = f"training_steps={2 * steps}" if whole else f"epochs={trainer.total_epochs + 1}"
-        lines.append(f"  train longer  {_command(*_same(folder), f'trainer.total_{more}')}")
+        by_epochs = f"trainer.total_epochs={(trainer.total_epochs or 1) + 1}"
+        more = [by_epochs] if trainer.total_training_steps is None else _steps(config, 2 * steps)
+        lines.append(f"  train longer  {_command(*_same(folder), *more)}")
     lines.append(f"  another run   {_command('trainer.resume_mode=disable' if unnamed else _name(_free(folder)))}")
     return "\n".join(lines)
 
@@ -58,7 +58,7 @@ def long_enough(config: Config, step: int, total: int) -> str:
     folder = config.run_folder
     return (
         f"{folder} is after step {step} already, and {total} are asked for: nothing to do.\n"
-        f"  train longer  {_command(*_same(folder), f'trainer.total_training_steps={2 * step}')}\n"
+        f"  train longer  {_command(*_same(folder), *_steps(config, 2 * step))}\n"
         f"  another run   {_command(_name(_free(folder)))}"
     )
 
@@ -95,7 +95,7 @@ def too_late(config: Config, checkpoint: Path | None, changes: Sequence[Change],
     what = f"finished after {steps} steps, so that no change of its settings would take effect"
     lines = [f"{folder} {what}. Nothing was touched.", *table(changes)]
     if checkpoint and not any(change.effect is Effect.FIXED for change in changes):
-        lines.append(f"train longer with them  {_command(*_same(folder), f'trainer.total_training_steps={2 * steps}')}")
+        lines.append(f"train longer with them  {_command(*_same(folder), *_steps(config, 2 * steps))}")
     return "\n".join([*lines, _as_new(config)])
 
 
@@ -202,6 +202,12 @@ def _free(folder: Path) -> str:
 def _typed() -> list[str]:
     """The words of this process's command; none where a program called."""
     return shlex.split(status.typed_command())
+
+
+def _steps(config: Config, steps: int) -> list[str]:
+    """Settings of a run of so many steps."""
+    unlimited = [] if config.trainer.total_epochs is None else ["trainer.total_epochs=null"]
+    return [f"trainer.total_training_steps={steps}", *unlimited]
 
 
 def _command(*settings: str, without: Sequence[str] = ()) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from rlfuse.algorithms.learning_rate import lr_factor
 from rlfuse.algorithms.preferences import calibrate
 from rlfuse.cluster import placement
 from rlfuse.cluster.nodes import watched
@@ -33,7 +34,7 @@ from rlfuse.observe.pairs import PICTURE, summarise_pairs
 from rlfuse.observe.run_log import RunLog
 from rlfuse.progress import due
 from rlfuse.run.checkpointing import Checkpointing
-from rlfuse.run.job import Job, looked_after
+from rlfuse.run.job import Job, looked_after, training_steps
 from rlfuse.run.restarts import recovered, starting
 from rlfuse.step.protocols import Health
 
@@ -50,7 +51,7 @@ def _attempt(job: Job) -> Path:
     labels = given or labels_of(pairs)
     held_out, more = load_preferences(data.val_files, tokenizer, data, labels) if data.val_files else ([], "")
     source = PromptSource(pairs, data.train_batch_size, data.shuffle, data.seed)
-    total = trainer.total_training_steps or trainer.total_epochs * source.steps_per_epoch
+    total = training_steps(trainer, source.steps_per_epoch)
     log = job.begin(total)
     log.say(f"{report}\n{more}".strip())
     seconds = job.carry_out(_run(job, tokenizer, source, held_out, log, labels), log)
@@ -72,7 +73,7 @@ async def _run(
     occupants = slots.occupants()
     with starting(log), log.part(f"{slots.count} trainer rank{'s' * (slots.count > 1)}"):
         padding = tokenizer.pad_token_id
-        ranks = RewardModelTrainer.start(job.config, slots, log.total_steps, padding, labels)
+        ranks = RewardModelTrainer.start(job.config, slots, padding, labels)
         trainer, facts = await watched(ranks, occupants)
 
     async def save(folder: Path) -> None:
@@ -126,7 +127,8 @@ class Training:
             stopping.step = step
             with self.log.journal.recorder.span("step", step=step):
                 values = {"training/global_step": step, "training/epoch": self.source.epoch}
-                values |= await self.trainer.learn(self.source.next_batch())
+                factor = lr_factor(self.config.actor.optim, step, total)
+                values |= await self.trainer.learn(self.source.next_batch(), factor)
             if self.held_out and due(settings.test_freq, step, total) and not stopping.asked:
                 values |= await self.evaluate(step)
             if due(settings.save_freq, step, total):

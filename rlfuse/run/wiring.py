@@ -69,8 +69,8 @@ async def wired(
         for name, part in kept.items():
             part.load_state_dict(job.state[name])
 
-    def state(step: int) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in kept.items()} | {"updates": updates(job, step)}
+    def state(_: int) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in kept.items()}
 
     tuning = _tuning(config, job, engines, costs, lengths, log.say)
     log.attach([*engines.recorded, draining := Draining(engines, tuning, log.say)], facts, lambda: prompts.epoch)
@@ -150,13 +150,3 @@ def _settings(config: Config, trainer: Trainer) -> Settings:
         pipelined=config.training.pipeline_parallel_size > 1,
         prefill_share=0.5 if config.rollout.disaggregate == "on" else 0.0,  # until costs are measured
     )
-
-
-def updates(job: Job, step: int) -> int:
-    """Optimizer steps until the end of this step; of the last one that is the length of the learning-rate schedule.
-
-    Before the checkpoint a batch may have had another number of them, so it tells how many there were.
-    """
-    config, before = job.config, job.state["step"]
-    passes = config.actor.ppo_epochs * -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
-    return job.state.get("updates", before * passes) + (step - before) * passes

@@ -85,7 +85,7 @@ class SimulatedTrainer:
         if lockstep and slot is not None:
             raise SimulationError(f"slot {slot} is told to do {kind} alone, which needs all ranks")
 
-    async def step(self, model: str, lengths: Sequence[int]) -> dict[str, float]:
+    async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
         """An optimizer step of all ranks on what was accumulated."""
         rows = self._accumulated.pop(model, [])
         once = Counter(row.id for row in rows)

@@ -228,7 +228,7 @@ class Machine:
         config.actor.ppo_mini_batch_size = workload.mini_batch_prompts
         config.actor.ppo_epochs = workload.training.epochs
         config.algorithm.adv_estimator = "gae" if "critic" in workload.training.models else "grpo"
-        config.trainer.critic_warmup = 0 if "actor" in workload.training.models else 1
+        config.trainer.critic_warmup = 0 if "actor" in workload.training.models else 2
         config.trainer.val_before_train, config.trainer.save_freq = False, 0
         config.trainer.n_gpus_per_node, config.fusion.policy = workload.slots, policy
         return config

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rlfuse.algorithms.learning_rate import lr_factors
 from rlfuse.cluster.stopping import Stopping
 from rlfuse.config import sampling
 from rlfuse.config.schema import Config
@@ -102,7 +103,7 @@ class Controller:
         """Generate, score and train on one batch of prompts, in the order the policy decides."""
         draw, experience = await self.groups.draw(step), self.advantages.experience
         self._prefetch(step, "training")
-        actor, trained = self.config.actor, ["actor"] if step > self.config.trainer.critic_warmup else []
+        actor, trained = self.config.actor, ["actor"] if step >= self.config.trainer.critic_warmup else []
         board = Board(
             draw.groups,
             await self.draining.table(),
@@ -151,6 +152,7 @@ class Controller:
             sampling=drawn,
             row_tensors={"actor": self.advantages.experience.actor_tensors, "critic": ("values", "returns")},
             by_update=self.advantages.experience.by_update,
+            lr_factors=lr_factors(self.config, step, self.total_steps),
             on_scored=lambda: scored(board, step),
             note=self.metrics.note,
         )

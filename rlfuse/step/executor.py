@@ -64,6 +64,8 @@ class StepContext:
     """Model -> the per-token arrays that its loss reads."""
     by_update: tuple[str, ...] = ()
     """Kinds of scoring that the actor's first update does in its own forward pass."""
+    lr_factors: Mapping[str, float] = field(default_factory=dict)
+    """Model -> share of its full learning rate in this step."""
     note: Callable[[Mapping[str, float]], None] = lambda values: None
     """Takes an optimizer step's metrics."""
 
@@ -285,7 +287,8 @@ class Executor:
         samples = self._samples(self.board.mini_batches[decision.model].accumulated_samples)
         with self._span(f"update_{decision.model}", cause="scored", attributes={"step": True}):
             lengths = [len(sample.finished.token_ids) for sample in samples]
-            self.context.note(await self.engines.trainer.step(decision.model, lengths))
+            factor = self.context.lr_factors[decision.model]
+            self.context.note(await self.engines.trainer.step(decision.model, lengths, factor))
         self.board.stepped(decision)
         self._changed.set()
 

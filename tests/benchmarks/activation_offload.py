@@ -120,7 +120,7 @@ def _updated(config: Config, tokens: int) -> dict[str, Any]:
     rank.join(*rank.meeting_place())
     _warm_up()
     before = _reset_peak()
-    rank.setup(10)
+    rank.setup()
     rank.accumulate("actor", [_micro_batch(64)])
     rank.step("actor", 1.0)
     rank.drain()

@@ -103,7 +103,7 @@ def ours(folder: Path, model: Path, steps: int) -> tuple[str, ...]:
     words = ("algorithm=grpo", f"rollout.n={GROUP}", "rollout.temperature=1", f"data.train_batch_size={PROMPTS}")
     words += (f"model.path={model}", f"actor.ppo_mini_batch_size={PROMPTS}", f"actor.optim.lr={RATE}")
     words += ("actor.use_kl_loss=false", "algorithm.use_kl_in_reward=false", f"data.max_response_length={LENGTH}")
-    words += ("trainer.val_before_train=false", "trainer.test_freq=-1", f"trainer.save_freq={SAVED_EVERY}")
+    words += ("trainer.val_before_train=false", "trainer.test_freq=1000", f"trainer.save_freq={SAVED_EVERY}")
     words += (
         "trainer.max_ckpt_to_keep=null",  # all are asked afterwards
         f"trainer.default_local_dir={folder}",

@@ -38,7 +38,7 @@ JOBS: dict[str, tuple[str, ...]] = {
     "mid_grpo": (*GRPO, "data.train_batch_size=64", "actor.ppo_mini_batch_size=32"),
     "wide": ("data.train_batch_size=16", "data.max_response_length=96", "actor.ppo_mini_batch_size=8"),
 }
-QUIET = ("experiment=quickstart", "trainer.test_freq=-1", "trainer.val_before_train=false")
+QUIET = ("experiment=quickstart", "trainer.test_freq=1000", "trainer.val_before_train=false")
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ async def a_step(trainer: PipelineTrainer, parts: list, fused: bool) -> dict[str
 
 async def real(config: Config, slots, options: argparse.Namespace) -> list[str]:
     """Lines of the table: real compute."""
-    trainer, _ = await PipelineTrainer.start(config, slots, 1000, list(slots.cores) if slots.cores else None)
+    trainer, _ = await PipelineTrainer.start(config, slots, list(slots.cores) if slots.cores else None)
     rows = make_rows(options.mini_batches * options.micro_batches * 2, SEQUENCE // 2)
     size = options.micro_batches * 2
     parts = [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -104,7 +104,7 @@ async def fixed(config: Config, slots, options: argparse.Namespace) -> list[str]
     lines = []
     for stages in (2, 4):
         layout = [Pipelines(name, stages) for name in PASSES]
-        group, _ = await PipelineGroup.start(config, pipelines.Anywhere(None, stages, "cpu"), layout, 10)
+        group, _ = await PipelineGroup.start(config, pipelines.Anywhere(None, stages, "cpu"), layout)
         plans = {order: planned(stages, order, options.micro_batches) for order in ("serial", "fused")}
         took: dict[str, list[float]] = {order: [] for order in plans}
         for _ in range(options.repeats):

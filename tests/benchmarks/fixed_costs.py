@@ -39,7 +39,7 @@ JOB = (
     "actor.optim.lr=0",
     "critic.optim.lr=0",
     "trainer.val_before_train=false",
-    "trainer.test_freq=-1",
+    "trainer.test_freq=1000",
     "trainer.save_freq=0",
 )
 ROLES = ("RolloutWorker", "EngineCore", "TrainerRank", "RewardWorker", "raylet", "gcs_server")

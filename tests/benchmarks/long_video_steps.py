@@ -147,7 +147,7 @@ class Bench:
         config.data.max_response_length, config.actor.ppo_max_token_len_per_gpu = RESPONSE, MODEL.context
         config.actor.use_kl_loss, config.actor.optim.lr = True, 0.0
         slots = replace(slots, count=ranks, cores=slots.cores and slots.cores[:ranks])
-        self.group, _ = await Forced.start(config, slots, 1, slots.cores)
+        self.group, _ = await Forced.start(config, slots, slots.cores)
         await self.group.measure()
 
     async def step(self, way: str, frames: int) -> dict[str, Any]:

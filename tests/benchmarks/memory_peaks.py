@@ -180,7 +180,7 @@ def _rank(config: Config, number: int, meeting: Any) -> float:
     rank.join(*where)
     _warm_up()
     before = _reset_peak()
-    rank.setup(10)
+    rank.setup()
     _step(rank, [], [_micro_batch(Texts(((8, 8),)))])
     large = [[_micro_batch(texts) for texts in worst(config, False, learns)] for learns in (False, True)]
     large[1].append(large[1][0])  # the most logits, before there are gradients and, as a plan has it, beside them

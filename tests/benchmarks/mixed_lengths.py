@@ -104,7 +104,7 @@ async def tables(ranks: int, options: argparse.Namespace) -> list[dict]:
     slots = await placement.start(config)
     with tempfile.TemporaryDirectory() as folder:
         config.model.path = model_folder(folder, options.long)
-        group, _ = await Forced.start(config, slots, optimizer_steps=1, cores=slots.cores)
+        group, _ = await Forced.start(config, slots, cores=slots.cores)
         await group.measure()
         degrees = list(map(str, degrees_up_to(ranks)))
         print(f"\n{ranks} ranks on {slots.device}, {group.costs}\n")

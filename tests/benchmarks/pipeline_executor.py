@@ -188,7 +188,7 @@ async def main(options: argparse.Namespace) -> None:
         folder = model_folder(options.hidden, 6) if ranks == 2 else model_folder(32, ranks)
         config.model.path = config.critic.path = folder
         cores = list(slots.cores) if ranks == 2 and slots.cores else None
-        group, _ = await PipelineGroup.start(config, pipelines.Anywhere(None, ranks, "cpu"), opposite(ranks), 10, cores)
+        group, _ = await PipelineGroup.start(config, pipelines.Anywhere(None, ranks, "cpu"), opposite(ranks), cores)
         lines += await fixed(group, opposite(ranks), options.micro_batches, options.repeats)
         if ranks == 2:
             lines += await real(group, options.micro_batches, options.repeats, options.out)

@@ -122,7 +122,7 @@ async def main(options: argparse.Namespace) -> None:
     print(f"{slots.device}, {len(os.sched_getaffinity(0))} cores, {options.ranks} ranks, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder:
         config.model.path = model_folder(folder, longest)
-        group, facts = await Forced.start(config, slots, optimizer_steps=1, cores=slots.cores)
+        group, facts = await Forced.start(config, slots, cores=slots.cores)
         await group.measure()
         print(f"{facts['parameters'] / 1e6:.1f}M parameters, {facts['peak_flops'] / 1e9:.0f} GFLOP/s, {group.costs}\n")
         degrees = degrees_up_to(options.ranks)

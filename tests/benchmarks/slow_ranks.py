@@ -189,7 +189,7 @@ async def trained(trainer: TrainerGroup | PipelineTrainer, rows: list[Row]) -> f
 async def of_training(name: str, config: Config, slots: placement.Slots, options: argparse.Namespace) -> None:
     """The table of one kind of trainer."""
     kind = PipelineTrainer if config.training.pipeline_parallel_size > 1 else TrainerGroup
-    trainer, _ = await kind.start(config, slots, optimizer_steps=1000, cores=slots.cores)
+    trainer, _ = await kind.start(config, slots, cores=slots.cores)
     rows, saved = make_rows(), Path(tempfile.mkdtemp(prefix="rlfuse-benchmark-"))
     await trainer.save(saved)
 

@@ -137,7 +137,7 @@ async def sleeping(group: PipelineGroup, count: int, repeats: int) -> list[str]:
         took: dict[str, list[float]] = {name: [] for name in plans}
         for _ in range(repeats):
             for name, plan in plans.items():
-                await group.setup((plan.layout,), 10)
+                await group.setup((plan.layout,))
                 given = plan.rows, plan.layout, plan.seconds
                 calls = [rank.__ray_call__.remote(play, *given) for rank in group.ranks]
                 took[name].append(max(await asyncio.gather(*calls)))
@@ -152,7 +152,7 @@ async def real(group: PipelineGroup, count: int, repeats: int) -> list[str]:
     took: dict[str, list[float]] = {name: [] for name in plans}
     for _ in range(repeats):
         for name, plan in plans.items():
-            await group.setup((plan.layout,), 10)
+            await group.setup((plan.layout,))
             await group.run(plan.rows, rows)  # warms up
             took[name].append((await group.run(plan.rows, rows)).makespan)
             group._accumulated["actor"] = []  # nobody steps here
@@ -184,7 +184,7 @@ async def main(options: argparse.Namespace) -> None:
         for hidden, measure in asked:
             config.model.path = model_folder(hidden)
             first = (Pipelines("actor", 4),)
-            group, _ = await PipelineGroup.start(config, pipelines.Anywhere(None, 4, "cpu"), first, 10)
+            group, _ = await PipelineGroup.start(config, pipelines.Anywhere(None, 4, "cpu"), first)
             lines += await measure(group, options.micro_batches, options.repeats)
             for rank in group.ranks:
                 ray.kill(rank)

@@ -158,7 +158,7 @@ async def in_turns(
     jobs: Sequence[Config], folder: str, slots: placement.Slots, options: argparse.Namespace
 ) -> list[tuple[str, list[tuple[float, ...]], list[float]]]:
     """Of each kind of work: its name, seconds of each turn in the order of the jobs, and what plans say."""
-    groups = [(await TrainerGroup.start(each, slots, 10, slots.cores))[0] for each in jobs]
+    groups = [(await TrainerGroup.start(each, slots, slots.cores))[0] for each in jobs]
     rows = [row(options.tokens, options.tokens // 2, seed, seed) for seed in range(options.rows)]
     hardware = await device_of(groups[-1], None if options.dtype == "float32" else folder)
     turns = [[await turn(group, rows) for group in groups] for _ in range(options.repeats + 1)][1:]
@@ -260,14 +260,14 @@ async def stages(folder: str, slots: placement.Slots, options: argparse.Namespac
     jobs = [job(folder, options, 4, width, 4 // width) for width in (1, 2)]
     shared = (pipelines_of(jobs[1], "actor"),)
     print(PAIRS)
-    group, _ = await PipelineGroup.start(jobs[1], pipelines.Anywhere(None, 4, slots.device), shared, 10)
+    group, _ = await PipelineGroup.start(jobs[1], pipelines.Anywhere(None, 4, slots.device), shared)
     hardware = Hardware(SLEEPING_FLOPS, SLEEPING_FLOPS, SLEEPING_FLOPS, inf, links=await links_of(group, 2))
     plans = [Planned(each, hardware, options) for each in jobs]
     turns = []
     for _ in range(options.repeats + 1):
         took = []
         for plan in plans:
-            await group.setup((plan.layout,), 10)
+            await group.setup((plan.layout,))
             given = plan.rows, plan.layout, plan.computed, plan.shape
             calls = [rank.__ray_call__.remote(play, *given) for rank in group.ranks]
             took.append(max(await asyncio.gather(*calls)))

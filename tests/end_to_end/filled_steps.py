@@ -19,7 +19,7 @@ class Filled(Steps):
         """The same steps with `fusion.training` serial and fused."""
         self.controller, trainer = controller, controller.engines.trainer
         for case in ("serial", "fused"):
-            await trainer.setup(tuple(trainer.layout.values()), optimizer_steps=100)  # fresh weights and optimizers
+            await trainer.setup(tuple(trainer.layout.values()))  # fresh weights and optimizers
             controller.groups.prompts.taken = 0
             controller.config.fusion.training = case
             trainer.planner = Planner(2, case)

@@ -47,7 +47,7 @@ class Probe(PipelineGroup):
         self.config = config
         self.tied = AutoConfig.from_pretrained(config.model.path).tie_word_embeddings
         await asyncio.gather(*(rank.__ray_call__.remote(reconfigure, config) for rank in self.ranks))
-        return await self.setup(layout, 10)
+        return await self.setup(layout)
 
     async def train(self, rows):
         """A step of both models by `self.rows`."""
@@ -85,7 +85,7 @@ class Probe(PipelineGroup):
 
 async def started(folders, count, layout):
     """Ranks that are ready to take layouts, for as long as a fixture lives."""
-    group, _ = await Probe.start(settings(folders), Anywhere(None, count, "cpu"), layout, 10)
+    group, _ = await Probe.start(settings(folders), Anywhere(None, count, "cpu"), layout)
     yield group
     for rank in group.ranks:
         ray.kill(rank)

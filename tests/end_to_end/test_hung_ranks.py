@@ -66,7 +66,7 @@ async def test_a_hung_rank_is_found_and_not_one_that_computes_or_waits(tiny_mode
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     config = settings(str(tiny_model))
     config.cluster.heartbeat_s = HEARTBEAT_S
-    group, _ = await TrainerGroup.start(config, slots, optimizer_steps=10)
+    group, _ = await TrainerGroup.start(config, slots)
     rows = make_rows()
 
     await arm(group.ranks[0], compute_before_a_step, 3 * HEARTBEAT_S)

@@ -54,7 +54,7 @@ def job(ending_model, tmp_path_factory):
         "trainer.save_freq": 2,
         "trainer.test_freq": STEPS,
         "trainer.logger": "[console,wandb]",
-        "trainer.timeline_freq": -1,
+        "trainer.timeline_freq": STEPS,
     }
 
 

@@ -57,7 +57,7 @@ def pairs(config):
 
 @pytest.fixture(scope="module")
 async def trainer(config, slots):
-    return (await Pairs.start(config, slots, 20, 0, [ONLY_LABEL]))[0]
+    return (await Pairs.start(config, slots, 0, [ONLY_LABEL]))[0]
 
 
 async def fresh(trainer, stage):
@@ -65,7 +65,7 @@ async def fresh(trainer, stage):
 
     def reload(rank, stage):
         rank.config.actor.zero_stage = stage
-        rank.setup(20, 0, [ONLY_LABEL])
+        rank.setup(0, [ONLY_LABEL])
 
     trainer.config.actor.zero_stage = stage
     await asyncio.gather(*(rank.__ray_call__.remote(reload, stage) for rank in trainer.ranks))
@@ -115,7 +115,7 @@ async def _gradients_are_plain_torchs(trainer, config, pairs, folder):
 
     def start_from(rank, path):
         rank.config.model.path = path
-        rank.setup(20, 0, [ONLY_LABEL])
+        rank.setup(0, [ONLY_LABEL])
 
     for some in (pairs, pairs[:1]):
         await asyncio.gather(*(rank.__ray_call__.remote(start_from, str(folder)) for rank in trainer.ranks))
@@ -160,7 +160,7 @@ async def test_a_class_of_ones_own_learns_two_dimensions_and_is_served(trainer, 
 
     def start_from(rank, path):
         rank.config.model.path, rank.config.model.trust_remote_code, rank.config.actor.zero_stage = path, True, 3
-        return rank.setup(20, 0, ["small", "large"])
+        return rank.setup(0, ["small", "large"])
 
     await asyncio.gather(*(rank.__ray_call__.remote(start_from, str(own_class)) for rank in trainer.ranks))
     trainer.labels, trainer.config.actor.zero_stage = ["small", "large"], 3

@@ -26,7 +26,7 @@ def found(driven, tmp_path_factory):
         "actor.use_kl_loss": "true",
         "actor.optim.lr": 1e-5,
         "trainer.total_training_steps": STEPS,
-        "trainer.save_freq": -1,
+        "trainer.save_freq": STEPS,
         "trainer.log_samples": 1000,
     }
     folder = tmp_path_factory.mktemp("slots")

@@ -43,7 +43,7 @@ class TowerProbe(Probe):
     async def take(self, config):
         def reload(rank, config, tower):
             rank.config = config
-            rank.setup(10, tower)
+            rank.setup(tower)
 
         self.config = config
         self._accumulated = {"actor": [], "critic": []}
@@ -85,7 +85,7 @@ async def started(slots, trained, tower_settings):
         tower_settings.encoder, cache, tower_settings.pool.decode, [place], 120.0, environment
     )
     (group, _), _ = await asyncio.gather(
-        TowerProbe.start(trained(degree=2), slots, 10, tower=tower_settings), encoder.start()
+        TowerProbe.start(trained(degree=2), slots, tower=tower_settings), encoder.start()
     )
     group.tower = tower_settings
     group.costs = Costs(overheads=dict.fromkeys((2, 4), Overhead(start=1e9)))  # as many ranks as a row needs, no more

@@ -62,7 +62,7 @@ def reference(config, rows):
 @pytest.fixture(scope="module")
 async def group(policy_folder, slots):
     """Two ranks, ready to take configurations."""
-    return (await Probe.start(settings(policy_folder), slots, optimizer_steps=10))[0]
+    return (await Probe.start(settings(policy_folder), slots))[0]
 
 
 async def assert_gradients_match(group, rows):
@@ -201,7 +201,7 @@ async def test_one_rank_gives_what_two_give(policy_folder, slots):
     """And its process stays on the core that it was given."""
     config, core = settings(policy_folder, alone=True), max(os.sched_getaffinity(0))
     config.trainer.n_gpus_per_node = 1
-    alone, _ = await Probe.start(config, replace(slots, count=1), optimizer_steps=10, cores=[core])
+    alone, _ = await Probe.start(config, replace(slots, count=1), cores=[core])
     try:
         await assert_gradients_match(alone, make_rows())
         assert await alone.ranks[0].__ray_call__.remote(lambda rank: os.sched_getaffinity(0)) == {core}

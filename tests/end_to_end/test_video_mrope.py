@@ -155,7 +155,7 @@ async def test_a_plan_with_other_timestamps_is_refused(engine, ask):
 async def trainer(folder, slots):
     config = trainer_probe.settings(str(folder), budget=4096)
     config.trainer.n_gpus_per_node, config.rollout.update_weights_bucket_mb = 1, 1
-    group = (await TrainerGroup.start(config, Anywhere(slots.group, 1, "cpu"), optimizer_steps=10))[0]
+    group = (await TrainerGroup.start(config, Anywhere(slots.group, 1, "cpu")))[0]
     yield group
     ray.kill(group.ranks[0])
 

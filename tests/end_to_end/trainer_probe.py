@@ -87,7 +87,7 @@ class Probe(TrainerGroup):
 
         def reload(rank, config):
             rank.config = config
-            rank.setup(10)
+            rank.setup()
 
         self.config = config
         self._accumulated = {"actor": [], "critic": []}

@@ -32,7 +32,7 @@ def engine(device, width, stage, dtype, **actor):
     """`Layers` under AdamW and ZeRO, on the device."""
     settings = ActorConfig(zero_stage=stage, grad_clip=0.0, **actor)
     model = Layers(width, dtype)
-    return trainable(model if stage == 3 else model.to(device), settings, 1e-2, 100, device)
+    return trainable(model if stage == 3 else model.to(device), settings, 1e-2, device)
 
 
 def inputs(device, width, seed, dtype):

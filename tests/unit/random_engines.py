@@ -158,7 +158,7 @@ class Trainer:
             await self.world.pass_time()
         return {}, scores, self._gained("actor", rows.get("actor", ()))
 
-    async def step(self, model, lengths) -> dict[str, float]:
+    async def step(self, model, lengths, lr_factor) -> dict[str, float]:
         names, board = self.gradients.pop(model), self.world.board
         assert len(set(names)) == len(names)
         assert sorted(lengths) == sorted(len(board.samples[name].response.token_ids) for name in names)

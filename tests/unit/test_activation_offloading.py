@@ -265,7 +265,7 @@ def rank_of(stage, tmp_path, dtype="float32", **model):
         setattr(config.model, key, value)
     rank = TrainerRank(config, 0, 1, "cpu")
     policy = model_of("qwen2").to(getattr(torch, dtype))
-    rank.engines = {"actor": trainable(policy, config.actor, 1e-2, 100, "cpu")}
+    rank.engines = {"actor": trainable(policy, config.actor, 1e-2, "cpu")}
     rank.tower, rank.sums, rank.ropes, rank.exporters = None, {}, {"actor": None}, {"actor": None}
     rank.packed, rank.shares, rank.tensor = True, False, None
     rank.parallel = SimpleNamespace(part=lambda degree: None)

@@ -76,9 +76,9 @@ def test_latent_attention_needs_gpus():
             {
                 "algorithm__kl_coef_by_source": {"math": 0.0},
                 "algorithm__use_kl_in_reward": True,
-                "algorithm__kl_ctrl__target_kl": 0.1,
+                "algorithm__kl_ctrl__type": "adaptive",
             },
-            ["target_kl=0.1: steers one coefficient"],
+            ["kl_ctrl.type=adaptive: steers one coefficient"],
         ),
         (
             {"algorithm__adv_estimator": "gdpo", "algorithm__use_kl_in_reward": True, "rollout__n": 2},
@@ -125,11 +125,11 @@ def test_latent_attention_needs_gpus():
         ({"alerts__grad_norm_factor": 1.0}, ["alerts.grad_norm_factor=1.0: must be above 1, or null"]),
         ({"trainer__resume_mode": "atuo"}, ["there is no such folder; did you mean auto?"]),
         ({"trainer__critic_warmup": 2, "algorithm__adv_estimator": "reinforce_plus_plus"}, ["which has no critic"]),
-        ({"algorithm__kl_ctrl__target_kl": 0.1}, ["only with algorithm.use_kl_in_reward=true"]),
+        ({"algorithm__kl_ctrl__type": "adaptive"}, ["only with algorithm.use_kl_in_reward=true"]),
         (
             {
                 "algorithm__use_kl_in_reward": True,
-                "algorithm__kl_ctrl__target_kl": 6.0,
+                "algorithm__kl_ctrl__type": "adaptive",
                 "algorithm__kl_ctrl__horizon": 100,
                 "data__train_batch_size": 500,
                 "actor__ppo_mini_batch_size": 500,

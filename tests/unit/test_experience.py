@@ -106,10 +106,11 @@ def test_dynamic_sampling_keeps_groups_whose_rewards_differ():
 
 
 def test_adaptive_kl_coefficient_survives_a_checkpoint():
-    changes = {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__target_kl": 0.1}
+    changes = {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"}
+    changes |= {"algorithm__kl_ctrl__target_kl": 0.6, "algorithm__kl_ctrl__horizon": 10}
     experience = Experience(config(**changes))
-    worked_out(experience, groups([[1.0], [0.0]], [[3], [2]]))
-    assert experience.kl.value == pytest.approx(0.001 * (1 + 0.2 * 2 / 10000))
+    worked_out(experience, groups([[1.0], [0.0]], [[3], [2]]))  # 0.5 per token, 1.5 and 1.0 per response
+    assert experience.kl.value == pytest.approx(0.001 * (1 + (0.5 / 0.6 - 1) * 2 / 10))
     resumed = Experience(config(**changes))
     resumed.kl.load_state_dict(experience.kl.state_dict())
     assert resumed.kl.value == experience.kl.value
@@ -218,7 +219,8 @@ def test_it_says_which_setting_makes_training_wait_for_the_last_response(changes
         ({"algorithm__adv_estimator": "gae"}, ("values",)),
         ({"algorithm__use_kl_in_reward": True}, ("old_log_prob", "ref")),
         ({"algorithm__rollout_is_threshold": 2.0}, ("old_log_prob",)),
-        ({"trainer__critic_warmup": 1, "algorithm__adv_estimator": "gae"}, ("old_log_prob", "values")),
+        ({"trainer__critic_warmup": 1, "algorithm__adv_estimator": "gae"}, ("values",)),
+        ({"trainer__critic_warmup": 2, "algorithm__adv_estimator": "gae"}, ("old_log_prob", "values")),
     ],
 )
 def test_the_first_updates_own_log_probs_are_the_old_ones_unless_they_are_needed_before(changes, passes):

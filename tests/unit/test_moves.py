@@ -45,7 +45,7 @@ def group():
 
 
 def engine(stage, dtype, **actor):
-    return trainable(Network(DTYPES[dtype]), ActorConfig(zero_stage=stage, **actor), 1e-2, 100, "cpu")
+    return trainable(Network(DTYPES[dtype]), ActorConfig(zero_stage=stage, **actor), 1e-2, "cpu")
 
 
 def accumulate(engine, seeds):
@@ -191,7 +191,7 @@ def stages(dtype="float32", **actor):
     tape = Tape()
     split_linears(network, tape)
     settings, device = ActorConfig(zero_stage=1, **actor), "cuda"  # fused AdamW, as on a GPU; it runs on CPUs too
-    return trainable(DeviceStages({"3": network}), settings, 1e-2, 100, device), network
+    return trainable(DeviceStages({"3": network}), settings, 1e-2, device), network
 
 
 def run(network, seeds):
@@ -205,7 +205,7 @@ def states_of(trained, folder):
     with writing([trained]) as files:
         training_state.save(trained, folder, 0, files)
     assert files.problem is None
-    return load_file(folder / "rank_0.safetensors") | {"schedule": (folder / "schedule.json").read_text()}
+    return load_file(folder / "rank_0.safetensors") | {"optimizer": (folder / "optimizer.json").read_text()}
 
 
 def same(ours, theirs):

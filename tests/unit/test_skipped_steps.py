@@ -79,7 +79,7 @@ def rank_of(kind, stage, dtype):
         return rank, ()
     settings, sizes = ActorConfig(zero_stage=stage), dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1)
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=16, num_attention_heads=2, **sizes)).to(DTYPES[dtype])
-    rank.engines, rank.tower = {"actor": trainable(model, settings, 1e-2, 100, "cpu")}, None
+    rank.engines, rank.tower = {"actor": trainable(model, settings, 1e-2, "cpu")}, None
     rank.exporters = {"actor": Exporter(model, 0)}
     return rank, ({"actor": [list(rank.exporters["actor"].tensors)]},)
 

@@ -245,7 +245,7 @@ async def test_layers_move_only_where_ranks_are_saved_and_have_room(tmp_path):
     (tmp_path / "trainer.json").write_text('{"pipelines": true}')
     for room, layers in ((9, (8, 4)), (0, (6, 6))):
         group = Ranks(2, room)
-        await group.setup([ACTOR, CRITIC], 10)
+        await group.setup([ACTOR, CRITIC])
         await group.replan([1.0, 2.0])
         assert group.layout["actor"].layers == (6, 6) and group.planner._rates == (1.0, 2.0)
         await group.replan([1.0, 2.0], Path(tmp_path))
@@ -261,7 +261,7 @@ async def test_layers_move_by_what_stages_were_measured_to_take(tmp_path, took, 
     """Of an actor whose head takes a third, where that is worth it; the critic is as it was modelled."""
     (tmp_path / "trainer.json").write_text('{"pipelines": true}')
     group = Ranks(2, 9)
-    await group.setup([ACTOR, CRITIC], 10)
+    await group.setup([ACTOR, CRITIC])
     await group.replan([], tmp_path)
     for stage, seconds in enumerate(took):
         for kind, share in (("F", 1 / 3), ("B", 2 / 3)):

@@ -123,10 +123,10 @@ def test_verls_grpo_example_becomes_a_sound_job(tmp_path, monkeypatch, capsys):
     assert (job.rollout.n, job.rollout.val_kwargs.temperature, job.algorithm.adv_estimator) == (5, 0.0, "grpo")
     assert job.actor.ppo_micro_batch_size_per_gpu == 16, "128 over 8 ranks"
     assert (job.actor.use_kl_loss, job.actor.kl_loss_type, job.actor.optim.lr) == (True, "low_var_kl", 1e-6)
-    assert (job.trainer.logger, job.trainer.save_freq, job.trainer.total_epochs) == (["console", "wandb"], 0, 15)
+    assert (job.trainer.logger, job.trainer.save_freq, job.trainer.total_epochs) == (["console", "wandb"], -1, 15)
     assert job.reward.functions == ["rlfuse.rewards.verifiers.numeric:score"]
     assert "  n: 5  # actor_rollout_ref.rollout.n\n" in printed and "max_prompt_length: 512\n" in printed
-    assert "  save_freq: 0  # trainer.save_freq=-1\n" in printed and "test_freq: -1  # verl's default\n" in printed
+    assert "  save_freq: -1\n" in printed and "test_freq: -1  # verl's default\n" in printed
     assert "data.val_batch_size=1312: all validation rows are generated together" in printed
     assert max(map(len, printed.splitlines())) <= 120
     assert cli.main(["translate", str(tmp_path / "run.sh")]) == 0 and capsys.readouterr().out == printed
@@ -140,11 +140,11 @@ def test_verls_ppo_example_says_what_only_its_reader_knows(tmp_path, monkeypatch
     assert job.uses_critic and job.critic.path == job.model.path == "/home/me/models/Qwen2.5-3B-Instruct"
     assert job.rollout.engine_kwargs == {"enforce_eager": False} and job.trainer.logger == ["console", "wandb"]
     assert (job.trainer.default_local_dir, job.run_folder.name) == ("checkpoints", "b")
-    assert job.training.ulysses_sequence_parallel_size == 2 and job.algorithm.kl_ctrl.target_kl is None
+    assert job.training.ulysses_sequence_parallel_size == 2 and job.actor.optim.lr_warmup_steps_ratio == 0.1
+    assert (job.algorithm.kl_ctrl.type, job.algorithm.kl_ctrl.target_kl) == ("adaptive", 0.1)
     decide = " ".join(printed.partition("# For you to decide:")[2].replace("#", "").split())
     for part in (
-        "lr_warmup_steps_ratio=0.1: set actor.optim.lr_warmup_steps to 0.1 times the optimizer steps",
-        "kl_ctrl.type=adaptive: set algorithm.kl_ctrl.target_kl to 0.1 times the tokens of a usual response",
+        "critic.optim.lr_warmup_steps_ratio=0.05: actor.optim.lr_warmup_steps_ratio here: one setting for actor and",
         "reward_model.model.path=$REWARD_MODEL: only the script's surroundings know $REWARD_MODEL; write the value",
         "trainer.total_training_steps=$steps: only the script's surroundings know $steps",
         "rollout.name=sglang: rollout.name is one of vllm",
@@ -208,7 +208,6 @@ AS_HERE = {
     "algorithm.kl_penalty": "k1 is kl",
     "actor.clip_ratio_low": "null is clip_ratio",
     "actor.clip_ratio_high": "null is clip_ratio",
-    "algorithm.kl_ctrl.target_kl": "without effect under kl_ctrl.type=fixed, verl's default",
     "algorithm.rollout_is_threshold": "without effect under rollout_is=null, verl's default",
     "video.freeze_tower": "towers of clips are trained when asked for",
     "data.max_prompt_length": "the same number under another name",
@@ -226,9 +225,7 @@ def test_defaults_of_verl_that_differ_are_written_or_there_is_a_reason():
         if key in KNOWN and value != by_name()[key].default and not settled:
             differ[key] = value
     assert set(differ) <= set(DEFAULTS) | set(AS_HERE), differ
-    assert {key: value for key, value in DEFAULTS.items() if key in differ and key != "trainer.save_freq"}.items() <= (
-        differ.items()
-    )
+    assert {key: value for key, value in DEFAULTS.items() if key in differ}.items() <= differ.items()
 
 
 @pytest.mark.parametrize(
@@ -239,14 +236,25 @@ def test_defaults_of_verl_that_differ_are_written_or_there_is_a_reason():
         ({"algorithm.rollout_correction.bypass_mode": True}, {"algorithm.old_log_probs": "engine"}),
         ({"algorithm.kl_penalty": "mse"}, {"algorithm.kl_penalty": "mse"}),
         (
-            {"algorithm.kl_ctrl.type": "fixed", "algorithm.kl_ctrl.target_kl": 0.1},
-            {"algorithm.kl_ctrl.target_kl": None},
+            {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2},
+            {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2},
         ),
         ({"algorithm.adv_estimator": "remax"}, {}),
-        ({"actor_rollout_ref.actor.optim.lr_warmup_steps": -1}, {"actor.optim.lr_warmup_steps": 0}),
+        ({"actor_rollout_ref.actor.optim.lr_warmup_steps": -1}, {"actor.optim.lr_warmup_steps": -1}),
         (
             {"trainer.total_training_steps": 50, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1},
-            {"actor.optim.lr_warmup_steps": 5, "trainer.total_training_steps": 50},
+            {"actor.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50},
+        ),
+        ({"trainer.save_freq": -1, "trainer.test_freq": -1}, {"trainer.save_freq": -1, "trainer.test_freq": -1}),
+        ({"actor_rollout_ref.actor.clip_ratio": 0.2}, {"actor.clip_ratio": 0.2}),
+        ({"actor_rollout_ref.actor.clip_ratio": 0.1}, {}),
+        (
+            {
+                "actor_rollout_ref.actor.clip_ratio": 0.1,
+                "actor_rollout_ref.actor.clip_ratio_low": None,
+                "actor_rollout_ref.actor.clip_ratio_high": None,
+            },
+            {"actor.clip_ratio": 0.1, "actor.clip_ratio_low": None, "actor.clip_ratio_high": None},
         ),
         (
             {"custom_reward_function.path": "a.py", "custom_reward_function.reward_kwargs.weight": 2},

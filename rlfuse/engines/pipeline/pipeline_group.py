@@ -71,24 +71,22 @@ class PipelineGroup(RankGroup):
         config: Config,
         slots: Slots,
         layout: Sequence[Pipelines],
-        optimizer_steps: int,
         cores: Sequence[int] | None = None,
     ) -> tuple[PipelineGroup, dict[str, Any]]:
         """One rank on every slot, stages loaded; and facts to log. Otherwise as `TrainerGroup.start`."""
         from rlfuse.engines.pipeline.pipeline_rank import PipelineRank  # imports DeepSpeed: only when ranks are started
 
         group = cls(config, await start_ranks(PipelineRank, config, slots, cores))
-        return group, await group.setup(layout, optimizer_steps)
+        return group, await group.setup(layout)
 
-    async def setup(self, layout: Sequence[Pipelines], optimizer_steps: int) -> dict[str, Any]:
+    async def setup(self, layout: Sequence[Pipelines]) -> dict[str, Any]:
         """Load the stages of `layout`, instead of any before; facts to log. ValueError if it does not fit the ranks."""
         self.layout = {pipelines.model: pipelines for pipelines in layout}
         self.mesh = mesh_of(layout, len(self.ranks))
         self.block = self.mesh.devices
         self._accumulated = {name: [] for name in self.layout if name != "ref"}
         self._owners: dict[str, tuple[int, int]] = {}
-        self._optimizer_steps = optimizer_steps
-        facts = (await self._all("setup", "load its stages", tuple(layout), optimizer_steps))[0]
+        facts = (await self._all("setup", "load its stages", tuple(layout)))[0]
         self.costs = facts.pop("costs")
         cut = with_layers(layout, self.costs)
         self.layout = {pipelines.model: pipelines for pipelines in cut}
@@ -275,7 +273,7 @@ class PipelineGroup(RankGroup):
         """Cut models by `costs` and the ranks' present rates, if that is sooner done; whether it was.
 
         `saved`: a checkpoint of what the ranks, which have their devices, hold: it is read anew, so that weights,
-        optimizers and learning rates stay the same to the last bit.
+        and optimizers stay the same to the last bit.
         """
         layout = list(self.layout.values())
         if cut_anew(layout, self.costs, self.device_rates) == layout:
@@ -285,7 +283,7 @@ class PipelineGroup(RankGroup):
         if (cut := cut_anew(layout, self.costs, self.device_rates, least)) == layout:
             return False
         costs = self.costs
-        await self.setup(cut, self._optimizer_steps)
+        await self.setup(cut)
         self.costs, self.work = costs, work_of_devices(cut, costs)
         await self.load(saved)
         return True

@@ -36,7 +36,7 @@ from rlfuse.engines.pipeline.stages import DeviceStages, Stage, body, check_firs
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
 from rlfuse.engines.trainer.models import packs_exactly
 from rlfuse.engines.trainer.offloading import on_device
-from rlfuse.engines.trainer.optimizer import check_finite, matmul_rate, take_step, trainable
+from rlfuse.engines.trainer.optimizer import check_finite, matmul_rate, set_lr, take_step, trainable
 from rlfuse.engines.trainer.saving import writing
 from rlfuse.engines.trainer.tensor_parallel import Sharers
 from rlfuse.engines.weights.exporting import Exporter
@@ -58,11 +58,8 @@ class PipelineRank(Rank):
     tensor: Sharers | None = None
     """Who shares this rank's layers."""
 
-    def setup(self, layout: Sequence[Pipelines], optimizer_steps: int) -> dict[str, Any]:
-        """Load this device's stages of every model in `layout`, instead of any before; returns facts to log.
-
-        `optimizer_steps`: length of the learning-rate schedule.
-        """
+    def setup(self, layout: Sequence[Pipelines]) -> dict[str, Any]:
+        """Load this device's stages of every model in `layout`, instead of any before; returns facts to log."""
         config = self.config
         torch.manual_seed(config.data.seed)
         self.layout = {pipelines.model: pipelines for pipelines in layout}
@@ -87,7 +84,7 @@ class PipelineRank(Rank):
                     self.stages[name, stage] = Stage(config, name, model, parts[stage], packed, self.device)
                     self.progress.follow(model)
                 if name != "ref":
-                    self._make_trainable(name, models, optimizer_steps)
+                    self._make_trainable(name, models)
             self.beside = list(loaded.get("ref", {}).values())
         dtype = next(iter(self.stages.values())).dtype
         costs = {name: layer_costs(self._path(name), config, each) for name, each in self.layout.items()}
@@ -147,14 +144,14 @@ class PipelineRank(Rank):
         dist.all_reduce(answer, op=dist.ReduceOp.MIN)
         return bool(answer)
 
-    def _make_trainable(self, name: str, models: Mapping[int, PreTrainedModel], optimizer_steps: int) -> None:
+    def _make_trainable(self, name: str, models: Mapping[int, PreTrainedModel]) -> None:
         settings, pipelines = self.config.actor, self.layout[name]
         lr = settings.optim.lr if name == "actor" else self.config.critic.optim.lr
         grid = _grid(self._copies(name), pipelines.stages, self.mesh.width)
         if all(is_tied(model) for model in models.values()):
             self.ties[name] = _Tie(pipelines, models, self.mesh, self.shares.get(name))
         module = DeviceStages({str(stage): model for stage, model in models.items()}).train()
-        self.engines[name] = trainable(module, settings, lr, optimizer_steps, self.device, grid)
+        self.engines[name] = trainable(module, settings, lr, self.device, grid)
 
     def _copies(self, model: str) -> int:
         """Ranks that hold the same of a model."""
@@ -214,14 +211,14 @@ class PipelineRank(Rank):
         )
 
     @needs_models
-    def step(self, model: str, count: float) -> tuple[dict[str, float], dict[str, float]]:
+    def step(self, model: str, count: float, lr_factor: float = 1.0) -> tuple[dict[str, float], dict[str, float]]:
         """One optimizer step by the gradients of all pipelines, divided by `count`; every rank calls.
 
         Returns the diagnostics summed over this rank's rows, where it answers, and what is the same on every rank:
         `lr`, `grad_norm`.
         """
         engine = self.engines[model]
-        facts = {"lr": engine.get_lr()[0]}
+        facts = {"lr": set_lr(engine, lr_factor)}
         with self.stepping(model) as span:
             if model in self.ties:
                 self.ties[model].add_gradients()

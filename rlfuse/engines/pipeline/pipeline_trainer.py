@@ -43,15 +43,13 @@ class PipelineTrainer(PipelineGroup):
 
     @classmethod
     async def start(
-        cls, config: Config, slots: Slots, optimizer_steps: int, cores: Sequence[int] | None = None
+        cls, config: Config, slots: Slots, cores: Sequence[int] | None = None
     ) -> tuple[PipelineTrainer, dict[str, Any]]:
         """One rank on every slot, stages loaded; and facts to log. Otherwise as `TrainerGroup.start`."""
         wanted = {"actor": True, "critic": config.uses_critic, "ref": config.uses_reference}
         layout = [pipelines_of(config, name) for name in wanted if wanted[name]]
         compiling = asyncio.to_thread(warm_up if config.fusion.training == "fused" else int)
-        (trainer, facts), _ = await asyncio.gather(
-            super().start(config, slots, layout, optimizer_steps, cores), compiling
-        )
+        (trainer, facts), _ = await asyncio.gather(super().start(config, slots, layout, cores), compiling)
         trainer.planner = planner_of(config)
         sizes = [tensor for rank in await trainer._sizes("actor") for tensor in rank]
         parameters = sum(size for _, _, size in sizes) // ITEM_BYTES[config.model.dtype]

@@ -1,7 +1,7 @@
 """Training state of pipeline ranks by parameter name, so that it can be continued with other stages.
 
 Role: called by pipeline ranks on their DeepSpeed engines; every rank calls, one pipeline's ranks write. Weights are
-DeepSpeed's float32 masters. Files: `rank_<i>.safetensors` with tensors `<field>/<parameter>`, and `schedule.json`.
+DeepSpeed's float32 masters. Files: `rank_<i>.safetensors` with tensors `<field>/<parameter>`, and `optimizer.json`.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ def save(engine: Any, folder: Path, rank: int | None, files: Writing, shares: Sh
         files.write(path, lambda: (folder.mkdir(parents=True, exist_ok=True), save_file(tensors, path)))
     if rank == 0:
         steps = max((int(state["step"]) for state in engine.optimizer.optimizer.state.values()), default=0)
-        schedule = {"steps": steps, "lr_scheduler": engine.lr_scheduler.state_dict()}
-        files.write(folder, lambda: (folder / "schedule.json").write_text(json.dumps(schedule)))
+        files.write(folder, lambda: (folder / "optimizer.json").write_text(json.dumps({"steps": steps})))
 
 
 def load(engine: Any, folder: Path, shares: Shares | None = None) -> None:
@@ -70,22 +69,21 @@ def load(engine: Any, folder: Path, shares: Shares | None = None) -> None:
     FileNotFoundError if there is nothing.
     """
     files = sorted(folder.glob("rank_*.safetensors"))
-    if not files or not (folder / "schedule.json").is_file():
+    if not files or not (folder / "optimizer.json").is_file():
         raise FileNotFoundError(f"{folder}: no pipeline state to resume from; was it saved by pipeline ranks?")
     where: dict[str, Path] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
             where |= dict.fromkeys(tensors.keys(), file)
-    schedule = json.loads((folder / "schedule.json").read_text())
-    _make_moments(engine, schedule["steps"])
+    steps = json.loads((folder / "optimizer.json").read_text())["steps"]
+    _make_moments(engine, steps)
     for name, parameter in _named(engine):
         own = _share(parameter, shares)
         safe_set_full_fp32_param(parameter, _read(where, "weight", name, folder, own).to(parameter.device))
-        for moment in MOMENTS if schedule["steps"] else ():
+        for moment in MOMENTS if steps else ():
             value = _read(where, moment, name, folder, own).to(parameter.device)
             safe_set_full_optimizer_state(parameter, value, moment)
     engine.optimizer.update_lp_params()
-    engine.lr_scheduler.load_state_dict(schedule["lr_scheduler"])
     use_own_settings(engine)
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed engines from our configuration: ZeRO stage, optimizer, schedule, clipping, and their step.
+"""DeepSpeed engines from our configuration: ZeRO stage, optimizer, clipping, and their step.
 
 Role: used by a trainer rank. DeepSpeed is called here, where models are saved, gathered and exported (`saving`,
 `offloading`, `sequence_parallel`, `vision_tower`, `weights.exporting`) and by pipelines' ranks. Between steps an engine
@@ -20,27 +20,24 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
-from rlfuse.config.schema import ActorConfig, OptimConfig
+from rlfuse.config.schema import ActorConfig
 from rlfuse.engines.trainer.gradient_memory import REDUCED
 from rlfuse.engines.trainer.tensor_parallel import counted
 from rlfuse.errors import EngineError
 
 
-def trainable(
-    model: Any, settings: ActorConfig, lr: float, steps: int, device: str, grid: Any = None
-) -> deepspeed.DeepSpeedEngine:
-    """`model` under AdamW, the learning-rate schedule over `steps` optimizer steps, clipping and ZeRO.
+def trainable(model: Any, settings: ActorConfig, lr: float, device: str, grid: Any = None) -> deepspeed.DeepSpeedEngine:
+    """`model` under AdamW with the full learning rate `lr` (`set_lr`), clipping and ZeRO.
 
     `grid`: of ranks with parts of a model, stages or shares of layers; `model` is then this rank's part, and the norm
     that is clipped is that of all parts.
     """
     optimizer = _optimizer(model, settings, lr, device)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, settings.optim, steps))
     config = _config(settings, model.dtype)
     own = settings.zero_stage == 0 and (model.dtype == torch.float32 or grid is not None)
     if own:  # here DeepSpeed clips without telling the norm or looking at it, or by one that lacks parts of the model
         config["gradient_clipping"] = 0.0
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config, mpu=grid)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=grid)
     if own:
         _clip_before_steps(engine, optimizer, settings.grad_clip or math.inf, grid)
     if settings.zero_stage < 2 and _sums(settings, model.dtype) != model.dtype:
@@ -96,20 +93,22 @@ def _sums(settings: ActorConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def use_own_settings(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Go on with this run's learning rate, schedule, weight decay and clipping once a checkpoint is loaded.
+    """Restore this run's weight decay and clipping after a checkpoint was loaded, which brings those of its own run.
 
-    Every loader brings those of the run that wrote the checkpoint: DeepSpeed's the clipping, torch's optimizer the
-    decay and the rate, its schedule the rate to begin with.
+    The learning rate is set before every step.
     """
-    schedule = engine.lr_scheduler
-    optimizer, own = schedule.optimizer, schedule.optimizer.defaults
-    rate = own["lr"] * schedule.lr_lambdas[0](schedule.last_epoch)
-    for group in optimizer.param_groups:
-        group |= {"lr": rate, "initial_lr": own["lr"], "weight_decay": own["weight_decay"]}
-    schedule.base_lrs = [own["lr"]] * len(optimizer.param_groups)
-    schedule._last_lr = [rate] * len(optimizer.param_groups)
+    for group in engine.basic_optimizer.param_groups:
+        group["weight_decay"] = engine.basic_optimizer.defaults["weight_decay"]
     if hasattr(engine.optimizer, "clip_grad"):  # else the hook above clips
         engine.optimizer.clip_grad = engine.gradient_clipping()
+
+
+def set_lr(engine: deepspeed.DeepSpeedEngine, factor: float) -> float:
+    """Set the learning rate of the next step to this share of the full rate, and return it."""
+    lr = factor * engine.basic_optimizer.defaults["lr"]
+    for group in engine.basic_optimizer.param_groups:
+        group["lr"] = lr
+    return lr
 
 
 def freeze(model: PreTrainedModel, settings: ActorConfig, device: str) -> Any:
@@ -133,7 +132,7 @@ def take_step(engine: deepspeed.DeepSpeedEngine, count: float, world: int) -> fl
     """Update by the gradients that all ranks accumulated, divided by `count`; every rank calls, also one without any.
 
     Returns the global norm of the divided gradient before clipping. Where that is not finite, which it then is on every
-    rank, weights, moments and learning rate stay as they were, and only the gradients are gone. DeepSpeed averages over
+    rank, weights and moments stay as they were, and only the gradients are gone. DeepSpeed averages over
     the `world` ranks that hold the same parameters; the factor undoes that.
     """
     factor, stage = world / count, engine.zero_optimization_stage()
@@ -207,16 +206,6 @@ def _optimizer(model: Any, settings: ActorConfig, lr: float, device: str) -> tor
     if settings.offload_optimizer:
         return deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), **options)
     return torch.optim.AdamW(model.parameters(), fused=device != "cpu", **options)
-
-
-def _rate(step: int, optim: OptimConfig, steps: int) -> float:
-    """Share of the full learning rate at an optimizer step."""
-    if step < optim.lr_warmup_steps:
-        return (step + 1) / optim.lr_warmup_steps
-    if optim.lr_scheduler_type == "constant":
-        return 1.0
-    progress = (step - optim.lr_warmup_steps) / max(1, steps - optim.lr_warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def matmul_rate(dtype: torch.dtype, device: str) -> float:

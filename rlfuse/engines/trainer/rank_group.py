@@ -102,10 +102,11 @@ class RankGroup:
         width = self.config.rollout.tensor_model_parallel_size
         self.rates = tuple(rates[rank // width] if rates else 1.0 for rank in range(len(self.ranks)))
 
-    async def step(self, model: str, lengths: Sequence[int]) -> dict[str, float]:
+    async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
         """One optimizer step; the mini-batch's mean diagnostics, `lr` and `grad_norm` as `model/name`.
 
-        ValueError unless `lengths` are the response tokens of the rows accumulated since the last step, in any order.
+        `lr_factor`: share of the full learning rate. ValueError unless `lengths` are the response tokens of the rows
+        accumulated since the last step, in any order.
         """
         if not (accumulated := self._accumulated[model]):
             raise ValueError(f"Nothing was accumulated for the {model} since its last step: accumulate rows first.")
@@ -116,7 +117,7 @@ class RankGroup:
             )
         self._accumulated[model] = []
         count = loss_count(lengths, self.config.actor.loss_agg_mode, self.config.data.max_response_length)
-        sums = await self._all("step", f"update the {model}", model, count)
+        sums = await self._all("step", f"update the {model}", model, count, lr_factor)
         return step_metrics(model, sums, count, lengths)
 
     async def probe(self) -> list[float | None]:

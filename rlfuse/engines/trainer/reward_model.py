@@ -30,25 +30,28 @@ class RewardModelTrainer(TrainerGroup):
 
     @classmethod
     async def start(
-        cls, config: Config, slots: Slots, optimizer_steps: int, padding: int | None, labels: Sequence[str]
+        cls, config: Config, slots: Slots, padding: int | None, labels: Sequence[str]
     ) -> tuple[RewardModelTrainer, dict[str, Any]]:
         """Ranks with their models loaded, and facts to log. `padding`, `labels`: as in `RewardModelRank.setup`."""
         from rlfuse.engines.trainer.reward_model_rank import RewardModelRank  # imports DeepSpeed
 
         group = cls(config, await start_ranks(RewardModelRank, config, slots, slots.cores))
         group.labels = labels
-        return group, (await group._all("setup", "load its model", optimizer_steps, padding, labels))[0]
+        return group, (await group._all("setup", "load its model", padding, labels))[0]
 
     @property
     def models(self) -> tuple[str, ...]:
         return (MODEL_PART,)
 
-    async def learn(self, pairs: Sequence[Preference]) -> dict[str, float]:
-        """One optimizer step over these pairs; `reward_model/{loss, acc, margin, ...}`, means over them."""
+    async def learn(self, pairs: Sequence[Preference], lr_factor: float = 1.0) -> dict[str, float]:
+        """One optimizer step over these pairs; `reward_model/{loss, acc, margin, ...}`, means over them.
+
+        `lr_factor`: share of the full learning rate.
+        """
         rows = rows_of(pairs, self.labels)
         await self.accumulate(MODEL_PART, rows)
         self._accumulated[MODEL_PART] = []
-        sums = await self._all("step", "update the reward model", MODEL_PART, len(pairs))
+        sums = await self._all("step", "update the reward model", MODEL_PART, len(pairs), lr_factor)
         return step_metrics(MODEL_PART, sums, len(pairs), [1] * len(pairs))
 
     async def scores(self, pairs: Sequence[Preference]) -> np.ndarray:

@@ -24,7 +24,7 @@ from rlfuse.samples import MicroBatch
 class RewardModelRank(TrainerRank):
     """`join`, then `setup`, then calls in any order."""
 
-    def setup(self, optimizer_steps: int, padding: int | None, labels: Sequence[str]) -> dict[str, Any]:
+    def setup(self, padding: int | None, labels: Sequence[str]) -> dict[str, Any]:
         """Load the model; returns facts to log. A head that `model.path` does not have begins at 0.
 
         `padding`: the tokenizer's token, by which the saved model will know where a sequence ends. `labels`: of the
@@ -37,9 +37,7 @@ class RewardModelRank(TrainerRank):
             if not head_labels(path, config.model.trust_remote_code):
                 zero_head(model, len(labels))
             model.config.get_text_config().pad_token_id = padding
-            self.engines = {
-                MODEL_PART: trainable(model, config.actor, config.actor.optim.lr, optimizer_steps, self.device)
-            }
+            self.engines = {MODEL_PART: trainable(model, config.actor, config.actor.optim.lr, self.device)}
         if model.is_remote_code():
             check_forward(model, path)
         self.tower, self.sums, self.ropes = None, {}, {MODEL_PART: None}

@@ -45,20 +45,19 @@ class TrainerGroup(RankGroup):
         cls,
         config: Config,
         slots: Slots,
-        optimizer_steps: int,
         cores: Sequence[int] | None = None,
         tower: TowerSettings | None = None,
     ) -> tuple[TrainerGroup, dict[str, Any]]:
         """One rank on every slot, models loaded; and facts to log.
 
-        `optimizer_steps`: length of the schedule; `cores`: the CPU core that each rank's process is bound to; `tower`:
-        what video.freeze_tower=false trains, not read otherwise.
+        `cores`: the CPU core that each rank's process is bound to; `tower`: what video.freeze_tower=false trains, not
+        read otherwise.
         """
         from rlfuse.engines.trainer.trainer_rank import TrainerRank  # imports DeepSpeed: only when ranks are started
 
         tower = None if config.video.freeze_tower else tower
         group = cls(config, await start_ranks(TrainerRank, config, slots, cores))
-        facts = (await group._all("setup", "load its models", optimizer_steps, tower))[0]
+        facts = (await group._all("setup", "load its models", tower))[0]
         group.shares_prompts = facts.pop("shares_prompts")
         return group, facts
 

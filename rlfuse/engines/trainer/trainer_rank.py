@@ -30,7 +30,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel
 
-from rlfuse.config.schema import ModelConfig, OptimConfig
+from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.trainer.activation_offloading import RankActivations
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
@@ -50,6 +50,7 @@ from rlfuse.engines.trainer.optimizer import (
     check_finite,
     freeze,
     matmul_rate,
+    set_lr,
     sharded_loading,
     take_step,
     trainable,
@@ -90,8 +91,8 @@ class TrainerRank(Rank):
         self.tensor = TensorParallel(self.rank, self.world, width, limit) if width > 1 else None
         self.parallel = SequenceParallel(self.rank, self.world, largest, limit, width)
 
-    def setup(self, optimizer_steps: int, tower: TowerSettings | None = None) -> dict[str, Any]:
-        """Load the models; `optimizer_steps` is the length of the learning-rate schedule. Returns facts to log.
+    def setup(self, tower: TowerSettings | None = None) -> dict[str, Any]:
+        """Load the models. Returns facts to log.
 
         `tower`: of a tower that is trained with the actor.
         """
@@ -105,10 +106,10 @@ class TrainerRank(Rank):
             policy = self._load(load_policy, start)
             if self.tower:
                 self.tower.attach_to(policy)
-            self.engines["actor"] = self._trainable(policy, config.actor.optim, optimizer_steps)
+            self.engines["actor"] = self._trainable(policy, config.actor.optim.lr)
             if config.uses_critic:
                 critic = self._load(load_critic, config.critic.path or start)
-                self.engines["critic"] = self._trainable(critic, config.critic.optim, optimizer_steps)
+                self.engines["critic"] = self._trainable(critic, config.critic.optim.lr)
             if config.uses_reference:
                 reference = self._load(load_policy, config.ref.path or start)
                 self.engines["ref"] = freeze(reference, config.actor, self.device)
@@ -145,8 +146,8 @@ class TrainerRank(Rank):
         model = self.config.model
         return self.tensor.load(lambda: load(path, model)) if self.tensor else load(path, model)
 
-    def _trainable(self, model: PreTrainedModel, optim: OptimConfig, steps: int) -> Any:
-        return trainable(model, self.config.actor, optim.lr, steps, self.device, self.tensor)
+    def _trainable(self, model: PreTrainedModel, lr: float) -> Any:
+        return trainable(model, self.config.actor, lr, self.device, self.tensor)
 
     @property
     def _width(self) -> int:
@@ -263,13 +264,13 @@ class TrainerRank(Rank):
         return self.tower.rows_of(model, micro_batch.rows), []
 
     @needs_models
-    def step(self, model: str, count: float) -> tuple[dict[str, float], dict[str, float]]:
+    def step(self, model: str, count: float, lr_factor: float = 1.0) -> tuple[dict[str, float], dict[str, float]]:
         """One optimizer step by all ranks' gradients, divided by `count`; every rank calls.
 
         Returns the diagnostics summed over this rank's rows, and what is the same on every rank: `lr`, `grad_norm`.
         """
         engine = self.engines[model]
-        facts = {"lr": engine.get_lr()[0]}
+        facts = {"lr": set_lr(engine, lr_factor)}
         with self.stepping(model) as span:
             trained = self.tower if model == "actor" else None
             if trained:

@@ -14,7 +14,6 @@ from rlfuse.observe.alerts import Alert
 from rlfuse.observe.loggers import Loggers
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.tracking import read_metrics, sample_row
-from rlfuse.progress import due
 from rlfuse.run.checkpointing import Checkpointing
 from rlfuse.run_folder import checkpoints
 from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
@@ -291,11 +290,6 @@ async def test_a_sink_whose_process_ended_costs_the_run_nothing(told, tmp_path, 
     assert [step for step, _ in told.of("log")] == [1, 2] and len(read_metrics(tmp_path / "metrics.jsonl")) == 2
     (left_out,) = (text for text in said if "Connection lost" in text)
     assert left_out.startswith("SimpleNamespace takes nothing more, the run folder has all: ConnectionResetError")
-
-
-def test_when_something_is_due():
-    assert [step for step in range(1, 8) if due(3, step, 7)] == [3, 6, 7]
-    assert [step for step in range(1, 8) if due(-1, step, 7)] == [7] and not due(0, 7, 7)
 
 
 def test_tensorboard_shows_scalars_samples_pictures_and_alerts(tmp_path):

@@ -1,0 +1,336 @@
+"""Every key that verl has under the same name means the same: formulas of verl 0.9.1, restated, against what runs here.
+
+`KEYS` names for each such key the test that shows it, here or in another file, or why there is nothing to compute.
+"""
+
+import asyncio
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from playing import PATIENCE_S, World
+from scenes import Scene
+from torch.nn.functional import softplus
+
+from rlfuse.algorithms.advantages import advantages_and_returns, whiten
+from rlfuse.algorithms.corrections import truncated_importance_weights
+from rlfuse.algorithms.kl import KL_KINDS, AdaptiveKl, kl_estimate
+from rlfuse.algorithms.learning_rate import lr_factors
+from rlfuse.algorithms.losses import AGG_MODES, loss_count, loss_sum
+from rlfuse.algorithms.objectives import actor_objective, critic_objective
+from rlfuse.config import sampling
+from rlfuse.config.documentation import by_name
+from rlfuse.config.foreign import SAME_NAME, counterpart
+from rlfuse.config.run_groups import TrainerConfig
+from rlfuse.config.schema import ActorConfig, Config, DataConfig, OptimConfig
+from rlfuse.data.prompts import _fit
+from rlfuse.progress import due
+from rlfuse.run.job import training_steps
+from rlfuse.simulate.clock import run_virtual
+
+UNITS = Path(__file__).parent
+VERLS = json.loads((UNITS / "verl_keys.json").read_text())
+
+KEYS_BY_TEST = {
+    "test_the_rate_is_that_of_verls_scheduler": "actor.optim.lr actor.optim.lr_warmup_steps critic.optim.lr "
+    "actor.optim.lr_warmup_steps_ratio actor.optim.lr_scheduler_type",
+    "test_all_updates_of_a_step_have_its_rate_and_the_actor_begins_with_the_step_of_critic_warmup": "actor.ppo_epochs "
+    "trainer.critic_warmup actor.ppo_mini_batch_size data.train_batch_size rollout.n",
+    "test_a_run_ends_with_its_steps_or_epochs": "trainer.total_epochs trainer.total_training_steps",
+    "test_checkpoints_and_validations_are_due_when_verls_are": "trainer.save_freq trainer.test_freq",
+    "test_the_actors_loss": "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c "
+    "actor.entropy_coeff actor.use_kl_loss actor.kl_loss_coef actor.loss_agg_mode actor.loss_mode",
+    "test_the_critics_loss": "critic.cliprange_value",
+    "test_estimates_of_the_kl": "actor.kl_loss_type algorithm.kl_penalty",
+    "test_the_kl_in_the_reward_and_its_controller": "algorithm.kl_ctrl.type algorithm.kl_ctrl.kl_coef "
+    "algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon algorithm.use_kl_in_reward",
+    "test_advantages": "algorithm.adv_estimator algorithm.gamma algorithm.lam algorithm.norm_adv_by_std_in_grpo",
+    "test_gdpo_whitens_by_response_which_is_verls_where_responses_are_equally_long": "",
+    "test_importance_weights": "algorithm.rollout_is_threshold",
+    "test_long_prompts_are_cut_where_verl_cuts_them": "data.truncation data.max_prompt_length",
+    "test_responses_are_drawn_with_the_values_of_their_keys": "rollout.temperature rollout.top_p rollout.top_k "
+    "rollout.val_kwargs.temperature rollout.val_kwargs.top_p rollout.val_kwargs.top_k data.max_response_length",
+    "test_dynamic_sampling.py": "algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches",
+    "test_data.py": "data.filter_overlong_prompts data.shuffle data.seed data.prompt_key data.train_files "
+    "data.val_files rollout.val_kwargs.n",
+    "test_resumed_settings.py": "actor.optim.weight_decay actor.grad_clip",
+    "test_checkpoints.py": "trainer.max_ckpt_to_keep trainer.resume_mode",
+}
+"""Test here, or file of tests -> the keys whose meaning it shows."""
+NOTHING_TO_COMPUTE = {
+    "names and files": "model.path critic.path trainer.default_local_dir trainer.project_name trainer.experiment_name "
+    "trainer.logger trainer.log_val_generations rollout.name model.trust_remote_code",
+    "memory, processes and devices": "actor.offload_optimizer actor.ppo_max_token_len_per_gpu reward.num_workers "
+    "actor.ppo_micro_batch_size_per_gpu model.enable_activation_offload model.enable_gradient_checkpointing "
+    "model.use_remove_padding rollout.gpu_memory_utilization rollout.max_num_seqs rollout.tensor_model_parallel_size "
+    "rollout.update_weights_bucket_mb trainer.n_gpus_per_node trainer.nnodes cluster.device",
+    "on or off": "trainer.val_before_train video.freeze_tower rollout.quantization",
+}
+"""Why -> keys that are in no formula."""
+
+
+def names(table):
+    return [key for keys in table.values() for key in keys.split()]
+
+
+def test_each_key_with_a_name_of_verl_is_tested_once():
+    known, same = frozenset(by_name()), set()
+    for name in VERLS:
+        found = None if name in known else counterpart(name, known)
+        same |= {name} & known | ({*found.keys} & known if found and found.origin == "verl" and found.same else set())
+    listed = names(KEYS_BY_TEST) + names(NOTHING_TO_COMPUTE)
+    assert sorted(listed) == sorted(same) and set(SAME_NAME) <= same
+    for test in KEYS_BY_TEST:
+        assert (UNITS / test).is_file() if test.endswith(".py") else callable(globals()[test])
+
+
+# The run --------------------------------------------------------------------------------------------------------------
+
+
+def verls_rate(kind, advances, warmup, total):
+    """Share of the rate after so many advances of verl's scheduler, which are one per training step."""
+    if advances < warmup:
+        return advances / max(1, warmup)
+    progress = (advances - warmup) / max(1, total - warmup)
+    return 1.0 if kind == "constant" else max(0.0, math.cos(math.pi * progress) / 2 + 0.5)
+
+
+@pytest.mark.parametrize("kind", ["constant", "cosine"])
+@pytest.mark.parametrize(
+    "warmup, ratio, counted", [(-1, 0.0, 0), (0, 0.25, 5), (3, 0.25, 3), (-1, 0.13, 2), (20, 0, 20)]
+)
+def test_the_rate_is_that_of_verls_scheduler(kind, warmup, ratio, counted):
+    config, total = Config(), 20
+    config.actor.optim = OptimConfig(lr_warmup_steps=warmup, lr_warmup_steps_ratio=ratio, lr_scheduler_type=kind)
+    wanted = [verls_rate(kind, step, counted, total) for step in range(total)]
+    for mini_batch, epochs in ((64, 1), (4, 3)):
+        config.actor.ppo_mini_batch_size, config.actor.ppo_epochs = mini_batch, epochs
+        found = [lr_factors(config, step, total) for step in range(1, total + 1)]
+        assert [each["actor"] for each in found] == [each["critic"] for each in found] == pytest.approx(wanted)
+    config.trainer.critic_warmup = 9  # the actor learns in 12 steps, and verl's schedule for it still has 20
+    for step in range(9, total + 1):
+        waited = lr_factors(config, step, total)
+        assert waited["critic"] == pytest.approx(wanted[step - 1])
+        assert waited["actor"] == pytest.approx(verls_rate(kind, step - 9, counted, 12))
+    assert kind == "constant" or counted == 20 or wanted[11] > 0.25 > 0.1 > waited["actor"] > 0
+
+
+class Rated(World):
+    """Keeps models and rates of every update; `log_step` of the real world expects all models in every step."""
+
+    def __init__(self, scene, critic_warmup):
+        super().__init__(scene)
+        self.critic_warmup, self.rates = critic_warmup, defaultdict(list)
+        self.experience.config, step = self.config(), self.trainer.step
+
+        async def rated(model, lengths, lr_factor):
+            self.rates[self.stopping.step].append((model, lr_factor))
+            return await step(model, lengths, lr_factor)
+
+        self.trainer.step = rated
+
+    def config(self):
+        config = super().config()
+        config.trainer.critic_warmup = self.critic_warmup
+        config.actor.optim = OptimConfig(lr_warmup_steps=2, lr_scheduler_type="cosine")
+        return config
+
+    def log_step(self, step, board, spans):
+        self.trainer.steps.clear()
+        self.scored.clear()
+        self.experience.prepared.clear()
+        self.experience.completed = 0
+
+
+@pytest.mark.parametrize("critic_warmup", [0, 1, 3])
+def test_all_updates_of_a_step_have_its_rate_and_the_actor_begins_with_the_step_of_critic_warmup(critic_warmup):
+    scene = Scene("serial", batch=4, mini_batch=2, epochs=2, estimator="gae", steps=5, prompts=20)
+    world = Rated(scene, critic_warmup)
+    run_virtual(asyncio.wait_for(world.run(), PATIENCE_S))
+    for step in range(1, 6):
+        models = ["critic", "actor"] if critic_warmup <= step else ["critic"]  # verl: actor where critic_warmup <= step
+        rates = lr_factors(world.config(), step, 5)
+        assert sorted(world.rates[step]) == sorted([(model, rates[model]) for model in models] * 4)
+
+
+@pytest.mark.parametrize("steps, epochs", [(7, None), (7, 1), (7, 3), (None, 3), (None, None), (3, 2)])
+def test_a_run_ends_with_its_steps_or_epochs(steps, epochs):
+    per_epoch, taken = 5, 0
+    while taken // per_epoch < (epochs or (1 if steps is None else 99)) and taken < (steps or 99):
+        taken += 1
+    assert training_steps(TrainerConfig(total_training_steps=steps, total_epochs=epochs), per_epoch) == taken
+
+
+@pytest.mark.parametrize("every", [-1, 0, 1, 3, 50])
+def test_checkpoints_and_validations_are_due_when_verls_are(every):
+    for step in range(1, 8):
+        assert due(every, step, 7) == (every > 0 and (step == 7 or step % every == 0))
+
+
+# Losses ---------------------------------------------------------------------------------------------------------------
+
+
+def batch(seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([3, 6, 1, 5])
+    mask = torch.arange(6)[None, :] < lengths[:, None]
+    return mask, lambda: torch.randn(mask.shape, generator=rng)
+
+
+def aggregated(matrix, mask, mode, longest):
+    """As verl's agg_loss over the whole mini-batch."""
+    if mode == "token-mean":
+        return (matrix * mask).sum() / mask.sum()
+    rows = (matrix * mask).sum(-1)
+    return (rows / mask.sum(-1) if mode == "seq-mean-token-mean" else rows).sum() / len(mask) / (
+        longest if mode == "seq-mean-token-sum-norm" else 1
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", AGG_MODES)
+@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo"])
+@pytest.mark.parametrize("clip", [(0.2, None, None, 3.0), (0.2, 0.1, 0.3, 1.5), (0.3, None, 0.05, 3.0)])
+def test_the_actors_loss(mode, loss_mode, clip):
+    mask, draw = batch()
+    both, low, high, c = clip
+    new, old, ref, advantages, entropy = draw(), draw(), draw(), draw(), softplus(draw())
+    settings = ActorConfig(
+        clip_ratio=both, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=c, loss_mode=loss_mode
+    )
+    settings.loss_agg_mode, settings.entropy_coeff, settings.use_kl_loss = mode, 0.03, True
+    settings.kl_loss_coef, settings.kl_loss_type = 0.2, "low_var_kl"
+    tensors = {"old_log_probs": old, "advantages": advantages, "ref_log_probs": ref}
+    loss, _ = actor_objective(settings, new, entropy, mask, tensors, 9)
+    moved = new - old
+    if loss_mode == "gspo":
+        moved = ((moved * mask).sum(-1) / mask.sum(-1))[:, None].expand(mask.shape)
+    low, high = both if low is None else low, both if high is None else high
+    ratio = moved.exp()
+    policy = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    if loss_mode == "vanilla":
+        policy = torch.where(advantages < 0, torch.minimum(policy, -advantages * c), policy)
+    apart = (ref - new).clamp(-20, 20)
+    kl = (apart.exp() - apart - 1).clamp(-10, 10)
+    wanted = [aggregated(each, mask, mode, 9) for each in (policy, entropy, kl)]
+    count = loss_count(mask.sum(-1).numpy(), mode, 9)
+    assert float(loss) / count == pytest.approx(float(wanted[0] - 0.03 * wanted[1] + 0.2 * wanted[2]), rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", AGG_MODES)
+def test_the_critics_loss(mode):
+    mask, draw = batch(1)
+    new, old, returns = draw(), draw(), draw()
+    loss, _ = critic_objective(0.5, mode, new, mask, {"values": old, "returns": returns}, 9)
+    clipped = torch.minimum(torch.maximum(new, old - 0.5), old + 0.5)
+    wanted = 0.5 * aggregated(torch.maximum((new - returns) ** 2, (clipped - returns) ** 2), mask, mode, 9)
+    assert float(loss) / loss_count(mask.sum(-1).numpy(), mode, 9) == pytest.approx(float(wanted), rel=1e-5)
+    assert float(loss_sum(new, mask, mode, 9)) == pytest.approx(float(aggregated(new, mask, mode, 9)) * loss_count(
+        mask.sum(-1).numpy(), mode, 9), rel=1e-5)  # fmt: skip
+
+
+def test_estimates_of_the_kl():
+    _, draw = batch(2)
+    new, ref = 3 * draw(), 3 * draw()
+    apart = new - ref
+    wanted = {"kl": apart, "abs": apart.abs(), "mse": apart**2 / 2}
+    wanted["low_var_kl"] = ((-apart).exp() + apart - 1).clamp(-10, 10)
+    alias = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
+    for name in KL_KINDS:
+        torch.testing.assert_close(kl_estimate(new, ref, name), wanted[alias.get(name, name)], rtol=1e-4, atol=1e-5)
+
+
+# Rewards and advantages -----------------------------------------------------------------------------------------------
+
+
+def test_the_kl_in_the_reward_and_its_controller():
+    """`test_experience.py` shows what is measured and subtracted: the KL per token."""
+    control, fixed, value = AdaptiveKl(0.02, 0.5, 200), AdaptiveKl(0.02), 0.02
+    for kl, count in ((0.1, 64), (0.52, 64), (9.0, 32)):
+        value *= 1 + float(np.clip(kl / 0.5 - 1, -0.2, 0.2)) * count / 200
+        control.update(kl, count)
+        fixed.update(kl, count)
+    assert control.value == pytest.approx(value) and fixed.value == 0.02 and Config().algorithm.kl_ctrl.type == "fixed"
+
+
+def whitened(x, mask):
+    picked = x[mask]
+    return (x - picked.mean()) / torch.sqrt(picked.var() + 1e-8) * mask
+
+
+def verls_advantages(name, rewards, values, mask, gamma, lam, by_std):
+    """For groups of two rows that follow each other."""
+    scores, result, running, next_value = rewards.sum(-1), torch.zeros_like(rewards), torch.zeros(4), torch.zeros(4)
+    pairs = scores.view(2, 2)
+    if name == "grpo":
+        spread = pairs.std(-1, keepdim=True) + 1e-6 if by_std else 1.0
+        return ((pairs - pairs.mean(-1, keepdim=True)) / spread).reshape(4, 1) * mask
+    if name == "rloo":
+        return (pairs * 2 - pairs.mean(-1, keepdim=True) * 2).reshape(4, 1) * mask
+    for t in reversed(range(mask.shape[1])):
+        keep = mask[:, t]
+        delta = rewards[:, t] + (gamma * next_value - values[:, t] if name == "gae" else 0)
+        running = torch.where(keep, delta + gamma * (lam if name == "gae" else 1) * running, running)
+        next_value = torch.where(keep, values[:, t], next_value)
+        result[:, t] = running
+    return whitened(result, mask)
+
+
+@pytest.mark.parametrize("name", ["gae", "grpo", "rloo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("by_std", [True, False])
+def test_advantages(name, by_std):
+    mask, draw = batch(3)
+    rewards, values, groups = draw() * mask, draw() * mask, torch.tensor([0, 0, 1, 1])
+    found, _ = advantages_and_returns(name, rewards, values, groups, mask, 0.9, 0.8, by_std, n=2)
+    found = whiten(found, mask) if name in ("gae", "reinforce_plus_plus") else found
+    wanted = verls_advantages(name, rewards, values, mask, 0.9, 0.8, by_std)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths, same", [([4, 4, 4, 4], True), ([1, 6, 2, 6], False)])
+def test_gdpo_whitens_by_response_which_is_verls_where_responses_are_equally_long(lengths, same):
+    mask = torch.arange(6)[None, :] < torch.tensor(lengths)[:, None]
+    dimensions = torch.tensor([[1.0, 0.0], [0.0, 3.0], [0.5, 1.0], [2.0, 0.0]])
+    weights, groups = torch.tensor([1.0, 0.5]), torch.tensor([0, 0, 1, 1])
+    found, _ = advantages_and_returns("gdpo", 0.0 * mask, None, groups, mask, dimensions=(dimensions, weights), n=2)
+    pairs = dimensions.view(2, 2, 2)
+    each = (pairs - pairs.mean(1, keepdim=True)) / (pairs.std(1, keepdim=True) + 1e-6)
+    summed = (each.view(4, 2) @ weights)[:, None] * mask
+    torch.testing.assert_close(found, summed, rtol=1e-4, atol=1e-5)
+    ours, verls = whiten(found, mask, by_response=True), whitened(summed, mask)
+    rows = ours[:, 0]
+    assert float(rows.mean()) == pytest.approx(0, abs=1e-6) and float(rows.std()) == pytest.approx(1, abs=1e-5)
+    ratio = (verls[:, 0] / rows).tolist()  # verl's variance counts every token of a response, less one
+    assert (ratio == pytest.approx([math.sqrt(4 / 3 * 15 / 16)] * 4, rel=1e-4)) == same
+
+
+def test_importance_weights():
+    mask, draw = batch(4)
+    trainer, engine = draw(), draw()
+    wanted = (trainer - engine).clamp(-20, 20).exp().clamp(max=2.0) * mask
+    torch.testing.assert_close(truncated_importance_weights(trainer, engine, mask, 2.0), wanted)
+
+
+# Data and sampling ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cut, kept", [("left", [3, 4, 5, 6, 7]), ("right", [1, 2, 3, 4, 5]), ("middle", [1, 2, 5, 6, 7])]
+)
+def test_long_prompts_are_cut_where_verl_cuts_them(cut, kept):
+    assert _fit([1, 2, 3, 4, 5, 6, 7], DataConfig(max_prompt_length=5, truncation=cut), "row 0") == kept
+
+
+def test_responses_are_drawn_with_the_values_of_their_keys():
+    config = Config()
+    config.rollout.temperature, config.rollout.top_p, config.rollout.top_k = 0.7, 0.9, 40
+    held_out = config.rollout.val_kwargs
+    held_out.temperature, held_out.top_p, held_out.top_k, config.data.max_response_length = 0.0, 0.8, 20, 99
+    for drawn, wanted in (
+        (sampling.training(config), (0.7, 0.9, 40, 99)),
+        (sampling.validation(config), (0.0, 0.8, 20, 99)),
+    ):
+        assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.max_tokens) == wanted

@@ -76,7 +76,7 @@ def shown(frame: av.VideoFrame, height: int, width: int, reformatter: VideoRefor
 
 
 def resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Resize [rows, columns, 3] as transformers' processors do: torchvision's antialiased bicubic filter, to the bit."""
+    """Resize [rows, columns, 3] as transformers' processors do: with torchvision's antialiased bicubic filter."""
     import torch  # not above: processes that only probe files import this file, too
 
     channels = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None]

@@ -126,9 +126,9 @@ def pipeline_settings() -> list[Setting]:
     ]
 
 
-def engine_settings() -> list[Setting]:
-    """Variables of processes with a vLLM engine."""
-    return [
+def engine_settings(dtype: str | None = None) -> list[Setting]:
+    """Variables of processes with a vLLM engine; `dtype`: of its weights."""
+    settings = [
         Setting(
             ALLOCATOR,
             "expandable_segments:False",
@@ -141,7 +141,22 @@ def engine_settings() -> list[Setting]:
             "CUDA graphs count towards rollout.gpu_memory_utilization: they stay on the device while the engine sleeps",
             ENGINES,
         ),
+        Setting(
+            "VLLM_USE_FLASHINFER_SAMPLER",
+            "0",
+            "vLLM imports FlashInfer at startup unless it is off; seeded samples and processed log-probs never use it",
+            f"{ENGINES}, reward models if any",
+        ),
     ]
+    if dtype == "float32":
+        why = "Triton multiplies float32 in TF32 by default, and attention would differ from the trainer's by 1e-3 nats"
+        settings.append(Setting("TRITON_F32_DEFAULT", "ieee", why, ENGINES))
+    return settings
+
+
+def engine_dtype(config: Config) -> str:
+    """Return the dtype of the rollout engines' weights."""
+    return config.rollout.engine_kwargs.get("dtype", config.model.dtype)
 
 
 def deterministic_settings(config: Config) -> list[Setting]:
@@ -223,7 +238,7 @@ def gpu_settings(config: Config, given: Mapping[str, str] = os.environ) -> list[
     if config.trainer.task == "reward_model":
         return [*_with_given(chosen, given), limit]
     return [
-        *_with_given([*chosen, *engine_settings()], given),
+        *_with_given([*chosen, *engine_settings(engine_dtype(config))], given),
         limit,
         *_arguments(config.rollout, config.data.max_prompt_length + config.data.max_response_length),
         _shares(config),

@@ -59,7 +59,7 @@ def rollout_handles(
 ) -> list[RolloutHandle]:
     """One actor per engine, on the first slot of its tensor-parallel group."""
     width, cluster = config.rollout.tensor_model_parallel_size, config.cluster
-    environment = rollout_env(slots.device, config.rollout.weight_transfer)
+    environment = rollout_env(slots.device, config.rollout.weight_transfer, cuda.engine_dtype(config))
     if slots.device == "cuda":
         environment |= cuda.environment(cuda.deterministic_settings(config))
 

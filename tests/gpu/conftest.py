@@ -3,6 +3,7 @@
 `RLFUSE_TEST_DEVICE=cpu` runs the same tests on a CPU, where a move moves nothing but names, shapes and logic are real.
 """
 
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -33,3 +34,14 @@ def device() -> str:
     if DEVICE is None:
         pytest.skip("no CUDA device here: what tests/gpu shows, and on which machine, is in its README.md")
     return DEVICE
+
+
+@pytest.fixture(autouse=True)
+def _no_cached_memory():
+    """Return torch's cached memory after each test: vLLM only starts where its share of the device is free."""
+    yield
+    if DEVICE == "cuda":
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -142,7 +142,7 @@ def test_a_frozen_model_leaves_the_device_and_comes_back(device, stage):
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_activations_wait_off_the_device(device, tmp_path, place):
     cuda = device == "cuda"
-    rows, hidden = (make_rows(256, longest=400), 1024) if cuda else (make_rows(6), 32)
+    rows, hidden = (make_rows(16, longest=400), 1024) if cuda else (make_rows(6), 32)  # on a GPU about 1 GB a layer
     model = load_policy(policy_folder(tmp_path, hidden, layers=6), settings(tmp_path).model).to(device).train()
     batch, room = collate(rows, True, device), (2**34 if cuda else 256 * PIECE)
     store = HostMemory(room, cuda) if place == "host" else Disk(room, cuda, tmp_path)
@@ -159,9 +159,8 @@ def test_activations_wait_off_the_device(device, tmp_path, place):
     expected, peak = _gradients(model, batch)
     print(f"bytes at most: {peak} where all stays, {[most for _, most in found]} run again, away, away")
     for gradients, most in found:
-        tolerance = {"rtol": 1e-4, "atol": 1e-5} if cuda else {"rtol": 0, "atol": 0}
-        for name, gradient in expected.items():
-            torch.testing.assert_close(gradients[name], gradient, **tolerance)
+        for name, gradient in expected.items():  # what is computed again on a GPU may be summed in another order
+            assert (gradients[name] - gradient).norm() <= (1e-4 if cuda else 0.0) * gradient.norm(), name
         assert most < 0.7 * peak or not cuda
     assert store.has_room(room // PIECE * PIECE)
 

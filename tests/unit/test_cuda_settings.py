@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import mmap
 import os
 import subprocess
@@ -13,9 +14,13 @@ from pathlib import Path
 import pytest
 
 from rlfuse.cluster import cuda
+from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config
 from rlfuse.engines.rollout.vllm_setup import rollout_env
 from rlfuse.engines.weights.sync import resolve_transfer
+from rlfuse.events import Recorder
+from rlfuse.rewards.models import vllm_engine
+from rlfuse.run import inference
 
 TORCH = "torch/include/torch/csrc/distributed/c10d"
 READERS = {
@@ -32,6 +37,8 @@ READERS = {
     "FLASH_ATTENTION_DETERMINISTIC": "transformers/modeling_flash_attention_utils.py",
     "VLLM_BATCH_INVARIANT": "vllm/envs.py",
     "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "vllm/envs.py",
+    "VLLM_USE_FLASHINFER_SAMPLER": "vllm/envs.py",
+    "TRITON_F32_DEFAULT": "triton/knobs.py",
 }
 """Variable -> who reads it."""
 OF_CUDA = {"NCCL_DEBUG", "CUBLAS_WORKSPACE_CONFIG"}
@@ -51,7 +58,7 @@ def allocator(settings):
 def test_every_variable_is_read_by_what_is_installed():
     config = Config()
     config.trainer.deterministic = True
-    chosen = [*cuda.worker_settings(), *cuda.rank_settings(config, 8), *cuda.engine_settings()]
+    chosen = [*cuda.worker_settings(), *cuda.rank_settings(config, 8), *cuda.engine_settings("float32")]
     chosen += cuda.deterministic_settings(config)
     assert {each.name for each in chosen} == READERS.keys() | OF_CUDA
     for name, reader in READERS.items():
@@ -80,6 +87,59 @@ def test_ranks_that_share_weights_by_cuda_ipc_have_no_expandable_segments():
     config.trainer.task = "reward_model"
     assert allocator(cuda.rank_settings(config)) == "expandable_segments:True", "which has no engines"
     assert rollout_env("cuda")[cuda.ALLOCATOR] == "expandable_segments:False"
+
+
+class NotStarted(Exception):
+    """In place of an engine; its argument is the environment that the engine's process would have."""
+
+
+def rollout_engine(monkeypatch, device, config):
+    def options(slots, first, width, environment):
+        raise NotStarted(environment)
+
+    monkeypatch.setattr(Slots, "engine_options", options)
+    inference.rollout_handles(config, Slots(None, 1, device), Recorder("controller"), print)
+
+
+def reward_engine(monkeypatch, device, config):
+    """As reward models and judges start it, in the reward's process."""
+
+    def build(settings, device):
+        raise NotStarted(dict(os.environ))
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda")
+    monkeypatch.setattr("rlfuse.engines.rollout.vllm_import.import_vllm", lambda: None)
+    monkeypatch.setattr(vllm_engine, "_build", build)
+    kwargs = json.dumps(config.rollout.engine_kwargs)
+    vllm_engine.engine(vllm_engine.EngineSettings("model", config.model.dtype, engine_kwargs=kwargs))
+
+
+NO_FLASHINFER, IEEE = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}, {"TRITON_F32_DEFAULT": "ieee"}
+
+
+@pytest.mark.parametrize("engine", [rollout_engine, reward_engine])
+@pytest.mark.parametrize(
+    ("device", "dtype", "engine_kwargs", "expected"),
+    [
+        ("cuda", "float32", {}, NO_FLASHINFER | IEEE),
+        ("cuda", "bfloat16", {}, NO_FLASHINFER),
+        ("cuda", "bfloat16", {"dtype": "float32"}, NO_FLASHINFER | IEEE),
+        ("cuda", "float32", {"dtype": "bfloat16"}, NO_FLASHINFER),
+        ("cpu", "float32", {}, {}),
+    ],
+)
+def test_the_process_of_an_engine_has_its_variables_before_it_imports_vllm(
+    monkeypatch, engine, device, dtype, engine_kwargs, expected
+):
+    monkeypatch.setattr(os, "environ", {name: each for name, each in os.environ.items() if name not in READERS})
+    config = Config()
+    config.model.dtype, config.rollout.engine_kwargs, config.cluster.device = dtype, engine_kwargs, device
+    with pytest.raises(NotStarted) as stopped:
+        engine(monkeypatch, device, config)
+    environment = stopped.value.args[0]
+    shown = {each.name: each.value for each in cuda.gpu_settings(config, {})}
+    for found in (environment, shown):
+        assert {name: found[name] for name in NO_FLASHINFER | IEEE if name in found} == expected
 
 
 def test_vllm_knows_every_argument_and_says_of_each_why():

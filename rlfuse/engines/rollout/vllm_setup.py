@@ -56,12 +56,15 @@ class Request:
         return np.concatenate([self.prompt_ids, self.partial.token_ids])
 
 
-def rollout_env(device: str, transfer: str = "auto") -> dict[str, str]:
-    """Environment of the actor (as `runtime_env={"env_vars": ...}`); the engine's own processes inherit it."""
+def rollout_env(device: str, transfer: str = "auto", dtype: str | None = None) -> dict[str, str]:
+    """Environment of the actor (as `runtime_env={"env_vars": ...}`); the engine's own processes inherit it.
+
+    `dtype`: of the engine's weights.
+    """
     transfer = resolve_transfer(transfer, device)
     if device == "cpu":
         return dict(CPU_ENVIRONMENT)
-    env = ENVIRONMENT | cuda.environment(cuda.engine_settings())
+    env = ENVIRONMENT | cuda.environment(cuda.engine_settings(dtype))
     if transfer == "ipc":
         env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles are pickled between actor and engine
     return env

@@ -43,11 +43,11 @@ class EngineSettings:
     """Classify, with the raw logits; else generate."""
 
 
-def environment(device: str) -> dict[str, str]:
-    """Of a process that will build one, best set before it starts."""
+def environment(device: str, dtype: str | None = None) -> dict[str, str]:
+    """Of a process that will build one, best set before it starts; `dtype`: of its weights, once it is known."""
     from rlfuse.engines.rollout.vllm_setup import rollout_env
 
-    return rollout_env(device) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    return rollout_env(device, dtype=dtype) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 def engine(settings: EngineSettings) -> Any:
@@ -64,7 +64,8 @@ def _engine(settings: EngineSettings, written: int) -> Any:
     from rlfuse.engines.rollout.vllm_import import import_vllm
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name, value in environment(device).items():
+    dtype = json.loads(settings.engine_kwargs).get("dtype", settings.dtype)
+    for name, value in environment(device, dtype).items():
         os.environ.setdefault(name, value)
     with warnings.catch_warnings():  # vLLM's imports, which go on while it builds, warn of other libraries' plans
         warnings.simplefilter("ignore")

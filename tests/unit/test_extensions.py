@@ -10,7 +10,7 @@ from torch.utils import cpp_extension
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer import deepspeed_ops
-from rlfuse.engines.trainer.deepspeed_ops import load
+from rlfuse.engines.trainer.deepspeed_ops import load, load_everywhere
 
 
 @pytest.fixture
@@ -84,3 +84,37 @@ def test_deepspeed_finds_what_a_rank_loaded_and_asks_for_no_lock(monkeypatch):
         continue
     monkeypatch.setattr(cpp_extension, "FileBaton", None)
     assert build_shm_op() is not None
+
+
+@pytest.mark.parametrize(
+    ("device", "offload_optimizer", "compiled", "says"),
+    [
+        ("cuda", False, [], False),
+        ("cuda", True, [], True),
+        ("cuda", True, ["deepspeed_shm_comm"], True),
+        ("cuda", True, ["cpu_adam"], False),
+        ("cpu", False, [], True),
+        ("cpu", False, ["deepspeed_shm_comm"], False),
+    ],
+)
+async def test_compilation_is_reported_where_something_is_compiled(
+    monkeypatch, tmp_path, device, offload_optimizer, compiled, says
+):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for name in compiled:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.so").touch()
+    said = []
+    monkeypatch.setattr(deepspeed_ops.watchdog, "say", said.append)
+    await load_everywhere([], 60.0, device, offload_optimizer)
+    assert [line for line in said if line.startswith("Compiling")] == (
+        ["Compiling DeepSpeed's operations: about a minute, once per machine"] if says else []
+    )
+    assert len(said) == 2 * says
+
+
+def test_operations_are_those_that_deepspeed_compiles():
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
+
+    built = {each.__name__: f"{each.NAME}.so" for each in (CPUAdamBuilder, ShareMemCommBuilder)}
+    assert built == deepspeed_ops.COMPILED

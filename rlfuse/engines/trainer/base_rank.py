@@ -93,8 +93,8 @@ class Rank:
 
         DeepSpeed finds them loaded when it asks for them itself.
         """
-        wanted = {"ShareMemCommBuilder": self.device == "cpu", "CPUAdamBuilder": self.config.actor.offload_optimizer}
-        builders = [get_accelerator().create_op_builder(name) for name, needed in wanted.items() if needed]
+        needed = deepspeed_ops.builders(self.device, self.config.actor.offload_optimizer)
+        builders = [get_accelerator().create_op_builder(name) for name in needed]
         return deepspeed_ops.load(lambda: [each.load() for each in builders]) if builders else None
 
     def _held_mib(self) -> int:

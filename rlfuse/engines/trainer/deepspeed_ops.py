@@ -35,12 +35,22 @@ from rlfuse.progress import ticked
 LOCK = "rlfuse.lock"
 STALE_S = 60.0
 """A lock of another program this old, in whose folder no process of this host works, is left over."""
+COMPILED = {"ShareMemCommBuilder": "deepspeed_shm_comm.so", "CPUAdamBuilder": "cpu_adam.so"}
+"""DeepSpeed's op builder -> the file that it compiles."""
 PATIENCE_S = 5.0
 """Until the person is told of a wait."""
 
 
-async def load_everywhere(ranks: Sequence[ray.actor.ActorHandle], limit_s: float) -> None:
-    """Every rank loads its operations; EngineError if one waits for longer than `limit_s`."""
+def builders(device: str, offload_optimizer: bool) -> list[str]:
+    """Return the DeepSpeed op builders that a rank needs on `cpu` or `cuda`; keys of `COMPILED`."""
+    needed = {"ShareMemCommBuilder": device == "cpu", "CPUAdamBuilder": offload_optimizer}
+    return [name for name, is_needed in needed.items() if is_needed]
+
+
+async def load_everywhere(
+    ranks: Sequence[ray.actor.ActorHandle], limit_s: float, device: str, offload_optimizer: bool
+) -> None:
+    """Have every rank load its operations; EngineError if one waits for longer than `limit_s`."""
     told, until = set[str](), time.monotonic() + limit_s
 
     async def one(name: str, rank: ray.actor.ActorHandle) -> None:
@@ -51,11 +61,12 @@ async def load_everywhere(ranks: Sequence[ray.actor.ActorHandle], limit_s: float
                 told.add(why)
                 watchdog.say(f"{name}: {why}")
 
-    began, compiled = time.monotonic(), any(extensions_folder().rglob("*.so"))
-    if not compiled:
-        watchdog.say("DeepSpeed's operations are compiled: about a minute, once for this machine")
+    needed, began = [COMPILED[name] for name in builders(device, offload_optimizer)], time.monotonic()
+    missing = [name for name in needed if not any(extensions_folder().rglob(name))]
+    if missing:
+        watchdog.say("Compiling DeepSpeed's operations: about a minute, once per machine")
     await all_of([one(f"trainer/{i}", rank) for i, rank in enumerate(ranks)])
-    if not compiled:
+    if missing:
         watchdog.say(ticked("DeepSpeed's operations", time.monotonic() - began))
 
 

@@ -254,7 +254,7 @@ async def start_ranks(
         remote.options(**options[rank]).remote(config, rank, slots.count, slots.device, core)
         for rank, core in zip(range(slots.count), cores or [None] * slots.count, strict=True)
     ]
-    await load_everywhere(ranks, limit)
+    await load_everywhere(ranks, limit, slots.device, config.actor.offload_optimizer)
     host, port = await call(ranks[0].meeting_place.remote(), "trainer/0", "start", limit)
     await all_of(
         [

@@ -13,6 +13,7 @@ import numpy as np
 
 from rlfuse.algorithms.shaping import zero_spread
 from rlfuse.engines.scoring import PASSES
+from rlfuse.engines.trainer.activation_places import Place
 from rlfuse.engines.trainer.micro_batches import balance
 from rlfuse.events import Span
 from rlfuse.observe.idle import account, union
@@ -262,11 +263,31 @@ def garbage_metrics(spans: Sequence[Span]) -> dict[str, float]:
 
 def memory_metrics(spans: Sequence[Span]) -> dict[str, float]:
     """perf/max_memory_allocated_gb: the most that a trainer rank's device held, on GPUs. timing_s/optimizer_wait:
-    seconds for which updates waited for optimizer state to come to the device, the most of any rank."""
+    seconds for which updates waited for optimizer state to come to the device, the most of any rank. And those of
+    `activation_metrics`."""
     peaks = [span.attributes["max_memory"] for span in spans if "max_memory" in span.attributes]
     waited: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.kind == "optimizer_wait":
             waited[span.where].append(span)
     found = {"timing_s/optimizer_wait": max(map(covered, waited.values()))} if waited else {}
-    return found | ({"perf/max_memory_allocated_gb": max(peaks) / 2**30} if peaks else {})
+    found |= {"perf/max_memory_allocated_gb": max(peaks) / 2**30} if peaks else {}
+    return found | activation_metrics(spans)
+
+
+def activation_metrics(spans: Sequence[Span]) -> dict[str, float]:
+    """perf/activation_offload/{device,host,disk,again}: share of the layers of training micro-batches whose activations
+    stayed, were copied to host memory or to disk, or were recomputed; perf/activation_offload/{host,disk}_gb: bytes
+    that all ranks copied there, in GB. None without model.enable_activation_offload.
+    """
+    names = [f"layers_{place}" for place in Place] + [f"{place}_bytes" for place in Place]
+    totals: Counter[str] = Counter()
+    for span in spans:
+        if span.kind == "forward":
+            totals.update({name: span.attributes[name] for name in names if name in span.attributes})
+    layers = sum(totals[f"layers_{place}"] for place in Place)
+    if not layers:
+        return {}
+    found = {place: totals[f"layers_{place}"] / layers for place in Place}
+    found |= {f"{place}_gb": totals[f"{place}_bytes"] / 2**30 for place in Place if f"{place}_bytes" in totals}
+    return {f"perf/activation_offload/{name}": value for name, value in found.items()}

@@ -4,6 +4,7 @@ import gc
 import math
 import os
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import numpy as np
 import psutil
@@ -21,6 +22,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from rlfuse.cluster import watchdog
 from rlfuse.cluster.host_memory import free_bytes
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
@@ -32,8 +34,10 @@ from rlfuse.engines.trainer.activation_stores import PIECE, Disk, HostMemory, sp
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import response_logits, trainer_ready
 from rlfuse.engines.trainer.optimizer import take_step, trainable
+from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.errors import EngineError
+from rlfuse.observe.metrics import memory_metrics
 from rlfuse.samples import MicroBatch, Row
 
 DEVICE, HOST, DISK, AGAIN = Place
@@ -297,9 +301,29 @@ def test_updates_are_the_same_under_every_stage(tmp_path, monkeypatch, stage):
                 rank.accumulate("actor", [micro_batch(*lengths)])
             norms.append(take_step(rank.engines["actor"], 4.0, 1))
             assert (rank.activations is None) == (not settings)
-            told = [span.attributes for span in rank.recorder.drain() if span.kind == "forward"]
+            spans = rank.recorder.drain()
+            told = [span.attributes for span in spans if span.kind == "forward"]
+            metrics = memory_metrics(spans)
+            assert bool(metrics) == bool(settings)
             if settings:
+                shares = {place: metrics[f"perf/activation_offload/{place}"] for place in Place}
+                assert sum(shares.values()) == pytest.approx(1) and shares["again"] > 0 == shares["host"]
+                assert metrics["perf/activation_offload/disk_gb"] == sum(each["disk_bytes"] for each in told) / 2**30
                 first, *later = ["layers_disk" in each for each in told]
                 assert not first and later == ["enable_gradient_checkpointing" not in settings] * 2
                 assert told[-1]["disk_bytes"] > 0
         assert norms[0] == norms[1] == norms[2] > 0
+
+
+async def test_a_line_at_startup_says_where_activations_may_go(tmp_path, monkeypatch):
+    away = {"enable_activation_offload": True, "activation_device_mb": 512, "activation_disk_mb": 2048}
+    said, trainer = [], TrainerGroup(Config(), [])
+    monkeypatch.setattr(watchdog, "say", said.append)
+    for settings in ({}, away):
+        activations = rank_of(1, tmp_path, **settings).activations
+        facts = {"packed": True, "activation_offload": activations and str(activations)}
+        monkeypatch.setattr(trainer, "_all", AsyncMock(return_value=[facts]))
+        assert await trainer._load(10) == {"packed": True}
+    [line] = said
+    assert line.startswith("activation offload, per rank: 0.5 GiB of the device, 2.0 GiB of disk at ")
+    assert line.endswith(" GiB/s; what exceeds these is recomputed")

@@ -41,7 +41,8 @@ from rlfuse.engines.trainer.optimizer import matmul_rate
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
+WHERE = {Place.HOST: "host memory", Place.DISK: "disk"}
 OF_PEAK = 0.5
 """Of the rate of large products, what layers reach."""
 SMALLEST = 1 << 20
@@ -71,14 +72,22 @@ class RankActivations:
     def leaving(self, name: str, batch: Batch, span: Span) -> Iterator[None]:
         """A forward pass of a model, to go backward from; `span` is told how many layers' activations are where."""
         model, part = self._models[name], batch.part.group if batch.part else None
-        disk = self._budget.stores.get(Place.DISK)
-        written = disk.written if disk else 0
+        before = {place: store.written for place, store in self._budget.stores.items()}
         with model.leaving(batch, dist.group.WORLD if self._alike else part):
             yield
         counts = Counter(model.places.layers)
         span.attributes |= {f"layers_{place}": counts[place] for place in Place if place in counts}
-        if disk:
-            span.attributes["disk_bytes"] = disk.written - written
+        for place, store in self._budget.stores.items():
+            span.attributes[f"{place}_bytes"] = store.written - before[place]
+
+    def __str__(self) -> str:
+        """What a rank's activations may take where, and how fast each tier was measured to be."""
+        tiers = [
+            f"{room.bytes / GIB:.1f} GiB of {WHERE[place]} at {room.bytes_per_s / GIB:.1f} GiB/s"
+            for place, room in self._budget.tiers.items()
+        ]
+        places = ", ".join([f"{self._budget.device / GIB:.1f} GiB of the device", *tiers])
+        return f"activation offload, per rank: {places}; what exceeds these is recomputed"
 
 
 def _budget(config: Config, device: str) -> Budget:

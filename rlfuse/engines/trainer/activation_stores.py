@@ -48,6 +48,8 @@ class HostMemory:
         self._free: list[Tensor] = []
         self._stream = torch.cuda.Stream() if cuda else None
         self._leaving: deque[tuple[Any, Tensor]] = deque()
+        self.written = 0
+        """Bytes since the start."""
 
     def has_room(self, size: int) -> bool:
         return _pieces(size) <= self._left
@@ -55,6 +57,7 @@ class HostMemory:
     def write(self, source: Tensor) -> list[Tensor]:
         """Start to copy uint8 bytes of the device; they are kept until they are copied."""
         pieces = self._taken(_pieces(len(source)))
+        self.written += len(source)
         with self._copying():
             for part, piece in zip(source.split(PIECE), pieces, strict=True):
                 piece[: len(part)].copy_(part, non_blocking=True)
@@ -127,7 +130,7 @@ class Disk:
         self._held: dict[int, int] = {}
         self._leaving: deque[tuple[Future, Tensor]] = deque()
         self.written = 0
-        """Bytes, ever: disks wear out by them."""
+        """Bytes since the start: disks wear out by them."""
 
     def has_room(self, size: int) -> bool:
         return self._end + size <= self._room

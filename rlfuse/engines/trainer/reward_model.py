@@ -37,7 +37,7 @@ class RewardModelTrainer(TrainerGroup):
 
         group = cls(config, await start_ranks(RewardModelRank, config, slots, slots.cores))
         group.labels = labels
-        return group, (await group._all("setup", "load its model", padding, labels))[0]
+        return group, await group._load(padding, labels)
 
     @property
     def models(self) -> tuple[str, ...]:

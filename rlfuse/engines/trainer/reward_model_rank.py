@@ -46,7 +46,8 @@ class RewardModelRank(TrainerRank):
         self.packed = self.shares = config.model.use_remove_padding and attends_by_layout(model)
         parameters = sum(size for _, size in self.sizes(MODEL_PART)) // model.dtype.itemsize
         self._offload_activations()
-        return {"packed": self.packed, "parameters": parameters}
+        offload = self.activations and str(self.activations)
+        return {"packed": self.packed, "parameters": parameters, "activation_offload": offload}
 
     def scores(self, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
         """float32 [T] per row, per micro-batch: the score of the sequence up to before each response token."""

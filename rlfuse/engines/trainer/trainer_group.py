@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
+from rlfuse.cluster import watchdog
 from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.columns import plan_in_columns
@@ -57,9 +58,16 @@ class TrainerGroup(RankGroup):
 
         tower = None if config.video.freeze_tower else tower
         group = cls(config, await start_ranks(TrainerRank, config, slots, cores))
-        facts = (await group._all("setup", "load its models", tower))[0]
+        facts = await group._load(tower)
         group.shares_prompts = facts.pop("shares_prompts")
         return group, facts
+
+    async def _load(self, *arguments: Any) -> dict[str, Any]:
+        """Have every rank set its models up; facts to log."""
+        facts = (await self._all("setup", "load its models", *arguments))[0]
+        if offload := facts.pop("activation_offload"):
+            watchdog.say(offload)
+        return facts
 
     async def measure(self) -> None:
         if self._largest_degree > 1:

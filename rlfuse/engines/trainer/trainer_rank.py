@@ -133,7 +133,7 @@ class TrainerRank(Rank):
         self._token_s = 2 * facts["parameters"] / facts["peak_flops"] / self._width
         self._offload_activations()
         self._check_split()
-        return facts | {"shares_prompts": self.shares}
+        return facts | {"shares_prompts": self.shares, "activation_offload": self.activations and str(self.activations)}
 
     def _offload_activations(self) -> None:
         """Of the models that are trained; every rank calls."""

@@ -89,6 +89,13 @@ class RunError(UserError):
     """A run folder that can't be read. The message is for the person who named it."""
 
 
+class NotWritable(UserError, OSError):
+    """A place that a person named can't be written to. The message names it, the reason, and what to do."""
+
+    def __init__(self, path: object, why: str):
+        super().__init__(f"{path}: can't be written ({why}). Choose another place.")
+
+
 class VideoError(UserError):
     """A clip or its prompt can't be used: which file, what is wrong, what to do. Travels between processes whole."""
 

@@ -23,7 +23,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rlfuse.errors import NotWritten, RunError
+from rlfuse.errors import NotWritable, NotWritten, RunError
+
+UNWRITABLE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
+"""Errors that mean another place would do; a full disk is none."""
 
 
 def read_rows(path: Path, wanted: Callable[[str], bool] = lambda line: True) -> Iterator[dict[str, Any]]:
@@ -146,10 +149,11 @@ def write_whole(path: Path, text: str) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write to; the file there replaces `path` when the body ends, and is removed where it raises.
 
-    Other processes may do the same. What is no regular file (`/dev/stdout`, a pipe) is written to directly.
+    Other processes may do the same. What is no regular file (`/dev/stdout`, a pipe) is written to directly. Raises
+    NotWritable, a UserError, where no file can be made there.
     """
     path = path.resolve()
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         yield path
         return
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -157,13 +161,18 @@ def replacing(path: Path) -> Iterator[Path]:
         yield aside
         sync(aside)
         aside.replace(path)
+    except OSError as error:
+        if error.errno in UNWRITABLE and str(error.filename) == str(aside):
+            raise NotWritable(path, error.strerror) from error
+        raise
     finally:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink()
 
 
 @contextmanager
 def claimed(path: Path) -> Iterator[None]:
-    """Hold the lock of what one process at a time may write; RunError where another process holds it.
+    """Hold the lock of what one process at a time may write; UserError where another holds it, or it can't be made.
 
     `path`: the file, or one of several that are written together. The lock ends with the process, however that ends.
     """
@@ -173,7 +182,7 @@ def claimed(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         place.touch()
     except OSError as error:
-        raise RunError(f"{path}: can't be written ({error.strerror}). Choose another place.") from error
+        raise NotWritable(path, error.strerror) from error
     with _locked(place) as held:
         if not held:
             holder = place.read_text() or "another process"

@@ -14,6 +14,7 @@ Not here: vLLM's engine process, which freezes what it holds once it has started
 
 from __future__ import annotations
 
+import atexit
 import gc
 import sys
 import time
@@ -32,6 +33,8 @@ NEVER = 1 << 30
 """Collections of the second generation, after which Python would look through the third."""
 LOOK_S = 1.0
 """Between two looks at that; one takes microseconds."""
+
+atexit.register(gc.unfreeze)  # what stays frozen is not freed at exit, which bindings print as leaked (nanobind)
 
 
 @contextmanager

@@ -75,10 +75,7 @@ def _replay(run: RunFolder, arguments: argparse.Namespace, out: Path) -> None:
     after = pd.DataFrame([as_columns(each, PART) for each in rewards], table.index)
     found = compare(table, after)
     show(found, after, arguments.examples)
-    try:
-        written = write(found, table, after, out, {"run": run.name, "reward": asdict(reward)}, arguments.examples)
-    except OSError as error:
-        raise RewardError(f"--out {out}: {error.strerror}; choose another place") from error
+    written = write(found, table, after, out, {"run": run.name, "reward": asdict(reward)}, arguments.examples)
     print("\n".join(f"written    {path}" for path in written))
 
 

@@ -198,11 +198,8 @@ def main(argv: Sequence[str]) -> None:
     spans, said = _chosen(run, arguments.steps)
     out = arguments.out or run.path / "trace.json.gz"
     text = json.dumps(trace(spans, run.width), separators=(",", ":"))
-    try:
-        with replacing(out) as aside, gzip.open(aside, "wt") if out.suffix == ".gz" else aside.open("w") as file:
-            file.write(text)
-    except OSError as error:
-        raise RunError(f"{out}: {error.strerror}; choose another --out") from error
+    with replacing(out) as aside, gzip.open(aside, "wt") if out.suffix == ".gz" else aside.open("w") as file:
+        file.write(text)
     print(f"{said}: {len(spans):,} events in {out}; open it at https://ui.perfetto.dev")
 
 

@@ -131,13 +131,8 @@ def coefficients_of(hardware: Hardware) -> Coefficients:
 
 
 def write(calibration: Calibration, path: Path) -> None:
-    """As YAML. Raises CalibrationError if the file can't be written."""
-    try:
-        write_whole(path, yaml.safe_dump(_plain(asdict(calibration)), sort_keys=False, width=100))
-    except OSError as error:
-        raise CalibrationError(
-            f"{path}: {error.strerror}; give --out a file in a folder that can be written"
-        ) from error
+    """Write it as YAML. NotWritable where no file can be made there."""
+    write_whole(path, yaml.safe_dump(_plain(asdict(calibration)), sort_keys=False, width=100))
 
 
 def _plain(value: object) -> object:

@@ -79,12 +79,9 @@ def _named(pairs: Iterable[frozenset[str]]) -> str:
 
 
 def write_links(links: MeasuredLinks, path: Path) -> None:
-    """As YAML. Raises LinksError if the file can't be written."""
+    """Write them as YAML. NotWritable where no file can be made there."""
     given = asdict(links) | {"nodes": list(links.nodes), "pairs": [asdict(pair) for pair in links.pairs]}
-    try:
-        write_whole(path, yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=100))
-    except OSError as error:
-        raise LinksError(f"{path}: {error.strerror}; give --out a file in a folder that can be written") from error
+    write_whole(path, yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=100))
 
 
 def read_links(path: Path) -> MeasuredLinks:

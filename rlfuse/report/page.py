@@ -23,7 +23,7 @@ from plotly.offline import get_plotlyjs
 from rlfuse.files import write_whole
 from rlfuse.report import charts, slowness, tables
 from rlfuse.report.gather import Gathered, gather
-from rlfuse.run_folder.reader import RunError, RunFolder, open_run
+from rlfuse.run_folder.reader import RunFolder, open_run
 
 MOST_ALERTS = 50
 TURNED = 3
@@ -42,10 +42,7 @@ def main(argv: Sequence[str]) -> None:
     out = arguments.out or Path(os.path.commonpath([folder.path for folder in folders])) / "report.html"
     named = zip(folders, names([folder.path for folder in folders]), strict=True)
     page = render([gather(folder, name, len(folders)) for folder, name in named])
-    try:
-        write_whole(out, page)
-    except OSError as error:
-        raise RunError(f"{out}: {error.strerror}; choose another --out") from error
+    write_whole(out, page)
     shown = "" if len(folders) == 1 else f"{len(folders)} runs, "
     print(f"report     {out}  ({shown}{len(page.encode()) / 1e6:.1f} MB)")
 

@@ -124,8 +124,9 @@ def submit(cluster, job):
 
 
 def finish(process, seconds=240):
-    """(exit status, output)."""
+    """(exit status, output), in which nothing follows the message, of this process or of the job's."""
     out, _ = process.communicate(timeout=seconds)
+    assert not re.search("Traceback|nanobind|Exception ignored|never retrieved|Unclosed", out), out
     return process.returncode, out
 
 
@@ -175,6 +176,8 @@ def test_a_job_is_stopped(submit, job):
     name = submitted(out)
     status, out = finish(submit("stop", name))
     assert status == 0 and f"{name} stopped" in out, out
+    status, out = finish(submit("logs", name))
+    assert "SIGTERM" in out and f"{name} stopped" in out, out
     status, out = finish(submit("stop", name))
     assert status == 0 and f"{name} has ended already: stopped" in out, out
     status, out = finish(submit("logs", "nobody-knows-me"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import rlfuse
-from rlfuse.errors import RunError
+from rlfuse.errors import RunError, UserError
 from rlfuse.files import claimed, is_claimed, replacing, write_whole
 
 ROOT = Path(rlfuse.__file__).parent
@@ -41,7 +41,7 @@ def test_a_folder_that_is_made_for_nothing_goes_again_and_one_that_can_t_be_made
     assert not [*tmp_path.iterdir()]
     (tmp_path / "file").touch()
     with (
-        pytest.raises(RunError, match=r"can't be written \(.*\)\. Choose another place"),
+        pytest.raises(UserError, match=r"can't be written \(.*\)\. Choose another place"),
         claimed(tmp_path / "file" / "x"),
     ):
         raise AssertionError
@@ -65,6 +65,16 @@ def test_links_and_devices_stay_what_they_are(tmp_path):
         write_whole(tmp_path / name, "after")
         assert (tmp_path / name).is_symlink()
     assert (tmp_path / "target").read_text() == "after" and stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+@pytest.mark.parametrize("place", ["absent/file", "file/file", "folder", "n" * 300])
+def test_a_place_that_can_t_be_written_is_an_error_of_the_person_s(place, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"can't be written \(.*\)\. Choose another place"):
+        write_whole(tmp_path / place, "text")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_what_commands_write_where_a_person_says_is_replaced_whole():

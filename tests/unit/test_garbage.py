@@ -1,6 +1,7 @@
 """Garbage is collected when the run says so, and before that only where memory would not stay bounded."""
 
 import gc
+import subprocess
 import sys
 import time
 from contextlib import closing
@@ -139,6 +140,14 @@ def test_a_run_before_leaves_no_garbage_to_one_that_finds_all_imported(collector
         leave_cycles(3)
     collector.collect()
     assert Cycle.freed == before + 3
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_early_prints_nothing_of_what_it_imported():
+    """As a refusal after the libraries were loaded: nanobind reports what is not freed at exit as leaked."""
+    code = "import sys; from rlfuse.cluster.garbage import importing\nwith importing(): import triton\nsys.exit(2)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
 @pytest.mark.slow

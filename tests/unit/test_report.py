@@ -288,4 +288,4 @@ def test_wrong_arguments_are_told(runs, tmp_path, capsys):
     assert rlfuse(["report", str(tmp_path)]) == 2
     assert "config.yaml" in capsys.readouterr().err
     assert rlfuse(["report", str(runs[0]), "--out", str(tmp_path / "none" / "page.html")]) == 2
-    assert "choose another --out" in capsys.readouterr().err
+    assert "Choose another place" in capsys.readouterr().err

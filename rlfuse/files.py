@@ -185,7 +185,9 @@ def claimed(path: Path) -> Iterator[None]:
         raise NotWritable(path, error.strerror) from error
     with _locked(place) as held:
         if not held:
-            holder = place.read_text() or "another process"
+            holder = "another process"
+            with suppress(OSError):  # it ends just now
+                holder = place.read_text() or holder
             raise RunError(f"{path}: {holder} is writing there. Wait for it to end, or choose another place.")
         place.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         try:

@@ -88,12 +88,6 @@ def attach(folder: Path, files: Iterable[Path]) -> None:
             (folder / _identity(file)).symlink_to(file)
 
 
-def attach_workers_files() -> None:
-    """Attach what processes started with this process's folder have mapped of libraries' files."""
-    folder = of_this_process()
-    attach(folder, held_by(each for each in psutil.process_iter() if _started_with(each, folder)))
-
-
 def attached(folder: Path) -> list[Path]:
     """The files recorded in a folder that still exist; another file of the same name does not count."""
     found = []

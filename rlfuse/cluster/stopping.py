@@ -60,7 +60,7 @@ class Stopping:
         self.elsewhere: Exception | None = None
         """Nobody told the job to stop, but it goes on in another place: what it leaves the step under way with."""
         self._at = 0.0  # of the first Ctrl-C
-        self._ending = self._raised = False
+        self._ending = self._raised = self._hung_up = False
         self._limit: asyncio.TimerHandle | None = None
         self._limited_by = SIGTERM
 
@@ -96,14 +96,15 @@ class Stopping:
             raise Stopped(self._why(first_of(error)), self.by or SIGTERM) from first_of(error)
         finally:
             for number, handler in before.items():
-                hung_up = number == SIGHUP == self.by  # the kernel and the shell send one each
-                signal.signal(number, signal.SIG_IGN if hung_up else handler)
+                again = number == SIGHUP and self._hung_up  # the kernel and the shell send one each
+                signal.signal(number, signal.SIG_IGN if again else handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         global _last
         now, again = time.monotonic(), number == SIGINT and self._at > 0
         if again and now - self._at < ONCE_S:
             return
+        self._hung_up = self._hung_up or number == SIGHUP
         _drop_lost_output(terminal=number == SIGHUP)
         if number == SIGINT and self._ending:
             self._raised = True

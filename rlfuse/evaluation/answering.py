@@ -23,7 +23,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlfuse.cluster import placement, process_logs, scratch
+from rlfuse.cluster import placement, process_logs
 from rlfuse.cluster.nodes import watched
 from rlfuse.cluster.stopping import NAMES, Stopped, Stopping
 from rlfuse.config.own_functions import replaced
@@ -142,7 +142,6 @@ async def _answered(loaded: Loaded, groups: Sequence[Group], responses: Response
         try:
             parts = start_parts(slots.device, trainer=untrained.start, engines=starts, towers=towers, rewards=rewards)
             facts = (await watched(parts, occupants)).engine_facts
-            await asyncio.to_thread(scratch.attach_workers_files)
         finally:
             telling.cancel()
         engines = Engines(rollouts, reward, untrained, untrained, clips or NoClips())

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rlfuse.cluster import placement, scratch
+from rlfuse.cluster import placement
 from rlfuse.cluster.nodes import watched
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import PromptSource, load_prompts
@@ -117,7 +117,6 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
                 ),
                 occupants,
             )
-            await asyncio.to_thread(scratch.attach_workers_files)
         weights = WeightPush(
             started.trainer,
             rollouts,

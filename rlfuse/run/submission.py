@@ -217,6 +217,8 @@ async def follow(client: Any, job: str, show: Callable[[str], None]) -> None:
 
     SubmitError where the cluster is out of reach for OUTAGE_S.
     """
+    from aiohttp import ClientError
+
     log, reached = _Log(show), time.monotonic()
     while True:
         try:
@@ -225,7 +227,7 @@ async def follow(client: Any, job: str, show: Callable[[str], None]) -> None:
             await _tail(client, job, log)
             if ended:
                 return
-        except (SubmitError, RuntimeError, OSError) as error:
+        except (SubmitError, RuntimeError, OSError, ClientError) as error:
             if time.monotonic() - reached > OUTAGE_S:
                 raise SubmitError(f"lost the cluster for {OUTAGE_S:g} s while following {job}: {error}") from error
         await asyncio.sleep(AGAIN_S)
@@ -266,8 +268,10 @@ async def _tail(client: Any, job: str, log: _Log) -> None:
                 return
             log.take(text)
             upcoming = asyncio.ensure_future(anext(stream, None))
-    finally:
+    finally:  # closed here: what it raised is in no traceback at the end of the process
         upcoming.cancel()
+        await asyncio.gather(upcoming, return_exceptions=True)
+        await stream.aclose()
 
 
 async def _ended(client: Any, job: str) -> bool:

@@ -47,25 +47,6 @@ def test_of_files_in_shared_memory_only_those_go_that_a_folder_records(tmp_path,
     assert sorted(tmp_path.iterdir()) == sorted([replaced, *others])
 
 
-@pytest.mark.slow
-def test_files_of_a_runs_workers_are_recorded_and_those_of_other_programs_are_not():
-    code = "import multiprocessing as m; a = m.get_context('spawn').Lock(); print(a._semlock.name, flush=1); input()"
-    folder = scratch.of_this_process()
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    places = {"worker": str(folder), "other": "/tmp"}
-    started = {
-        name: subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": place}, **pipes)
-        for name, place in places.items()
-    }
-    try:
-        names = {name: process.stdout.readline().strip().lstrip("/") for name, process in started.items()}
-        scratch.attach_workers_files()
-        assert scratch.attached(folder) == [Path("/dev/shm", f"sem.{names['worker']}")]
-    finally:
-        for process in started.values():
-            process.communicate("\n")
-
-
 def test_processes_that_outlive_their_driver_go_with_its_folder(tmp_path):
     code = (
         "import os, pathlib, subprocess; from rlfuse.cluster import scratch\n"

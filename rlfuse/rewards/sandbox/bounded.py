@@ -1,7 +1,7 @@
 """Calling a function whose time and memory nobody can tell beforehand: in a process of its own that may be killed.
 
-Role: verifiers whose libraries a few characters can keep busy for ever (`math`, `json_schema`) keep a `BoundedFunction`
-each. Its process is started by the first call, confined as the sandbox is, kept for the next, and replaced once it had
+Role: a verifier whose library a few characters can keep busy for ever (`json_schema`) keeps a `BoundedFunction`. Its
+process is started by the first call, confined as the sandbox is, kept for the next, and replaced once it had
 to be killed. In it `bounded_worker.serve` answers.
 Invariants:
 - a call ends with a value or with Refused, which says why. Its time is CPU time, so that no verdict depends on what

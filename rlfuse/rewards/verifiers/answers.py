@@ -28,12 +28,13 @@ _FULL_WIDTH = {**{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}, 0x3000
 _TAG = re.compile(r"<(/?)(answer|final[_ ]answer)>", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\b")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_GAP = r"[\s*_`]{0,4}+"
+_GAP = r"[\s*_`\"]{0,4}+"
 _NOUN = r"(?:answers?|ans|option|choice|final\s(?:result|solution|value)|my\spick)"
 _VERB = r"(?:is|are|was|(?:would|should|must|will)\sbe|equals|lautet|ist|est|es|[eé]|è|是|为|為|は|은|는)"
 _OTHER_LANGUAGES = (
     r"(?:final\s)?(?:réponses?(?:\sfinale)?|antwort(?:en)?|respuestas?(?:\sfinal)?|respostas?(?:\sfinal)?"
     r"|rispost[ae](?:\sfinale)?|ответ|відповідь|odpowiedź|antwoord|svar|cevap|đáp\sán|उत्तर|الإجابة|الجواب)"
+    r"(?:\s(?:correct[ae]?|corrett[ae]|correcte|exacte|richtige|finale?))?"
 )
 _ANNOUNCEMENT = re.compile(
     rf"""\b(?:{_NOUN}|{_OTHER_LANGUAGES})(?:\(s\))?{_GAP}(?:{_VERB}(?=[\s:*_`$"'(\[\\]|$)(?!\snot\b)|:|=|->|[→≈—-](?=\s))
@@ -63,6 +64,9 @@ _PAIRS = (
     ("『", "』"),
 )
 _COMMAND = re.compile(r"\\(?:boxed|fbox|framebox|text\w{0,6}|math(?:rm|bf|it|sf|tt|normal)|mbox|displaystyle)\s?\{")
+_MARKUP = re.compile(
+    r"\\(?:text\w{0,6}|math\w{2}|mbox)\s?\{([^{}]{0,200}+)\}|[*`\"\u201c\u201d$]|\\[()\[\]]|\\(?:left|right)(?![a-z])"
+)
 _ELEMENT = re.compile(r"<([A-Za-z_]\w{0,20})>")
 _LEADING = re.compile(
     r"#{1,6}\s|>\s|[-*+•]\s(?![\d.\s])|\\displaystyle\b|(?:so|thus|hence|therefore)\b[,:]?\s", re.IGNORECASE
@@ -143,6 +147,8 @@ def announced(text: str) -> str | None:
     line = rest.partition("\n")[0].strip()
     if line.count("**") % 2:  # half of an emphasis that includes the announcement
         line = line.removeprefix("**") if line.startswith("**") else _LAST_EMPHASIS.sub("", line)
+    if line.endswith("}") and "{" not in line:  # {"answer": "B"}
+        line = line[:-1]
     return line.strip() or None
 
 
@@ -191,6 +197,11 @@ _BEFORE_NOUN = {
     for article in ("", "the ", "my ", "la ", "die ", "el ", "so the ", "so, the ", "thus, the ", "therefore, the ")
     for adjective in ("", "final", "correct", "right", "best")
 }
+
+
+def without_markup(text: str) -> str:
+    r"""Return the text without emphasis, quotes, math delimiters and the commands around the content of \text{...}."""
+    return _MARKUP.sub(r"\1", text)
 
 
 def fenced(text: str) -> list[tuple[str, str]]:

@@ -15,14 +15,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, overlapping, parts_of, verdict
+from rlfuse.rewards.verifiers.answers import (
+    answer_in,
+    bad_truth,
+    not_found,
+    overlapping,
+    parts_of,
+    verdict,
+    without_markup,
+)
 
 # All quantifiers are bounded and white space is collapsed before, so that searching is linear.
 _NUMBER = r"([-+]?\d{1,9}(?:\.\d{1,15})?+)"
-_NEXT = r"(?:\s?,\s?|\s)"
-_CORNERS = r"\s?[\])]\s?(?:,\s?)?[\[(]\s?"
+_NEXT = r"(?:\s?[,;]\s?|\s)"
+_CORNERS = r"\s?[\])]\s?(?:[,;]\s?)?(?:to\s|and\s|-\s?)?(?:bottom[- ]right:?\s)?[\[(]\s?"
 _BOX = re.compile(
-    rf"[\[(>]\s?{_NUMBER}{_NEXT}{_NUMBER}(?:{_NEXT}|{_CORNERS}){_NUMBER}{_NEXT}{_NUMBER}\s?(?:[\])]|</?bbox>)", re.ASCII
+    rf"[\[(>]\s?{_NUMBER}{_NEXT}{_NUMBER}(?:{_NEXT}|{_CORNERS}){_NUMBER}{_NEXT}{_NUMBER}\s?(?:[\])]|</?b?box>|<\|box_end\|>)",
+    re.ASCII,
 )
 _KEYS = (("x1", "xmin", "x_min", "left"), ("y1", "ymin", "y_min", "top"),
          ("x2", "xmax", "x_max", "right"), ("y2", "ymax", "y_max", "bottom"))  # fmt: skip
@@ -70,7 +79,7 @@ def _stated(answer: str) -> Box | None:
 
 def box_in(text: str, *, first: bool = False) -> Box | None:
     """Return the last or `first` box in a text, corners in order; None if there is none."""
-    text = " ".join(text.split())
+    text = " ".join(without_markup(text).split())
     found = _BOX.findall(text)
     if not found:
         values = {match[1]: match[2] for match in _KEYED.finditer(text)}

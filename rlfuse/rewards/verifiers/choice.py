@@ -25,6 +25,7 @@ from rlfuse.rewards.verifiers.answers import (
     parts_of,
     unwrapped,
     verdict,
+    without_markup,
     wrong,
 )
 
@@ -32,12 +33,11 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _MAX_CHARS = 1_000
 """Longer boxes, announcements and lines are cut; an option's text is compared in full."""
 
-_MARKUP = re.compile(r"\\(?:text\w{0,6}|math\w{2}|mbox)\s?\{([^{}]{0,200}+)\}|[*`\"“”$]|\\[()\[\]]|<[^<>]{0,40}+>")
 _LEADING = re.compile(
     r"""(?:(?:the|it['\u2019]s|it|that|this|is|must|be|would|most|likely|definitely|clearly|correct|right|best|final|my|
             option|choice|answer|letter)\b[\s:]{1,3}+){0,6}+
-        (?: [(\[]\s?(?P<bracketed>[A-Z])\s?[)\]] | (?P<alone>[A-Z])$
-          | (?P<marked>[A-Z])(?:\s?[).:]|\s[-\u2013\u2014])(?=\s|$) | (?P<bare>[A-Z])(?=[\s,;]) )
+        (?: [(\[{]\s?(?P<bracketed>[A-Z])\s?[)\]}] | (?P<alone>[A-Z])$
+          | (?P<marked>[A-Z])(?:\s?[).:!]|\s[-\u2013\u2014])(?=\s|$) | (?P<bare>[A-Z])(?=[\s,;]) )
         (?P<rest>.*)""",
     re.IGNORECASE | re.DOTALL | re.ASCII | re.VERBOSE,
 )
@@ -78,7 +78,7 @@ def score(
 
 def _stated(parts: Parts, texts: dict[str, str]) -> str | None:
     """Return the letter that the response chooses; None if it chooses none, or several."""
-    lines = parts.text.splitlines()
+    lines = unwrapped(parts.text).splitlines() or [""]
     places = [parts.marked, parts.announced, lines[-1], lines[0]]
     if parts.marked is not None and _NAMED.search(parts.marked[:_MAX_CHARS]):
         places = [parts.marked, announced(parts.marked)]  # nothing else counts
@@ -123,7 +123,7 @@ def _choice(place: str, texts: dict[str, str]) -> str | None:
     named = [letter for letter, option in texts.items() if _plain(option) == plain]
     if len(named) == 1:
         return named[0]
-    text = _MARKUP.sub(r"\1", unwrapped(place[:_MAX_CHARS])).strip()
+    text = without_markup(unwrapped(place[:_MAX_CHARS])).strip()
     lettered = _LETTERED.search(text)
     if lettered and not _NAMED.search(text[: lettered.start()]):  # Paris (B)
         text = f"({lettered['letter']}) {text[: lettered.start()]}"
@@ -143,4 +143,4 @@ def _choice(place: str, texts: dict[str, str]) -> str | None:
 
 
 def _plain(text: str) -> str:
-    return " ".join(_MARKUP.sub(r"\1", unwrapped(text)).split()).rstrip(".").casefold()
+    return " ".join(without_markup(unwrapped(text)).split()).rstrip(".").casefold()

@@ -13,14 +13,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, overlapping, parts_of, unwrapped
+from rlfuse.rewards.verifiers.answers import (
+    answer_in,
+    bad_truth,
+    not_found,
+    overlapping,
+    parts_of,
+    unwrapped,
+    without_markup,
+)
 
 # All quantifiers are bounded, so that searching is linear; white space is collapsed before.
 _TIME = r"((?:\d{1,6}:){0,2}\d{1,6}(?:\.\d{1,6})?)(?![\d:]|\.\d)"
 _UNIT = r"(?:\s?(?:s|secs?|seconds?|秒)(?![a-z]))?"
-_TO = r"(?:to|till|until|and|bis|à|hasta|до|到|至|,|;|-{1,2}>?|\u2013|\u2014|~|→)"
+_TO = r"(?:to|till|until|through|and|bis|à|hasta|до|到|至|,|;|-{1,2}>?|\u2013|\u2014|~|→)"
 _INTERVAL = re.compile(
-    rf"(?<![\w.:-])[\[(<]?\s?(?<![\w.:-]){_TIME}{_UNIT}[>\])\"']?\s?{_TO}\s?[<\[(\"']?{_TIME}{_UNIT}\s?[>\])]?",
+    rf"(?<![A-Za-z0-9_.:-])[\[(<]?\s?(?<![A-Za-z0-9_.:-]){_TIME}{_UNIT}[>\])\"']?\s?{_TO}\s?[<\[(\"']?{_TIME}{_UNIT}\s?[>\])]?",
     re.IGNORECASE,
 )
 _KEYED = re.compile(
@@ -69,7 +77,7 @@ def _stated(answer: str, whole: bool) -> tuple[float, float] | None:
 def interval_in(text: str, *, whole: bool = False, first: bool = False) -> tuple[float, float] | None:
     """Return start and end, in seconds, of the last or `first` interval in a text; with `whole`, of the interval that
     the text consists of. None if there is none."""
-    text = _MINUTES.sub(r"\1:\2", _COMMA.sub(".", " ".join(text.split())))
+    text = _MINUTES.sub(r"\1:\2", _COMMA.sub(".", " ".join(without_markup(text).split())))
     starts, ends = (
         [match[2] for match in _KEYED.finditer(text) if bool(match["start"]) is wanted] for wanted in (True, False)
     )

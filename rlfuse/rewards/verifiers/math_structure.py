@@ -62,7 +62,7 @@ def same(truth: str, answer: str) -> bool:
     if one.kind == other.kind:
         return _same_kind(one, other)
     for part, rest in ((one, answer), (other, truth)):
-        if part.kind == "equation" and _NAME.fullmatch(part.parts[0].strip()):  # x = 5
+        if part.kind == "equation" and _names(part.parts[0]):  # x = 5, or (x, y) = (1, 2)
             return same(part.parts[-1], rest) if part is one else same(rest, part.parts[-1])
         if part.kind == "ratio" and len(part.parts) == 2 and not part.mark and _read(rest).kind == "value":
             return _same_value(rf"\frac{{{part.parts[0]}}}{{{part.parts[1]}}}", rest)
@@ -70,6 +70,14 @@ def same(truth: str, answer: str) -> bool:
         return _same_in_any_order(*([_solution(each) for each in part.parts] for part in (one, other)))
     intervals = [_as_intervals(part) for part in (one, other)]
     return all(intervals) and _same_in_any_order(*intervals)
+
+
+def _names(side: str) -> bool:
+    """Whether a side of an equation is the name of what the other side is, or names in their usual order."""
+    if _NAME.fullmatch(side):
+        return True
+    part = _read(side)
+    return part.kind == "tuple" and all(map(_NAME.fullmatch, part.parts)) and part.parts == sorted(part.parts)
 
 
 def _same_kind(one: Part, other: Part) -> bool:

@@ -50,29 +50,14 @@ _DROPPED = (
     r"\textstyle", r"\limits", r"\nolimits", r"\nonumber", r"\!", r"\(", r"\)", r"\[", r"\]", "\u200b",
 )  # fmt: skip
 _SPACES = (
-    r"\,",
-    r"\;",
-    r"\:",
-    "\\ ",
-    r"\quad",
-    r"\qquad",
-    r"\enspace",
-    r"\thinspace",
-    "~",
-    "\u00a0",
-    "\u2009",
-    "\u202f",
-)
+    r"\,", r"\;", r"\:", "\\ ", r"\quad", r"\qquad", r"\enspace", r"\thinspace", "~", "\u00a0", "\u2009", "\u202f",
+)  # fmt: skip
 _SPELLINGS |= {letter: rf"\{name} " for letter, name in _GREEK.items()}
 _SPELLINGS |= dict.fromkeys(_DROPPED, "") | dict.fromkeys(_SPACES, " ")
 _SPELLED = re.compile(r"\\\\|\\[A-Za-z]++\.?|\\.|\*\*|[^\x00-\x7f]|~", re.DOTALL)
-_SCRIPTS = {
-    **{ord(raised): f"^{plain} " for raised, plain in zip("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789", strict=True)},
-    **{ord(low): f"_{plain} " for low, plain in zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True)},
-    ord("⁻"): "^-",
-    **{ord(char): rf"\frac{{{over}}}{{{under}}}" for char, over, under in ("½12", "⅓13", "⅔23", "¼14", "¾34")},
-}
-_RAISED = re.compile(r"\^(\d) \^(\d) |_(\d) _(\d) ")
+_RAISED, _LOWERED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]++"), re.compile("[₀₁₂₃₄₅₆₇₈₉]++")
+_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉", "0123456789-0123456789")
+_FRACTIONS = {ord(char): rf"\frac{{{over}}}{{{under}}}" for char, over, under in ("½12", "⅓13", "⅔23", "¼14", "¾34")}
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\,|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))")
 _TEXT = re.compile(
     r"\\(?:text\w{0,6}|mbox|hbox|math(?:rm|bf|it|sf|tt|normal)|operatorname|rm|bf)\*?\s?\{([^{}]{0,300}+)\}"
@@ -80,44 +65,28 @@ _TEXT = re.compile(
 _DEGREES = re.compile(r"\^\s?\{?\s?(?:\\circ|\\degree)\s?\}?|\\circ\b")
 _ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s?(?=\()")
 _ROOT_OF = re.compile(r"\\sqrt\s?\(([^()]{1,100}+)\)")
-_FUNCTION = re.compile(r"(?<![\\A-Za-z])(pi|sin|cos|tan|sec|csc|cot|arcsin|arccos|arctan|log|ln|exp|infty)(?![a-zA-Z])")
+_FUNCTIONS = "sin|cos|tan|sec|csc|cot|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|exp"
+_NAMED = re.compile(rf"(?<![\\A-Za-z])(pi|infty|{_FUNCTIONS})(?![a-zA-Z])")
 _ORDINAL = re.compile(r"(?<=\d)\s?\^\s?\{?\s?(?:\\text\{)?\s?(st|nd|rd|th)\s?\}?\s?\}?")
 _BRACED = re.compile(r"(?<=[\^_])\{\s?(\w|\\[a-z]{1,10})\s?\}")
 _SPACE = re.compile(r"\s++")
 _FREE_SPACE = re.compile(r"(?<![\d.]) | (?![\d.])")
-_PUNCTUATION = re.compile(r"[-',.&]")
+_PUNCTUATION = re.compile(r"['.]")
 _BARE_STYLE = re.compile(r"\\(?:math|text)(?:rm|bf|it|sf|tt)\s([A-Za-z])(?![A-Za-z])")
 _OLD_STYLE = re.compile(r"\{\s?\\(?:rm|bf|it)\s([^{}]{1,100}+)\}")
-_FUNCTIONS = {
-    "sin",
-    "cos",
-    "tan",
-    "sec",
-    "csc",
-    "cot",
-    "arcsin",
-    "arccos",
-    "arctan",
-    "log",
-    "ln",
-    "exp",
-    "sinh",
-    "cosh",
-    "tanh",
-}
 
 
 def canonical(text: str) -> str:
     """Return the expression in one spelling, white space collapsed, text in `\\text{}`."""
     text = _currency(text)
-    text = _GROUPED.sub("", text).translate(_SCRIPTS)
-    text = text.replace("^-^", "^-")
-    text = _RAISED.sub(lambda match: f"^{{{match[1]}{match[2]}}}" if match[1] else f"_{{{match[3]}{match[4]}}}", text)
+    text = _GROUPED.sub("", text).translate(_FRACTIONS)
+    for scripts, mark in ((_RAISED, "^"), (_LOWERED, "_")):
+        text = scripts.sub(lambda match, mark=mark: f"{mark}{{{match[0].translate(_DIGITS)}}}", text)
     text = _DEGREES.sub(r"\\degree ", _ORDINAL.sub(r"\\text{\1}", text))
     text = _BARE_STYLE.sub(r" \1 ", _OLD_STYLE.sub(r"\\text{\1}", text))
     text = _TEXT.sub(_plain_text, text)
     text = _SPELLED.sub(_respelled, text)
-    text = _FUNCTION.sub(r"\\\1 ", _ROOT.sub(r"\\sqrt", text))
+    text = _NAMED.sub(r"\\\1 ", _ROOT.sub(r"\\sqrt", text))
     text = _BRACED.sub(r"\1", _ROOT_OF.sub(r"\\sqrt{\1}", text))
     return _SPACE.sub(" ", text.replace("{:}", ":")).strip().rstrip(".,;").strip().removeprefix("+")
 
@@ -129,11 +98,11 @@ def key(canonical_text: str) -> str:
 
 def words_of(canonical_text: str) -> str:
     """Return the words, case folded, if the text consists of words; "" for anything else, as for x or AB."""
-    plain = _PUNCTUATION.sub(" ", canonical_text.replace(r"\text{", " ").replace("}", " "))
-    words = plain.casefold().split()
-    letters = "".join(plain.split())
-    is_text = canonical_text.startswith(r"\text{") or len(letters) > 3 or letters.casefold() in ("yes", "no")
-    return " ".join(words) if is_text and letters.isalpha() and not letters.isupper() else ""
+    plain = _PUNCTUATION.sub("", canonical_text.replace(r"\text{", " ").replace("}", " "))
+    letters = "".join(plain.replace("-", " ").split())
+    is_long = any(len(word) > 2 for word in plain.replace("-", " ").split()) and len(letters) > 3
+    is_text = is_long or letters.casefold() in ("yes", "no") or canonical_text.startswith(r"\text{")
+    return " ".join(plain.casefold().split()) if is_text and letters.isalpha() and not letters.isupper() else ""
 
 
 def _currency(text: str) -> str:
@@ -146,7 +115,7 @@ def _currency(text: str) -> str:
 
 def _plain_text(match: re.Match[str]) -> str:
     content = " ".join(match[1].split())
-    if content in _FUNCTIONS:
+    if content in _FUNCTIONS.split("|"):
         return rf"\{content} "
     bare = content.strip("(). ")
     if len(bare) == 1 or not any(character.isalpha() for character in content):
@@ -156,9 +125,7 @@ def _plain_text(match: re.Match[str]) -> str:
 
 def _respelled(match: re.Match[str]) -> str:
     token = match[0]
-    if token.endswith(".") and len(token) > 1 and token[:-1] not in (r"\left", r"\right"):
-        return _SPELLINGS.get(token[:-1], token[:-1]) + "."
-    spelled = _SPELLINGS.get(token.rstrip("."))
-    if spelled is None:
-        return token
-    return spelled
+    if token in (r"\left.", r"\right."):  # an invisible bracket
+        return ""
+    command = token.rstrip(".") or token
+    return _SPELLINGS.get(command, command) + token[len(command) :]

@@ -19,7 +19,7 @@ LONGEST = 400
 """Characters of a number, so also digits; and the largest power of ten, about that of a float."""
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)"
-_DECIMAL = rf"(?:{_DIGITS}(?:\.\d++)?|\.\d++)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.\d++)?+|\.\d++)"
 _TIMES = r"\s?(?:\\times|\\cdot|[x\u00d7*·])\s?"
 _POWER = r"10\s?(?:\^|\*\*)\s?\{?(?P<{}>[-+]?\d++)\}?"
 # No number begins within a word, another number, an index or an exponent, as in x1, 2024-05-06 or m^2.
@@ -30,10 +30,11 @@ _NUMBER = re.compile(
       | {_POWER.replace("{}", "bare")}
       | (?P<decimal>{_DECIMAL})
         (?: [eE](?P<power>[-+]?\d++) | {_TIMES}{_POWER.replace("{}", "ten")} )?
-    )(?!\s?\^)(?P<percent>\s?\\?%)?""",
+    )(?!\s?\^(?!\{{?\\circ)|[xyzn](?![A-Za-z]))(?P<percent>\s?\\?%)?""",
     re.VERBOSE | re.ASCII,
 )
 _LATEX = re.compile(r"\\[,!; ]|\{,\}|\\left(?![a-z])|\\right(?![a-z])|[\u2009\u202f]")
+_FRACTIONS = {ord(char): f" {over}/{under}" for char, over, under in ("½12", "⅓13", "⅔23", "¼14", "¾34")}
 _EXPONENT = re.compile(r"(?<=[A-Za-z}])(?:\^|_)\s?\{?\s?[-+]?\d{1,9}")
 _ABOUT = re.compile(r"\\approx|≈")
 _CLAUSE_END = re.compile(r"[,;.]\s|\s\(|\b(?:because|since|as)\b")
@@ -98,7 +99,7 @@ def _after_equals(text: str) -> str:
 
 
 def _numbers(text: str) -> list[re.Match[str]]:
-    return list(_NUMBER.finditer(_EXPONENT.sub("", _LATEX.sub("", text))))
+    return list(_NUMBER.finditer(_EXPONENT.sub("", _LATEX.sub("", text.translate(_FRACTIONS)))))
 
 
 def _value(match: re.Match[str]) -> tuple[Fraction, bool] | None:

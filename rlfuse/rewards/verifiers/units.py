@@ -83,9 +83,10 @@ def quantity(text: str) -> tuple[str, str]:
         return text, ""
     if not any(character.isdigit() for character in value) and r"\pi" not in value:
         return text, ""
-    if value.rstrip()[-1:] in ("*", "~"):
-        value = value.rstrip()[:-1]
     unit = " ".join(_TEXT.sub(r" \1 ", tail).split())
+    if value.rstrip().endswith(("*", "/")):
+        unit = f"/{unit}" if value.rstrip().endswith("/") else unit
+        value = value.rstrip()[:-1]
     # 5m and 3x are products; 5 m, 5cm and \text{m} are quantities.
     certain = tail.startswith(("\\", "%")) or value.endswith(" ") or len(unit) > 1
     words = unit.split()

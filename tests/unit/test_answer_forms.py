@@ -111,8 +111,8 @@ def test_unwrapped(text, inner):
 
 def test_a_truncated_response_states_nothing():
     assert parts_of(r"\boxed{1} \boxed{2") is None and parts_of("<answer>1</answer><answer>2") is None
-    assert parts_of(r"\boxed{\left\{1\right.}").marked == r"\left\{1\right"
-    assert parts_of("<answer>so 1</answer> or 2").marked == "1"
+    assert parts_of(r"\boxed{\left\{1\right.}").box == r"\left\{1\right"
+    assert parts_of("<answer>so 1</answer> or 2").stated == parts_of("1</answer>").stated == "1"
 
 
 def test_code_blocks_are_paired():

@@ -54,15 +54,9 @@ _LAST_EMPHASIS = re.compile(r"\*\*(?=[.,;:!]?$)")
 
 _SYMMETRIC = ("```", "**", "__", "$$", "*", "_", "`", "$", '"', "'")
 _PAIRS = (
-    (r"\(", r"\)"),
-    (r"\[", r"\]"),
-    ("“", "”"),
-    ("\u2018", "\u2019"),
-    ("«", "»"),
-    ("„", "“"),
-    ("「", "」"),
-    ("『", "』"),
-)
+    (r"\(", r"\)"), (r"\[", r"\]"), ("\u201c", "\u201d"), ("\u201e", "\u201c"), ("\u2018", "\u2019"), ("«", "»"),
+    ("「", "」"), ("『", "』"),
+)  # fmt: skip
 _COMMAND = re.compile(r"\\(?:boxed|fbox|framebox|text\w{0,6}|math(?:rm|bf|it|sf|tt|normal)|mbox|displaystyle)\s?\{")
 _MARKUP = re.compile(
     r"\\(?:text\w{0,6}|math\w{2}|mbox)\s?\{([^{}]{0,200}+)\}|[*`\"\u201c\u201d$]|\\[()\[\]]|\\(?:left|right)(?![a-z])"
@@ -74,14 +68,26 @@ _LEADING = re.compile(
 _TRAILING = " \t\r\n.,;:。、"
 _FENCE = re.compile(r"\s{0,12}+(`{3,}+|~{3,}+)[ \t]{0,4}+([\w+#.-]{0,20}+)[ \t]{0,4}+$")
 
+_BEFORE_NOUN = {
+    f"{article}{adjective}".strip()
+    for article in ("", "the ", "my ", "la ", "die ", "el ", "so the ", "so, the ", "thus, the ", "therefore, the ")
+    for adjective in ("", "final", "correct", "right", "best")
+}
+
 
 class Parts(NamedTuple):
-    """Where a response may state its answer: in its last box, else in its last `<answer>` tag (`marked`); in what
-    follows its last "the answer is" (`announced`); both unwrapped. `text` is the content of the tag, else all."""
+    """Where a response may state its answer, in this order: its last box, what follows its last announcement ("the
+    answer is"), both unwrapped; its text. All are within the last `<answer>` tag, if there is one (`is_tagged`)."""
 
-    marked: str | None
+    box: str | None
     announced: str | None
     text: str
+    is_tagged: bool
+
+    @property
+    def stated(self) -> str:
+        """The first of them."""
+        return self.box or self.announced or unwrapped(self.text)
 
 
 def answer_in(solution_str: str) -> str | None:
@@ -98,18 +104,15 @@ def folded(text: str) -> str:
 def parts_of(answer: str) -> Parts | None:
     """Return where the response may state its answer; None if it is empty or its last tag or box is not closed."""
     text, tags = answer, list(_TAG.finditer(answer))
-    opened = [index for index, tag in enumerate(tags) if not tag[1]]
-    if opened:
-        after = tags[opened[-1] + 1 :]
-        if not after:
+    if tags:
+        last = max((index for index, tag in enumerate(tags) if not tag[1]), default=-1)  # -1: the prompt opened it
+        if last == len(tags) - 1:
             return None
-        text = answer[tags[opened[-1]].end() : after[0].start()].strip()
-    in_box = boxed(text)
+        text = answer[tags[last].end() if last >= 0 else 0 : tags[last + 1].start()].strip()
+    in_box, said = boxed(text), announced(text)
     if not text or (in_box is None and _BOX.search(text)):
         return None
-    marked = in_box if in_box is not None else text if opened else None
-    said = announced(text)
-    return Parts(*(None if part is None else unwrapped(part) for part in (marked, said)), text)
+    return Parts(*(None if part is None else unwrapped(part) for part in (in_box, said)), text, bool(tags))
 
 
 def boxed(text: str) -> str | None:
@@ -190,13 +193,6 @@ def _layer_removed(text: str) -> str:
     if lead and text[: lead.start()].strip(" *_#").casefold() in _BEFORE_NOUN:
         return (announced(text) if "\n" not in text else _after_announcement(text[lead.end() :])) or text
     return text.rstrip(_TRAILING)
-
-
-_BEFORE_NOUN = {
-    f"{article}{adjective}".strip()
-    for article in ("", "the ", "my ", "la ", "die ", "el ", "so the ", "so, the ", "thus, the ", "therefore, the ")
-    for adjective in ("", "final", "correct", "right", "best")
-}
 
 
 def without_markup(text: str) -> str:

@@ -1,8 +1,8 @@
 """A box in a picture, `[x1, y1, x2, y2]`: the overlap with the true one (box IoU).
 
 Boxes are four numbers in `[...]`, `(...)` or `<bbox>...</bbox>`, two corners as `(x1, y1), (x2, y2)` between Qwen's box
-tokens or without them, `{"bbox_2d": [...]}`, and keys as in `{"x1": ..., "y1": ..., "x2": ..., "y2": ...}`. The one in
-the last box or `<answer>` tag counts, else the first one announced, else the last one. Corners are put in order; a box
+tokens or without them, `{"bbox_2d": [...]}`, and keys as in `{"x1": ..., "y1": ..., "x2": ..., "y2": ...}`. The last
+one in the last `\\boxed{}` counts, else the first one announced, else the last one. Corners are put in order; a box
 without area is none. Pixels and shares of the picture are not compared: if one box lies within 0 to 1 and the other
 does not, `size` (width and height) converts the shares to pixels, and without `size` the answer is wrong.
 """
@@ -72,8 +72,8 @@ def _stated(answer: str) -> Box | None:
     parts = parts_of(answer)
     if parts is None:
         return None
-    if parts.marked is not None:
-        return box_in(parts.marked)
+    if parts.box is not None:
+        return box_in(parts.box)
     return (box_in(parts.announced, first=True) if parts.announced else None) or box_in(parts.text)
 
 

@@ -1,7 +1,7 @@
 r"""Multiple choice: a letter, or the text of an option.
 
-A letter is taken from the last box or `<answer>` tag, else from the last announcement ("the answer is", "I would go
-with"), the last line or the first: `B`, `(B)`, `B.`, `**B**`, `\text{B}`, `Option B`, `B. Paris`, `Paris (B)`, `B is
+A letter is taken from the last box, else from the last announcement ("the answer is", "I would go with"), the last line
+or the first: `B`, `(B)`, `B.`, `**B**`, `\text{B}`, `Option B`, `B. Paris`, `Paris (B)`, `B is
 correct`, `B, because ...`. A letter before other words is a word, as in "A dog" or "A is wrong". Two letters at once
 ("A or B"), or a letter with the text of another option, state nothing. An option's text counts if it is all that the
 box, the announcement or the line says.
@@ -44,11 +44,14 @@ _LEADING = re.compile(
 _AFTER_BARE = re.compile(
     r"\s?(?:[,;(-]|(?:because|since|as|for|which)\b|is\s(?:the\s|my\s)?(?:most\s)?(?:correct|right|best|true|likely|answer))"
 )
-_SECOND = re.compile(r"[\s,/&]{0,4}+(?:(?:or|and)\s)?(?:option\s)?[(\[]?[B-HJ-Z](?:[)\].:,;]|\s|$)")
+_SECOND = re.compile(
+    r"[\s,/&]{0,4}+(?:(?:or|and)\s(?:maybe\s|perhaps\s|possibly\s|also\s)?)?(?:option\s)?[(\[]?[B-HJ-Z](?:[)\].:,;]|\s|$)"
+)
 _A_OR_I = re.compile(r"[\s,]{0,3}+(?:or|and|/|&)\s?(?:option\s)?[(\[]?[AI](?:[)\].:,;]|\s|$)")
 _RETRACTED = re.compile(
     r"\b(?:wait|no|but|actually|instead|rather|however|sorry)\b[^\n]{0,60}?(?<!\w)[(\[]?[A-Z](?=[)\].:,;\s]|$)",
 )
+_LISTED = re.compile(r"\W{0,4}([A-Z])\s?[).:]\s")
 _NAMED = re.compile(r"(?<!\w)[A-Z](?!\w)")
 _LETTERED = re.compile(r"\s[(\[](?P<letter>[A-Z])[)\]]$")
 
@@ -79,9 +82,11 @@ def score(
 def _stated(parts: Parts, texts: dict[str, str]) -> str | None:
     """Return the letter that the response chooses; None if it chooses none, or several."""
     lines = unwrapped(parts.text).splitlines() or [""]
-    places = [parts.marked, parts.announced, lines[-1], lines[0]]
-    if parts.marked is not None and _NAMED.search(parts.marked[:_MAX_CHARS]):
-        places = [parts.marked, announced(parts.marked)]  # nothing else counts
+    listed = {match[1] for line in lines if (match := _LISTED.match(line))}
+    outer = [] if len(listed) > 1 else [lines[-1], lines[0]]  # no choice: a list of the options
+    places = [parts.box, parts.announced, *outer]
+    if parts.box is not None and _NAMED.search(parts.box[:_MAX_CHARS]):
+        places = [parts.box, announced(parts.box)]  # nothing else counts
     for place in places:
         letter = _choice(place, texts) if place else None
         if letter is not None:

@@ -17,8 +17,7 @@ def score(
     *,
     ignore_case: bool = False,
 ) -> dict[str, Any]:
-    """1 if the answer is the ground truth or one of a list of them: the content of the last box or `<answer>` tag, else
-    what the response announces, else all of it."""
+    """1 if the answer is the ground truth or one of a list of them."""
     truths = [ground_truth] if isinstance(ground_truth, str) else ground_truth
     if not isinstance(truths, list | tuple) or not truths or not all(isinstance(t, str) and t.strip() for t in truths):
         raise bad_truth(ground_truth, "a text that is not empty, or a list of such")
@@ -28,9 +27,8 @@ def score(
     parts = parts_of(answer) if answer else None
     if parts is None:
         return not_found(answer, "text")
-    given = parts.marked or parts.announced or parts.text
     right = {_plain(unwrapped(truth), ignore_case) for truth in truths}
-    return verdict(1.0) if _plain(unwrapped(given), ignore_case) in right else wrong(given, truths[0])
+    return verdict(1.0) if _plain(parts.stated, ignore_case) in right else wrong(parts.stated, truths[0])
 
 
 def _plain(text: str, ignore_case: bool) -> str:

@@ -1,8 +1,8 @@
 """A stretch of time in a video: the overlap with the true one (temporal IoU).
 
 Intervals are `3.2 to 5.0`, `[3.2, 5.0]`, `3.2s - 5.0s`, `from 3.2 seconds to 5`, `00:03.2 to 01:05`, `1:02:03-1:02:08`,
-`00:03.200 --> 00:05.000` (also with a decimal comma, as in SRT) and `{"start": 3.2, "end": 5.0}`. The one in the last
-box or `<answer>` tag counts, else the first one announced, else the last one. An end before its start, or none of its
+`00:03.200 --> 00:05.000` (also with a decimal comma, as in SRT) and `{"start": 3.2, "end": 5.0}`. The last one
+in the last box counts, else the first one announced, else the last one. An end before its start, or none of its
 length, is no interval.
 """
 
@@ -69,8 +69,8 @@ def _stated(answer: str, whole: bool) -> tuple[float, float] | None:
     parts = parts_of(answer)
     if parts is None:
         return None
-    if parts.marked is not None:
-        return interval_in(parts.marked)
+    if parts.box is not None:
+        return interval_in(parts.box)
     return (interval_in(parts.announced, first=True) if parts.announced else None) or interval_in(parts.text)
 
 

@@ -56,7 +56,7 @@ def _texts(answer: str) -> list[str]:
     parts = parts_of(answer)
     text = parts.text if parts else answer
     blocks = [content for language, content in fenced(text) if language in ("", "json", "jsonc", "json5")]
-    given = [answer, *blocks[-1:], text, unwrapped(text), *(parts[:2] if parts else ())]
+    given = [answer, *blocks[-1:], text, unwrapped(text), *((parts.box, parts.announced) if parts else ())]
     return list(dict.fromkeys(given_text for given_text in given if given_text))
 
 

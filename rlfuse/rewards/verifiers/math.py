@@ -1,7 +1,7 @@
 r"""Mathematics: an expression that equals the true one, whichever way it is written.
 
-The expression is the content of the last `\boxed{}` or `<answer>` tag, else what the response announces, else the last
-formula between dollar signs or the like, else the last line. It is compared with the true one as text, then part by
+The expression is the content of the last `\boxed{}`, else what the response announces, else the last formula between
+dollar signs or the like, else the last line. It is compared with the true one as text, then part by
 part, then by value (`math_structure`). Nothing is refused because it is not understood: a truth that is no readable
 expression, such as "3:45 p.m." or "100!^{100!}", is compared as text.
 """
@@ -76,8 +76,8 @@ def _true_expression(ground_truth: Any) -> str:
 
 def _stated(parts: Parts) -> str:
     """Return the expression that a response states."""
-    if parts.marked is not None and boxed(parts.text) is not None:
-        return parts.marked
+    if parts.box is not None:
+        return parts.box
     if parts.announced is not None:
         return _CLAUSE_END.split(parts.announced, maxsplit=1)[0]
     return _last_formula(parts.text)

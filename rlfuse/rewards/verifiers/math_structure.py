@@ -64,7 +64,12 @@ def same(truth: str, answer: str) -> bool:
     for part, rest in ((one, answer), (other, truth)):
         if part.kind == "equation" and _names(part.parts[0]):  # x = 5, or (x, y) = (1, 2)
             return same(part.parts[-1], rest) if part is one else same(rest, part.parts[-1])
-        if part.kind == "ratio" and len(part.parts) == 2 and not part.mark and _read(rest).kind == "value":
+        if (
+            part.kind == "ratio"
+            and len(part.parts) == 2
+            and not (part.mark or part.parts[1].startswith("0"))
+            and _read(rest).kind == "value"
+        ):
             return _same_value(rf"\frac{{{part.parts[0]}}}{{{part.parts[1]}}}", rest)
     if {one.kind, other.kind} == {"set", "list"}:
         return _same_in_any_order(*([_solution(each) for each in part.parts] for part in (one, other)))
@@ -241,9 +246,6 @@ def _same_equation(one: list[str], other: list[str]) -> bool:
     if len(one) == len(other) == 2:
         if any(all(map(same, one, pair)) for pair in (other, other[::-1])):
             return True
-        names = [side for side in (one[0], other[0]) if _NAME.fullmatch(side)]
-        if len(names) == 2 and key(names[0]) != key(names[1]):
-            return False
         return _proportional(*(_values(f"({left})-({right})") for left, right in (one, other)))
     return key(one[0]) == key(other[0]) and same(one[-1], other[-1])
 

@@ -1,8 +1,8 @@
-r"""A number within a tolerance: the one in the last box or `<answer>` tag, else the one announced, else the last one.
+r"""A number within a tolerance: the one in the last box, else the first one announced, else the last one.
 
 Numbers are `-1,234.5`, `1.2e-3`, `1.2 \times 10^{-3}`, `10^{5}`, `3/4`, `1 1/2`, `\frac{3}{4}`, `45%`, `$18.90`, with
-or without a unit. A box or tag that holds several numbers, such as "3 or 5", states none, unless the last one follows
-an equals sign. If only one of answer and ground truth is in percent, both 45 and 0.45 are 45%. Calculation is exact,
+or without a unit. A box or `<answer>` tag that holds several numbers, such as "3 or 5", states none, unless only one
+follows the last equals sign. If only one of answer and ground truth is in percent, both 45 and 0.45 are 45%. Calculation is exact,
 in fractions.
 """
 
@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, boxed, folded, not_found, parts_of, verdict, wrong
+from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, folded, not_found, parts_of, verdict, wrong
 
 LONGEST = 400
 """Characters of a number, so also digits; and the largest power of ten, about that of a float."""
@@ -78,11 +78,16 @@ def number_in(text: str) -> tuple[Fraction, bool] | None:
     parts = parts_of(text)
     if parts is None:
         return None
-    said = _numbers(_clause(parts.announced)) if parts.announced else []
-    if parts.marked is not None and (boxed(parts.text) is not None or not said):
-        found = _numbers(_after_equals(parts.marked))
+    if parts.box is not None:
+        found = _numbers(_after_equals(parts.box))
         return _value(found[0]) if len(found) == 1 else None
-    found = said[:1] or _numbers(parts.text)[-1:]
+    found = _numbers(_clause(parts.announced)) if parts.announced else []
+    if len(found) > 1 and found[0].string[found[0].end() : found[1].start()].strip(" $*") in ("or", "and"):
+        return None
+    if not found:
+        found = _numbers(_after_equals(parts.text) if parts.is_tagged else parts.text)[::-1]
+        if parts.is_tagged and len(found) > 1:
+            return None
     return _value(found[0]) if found else None
 
 

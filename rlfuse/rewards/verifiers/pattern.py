@@ -11,7 +11,7 @@ from typing import Any
 import regex
 
 from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, excerpt, not_found, parts_of, unwrapped, verdict
+from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, excerpt, not_found, parts_of, verdict
 
 SECONDS = 1.0
 
@@ -37,7 +37,7 @@ def score(
     if not answer:
         return not_found(answer, "text")
     parts = None if anywhere or as_written else parts_of(answer)
-    given = [answer, *([unwrapped(parts.marked or parts.announced or parts.text)] if parts else ())]
+    given = [answer, *([parts.stated] if parts else ())]
     try:
         fits = any((pattern.search if anywhere else pattern.fullmatch)(text, timeout=timeout_s) for text in given)
     except TimeoutError:

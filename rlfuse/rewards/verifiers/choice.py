@@ -45,11 +45,12 @@ _AFTER_BARE = re.compile(
     r"\s?(?:[,;(-]|(?:because|since|as|for|which)\b|is\s(?:the\s|my\s)?(?:most\s)?(?:correct|right|best|true|likely|answer))"
 )
 _SECOND = re.compile(
-    r"[\s,/&]{0,4}+(?:(?:or|and)\s(?:maybe\s|perhaps\s|possibly\s|also\s)?)?(?:option\s)?[(\[]?[B-HJ-Z](?:[)\].:,;]|\s|$)"
+    r"\s?(?:,\s?(?:or\s|and\s)?|/|&\s?|or\s|and\s)(?:maybe\s|perhaps\s|possibly\s|also\s)?(?:option\s)?[(\[]?[B-HJ-Z](?!\w)"
+    r"|\s?(?:or|and|/|&)\s?(?:option\s)?[(\[]?[AI](?:[)\].:,;]|\s|$)"
+    r"|\s?(?:option\s)?[(\[]?[B-HJ-Z](?:[)\].:;]|$)"
 )
-_A_OR_I = re.compile(r"[\s,]{0,3}+(?:or|and|/|&)\s?(?:option\s)?[(\[]?[AI](?:[)\].:,;]|\s|$)")
 _RETRACTED = re.compile(
-    r"\b(?:wait|no|but|actually|instead|rather|however|sorry)\b[^\n]{0,60}?(?<!\w)[(\[]?[A-Z](?=[)\].:,;\s]|$)",
+    r"\b(?i:wait|no[,.]|but|actually|instead|rather|however|sorry)(?!\w)[^\n]{0,60}?(?<!\w)[(\[]?[A-Z](?=[)\].:,;\s]|$)",
 )
 _LISTED = re.compile(r"\W{0,4}([A-Z])\s?[).:]\s")
 _NAMED = re.compile(r"(?<!\w)[A-Z](?!\w)")
@@ -105,7 +106,7 @@ def _options(given: Any) -> dict[str, str]:
     except (ValueError, TypeError):
         texts = {}
     # Parquet fills the letters that a row does not have with None.
-    found = {str(letter).upper(): str(text) for letter, text in texts.items() if text is not None}
+    found = {str(letter).upper(): folded(str(text)) for letter, text in texts.items() if text is not None}
     if not found or not all(len(letter) == 1 and letter in LETTERS for letter in found):
         raise ValueError(
             f"options: got {given!r}; valid are up to 26 texts, in order or by their letters, also as JSON"
@@ -116,8 +117,8 @@ def _options(given: Any) -> dict[str, str]:
 def _letter_of_truth(ground_truth: Any, texts: dict[str, str]) -> str:
     truth = unwrapped(folded(ground_truth)) if isinstance(ground_truth, str) else ""
     by_text = [letter for letter, text in texts.items() if _plain(text) == _plain(truth)]
-    letter = by_text[0] if len(by_text) == 1 else truth.strip("().").upper()
-    if len(letter) != 1 or letter not in (texts or LETTERS):
+    letter = by_text[0] if len(by_text) == 1 else _choice(truth, texts)
+    if letter is None:
         raise bad_truth(ground_truth, f"one of {texts}, or its letter" if texts else "a letter from A to Z")
     return letter
 
@@ -144,7 +145,7 @@ def _choice(place: str, texts: dict[str, str]) -> str | None:
         return None
     if said in {_plain(text) for text in texts.values()}:
         return letter if said == _plain(texts[letter]) else None
-    return None if any(search(rest) for search in (_SECOND.match, _A_OR_I.match, _RETRACTED.search)) else letter
+    return None if any(search(rest) for search in (_SECOND.match, _RETRACTED.search)) else letter
 
 
 def _plain(text: str) -> str:

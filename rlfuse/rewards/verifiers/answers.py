@@ -192,7 +192,7 @@ def _layer_removed(text: str) -> str:
     lead = _ANNOUNCEMENT.search(text, 0, 80)
     if lead and text[: lead.start()].strip(" *_#").casefold() in _BEFORE_NOUN:
         return (announced(text) if "\n" not in text else _after_announcement(text[lead.end() :])) or text
-    return text.rstrip(_TRAILING)
+    return text if text.endswith(("...", "…")) else text.rstrip(_TRAILING)
 
 
 def without_markup(text: str) -> str:

@@ -35,7 +35,7 @@ MAX_CHARS, MAX_DEPTH = 500, 12
 _DELIMITER = re.compile(r"(?<!\\)(?:\$\$?|\\[()[\]])")
 _CLOSING = {"$": "$", "$$": "$$", r"\(": r"\)", r"\[": r"\]"}
 _WORD = re.compile(r"[A-Za-z]+")
-_CLAUSE_END = re.compile(r"[.!]\s{1,4}(?=[A-Z])|[,;]?\s(?:because|since|which|where|as|by|using|given|so)\b")
+_CLAUSE_END = re.compile(r"[.!]\s{1,4}(?=[A-Z])|[,;]?\s(?:because|since|which|where|as|by|using|given|so|not)\b")
 
 
 @answer_only

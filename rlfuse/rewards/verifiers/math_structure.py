@@ -72,7 +72,7 @@ def same(truth: str, answer: str) -> bool:
         ):
             return _same_value(rf"\frac{{{part.parts[0]}}}{{{part.parts[1]}}}", rest)
     if {one.kind, other.kind} == {"set", "list"}:
-        return _same_in_any_order(*([_solution(each) for each in part.parts] for part in (one, other)))
+        return _same_solutions(one.parts, other.parts)
     intervals = [_as_intervals(part) for part in (one, other)]
     return all(intervals) and _same_in_any_order(*intervals)
 
@@ -93,9 +93,8 @@ def _same_kind(one: Part, other: Part) -> bool:
     if one.kind == "ratio":
         return _marks_agree(one.mark, other.mark) and [*map(int, one.parts)] == [*map(int, other.parts)]
     if one.kind == "list":
-        ordered = [[_solution(each) for each in part.parts] for part in (one, other)]
         related = any(_read(each).kind == "relation" for each in one.parts)
-        return (one.mark == other.mark or not related) and _same_in_any_order(*ordered)
+        return (one.mark == other.mark or not related) and _same_solutions(one.parts, other.parts)
     if one.kind in ("set", "union"):
         return _same_in_any_order(one.parts, other.parts)
     pairs = list(zip(one.parts, other.parts, strict=False))
@@ -118,10 +117,21 @@ def _same_in_any_order(truths: list[str], answers: list[str]) -> bool:
     return True
 
 
-def _solution(text: str) -> str:
-    """The value in x = value."""
+def _same_solutions(truths: list[str], answers: list[str]) -> bool:
+    """Compare lists such as `x = 1, x = 2` or `1, 2` in any order; `x = 1, y = 2` needs its names."""
+    sides = [[_named_value(each) for each in texts] for texts in (truths, answers)]
+    names = [{name for name, _ in side if name} for side in sides]
+    if max(map(len, names)) > 1:
+        return names[0] == names[1] and _same_in_any_order(truths, answers)
+    return _same_in_any_order(*([value for _, value in side] for side in sides))
+
+
+def _named_value(text: str) -> tuple[str, str]:
+    """The name, "" for none, and the value in x = value."""
     part = _read(text)
-    return part.parts[-1] if part.kind == "equation" and _NAME.fullmatch(part.parts[0].strip()) else text
+    if part.kind == "equation" and _NAME.fullmatch(part.parts[0]):
+        return key(part.parts[0]), part.parts[-1]
+    return "", text
 
 
 def _read(text: str) -> Part:

@@ -55,6 +55,7 @@ _SPACES = (
 _SPELLINGS |= {letter: rf"\{name} " for letter, name in _GREEK.items()}
 _SPELLINGS |= dict.fromkeys(_DROPPED, "") | dict.fromkeys(_SPACES, " ")
 _SPELLED = re.compile(r"\\\\|\\[A-Za-z]++\.?|\\.|\*\*|[^\x00-\x7f]|~", re.DOTALL)
+_VECTOR = re.compile(r"\\(?:vec|mathbf|boldsymbol|overrightarrow)")
 _RAISED, _LOWERED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]++"), re.compile("[₀₁₂₃₄₅₆₇₈₉]++")
 _DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉", "0123456789-0123456789")
 _FRACTIONS = {ord(char): rf"\frac{{{over}}}{{{under}}}" for char, over, under in ("½12", "⅓13", "⅔23", "¼14", "¾34")}
@@ -79,6 +80,8 @@ _OLD_STYLE = re.compile(r"\{\s?\\(?:rm|bf|it)\s([^{}]{1,100}+)\}")
 def canonical(text: str) -> str:
     """Return the expression in one spelling, white space collapsed, text in `\\text{}`."""
     text = _currency(text)
+    if _VECTOR.search(text):  # the cross product is no product of numbers
+        text = text.replace(r"\times", r"\cross ")
     text = _GROUPED.sub("", text).translate(_FRACTIONS)
     for scripts, mark in ((_RAISED, "^"), (_LOWERED, "_")):
         text = scripts.sub(lambda match, mark=mark: f"{mark}{{{match[0].translate(_DIGITS)}}}", text)
@@ -88,7 +91,8 @@ def canonical(text: str) -> str:
     text = _SPELLED.sub(_respelled, text)
     text = _NAMED.sub(r"\\\1 ", _ROOT.sub(r"\\sqrt", text))
     text = _BRACED.sub(r"\1", _ROOT_OF.sub(r"\\sqrt{\1}", text))
-    return _SPACE.sub(" ", text.replace("{:}", ":")).strip().rstrip(".,;").strip().removeprefix("+")
+    text = _SPACE.sub(" ", text.replace("{:}", ":")).strip().removeprefix("+")
+    return text if text.endswith("...") else text.rstrip(".,; ")
 
 
 def key(canonical_text: str) -> str:

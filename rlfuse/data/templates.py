@@ -47,14 +47,14 @@ def templated(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig
     """Return the prompt as text, with markers as `DataRow.messages` has them. A final assistant message is a prefill:
     it stays open, for the response to continue it."""
     field = f"{where}, field {data.prompt_key}"
-    if not row.is_chat:
-        return row.messages[0]["content"]
-    if tokenizer.chat_template is None:
+    if not row.is_chat or tokenizer.chat_template is None:
         if row.tools:
-            raise DataError(
-                f"{where}, field tools: the tokenizer of model.path has no chat template to show tools. Use a model "
-                "that has one, or remove the column."
+            why = (
+                "model.path has no chat template"
+                if row.is_chat
+                else "data.prompt_is_chat=false applies no chat template"
             )
+            raise DataError(f"{where}, field tools: {why} that could show them. Remove the column.")
         return "\n".join(message["content"] for message in row.messages)
     if row.tools and not _reads(tokenizer.get_chat_template(tools=list(row.tools)), "tools"):
         raise DataError(

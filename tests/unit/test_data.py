@@ -255,6 +255,7 @@ def test_nulls_of_nested_columns_do_not_reach_the_template(tmp_path, chat_tokeni
         ({"prompt": ""}, {"prompt_is_chat": False}, ["field prompt", "non-empty"]),
         ({"prompt": "1", "tools": "a hammer"}, {}, ["field tools", "JSON schemas", "Rename"]),
         ({"prompt": "1", "tools": {"add": {}}}, {}, ["field tools", "JSON schemas"]),
+        ({"prompt": "1", "tools": [TOOL]}, {"prompt_is_chat": False}, ["field tools", "prompt_is_chat=false"]),
         ({"prompt": "1", "tools": [3]}, {}, ["field tools", "JSON schemas"]),
         ({"prompt": [USER | {"content": [{"type": "image"}]}]}, {}, ["images", "no visual part"]),
         ({"prompt": [USER | {"content": [{"type": "video_url"}]}]}, {}, ["videos", "no visual part"]),
@@ -277,6 +278,7 @@ def test_rows_that_make_no_prompt_are_named_by_file_row_and_field(tmp_path, chat
         (None, TRL | {"tools": [TOOL]}, {}, ["row 0, field tools", "no chat template"]),
         ("{{ messages }}", TRL | {"tools": [TOOL]}, {}, ["row 0, field tools", "does not read"]),
     ],
+    ids=["misspelt", "not a variable", "no template", "tools without template", "tools not read"],
 )
 def test_what_a_chat_template_would_ignore_is_refused(tmp_path, chat_tokenizer, template, row, given, words):
     chat_tokenizer.chat_template = template

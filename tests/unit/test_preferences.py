@@ -197,8 +197,10 @@ def test_settings_of_a_reward_model_are_checked_and_those_of_rollouts_are_not():
     assert batch.startswith("data.train_batch_size=1: must be at least the 2 slots, a pair for each")
     config = Config()
     config.data.train_files, config.model.path, config.trainer.task = ["pairs.parquet"], "model", "reward_model"
-    config.trainer.metrics = ["mine.py:groups"]
-    [metrics] = check(config, Facts())
+    config.trainer.metrics, config.data.prompt_is_chat = ["mine.py:groups"], False
+    config.data.apply_chat_template_kwargs = {"enable_thinking": False}
+    *template, metrics = check(config, Facts())
+    assert [each.partition("=")[0] for each in template] == ["data.apply_chat_template_kwargs", "data.prompt_is_chat"]
     assert metrics.startswith("trainer.metrics=[mine.py:groups]: must be empty with trainer.task=reward_model")
     config = Config(trainer=type(config.trainer)(task="reward"))
     assert any("did you mean" in problem for problem in check(config, Facts()) if problem.startswith("trainer.task"))

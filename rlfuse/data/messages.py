@@ -26,7 +26,7 @@ START = 200
 """Characters in which encoded messages name their first role or type."""
 _ENCODED = re.compile(r"""["']?\[?["']?\{.*?["'](?:role|type)\\?["']:""")
 _CERTAIN = re.compile(r"""["']?\[?["']?\{\\?["'](?:role|content)\\?["']:""")
-"""Starts of encoded messages and parts, white space removed: what may be some, and what can't be anything else."""
+"""Starts of text that may hold encoded messages or parts, and of text that must; white space removed."""
 
 Message = dict[str, Any]
 
@@ -47,8 +47,10 @@ def marked_messages(where: str, given: Any, role: str) -> tuple[Message, ...]:
 
 
 def decoded(where: str, given: Any) -> Any:
-    """Decode messages that are JSON text, as a whole, one by one or their parts; DataError for text that only resembles
-    them."""
+    """Return messages decoded where they, each of them or their parts are JSON text; any other value as it is.
+
+    DataError for text that resembles messages and is not JSON.
+    """
     if isinstance(given, str):
         found = _decoded_text(where, given)
         messages = found if isinstance(found, list) else [found]

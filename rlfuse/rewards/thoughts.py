@@ -57,7 +57,8 @@ def answer_of(response: str, opened: bool = False) -> str:
 
 
 def is_opened(item: Item) -> bool:
-    """Whether the prompt ends within a thought that its template opened, or a final assistant message, a prefill."""
+    """Whether the prompt ends inside a thought, opened by the chat template or by a prefill (a final assistant
+    message)."""
     if prefill := _prefill(item):
         return prefill.rfind(OPEN) > prefill.rfind(CLOSE)
     text = item.prompt_text.rstrip()

@@ -1,10 +1,12 @@
-"""Which part of an answer is its code, and what the ground truths of public data sets ask of it."""
+"""Extraction of code from answers, and the ground-truth formats of public data sets."""
 
 import json
 import time
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlfuse.rewards.sandbox.sandbox import Kind
 from rlfuse.rewards.verifiers import code
@@ -192,6 +194,22 @@ REFUSED = [
 def test_other_forms_of_ground_truths_are_refused_by_name(truth, why):
     with pytest.raises(ValueError, match=rf"(?s)ground_truth: got .*valid is .*{why}"):
         read_tests(truth)
+
+
+KEYS = ["inputs", "outputs", "input", "output", "fn_name", "assert_case", "setup", "test", "entry_point", "test_cases"]
+names = st.sampled_from([*KEYS, "x"])
+leaves = st.none() | st.booleans() | st.integers() | st.sampled_from(["", "3", "[1]", "f", "assert f(3)", "stdin"])
+values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4))
+
+
+@given(values | values.map(json.dumps))
+def test_any_ground_truth_is_read_or_refused(truth):
+    try:
+        tests = read_tests(truth)
+    except ValueError as error:
+        assert str(error).startswith("ground_truth: got ")
+    else:
+        assert len(tests.given) == len(tests.expected)
 
 
 def test_a_single_output_is_unwrapped_only_where_all_are_wrapped():

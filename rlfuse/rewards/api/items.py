@@ -75,7 +75,7 @@ class Item:
 
     @property
     def lacks_visual(self) -> bool:
-        """Whether its row has clips or images that did not come along, as none does from saved samples."""
+        """Whether the row has clips or images that are missing here; saved samples never include them."""
         return not self.visual and any(self.columns.get(name) for name in ("images", "videos"))
 
     def column(self, name: str) -> Any:

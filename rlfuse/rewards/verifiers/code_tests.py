@@ -15,7 +15,8 @@ Role: pure; called by `code`. Forms, each a dict, a list or JSON text of one:
     {"test": "def check(candidate): ...", "entry_point": "f"}
         one function of assertions (HumanEval, LeetCode)
 
-Invariant: what fits no form, or more than one, is a ValueError that names it, never a test that code fails.
+Invariant: a ground truth that fits no form, or several, is a ValueError that names the field; it never becomes a test
+that all code fails.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def read_tests(ground_truth: Any) -> Tests:
     """Return the tests of a ground truth. Raises ValueError with what is wrong."""
     try:
         return _tests(_decoded(ground_truth))
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise bad_truth(ground_truth, f"{VALID}; {error}") from None
 
 

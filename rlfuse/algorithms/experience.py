@@ -28,8 +28,8 @@ from rlfuse.config.valid_values import names_function
 from rlfuse.errors import ConfigError
 from rlfuse.samples import Group, Reward, Sample
 
-SAME = 1e-4
-"""Relative and absolute difference of estimates that rounding explains."""
+SAME, ROUNDING = 1e-4, 1e-6
+"""Differences of estimates that rounding explains: relative to the batch's largest estimate, and largest score."""
 
 
 class Experience:
@@ -208,19 +208,23 @@ class Experience:
         samples = [sample for group in groups for sample in group.samples]
         alone = [dict(sample.tensors) for sample in samples]
         self._estimate(groups)
-        for sample, own in zip(samples, alone, strict=True):
-            for name in ("advantages", "returns"):
+        scores = [float(own["token_rewards"].sum()) for own in alone]
+        for name in ("advantages", "returns"):
+            largest = max(float(np.abs(own[name]).max()) for own in alone)
+            tolerance = max(SAME * largest, ROUNDING * max(map(abs, scores)))
+            for sample, own in zip(samples, alone, strict=True):
                 whole = sample.tensors[name]
-                if not np.allclose(whole, own[name], SAME, SAME, equal_nan=True):
+                if not np.allclose(whole, own[name], rtol=0, atol=tolerance, equal_nan=True):
                     token = int(np.argmax(np.abs(whole - own[name])))
+                    key = f"algorithm.adv_estimator={self.config.algorithm.adv_estimator}"
                     raise ConfigError([
-                        f"algorithm.adv_estimator={self.config.algorithm.adv_estimator}: states needs_batch=False, but "
-                        f"{name} of sample {sample.id}, token {token}, are {own[name][token]:g} from its group and "
-                        f"{whole[token]:g} from the whole batch; remove needs_batch=False, or compare only rows of "
-                        f"the same group"
+                        f"{key}: states needs_batch=False, but {name} of sample {sample.id}, token {token}, are "
+                        f"{own[name][token]:g} from its group and {whole[token]:g} from the whole batch; remove "
+                        "needs_batch=False, or compare only rows of the same group"
                     ])  # fmt: skip
+        for sample, own in zip(samples, alone, strict=True):
             sample.tensors.update(own)
-        self._unverified = len({float(sample.tensors["token_rewards"].sum()) for sample in samples}) == 1
+        self._unverified = len(set(scores)) == 1
 
     def complete(self, groups: Sequence[Group]) -> dict[str, float]:
         """All groups of the step are prepared: compute what depends on all of them, steer the KL; returns metrics."""

@@ -172,6 +172,8 @@ def batch_mean(scores, mask):
     return (scores - scores.mean())[:, None] * mask
 @advantage_estimator(needs_groups=True, needs_batch=False)
 def claims_its_group(scores, mask): return batch_mean(scores, mask)
+@advantage_estimator(needs_batch=False)
+def claims_it_in_small_numbers(scores, mask): return 1e-4 * batch_mean(scores, mask)
 @advantage_estimator(needs_batch=False, whitens="responses")
 def claims_its_row(mask, scores, groups): return (scores * (groups + 1))[:, None] * mask
 @advantage_estimator(needs_groups=True, needs_batch=False)
@@ -207,7 +209,7 @@ def test_a_custom_estimator_gets_the_whole_batch_in_one_call_unless_it_states_ot
         assert set(ESTIMATORS.find("mine.py:batch_mean").__globals__["calls"]) == {6}
 
 
-@pytest.mark.parametrize("name", ["claims_its_group", "claims_its_row"])
+@pytest.mark.parametrize("name", ["claims_its_group", "claims_its_row", "claims_it_in_small_numbers"])
 def test_an_estimator_that_reads_other_groups_than_it_states_ends_the_run_before_the_first_update(write, name):
     write(ACROSS)
     experience = Experience(config(f"{ESTIMATOR}=mine.py:{name}"))

@@ -114,6 +114,12 @@ def test_serial_overlaps_nothing_stream_scores_beside_generation_and_adaptive_al
     assert overlapped["adaptive"] == {"old_log_prob", "ref", "gradients"}
 
 
+def test_training_waits_for_the_batch_that_a_custom_estimator_reads(tmp_path):
+    (tmp_path / "mine.py").write_text("def mine(scores, mask): ...")
+    world = play(replace(job("adaptive"), seed=4, estimator=f"{tmp_path}/mine.py:mine"))
+    assert len(world.learned) == 3 and world.overlapped == {"old_log_prob", "ref"}
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_passes_of_later_mini_batches_run_in_the_schedules_of_earlier_ones(policy):
     world = play(job(policy, settings=PIPELINED))

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -23,12 +24,12 @@ from rlfuse.fusion.own_policies import loaded_policy
 from rlfuse.run_folder.reader import open_run
 from rlfuse.whatif.of_run import STEPS, examine
 from rlfuse.whatif.operations import Operations
-from rlfuse.whatif.questions import answers
+from rlfuse.whatif.questions import answers, job_answers
 from rlfuse.whatif.run_operations import KINDS
-from rlfuse.whatif.slowdown import analyse
+from rlfuse.whatif.slowdown import TOGETHER, Job
 from rlfuse.whatif.study_trace import TraceError, operations_of, read
 from rlfuse.whatif.telling import told_of_job, told_of_run
-from rlfuse.whatif.timeline import beside
+from rlfuse.whatif.timeline import of_job, of_run
 
 SIZES = {"dp_size": "ranks", "pp_size": "stages"}
 """Keys of the metadata that the table tells, too."""
@@ -59,9 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps", type=int, default=STEPS, metavar="N", help=f"its last so many steps; default {STEPS}"
     )
-    parser.add_argument("--without", choices=KINDS, action="append", default=[], help="asks: if this took no time?")
+    parser.add_argument("--without", action="append", default=[], metavar="KIND", help="asks: if this took no time?")
     parser.add_argument("--policy", action="append", default=[], metavar="P", help="asks: under this fusion policy?")
-    parser.add_argument("--timeline", type=Path, metavar="FILE", help="the ideal beside the real, for ui.perfetto.dev")
+    parser.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="the ideal next to the recorded one, for ui.perfetto.dev"
+    )
     parser.add_argument("--trace", type=Path, help="of another job: operations, .parquet or .csv, a row each")
     parser.add_argument("--meta", type=Path, help="sizes of that job, .yaml (dp_size, pp_size, ...); else the table's")
     parser.add_argument("--out", type=Path, help="what is found, as JSON")
@@ -74,31 +77,45 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> tuple[list[str | Table], dict[str, Any]]:
     if arguments.steps < 1:
         raise WhatIfError(f"--steps {arguments.steps}: give 1 or more")
+    _check_kinds(arguments.without, KINDS)
     for policy in arguments.policy:
         loaded_policy(policy)  # a mistake is told before everything is read
     folder = open_run(arguments.run)
     run = examine(folder, arguments.steps)
     asked = list(answers(run.analysis, run.simulated, arguments.without, arguments.policy))
     if arguments.timeline is not None:
-        write_whole(
-            arguments.timeline, json.dumps(beside(run.analysis, run.steps, folder.width), separators=(",", ":"))
-        )
+        _write_timeline(arguments.timeline, of_run(run.analysis, run.steps, folder.width))
     told = told_of_run(run.found, asked, [step.step for step, _ in run.steps], run.alarms)
     found = asdict(run.found) | {"questions": [asdict(answer) for answer in asked]}
     return told, found | {"alarms": [asdict(alarm) for alarm in run.alarms]}
+
+
+def _check_kinds(given: Sequence[str], valid: Sequence[str]) -> None:
+    if unknown := [kind for kind in given if kind not in valid]:
+        raise WhatIfError(f"--without {', '.join(unknown)}: unknown kind of work; valid: {', '.join(valid)}")
+
+
+def _write_timeline(path: Path, timeline: dict[str, Any]) -> None:
+    write_whole(path, json.dumps(timeline, separators=(",", ":")))
 
 
 # A table -------------------------------------------------------------------------------------------------------------
 
 
 def _job(arguments: argparse.Namespace) -> tuple[list[str | Table], dict[str, Any]]:
-    if arguments.without or arguments.policy or arguments.timeline:
-        raise WhatIfError("--without, --policy and --timeline are for a run's folder, not for --trace")
-    job = operations_of(read(arguments.trace))
+    if arguments.policy:
+        raise WhatIfError("--policy: only for a run's folder; the job of --trace has no fusion policy")
+    operations = operations_of(read(arguments.trace))
     if arguments.meta is not None:
-        check_sizes(job, arguments.meta)
-    found = analyse(job)
-    return told_of_job(found, job), asdict(found)
+        check_sizes(operations, arguments.meta)
+    present = [operations.kinds[kind] for kind in np.unique(operations.kind)]
+    _check_kinds(arguments.without, present + [name for name, kinds in TOGETHER.items() if {*kinds} & {*present}])
+    job = Job(operations)
+    found = job.found()
+    asked = list(job_answers(job, found, arguments.without))
+    if arguments.timeline is not None:
+        _write_timeline(arguments.timeline, of_job(job))
+    return told_of_job(found, operations, asked), asdict(found) | {"questions": [asdict(answer) for answer in asked]}
 
 
 def check_sizes(job: Operations, path: Path) -> None:

@@ -1,13 +1,15 @@
-"""Why a run loses time: the likely cause by rule, the evidence beside it, and what usually helps.
+"""Why a run or a training job loses time: the likely cause by rule, the evidence, and what usually helps.
 
-Role: `run_slowdown` asks `likely`. Pure. The rules are those of the study of stragglers (arXiv 2505.05713, section 5),
-with generation's tail beside them, which training alone does not have. A rule that does not hold says nothing; where
-none does, the cause is *undetermined*, and nobody is blamed.
+Role: `run_slowdown` calls `likely`, `slowdown` calls `likely_of_job`. Pure. The rules are those of the study of
+stragglers (arXiv 2505.05713, section 5), plus generation's tail, which training alone does not have. Without a rule
+that holds the cause is *undetermined*.
 
     machine    M_W >= 0.5: the slowest few workers explain it
     stages     M_S >= 0.5: the last stage of the pipeline does
     tail       half of what balance would save is generation's: the longest responses
-    lengths    forward and backward of the same micro-batches are long together, correlation >= 0.9
+    lengths    forward and backward durations of the same micro-batches correlate, >= 0.9; of a training job even
+               micro-batches also have to save half of the time lost (M_L): then they come before the last stage, whose
+               M_S includes the lengths of its own micro-batches
     gc         forwards alone take several times as long now and then, each time on another worker
 """
 
@@ -41,7 +43,7 @@ class Cause:
     """What it is, by which evidence, and what usually helps."""
 
     name: str
-    """`machine`, `stages`, `tail`, `lengths`, `gc` or `undetermined`."""
+    """`machine`, `stages`, `tail`, `lengths`, `gc` or `undetermined`; of a training job neither `tail` nor `gc`."""
     evidence: str
     advice: str
 
@@ -110,14 +112,14 @@ def _spikes(seen: Seen, kind: str) -> list[int]:
     ]
 
 
-def _stages(found: Mapping[str, Any], seen: Seen) -> Cause | None:
+def _stages(found: Mapping[str, Any], _: Seen | None) -> Cause | None:
     share = found.get("M_S")
     if share is None or share < HALF:
         return None
     return Cause(
         "stages",
-        f"{percent(share)} of the time lost goes if the last stage had no more to do than the others",
-        "give the last stage fewer layers: it has the head and the loss, too",
+        f"{percent(share)} of the time lost is saved if the last stage has no more to do than the others",
+        "give the last stage fewer layers: it also computes the head and the loss",
     )
 
 
@@ -136,39 +138,75 @@ def _tail(found: Mapping[str, Any], seen: Seen) -> Cause | None:
 
 def _lengths(found: Mapping[str, Any], seen: Seen) -> Cause | None:
     pairs = _pairs(seen)
-    if len(pairs) < PAIRS:
-        return None
-    forward, backward = np.array(pairs).T
-    if min(forward.std() / forward.mean(), backward.std() / backward.mean()) < VARIES:
-        return None
-    correlation = float(np.corrcoef(forward, backward)[0, 1])
-    if correlation < CORRELATED:
+    found_correlation = correlation(*pairs)
+    if found_correlation is None or found_correlation < CORRELATED:
         return None
     return Cause(
         "lengths",
-        f"forward and backward of the same micro-batches are long together (correlation {correlation:.2f} over "
-        f"{len(pairs)}): rows differ in length",
+        f"{_correlated(found_correlation, len(pairs[0]))}: rows differ in length",
         "even out micro-batches by tokens: a larger actor.ppo_max_token_len_per_gpu packs more rows into each",
     )
 
 
-def _pairs(seen: Seen) -> list[tuple[float, float]]:
-    """(forward, backward) of the same micro-batch over what is usual on its worker, so that machines have no say."""
+def _correlated(value: float, pairs: int) -> str:
+    return f"forward and backward durations of the same micro-batches correlate at {value:.2f} ({pairs} micro-batches)"
+
+
+def correlation(of: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> float | None:
+    """Return the correlation of forward and backward seconds [P] of the same micro-batches.
+
+    Each is taken relative to the mean of those with the same `of` (a worker's part of the model), so that slow machines
+    and large stages have no say. None for too few pairs, or durations that hardly vary.
+    """
+    if len(of) < PAIRS:
+        return None
+    _, of, counts = np.unique(of, return_inverse=True, return_counts=True, axis=0)
+    one, other = (each / (np.bincount(of, each) / counts)[of] for each in (forward, backward))
+    return float(np.corrcoef(one, other)[0, 1]) if min(one.std(), other.std()) >= VARIES else None
+
+
+def _pairs(seen: Seen) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Arguments for `correlation`."""
     found: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
     for piece in seen.pieces:
         if piece.kind in ("forward", "backward") and piece.span.kind == piece.kind:
             model = piece.span.attributes.get("model", "")
             key = piece.step, id(piece.call), piece.worker, model, piece.stage, piece.span.samples
             found[key][piece.kind] = float(seen.recorded[piece.number])
-    usual: dict[tuple[Any, ...], list[list[float]]] = defaultdict(lambda: [[], []])
-    for (_, _, worker, model, stage, _), both in found.items():
-        if len(both) > 1:
-            usual[worker, model, stage][0].append(both["forward"])
-            usual[worker, model, stage][1].append(both["backward"])
-    pairs: list[tuple[float, float]] = []
-    for forward, backward in usual.values():
-        pairs += zip(forward / np.mean(forward), backward / np.mean(backward), strict=True)
-    return pairs
+    parts: dict[tuple[Any, ...], int] = {}
+    pairs = [
+        (parts.setdefault((worker, model, stage), len(parts)), both["forward"], both["backward"])
+        for (_, _, worker, model, stage, _), both in found.items()
+        if len(both) > 1
+    ]
+    of, forward, backward = np.array(pairs).reshape(-1, 3).T
+    return of.astype(int), forward, backward
+
+
+# A training job ------------------------------------------------------------------------------------------------------
+
+
+def likely_of_job(found: Mapping[str, Any], pairs: int) -> Cause:
+    """Return the cause of a training job's slowdown. `found`: the fields of its `Slowdown` so far."""
+    if found["M_W"] >= HALF:
+        return Cause(
+            "machine",
+            f"{percent(found['M_W'])} of the time lost is saved if the slowest few workers work like the others",
+            "look at the slowest workers: what else runs there, how hot they are",
+        )
+    related, share = found["correlation"], found["M_L"]
+    if related is not None and related >= CORRELATED and share >= HALF:
+        return Cause(
+            "lengths",
+            f"{_correlated(related, pairs)}, and {percent(share)} of the time lost is saved if all micro-batches are "
+            "alike: sequences differ in length",
+            "balance micro-batches over data ranks by what their sequence lengths cost, not by their number of tokens",
+        )
+    return _stages(found, None) or Cause(
+        "undetermined",
+        f"S = {found['S']:.2f}, and neither a few workers, sequence lengths nor the last stage explain half of it",
+        "look at the kinds of work above and at the ideal timeline next to the recorded one (--timeline)",
+    )
 
 
 def percent(share: float) -> str:

@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -37,6 +37,8 @@ class Operations:
     """int [N]: operations with the same number end together; `ALONE`: in no group."""
     communicates: np.ndarray
     """bool [N]: by its kind, whether or not it is in a group."""
+    pairs: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
+    """int [P, 3]: forward and backward of one micro-batch on one worker, and the chunk of the model that they run."""
 
     def __len__(self) -> int:
         return len(self.kind)

@@ -4,7 +4,8 @@ Role: the method of "Understanding Stragglers in Large Model Training Using What
 '25): a recorded run is replayed with ideal durations, and with those of a part as they were. Pure.
 
     S = T / T_ideal        waste = 1 - 1 / S       S_x: ideal, but the part x as recorded, over T_ideal
-    M = (T - T_fixed) / (T - T_ideal), where a part is ideal in the recorded run: the slowest workers, the last stage
+    M = (T - T_fixed) / (T - T_ideal), where a part is ideal in the recorded run: the slowest workers (M_W), the last
+    stage (M_S); or where computation of one chunk of the model takes the same for all micro-batches and ranks (M_L)
 
 Shares of parts may exceed 1 or be negative, as parts hide behind one another.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from rlfuse.whatif.causes import Cause, correlation, likely_of_job
 from rlfuse.whatif.operations import Operations
 from rlfuse.whatif.replay import Replay
 
@@ -47,35 +49,68 @@ class Slowdown:
     """[stage][data rank]: slowdown by that worker alone."""
     M_W: float | None = None
     M_S: float | None = None
+    M_L: float | None = None
+    correlation: float | None = None
+    """Of forward and backward durations of the same micro-batches; None where there are too few, or hardly any vary."""
+    cause: Cause | None = None
+
+
+class Job:
+    """A recorded training job, its replay and its ideal durations; questions are further durations for the replay."""
+
+    def __init__(self, operations: Operations):
+        self.operations, self.replay = operations, Replay(operations)
+        self.recorded = operations.own_seconds()
+        """float [N]; as the next two."""
+        self.ideal = ideal_seconds(operations, self.recorded)
+        self.even = even_seconds(operations, self.recorded)
+
+    def mean(self, seconds: np.ndarray) -> float:
+        """Return the seconds of a step with these of its operations."""
+        return float(self.replay.step_seconds(seconds).mean())
+
+    def found(self) -> Slowdown:
+        """Replay the job as it was, ideally, and with each kind, stage and rank as it was."""
+        operations, time, ideal = self.operations, self.mean(self.recorded), self.mean(self.ideal)
+        slowdown = time / ideal if ideal else 1.0
+        found: dict[str, Any] = {
+            "S": slowdown,
+            "waste": 1 - 1 / slowdown,
+            "seconds": time,
+            "ideal_seconds": ideal,
+            "launch_delay": 1 - time / float(_recorded_steps(operations).mean()),
+        }
+        if slowdown < ATTRIBUTED:
+            return Slowdown(**found)
+
+        def alone(part: np.ndarray) -> float:
+            return self.mean(np.where(part, self.recorded, self.ideal)) / ideal
+
+        def share(fixed: np.ndarray) -> float:
+            return (time - self.mean(fixed)) / (time - ideal)
+
+        workers = _workers(operations, alone)
+        forward, backward, chunk = operations.pairs.T
+        found |= {
+            "S_t": _by_kind(operations, alone),
+            "workers": workers.tolist(),
+            "M_W": share(self.without(slowest(operations, workers))),
+            "M_S": share(self.without(operations.stage == operations.stages - 1)),
+            "M_L": share(self.even),
+            "correlation": correlation(
+                np.stack([operations.rank[forward], chunk], axis=1), self.recorded[forward], self.recorded[backward]
+            ),
+        }
+        return Slowdown(**found, cause=likely_of_job(found, len(operations.pairs)))
+
+    def without(self, part: np.ndarray) -> np.ndarray:
+        """Return the recorded durations, float [N], but ideal ones for a part, bool [N]."""
+        return np.where(part, self.ideal, self.recorded)
 
 
 def analyse(operations: Operations) -> Slowdown:
-    """Replay the run as it was, ideally, and with each kind, stage and rank as it was."""
-    replay, recorded = Replay(operations), operations.own_seconds()
-    ideal = ideal_seconds(operations, recorded)
-    time = {"recorded": _mean(replay, recorded), "ideal": _mean(replay, ideal)}
-    slowdown = time["recorded"] / time["ideal"] if time["ideal"] else 1.0
-    found: dict[str, Any] = {
-        "S": slowdown,
-        "waste": 1 - 1 / slowdown,
-        "seconds": time["recorded"],
-        "ideal_seconds": time["ideal"],
-        "launch_delay": 1 - time["recorded"] / float(_recorded_steps(operations).mean()),
-    }
-    if slowdown < ATTRIBUTED:
-        return Slowdown(**found)
-
-    def alone(part: np.ndarray) -> float:
-        return _mean(replay, np.where(part, recorded, ideal)) / time["ideal"]
-
-    def share(part: np.ndarray) -> float:
-        fixed = _mean(replay, np.where(part, ideal, recorded))
-        return (time["recorded"] - fixed) / (time["recorded"] - time["ideal"])
-
-    workers = _workers(operations, alone)
-    found |= {"S_t": _by_kind(operations, alone), "workers": workers.tolist()}
-    slowest = _slowest(operations, workers)
-    return Slowdown(**found, M_W=share(slowest), M_S=share(operations.stage == operations.stages - 1))
+    """Return what uneven workers cost a training job."""
+    return Job(operations).found()
 
 
 def ideal_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
@@ -91,8 +126,13 @@ def ideal_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
     return ideal
 
 
-def _mean(replay: Replay, seconds: np.ndarray) -> float:
-    return float(replay.step_seconds(seconds).mean())
+def even_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
+    """float [N]: what each would take if all micro-batches were alike: forward and backward of a chunk their mean."""
+    even, chunk = seconds.copy(), operations.pairs[:, 2]
+    for direction in operations.pairs[:, :2].T:
+        counts = np.maximum(np.bincount(chunk), 1)
+        even[direction] = (np.bincount(chunk, seconds[direction]) / counts)[chunk]
+    return even
 
 
 def _recorded_steps(operations: Operations) -> np.ndarray:
@@ -121,7 +161,7 @@ def _workers(operations: Operations, alone: Any) -> np.ndarray:
     return np.minimum(by_stage[:, None], by_rank[None, :])
 
 
-def _slowest(operations: Operations, workers: np.ndarray) -> np.ndarray:
+def slowest(operations: Operations, workers: np.ndarray) -> np.ndarray:
     """bool [N]: of the slowest workers."""
     order = np.argsort(-workers.ravel(), kind="stable")[: ceil(SLOWEST * workers.size)]
     return np.isin(operations.stage * workers.shape[1] + operations.rank, order)

@@ -37,8 +37,8 @@ TAIL = ("layernorm-grads-all-reduce", EMBEDDING, *DATA[1:], CLIP, "optimizer")
 KINDS = (*COMPUTE, *P2P, DATA[0], *TAIL)
 COMMUNICATION = {*P2P, *DATA, CLIP, EMBEDDING, "layernorm-grads-all-reduce"}
 NEEDED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
-NUMBERS = {"seq_id": 0, "mc": 0, "gmc": None}
-"""Columns that one can do without, and what stands for them; `gmc` is the stage where there is one chunk."""
+NUMBERS = {"seq_id": 0, "mc": 0, "mb_id": 0, "gmc": None}
+"""Columns that a table may lack, and their value then; `gmc` is the stage where there is one chunk."""
 CLOCK_S = 5e-4
 """Clocks of hosts differ by less."""
 
@@ -120,8 +120,10 @@ class _Builder:
         self.kinds, self.start = table["optype"].to_numpy(), table["start_ts"].to_numpy(float)
         self.end = self.start + table["duration"].to_numpy(float)
         self.chunk, self.global_chunk = table["mc"].to_numpy(), table["gmc"].to_numpy()
+        self.micro_batch = table["mb_id"].to_numpy()
         self.stages, self.chunks = int(table["stage"].max()) + 1, int(table["gmc"].max()) + 1
         self.waits: list[tuple[np.ndarray, np.ndarray]] = []
+        self.pairs: list[np.ndarray] = []
         self.groups: dict[tuple, list[int]] = defaultdict(list)
         self.sends: dict[tuple, np.ndarray] = {}
         """(step, rank, stage that receives, direction) -> sends, in order."""
@@ -134,6 +136,7 @@ class _Builder:
             for direction in (FORWARD, BACKWARD):
                 self._pipeline(worker, direction)
             self._data_parallel(worker)
+            self._micro_batches(worker)
         self._pair()
         group = np.full(len(self.kinds), ALONE)
         for number, members in enumerate(self.groups.values()):
@@ -151,6 +154,7 @@ class _Builder:
             waits=np.concatenate([np.empty((0, 2), np.int64), *waits]),
             group=group,
             communicates=np.isin(self.kinds, [KINDS.index(name) for name in COMMUNICATION]),
+            pairs=np.concatenate([np.empty((0, 3), np.int64), *self.pairs]),
         )
 
     def _workers(self) -> Iterator[_Worker]:
@@ -198,6 +202,15 @@ class _Builder:
             if len(candidates) == len(transfers):
                 return transfers, candidates
         raise TraceError(f"{worker}: {len(transfers)} {kind} for {int(needed.sum())} computations that need one")
+
+    def _micro_batches(self, worker: _Worker) -> None:
+        """Each chunk's forward with the backward of the same micro-batch: by its number, without one by their order."""
+        both = [worker.of(f"{direction}-compute") for direction in (FORWARD, BACKWARD)]
+        for chunk in np.unique(self.global_chunk[np.concatenate(both)]):
+            mine = [each[self.global_chunk[each] == chunk] for each in both]
+            forward, backward = (each[np.argsort(self.micro_batch[each], kind="stable")] for each in mine)
+            if len(forward) == len(backward) and (self.micro_batch[forward] == self.micro_batch[backward]).all():
+                self.pairs.append(np.stack([forward, backward, np.full(len(forward), int(chunk))], axis=1))
 
     def _data_parallel(self, worker: _Worker) -> None:
         """Parameters before the first forward of their chunk, and what follows the last backward."""

@@ -1,13 +1,12 @@
-"""What the person reads at the terminal of what was found.
+"""What was found, as lines and tables for the terminal.
 
-Role: `ask` prints these lines and tables. Pure.
+Role: `ask` prints them. Pure. Names of workers and kinds of work are never cut: on a narrow terminal they wrap.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import islice, zip_longest
 
 from rich import box
 from rich.table import Table
@@ -38,14 +37,17 @@ def told_of_run(
         f"{found.ideal_seconds:.2f} s",
     ]
     if found.cause is None or found.S_t is None:
-        lines.append(f"a slowdown below {ATTRIBUTED:g}: nobody is to blame")
+        lines.append(f"no significant slowdown (below {ATTRIBUTED:g})")
     else:
         lines += [f"likely cause: {found.cause.name}. {found.cause.evidence}", f"what helps: {found.cause.advice}"]
     lines += [_alarm(alarm) for alarm in alarms[-SHOWN:]]
     workers = [(worker, f"{value:.2f}", f"{found.rates[worker]:.2f}") for worker, value in found.workers.items()]
     kinds = [(name, f"{value:.2f}") for name, value in (found.S_t or {}).items()]
-    names = ("worker", "slows the run", "its time over expected", "kind of work", "slows the run")
-    return [*lines, _side_by_side(names, workers, kinds), _questions(asked)]
+    tables = [
+        _first_of(("worker", "slows the run", "its time over expected"), workers),
+        _first_of(("kind of work", "slows the run"), kinds),
+    ]
+    return [*lines, *tables, _questions(asked)]
 
 
 def _alarm(alarm: Alarm) -> str:
@@ -60,40 +62,42 @@ def _clock(at: float) -> str:
 def _questions(asked: Sequence[Answer]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("what if", "a step", "", "by"):
-        table.add_column(name, no_wrap=True, justify="right" if name in ("a step", "") else "left")
+        table.add_column(name, overflow="fold", justify="right" if name in ("a step", "") else "left")
     for answer in asked:
         table.add_row(answer.question, f"{answer.seconds:.2f} s", f"{answer.change:+.1%}", answer.by)
     return table
 
 
-def told_of_job(found: Slowdown, operations: Operations) -> list[str | Table]:
+def told_of_job(found: Slowdown, operations: Operations, asked: Sequence[Answer]) -> list[str | Table]:
     """Of a table of a training job."""
     workers = operations.stages * operations.ranks
     lines: list[str | Table] = [
         f"{operations.steps} steps on {workers} workers ({operations.stages} stages x {operations.ranks} data ranks): "
         f"{found.seconds:.2f} s a step, {found.ideal_seconds:.2f} s if all workers were alike",
         f"slowdown {found.S:.2f}: {found.waste:.0%} of the workers' time is lost to uneven work "
-        f"(the replay leaves out {found.launch_delay:.1%}: so wrong it may be)",
+        f"(the replay leaves out {found.launch_delay:.1%}, the error of these numbers)",
     ]
-    if found.workers is None or found.S_t is None or found.M_W is None or found.M_S is None:
-        return [*lines, f"below {ATTRIBUTED:g}: nobody is to blame"]
+    if found.workers is None or found.S_t is None or found.cause is None:
+        return [*lines, f"no significant slowdown (below {ATTRIBUTED:g})", _questions(asked)]
+    lines += [f"likely cause: {found.cause.name}. {found.cause.evidence}", f"what helps: {found.cause.advice}"]
     lines.append(
-        f"of that, the slowest {SLOWEST:.0%} of the workers explain {percent(found.M_W)}, the last stage "
-        f"{percent(found.M_S)} (parts hide behind one another: shares need not add up to 100 %)"
+        f"time saved, as a share of the time lost: with the slowest {SLOWEST:.0%} of the workers like the others "
+        f"{percent(found.M_W)}, with micro-batches alike {percent(found.M_L)}, with the last stage like the others "
+        f"{percent(found.M_S)} (parts overlap: shares need not add up to 100 %)"
     )
     places = [(value, stage, rank) for stage, row in enumerate(found.workers) for rank, value in enumerate(row)]
     slowest = sorted(places, key=lambda place: -place[0])
     named = [(f"stage {stage}, data rank {rank}", f"{value:.2f}") for value, stage, rank in slowest]
     kinds = [(name, f"{value:.2f}") for name, value in found.S_t.items()]
-    return [*lines, _side_by_side(("worker", "slows the job", "kind of work", "slows the job"), named, kinds)]
+    tables = [_first_of(("worker", "slows the job"), named), _first_of(("kind of work", "slows the job"), kinds)]
+    return [*lines, *tables, _questions(asked)]
 
 
-def _side_by_side(names: Sequence[str], left: Sequence[tuple[str, ...]], right: Sequence[tuple[str, ...]]) -> Table:
-    """The first rows of two lists, each alone."""
+def _first_of(names: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    """The first rows."""
     table = Table(box=box.SIMPLE_HEAD)
     for name in names:
-        table.add_column(name, no_wrap=True)
-    wide = len(left[0]) if left else len(names) - len(right[0])
-    for ours, theirs in islice(zip_longest(left, right, fillvalue=()), SHOWN):
-        table.add_row(*(ours or ("",) * wide), *theirs)
+        table.add_column(name, overflow="fold")
+    for row in rows[:SHOWN]:
+        table.add_row(*row)
     return table

@@ -1,7 +1,7 @@
-"""The ideal timeline beside the real one, for Perfetto: the same work without slow machines, and balanced.
+"""The ideal timeline next to the recorded one, for Perfetto: the same work without slow machines, and balanced.
 
-Role: `rlfuse whatif RUN_DIR --timeline FILE`. Pure. Each step of the ideal run begins when the real one did, so that
-the two stand below each other; every slot is there twice.
+Role: `rlfuse whatif ... --timeline FILE`, of a run or of a training job. Pure. Each ideal step begins when the recorded
+one did, so that the two are aligned; every slot or worker is shown twice.
 """
 
 from __future__ import annotations
@@ -13,25 +13,55 @@ from typing import Any
 import numpy as np
 
 from rlfuse.events import Span
-from rlfuse.observe.trace import trace
+from rlfuse.observe.trace import FIRST_SLOT, trace
+from rlfuse.whatif.operations import Operations
 from rlfuse.whatif.run_operations import CONTROLLER
 from rlfuse.whatif.run_slowdown import Analysis
+from rlfuse.whatif.slowdown import Job
 
 IDEAL = 1_000_000
 """Added to the process numbers of the ideal run."""
 
 
-def beside(analysis: Analysis, steps: Sequence[tuple[Span, Sequence[Span]]], width: int) -> dict[str, Any]:
-    """In the trace event format."""
+def of_run(analysis: Analysis, steps: Sequence[tuple[Span, Sequence[Span]]], width: int) -> dict[str, Any]:
+    """Return both in the trace event format."""
     real = trace([span for _, inside in steps for span in inside], width)
-    ideal = trace(ideal_spans(analysis), width)
+    return _both(real, trace(ideal_spans(analysis), width))
+
+
+def of_job(job: Job) -> dict[str, Any]:
+    """Return both in the trace event format, a process for each worker."""
+    operations, ends = job.operations, job.replay.ends(job.ideal)
+    begins = np.full(operations.steps, np.inf)
+    np.minimum.at(begins, operations.step, operations.start)
+    ends += begins[operations.step]
+    both = [trace(_worker_spans(operations, *times))
+            for times in ((operations.start, operations.end), (ends - job.ideal, ends))]  # fmt: skip
+    for event in (event for each in both for event in each["traceEvents"] if event["name"] == "process_name"):
+        stage, rank = divmod(event["pid"] - FIRST_SLOT, operations.ranks)
+        event["args"]["name"] = f"stage {stage}, data rank {rank}"
+    return _both(*both)
+
+
+def _worker_spans(operations: Operations, start: np.ndarray, end: np.ndarray) -> list[Span]:
+    """One for each operation that takes time, on the rank with the number of its worker."""
+    worker = operations.stage * operations.ranks + operations.rank
+    rows = zip(operations.kind, worker, start, end, operations.step, strict=True)
+    return [
+        Span(operations.kinds[kind], f"trainer/{at}", float(begin), float(until), int(step))
+        for kind, at, begin, until, step in rows
+    ]
+
+
+def _both(recorded: dict[str, Any], ideal: dict[str, Any]) -> dict[str, Any]:
+    """The ideal processes next to the recorded ones."""
     for event in ideal["traceEvents"]:
         event["pid"] += IDEAL
         if event["name"] == "process_name":
             event["args"]["name"] += ", ideal"
         elif event["name"] == "process_sort_index":
             event["args"]["sort_index"] += IDEAL
-    return {**real, "traceEvents": real["traceEvents"] + ideal["traceEvents"]}
+    return {**recorded, "traceEvents": recorded["traceEvents"] + ideal["traceEvents"]}
 
 
 def ideal_spans(analysis: Analysis) -> list[Span]:

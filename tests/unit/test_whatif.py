@@ -1,15 +1,22 @@
 """What uneven workers cost: replay, slowdowns and their causes, on jobs whose truth is known."""
 
+import io
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from training_traces import Job, table
+from rich.console import Console
+from training_traces import OPTIMIZER, Job, table
 
 from rlfuse.cli import main
+from rlfuse.whatif.causes import Cause
+from rlfuse.whatif.questions import Answer
 from rlfuse.whatif.replay import Replay
-from rlfuse.whatif.slowdown import analyse
+from rlfuse.whatif.slowdown import Slowdown, analyse
 from rlfuse.whatif.study_trace import TraceError, operations_of, read
+from rlfuse.whatif.telling import told_of_job
 
 JOBS = [Job(), Job(stages=1), Job(ranks=1), Job(stages=2, micro_batches=1), Job(noise=0.2)]
 CHUNKED = [Job(chunks=2, noise=0.1), Job(stages=2, chunks=3, micro_batches=4, ranks=2)]
@@ -58,6 +65,36 @@ def test_a_slow_worker_is_found_and_its_cost_is_right(slower, worker):
 def test_a_last_stage_with_too_much_work_is_found():
     found = analyse(operations_of(table(Job(last_stage=1.6))))
     assert found.S > 1.1 and found.M_S > 0.8 > found.M_W
+
+
+LENGTHS = Job(ranks=8, stages=2, steps=6, lengths=0.35, noise=0.02)
+CAUSES = {
+    "machine": [Job(ranks=8, slow={(2, 5): 2.0}), replace(LENGTHS, lengths=0.2, slow={(1, 3): 3.0})],
+    "lengths": [
+        LENGTHS,
+        replace(LENGTHS, stages=4, ranks=4),
+        replace(LENGTHS, chunks=2),
+        replace(LENGTHS, last_stage=1.25),
+    ],
+    "stages": [Job(last_stage=1.6), replace(LENGTHS, lengths=0.12, last_stage=1.8)],
+    "undetermined": [replace(LENGTHS, lengths=0.0, noise=0.3)],
+}
+
+
+@pytest.mark.parametrize("name, job", [(name, job) for name, jobs in CAUSES.items() for job in jobs])
+def test_the_cause_of_a_training_jobs_slowdown_is_named(name, job):
+    found = analyse(operations_of(table(job)))
+    assert found.cause.name == name, found
+    if name == "lengths":
+        assert found.correlation > 0.95 and found.M_L > 0.5 > found.M_W
+    if name == "lengths" and job.last_stage > 1:
+        assert found.M_S > 0.5, "it includes the lengths of its own micro-batches"
+
+
+def test_forward_and_backward_of_a_micro_batch_are_paired_by_number_or_by_order():
+    rows = table(LENGTHS)
+    by_number, by_order = (operations_of(each).pairs for each in (rows, rows.drop(columns="mb_id")))
+    assert len(by_number) == 6 * 2 * 8 * 8 and (by_number == by_order).all()
 
 
 def test_more_than_one_slow_worker_need_not_be_the_slowest():
@@ -109,10 +146,54 @@ def test_the_command_tells_and_writes_what_it_found(tmp_path, capsys):
     assert main([*trace, "--meta", str(tmp_path / "meta.yaml"), "--out", str(out)]) == 0
     told = capsys.readouterr().out
     assert "2 steps on 32 workers (4 stages x 8 data ranks)" in told and "stage 2, data rank 5" in told
+    assert "likely cause: machine. " in told
     found = json.loads(out.read_text())
-    assert {"S", "waste", "M_W", "M_S", "S_t", "workers"} <= found.keys()
+    assert {"S", "waste", "M_W", "M_S", "M_L", "S_t", "workers", "cause"} <= found.keys()
     assert max(map(max, found["workers"])) == found["workers"][2][5] and len(found["workers"]) == 4
     (tmp_path / "meta.yaml").write_text("dp_size: 16\n")
     assert main([*trace, "--meta", str(tmp_path / "meta.yaml")]) == 2
     assert "dp_size=16, and the table has 8 ranks; is it of another job?" in capsys.readouterr().err
     assert main(["whatif", "--trace", str(tmp_path / "no.csv")]) == 2
+
+
+def test_a_table_gets_questions_and_a_timeline_as_a_run_does(tmp_path, capsys):
+    rows, out, timeline = table(LENGTHS), tmp_path / "found.json", tmp_path / "timeline.json"
+    rows.to_parquet(tmp_path / "ops.parquet")
+    asked = ["--without", "forward-pp-comm", "--without", "optimizer", "--timeline", str(timeline), "--out", str(out)]
+    assert main(["whatif", "--trace", str(tmp_path / "ops.parquet"), *asked]) == 0
+    assert "likely cause: lengths. forward and backward durations" in capsys.readouterr().out
+    answers = {each["question"]: each["change"] for each in json.loads(out.read_text())["questions"]}
+    assert answers["all micro-batches alike"] < answers["last stage like the others"] < 0
+    steps = rows.attrs["step_seconds"]
+    assert answers["optimizer takes no time"] == pytest.approx(-OPTIMIZER * len(steps) / sum(steps))
+    assert {"links twice as fast", "forward-pp-comm takes no time"} <= answers.keys()
+    events = json.loads(timeline.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {"stage 0, data rank 0", "stage 1, data rank 7", "stage 1, data rank 7, ideal"} <= set(names.values())
+    lasts = {ideal: max(event["ts"] + event["dur"] for event in events if event["ph"] == "X"
+                        and event["args"]["step"] == 0 and names[event["pid"]].endswith("ideal") == ideal)
+             for ideal in (False, True)}  # fmt: skip
+    assert lasts[False] == pytest.approx(1e6 * steps[0], rel=1e-3) and lasts[True] < 0.9 * lasts[False]
+    assert main(["whatif", "--trace", str(tmp_path / "ops.parquet"), "--without", "decode"]) == 2
+    assert "--without decode: unknown kind of work; valid: forward-compute" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_names_of_workers_and_kinds_are_never_cut(width):
+    names = [f"stage {stage}, data rank {rank}" for stage, rank in ((12, 1023), (7, 8))]
+    ranks, stages = 1024, 13
+    workers = np.ones((stages, ranks))
+    workers[12, 1023], workers[7, 8] = 2.0, 1.5
+    S_t = {"embedding-grads-all-reduce": 1.2, "separate-grads-all-reduce": 1.1}
+    cause = Cause("machine", "evidence", "advice")
+    found = Slowdown(S=2, waste=0.5, seconds=2, ideal_seconds=1, launch_delay=0, S_t=S_t, workers=workers.tolist(),
+                     M_W=1, M_S=0, M_L=0, cause=cause)  # fmt: skip
+    job = SimpleNamespace(steps=1, stages=stages, ranks=ranks)
+    question = Answer("policy=a_folder/with/a_long_name/and_a_file.py:a_policy_of_my_own", 1.0, 0.1, "simulation")
+    console = Console(width=width, file=io.StringIO())
+    for each in told_of_job(found, job, [question]):
+        console.print(each, soft_wrap=isinstance(each, str))
+    shown = console.file.getvalue()
+    assert "…" not in shown
+    if width == 80:
+        assert all(name in shown for name in (*names, *S_t))

@@ -32,6 +32,8 @@ class Job:
     """How much longer computing takes there."""
     chunks: int = 1
     """Of each stage's layers."""
+    lengths: float = 0.0
+    """Standard deviation of the logarithm of what a micro-batch's sequences cost, in all of its computations."""
 
 
 Unit = tuple[str, int, int]
@@ -63,6 +65,8 @@ class Step:
     def __init__(self, job: Job, rank: int, rng: np.random.Generator):
         self.job, self.rank, self.orders = job, rank, [order(job, stage) for stage in range(job.stages)]
         self.noise = rng.normal(1.0, job.noise, (2, job.stages, job.micro_batches, job.chunks)).clip(0.5, 1.5)
+        if job.lengths:
+            self.noise *= rng.lognormal(0.0, job.lengths, job.micro_batches)[:, None]
         self.end = cache(self.end)
 
     def seconds(self, unit: Unit, stage: int) -> float:

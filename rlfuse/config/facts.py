@@ -129,11 +129,21 @@ def _gpus(config: Config) -> int | None:
 
 
 def facts_of_a_plan(config: Config) -> Facts:
-    """What the policy's config.json and files of functions tell; data, other models and GPUs may be elsewhere."""
+    """Return what the policy's config.json and the files of functions on this machine say.
+
+    Data, tokenizer, reward functions and GPUs may be on another machine: `missing_for_run` lists what is not here.
+    """
     problems: dict[str, str] = {}
     model = _model_config(config.model.path, "model.path", problems, config.model.trust_remote_code, tokenizer=False)
-    missing = _missing(_reward_files(config))
-    return Facts(**_of_model(model), model_problems=problems, **_of_functions(config), missing=missing)
+    functions = _of_functions(config) | {"unknown_modules": frozenset()}
+    return Facts(**_of_model(model), model_problems=problems, **functions)
+
+
+def missing_for_run(config: Config) -> list[str]:
+    """Return the data files, reward files and reward packages that a run of the job needs and this machine lacks."""
+    missing = _missing(paths := [*config.data.train_files, *config.data.val_files, *_reward_files(config)])
+    packages = (f"the package {name}" for name in _unknown_modules(reward_functions(config)))
+    return [*dict.fromkeys(path for path in paths if path in missing), *packages]
 
 
 def _of_model(model: dict) -> dict[str, Any]:

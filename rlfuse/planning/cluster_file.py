@@ -15,7 +15,7 @@ import yaml
 
 from rlfuse.config.input_files import AtLeastZero, Count, InputError, Positive, Schema, number, one_of, read
 from rlfuse.config.schema import Config
-from rlfuse.planning.hardware import KINDS, Hardware, Links
+from rlfuse.planning.hardware import KINDS, Hardware, Links, NodeSpeed
 from rlfuse.planning.measured_links import read_links
 from rlfuse.planning.memory import GIB, Budget
 from rlfuse.planning.node_order import Exchanged, NodeLinks, best_order
@@ -34,6 +34,8 @@ DECODE_STEP_S = 2e-3
 """Of a decoding step, for scheduling and sampling, on a GPU. Likewise."""
 WITHIN = 200e9
 """Bytes per second between devices of a node, where neither the file nor a calibration says."""
+MEMORY_BANDWIDTH_GBS = {"cuda": 2000.0, "cpu": 20.0}
+"""Where neither the file nor an option gives it."""
 Share = Annotated[float, number(above=True, most=1)]
 
 
@@ -63,29 +65,42 @@ class LinksGiven:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Nodes that are unlike the others."""
+    """Nodes that differ from the others; a field that a group leaves out has the cluster's value."""
 
     nodes: Count
-    tflops: Positive
-    """As the cluster's."""
-    device_memory_gb: Positive
+    devices_per_node: Count | None = None
+    device_memory_gb: Positive | None = None
+    peak_tflops: Positive | None = None
+    """Scoring, training and prefill on these nodes are faster or slower by its ratio to the cluster's."""
+    memory_bandwidth_gbs: Positive | None = None
+    """Decoding on these nodes is faster or slower by its ratio to the cluster's."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Node:
+    speed: NodeSpeed
+    memory_gb: float
+    devices: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Machines. A run has a slot on every device that it uses; where groups differ, the smallest memory counts."""
+    """Machines. A run uses the same number of devices on each of its nodes; of these nodes the smallest memory counts.
+
+    Computing speed has one definition: a device achieves `utilization` of its `peak_tflops` in passes and training.
+    """
 
     nodes: Count
     devices_per_node: Count
     device_memory_gb: Positive
     """GiB of a device; for `device: cpu` of a slot."""
-    tflops: Positive | None = None
-    """Peak TFLOP/s of a device in the job's precision, dense, as its data sheet says; needed without `calibration`.
-    With one no speed follows from it: other groups, and what is plausible, are held against it."""
+    peak_tflops: Positive | None = None
+    """Peak TFLOP/s of a device in the job's precision, dense, as its data sheet says; required without `calibration`.
+    With one, only the ratios of groups and the plausibility check use it."""
     utilization: Annotated[float, number(above=True, most=MOST_UTILIZATION)] = 0.4
-    """Share of the peak that passes and training reach (MFU)."""
-    memory_bandwidth_gbs: Positive = 2000.0
-    """GB/s that a device reads from its memory."""
+    """Share of the peak that passes and training achieve (MFU)."""
+    memory_bandwidth_gbs: Positive | None = None
+    """GB/s that a device reads from its memory; default: 2000 (`device: cpu`: 20)."""
     memory_margin: Annotated[float, number(most=0.5)] = 0.05
     """Share of the memory that a plan leaves free, as what it needs is told to some percent."""
     host_memory_gb: Positive | None = None
@@ -101,7 +116,7 @@ class Cluster:
     copy_ratio: Positive | None = None
     """Its copies, as `copy_bytes_per_s` of two probes tell."""
     groups: tuple[Group, ...] = ()
-    """Nodes, among `nodes`, that have slower devices or less memory than the others."""
+    """Nodes, among `nodes`, that have other devices, or another number of them, than the others."""
     preset: Annotated[str, one_of(*PRESETS)] | None = None
     """A kind of device whose data sheet gives every field that the file leaves out."""
 
@@ -110,52 +125,84 @@ class Cluster:
             raise ClusterError(*problems)
 
     def _problems(self) -> Iterator[str]:
-        if self.tflops is None and self.calibration is None:
-            yield "tflops, calibration: neither is given; a device's speed is told by one of them"
+        if self.peak_tflops is None and self.calibration is None:
+            yield "peak_tflops, calibration: neither is given; a device's speed is told by one of them"
         ratios = [self.product_ratio, self.copy_ratio]
         if any(ratios) and (self.calibration is None or not all(ratios)):
             yield "product_ratio, copy_ratio: need each other and a calibration, which they carry to another device"
         if self.utilization > (most := self._most(experts=False)):
             yield f"utilization={self.utilization:g}: nobody published more than {most:g} of {self.preset}; lower it"
-        if self.groups and self.tflops is None:
-            yield "groups: need tflops of the other nodes, which theirs are held against"
+        for name in ("peak_tflops", "memory_bandwidth_gbs"):
+            if getattr(self, name) is None and any(getattr(group, name) for group in self.groups):
+                yield f"groups: {name} of a group needs the cluster's own {name}, to which it is compared; add it"
         if (count := sum(group.nodes for group in self.groups)) > self.nodes:
             yield f"groups have {count} nodes: nodes={self.nodes} are all there are; raise it, or leave some out"
 
     @property
     def devices(self) -> int:
-        return self.nodes * self.devices_per_node
+        return sum(node.devices for node in self._nodes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of devices that nodes have, the smallest first."""
+        return tuple(sorted({node.devices for node in self._nodes}))
+
+    def nodes_with(self, devices: int) -> int:
+        """Return the number of nodes that have so many devices."""
+        return sum(node.devices >= devices for node in self._nodes)
 
     def _most(self, experts: bool) -> float:
         """Of the peak, in training: what somebody published."""
         known = PRESETS[self.preset].most_utilization if self.preset else None
         return min(known or 1, MOST_OF_EXPERTS if experts else MOST_UTILIZATION)
 
-    def _used(self, nodes: int) -> list[tuple[float, float]]:
-        """Speed of each node, relative to the cluster's own, and memory; the fastest first, of equals the larger."""
-        groups = [(group.tflops / self.tflops, group) for group in self.groups]
+    @property
+    def _nodes(self) -> list[_Node]:
+        """All of them, the fastest first, of equals those with the largest memory."""
         alike = self.nodes - sum(group.nodes for group in self.groups)
-        found = [(1.0, self.device_memory_gb)] * alike
-        found += [(speed, group.device_memory_gb) for speed, group in groups for _ in range(group.nodes)]
-        return sorted(found, reverse=True)[:nodes]
+        found = [_Node(NodeSpeed(), self.device_memory_gb, self.devices_per_node)] * alike
+        for group in self.groups:
+            compute = group.peak_tflops / self.peak_tflops if group.peak_tflops else 1.0
+            memory = group.memory_bandwidth_gbs / self.memory_bandwidth_gbs if group.memory_bandwidth_gbs else 1.0
+            memory_gb, devices = group.device_memory_gb or self.device_memory_gb, group.devices_per_node
+            found += [_Node(NodeSpeed(compute, memory), memory_gb, devices or self.devices_per_node)] * group.nodes
+        return sorted(found, reverse=True)
+
+    def _used(self, config: Config) -> list[_Node]:
+        """Those that a run of the job would use."""
+        enough = [node for node in self._nodes if node.devices >= config.trainer.n_gpus_per_node]
+        return enough[: config.trainer.nnodes]
 
     def lacks(self, config: Config) -> Iterator[str]:
-        """What the job asks for that is not there."""
-        have = {"nnodes": ("nodes", self.nodes), "n_gpus_per_node": ("devices_per_node", self.devices_per_node)}
-        for key, (name, most) in have.items():
-            if (asked := getattr(config.trainer, key)) > most:
-                yield f"trainer.{key}={asked}: the cluster file has {name}={most}; mend one of the two"
+        """Yield what the job needs and the cluster does not have."""
+        nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
+        if each > max(self.sizes):
+            most = f"the cluster file has devices_per_node={max(self.sizes)}"
+            yield f"trainer.n_gpus_per_node={each}: {most}; change one of the two"
+        elif nodes > (there := self.nodes_with(each)):
+            least = f" with {each} devices" if there < self.nodes else ""
+            yield f"trainer.nnodes={nodes}: the cluster file has nodes={there}{least}; change one of the two"
 
-    def budget(self, nodes: int | None = None) -> Budget:
-        """What a plan may take of a device: of the smallest on so many nodes, or on all."""
-        smallest = min(memory for _, memory in self._used(nodes or self.nodes))
+    def budget(self, config: Config) -> Budget:
+        """Return what a plan may take of a device and of a node's memory: of the smallest that it uses."""
+        smallest = min(node.memory_gb for node in self._used(config))
         taken = (1 - self.memory_margin) * GIB
         host = None if self.host_memory_gb is None else int(self.host_memory_gb * taken)
         return Budget(self.device, int(smallest * taken), host)
 
-    def speeds(self, nodes: int) -> tuple[float, ...]:
-        """Of each node that is used, the fastest first; empty where all are alike."""
-        return tuple(speed for speed, _ in self._used(nodes)) if self.groups else ()
+    def speeds(self, config: Config) -> tuple[NodeSpeed, ...]:
+        """Return the speed of each node that a plan uses, the fastest first; empty without groups."""
+        return tuple(node.speed for node in self._used(config)) if self.groups else ()
+
+    def achieved(self) -> str:
+        """Return how fast passes and training compute, and what that follows from."""
+        if self.calibration is not None:
+            return f"computing speed as measured (calibration={self.calibration})"
+        done = self.peak_tflops * self.utilization
+        return (
+            f"a device achieves {done:g} TFLOP/s in passes and training (peak_tflops={self.peak_tflops:g} x "
+            f"utilization={self.utilization:g})"
+        )
 
     def hardware(self, experts: bool = False) -> Hardware:
         """What a device and its links do; `experts`: in training a mixture of them. Raises as `read_calibration` does,
@@ -165,15 +212,15 @@ class Cluster:
         measured = None if self.calibration is None else self._measured(most)
         told = measured.sent_bytes_per_s if measured else None
         within = given.within_gbs * 1e9 if given.within_gbs else told or WITHIN
-        links = Links(within, between, given.within_us * 1e-6, wait, self.devices_per_node)
+        links = Links(within, between, given.within_us * 1e-6, wait, max(self.sizes))
         if measured is not None:
             return replace(measured, links=links, host_bytes_per_s=given.host_gbs * 1e9)
-        flops, gpu = self.tflops * 1e12 * min(self.utilization, most), self.device == "cuda"
+        flops, gpu = self.peak_tflops * 1e12 * min(self.utilization, most), self.device == "cuda"
         return Hardware(
             flops,
             flops,
             flops,
-            self.memory_bandwidth_gbs * 1e9,
+            (self.memory_bandwidth_gbs or MEMORY_BANDWIDTH_GBS[self.device]) * 1e9,
             layer_s=LAYER_S if gpu else 0.0,
             decode_step_s=DECODE_STEP_S if gpu else 0.0,
             host_bytes_per_s=given.host_gbs * 1e9,
@@ -208,12 +255,13 @@ class Cluster:
         found = read_calibration(Path(self.calibration))
         if self.product_ratio is not None:
             found = scaled(found, self.product_ratio, self.copy_ratio)
-        if self.tflops is not None and found.train_flops > most * self.tflops * 1e12:
-            share = found.train_flops / self.tflops / 1e12
+        if self.peak_tflops is not None and found.train_flops > most * self.peak_tflops * 1e12:
+            share = found.train_flops / self.peak_tflops / 1e12
             raise ClusterError(
                 f"calibration={self.calibration}: training at {found.train_flops / 1e12:,.4g} TFLOP/s is {share:.0%} "
-                f"of tflops={self.tflops:g}, more than {most:.1%}, the most that anybody published; it is of a faster "
-                "device (product_ratio, copy_ratio), or its work was too small to show the speed: measure larger models"
+                f"of peak_tflops={self.peak_tflops:g}, more than {most:.1%}, the most that anybody published; it is of "
+                "a faster device (product_ratio, copy_ratio), or its work was too small to show the speed: measure "
+                "larger models"
             )
         return found
 

@@ -11,7 +11,8 @@ trainer ranks run them (`overlap_comm` is off). All devices of a node are taken 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 
 from rlfuse.config.schema import Config
@@ -31,7 +32,7 @@ from rlfuse.planning.exchanges import (
     of_step,
     stepped,
 )
-from rlfuse.planning.hardware import ENDS, Hardware
+from rlfuse.planning.hardware import ENDS, Hardware, NodeSpeed, WorkSpeed
 from rlfuse.planning.memory import ITEM, Moved, quantized_away
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.simulate.recorded import micro_batches
@@ -44,7 +45,7 @@ def costs_of(
 ) -> Costs:
     """`context`: tokens of a sample with its prompt, in the mean."""
     width = config.rollout.tensor_model_parallel_size
-    hardware = hardware.crowded(config.trainer.n_gpus_per_node - 1)
+    hardware = hardware.in_node_of(config.trainer.n_gpus_per_node)
     ranks = _Ranks(config, shapes, hardware, context)
     waits = hardware.host_bytes_per_s
     return Costs(
@@ -89,12 +90,29 @@ def _decoding(config: Config, shape: Shape, hardware: Hardware) -> dict[str, flo
     }
 
 
+def work_speeds(
+    config: Config, shape: Shape, hardware: Hardware, nodes: Sequence[NodeSpeed], context: float
+) -> tuple[WorkSpeed, ...]:
+    """Return how fast each of these nodes works; decoding by a step of an engine's mean batch. `context`: as above."""
+    hardware = hardware.in_node_of(config.trainer.n_gpus_per_node)
+    engines = config.slots / config.rollout.tensor_model_parallel_size
+    samples = config.data.train_batch_size * config.rollout.n / engines
+    batch = max(1, round(min(samples, config.rollout.max_num_seqs) / 2))
+
+    def step_s(node: NodeSpeed) -> float:
+        flops, bandwidth = hardware.decode_flops * node.compute, hardware.bytes_per_s * node.memory
+        there = replace(hardware, decode_flops=flops, bytes_per_s=bandwidth)
+        return Costs(**_decoding(config, shape, there)).decode_step(batch, batch * context)
+
+    return tuple(WorkSpeed(node.compute, step_s(NodeSpeed()) / step_s(node)) for node in nodes)
+
+
 def optimizer_trips(
     config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved
 ) -> tuple[float, float]:
     """(seconds, those of them beside other work) that optimizers are on their way to the device, and from there where
     that is for each update, in a step. Arguments as of `costs_of`."""
-    hardware = hardware.crowded(config.trainer.n_gpus_per_node - 1)
+    hardware = hardware.in_node_of(config.trainer.n_gpus_per_node)
     ranks, residency = _Ranks(config, shapes, hardware, context), config.actor.optimizer_residency
     if residency == "step":
         updates = config.actor.ppo_epochs * -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
@@ -105,7 +123,7 @@ def optimizer_trips(
 
 def carried(config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float) -> tuple[float, float]:
     """(bytes, seconds) between a device and optimizers that stay on its host, in a step. Arguments as of `costs_of`."""
-    hardware = hardware.crowded(config.trainer.n_gpus_per_node - 1)
+    hardware = hardware.in_node_of(config.trainer.n_gpus_per_node)
     return _Ranks(config, shapes, hardware, context).carried()
 
 

@@ -21,8 +21,8 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.schedules.problem import Problem
-from rlfuse.planning.cluster_file import UNMEASURED
-from rlfuse.planning.hardware import Hardware, Links
+from rlfuse.planning.cluster_file import UNMEASURED, Cluster
+from rlfuse.planning.hardware import Hardware, WorkSpeed
 from rlfuse.planning.step_time import Seconds, StepTimes, of_slowest, seconds_of
 from rlfuse.simulate.bound import Bound, lower_bound
 from rlfuse.simulate.prefill_share import find
@@ -73,7 +73,7 @@ def recorded_costs(config: Config, recording: Recording, folder: str) -> Costs:
     if missing := [words for kind, words in unknown.items() if passes or kind != "scoring"]:
         raise ForecastError(
             f"--from {folder}: the run's events don't tell how long it {' and '.join(missing)}; record a run without "
-            "pipelines that finishes two steps, or give --tflops"
+            "pipelines that finishes two steps, or give --peak-tflops"
         )
     rollout, longest = config.rollout, config.data.max_response_length
     return replace(recording.fit.costs, max_sequences=rollout.max_num_seqs, max_tokens=longest)
@@ -104,28 +104,27 @@ def forecast(
     times: StepTimes,
     costs: Costs,
     errors: Mapping[str, float] = UNMEASURED,
-    speeds: Sequence[float] = (),
+    speeds: Sequence[WorkSpeed] = (),
 ) -> Forecast:
     """A step as a run goes on, thresholds tuned; where the job has pipelines, with the schedule that it starts with.
 
     `errors`: kind of work -> part of it that the costs may be wrong by; `speeds`: of the nodes, where they differ.
     """
-    mine = config.fusion.policy
-    steps = {
-        policy: times.simulated(config, costs, speeds, policy, tuned=True)
-        for policy in dict.fromkeys((mine, *POLICIES))
-    }
     workload, training = times.workload(config, costs, speeds)
-    linked, share, why = _disaggregated(config, workload, times.tuned(workload, mine), max(errors.values()))
-    if share:
-        settings = replace(times.tuned(workload, mine), prefill_share=share)
-        steps[mine] = seconds_of(linked, training, mine, settings)
+    steps, whys = {}, list[str]()
+    for policy in dict.fromkeys((config.fusion.policy, *POLICIES)):
+        steps[policy] = times.simulated(config, costs, speeds, policy, tuned=True)
+        settings = times.tuned(workload, policy)
+        linked, share, why = _disaggregated(config, workload, policy, settings, max(errors.values()))
+        if share:
+            steps[policy] = seconds_of(linked, training, policy, replace(settings, prefill_share=share))
+        whys.append(why)
     if config.training.pipeline_parallel_size == 1:
-        lost = steps[mine].step - _overlapped(times, workload, mine).step
-        return Forecast(steps, errors, bound=lower_bound(workload), disaggregate=why, lost_overlap=lost)
+        lost = steps[config.fusion.policy].step - _overlapped(times, workload, config.fusion.policy).step
+        return Forecast(steps, errors, bound=lower_bound(workload), disaggregate=whys[0], lost_overlap=lost)
     counts, forward = times.mini_batch(config, of_slowest(costs, speeds))
     schedule = times.planner(config, counts, forward).problem(counts)
-    return Forecast(steps, errors, schedule=schedule, disaggregate=why)
+    return Forecast(steps, errors, schedule=schedule, disaggregate=whys[0])
 
 
 def _overlapped(times: StepTimes, workload: Workload, policy: str) -> Seconds:
@@ -135,28 +134,32 @@ def _overlapped(times: StepTimes, workload: Workload, policy: str) -> Seconds:
     return seconds_of(overlapped, 0.0, policy, times.tuned(overlapped, policy))
 
 
-def _disaggregated(config: Config, workload: Workload, settings: Settings, error: float) -> tuple[Workload, float, str]:
+def _disaggregated(
+    config: Config, workload: Workload, policy: str, settings: Settings, error: float
+) -> tuple[Workload, float, str]:
     """The step with links, the share of its engines that `rollout.disaggregate` leaves to prompts, and why."""
     free = not workload.link_bytes_per_s and config.trainer.nnodes == 1
     linked = replace(workload, link_bytes_per_s=UNCOUNTED) if free else workload
-    found = find(linked, config.fusion.policy, settings, config.rollout.disaggregate, error)
+    found = find(linked, policy, settings, config.rollout.disaggregate, error)
     why = found.why + ("; copying KV caches is not counted" if free and "simulated" in found.why else "")
     return linked, found.share, why
 
 
-def assumptions(config: Config, hardware: Hardware | None, lengths: Sequence[int], prompt_tokens: int) -> list[str]:
-    """What the forecast rests on, a line each."""
+def assumptions(
+    config: Config, machines: Cluster | None, hardware: Hardware | None, lengths: Sequence[int], prompt_tokens: int
+) -> list[str]:
+    """Return what the forecast rests on, a line each; `machines` and their `hardware`: None for the costs of a run."""
     known = f"responses of {sum(lengths) / len(lengths):.0f} tokens in the mean, {max(lengths)} at most; "
     found = [known + f"prompts of {prompt_tokens}"]
-    if hardware is not None:
+    if machines is not None and hardware is not None:
+        found.append(f"{machines.achieved()}; 2 FLOP per parameter and token forward, twice that backward")
+        links = hardware.links
         found.append(
-            f"{hardware.train_flops / 1e12:g} TFLOP/s of a device in passes and training, "
-            f"{hardware.bytes_per_s / 1e9:g} GB/s of its memory while decoding; 2 FLOP per parameter and token "
-            "forward, twice that backward"
+            f"GB/s of a device: {hardware.bytes_per_s / 1e9:g} of its memory while decoding, "
+            f"{links.within_bytes_per_s / 1e9:g} within a node, {links.between_bytes_per_s / 1e9:g} between nodes, "
+            f"{hardware.host_bytes_per_s / 1e9:g} to the host"
         )
-        free = "ZeRO's communication, changes of role, " if hardware.links == Links() else ""
-        handed = "what stages hand over, " if config.training.pipeline_parallel_size > 1 else ""
-        found.append(f"not counted: {free}{handed}rewards, calls of Ray")
+        found.append("not counted: rewards, calls of Ray")
     if Experience(config).kinds and config.fusion.data != "exact":
         found.append(f"fusion.data={config.fusion.data} is forecast as if it were exact")
     if config.algorithm.filter_groups.enable:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import NamedTuple
 
 ADAM = 32
 """Bytes of a parameter that an optimizer step reads and writes: weights and moments."""
@@ -24,6 +25,22 @@ ENDS = 2
 deep do not tell the two apart: a fit that looked for both made models of few layers slow."""
 KINDS = ("generating", "scoring", "training")
 """Kinds of work whose forecasts have errors of their own."""
+
+
+class NodeSpeed(NamedTuple):
+    """How many times as fast as the cluster's own devices those of a node are."""
+
+    compute: float = 1.0
+    memory: float = 1.0
+    """Of reading it."""
+
+
+class WorkSpeed(NamedTuple):
+    """How many times as fast as by the costs of a plan its work is done on a node, or by an engine."""
+
+    compute: float = 1.0
+    """Scoring, training and prefill."""
+    decode: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +146,10 @@ class Hardware:
     def decoding_s(self, read_s: float, computed_s: float) -> float:
         """Reading weights and computing by them."""
         return max(read_s, computed_s) if self.decode_overlaps else read_s + computed_s
+
+    def in_node_of(self, devices: int) -> Hardware:
+        """Return a device of a node of which a run uses so many."""
+        return replace(self.crowded(devices - 1), links=replace(self.links, per_node=devices))
 
     def crowded(self, beside: int) -> Hardware:
         """A device while so many others of its node are at work."""

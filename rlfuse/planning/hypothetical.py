@@ -109,7 +109,8 @@ def _sent_s(config: Config, shape: Shape, hardware: Hardware) -> float:
     """Of a token, forward: to its experts' ranks and back."""
     expert, links, item = of(config).expert_parallel_size, hardware.links, ITEM[config.model.dtype]
     hidden, width = len(shape.layers) * shape.hidden * item, config.rollout.tensor_model_parallel_size
-    rate = links.within_bytes_per_s if expert <= links.per_node else links.between_bytes_per_s
+    near = expert <= config.trainer.n_gpus_per_node
+    rate = links.within_bytes_per_s if near else links.between_bytes_per_s
     return 2 * shape.experts_used * hidden * (expert - 1) / expert / rate / width
 
 

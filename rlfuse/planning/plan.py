@@ -1,15 +1,14 @@
 """`rlfuse plan`: what a job would take, before anything starts; needs no GPU.
 
 Role: the command line of `rlfuse.planning`: composes the job as `rlfuse train` would, reads sizes from config.json,
-prints tables. Files of functions are read, as `rlfuse train` reads them, those of the policy and the loss executed;
-data and tokenizer, which may be on another machine, are not read. Called by `rlfuse.cli`.
+prints tables. Files of functions that are on this machine are read as `rlfuse train` reads them, those of the policy
+and the loss executed; data, tokenizer and reward functions are not needed. Called by `rlfuse.cli`.
 Exit status: 0 it fits, 2 wrong configuration, 3 it does not fit.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from rlfuse.algorithms.experience import Experience
 from rlfuse.cluster.cuda import gpu_settings
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.facts import Facts, facts_of_a_plan
-from rlfuse.config.prepared import command_for
+from rlfuse.config.input_files import read
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
@@ -32,10 +31,10 @@ from rlfuse.fusion.registry import traits_of
 from rlfuse.planning import search_command
 from rlfuse.planning.activation_tiers import words
 from rlfuse.planning.activations import PASS_OF, leaves
-from rlfuse.planning.cluster_file import read_cluster
+from rlfuse.planning.cluster_file import Cluster, ClusterError, read_cluster
 from rlfuse.planning.memory import GIB, Budget, Memory, Moved, memory_of
 from rlfuse.planning.model_sizes import Shape, served_shapes, shapes_of
-from rlfuse.planning.planned_job import beyond_limits
+from rlfuse.planning.planned_job import beyond_limits, completed, needed_by_run, plannable, unset
 from rlfuse.planning.remedies import remedies
 from rlfuse.planning.shortages import problems
 from rlfuse.planning.step_time import NOTHING, standings
@@ -45,10 +44,11 @@ if TYPE_CHECKING:
     from rlfuse.planning.forecast import Forecast
     from rlfuse.planning.hardware import Hardware
 
-BANDWIDTH = {"cuda": 2000.0, "cpu": 20.0}
-"""GB/s where --bandwidth does not say."""
-COSTS = {"from": "run", "tflops": "tflops", "cluster": "cluster"}
-"""Options that tell how long work takes."""
+COSTS = {"from": "run", "peak-tflops": "peak_tflops", "cluster": "cluster"}
+"""Options that give the durations of work."""
+OPTIONAL = ("utilization", "bandwidth")
+OF_DEVICE = {"peak_tflops": "peak_tflops", "utilization": "utilization", "memory_bandwidth_gbs": "bandwidth"}
+"""Field of a cluster file -> option that gives the same without one."""
 PICTURES = (".png", ".html")
 
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
         arguments.cluster = read_cluster(arguments.cluster)
     from rlfuse.engines.trainer.families import untrainable  # imports transformers
 
-    config = to_config(compose_job(words), lambda config: _facts(config, arguments))
+    config = to_config(plannable(completed(compose_job(words))), lambda config: _facts(config, arguments))
     _check(arguments, config)
     policy = load_policy(config.fusion.policy)
     beyond = beyond_limits(config, arguments.prompt_tokens, arguments.response_tokens)
@@ -72,7 +72,9 @@ def main(argv: Sequence[str]) -> None:
     served = served_shapes(config, budget.device)
     memory = memory_of(config, shapes, budget, served)
     console = Console(highlight=False)
-    console.print(settings_table(config), placement_table(config, shapes), memory_table(config, shapes, memory))
+    console.print(
+        settings_table(config, unset(config)), placement_table(config, shapes), memory_table(config, shapes, memory)
+    )
     blocked = Experience(config).why_late() if traits_of(policy).trains_early else ""
     away, unread = _activations_away(config, shapes, budget.device), not_looked_at(config, budget.device)
     for line in (*away, *filter(None, [blocked]), *unread):
@@ -104,11 +106,16 @@ def _parser() -> argparse.ArgumentParser:
         metavar="GIB",
         help="of a GPU (a slot, for cluster.device=cpu); default: as found",
     )
-    parser.add_argument("--tflops", type=float, metavar="N", help="TFLOP/s that a device really does: forecasts times")
+    parser.add_argument(
+        "--peak-tflops", type=float, metavar="N", help="peak of a device, as in a cluster file: forecasts times"
+    )
+    parser.add_argument(
+        "--utilization", type=float, metavar="SHARE", help="of that peak, achieved in passes and training; default: 0.4"
+    )
+    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="of a device's memory; default: 2000 (CPU: 20)")
     parser.add_argument(
         "--cluster", type=Path, metavar="FILE", help="the machines, as for --search: memory, speed, links"
     )
-    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="of a device's memory; default: 2000 (CPU: 20)")
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="costs and lengths of a recorded run")
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: the run's or half the limit")
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: the run's, or half the limit")
@@ -143,13 +150,15 @@ def device_of(config: Config, arguments: argparse.Namespace) -> str:
 def _check(arguments: argparse.Namespace, config: Config) -> None:
     """Raises ConfigError with everything that is wrong with the options."""
     wrong = []
-    for name in ("device_memory", "tflops", "bandwidth", "response_tokens", "prompt_tokens"):
+    for name in ("device_memory", "response_tokens", "prompt_tokens"):
         value = getattr(arguments, name)
         if value is not None and not value > 0:
             wrong.append(f"--{name.replace('_', '-')} {value:g}: needs a number above 0")
     costs = [f"--{option}" for option, name in COSTS.items() if getattr(arguments, name) is not None]
     if len(costs) > 1:
-        wrong.append(f"{' and '.join(costs)}: each tells the costs; give one of them")
+        wrong.append(f"{' and '.join(costs)}: each gives the costs; give one of them")
+    if arguments.peak_tflops is None and (more := [name for name in OPTIONAL if getattr(arguments, name) is not None]):
+        wrong.append(f"--{' and --'.join(more)}: only with --peak-tflops; a cluster file has a field for it")
     if arguments.cluster is not None and arguments.device_memory is not None:
         wrong.append("--cluster and --device-memory: both tell the memory; give one of them")
     wrong += arguments.cluster.lacks(config) if arguments.cluster is not None else ()
@@ -159,7 +168,7 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
         if config.training.pipeline_parallel_size == 1:
             wrong.append("--picture: shows the schedule of pipelines; set training.pipeline_parallel_size above 1")
         if not costs:
-            wrong.append("--picture: a schedule needs durations; give --tflops, --cluster or --from")
+            wrong.append("--picture: a schedule needs durations; give --peak-tflops, --cluster or --from")
     if wrong:
         raise ConfigError(wrong)
 
@@ -180,7 +189,7 @@ def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:
     if device == "auto":
         raise ConfigError(["cluster.device=auto: another machine decides; say cluster.device=cuda or cpu"])
     if arguments.cluster is not None:
-        return arguments.cluster.budget(config.trainer.nnodes)
+        return arguments.cluster.budget(config)
     if given is not None:
         return Budget(device, int(given * GIB))
     if device == "cpu":
@@ -215,11 +224,7 @@ def not_looked_at(config: Config, device: str) -> list[str]:
         "no data was read: memory is for the longest samples that the limits allow, "
         f"data.max_prompt_length={data.max_prompt_length} and data.max_response_length={data.max_response_length}"
     )
-    missing = [path for path in (*data.train_files, *data.val_files) if not os.path.exists(os.path.expanduser(path))]
-    if missing:
-        made = next(filter(None, map(command_for, missing)), None)
-        lines.append(f"the run will need {', '.join(missing)}, not found here" + (f": `{made}`" if made else ""))
-    return lines
+    return [*lines, *needed_by_run(config)]
 
 
 def _show_settings(config: Config, all_of_them: bool, console: Console) -> None:
@@ -246,20 +251,20 @@ def _forecast(
     """Times by stage, if anything tells them, and the picture."""
     if all(getattr(arguments, name) is None for name in COSTS.values()):
         console.print(
-            "Time: give --tflops N, what a device really does, --cluster FILE of the machines, or --from RUN_DIR for "
+            "Time: give --peak-tflops N, the peak of a device, --cluster FILE of the machines, or --from RUN_DIR for "
             "what a run measured.\n",
             soft_wrap=True,
         )
         return
     from rlfuse.planning.cluster_file import UNMEASURED
-    from rlfuse.planning.costs import costs_of
+    from rlfuse.planning.costs import costs_of, work_speeds
     from rlfuse.planning.forecast import assumptions, forecast, lengths_of, recorded_costs
     from rlfuse.planning.hardware import KINDS
     from rlfuse.planning.step_time import StepTimes
     from rlfuse.simulate.prefill_share import error_of
     from rlfuse.simulate.recorded import read_run
 
-    recording, hardware = None, None
+    recording, hardware, machines, speeds = None, None, _machines(config, memory, arguments), ()
     if arguments.run is not None:
         recording = read_run(arguments.run)
     lengths = lengths_of(config, arguments.response_tokens, recording)
@@ -269,15 +274,15 @@ def _forecast(
     if recording is not None:
         costs = recorded_costs(config, recording, str(arguments.run))
     else:
-        hardware = _hardware(config, shapes, memory, arguments)
+        hardware = machines.hardware(any(shape.active < 1 for shape in shapes.values()))
         costs = costs_of(config, shapes, hardware, times.context, memory.moved)
+        speeds = work_speeds(config, shapes["actor"], hardware, machines.speeds(config), times.context)
     roomy = replace(costs, kv_tokens=max(1, memory.kv_tokens))
     errors = dict.fromkeys(KINDS, error_of(recording.fit)) if recording else hardware.errors or UNMEASURED
-    speeds = arguments.cluster.speeds(config.trainer.nnodes) if arguments.cluster is not None else ()
     found = forecast(config, times, roomy, errors, speeds)
     console.print(time_table(found))
     console.print(f"  rollout.disaggregate={config.rollout.disaggregate}: {found.disaggregate}", soft_wrap=True)
-    for line in assumptions(config, hardware, lengths, prompt):
+    for line in assumptions(config, machines, hardware, lengths, prompt):
         console.print(f"  assumed: {escape(line)}", soft_wrap=True)
     if hardware is not None:
         for line in _travels(config, shapes, hardware, times.context, memory.moved):
@@ -290,14 +295,22 @@ def _forecast(
         _draw(found.schedule, arguments.picture, console)
 
 
-def _hardware(config: Config, shapes: Mapping[str, Shape], memory: Memory, arguments: argparse.Namespace) -> Hardware:
-    """As the cluster file says, or by stated rates."""
-    from rlfuse.planning.hardware import Hardware
+def _machines(config: Config, memory: Memory, arguments: argparse.Namespace) -> Cluster | None:
+    """Return those of the cluster file, or those that the options describe; None for the costs of a run.
 
-    if arguments.cluster is not None:
-        return arguments.cluster.hardware(any(shape.active < 1 for shape in shapes.values()))
-    flops, bandwidth = arguments.tflops * 1e12, arguments.bandwidth or BANDWIDTH[memory.budget.device]
-    return Hardware(flops, flops, flops, bandwidth * 1e9)
+    Raises ClusterError, naming the options.
+    """
+    if arguments.cluster is not None or arguments.peak_tflops is None:
+        return arguments.cluster
+    options = {field: getattr(arguments, name) for field, name in OF_DEVICE.items()}
+    machines = {"nodes": config.trainer.nnodes, "devices_per_node": config.trainer.n_gpus_per_node}
+    machines |= {"device": memory.budget.device, "device_memory_gb": memory.budget.bytes / GIB}
+    given = {field: value for field, value in options.items() if value is not None}
+    try:
+        return read(Cluster, machines | given, ClusterError)
+    except ClusterError as error:
+        names = ", ".join(f"--{OF_DEVICE[field].replace('_', '-')}" for field in given)
+        raise ClusterError(*(f"{names}: {problem}" for problem in error.problems)) from None
 
 
 def _travels(

@@ -1,22 +1,26 @@
-"""The job file of a plan: what the job said, references and all, with what the plan changes in it.
+"""The job that is planned: a job file completed where a plan needs less than a run, and the job file of a plan.
 
-Role: `search_command` completes a job that says too little for a run, tells what a plan changes, and writes the file;
-`plan`, too, asks whether lengths that it is given can be.
+Role: `plan` and `search_command` read a job with `completed` and `plannable`, and list what its run needs beyond the
+plan; `search_command` also writes the job file of the best plan, references and all.
 Invariant: the file read again is the planned configuration, key by key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from rlfuse.config.checks import value_of
 from rlfuse.config.documentation import keys
+from rlfuse.config.facts import missing_for_run
+from rlfuse.config.prepared import command_for
 from rlfuse.config.schema import Config
 from rlfuse.files import write_whole
 
@@ -33,6 +37,40 @@ def completed(given: DictConfig) -> DictConfig:
         if not OmegaConf.select(given, key) and not (key.startswith("reward.") and given.reward.model_path):
             OmegaConf.update(given, key, value)
     return given
+
+
+def plannable(given: DictConfig) -> DictConfig:
+    """Return a copy without the arguments of reward functions that only the run's machine can resolve (secrets)."""
+    job = deepcopy(given)
+    for entry in job.reward.functions:
+        if isinstance(entry, DictConfig) and isinstance(entry.get("kwargs"), DictConfig):
+            for name in [name for name in entry.kwargs if not _resolves(entry.kwargs, name)]:
+                with open_dict(entry.kwargs):
+                    del entry.kwargs[name]
+    return job
+
+
+def _resolves(kwargs: DictConfig, name: str) -> bool:
+    try:
+        OmegaConf.resolve(OmegaConf.create({name: kwargs[name]}))
+    except OmegaConfBaseException:
+        return False
+    return True
+
+
+def unset(config: Config) -> list[str]:
+    """Return the keys that the job leaves to be set before a run."""
+    return [key for key, value in STAND_INS.items() if value_of(config, key) == value]
+
+
+def needed_by_run(config: Config) -> Iterator[str]:
+    """Yield a line for each kind of thing that the run needs and the plan did not."""
+    if keys_ := unset(config):
+        yield f"the run needs {', '.join(keys_)}, which the job does not set"
+    stand_ins = {str(each) for key in unset(config) for each in STAND_INS[key]}
+    if missing := [path for path in missing_for_run(config) if path not in stand_ins]:
+        command = next(filter(None, map(command_for, missing)), None)
+        yield f"the run will need {', '.join(missing)}, not found here" + (f": `{command}`" if command else "")
 
 
 def beyond_limits(config: Config, prompt_tokens: float | None, response_tokens: float | None) -> Iterator[str]:
@@ -54,11 +92,11 @@ def write_job(path: Path, given: DictConfig, settings: Mapping[str, object], pla
     for key in keys():
         if key.required or value_of(planned, key.name) != key.default:
             OmegaConf.update(written, key.name, settings.get(key.name, _as_given(given, key.name)), force_add=True)
-    read = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), written))
+    read = OmegaConf.to_object(plannable(OmegaConf.merge(OmegaConf.structured(Config), written)))
     for key in keys():  # a reference to what the plan changes
         if value_of(read, key.name) != value_of(planned, key.name):
             OmegaConf.update(written, key.name, value_of(planned, key.name), force_add=True)
-    open_keys = ", ".join(key for key, value in STAND_INS.items() if value_of(planned, key) == value)
+    open_keys = ", ".join(unset(planned))
     heading = "# Written by `rlfuse plan --search`.\n" + (f"# Put yours: {open_keys}.\n" if open_keys else "")
     write_whole(path, heading + OmegaConf.to_yaml(written))
     console.print(f"job file: {path}; `rlfuse plan {path}`, `rlfuse train {path}`", soft_wrap=True)

@@ -27,7 +27,7 @@ PRESETS = {
             "devices_per_node": 8,
             "device_memory_gb": 64,
             "host_memory_gb": 512,
-            "tflops": 191.5,
+            "peak_tflops": 191.5,
             "utilization": 0.361,
             "memory_bandwidth_gbs": 1600,
             "links": {"within_gbs": 50, "between_gbs": 12.5, "host_gbs": 36},
@@ -41,7 +41,7 @@ PRESETS = {
         {
             "devices_per_node": 8,
             "device_memory_gb": 32,
-            "tflops": 256,
+            "peak_tflops": 256,
             "memory_bandwidth_gbs": 1200,
             "links": {"within_gbs": 30, "between_gbs": 12.5},
         },

@@ -136,7 +136,8 @@ class _Search:
 
     def _enter_structures(self, facts: Facts, until: float) -> None:
         """All of them; where time is out before, at least one."""
-        for settings in structures(self._job.config, facts, self._job.axes, self._job.shapes["actor"]):
+        job = self._job
+        for settings in structures(job.config, facts, job.axes, job.shapes["actor"], job.cluster):
             if self._heap and self._clock() >= until:
                 return
             self._structures[settings] = self._enter_structure(settings)
@@ -263,13 +264,14 @@ def ranked(plans: Iterable[Plan]) -> Iterator[Plan]:
     """The fastest first, one for each structure; of those that take the very same, the first."""
     seen: set[object] = set()
     for plan in sorted(plans, key=lambda plan: plan.seconds.step):
-        structure = _structure(plan)
+        structure = structure_of(plan)
         if not seen & {structure, plan.seconds}:
             seen |= {structure, plan.seconds}
             yield plan
 
 
-def _structure(plan: Plan) -> tuple[Setting, ...]:
+def structure_of(plan: Plan) -> tuple[Setting, ...]:
+    """Return the plan's settings that make it a plan of its own to a reader."""
     return tuple(setting for setting in plan.settings if structural(setting[0]))
 
 
@@ -300,8 +302,13 @@ def settled(
         plans += faster
     best = neighbours.nearer_the_job(best)
     least = best.seconds.step - _left_open(job, best)
-    others = [plan for plan in plans if plan.seconds.step > least and _structure(plan) != _structure(best)]
+    others = [plan for plan in plans if plan.seconds.step > least and structure_of(plan) != structure_of(best)]
     return replace(found, plans=(best, *ranked(others))), neighbours.told(best)
+
+
+def neighbours_of(job: Job, plan: Plan, facts: Facts) -> list[Neighbour]:
+    """Return what becomes of the neighbours of this plan, however long that takes."""
+    return _Neighbours(job, facts, inf, time.monotonic).told(plan)
 
 
 class _Neighbours:

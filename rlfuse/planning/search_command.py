@@ -1,7 +1,7 @@
 """`rlfuse plan --search job.yaml --cluster cluster.yaml`: the fastest configuration that fits, and its job file.
 
-Role: the command line of `search`; `plan.main` hands over where `--search` stands. Needs the model's config.json, no
-data, weights, tokenizer or GPU. Exit status as of `rlfuse plan`; 3: no plan fits.
+Role: the command line of `search`; `plan.main` calls it for `--search`. Needs the model's config.json, but no data,
+rewards, weights, tokenizer or GPU. Exit status as of `rlfuse plan`; 3: no plan fits.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
 from rlfuse.planning import hypothetical
-from rlfuse.planning.cluster_file import UNMEASURED, Cluster, read_cluster
-from rlfuse.planning.forecast import Forecast, forecast, lengths_of
+from rlfuse.planning.cluster_file import Cluster, read_cluster
+from rlfuse.planning.finalists import Finalists, finalists, untuned
+from rlfuse.planning.forecast import lengths_of
 from rlfuse.planning.memory import GIB
 from rlfuse.planning.model_sizes import served_shapes, shapes_of
 from rlfuse.planning.node_order import best_order, exchanged, seconds_of
-from rlfuse.planning.planned_job import beyond_limits, completed, differing, write_job
+from rlfuse.planning.planned_job import beyond_limits, completed, differing, needed_by_run, plannable, write_job
 from rlfuse.planning.presets import PRESETS
 from rlfuse.planning.remedies import changed
-from rlfuse.planning.search import Found, Neighbour, Plan, error_of, search, settled
+from rlfuse.planning.search import Found, Neighbour, Plan, error_of, neighbours_of, search, settled, structure_of
 from rlfuse.planning.searched_job import Job
-from rlfuse.planning.space import POLICY, axes_of
-from rlfuse.planning.step_time import NOTHING, Seconds, standings
+from rlfuse.planning.space import axes_of
+from rlfuse.planning.step_time import Seconds, standings
 from rlfuse.planning.tables import memory_table, table_of
 
 DOES_NOT_FIT = 3
 SECONDS, PATIENCE = 60.0, 64
 """All in all, where --seconds does not say; less where so many plans one after the other gain next to nothing."""
-LOOKING, SETTLING = 0.5, 0.9
-"""Shares of them after which the best plan so far is taken, and its neighbours; the rest is for policies."""
+LOOKING, SETTLING = 0.5, 0.8
+"""Shares of them after which the best plan so far is taken, and its neighbours; the rest is for tuning thresholds."""
 SHOWN = 8
 """Plans in the table."""
 
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
     _check(arguments, words)
     console, cluster = Console(highlight=False), read_cluster(arguments.cluster)
     given = completed(compose_job(words))
-    config = _accepted(cluster, given, arguments.keep)
+    config = _accepted(cluster, plannable(given), arguments.keep)
     load_policy(config.fusion.policy)
     beyond = beyond_limits(config, arguments.prompt_tokens, arguments.response_tokens)
     if wrong := [*_unplannable(config, cluster), *untrainable(config), *beyond]:
@@ -76,7 +77,14 @@ def main(argv: Sequence[str]) -> None:
         around: list[Neighbour] = []
         with console.status("neighbours of the best plan"), suppress(KeyboardInterrupt):  # what was found is shown
             found, around = settled(job, found, facts, began + SETTLING * seconds - time.monotonic())
-        _show(job, given, found, around, arguments, console)
+        with console.status("the best plans with tuned thresholds"):
+            last = finalists(job, found.plans[:SHOWN], began + seconds - time.monotonic())
+            compared = found.plans[0]
+            if structure_of(compared) != structure_of(last.plans[0]):
+                compared = untuned(job, last.plans[0])
+                around = neighbours_of(job, compared, facts)
+        console.print(_plans_table(job, last.plans), _neighbours_table(compared, around))
+        _show(job, given, found, last, arguments, console)
     if arguments.hypothetical:
         with console.status("what can't be run yet"):
             beyond = search(_beyond(job), facts, began + given_s - time.monotonic(), patience=patience)
@@ -126,7 +134,7 @@ def _check(arguments: argparse.Namespace, words: Sequence[str]) -> None:
 def _accepted(cluster: Cluster, given: DictConfig, keep: Collection[str]) -> Config:
     """The job on all of the machines, or where that is refused on one device: the search tries what is between."""
     try:
-        return to_config(_on_these(cluster.nodes, cluster.devices_per_node, cluster.device, given, keep), _facts)
+        return to_config(_on_these(cluster.nodes, cluster.sizes[0], cluster.device, given, keep), _facts)
     except ConfigError:
         with suppress(ConfigError):
             return to_config(_on_these(1, 1, cluster.device, given, keep), _facts)
@@ -219,28 +227,21 @@ def _show(
     job: Job,
     given: DictConfig,
     found: Found,
-    around: Sequence[Neighbour],
+    last: Finalists,
     arguments: argparse.Namespace,
     console: Console,
 ) -> None:
-    best, errors = found.plans[0], job.hardware.errors
-    with console.status("the best plan under each policy"):
-        steps = _forecast(job, best).steps
-    policies = {policy: steps[policy] for policy in job.axes[POLICY]}
-    console.print(_plans_table(job, found), _neighbours_table(best, around), _policies_table(policies, errors))
+    plans, errors, best = last.plans, job.hardware.errors, last.plans[0]
     config, memory = job.with_settings(best.settings)
-    console.print(memory_table(config, job.shapes, memory))
-    for line in _told(job, found, errors):
+    console.print(_policies_table(last.policies, errors), memory_table(config, job.shapes, memory))
+    for line in _told(job, found, last, errors):
         console.print(escape(line), soft_wrap=True)
     if arguments.picture is not None:
         from rlfuse.planning.search_picture import draw
 
-        draw(found.plans[:SHOWN], [name_of(job, plan) for plan in found.plans[:SHOWN]], errors, arguments.picture)
+        draw(plans, [name_of(job, plan) for plan in plans], errors, arguments.picture)
         console.print(f"picture: {arguments.picture}", soft_wrap=True)
-    settings = dict(best.settings) | {
-        POLICY: _chosen(policies, job.config.fusion.policy),
-        "cluster.device": job.cluster.device,
-    }
+    settings = dict(best.settings) | {"cluster.device": job.cluster.device}
     if placed := _placed(job, config):
         settings["cluster.node_order"], line = placed
         console.print(escape(line), soft_wrap=True)
@@ -252,7 +253,8 @@ def _show(
 
 def _placed(job: Job, config: Config) -> tuple[list[str], str] | None:
     """Nodes in the order in which the plan's exchanges take least, where links were measured, and what that gains."""
-    if config.trainer.nnodes == 1 or (links := job.cluster.node_links()) is None:
+    uneven = len(job.cluster.sizes) > 1  # which of the measured nodes has how many devices is not known
+    if config.trainer.nnodes == 1 or uneven or (links := job.cluster.node_links()) is None:
         return None
     sent = exchanged(config, job.shapes["actor"], sum(job.lengths) + len(job.lengths) * job.prompt_tokens)
     order = best_order(links, sent)
@@ -284,12 +286,12 @@ def name_of(job: Job, plan: Plan) -> str:
     return " ".join([*words, *hypothetical.words(config)])
 
 
-def _plans_table(job: Job, found: Found) -> Table:
+def _plans_table(job: Job, plans: Sequence[Plan]) -> Table:
     numbers = ("tokens", "again", "seqs", "GiB", "generate", "score", "train", "step", "+-")
-    table = table_of("Plans: seconds of a step, the best first", "plan", numbers=numbers)
+    table = table_of("Plans: seconds of a step with tuned thresholds, the best first", "plan", numbers=numbers)
     table.pad_edge, table.padding = False, (0, 1, 0, 0)
-    best = found.plans[0]
-    for plan in found.plans[:SHOWN]:
+    best = plans[0]
+    for plan in plans:
         config, seconds = changed(job.config, plan.settings), plan.seconds
         same = plan is not best and not plan.seconds.surely_slower(best.seconds, job.hardware.errors)
         table.add_row(
@@ -301,7 +303,7 @@ def _plans_table(job: Job, found: Found) -> Table:
             f"{config.rollout.max_num_seqs}",
             f"{max(map(plan.memory.total, plan.memory.phases)) / GIB:.1f}",
             *(f"{each:.1f}" for each in seconds.kinds.values()),
-            f"{seconds.step:.1f}",
+            f"{seconds.step:.2f}",
             f"{error_of(seconds, job.hardware.errors):.1f}",
         )
     table.caption_justify = "left"
@@ -319,7 +321,9 @@ def _plans_table(job: Job, found: Found) -> Table:
 def _show_hypothetical(job: Job, found: Found, console: Console) -> None:
     """The fastest of what can't be run, apart from what can, so that nobody takes one for the other."""
     table = table_of(
-        "Hypothetical: were it there (this project can't run it yet)", "plan", numbers=("GiB", "step", "+-")
+        "Hypothetical: were it there (this project can't run it yet), before thresholds are tuned",
+        "plan",
+        numbers=("GiB", "step", "+-"),
     )
     plans = [plan for plan in found.plans if any(hypothetical.words(changed(job.config, plan.settings)))]
     for plan in plans[:SHOWN]:
@@ -330,7 +334,7 @@ def _show_hypothetical(job: Job, found: Found, console: Console) -> None:
 
 
 def _neighbours_table(best: Plan, around: Sequence[Neighbour]) -> Table:
-    table = table_of("Why not its neighbours", "instead", "what becomes of it")
+    table = table_of("Why not its neighbours (before thresholds are tuned)", "instead", "what becomes of it")
     for each in around:
         table.add_row(escape(f"{each.setting[0]}={as_typed(each.setting[1])}"), escape(_why(best, each)))
     return table
@@ -346,31 +350,15 @@ def _why(best: Plan, each: Neighbour) -> str:
     return f"{more:+.1f} s" + (f": {told}" if told else "")
 
 
-def _forecast(job: Job, best: Plan) -> Forecast:
-    """What `rlfuse plan` tells of the best plan's job file."""
-    config = changed(job.config, best.settings)
-    costs = job.costs(config, best.memory)
-    return forecast(config, job.times, costs, job.hardware.errors or UNMEASURED, job.speeds(config))
-
-
-def _chosen(policies: Mapping[str, Seconds], given: str) -> str:
-    """The fastest; the job's own where it is as fast but for next to nothing."""
-    fastest = min(policies, key=lambda policy: policies[policy].step)
-    enough = policies[fastest].step * (1 + NOTHING)
-    return given if given in policies and policies[given].step <= enough else fastest
-
-
 def _policies_table(policies: Mapping[str, Seconds], errors: Mapping[str, float]) -> Table:
-    table = table_of(
-        "The best plan under each policy, thresholds as a run tunes them", "fusion.policy", numbers=("step",)
-    )
+    table = table_of("The best plan under each policy, with tuned thresholds", "fusion.policy", numbers=("step",))
     told = standings(policies, errors)
     for name, seconds in policies.items():
         table.add_row(name + (f" ({told[name]})" if name in told else ""), f"{seconds.step:.2f}")
     return table
 
 
-def _told(job: Job, found: Found, errors: Mapping[str, float]) -> list[str]:
+def _told(job: Job, found: Found, last: Finalists, errors: Mapping[str, float]) -> list[str]:
     best = found.plans[0].seconds.step
     looked = f"{found.structures} structures, {found.simulated} plans simulated, {found.not_fitting} did not fit"
     more = f"none of this space can be more than {max(0.0, 1 - found.bound_s / best):.1%} faster in the simulator"
@@ -379,15 +367,22 @@ def _told(job: Job, found: Found, errors: Mapping[str, float]) -> list[str]:
         more = f"cut with {found.left} that were not looked at, --seconds searches longer; {gain}"
     lengths, cluster = job.lengths, job.cluster
     unbounded = cluster.host_memory_gb is None and found.plans[0].memory.host > 0
+    late = [f"{last.left_out} more plans: not tuned in time; --seconds searches longer"] if last.left_out else []
+    config, devices = changed(job.config, last.plans[0].settings), cluster.devices
+    idle = f"{config.slots} of {devices} devices are used: a run takes the same number of devices on each of its nodes"
     preset = [f"{cluster.preset}: {PRESETS[cluster.preset].source}; never run"] if cluster.preset else []
     return [
         f"{looked}; {more}",
+        *late,
+        *[idle] * (len(cluster.sizes) > 1 and config.slots < devices),
         f"memory: {cluster.memory_margin:.0%} of each device are left free (memory_margin)"
         + ("; hosts are taken to have room for what is pinned (host_memory_gb)" if unbounded else ""),
         f"assumed: responses of {sum(lengths) / len(lengths):.0f} tokens in the mean, prompts of {job.prompt_tokens} "
         "(--response-tokens, --prompt-tokens)",
+        f"assumed: {cluster.achieved()}",
         "errors: "
         + ", ".join(f"{kind} {each:.0%}" for kind, each in errors.items())
         + ("" if job.cluster.calibration else ", an allowance: nothing was measured; `rlfuse calibrate` measures"),
         *preset,
+        *needed_by_run(job.config),
     ]

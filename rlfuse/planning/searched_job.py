@@ -16,8 +16,8 @@ from rlfuse.config.schema import Config
 from rlfuse.fusion.costs import Costs
 from rlfuse.planning import hypothetical
 from rlfuse.planning.cluster_file import Cluster
-from rlfuse.planning.costs import STAYS
-from rlfuse.planning.hardware import Hardware
+from rlfuse.planning.costs import STAYS, work_speeds
+from rlfuse.planning.hardware import Hardware, WorkSpeed
 from rlfuse.planning.memory import Memory, Moved, Part, models_of
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.remedies import Setting, changed
@@ -85,9 +85,10 @@ class Job:
         """Values of the axes on which what trainer ranks hold and take may depend."""
         return tuple(value_of(config, key) for key in self.axes if key not in OF_ENGINES)
 
-    def speeds(self, config: Config) -> tuple[float, ...]:
-        """Of the nodes, where they differ."""
-        return self.cluster.speeds(config.trainer.nnodes)
+    def speeds(self, config: Config) -> tuple[WorkSpeed, ...]:
+        """Of the nodes that the plan uses, where there are groups of them."""
+        nodes = self.cluster.speeds(config)
+        return work_speeds(config, self.shapes["actor"], self.hardware, nodes, self.times.context)
 
     # Memory ----------------------------------------------------------------------------------------------------------
 
@@ -117,7 +118,7 @@ class Job:
         key = (shapes is self._lean, *self._but_of_engines(config))
         if key not in self._models:
             self._models[key] = models_of(config, shapes, self.cluster.device)
-        budget = self.cluster.budget(config.trainer.nnodes)
+        budget = self.cluster.budget(config)
         return hypothetical.memory(config, shapes, budget, self.served, self._models[key])
 
     def settings_of(self, config: Config, settings: tuple[Setting, ...]) -> tuple[Setting, ...]:

@@ -58,10 +58,10 @@ FASTEST: Filling = (0, 0, 0)
 
 def axes_of(config: Config, shape: Shape, cluster: Cluster, keep: Collection[str] = ()) -> dict[str, tuple]:
     """Key -> its values, the mildest first; `keep`: keys that stay as the job has them."""
-    gpu, nodes, each = cluster.device == "cuda", cluster.nodes, cluster.devices_per_node
+    gpu, each = cluster.device == "cuda", max(cluster.sizes)
     axes = {
-        "trainer.nnodes": tuple(range(1, nodes + 1)) if nodes <= FEW_NODES else (*_powers(nodes - 1), nodes),
-        "trainer.n_gpus_per_node": (each,) if nodes > 1 else tuple(sorted({*_powers(each), each})),
+        "trainer.nnodes": _nodes(cluster),
+        "trainer.n_gpus_per_node": cluster.sizes if cluster.nodes > 1 else tuple(sorted({*_powers(each), each})),
         "rollout.tensor_model_parallel_size": _powers(min(each, shape.heads)),
         "training.pipeline_parallel_size": _powers(min(cluster.devices, len(shape.layers), 16)),
         CHUNKS: _with(config.training.virtual_pipeline_model_parallel_size, (1, 2)),
@@ -81,6 +81,13 @@ def axes_of(config: Config, shape: Shape, cluster: Cluster, keep: Collection[str
         POLICY: tuple(dict.fromkeys((config.fusion.policy, *POLICIES))),
     }
     return {key: (value_of(config, key),) if key in keep else values for key, values in axes.items()}
+
+
+def _nodes(cluster: Cluster) -> tuple[int, ...]:
+    """Numbers of nodes, among them all that have a size."""
+    if cluster.nodes <= FEW_NODES:
+        return tuple(range(1, cluster.nodes + 1))
+    return tuple(sorted({*_powers(cluster.nodes - 1), *map(cluster.nodes_with, cluster.sizes)}))
 
 
 def _too_long(config: Config, shape: Shape, device: str) -> bool:
@@ -152,12 +159,19 @@ def structural(key: str) -> bool:
     return key in STRUCTURE or key.startswith(hypothetical.GROUP)
 
 
-def structures(config: Config, facts: Facts, axes: Axes, shape: Shape) -> Iterator[tuple[Setting, ...]]:
-    """Settings of the axes that have to go together, and do; those on the most machines first."""
+def structures(
+    config: Config, facts: Facts, axes: Axes, shape: Shape, cluster: Cluster | None = None
+) -> Iterator[tuple[Setting, ...]]:
+    """Settings of the axes that have to go together, and do; those on the most machines first.
+
+    `cluster`: leaves out what it has no nodes for.
+    """
     known = set(check(config, facts))
     refusals: list[Refusal] = [partial(_unlike, known, find, facts) for find in checks(config)]
     refusals.append(lambda there: any(hypothetical.problems(there, shape)))
     refusals += [partial(_placed_for_nothing, config), _away_anyway]
+    if cluster is not None:
+        refusals.append(lambda there: any(cluster.lacks(there)))
     values = {key: each[:: -1 if key == "trainer.nnodes" else 1] for key, each in axes.items() if structural(key)}
     for settings in combinations(config, values, refusals):
         yield tuple(settings.items())

@@ -23,6 +23,7 @@ from rlfuse.fusion.schedules.baselines import serial_1f1b
 from rlfuse.fusion.schedules.operations import Kind, Operation
 from rlfuse.fusion.schedules.planning import Planner, planner_of
 from rlfuse.planning.activations import head_share, layer_costs, stage_parts
+from rlfuse.planning.hardware import WorkSpeed
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.simulate.bound import lower_bound
 from rlfuse.simulate.recorded import micro_batches, workload_of
@@ -94,7 +95,7 @@ class StepTimes:
         """Tokens of a sample with its prompt, in the mean."""
         return self._prompt_tokens + self._mean
 
-    def bound(self, config: Config, costs: Costs, speeds: Sequence[float] = (), roomy: bool = False) -> float:
+    def bound(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = (), roomy: bool = False) -> float:
         """No schedule takes less, whatever the engine's cache. `roomy`: and however many micro-batches there are."""
         costs = replace(costs, kv_tokens=AMPLE)
         workload, training = self.workload(config, costs, speeds, roomy, schedule=False)
@@ -102,7 +103,7 @@ class StepTimes:
             self._bounds[workload] = lower_bound(workload).seconds
         return self._bounds[workload] + training
 
-    def sketched(self, config: Config, costs: Costs, speeds: Sequence[float] = ()) -> float:
+    def sketched(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = ()) -> float:
         """A lower bound at a glance: of `bound` that part which all slots' passes and training take."""
         engines, lengths = self._some(config)
         few = workload_of(config, costs, engines, lengths[: config.rollout.n], self._prompt_tokens)
@@ -113,10 +114,16 @@ class StepTimes:
         else:
             token_s += training.epochs * len(training.models) / training.tokens_per_s
         tokens = sum(lengths) + len(lengths) * self._prompt_tokens
-        return tokens * token_s / (sum(some_of(engine_speeds(config, speeds), engines)) or engines) + training_s
+        some = some_of(engine_speeds(config, speeds), engines)
+        return tokens * token_s / (sum(speed.compute for speed in some) or engines) + training_s
 
     def simulated(
-        self, config: Config, costs: Costs, speeds: Sequence[float] = (), policy: str | None = None, tuned: bool = False
+        self,
+        config: Config,
+        costs: Costs,
+        speeds: Sequence[WorkSpeed] = (),
+        policy: str | None = None,
+        tuned: bool = False,
     ) -> Seconds:
         """A step under a policy or the job's, as a run starts; `tuned`: as it goes on. `speeds`: as `workload`."""
         policy = policy or config.fusion.policy
@@ -139,7 +146,7 @@ class StepTimes:
         self,
         config: Config,
         costs: Costs,
-        speeds: Sequence[float] = (),
+        speeds: Sequence[WorkSpeed] = (),
         roomy: bool = False,
         schedule: bool = True,
     ) -> tuple[Workload, float]:
@@ -219,14 +226,16 @@ class StepTimes:
         """Of a model, by each rank."""
         return self._whole[role].share(config.training.tensor_model_parallel_size)
 
-    def _some_engines(self, config: Config, costs: Costs, speeds: Sequence[float]) -> Workload:
+    def _some_engines(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed]) -> Workload:
         """A step on fewer engines, with as many samples for each; of uneven machines some of each."""
         engines, lengths = self._some(config)
         workload = workload_of(config, costs, engines, lengths, self._prompt_tokens)
         scoring = replace(workload.scoring, deferred=False)  # what a schedule takes and fills is worked out apart
         training = replace(workload.training, bubbles=None, mini_batches=mini_batches_of(config))
         some = some_of(engine_speeds(config, speeds), engines)
-        return replace(workload, scoring=scoring, training=training, slot_speed=some)
+        compute = tuple(speed.compute for speed in some)
+        decode = tuple(speed.decode / speed.compute for speed in some)
+        return replace(workload, scoring=scoring, training=training, slot_speed=compute, decode_speed=decode)
 
     def _some(self, config: Config) -> tuple[int, tuple[int, ...]]:
         """How many engines, and the lengths of their samples."""
@@ -272,16 +281,18 @@ def with_idle_stages(config: Config, costs: Costs, context: float) -> Costs:
     return replace(costs, score_tokens_per_s=costs.score_tokens_per_s * count / (count + stages - 1))
 
 
-def engine_speeds(config: Config, nodes: Sequence[float]) -> tuple[float, ...]:
-    """Of each engine, by its slowest device; empty where `nodes` has no speeds, as all are alike."""
+def engine_speeds(config: Config, nodes: Sequence[WorkSpeed]) -> tuple[WorkSpeed, ...]:
+    """Return the speed of each engine, by its slowest device; empty where `nodes` is."""
     width = config.rollout.tensor_model_parallel_size
     devices = [speed for speed in nodes for _ in range(config.trainer.n_gpus_per_node)]
-    return tuple(min(devices[at : at + width]) for at in range(0, len(devices), width))
+    engines = [devices[at : at + width] for at in range(0, len(devices), width)]
+    return tuple(WorkSpeed(*map(min, zip(*engine, strict=True))) for engine in engines)
 
 
-def of_slowest(costs: Costs, nodes: Sequence[float]) -> Costs:
-    """Of pipelines, which wait for each other in every mini-batch."""
-    return replace(costs, train_tokens_per_s=costs.train_tokens_per_s * min(nodes, default=1.0))
+def of_slowest(costs: Costs, nodes: Sequence[WorkSpeed]) -> Costs:
+    """Return the costs of pipelines, which wait for each other in every mini-batch."""
+    slowest = min((node.compute for node in nodes), default=1.0)
+    return replace(costs, train_tokens_per_s=costs.train_tokens_per_s * slowest)
 
 
 def stage_shares(config: Config, shape: Shape, role: str = "actor") -> list[float]:

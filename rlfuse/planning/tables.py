@@ -5,7 +5,7 @@ Role: pure; `plan` and `search_command` print them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rich import box
 from rich.markup import escape
@@ -30,12 +30,12 @@ def table_of(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
     return table
 
 
-def settings_table(config: Config) -> Table:
-    """Keys that differ from their defaults."""
+def settings_table(config: Config, without: Collection[str] = ()) -> Table:
+    """Return the keys that differ from their defaults, except those `without`."""
     table = table_of("Settings beside the defaults (all: rlfuse train --cfg job ...)", "key", "value")
     for key in keys():
         value = value_of(config, key.name)
-        if key.required or value != key.default:
+        if (key.required or value != key.default) and key.name not in without:
             table.add_row(key.name, escape(as_typed(value)))
     return table
 

@@ -6,7 +6,8 @@ What is assumed of a schedule: it is on-policy (every sample is generated with t
 at a time, and starts and ends as an engine; an optimizer step is taken by all slots together, all of them trainers, so
 not before generation is over everywhere; mini-batches are fixed by prompt order and each needs the weights of the one
 before; a sample is trained on only after every kind of scoring that it needs. Costs are those of `fusion.costs`.
-What slots do together only, if anything (`lockstep`), they do as trainers, all of them, each an even part of it.
+What slots do together only, if anything (`lockstep`), they do as trainers, all of them: each an even part of it where
+they hold stages of pipelines, else by any shares.
 Nothing else: no policy, no order, no limit on moving samples, no other memory. So the bound holds for every policy, and
 where samples are re-prefilled, pre-empted or generated again after a failure, all of which only add work.
 
@@ -48,17 +49,19 @@ Let G be the time when the last sample is whole. Let sample i have L_i response 
    many responses end last, as long as they may be.
 8. Ranks that work together only. None of that goes on in the H seconds in which some slot generates, nor while the last
    of these turns into a trainer. All steps fit into H, so what 1 and 2 say of G holds of it: H >= max e_i, and
-   W(H) <= H * (the largest V). Of w seconds of cost each of n slots does w / n, and of a mini-batch at least its
-   longest sample. The bubbles of pipelines come on top, less what they hold of passes. Beside that go c seconds in
-   which no slot works: each call of all slots begins with its cost, one for each kind of scoring, and for each model's
-   mini-batch (of a schedule: for all models'), and the optimizer steps. So slot s, whose largest speed is z_s and least
-   u_s, does its work w_s in all but h = H + switch_s + c seconds of T, in which it could have done u_s * h at least:
-   T >= h + w_s / z_s and T >= D_s(0, w_s + u_s * h), D_s of its speed alone, for every slot. It is so of training, and
-   of scoring where `lockstep` is `all`.
+   W(H) <= H * (the largest V). Beside that go c seconds in which no slot works: each call of all slots begins with its
+   cost, one for each kind of scoring, and for each model's mini-batch (of a schedule: for all models'), and the
+   optimizer steps. So all such work w fits into T but for h = H + switch_s + c seconds: T >= D(0, w + u * h), and
+   T >= h + the work of each mini-batch / the largest V, or its longest sample at speed v where that is more. It is so
+   of training, and of scoring where `lockstep` is `all`. Where slots hold stages, each of n slots does w / n of w
+   seconds of cost, and of a mini-batch at least its longest sample; the bubbles of pipelines come on top, less what
+   they hold of passes. Slot s, whose largest speed is z_s and least u_s, does its work w_s in all but h seconds of T:
+   T >= h + w_s / z_s and T >= D_s(0, w_s + u_s * h), D_s of its speed alone, for every slot.
 The bound of T is the least over G >= max e_i of the largest of 3 + 4, 5, 6, 7 and 8: some terms grow with G, the others
 fall, so the least is where they cross. Speculation (`tail_speculation`) makes steps of at most `batch` sequences
 cheaper by `speedup`: the points (x_b, x_b / b) and c_i are divided accordingly, and everything above holds as it
-stands.
+stands. Where slots decode at a speed of their own (`decode_speed`), so are they by its largest factor, which no slot
+exceeds.
 """
 
 from __future__ import annotations
@@ -112,7 +115,10 @@ def lower_bound(workload: Workload) -> Bound:
         alone = _crossing(earliest, lambda end: end, lambda end: generation.work(end) / total.most)
         work, calls_s = rest.in_lockstep
         idle_s = alone + switch_s + calls_s
-        ends = [max(idle_s + work / each.most, each.end(0.0, work + each.least * idle_s)) for each in speeds]
+        if workload.training.bubbles is None:
+            ends = [idle_s + rest.shared_s, total.end(0.0, rest.shared_work + least * idle_s)]
+        else:
+            ends = [max(idle_s + work / each.most, each.end(0.0, work + each.least * idle_s)) for each in speeds]
         if max(ends) > seconds:
             seconds, end = max(ends), alone
     generated = _crossing(earliest, lambda end: end, lambda end: total.end(0.0, generation.work(end)))
@@ -164,11 +170,12 @@ class _Generation:
         self.fastest = max(speed.most for speed in workload.speeds())
         self.prefill = workload.prompt_tokens / costs.prefill_tokens_per_s
         self.prompts = workload.prompts
-        speedup = speculation.speedup if speculation else 1.0
+        faster, speedup = max(workload.decode_speed, default=1.0), speculation.speedup if speculation else 1.0
         seen = self.lengths * workload.prompt_tokens + self.lengths * (self.lengths - 1) / 2
-        self.context = costs.step_per_context_token_s * seen / speedup
+        self.context = costs.step_per_context_token_s * seen / speedup / faster
         batches = np.arange(1, min(costs.max_sequences, workload.samples) + 1)
         steps = costs.step_base_s + costs.step_per_sequence_s * np.maximum(0, batches - costs.flat_batch)
+        steps /= faster
         if speculation:
             steps[batches <= speculation.batch] /= speedup
         ends = (self.prefill + self.lengths * steps.min() + self.context) / self.fastest
@@ -235,7 +242,11 @@ class _Rest:
         self.chains = self.passes + own + (left + collective)[part]
         if all_scored_first:
             self.chains = np.maximum(self.chains, self.passes + self.optimizer_s + self.after_first_s)
-        even = np.maximum(sums / workload.slots, longest)  # of what all slots do together, and none is cut
+        passes = self.scoring_work * (workload.lockstep == "all")
+        self.shared_work = models * training.epochs * float(sums.sum()) + passes
+        shortest = np.maximum(sums / power, longest / fastest)
+        self.shared_s = models * training.epochs * float(shortest.sum()) + passes / power
+        even = np.maximum(sums / workload.slots, longest)  # of what stages do together, and none is cut
         self.in_lockstep = self._in_lockstep(workload, float(even.sum()), len(each))
 
     def _in_lockstep(self, workload: Workload, even: float, parts: int) -> tuple[float, float]:

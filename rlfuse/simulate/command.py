@@ -28,6 +28,7 @@ from rlfuse.simulate.explaining import sources, terms_table
 from rlfuse.simulate.fitting import Fit
 from rlfuse.simulate.recorded import Recording, Step, read_run
 from rlfuse.simulate.runner import Result, Simulated, later_step
+from rlfuse.simulate.slot_rates import SLOW
 from rlfuse.simulate.stress import Tried, Verdict, search, shrink, written
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import EXAMPLE, Workload, parse, read_workload
@@ -93,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(workload: Workload, policies: Sequence[str], threshold: float | None) -> list[Simulated]:
+def _run(
+    workload: Workload, policies: Sequence[str], threshold: float | None, by_rates: bool = True
+) -> list[Simulated]:
     """Each policy on the workload, tuned by simulating others like it; or with the threshold that is given."""
     results = []
     for policy in policies:
@@ -101,7 +104,7 @@ def _run(workload: Workload, policies: Sequence[str], threshold: float | None) -
         if (tuned := traits_of(loaded_policy(policy)).tuned) and threshold is None:
             chosen = ", ".join(f"{name} {getattr(settings, name):g}" for name in tuned)
             print(f"{policy}: {chosen} (best on other draws of the lengths)")
-        results.append(later_step(workload, policy, settings))
+        results.append(later_step(workload, policy, settings, by_rates))
     return results
 
 
@@ -233,10 +236,12 @@ def _replay(arguments: argparse.Namespace) -> None:
     recording = read_run(arguments.run)
     steps = recording.steps[-REPLAYED:]
     print(accuracy_table(recording.fit))
+    for line in slow_slots(recording.rates):
+        print(line)
     policies = arguments.policy or [recording.policy]
     rows = []
     for step in steps:
-        for run in _run(step.workload, policies, arguments.threshold):
+        for run in _run(step.workload, policies, arguments.threshold, recording.by_rates):
             same = run.result.policy == recording.policy
             rows.append(
                 {"step": step.number, "measured_s": round(step.seconds, 6) if same else None} | run.result.as_json()
@@ -245,6 +250,15 @@ def _replay(arguments: argparse.Namespace) -> None:
     _write(arguments.out, rows)
     if arguments.picture is not None:
         _draw(arguments.picture, _replay_timelines(recording, steps[-1], policies, arguments.threshold))
+
+
+def slow_slots(rates: Sequence[float]) -> list[str]:
+    """A line for each slot that is not typical; the others are what the costs are of."""
+    unlike = [(slot, rate) for slot, rate in enumerate(rates) if max(rate, 1 / rate) >= SLOW]
+    return [
+        f"  slot {slot} takes {rate:.2f} times as long as a typical slot; simulated at its own speed"
+        for slot, rate in unlike
+    ]
 
 
 def accuracy_table(fitted: Fit) -> str:
@@ -287,4 +301,4 @@ def _replay_timelines(recording: Recording, step: Step, policies: Sequence[str],
 
     title = f"{recording.policy}, measured   {step.seconds:.2f} s"
     measured = Timeline(title, f"step {step.number}", step.spans, step.start, step.seconds)
-    return [measured, *(_timeline(run) for run in _run(step.workload, policies, threshold))]
+    return [measured, *(_timeline(run) for run in _run(step.workload, policies, threshold, recording.by_rates))]

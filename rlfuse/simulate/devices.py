@@ -12,6 +12,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,7 @@ class SimulatedTrainer:
         self.lockstep, self.lockstep_backward = lockstep, lockstep_backward
         self.scored: dict[str, Counter[str]] = defaultdict(Counter)
         self.trained: dict[str, Counter[str]] = defaultdict(Counter)
+        self._rates: Sequence[float] = [1.0] * len(self.devices)
         self._accumulated: dict[str, list[Row]] = {}
         self._spans: list[Span] = []
 
@@ -61,18 +63,18 @@ class SimulatedTrainer:
 
     async def _score(self, kind: str, rows: Sequence[Row], slot: int | None) -> list[np.ndarray]:
         self._check_alone(kind, slot, self.lockstep)
-        async with self._at_work(kind, rows, slot) as devices:
+        async with self._at_work(kind, rows, slot) as call:
             await asyncio.sleep(self.costs.score_call_s)
-            await _work(devices, self._tokens(rows, slot) / self.costs.score_tokens_per_s)
+            await call.work(self._tokens(rows, slot), 1 / self.costs.score_tokens_per_s)
         self.scored[kind].update(row.id for row in rows)
         return [self._zeros.take(len(row.response_ids))[1] for row in rows]
 
     async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
         """The time of a forward and a backward pass over the rows."""
         self._check_alone("backward", slot, self.lockstep_backward)
-        async with self._at_work("backward", rows, slot, model) as devices:
+        async with self._at_work("backward", rows, slot, model) as call:
             await asyncio.sleep(self.costs.train_call_s)
-            await _work(devices, self._tokens(rows, slot) / self.costs.train_tokens_per_s)
+            await call.work(self._tokens(rows, slot), 1 / self.costs.train_tokens_per_s)
         self._accumulated.setdefault(model, []).extend(rows)
         return self._gained(model, rows)
 
@@ -99,28 +101,32 @@ class SimulatedTrainer:
         self.trained[model].update(once)
         return {}
 
-    def _tokens(self, rows: Sequence[Row], slot: int | None) -> float:
-        """What the slot, or the busiest of all, has to do: rows are shared out evenly, but none is cut."""
+    def _tokens(self, rows: Sequence[Row], slot: int | None) -> list[float]:
+        """Tokens of the slot, or of each: rows are shared out by the slots' rates, and the longest is not cut."""
         tokens = [row.tokens for row in rows]
-        return sum(tokens) if slot is not None else max(sum(tokens) / len(self.devices), max(tokens, default=0))
+        if slot is not None:
+            return [sum(tokens)]
+        whole, fastest = sum(1 / rate for rate in self._rates), min(self._rates)
+        longest = [max(tokens, default=0) if rate == fastest else 0 for rate in self._rates]
+        return [max(sum(tokens) / rate / whole, least) for rate, least in zip(self._rates, longest, strict=True)]
 
     @asynccontextmanager
     async def _at_work(self, kind: str, rows: Sequence[Row], slot: int | None, model: str = ""):
-        """Keep the device or all of them busy."""
+        """Keep the device or all of them busy; each has a span until its own work is done."""
         devices = self.devices if slot is None else [self.devices[slot]]
-        start = asyncio.get_running_loop().time()
+        start, call = asyncio.get_running_loop().time(), _Call(devices)
         for device in devices:
             self._occupy(device, kind)
         try:
-            yield devices
+            yield call
         finally:
             end = asyncio.get_running_loop().time()
-            samples, tokens = tuple(row.id for row in rows), sum(row.tokens for row in rows)
-            for device in devices:
+            samples, attributes = tuple(row.id for row in rows), {"model": model} if model else {}
+            for device, (until, tokens) in zip(devices, call.done or [(end, 0)] * len(devices), strict=True):
                 device.work = ""
-                where, share = f"trainer/{device.index}", tokens // len(devices)
-                attributes = {"model": model} if model else {}
-                self._spans.append(Span(kind, where, start, end, samples=samples, tokens=share, attributes=attributes))
+                where, until = f"trainer/{device.index}", min(until, end)
+                told = {"samples": samples, "tokens": tokens, "attributes": dict(attributes)}
+                self._spans.append(Span(kind, where, start, until, **told))
 
     def _occupy(self, device: Device, kind: str) -> None:
         if device.role != "trainer" or device.held or device.work:
@@ -160,7 +166,8 @@ class SimulatedTrainer:
         self._spans.append(Span("switch", f"trainer/{device.index}", start, asyncio.get_running_loop().time()))
 
     async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
-        """Calls of all ranks are shared out evenly here; policies go by rates themselves."""
+        """Calls of all ranks are shared out by these rates from now on."""
+        self._rates = list(rates) if rates else [1.0] * len(self.devices)
 
     async def save(self, folder: Path) -> None:
         """There is nothing to save."""
@@ -185,11 +192,13 @@ class SimulatedStages(SimulatedTrainer):
     ) -> tuple[dict[str, float], dict[str, list[np.ndarray]], list[np.ndarray]]:
         """The time of one schedule: passes take some only beyond what its bubbles hold."""
         trained = [row for model in rows for row in rows[model]]
-        async with self._at_work("backward", trained, None, "+".join(rows)) as devices:
+        async with self._at_work("backward", trained, None, "+".join(rows)) as call:
             await asyncio.sleep(self.costs.train_call_s)
-            work = sum(self._tokens(each, None) for each in rows.values()) / self.costs.train_tokens_per_s
-            passes = sum(self._tokens(each, None) for each in scored.values()) / self.costs.score_tokens_per_s
-            await _work(devices, work + max(work * self._bubbles, passes))
+            tokens = sum(map(self._even, rows.values()))
+            work = tokens / self.costs.train_tokens_per_s
+            passes = sum(map(self._even, scored.values())) / self.costs.score_tokens_per_s
+            cost = work + max(work * self._bubbles, passes)
+            await call.work([tokens] * len(self.devices), cost / tokens if tokens else 0.0)
         for model, each in rows.items():
             self._accumulated.setdefault(model, []).extend(each)
         for model, each in scored.items():
@@ -197,11 +206,31 @@ class SimulatedStages(SimulatedTrainer):
         scores = {m: [self._zeros.take(len(row.response_ids))[1] for row in each] for m, each in scored.items()}
         return {}, scores, self._gained("actor", rows.get("actor", ()))
 
+    def _even(self, rows: Sequence[Row]) -> float:
+        """Tokens of the busiest rank: all hold as much of the layers."""
+        tokens = [row.tokens for row in rows]
+        return max(sum(tokens) / len(self.devices), max(tokens, default=0))
 
-async def _work(devices: Sequence[Device], cost: float) -> None:
-    """Until each of the devices has done so many seconds of cost."""
-    now = asyncio.get_running_loop().time()
-    await asyncio.sleep(max(device.speed.end(now, cost) for device in devices) - now)
+    def _tokens(self, rows: Sequence[Row], slot: int | None) -> list[float]:
+        return [self._even(rows)] * len(self.devices)
+
+
+@dataclass(slots=True)
+class _Call:
+    """Work of some devices at the same time."""
+
+    devices: Sequence[Device]
+    done: list[tuple[float, int]] = field(default_factory=list)
+    """(when, tokens) of each."""
+
+    async def work(self, tokens: Sequence[float], token_s: float) -> None:
+        """Wait until each device has done its tokens."""
+        now = asyncio.get_running_loop().time()
+        self.done = [
+            (device.speed.end(now, share * token_s), round(share))
+            for device, share in zip(self.devices, tokens, strict=True)
+        ]
+        await asyncio.sleep(max(end for end, _ in self.done) - now)
 
 
 class SimulatedReward:

@@ -1,8 +1,8 @@
 """A run's events become a cost model: what its steps really cost, and how well the model tells it.
 
-Role: `fit` is called by `rlfuse simulate --from` and, between the steps of a real run, to teach its policies. Pure
-functions of spans: `decode` on `rollout/N` (attributes steps, batch, context, prefill_tokens); scoring kinds,
-`update_*`, `switch`, `move` and `step` on `driver`; passes and `backward` on `trainer/N`, which tell the tokens.
+Role: `fit` is called by `rlfuse simulate --from` and, between the steps of a real run, to update the costs of its
+policies. Pure functions of spans: `decode` on `rollout/N` (attributes steps, batch, context, prefill_tokens); scoring
+kinds, `update_*`, `switch`, `move` and `step` on `driver`; passes and `backward` on `trainer/N`, which tell the tokens.
 Invariants: every cost is at least 0; the slowest twentieth of each kind (hiccups) has no say in how costs relate, and
 then they are scaled to tell the time of all spans but freak ones (first calls); what no span tells stays as `before`.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -32,6 +32,10 @@ MIN_SPANS = 4
 """Spans of a kind from which costs are fitted."""
 INSTANT_TOKENS_PER_S = 1e12
 """Tokens per second where no cost of tokens can be seen."""
+
+
+ALIKE: Mapping[str, float] = {}
+"""Rates of workers of which none is slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +59,19 @@ class Fit:
     accuracy: dict[str, Accuracy]
 
 
-def fit(spans: Sequence[Span], before: Costs | None = None) -> Fit:
-    """Costs from the spans of one step or many; from `before` (or the defaults) where spans tell nothing."""
+def fit(spans: Sequence[Span], before: Costs | None = None, rates: Sequence[float] = (), width: int = 1) -> Fit:
+    """Return costs from the spans of one step or many, or as `before` (or the defaults) where there are no such spans.
+
+    `rates`: of each slot, with `width` trainer ranks; the costs are then those of a slot of rate 1.
+    """
     accuracy: dict[str, Accuracy] = {}
-    costs = _fit_decoding(spans, before or Costs(), accuracy)
-    passes = calls(spans, PASSES, PASSES)
+    slower = {f"rollout/{slot}": rate for slot, rate in enumerate(rates)}
+    slower |= {f"trainer/{rank}": rates[rank // width] for rank in range(len(rates) * width)}
+    costs = _fit_decoding(spans, before or Costs(), accuracy, slower)
+    passes = calls(spans, PASSES, PASSES, slower)
     call_s, rate = _fit_calls("scoring", passes, accuracy) or (costs.score_call_s, costs.score_tokens_per_s)
     costs = replace(costs, score_call_s=call_s, score_tokens_per_s=rate)
-    gradients = calls([span for span in spans if not is_optimizer_step(span)], updates(spans), ("backward",))
+    gradients = calls([span for span in spans if not is_optimizer_step(span)], updates(spans), ("backward",), slower)
     call_s, rate = _fit_calls("training", gradients, accuracy) or (costs.train_call_s, costs.train_tokens_per_s)
     costs = replace(costs, train_call_s=call_s, train_tokens_per_s=rate)
     single = {
@@ -84,22 +93,25 @@ def fit(spans: Sequence[Span], before: Costs | None = None) -> Fit:
 # Decoding ------------------------------------------------------------------------------------------------------------
 
 
-def _fit_decoding(spans: Sequence[Span], costs: Costs, accuracy: dict[str, Accuracy]) -> Costs:
+def _fit_decoding(
+    spans: Sequence[Span], costs: Costs, accuracy: dict[str, Accuracy], slower: Mapping[str, float]
+) -> Costs:
     """Base, per sequence beyond a flat batch, per context token, per prefilled token."""
     stretches = [span for span in spans if span.kind == "decode" and span.seconds > 0]
     if len(stretches) < MIN_SPANS:
         return costs
     names = ("steps", "batch", "context", "prefill_tokens")
     steps, batch, context, prefill = np.array([[s.attributes[n] for n in names] for s in stretches], float).T
-    seconds = np.array([span.seconds for span in stretches])
+    rates = np.array([slower.get(span.where, 1.0) for span in stretches])
+    seconds = np.array([span.seconds for span in stretches]) / rates
     fits = []
     for flat in (1 << power for power in range(int(max(1, batch.max())).bit_length())):
         columns = np.stack([steps, steps * np.maximum(0, batch - flat), steps * context, prefill], axis=1)
-        rates, loss = robust(columns, seconds)
-        fits.append((loss, flat, rates, columns @ rates))
-    _, flat, rates, predicted = min(fits, key=lambda each: each[:2])
-    base, sequence, token, prefilled = map(float, rates)
-    accuracy["decoding"] = _accuracy(predicted, seconds)
+        factors, loss = robust(columns, seconds)
+        fits.append((loss, flat, factors, columns @ factors))
+    _, flat, factors, predicted = min(fits, key=lambda each: each[:2])
+    base, sequence, token, prefilled = map(float, factors)
+    accuracy["decoding"] = _accuracy(predicted * rates, seconds * rates)
     return replace(
         costs,
         step_base_s=max(base, 1e-6),
@@ -113,13 +125,19 @@ def _fit_decoding(spans: Sequence[Span], costs: Costs, accuracy: dict[str, Accur
 # Calls ---------------------------------------------------------------------------------------------------------------
 
 
-def calls(spans: Sequence[Span], kinds: Iterable[str], inner: Iterable[str]) -> list[tuple[float, int]]:
-    """(seconds as the driver saw them, tokens of its busiest rank) of each of the driver's calls of these kinds."""
-    return [(call.seconds, sum(span.tokens for span in each)) for call, each in busiest(spans, kinds, inner)]
+def calls(
+    spans: Sequence[Span], kinds: Iterable[str], inner: Iterable[str], slower: Mapping[str, float] = ALIKE
+) -> list[tuple[float, float]]:
+    """(seconds as the driver saw them, tokens of its busiest rank times its rate) of each call of these kinds."""
+    found = busiest(spans, kinds, inner, slower)
+    return [(call.seconds, slower.get(each[0].where, 1) * sum(span.tokens for span in each)) for call, each in found]
 
 
-def busiest(spans: Sequence[Span], kinds: Iterable[str], inner: Iterable[str]) -> list[tuple[Span, list[Span]]]:
-    """Each of the driver's calls of these kinds, and what the rank did for it that had the most tokens.
+def busiest(
+    spans: Sequence[Span], kinds: Iterable[str], inner: Iterable[str], slower: Mapping[str, float] = ALIKE
+) -> list[tuple[Span, list[Span]]]:
+    """Each of the driver's calls of these kinds, and what the rank did for it that had the most to do: by its tokens
+    and its rate (`slower`).
 
     `inner`: kinds of the ranks' spans that tell the tokens; for a pass, those of the same name.
     """
@@ -137,16 +155,16 @@ def busiest(spans: Sequence[Span], kinds: Iterable[str], inner: Iterable[str]) -
             named = call.kind == kind or kind not in PASSES
             if named and (slot is None or where == f"trainer/{slot}"):
                 first, last = bisect_left(starts[where, kind], call.start), bisect_left(starts[where, kind], call.end)
-                tokens = sum(span.tokens for span in each[first:last])
-                if tokens > most:
-                    most, done = tokens, each[first:last]
+                work = sum(span.tokens for span in each[first:last]) * slower.get(where, 1)
+                if work > most:
+                    most, done = work, each[first:last]
         if done:
             found.append((call, done))
     return found
 
 
 def _fit_calls(
-    name: str, found: Sequence[tuple[float, int]], accuracy: dict[str, Accuracy]
+    name: str, found: Sequence[tuple[float, float]], accuracy: dict[str, Accuracy]
 ) -> tuple[float, float] | None:
     """(seconds per call, tokens per second)."""
     if len(found) < MIN_SPANS:

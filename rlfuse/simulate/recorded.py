@@ -24,6 +24,7 @@ from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span, read_events
 from rlfuse.fusion.costs import Costs
 from rlfuse.simulate.fitting import Fit, fit
+from rlfuse.simulate.slot_rates import slot_rates
 from rlfuse.simulate.workload import Scoring, Training, Workload, of_costs
 
 
@@ -45,13 +46,16 @@ class Recording:
     policy: str
     fit: Fit
     steps: list[Step]
+    rates: tuple[float, ...] = ()
+    """Of each slot; empty where none is slow."""
+    by_rates: bool = True
+    """Whether work was shared out by measured rates: not with trainer.deterministic."""
 
 
 def read_run(folder: Path) -> Recording:
     """Raises WorkloadError where the folder holds no run, or its events tell no costs; RunError for damaged events."""
     config, spans = config_of(folder / "config.yaml"), read_events(folder / "events.jsonl")
-    engines = config.slots // config.rollout.tensor_model_parallel_size
-    fitted = fit(spans, Costs(max_sequences=config.rollout.max_num_seqs, max_tokens=config.data.max_response_length))
+    fitted, rates = fit_run(config, spans)
     if "decoding" not in fitted.accuracy:
         raise WorkloadError(
             f"{folder / 'events.jsonl'}: no `decode` spans of its engines to fit costs to; run a step with this version"
@@ -61,7 +65,7 @@ def read_run(folder: Path) -> Recording:
             span.step,
             span.start,
             span.seconds,
-            workload_of(config, fitted.costs, engines, *whole_samples(inside)),
+            recorded_workload(config, fitted.costs, rates, inside),
             inside,
         )
         for span in spans
@@ -69,7 +73,22 @@ def read_run(folder: Path) -> Recording:
     ]
     if not steps:
         raise WorkloadError(f"{folder / 'events.jsonl'}: no step is complete; let the run finish one")
-    return Recording(config.fusion.policy, fitted, steps)
+    return Recording(config.fusion.policy, fitted, steps, rates, not config.trainer.deterministic)
+
+
+def fit_run(config: Config, spans: Sequence[Span]) -> tuple[Fit, tuple[float, ...]]:
+    """Return the costs of a typical slot of the run, and the rate of each slot where some are slow."""
+    before = Costs(max_sequences=config.rollout.max_num_seqs, max_tokens=config.data.max_response_length)
+    width, together = config.rollout.tensor_model_parallel_size, config.lockstep or config.lockstep_backward
+    rates = slot_rates(spans, config.slots // width, width, together)
+    return fit(spans, before, rates, width), rates
+
+
+def recorded_workload(config: Config, costs: Costs, rates: Sequence[float], step: Sequence[Span]) -> Workload:
+    """Return a recorded step, each slot at its own speed."""
+    engines = config.slots // config.rollout.tensor_model_parallel_size
+    found = workload_of(config, costs, engines, *whole_samples(step))
+    return replace(found, slot_speed=tuple(1 / rate for rate in rates))
 
 
 def config_of(path: Path) -> Config:

@@ -35,6 +35,8 @@ class Device:
 
     index: int
     speed: Speed = field(default_factory=Speed)
+    decoding: Speed = field(default_factory=Speed)
+    """Of decoding steps."""
     asleep: bool = False
     """Whether its engine is."""
     role: str = "rollout"
@@ -141,7 +143,7 @@ class SimulatedRollout:
 
     async def load(self) -> Load:
         batch, now = self.batch, asyncio.get_running_loop().time()
-        begun = batch.steps_begun(self.device.speed.done(self._start, now)) if self._steps else 0
+        begun = batch.steps_begun(self.device.decoding.done(self._start, now)) if self._steps else 0
         steps = batch.step + min(self._steps, begun)
         return Load(len(batch.running), len(batch.waiting), batch.context / batch.costs.kv_tokens, steps)
 
@@ -238,7 +240,7 @@ class SimulatedRollout:
         loop = asyncio.get_running_loop()
         when = loop.time()
         if self._timer is not None:
-            speed = self.device.speed
+            speed = self.device.decoding
             steps = self.batch.steps_begun(speed.done(self._start, when)) if self._steps else 0
             if steps >= self._steps:
                 return
@@ -270,7 +272,8 @@ class SimulatedRollout:
     def _begin(self, now: float, steps: int, cost: float) -> None:
         self._start, self._steps = now, steps
         self._since = now if self._since < 0 else self._since
-        self._timer = asyncio.get_running_loop().call_at(self.device.speed.end(now, cost), self._turn)
+        speed = self.device.decoding if steps else self.device.speed
+        self._timer = asyncio.get_running_loop().call_at(speed.end(now, cost), self._turn)
 
     def _record(self, now: float) -> None:
         """A span of the steps that end now, and of the prefill before them."""

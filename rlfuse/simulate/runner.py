@@ -109,9 +109,17 @@ def simulate(
     return Simulated(_result(workload, policy.__name__, machine, bound, spans, cpu_s), spans)
 
 
-def later_step(workload: Workload, policy: str | Policy, settings: Settings | None = None) -> Simulated:
-    """The same of a step before which others have told how fast each slot is (`slot_speed`)."""
-    return simulate(workload, policy, settings, Rates.of(workload.slot_speed) if workload.slot_speed else None)
+def later_step(
+    workload: Workload, policy: str | Policy, settings: Settings | None = None, by_rates: bool = True
+) -> Simulated:
+    """The same of a step after others that showed how fast each slot is (`slot_speed`).
+
+    `by_rates`: whether work is shared out by that.
+    """
+    rates = Rates(workload.slots, measured=False)
+    if by_rates:
+        rates = Rates.of(workload.slot_speed) if workload.slot_speed else Rates(workload.slots)
+    return simulate(workload, policy, settings, rates)
 
 
 def _spans(machine: Machine, policy: Policy, settings: Settings, rates: Rates) -> list[Span]:
@@ -168,7 +176,12 @@ class Machine:
         self.lengths = workload.lengths().tolist()
         zeros = Zeros(workload.longest)
         # The step starts when the first weights are out.
-        devices = [Device(index, speed.later(workload.step_s)) for index, speed in enumerate(workload.speeds())]
+        speeds = [speed.later(workload.step_s) for speed in workload.speeds()]
+        decoding = workload.decode_speed or (1.0,) * workload.slots
+        devices = [
+            Device(index, speed, speed.times(factor))
+            for index, (speed, factor) in enumerate(zip(speeds, decoding, strict=True))
+        ]
         self.rollouts = [
             SimulatedRollout(device, Batch(self.costs, workload.tail_speculation), self._length_of, zeros)
             for device in devices
@@ -217,6 +230,7 @@ class Machine:
             total_steps=1,
             clock=loop.time,
         )
+        await self.trainer.replan(rates.current)
         await controller.update_weights(0)
         await controller.train(0)
         return log.spans

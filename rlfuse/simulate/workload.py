@@ -178,6 +178,9 @@ class Workload:
     """Finished samples that may wait for one kind of scoring before no more are admitted. null: any number."""
     slot_speed: tuple[Annotated[float, number(0.001, most=1000)], ...] = ()
     """Factor for each slot: 0.5 takes twice as long. Empty: all 1."""
+    decode_speed: tuple[Annotated[float, number(0.001, most=1000)], ...] = ()
+    """Factor of each slot's decoding steps, on top of its `slot_speed`: memory that is fast for how the slot computes
+    has more than 1. Empty: all 1."""
     slowdowns: tuple[Slowdown, ...] = ()
     failures: tuple[Failure, ...] = ()
     restart_s: Seconds = 30.0
@@ -218,8 +221,9 @@ class Workload:
                 f"response_tokens has {counted} {self.samples}, which is no multiple of group={self.group}: every "
                 "prompt needs the same number of samples"
             )
-        if self.slot_speed and len(self.slot_speed) != self.slots:
-            yield f"slot_speed has {len(self.slot_speed)} values for slots={self.slots}: give one each, or none"
+        for name in ("slot_speed", "decode_speed"):
+            if (given := getattr(self, name)) and len(given) != self.slots:
+                yield f"{name} has {len(given)} values for slots={self.slots}: give one each, or none"
         for i, failure in enumerate(self.failures):
             if failure.slot >= self.slots:
                 yield f"failures[{i}].slot={failure.slot}: slots={self.slots} are numbered from 0"

@@ -1,4 +1,4 @@
-"""What if: a run's step under other circumstances.
+"""What if: a step of a run or of a training job under other circumstances.
 
 Role: the command and the report ask; each question is answered by the same replay with other durations, or, where other
 circumstances would change what is decided, by simulating the recorded steps as they were and as they would be. Then the
@@ -16,16 +16,15 @@ import numpy as np
 
 from rlfuse.config.schema import Config
 from rlfuse.events import Span
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
-from rlfuse.simulate.fitting import fit
-from rlfuse.simulate.recorded import whole_samples, workload_of
-from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.recorded import fit_run, recorded_workload
+from rlfuse.simulate.runner import later_step
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import Workload
 from rlfuse.whatif.causes import SLOW
 from rlfuse.whatif.run_operations import COMMUNICATION, REWARD
 from rlfuse.whatif.run_slowdown import Analysis
+from rlfuse.whatif.slowdown import SLOWEST, TOGETHER, Job, Slowdown, slowest
 
 SIMULATED = 3
 """Steps, the last of the run."""
@@ -68,7 +67,7 @@ def answers(
         return
     asked: list[tuple[str, Callable[[Workload], Workload], str]] = [
         ("without the longest 5 % of responses", _without_longest, simulated.policy),
-        ("one more slot", lambda workload: replace(workload, slots=workload.slots + 1), simulated.policy),
+        ("one more slot", _with_another_slot, simulated.policy),
         *((f"policy={policy}", _as_it_was, policy) for policy in policies),
     ]
     for question, change, policy in asked:
@@ -76,17 +75,37 @@ def answers(
         yield Answer(question, time * ratio, ratio - 1, "simulation")
 
 
+def job_answers(job: Job, found: Slowdown, without: Sequence[str] = ()) -> Iterator[Answer]:
+    """Answer the standard questions about a training job, and what it would take without these kinds of operation."""
+    time, kinds = job.mean(job.recorded), job.operations.kinds_of
+
+    def replayed(question: str, seconds: np.ndarray) -> Answer:
+        return Answer(question, job.mean(seconds), job.mean(seconds) / time - 1, "replay")
+
+    if found.workers is not None:
+        part = slowest(job.operations, np.array(found.workers))
+        yield replayed(f"slowest {SLOWEST:.0%} of the workers like the others", job.without(part))
+    if len(job.operations.pairs):
+        yield replayed("all micro-batches alike", job.even)
+    if job.operations.stages > 1:
+        yield replayed("last stage like the others", job.without(job.operations.stage == job.operations.stages - 1))
+    yield replayed("links twice as fast", np.where(job.operations.communicates, job.recorded / 2, job.recorded))
+    for kind in without:
+        yield replayed(f"{kind} takes no time", np.where(kinds(*TOGETHER.get(kind, (kind,))), 0.0, job.recorded))
+
+
 class Simulated:
     """Recorded steps on a virtual clock, under the run's own policy or another."""
 
-    def __init__(self, workloads: Sequence[Workload], policy: str):
-        self.workloads, self.policy = workloads, policy
+    def __init__(self, workloads: Sequence[Workload], policy: str, by_rates: bool = True):
+        """`by_rates`: as `later_step`."""
+        self.workloads, self.policy, self._by_rates = workloads, policy, by_rates
         self._settings: Callable[[str], Settings] = cache(lambda name: tune(workloads[-1], name))
 
     def seconds(self, change: Callable[[Workload], Workload], policy: str = "") -> float:
         """Of a step in the mean."""
         settings = self._settings(policy or self.policy)
-        steps = [simulate(change(each), policy or self.policy, settings) for each in self.workloads]
+        steps = [later_step(change(each), policy or self.policy, settings, self._by_rates) for each in self.workloads]
         return fmean(step.result.step_s for step in steps)
 
     def decided_anew(self, rates: Mapping[str, float]) -> float | None:
@@ -95,7 +114,8 @@ class Simulated:
         if max(slots) < SLOW:
             return None
         speeds = tuple(1 / rate for rate in slots)
-        return self.seconds(lambda workload: replace(workload, slot_speed=speeds)) / self.seconds(_as_it_was)
+        slow = self.seconds(lambda workload: replace(workload, slot_speed=speeds))
+        return slow / self.seconds(lambda workload: replace(workload, slot_speed=()))
 
 
 def ranks_of(spans: Sequence[Span]) -> set[str]:
@@ -111,14 +131,19 @@ def simulated(config: Config, steps: Sequence[tuple[Span, Sequence[Span]]]) -> S
     generated = any(span.kind == "generate" for span in spans)
     if not generated or len(ranks_of(spans)) != config.slots or config.training.pipeline_parallel_size > 1:
         return None
-    before = Costs(max_sequences=config.rollout.max_num_seqs, max_tokens=config.data.max_response_length)
-    costs, engines = fit(spans, before).costs, config.slots // config.rollout.tensor_model_parallel_size
-    workloads = [workload_of(config, costs, engines, *whole_samples(inside)) for _, inside in steps[-SIMULATED:]]
-    return Simulated(workloads, config.fusion.policy)
+    fitted, rates = fit_run(config, spans)
+    workloads = [recorded_workload(config, fitted.costs, rates, inside) for _, inside in steps[-SIMULATED:]]
+    return Simulated(workloads, config.fusion.policy, not config.trainer.deterministic)
 
 
 def _as_it_was(workload: Workload) -> Workload:
     return workload
+
+
+def _with_another_slot(workload: Workload) -> Workload:
+    """A typical one."""
+    speeds = (*workload.slot_speed, 1.0) if workload.slot_speed else ()
+    return replace(workload, slots=workload.slots + 1, slot_speed=speeds)
 
 
 def _without_longest(workload: Workload) -> Workload:

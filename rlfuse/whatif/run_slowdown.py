@@ -15,7 +15,7 @@ machine, but with that worker's operations as they were.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -24,17 +24,14 @@ import numpy as np
 
 from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span
-from rlfuse.simulate.fitting import fit, robust
+from rlfuse.simulate.fitting import fit
+from rlfuse.simulate.slot_rates import Group, decoding_work, expected_seconds, tokens_work, typical_seconds
 from rlfuse.whatif.causes import Cause, Seen, likely
 from rlfuse.whatif.operations import ALONE, Operations
 from rlfuse.whatif.replay import Replay
-from rlfuse.whatif.run_operations import CONTROLLER, DRIVER, Piece, Recorded
+from rlfuse.whatif.run_operations import CONTROLLER, DRIVER, Recorded
 from rlfuse.whatif.slowdown import ATTRIBUTED, SLOWEST, largest_first
 
-ROUNDS = 5
-"""Of fitting what work costs and how fast workers are."""
-FEWEST = 4
-"""Operations of a kind that tell how their time depends on tokens."""
 DECODING = ("decode", "prefill")
 TRAINING = ("forward", "backward")
 ONE_BY_ONE = [[kind] for kind in ("encode", *DECODING, *PASSES, *TRAINING)]
@@ -92,8 +89,8 @@ class Analysis:
     def __init__(self, recorded: Recorded, spans: Sequence[Span]):
         self.recorded, self.operations, self.replay = recorded, recorded.operations, Replay(recorded.operations)
         own = self.operations.own_seconds()
-        expected = expected_seconds(recorded, own, fit(spans).costs.flat_batch)
-        typical = typical_seconds(recorded, own, expected)
+        groups, worker = list(comparable(recorded, fit(spans).costs.flat_batch)), self.operations.rank
+        typical = typical_seconds(groups, own, expected_seconds(groups, own, worker), worker)
         ways = [typical, *(balanced_seconds(self.operations, typical, kinds) for kinds in (ONE_BY_ONE, PHASES))]
         self.durations = Durations(own, typical, min(ways, key=self.mean))
 
@@ -170,68 +167,19 @@ class Analysis:
 # Ideals --------------------------------------------------------------------------------------------------------------
 
 
-def alike(pieces: Sequence[Piece]) -> dict[tuple[Any, ...], np.ndarray]:
-    """Numbers of the operations that can be compared: of one kind, model or function, and stage."""
+def comparable(recorded: Recorded, flat_batch: int) -> Iterator[Group]:
+    """Yield the operations of one kind, model or function, and stage; the driver's are compared with none."""
     found: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for piece in pieces:
-        attributes = piece.span.attributes
-        what = attributes.get("function", attributes.get("model", ""))
-        found["decode" if piece.kind in DECODING else piece.kind, what, piece.stage].append(piece.number)
-    return {key: np.array(numbers) for key, numbers in found.items()}
-
-
-def expected_seconds(recorded: Recorded, own: np.ndarray, flat_batch: int) -> np.ndarray:
-    """float [N]: what the work of each operation takes, up to a factor that those alike share.
-
-    Fitted together with a factor for each worker, over all kinds of its work: a slow one is often given less, and in
-    smaller pieces, which must not look like what work costs.
-    """
-    expected, worker = own.copy(), recorded.operations.rank
-    groups = [
-        (numbers, _work(recorded, kind, numbers, flat_batch))
-        for (kind, _, _), numbers in alike(recorded.pieces).items()
-    ]
-    slower = np.ones(len(recorded.workers))
-    for _ in range(ROUNDS):
-        for numbers, columns in groups:
-            seconds = own[numbers] / slower[worker[numbers]]
-            few = len(numbers) < FEWEST
-            expected[numbers] = seconds.mean() if few else columns @ robust(columns, seconds)[0]
-        slower = speeds(own, expected, worker)
-    return expected
-
-
-def _work(recorded: Recorded, kind: str, numbers: np.ndarray, flat_batch: int) -> np.ndarray:
-    """float [operations, of what their time is made]."""
-    spans = [recorded.pieces[number].span for number in numbers]
-    return np.array([_decoding(span, flat_batch) if kind == "decode" else (1.0, float(span.tokens)) for span in spans])
-
-
-def _decoding(span: Span, flat_batch: int) -> tuple[float, ...]:
-    """Steps, sequences beyond a flat batch in them, tokens that they held, tokens prefilled."""
-    steps, batch, context = (span.attributes[name] for name in ("steps", "batch", "context"))
-    return steps, steps * max(0, batch - flat_batch), steps * context, span.attributes["prefill_tokens"]
-
-
-def speeds(own: np.ndarray, expected: np.ndarray, of: np.ndarray) -> np.ndarray:
-    """float [workers]: seconds over those expected, of the operations `of` each; 1 where nothing was expected."""
-    foreseen = np.bincount(of, expected)
-    return np.divide(np.bincount(of, own), foreseen, out=np.ones_like(foreseen), where=foreseen > 0)
-
-
-def typical_seconds(recorded: Recorded, own: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """float [N]: the expected seconds at the speed that at least half of the workers reach; the driver as it was.
-
-    Of two workers it is the faster one's. What an operation takes beyond its like, or short of it, goes: no machine is
-    slow, nor slow now and then.
-    """
-    typical = own.copy()
-    for numbers in alike(recorded.pieces).values():
-        if recorded.pieces[numbers[0]].worker != DRIVER:
-            _, of = np.unique(recorded.operations.rank[numbers], return_inverse=True)
-            usual = np.quantile(speeds(own[numbers], expected[numbers], of), 0.5, method="lower")
-            typical[numbers] = expected[numbers] * usual
-    return typical
+    for piece in recorded.pieces:
+        if piece.worker != DRIVER:
+            attributes = piece.span.attributes
+            what = attributes.get("function", attributes.get("model", ""))
+            found["decode" if piece.kind in DECODING else piece.kind, what, piece.stage].append(piece.number)
+    for (kind, _, _), numbers in found.items():
+        spans = [recorded.pieces[number].span for number in numbers]
+        decode = kind == "decode"
+        work = [decoding_work(span, flat_batch) if decode else tokens_work(span) for span in spans]
+        yield np.array(numbers), np.array(work)
 
 
 def balanced_seconds(operations: Operations, typical: np.ndarray, kinds: Sequence[Sequence[str]]) -> np.ndarray:

@@ -95,7 +95,7 @@ def main() -> None:
 
 def job_of(folder: str, shape: Shape, devices: int) -> Job:
     """GRPO on nodes of eight A100 of 80 GB: 32 prompts of 8 answers for each device, answers of 1,024 in the mean."""
-    cluster = Cluster(nodes=devices // 8, devices_per_node=8, device_memory_gb=80, tflops=312)
+    cluster = Cluster(nodes=devices // 8, devices_per_node=8, device_memory_gb=80, peak_tflops=312)
     words = [
         f"model.path={folder}",
         "data.train_files=[none]",
@@ -133,7 +133,7 @@ def row(name: str, devices: int, job: Job, seconds: float) -> str:
     config, memory = job.with_settings(best.settings)
     training = job.simulated(config, memory, "serial").training
     flops = 6 * (shape.passed * tokens + shape.head * sum(job.lengths))
-    mfu = flops / training / slots / (job.cluster.tflops * 1e12)
+    mfu = flops / training / slots / (job.cluster.peak_tflops * 1e12)
     again = "yes" if used["model.enable_gradient_checkpointing"] else "no"
     peak = max(map(best.memory.total, best.memory.phases)) / GIB
     least = f"{found.bound_s:.1f}" if found.bound_s else "not known"

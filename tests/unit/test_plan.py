@@ -308,9 +308,11 @@ def test_statuses_for_ci(large, capsys):
     checkpointed = ["model.enable_gradient_checkpointing=true", "actor.zero_stage=3"]
     assert command(large, "--device-memory", "80", *checkpointed) == 0
     out = capsys.readouterr().out
-    assert "fits" in out and "7,615.6 M" in out and "trainer/7: actor, reference" in out and "give --tflops N" in out
+    assert (
+        "fits" in out and "7,615.6 M" in out and "trainer/7: actor, reference" in out and "give --peak-tflops N" in out
+    )
     tight = [checkpointed[0], "actor.ppo_max_token_len_per_gpu=1024", "fusion.policy=serial"]
-    assert command(large, "--device-memory", "24", "--tflops", "300", *tight) == 3
+    assert command(large, "--device-memory", "24", "--peak-tflops", "300", *tight) == 3
     out = capsys.readouterr().out
     assert "does not fit  training: needs" in out and "generation" in out and "assumed: 300 TFLOP/s" in out
     assert "rollout.disaggregate=auto: prefill and decoding stay together: " in out and "may be wrong by 30%" in out
@@ -327,7 +329,7 @@ def test_statuses_for_ci(large, capsys):
 @pytest.mark.slow
 def test_neither_data_nor_tokenizer_nor_a_gpu_is_needed_and_what_was_assumed_is_told(large, capsys):
     words = ["data.train_files=[data/gsm8k/train.parquet]", "cluster.device=auto"]
-    assert command(large, *words, "--device-memory", "800", "--tflops", "300") == 0
+    assert command(large, *words, "--device-memory", "800", "--peak-tflops", "300") == 0
     out = capsys.readouterr().out
     assert "no data was read: memory is for the longest samples" in out and "a GPU of 800.0 GiB" in out
     assert "the run will need data/gsm8k/train.parquet, not found here: `rlfuse prepare gsm8k`" in out
@@ -363,7 +365,7 @@ def test_the_schedule_of_a_pipeline_as_a_picture(small, tmp_path, capsys):
     words = ["algorithm=ppo", "training.pipeline_parallel_size=2", "rollout.weight_transfer=shm"]
     words += ["data.max_prompt_length=64", "data.max_response_length=64", "trainer.n_gpus_per_node=2"]
     picture = tmp_path / "plan.png"
-    assert command(small, "--device-memory", "10", "--tflops", "0.1", "--picture", str(picture), *words) == 0
+    assert command(small, "--device-memory", "10", "--peak-tflops", "0.1", "--picture", str(picture), *words) == 0
     assert picture.stat().st_size > 10_000 and "critic layers" in capsys.readouterr().out
 
 

@@ -121,7 +121,7 @@ def test_copies_that_nothing_hides_are_not_planned(given):
 
 def test_the_search_tries_it_where_rows_are_long(given):
     shape, _ = given
-    cluster = Cluster(nodes=1, devices_per_node=2, device_memory_gb=24, tflops=10, memory_bandwidth_gbs=300)
+    cluster = Cluster(nodes=1, devices_per_node=2, device_memory_gb=24, peak_tflops=10, memory_bandwidth_gbs=300)
     config, key = job(slots=2, model__activation_device_mb=64), "model.enable_activation_offload"
     assert axes_of(config, shape, cluster)[key] == (False,)
     config.data.max_prompt_length = 65536

@@ -122,7 +122,9 @@ def test_zero_3_looks_after_every_module(shape, again, cared_for):  # noqa: F811
     config = changed(job_of(shape).config, settings.items())
     device = Hardware(1e13, 1e13, 1e13, 1e12)
     quick, slow, far = (
-        costs_of(config, {"actor": shape}, replace(device, gather_s=begun, links=Links(within_s=wait)), 200)
+        costs_of(
+            config, {"actor": shape}, replace(device, gather_s=begun, links=Links(within_s=wait, between_s=wait)), 200
+        )
         for begun, wait in ((0.0, 0.0), (1e-3, 0.0), (0.0, 1e-3))
     )
     tokens = min(config.actor.ppo_max_token_len_per_gpu, 8 * 4 * 200 / 4)
@@ -130,7 +132,7 @@ def test_zero_3_looks_after_every_module(shape, again, cared_for):  # noqa: F811
     for name, times, exchange in kinds:
         begun, waited = (tokens * (1 / getattr(each, name) - 1 / getattr(quick, name)) for each in (slow, far))
         assert begun == pytest.approx(times * 75 * 1e-3)
-        hops = 3 * (exchange(config, shape).messages + 1)  # of a ring; all bytes count as one message more
+        hops = 2 * (exchange(config, shape).messages + 1)  # within a node and between; all bytes count as one message
         assert waited == pytest.approx(hops * 1e-3)
 
 

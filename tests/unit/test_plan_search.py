@@ -19,7 +19,7 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.planning.cluster_file import Cluster, ClusterError, Group
 from rlfuse.planning.costs import costs_of
 from rlfuse.planning.forecast import forecast, lengths_of
-from rlfuse.planning.hardware import KINDS
+from rlfuse.planning.hardware import KINDS, NodeSpeed, WorkSpeed
 from rlfuse.planning.memory import memory_of
 from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.remedies import changed
@@ -45,7 +45,8 @@ SMALL = {
     "fusion.policy": ("adaptive",),
 }
 """A space that brute force goes through."""
-CLUSTER = {"nodes": 2, "devices_per_node": 2, "device_memory_gb": 24, "tflops": 10, "memory_bandwidth_gbs": 300}
+WHOLE, SLOWER = WorkSpeed(), WorkSpeed(0.5, 0.5)
+CLUSTER = {"nodes": 2, "devices_per_node": 2, "device_memory_gb": 24, "peak_tflops": 10, "memory_bandwidth_gbs": 300}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def brute_force(job, facts):
     """Seconds of every plan that fits, whatever the bound says of it."""
     found = []
     names = list(job.axes)[8:]
-    for structure in structures(job.config, facts, job.axes, job.shapes["actor"]):
+    for structure in structures(job.config, facts, job.axes, job.shapes["actor"], job.cluster):
         for values in product(*(job.axes[name] for name in names)):
             config, memory = job.with_settings((*structure, *zip(names, values, strict=True)))
             if not problems(config, memory):
@@ -96,7 +97,7 @@ def brute_force(job, facts):
 def test_optimizers_are_tried_beside_gradients_and_in_their_steps_alone(shape):
     offload, residency = "actor.offload_optimizer", "actor.optimizer_residency"
     for device, values in (("cuda", ("forecast", "step")), ("cpu", ("training",))):
-        axes = axes_of(Config(), shape, Cluster(1, 2, 10, device=device, tflops=1.0))
+        axes = axes_of(Config(), shape, Cluster(1, 2, 10, device=device, peak_tflops=1.0))
         assert axes[residency] == values
     job = job_of(shape, axes=SMALL | {residency: ("forecast", "step")})
     tried = [dict(each) for each in structures(job.config, facts_of(shape), job.axes, shape)]
@@ -105,10 +106,10 @@ def test_optimizers_are_tried_beside_gradients_and_in_their_steps_alone(shape):
 
 
 def test_degrees_that_no_rank_can_share_are_not_tried(shape):
-    axes = axes_of(job_of(shape).config, shape, Cluster(1, 8, 10, device="cuda", tflops=1.0))
+    axes = axes_of(job_of(shape).config, shape, Cluster(1, 8, 10, device="cuda", peak_tflops=1.0))
     assert axes["training.tensor_model_parallel_size"] == (1, 2, 4, 8)
     mixture = replace(shape, model=SimpleNamespace(share=refuse, work=shape.model.work))
-    axes = axes_of(job_of(shape).config, mixture, Cluster(1, 8, 10, device="cuda", tflops=1.0))
+    axes = axes_of(job_of(shape).config, mixture, Cluster(1, 8, 10, device="cuda", peak_tflops=1.0))
     assert axes["training.tensor_model_parallel_size"] == (1,)
 
 
@@ -126,7 +127,7 @@ def test_it_is_brute_force(shape, memory):
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
-@pytest.mark.parametrize("groups", [(), (Group(nodes=1, tflops=5, device_memory_gb=24),)])
+@pytest.mark.parametrize("groups", [(), (Group(nodes=1, peak_tflops=5, memory_bandwidth_gbs=100),)])
 def test_a_sketch_of_a_structure_is_no_more_than_its_bound(shape, estimator, groups):
     """Of pipelines, a critic and uneven nodes, too."""
     job, facts = job_of(shape, Cluster(**CLUSTER, groups=groups)), facts_of(shape)
@@ -146,7 +147,7 @@ def test_memory_and_costs_that_were_worked_out_before_are_those_of_the_plan(shap
     tried = [(*each, *((key, draw.choice(SMALL[key])) for key in list(SMALL)[8:])) for each in some]
     for settings in (*tried, *tried[::-1]):
         (config, memory), fresh = job.with_settings(settings), job_of(shape)
-        assert memory == memory_of(config, job.shapes, job.cluster.budget(config.trainer.nnodes))
+        assert memory == memory_of(config, job.shapes, job.cluster.budget(config))
         assert job.costs(config, memory) == fresh.costs(config, memory)
 
 
@@ -270,7 +271,7 @@ def test_a_key_is_not_changed_for_nothing(shape):
 )
 def test_the_job_s_own_cache_is_one_to_choose(shape, device, leaf, own):
     config = changed(Config(), [(f"rollout.{leaf}", own)])
-    values = axes_of(config, shape, Cluster(1, 2, 10, device=device, tflops=1.0))[f"rollout.{leaf}"]
+    values = axes_of(config, shape, Cluster(1, 2, 10, device=device, peak_tflops=1.0))[f"rollout.{leaf}"]
     assert own in values and list(values) == sorted(values, reverse=True)
 
 
@@ -310,14 +311,50 @@ def test_values_that_can_only_go_after_others_go_too(shape):
 
 
 def test_slower_nodes_slow_the_step_and_the_smallest_memory_counts(shape):
-    uneven = Cluster(**CLUSTER, groups=(Group(nodes=1, tflops=5, device_memory_gb=20),))
-    assert uneven.budget().bytes < Cluster(**CLUSTER).budget().bytes
-    assert uneven.speeds(2) == (1.0, 0.5) and uneven.speeds(1) == (1.0,)
-    assert uneven.budget(1) == Cluster(**CLUSTER).budget(), "of a node that is not used no memory counts"
+    uneven = Cluster(**CLUSTER, groups=(Group(nodes=1, peak_tflops=5, device_memory_gb=20),))
+    one, two = (changed(Config(), [("trainer.nnodes", nodes)]) for nodes in (1, 2))
+    assert uneven.budget(two).bytes < Cluster(**CLUSTER).budget(two).bytes
+    assert uneven.speeds(two) == (NodeSpeed(), NodeSpeed(0.5)) and uneven.speeds(one) == (NodeSpeed(),)
+    assert uneven.budget(one) == Cluster(**CLUSTER).budget(one), "of a node that is not used no memory counts"
     axes = SMALL | {"trainer.nnodes": (2,)}
     even = search(job_of(shape, axes=axes), facts_of(shape), seconds=0).plans[0]
     slower = search(job_of(shape, uneven, axes), facts_of(shape), seconds=0).plans[0]
     assert slower.seconds.step > even.seconds.step
+
+
+def test_a_group_with_half_the_memory_bandwidth_generates_as_such_a_cluster_and_trains_as_before(shape):
+    group = Group(nodes=2, memory_bandwidth_gbs=CLUSTER["memory_bandwidth_gbs"] / 2)
+    plan = search(job_of(shape, axes=SMALL | {"fusion.policy": ("serial",)}), facts_of(shape), seconds=0).plans[0]
+    (even, halved, slow) = (
+        job.simulated(*job.with_settings(plan.settings), policy="serial")
+        for job in (
+            job_of(shape),
+            job_of(shape, Cluster(**CLUSTER, groups=(group,))),
+            job_of(shape, memory_bandwidth_gbs=CLUSTER["memory_bandwidth_gbs"] / 2),
+        )
+    )
+    assert halved.generating > 1.2 * even.generating and halved.generating == pytest.approx(slow.generating, rel=0.05)
+    assert halved.training == pytest.approx(even.training, rel=0.01)
+
+
+@pytest.mark.parametrize("bandwidth", [None, 100])
+def test_of_nodes_of_two_sizes_plans_use_those_that_have_the_devices(shape, bandwidth):
+    group = Group(nodes=1, devices_per_node=1, memory_bandwidth_gbs=bandwidth)
+    cluster = Cluster(**CLUSTER, groups=(group,))
+    assert cluster.devices == 3 and cluster.sizes == (1, 2)
+    axes = axes_of(job_of(shape).config, shape, cluster)
+    assert axes["trainer.n_gpus_per_node"] == (1, 2) and axes["trainer.nnodes"] == (1, 2)
+    job, facts = job_of(shape, cluster, SMALL | {"trainer.n_gpus_per_node": (1, 2)}), facts_of(shape)
+    job.config.trainer.n_gpus_per_node = 1
+    machines = {tuple(dict(each)[f"trainer.{key}"] for key in ("nnodes", "n_gpus_per_node"))
+                for each in structures(job.config, facts, job.axes, shape, cluster)}  # fmt: skip
+    assert machines == {(1, 1), (2, 1), (1, 2)}, "no two nodes have two devices"
+    found = search(job, facts, seconds=inf)
+    assert found.left == 0 and found.plans[0].seconds.step == pytest.approx(min(brute_force(job, facts)))
+    asked = changed(job.config, [("trainer.nnodes", 2), ("trainer.n_gpus_per_node", 2)])
+    assert list(cluster.lacks(asked)) == [
+        "trainer.nnodes=2: the cluster file has nodes=1 with 2 devices; change one of the two"
+    ]
 
 
 def test_one_jobs_forecast_is_of_uneven_nodes():
@@ -327,19 +364,19 @@ def test_one_jobs_forecast_is_of_uneven_nodes():
     config.trainer.nnodes, config.trainer.n_gpus_per_node = 2, 2
     costs, lengths = Costs(score_tokens_per_s=8000, train_tokens_per_s=4000), lengths_of(config, 120)
     times = StepTimes({}, lengths, 64)
-    even, uneven = (forecast(config, times, costs, speeds=speeds).steps for speeds in ((), (1.0, 0.5)))
+    even, uneven = (forecast(config, times, costs, speeds=speeds).steps for speeds in ((), (WHOLE, SLOWER)))
     # Slots' speeds are known from the second step on, so that each is given what it can do.
     assert all(even[policy].step < uneven[policy].step < 2 * even[policy].step for policy in even)
-    assert of_slowest(costs, (1.0, 0.5)).train_tokens_per_s == 2000 and of_slowest(costs, ()) == costs
+    assert of_slowest(costs, (WHOLE, SLOWER)).train_tokens_per_s == 2000 and of_slowest(costs, ()) == costs
 
 
 def test_an_engine_is_as_fast_as_its_slowest_device():
     config = Config()
     config.trainer.nnodes, config.trainer.n_gpus_per_node = 2, 4
     config.rollout.tensor_model_parallel_size = 2
-    assert engine_speeds(config, (1.0, 0.5)) == (1.0, 1.0, 0.5, 0.5) and engine_speeds(config, ()) == ()
+    assert engine_speeds(config, (WHOLE, SLOWER)) == (WHOLE, WHOLE, SLOWER, SLOWER) and engine_speeds(config, ()) == ()
     config.rollout.tensor_model_parallel_size = 8
-    assert engine_speeds(config, (1.0, 0.5)) == (0.5,)
+    assert engine_speeds(config, (WorkSpeed(0.5, 2.0), WHOLE)) == (WorkSpeed(0.5, 1.0),)
 
 
 def test_errors_that_steps_have_in_common_do_not_make_them_equal():

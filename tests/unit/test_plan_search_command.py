@@ -21,6 +21,14 @@ from rlfuse.planning import search_command
 from rlfuse.planning.cluster_file import ClusterError, read_cluster
 from rlfuse.planning.measured_links import MeasuredLinks, Pair, write_links
 
+
+def seconds_in(out):
+    """Of every stage and policy that `plan` forecasts."""
+    found = re.findall(r"^  (?:generation|scoring after it|training after that|step.*?) +([\d.]+) *$", out, re.M)
+    assert len(found) == 3 + len(POLICIES)
+    return found
+
+
 TOKEN = "${oc.env:SERVICE_TOKEN}"
 
 
@@ -31,9 +39,9 @@ def test_everything_wrong_with_a_cluster_file_is_told_at_once(tmp_path):
         read_cluster(path)
     told = str(caught.value)
     assert "nodes=0: needs a whole number of at least 1" in told and "did you mean devices_per_node?" in told
-    assert "tflops='x'" in told and told.count(str(path)) == len(told.splitlines())
+    assert "peak_tflops='x'" in told and told.count(str(path)) == len(told.splitlines())
     with pytest.raises(ClusterError, match="neither is given"):
-        read_of({key: value for key, value in CLUSTER.items() if key != "tflops"})
+        read_of({key: value for key, value in CLUSTER.items() if key != "peak_tflops"})
     with pytest.raises(ClusterError, match="there is no such file"):
         read_cluster(tmp_path / "none.yaml")
 
@@ -42,11 +50,29 @@ def test_everything_wrong_with_a_cluster_file_is_told_at_once(tmp_path):
 def files(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(SEVEN_B | {"num_hidden_layers": 4}))
-    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"device_memory_gb": 48, "tflops": 300}))
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"device_memory_gb": 48, "peak_tflops": 300}))
     words = ["algorithm=grpo", f"model.path={tmp_path / 'model'}", "data.train_files=[nowhere.parquet]"]
     words += ["reward.functions=[rlfuse.rewards.verifiers.numeric:score]", "rollout.n=2", "data.train_batch_size=8"]
     words += ["actor.ppo_mini_batch_size=8"]
     return tmp_path, ["plan", "--search", "--cluster", str(tmp_path / "cluster.yaml"), *words]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--search", "--seconds", "0.1"], []])
+def test_rewards_data_and_secrets_of_the_run_are_not_needed(files, monkeypatch, capsys, options):
+    folder, words = files
+    monkeypatch.delenv("SERVICE_TOKEN", raising=False)
+    functions = [{"path": "gone.py:f", "kwargs": {"key": TOKEN, "of": {"more": [TOKEN]}, "n": 3}}, "no_such.rewards:f"]
+    given, out = folder / "job.yaml", folder / "best.yaml"
+    given.write_text(yaml.safe_dump({"reward": {"functions": functions}}))
+    words = [word for word in words[2:] if not word.startswith("reward.")]
+    options = [*options, "--out", str(out)] if options else options
+    assert main(["plan", *options, *words, str(given)]) == 0
+    assert "the run will need nowhere.parquet, gone.py, the package no_such, not found here" in capsys.readouterr().out
+    if options:
+        assert yaml.safe_load(out.read_text())["reward"]["functions"] == functions
+    assert main(["plan", *options, *[word for word in words if not word.startswith("data.train_files")]]) == 0
+    assert "the run needs data.train_files, reward.functions, which the job does not set" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -55,12 +81,25 @@ def test_a_cluster_file_tells_a_plan_of_one_job_memory_speed_and_links(files, ca
     plan = ["plan", *words[2:], "trainer.n_gpus_per_node=2", "actor.ppo_max_token_len_per_gpu=4096"]
     assert main(plan) == 0
     out = capsys.readouterr().out
-    assert "a GPU of 45.6 GiB" in out and "120 TFLOP/s" in out and "not counted: rewards, calls of Ray" in out
-    assert main([*plan, "--tflops", "125", "--device-memory", "80"]) == 2
+    assert "a GPU of 45.6 GiB" in out and "not counted: rewards, calls of Ray" in out
+    assert "a device achieves 120 TFLOP/s in passes and training (peak_tflops=300 x utilization=0.4)" in out
+    peak = ["--device-memory", "45.6", "--peak-tflops", "300", "--bandwidth", "300"]
+    assert main(["plan", *plan[3:], *peak]) == 0
+    assert seconds_in(capsys.readouterr().out) == seconds_in(out), "a peak is a peak, in a file or as an option"
+    assert main(["plan", *plan[3:], *peak, "--utilization", "0.2"]) == 0
+    assert "achieves 60 TFLOP/s in passes and training (peak_tflops=300 x utilization=0.2)" in capsys.readouterr().out
+    for wrong, told in (
+        (["--utilization", "0.6"], "--peak-tflops, --utilization, --bandwidth: utilization=0.6: needs"),
+        (["--utilization", "-1"], "utilization=-1"),
+    ):
+        assert main(["plan", *plan[3:], *peak, *wrong]) == 2 and told in capsys.readouterr().err
+    assert main([*plan, "--peak-tflops", "125", "--device-memory", "80"]) == 2
     err = capsys.readouterr().err
-    assert "--tflops and --cluster: each tells the costs" in err and "both tell the memory" in err
+    assert "--peak-tflops and --cluster: each gives the costs" in err and "both tell the memory" in err
+    assert main([*plan, "--utilization", "0.3", "--bandwidth", "3"]) == 2
+    assert "--utilization and --bandwidth: only with --peak-tflops" in capsys.readouterr().err
     assert main([*plan, "trainer.nnodes=4"]) == 2
-    assert "trainer.nnodes=4: the cluster file has nodes=2; mend one of the two" in capsys.readouterr().err
+    assert "trainer.nnodes=4: the cluster file has nodes=2; change one of the two" in capsys.readouterr().err
     assert main(["plan", "--cluster", str(folder / "none.yaml"), *words[4:]]) == 2
     assert "there is no such file" in capsys.readouterr().err
 
@@ -119,12 +158,16 @@ def test_plan_tells_the_step_of_the_job_file_as_the_search_told_it(files, capsys
     more = [f"data.train_batch_size={batch}", f"rollout.n={group}", f"{kept}={stages}", "--keep", kept]
     more += ["--seconds", "3", "--out", str(out)]
     assert main([*[word for word in words if not word.startswith(("data.train_batch", "rollout.n"))], *more]) == 0
-    searched = dict(re.findall(r"^ *(\w+)(?: \([a-z ]+\))? +([\d.]+) *$", capsys.readouterr().out, re.M))
+    shown = capsys.readouterr().out
+    searched = dict(re.findall(r"^ *(\w+)(?: \([a-z ]+\))? +([\d.]+) *$", shown, re.M))
+    plans = [line.split() for line in shown.splitlines() if re.match(r" *(= )?\dx\d", line)]
     assert main(["plan", str(out), "--cluster", str(folder / "cluster.yaml")]) == 0
     told = capsys.readouterr().out
     mine = to_config(compose_job([str(out)]), facts_of_a_plan).fusion.policy
     found = re.findall(r"^ *step(?: under (\w+) \([^)]*\))?(?:, [a-z ]+)? +([\d.]+) *$", told, re.M)
     assert len(found) == len(POLICIES) and {policy or mine: step for policy, step in found}.items() <= searched.items()
+    assert plans[0][-2] == searched[mine], "the table's first plan is the job file's"
+    assert [float(plan[-2]) for plan in plans] == sorted(float(plan[-2]) for plan in plans)
 
 
 @pytest.mark.slow

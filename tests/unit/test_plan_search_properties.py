@@ -99,7 +99,7 @@ def test_no_forecast_is_better_than_what_anybody_measured(shape):  # noqa: F811
     for plan in search(job, facts_of(shape), seconds=inf).plans:
         config = changed(job.config, plan.settings)
         training = job.simulated(config, plan.memory, "serial").training
-        assert flops / training / config.slots / (job.cluster.tflops * 1e12) <= MOST_UTILIZATION
+        assert flops / training / config.slots / (job.cluster.peak_tflops * 1e12) <= MOST_UTILIZATION
 
 
 def test_a_file_that_says_more_than_anybody_measured_is_refused():
@@ -119,11 +119,11 @@ def test_a_calibration_goes_over_to_another_device_by_measured_ratios_and_is_hel
     assert (same.links.within_bytes_per_s, other.links.within_bytes_per_s) == (3e8, 200e9), "links are the machine's"
     assert read_of(cluster | {"links": {"within_gbs": 25}}).hardware().links.within_bytes_per_s == 25e9
     assert other.errors["training"] > same.errors["training"] == 0.05
-    assert read_of(cluster | {"tflops": 80}).hardware().train_flops == 40e12
-    with pytest.raises(ClusterError, match=r"56% of tflops=72, more than 54\.7%"):
-        read_of(cluster | {"tflops": 72}).hardware()
+    assert read_of(cluster | {"peak_tflops": 80}).hardware().train_flops == 40e12
+    with pytest.raises(ClusterError, match=r"56% of peak_tflops=72, more than 54\.7%"):
+        read_of(cluster | {"peak_tflops": 72}).hardware()
     with pytest.raises(ClusterError, match=r"more than 49\.3%"):
-        read_of(cluster | {"tflops": 80}).hardware(experts=True)
+        read_of(cluster | {"peak_tflops": 80}).hardware(experts=True)
     with pytest.raises(ClusterError, match="product_ratio, copy_ratio: need each other"):
         read_of(cluster | {"product_ratio": 2})
 
@@ -147,7 +147,7 @@ def test_what_is_off_the_devices_has_room_on_their_host(shape):  # noqa: F811
     needed = free.memory.host * config.trainer.n_gpus_per_node / 2**30
     for share, fits in ((1.1, True), (0.9, False)):
         tight = job_of(shape, host_memory_gb=needed * share / 0.95)
-        wrong = problems(config, replace(free.memory, budget=tight.cluster.budget()))
+        wrong = problems(config, replace(free.memory, budget=tight.cluster.budget(config)))
         assert fits is not any("host memory: needs" in line for line in wrong)
     none = search(job_of(shape, axes=dict(offloaded), host_memory_gb=1), facts, seconds=0)
     assert not none.plans and "(host_memory_gb)" in none.nearest[1][0]

@@ -13,7 +13,7 @@ from rlfuse.planning.space import CHUNKS, FASTEST, PLACEMENT, Fillings, axes_of
 def test_samples_are_cut_no_finer_than_the_smallest_budget(shape):  # noqa: F811
     config, cluster, key = (
         Config(),
-        Cluster(2, 8, 10, device="cuda", tflops=1.0),
+        Cluster(2, 8, 10, device="cuda", peak_tflops=1.0),
         "training.ulysses_sequence_parallel_size",
     )
     config.data.max_prompt_length, config.data.max_response_length = 1024, 4096

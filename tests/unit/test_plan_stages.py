@@ -91,7 +91,7 @@ def test_a_planner_schedules_chunks_where_ranks_hold_them(chunks, placement):
 
 @pytest.mark.slow
 def test_the_search_tries_chunks_where_there_are_pipelines(large):
-    axes = axes_of(job(), large, Cluster(1, 8, 80, device="cuda", tflops=100.0))
+    axes = axes_of(job(), large, Cluster(1, 8, 80, device="cuda", peak_tflops=100.0))
     facts = Facts(attention_heads=large.heads, layers=28, cuda=True)
     some = {
         tuple(dict(each)[key] for key in (PIPELINES, CHUNKS, PLACEMENT))
@@ -146,7 +146,7 @@ def test_steps_of_wide_heads_are_sooner_done_where_stages_share_them(large):
 
 @pytest.mark.slow
 def test_the_search_tries_shared_heads_where_a_head_is_wide(large):
-    cluster, facts = Cluster(1, 4, 80, device="cuda", tflops=100.0), Facts(layers=28, vocabulary=152064, cuda=True)
+    cluster, facts = Cluster(1, 4, 80, device="cuda", peak_tflops=100.0), Facts(layers=28, vocabulary=152064, cuda=True)
     given = job(data__max_prompt_length=1)
     axes = axes_of(given, large, cluster)
     some = {tuple(dict(each)[key] for key in (PIPELINES, VOCABULARY)) for each in structures(given, facts, axes, large)}

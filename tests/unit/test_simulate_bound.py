@@ -111,10 +111,16 @@ def test_together_goes_as_slow_as_the_slowest_slot_and_each_call_costs_all_of_th
     # One sample of 400 steps; its pass and training on both slots, none cut, as slow as the second is after a second.
     slow = [{"slot": 1, "rate": 5, "from_s": 1}]
     costs = {"scoring": {"tokens_per_s": 1000, "call_s": 0.3}, "training": {"tokens_per_s": 500, "call_s": 0.4}}
-    bound = lower_bound(workload([400, 10], 2, lockstep="all", slowdowns=slow, **costs))
+    free, stages = (
+        lower_bound(workload([400, 10], 2, lockstep="all", slowdowns=slow, **costs | {"training": training}))
+        for training in (costs["training"], costs["training"] | {"bubbles": 0.0})
+    )
     generation, calls, work = 0.01 + 8.0, 0.3 + 0.4, (400 + 10 + 200) / 2 / 1000 + 500 / 500
     in_first_second = 0.8  # of its work it may have done so much sooner, were it trained before it is generated
-    assert bound.seconds == pytest.approx(generation + 0.5 + calls + (work - in_first_second) / 0.2 + 0.5)
+    assert stages.seconds == pytest.approx(generation + 0.5 + calls + (work - in_first_second) / 0.2 + 0.5)
+    assert free.seconds == pytest.approx(generation + 0.5 + calls + work + 0.5), (
+        "the other slot may do nearly all of it"
+    )
     # A critic of its own has calls of its own, but in a schedule of both there is one for both.
     both = {"tokens_per_s": 500, "call_s": 0.4, "models": ["critic", "actor"]}
     apart, stages = (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from rlfuse.cli import main
 from rlfuse.config.schema import Config
 from rlfuse.events import EventLog, Span
 from rlfuse.simulate.picture import Timeline, activity, draw
-from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.runner import later_step
 from rlfuse.simulate.workload import parse
 
 FIELDS = {"policy", "generation_s", "generation_and_scoring_s", "step_s", "oracle_s", "busy_share", "moved_samples"}
@@ -73,16 +74,18 @@ def test_what_is_wrong_is_one_line(arguments, message, workload, capsys):
     assert message in error and error.count("\n") == 1
 
 
-def recorded(folder, steps=2):
+def recorded(folder, steps=2, policy="stream", deterministic=False, **more):
     """A run folder such as a real job leaves, its events those of simulated steps."""
     config = Config()
-    config.model.path, config.data.train_files, config.fusion.policy = "model", ["data"], "stream"
+    config.model.path, config.data.train_files, config.fusion.policy = "model", ["data"], policy
+    config.trainer.deterministic = deterministic
     config.algorithm.adv_estimator, config.trainer.n_gpus_per_node = "grpo", 4
     config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.data.max_response_length = 64, 32, 300
     (folder / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
     log, measured = EventLog(folder / "events.jsonl"), []
     for step in range(1, steps + 1):
-        run = simulate(parse(WORKLOAD | {"seed": step, "scoring": SCORING}), "stream")
+        like = parse(WORKLOAD | {"seed": step, "scoring": SCORING} | more)
+        run = later_step(like, policy, by_rates=not deterministic)
         measured.append(run.result.step_s)
         for span in run.spans:
             span.start, span.end, span.step = span.start + 1000 * step, span.end + 1000 * step, step
@@ -102,6 +105,20 @@ def test_a_run_is_replayed_and_its_time_told(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "costs fitted to the run's events, and their error" in printed and "over 2 steps" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy, deterministic", [("serial", False), ("serial", True), ("stream", False)])
+@pytest.mark.parametrize("speeds", [[1, 0.4, 1, 1], [1, 1, 1.6, 1]])
+def test_an_uneven_slot_is_replayed_at_its_own_speed(tmp_path, capsys, policy, deterministic, speeds):
+    measured = recorded(tmp_path, 3, policy, deterministic, slot_speed=speeds)
+    out = tmp_path / "result.json"
+    assert main(["simulate", "--from", str(tmp_path), "--out", str(out)]) == 0
+    np.testing.assert_allclose([row["step_s"] for row in json.loads(out.read_text())], measured, rtol=0.05)
+    [(slot, speed)] = [(slot, speed) for slot, speed in enumerate(speeds) if speed != 1]
+    told = capsys.readouterr().out
+    [(found, rate)] = re.findall(r"slot (\d) takes ([\d.]+) times as long as a typical slot", told)
+    assert int(found) == slot and float(rate) == pytest.approx(1 / speed, rel=0.05)
 
 
 def test_a_picture_knows_real_engines_and_samples_alone():

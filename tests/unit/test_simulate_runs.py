@@ -57,6 +57,7 @@ def workloads(draw, failures=True):
             "kv_bytes_per_token": 1000,
             "link_bytes_per_s": draw(st.sampled_from([0.0, 1e8])),
             "slot_speed": draw(st.sampled_from([[], [draw(st.sampled_from([0.5, 1.0, 2.0])) for _ in range(slots)]])),
+            "decode_speed": draw(st.sampled_from([[], [draw(st.sampled_from([0.25, 3.0])) for _ in range(slots)]])),
             "slowdowns": draw(st.lists(slowdowns(slots), max_size=3)),
             "failures": [{"slot": slot, "at_s": draw(st.floats(0.0, 3.0))} for slot in sorted(lost)],
             "length_history_sigma": draw(st.sampled_from([None, 0.3])),

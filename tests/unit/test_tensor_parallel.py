@@ -129,7 +129,7 @@ def test_a_plan_tells_stages_of_shared_layers(shape):
 
 def test_the_search_combines_stages_and_shared_layers(shape):
     keys = ("training.pipeline_parallel_size", "training.tensor_model_parallel_size", VOCABULARY)
-    axes = axes_of(job(1), shape, Cluster(1, 4, 80, device="cuda", tflops=100.0))
+    axes = axes_of(job(1), shape, Cluster(1, 4, 80, device="cuda", peak_tflops=100.0))
     facts = Facts(attention_heads=shape.heads, layers=2, vocabulary=60, cuda=True)
     some = {tuple(dict(each)[key] for key in keys) for each in structures(job(1), facts, axes, shape)}
     assert {(stages, width) for stages, width, _ in some} == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)}

@@ -125,8 +125,9 @@ class SimulatedTrainer:
             for device, (until, tokens) in zip(devices, call.done or [(end, 0)] * len(devices), strict=True):
                 device.work = ""
                 where, until = f"trainer/{device.index}", min(until, end)
-                told = {"samples": samples, "tokens": tokens, "attributes": dict(attributes)}
-                self._spans.append(Span(kind, where, start, until, **told))
+                self._spans.append(
+                    Span(kind, where, start, until, samples=samples, tokens=tokens, attributes=dict(attributes))
+                )
 
     def _occupy(self, device: Device, kind: str) -> None:
         if device.role != "trainer" or device.held or device.work:

@@ -150,7 +150,7 @@ def busiest(
     starts = {key: [span.start for span in each] for key, each in ranks.items()}
     found = []
     for call in _driver(spans, kinds):
-        slot, most, done = call.attributes.get("slot"), 0, []
+        slot, most, done = call.attributes.get("slot"), 0.0, []
         for (where, kind), each in ranks.items():
             named = call.kind == kind or kind not in PASSES
             if named and (slot is None or where == f"trainer/{slot}"):

@@ -19,8 +19,8 @@ from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span
 from rlfuse.simulate.fitting import robust
 
-ROUNDS = 5
-"""Of fitting what work costs and how fast workers are."""
+ROUNDS, SETTLED = 20, 1e-3
+"""Of fitting what work costs and how fast workers are, at most: until rates change by less than this share."""
 FEWEST = 4
 """Operations of a kind from which the dependence of their time on tokens is fitted."""
 SLOW = 1.1
@@ -93,7 +93,9 @@ def _expected(groups: Sequence[Group], own: np.ndarray, worker: np.ndarray, slow
             seconds = own[numbers] / slower[worker[numbers]]
             few = len(numbers) < FEWEST
             expected[numbers] = seconds.mean() if few else columns @ robust(columns, seconds)[0]
-        slower = relative(own, expected, worker)
+        before, slower = slower, relative(own, expected, worker)
+        if np.allclose(slower, before, rtol=SETTLED):
+            break
     return expected
 
 

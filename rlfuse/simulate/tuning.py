@@ -152,8 +152,8 @@ def proofs_of(workload: Workload) -> list[Workload]:
 def _drawn(workload: Workload, seeds: Iterable[int]) -> list[Workload]:
     """Other draws of its lengths, scaled down."""
     slots, samples = _scaled(workload)
-    speeds = {name: some_of(getattr(workload, name), slots) for name in ("slot_speed", "decode_speed")}
-    small = replace(workload, slots=slots, **speeds, slowdowns=(), failures=())
+    speeds, decoding = some_of(workload.slot_speed, slots), some_of(workload.decode_speed, slots)
+    small = replace(workload, slots=slots, slot_speed=speeds, decode_speed=decoding, slowdowns=(), failures=())
     lengths = workload.lengths().tolist()
     return [replace(small, response_tokens=resample(lengths, workload.group, samples, seed)) for seed in seeds]
 

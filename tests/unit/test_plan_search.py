@@ -15,11 +15,10 @@ from test_plan import SEVEN_B
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
-from rlfuse.fusion.costs import Costs
 from rlfuse.planning.cluster_file import Cluster, ClusterError, Group
 from rlfuse.planning.costs import costs_of
-from rlfuse.planning.forecast import forecast, lengths_of
-from rlfuse.planning.hardware import KINDS, NodeSpeed, WorkSpeed
+from rlfuse.planning.forecast import lengths_of
+from rlfuse.planning.hardware import KINDS
 from rlfuse.planning.memory import memory_of
 from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.remedies import changed
@@ -27,7 +26,7 @@ from rlfuse.planning.search import LATE, search, settled
 from rlfuse.planning.searched_job import Job
 from rlfuse.planning.shortages import problems
 from rlfuse.planning.space import FASTEST, POLICY, Fillings, axes_of, structures
-from rlfuse.planning.step_time import Seconds, StepTimes, cut, engine_speeds, of_slowest, standings, with_idle_stages
+from rlfuse.planning.step_time import Seconds, StepTimes, cut, standings, with_idle_stages
 
 SMALL = {
     "trainer.nnodes": (1, 2),
@@ -45,7 +44,6 @@ SMALL = {
     "fusion.policy": ("adaptive",),
 }
 """A space that brute force goes through."""
-WHOLE, SLOWER = WorkSpeed(), WorkSpeed(0.5, 0.5)
 CLUSTER = {"nodes": 2, "devices_per_node": 2, "device_memory_gb": 24, "peak_tflops": 10, "memory_bandwidth_gbs": 300}
 
 
@@ -308,75 +306,6 @@ def test_values_that_can_only_go_after_others_go_too(shape):
     assert dict(found.plans[0].settings)[several] == 2
     first = dict(settled(job, found, facts)[0].plans[0].settings)
     assert (first[stages], first[several]) == (1, 1)
-
-
-def test_slower_nodes_slow_the_step_and_the_smallest_memory_counts(shape):
-    uneven = Cluster(**CLUSTER, groups=(Group(nodes=1, peak_tflops=5, device_memory_gb=20),))
-    one, two = (changed(Config(), [("trainer.nnodes", nodes)]) for nodes in (1, 2))
-    assert uneven.budget(two).bytes < Cluster(**CLUSTER).budget(two).bytes
-    assert uneven.speeds(two) == (NodeSpeed(), NodeSpeed(0.5)) and uneven.speeds(one) == (NodeSpeed(),)
-    assert uneven.budget(one) == Cluster(**CLUSTER).budget(one), "of a node that is not used no memory counts"
-    axes = SMALL | {"trainer.nnodes": (2,)}
-    even = search(job_of(shape, axes=axes), facts_of(shape), seconds=0).plans[0]
-    slower = search(job_of(shape, uneven, axes), facts_of(shape), seconds=0).plans[0]
-    assert slower.seconds.step > even.seconds.step
-
-
-def test_a_group_with_half_the_memory_bandwidth_generates_as_such_a_cluster_and_trains_as_before(shape):
-    group = Group(nodes=2, memory_bandwidth_gbs=CLUSTER["memory_bandwidth_gbs"] / 2)
-    plan = search(job_of(shape, axes=SMALL | {"fusion.policy": ("serial",)}), facts_of(shape), seconds=0).plans[0]
-    (even, halved, slow) = (
-        job.simulated(*job.with_settings(plan.settings), policy="serial")
-        for job in (
-            job_of(shape),
-            job_of(shape, Cluster(**CLUSTER, groups=(group,))),
-            job_of(shape, memory_bandwidth_gbs=CLUSTER["memory_bandwidth_gbs"] / 2),
-        )
-    )
-    assert halved.generating > 1.2 * even.generating and halved.generating == pytest.approx(slow.generating, rel=0.05)
-    assert halved.training == pytest.approx(even.training, rel=0.01)
-
-
-@pytest.mark.parametrize("bandwidth", [None, 100])
-def test_of_nodes_of_two_sizes_plans_use_those_that_have_the_devices(shape, bandwidth):
-    group = Group(nodes=1, devices_per_node=1, memory_bandwidth_gbs=bandwidth)
-    cluster = Cluster(**CLUSTER, groups=(group,))
-    assert cluster.devices == 3 and cluster.sizes == (1, 2)
-    axes = axes_of(job_of(shape).config, shape, cluster)
-    assert axes["trainer.n_gpus_per_node"] == (1, 2) and axes["trainer.nnodes"] == (1, 2)
-    job, facts = job_of(shape, cluster, SMALL | {"trainer.n_gpus_per_node": (1, 2)}), facts_of(shape)
-    job.config.trainer.n_gpus_per_node = 1
-    machines = {tuple(dict(each)[f"trainer.{key}"] for key in ("nnodes", "n_gpus_per_node"))
-                for each in structures(job.config, facts, job.axes, shape, cluster)}  # fmt: skip
-    assert machines == {(1, 1), (2, 1), (1, 2)}, "no two nodes have two devices"
-    found = search(job, facts, seconds=inf)
-    assert found.left == 0 and found.plans[0].seconds.step == pytest.approx(min(brute_force(job, facts)))
-    asked = changed(job.config, [("trainer.nnodes", 2), ("trainer.n_gpus_per_node", 2)])
-    assert list(cluster.lacks(asked)) == [
-        "trainer.nnodes=2: the cluster file has nodes=1 with 2 devices; change one of the two"
-    ]
-
-
-def test_one_jobs_forecast_is_of_uneven_nodes():
-    config = Config()
-    config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n = 8, 8, 2
-    config.algorithm.adv_estimator, config.data.max_response_length = "grpo", 256
-    config.trainer.nnodes, config.trainer.n_gpus_per_node = 2, 2
-    costs, lengths = Costs(score_tokens_per_s=8000, train_tokens_per_s=4000), lengths_of(config, 120)
-    times = StepTimes({}, lengths, 64)
-    even, uneven = (forecast(config, times, costs, speeds=speeds).steps for speeds in ((), (WHOLE, SLOWER)))
-    # Slots' speeds are known from the second step on, so that each is given what it can do.
-    assert all(even[policy].step < uneven[policy].step < 2 * even[policy].step for policy in even)
-    assert of_slowest(costs, (WHOLE, SLOWER)).train_tokens_per_s == 2000 and of_slowest(costs, ()) == costs
-
-
-def test_an_engine_is_as_fast_as_its_slowest_device():
-    config = Config()
-    config.trainer.nnodes, config.trainer.n_gpus_per_node = 2, 4
-    config.rollout.tensor_model_parallel_size = 2
-    assert engine_speeds(config, (WHOLE, SLOWER)) == (WHOLE, WHOLE, SLOWER, SLOWER) and engine_speeds(config, ()) == ()
-    config.rollout.tensor_model_parallel_size = 8
-    assert engine_speeds(config, (WorkSpeed(0.5, 2.0), WHOLE)) == (WorkSpeed(0.5, 1.0),)
 
 
 def test_errors_that_steps_have_in_common_do_not_make_them_equal():

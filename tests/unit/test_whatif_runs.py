@@ -17,7 +17,7 @@ from rlfuse.health.alarms import write_alarms
 from rlfuse.health.detection import Alarm
 from rlfuse.health.signals import SLOWNESS
 from rlfuse.run_folder.reader import open_run
-from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.runner import later_step, simulate
 from rlfuse.simulate.workload import Scoring, Training, of_costs
 from rlfuse.whatif.causes import Seen, likely
 from rlfuse.whatif.of_run import examine
@@ -132,7 +132,7 @@ def test_a_slow_slot_is_found_and_its_cost_is_right(workload, slower, slot):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["serial", "stream"])
 def test_what_a_slow_slot_costs_is_right_where_work_is_shared_out_by_rate(workload, policy):
-    run = simulate(replace(workload, slot_speed=(1, 1, 0.5, 1)), policy)
+    run = later_step(replace(workload, slot_speed=(1, 1, 0.5, 1)), policy)
     truth = run.result.step_s / simulate(workload, policy).result.step_s
     found = analysed(run).found(Simulated([workload], policy).decided_anew)
     assert found.S_machine == pytest.approx(truth, rel=0.05) and found.rates["slot 2"] == pytest.approx(2, rel=0.05)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import mmap
 import os
 import shutil
@@ -36,6 +37,24 @@ def read_rows(path: Path, wanted: Callable[[str], bool] = lambda line: True) -> 
     """
     for row, _ in _rows(path, wanted):
         yield row
+
+
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""Texts for the numbers that JSON lacks."""
+
+
+def finite(value: Any) -> Any:
+    """`value` with texts in place of NaN and infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else json.dumps(float(value))
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def as_numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of metrics with NaN and infinity in place of their texts."""
+    return {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
 
 
 class RowFile:

@@ -93,7 +93,7 @@ def _lengths(config: Config, facts: Facts) -> Iterator[str]:
     if context is not None and prompt + response > context:
         yield (
             f"data.max_prompt_length={prompt} + data.max_response_length={response} = {prompt + response}: must be at "
-            f"most {context}, the context of {config.model.path}; shorten one by {prompt + response - context}"
+            f"most {context}, the context of {config.model.path}; shorten {_which(prompt, response, context)}"
         )
     buffer = config.reward.overlong_buffer.len
     if buffer > 0 and buffer >= response:
@@ -101,20 +101,26 @@ def _lengths(config: Config, facts: Facts) -> Iterator[str]:
         yield _problem(config, "reward.overlong_buffer.len", valid, "shorten it, or 0 turns the penalty off")
 
 
+def _which(prompt: int, response: int, context: int) -> str:
+    over = prompt + response - context
+    return f"one by {over}" if over < max(prompt, response) else f"both, by {over} together"
+
+
 def _batches(config: Config, facts: Facts) -> Iterator[str]:
     batch, mini, n = config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n
     if min(batch, mini, n, config.slots) < 1:
         return  # reported as single values
+    divisors = [d for d in range(1, batch + 1) if batch % d == 0]
+    name, enough = "actor.ppo_mini_batch_size", [d for d in divisors if d * n >= config.slots]
+    near = f"{name}={min(enough or divisors, key=lambda d: abs(d - mini))}"
     if batch % mini:
-        divisors = [d for d in range(1, batch + 1) if batch % d == 0]
-        near = min(divisors, key=lambda d: abs(d - mini))
-        valid = f"must divide data.train_batch_size={batch}"
-        yield _problem(config, "actor.ppo_mini_batch_size", valid, f"for instance actor.ppo_mini_batch_size={near}")
+        yield _problem(config, name, f"must divide data.train_batch_size={batch}", f"for instance {near}")
     if mini * n < config.slots:
+        least = math.ceil(config.slots / n)
         yield (
-            f"actor.ppo_mini_batch_size={mini} * rollout.n={n} = {mini * n} samples: must be at least the "
+            f"{name}={mini} * rollout.n={n} = {mini * n} samples: must be at least the "
             f"{config.slots} slots (trainer.nnodes * trainer.n_gpus_per_node), one sample for each; "
-            f"set actor.ppo_mini_batch_size={math.ceil(config.slots / n)} or more"
+            + (f"set {near}" if enough else f"set {name}={least} and data.train_batch_size={least}")
         )
 
 
@@ -183,14 +189,13 @@ def _log_probs(config: Config, facts: Facts) -> Iterator[str]:
 def _devices(config: Config, facts: Facts) -> Iterator[str]:
     parallel, slots = config.rollout.tensor_model_parallel_size, config.slots
     name = "rollout.tensor_model_parallel_size"
-    nodes, local = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    nodes, local, heads = config.trainer.nnodes, config.trainer.n_gpus_per_node, facts.attention_heads
     if parallel >= 1 and slots >= 1 and local % parallel:
         where = f"must divide the {local} slots" + (" of a node, which an engine does not leave" if nodes > 1 else "")
-        yield _problem(config, name, where, f"set {name}={math.gcd(parallel, local)}")
-    heads = facts.attention_heads
+        yield _problem(config, name, where, f"set {name}={math.gcd(parallel, local, heads or 0)}")
     if parallel >= 1 and heads and heads % parallel:
         valid = f"must divide the {heads} attention heads of {config.model.path}"
-        yield _problem(config, name, valid, f"set {name}={math.gcd(parallel, heads)}")
+        yield _problem(config, name, valid, f"set {name}={math.gcd(parallel, heads, max(0, local))}")
     if config.cluster.device == "cuda" and facts.gpus == 0:
         valid = "this machine has no GPU (no /dev/nvidia*)"
         yield _problem(
@@ -310,6 +315,9 @@ def _reward(config: Config, facts: Facts) -> Iterator[str]:
 def _logging(config: Config, facts: Facts) -> Iterator[str]:
     if facts.unwritable:
         yield _problem(config, "trainer.default_local_dir", facts.unwritable, "give a folder that you may write to")
+    if facts.wandb:
+        remedy = "run `wandb login` once, set WANDB_API_KEY, or set trainer.wandb_mode=offline"
+        yield _problem(config, "trainer.wandb_mode", facts.wandb, remedy)
     if "tensorboard" in config.trainer.logger and facts.tensorboard is False:
         remedy = "pip install 'rlfuse[tensorboard]', or leave it out"
         yield _problem(config, "trainer.logger", "tensorboard needs its package, which is not installed", remedy)

@@ -90,7 +90,7 @@ def read_command(argv: list[str]) -> Command:
     own, folders = own_groups(line.folder), [*filter(None, [line.folder]), CONF]
     right, wrong, renamed = _judged(line.words, own)
     file = job_file.read(line.files[0]) if line.files else None
-    swept = file.swept if file and "--multirun" in line.options else frozenset()
+    swept = [*file.swept] if file and "--multirun" in line.options else []
     layers = layered(right, swept, file, own, folders)
     problems = [*(file.problems if file else []), *wrong, *layers.problems]
     extra = [f"hydra.searchpath=['file://{line.folder}']"] if line.folder else []

@@ -68,6 +68,8 @@ class Facts:
     """Whether NIXL is installed."""
     tensorboard: bool | None = None
     """Whether TensorBoard is installed."""
+    wandb: str | None = None
+    """Why wandb can't upload, where it is to."""
 
 
 def read_facts(config: Config) -> Facts:
@@ -94,7 +96,25 @@ def read_facts(config: Config) -> Facts:
         unwritable=_unwritable(Path(config.trainer.default_local_dir, config.trainer.project_name).absolute()),
         nixl=nixl_installed(),
         tensorboard=importlib.util.find_spec("tensorboard") is not None,
+        wandb=_no_upload() if "wandb" in config.trainer.logger and config.trainer.wandb_mode == "online" else None,
     )
+
+
+def _no_upload() -> str | None:
+    """Why wandb would have no credentials, by its own search: variables, the netrc file, its settings."""
+    from wandb.errors import Error
+    from wandb.sdk import wandb_setup
+    from wandb.sdk.lib import wbauth
+
+    token = os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
+    if token and not os.path.isfile(token):
+        return f"WANDB_IDENTITY_TOKEN_FILE={token} does not exist"
+    try:
+        host = wandb_setup.singleton().settings.base_url
+        found = wbauth.authenticate_session(host=host, source="rlfuse", prompt=False, update_session=False)
+    except (Error, ValueError) as error:  # a key or an address of the wrong form
+        return " ".join(str(error).split()).rstrip(".")
+    return None if found else f"wandb has no API key for {host}"
 
 
 def _of_functions(config: Config) -> dict[str, Any]:

@@ -9,6 +9,7 @@ What a file may hold: groups of keys (`rollout: {n: 4}`), dotted keys (`rollout.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,9 @@ class JobFile:
     """A line for each name of verl that was taken for a key here."""
 
     @property
-    def swept(self) -> frozenset[str]:
-        """Names of hydra.sweeper.params."""
-        return frozenset(OmegaConf.select(OmegaConf.create(self.content), SWEPT) or {})
+    def swept(self) -> dict[str, Any]:
+        """hydra.sweeper.params: name -> its values in a sweep."""
+        return self.content.get("hydra", {}).get("sweeper", {}).get("params") or {}
 
     def register(self, presets: list[dict[str, str]]) -> None:
         """Give the content to Hydra. `presets`: entries of its defaults list, below its settings."""
@@ -93,6 +94,9 @@ def read(path: Path) -> JobFile:
             content[key] = value
     told = [f"{path}:{lines.get(name, 1)}: {line}" for name, line in renames.told.items()]
     nested = _nested(content)
+    if problem := _explain_hydra(nested.get("hydra", {})):
+        problems.append(f"{path}:{lines.get('hydra', 1)}: {problem}")
+        del nested["hydra"]
     if isinstance(nested.setdefault("trainer", {}), dict):
         nested["trainer"].setdefault("job_name", path.stem)
     return JobFile(nested, presets, valid, problems, told)
@@ -114,9 +118,12 @@ def _presets(content: dict[str, Any], path: Path) -> tuple[dict[str, str], list[
     presets, problems = {}, []
     defaults = content.pop("defaults", None) or []
     for entry in defaults if isinstance(defaults, list) else [defaults]:
-        if isinstance(entry, dict) and len(entry) == 1:
-            group, choice = next(iter(entry.items()))
-            presets[str(group).removeprefix("override ").strip().lstrip("/")] = str(choice)
+        key, choice = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else ("", None)
+        group = re.sub(r"^(override|optional) ", "", str(key)).strip(" /")
+        if group == "experiment" and choice is None:
+            continue
+        if re.fullmatch(r"[\w/.@-]+", group) and isinstance(choice, str | int):
+            presets[group] = str(choice)
         elif entry not in BASES:
             problems.append(
                 f"{path}: defaults entry `{entry}` is not `group: preset`; groups: {', '.join(PRESET_GROUPS)}"
@@ -124,7 +131,17 @@ def _presets(content: dict[str, Any], path: Path) -> tuple[dict[str, str], list[
     for group in PRESET_GROUPS:
         if isinstance(content.get(group), str):
             presets[group] = content.pop(group)
+    if content.get("experiment", "") is None:
+        del content["experiment"]
     return presets, problems
+
+
+def _explain_hydra(given: Any) -> str | None:
+    """One line about settings of Hydra's own that have the wrong form."""
+    sweeper = given.get("sweeper", {}) if isinstance(given, dict) else None
+    params = (sweeper.get("params") or {}) if isinstance(sweeper, dict) else None
+    example = "hydra: {sweeper: {params: {rollout.n: '2,4'}}}"
+    return None if isinstance(params, dict) else f"hydra: must hold settings of Hydra, for instance {example}"
 
 
 def settings_of(content: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

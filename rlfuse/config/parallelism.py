@@ -30,14 +30,18 @@ def pipelines(config: Config, facts: Facts) -> Iterator[str]:
         yield problem(config, shared, valid, "set it to false" + (f", or {name}={common}" if common > 1 else ""))
     if stages <= 1:
         return
+    most = min(stages, facts.layers or stages)
+    fitting = f"{name}={max(degree for degree in range(1, most + 1) if max(1, slots // width) % degree == 0)}"
     if slots >= width and slots // width % stages:
         groups = f" / {width} ({shared_layers}={width} ranks are one device)" if width > 1 else ""
-        yield problem(
-            config, name, f"must divide the {slots}{groups} slots", f"set {name}={math.gcd(stages, slots // width)}"
-        )
+        yield problem(config, name, f"must divide the {slots}{groups} slots", f"set {fitting}")
     if facts.layers and stages * chunks > facts.layers:
         valid = f"needs a layer for each of its {stages * chunks} stages, {config.model.path} has {facts.layers}"
-        yield problem(config, name, valid, f"set {name}={max(1, facts.layers // chunks)} or less")
+        if chunks > 1 and stages <= facts.layers:
+            valid = f"{name}={stages} times this many stages need a layer each, {config.model.path} has {facts.layers}"
+            yield problem(config, several, valid, f"set {several}={facts.layers // stages}")
+        else:
+            yield problem(config, name, valid, f"set {fitting}" + (f" and {several}=1" if chunks > 1 else ""))
     if config.actor.zero_stage != 1:
         yield problem(config, "actor.zero_stage", "stages of a pipeline train under ZeRO 1", "set actor.zero_stage=1")
     if config.rollout.weight_transfer == "ipc":

@@ -56,7 +56,7 @@ def layered(
 
     `swept`: what the job file sweeps over; `own`: groups of user-defined presets; `folders`: where presets are.
     """
-    typed = _chosen(words, own) | {group: [] for group in swept if group in PRESET_GROUPS}
+    typed = {group: [] for group in swept if group in PRESET_GROUPS} | _chosen(words, own)
     given = {parse_override(word).name for word in words}
     settings = file.settings if file else {}
     below = {group: [name] for group, name in file.presets.items() if group not in typed} if file else {}
@@ -68,9 +68,11 @@ def layered(
         return Layers(_ordered(words, typed, has_file=False), problems, told)
     problems += [each for name in typed.get(EXPERIMENT, []) for each in _low_overrides(name, folders)]
     inside = [group for group in below if group in (*own, "algorithm", "fusion")]
-    if EXPERIMENT in swept:
-        params = file.content["hydra"]["sweeper"]["params"]
-        params[f"+{EXPERIMENT}@_global_"] = params.pop(EXPERIMENT)
+    params = file.swept
+    for group in [group for group in PRESET_GROUPS if group in swept]:
+        values = params.pop(group)
+        name = f"+{group}@_global_" if group == EXPERIMENT else group
+        params[name] = ",".join(map(str, values)) if isinstance(values, list) else values
     file.register([_entry(group, below[group][0], own) for group in inside])
     first = [f"{group}={below[group][0]}" for group in below if group not in inside]
     return Layers([*first, f"job_file={job_file.NAME}", *_ordered(words, typed, has_file=True)], problems, told)

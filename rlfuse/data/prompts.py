@@ -44,6 +44,17 @@ class LoadReport:
     unusable: list[str] = field(default_factory=list)
     """Rows left out for what they were to show: where they stand, and why."""
 
+    def why_empty(self) -> str:
+        """What to tell where no row was kept."""
+        why = [f"{len(self.unusable)} have clips or images that can't be used"] if self.unusable else []
+        why += [f"{self.dropped} are longer than data.max_prompt_length={self.limit}, raise it"] if self.dropped else []
+        first = f"{', '.join(self.files)}: no prompt is left of {len(self.unusable) + self.dropped} rows: "
+        return "\n".join([first + "; ".join(why) + ("" if self.unusable else "."), *self._shown()])
+
+    def _shown(self) -> list[str]:
+        more = [f"  and {len(self.unusable) - SHOWN} more"] if len(self.unusable) > SHOWN else []
+        return [*(f"  {line}" for line in self.unusable[:SHOWN]), *more]
+
     def __str__(self) -> str:
         counts = {"clips": self.clips, "images": self.images}
         notes = [f"{count} with {shown}" for shown, count in counts.items() if count]
@@ -51,8 +62,7 @@ class LoadReport:
         notes += [f"{self.cut} cut to {self.limit} tokens"] if self.cut else []
         notes += [f"{len(self.unusable)} left out for their clips or images:"] if self.unusable else []
         first = f"data  {self.kept} prompts from {', '.join(self.files)}" + "".join(f", {note}" for note in notes)
-        more = [f"  and {len(self.unusable) - SHOWN} more"] if len(self.unusable) > SHOWN else []
-        return "\n".join([first, *(f"  {line}" for line in self.unusable[:SHOWN]), *more])
+        return "\n".join([first, *self._shown()])
 
 
 def load_prompts(
@@ -96,10 +106,7 @@ def load_prompts(
     if clips is not None:
         clips.check_failures(report.unusable, report.kept + len(report.unusable))
     if not prompts:
-        raise DataError(
-            f"{', '.join(report.files)}: no prompt is left, all {report.dropped} are longer than "
-            f"data.max_prompt_length={data.max_prompt_length}. Raise it."
-        )
+        raise DataError(report.why_empty())
     return prompts, report
 
 

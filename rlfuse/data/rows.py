@@ -21,6 +21,7 @@ import pyarrow.parquet
 
 from rlfuse.data.messages import (
     Message,
+    chat_messages,
     decoded,
     map_texts,
     marked_messages,
@@ -33,6 +34,10 @@ from rlfuse.errors import DataError
 from rlfuse.video.prompt import unquoted
 
 TRUTHS = ("ground_truth", "answer", "solution")
+PROMPTS = ("prompt", "messages", "conversation", "question", "problem", "instruction", "query", "input", "text")
+"""What the column of prompts is called elsewhere, the most likely first."""
+COMPLETIONS = ("chosen", "rejected", "completion", "response")
+"""Columns of messages that are answers."""
 BATCH = 1000
 """Rows of a data set that are read at a time."""
 NAMES = {"image": ("bytes", "path", "image", "image_url", "url"), "video": ("path", "video", "video_url", "url")}
@@ -66,12 +71,23 @@ def read_rows(path: str, prompt_key: str, prompt_is_chat: bool = True) -> list[D
     file, rows = Path(path).expanduser(), raw_rows(path)
     if not any(prompt_key in row for _, row in rows):
         columns = sorted({name for _, row in rows for name in row})
-        near = difflib.get_close_matches(prompt_key, columns, 1) or columns[:1]
-        raise DataError(
-            f"{path} has no column {prompt_key!r}; its columns are {', '.join(columns)}. Set data.prompt_key, for "
-            f"instance data.prompt_key={near[0]}."
-        )
+        likely = _prompt_column(prompt_key, rows[0][1])
+        remedy = f"Set data.prompt_key={likely}" if likely else "None is known to hold prompts; set data.prompt_key"
+        raise DataError(f"{path} has no column {prompt_key!r}; its columns are {', '.join(columns)}. {remedy}.")
     return [_checked(f"{path}, {where}", row, prompt_key, file, prompt_is_chat) for where, row in rows]
+
+
+def _prompt_column(wanted: str, row: dict[str, Any]) -> str | None:
+    """The column of a row that most likely holds the prompt: named alike, named as prompts are, or of messages."""
+    usable, chats = [], []
+    for name, value in row.items():
+        with suppress(DataError):
+            chat_messages(name, value, "user")
+            usable.append(name)
+            chats += [name] if isinstance(value, list) else []
+    near = difflib.get_close_matches(wanted, usable, 1, cutoff=0.75)
+    named = [name for known in PROMPTS for name in usable if name.lower() == known]
+    return next(iter([*near, *named, *(name for name in chats if name not in COMPLETIONS)]), None)
 
 
 def raw_rows(path: str) -> list[tuple[str, dict[str, Any]]]:

@@ -6,21 +6,28 @@ Role: `load_tokenizer` is called once by the run, before Ray starts; a wrong pat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rlfuse.config.schema import ModelConfig
 from rlfuse.data.messages import tools_of
 from rlfuse.errors import ConfigError
 
+PLACEHOLDERS = ("image_token", "video_token", "audio_token")
+"""Attributes of tokenizers: tokens in whose places features are put, so that an embedding need not have them."""
 
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the model's weights."""
+
+def load_tokenizer(model: ModelConfig, others: Mapping[str, str | None] | None = None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the model's folder. `others`: key -> path of models that read the same tokens.
+
+    Raises ConfigError where there is none, or where an embedding has no row for some of its tokens.
+    """
     try:
-        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         kind = "folder" if Path(model.path).is_dir() else "hub name"
         raise ConfigError(
@@ -29,6 +36,34 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
                 f"({str(error).strip().splitlines()[0]}). Save one into it with tokenizer.save_pretrained(path)."
             ]
         ) from error
+    models = {"model.path": model.path, **(others or {})}
+    problems = [
+        problem
+        for key, path in models.items()
+        if path
+        for problem in beyond_embedding(tokenizer, key, path, model.trust_remote_code)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return tokenizer
+
+
+def beyond_embedding(tokenizer: PreTrainedTokenizerBase, key: str, path: str, trusts: bool) -> Iterator[str]:
+    """One line if the model at `path` (the value of `key`) has no embedding for some of the tokenizer's tokens."""
+    try:
+        text = AutoConfig.from_pretrained(path, trust_remote_code=trusts).get_text_config()
+    except (OSError, ValueError, KeyError, StrictDataclassError):
+        return  # what is wrong with its config.json is reported where the model is loaded
+    rows = getattr(text, "vocab_size", None)
+    ignored = {getattr(tokenizer, name, None) for name in PLACEHOLDERS}
+    tokens = {token: index for token, index in tokenizer.get_vocab().items() if token not in ignored}
+    last = max(tokens, key=tokens.get, default=None)
+    if rows is not None and last is not None and tokens[last] >= rows:
+        yield (
+            f"{key}={path}: the tokenizer has tokens up to {tokens[last]} ({last!r}), the model's embedding has rows "
+            f"for 0 to {rows - 1}. Use the tokenizer the model was trained with, or resize the embedding once: "
+            f"model.resize_token_embeddings({tokens[last] + 1}), then model.save_pretrained."
+        )
 
 
 def conversation_ids(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rlfuse.errors import ConfigError
-from rlfuse.files import RowFile, read_rows, replacing, write_whole
+from rlfuse.files import RowFile, finite, read_rows, replacing, write_whole
 from rlfuse.observe.tracking import sample_row
 from rlfuse.samples import Group, Response, Reward, RewardFailure, Sample
 
@@ -84,7 +84,7 @@ class Responses:
         if whole:
             done = {sample.id for sample in whole}
             self._open = [sample for sample in self._open if sample.id not in done]
-            self._file.append(sample_row(sample) for sample in whole)
+            self._file.append(finite(sample_row(sample)) for sample in whole)
         return whole
 
     def close(self) -> None:

@@ -47,6 +47,13 @@ def label(data: str, tail_speculation: int = 0, quantization: str | None = None)
     return "exact in distribution" if data == "exact" and tail_speculation else LABELS[data]
 
 
+def drawn_at_most(data: str, excess: float, batch: int) -> int:
+    """Prompts of one step, all different."""
+    if data == "one_step_off":
+        return 2 * batch
+    return batch if data == "exact" else ceil(batch * (1 + excess))
+
+
 @dataclass(frozen=True, slots=True)
 class Draw:
     """A step's groups. Generation ends when `needed` of the first `eligible` are finished; the others go back."""
@@ -84,7 +91,7 @@ class Selection:
 
     def draw(self, make: Callable[[list[Prompt]], list[Group]]) -> Draw:
         """The groups of a new step; `make` turns prompts into unfinished samples."""
-        batch, more = self.batch, ceil(self.batch * (1 + self.excess))
+        batch, more = self.batch, drawn_at_most(self.data, self.excess, self.batch)
         tail = self.data == "tail_batching" and len({prompt.index for prompt in self._cut_off}) >= batch
         if tail or self.data == "exact":
             return Draw(make(self._take(batch, again=tail)), batch, batch, {})
@@ -92,11 +99,8 @@ class Selection:
             return Draw(make(self._take(more, again=self.data == "over_sampling")), more, batch, {})
         carried, self._carried = self._carried, []
         partials, self._partials = self._partials, {}
-        if self.data == "one_step_off":
-            size, eligible = 2 * batch, batch
-        else:
-            size = eligible = more
-        fresh = make(self._take(max(0, size - len(carried)), again=True, excluding=carried))
+        eligible = batch if self.data == "one_step_off" else more
+        fresh = make(self._take(max(0, more - len(carried)), again=True, excluding=carried))
         return Draw(carried + fresh, eligible, batch, partials)
 
     def upcoming(self) -> list[Prompt]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlfuse.config.schema import Config
+from rlfuse.errors import ConfigError
 from rlfuse.files import write_whole
 from rlfuse.observe.alerts import Alert
 from rlfuse.observe.tracking import FAILURE
@@ -25,6 +26,8 @@ Row = dict[str, Any]
 AXIS = "training/global_step"
 SAMPLES, VALIDATION = "samples", "val/generations"
 """Names of tables."""
+INIT_S = 60.0
+"""For wandb's server to accept a run."""
 SHOWN = 32
 """Failed rewards that a sink is told of at a time; the run folder's file has all."""
 
@@ -77,19 +80,27 @@ class Wandb:
         if not (resumed and identity.exists()):
             write_whole(identity, secrets.token_hex(4))
         self._wandb, self._folder = wandb, folder
-        self._run = wandb.init(
-            project=config.trainer.project_name,
-            name=config.trainer.experiment_name,
-            id=identity.read_text(),
-            resume="allow" if config.trainer.wandb_mode == "online" else None,
-            dir=folder,
-            mode=config.trainer.wandb_mode,
-            config=resolved,
-            # Without what it notes of the host by itself: the command line among it, which may hold secrets.
-            settings=wandb.Settings(
-                silent=True, console="off", init_timeout=60, finish_timeout=120, x_disable_meta=True
-            ),
-        )
+        mode = config.trainer.wandb_mode
+        try:
+            self._run = wandb.init(
+                project=config.trainer.project_name,
+                name=config.trainer.experiment_name,
+                id=identity.read_text(),
+                resume="allow" if mode == "online" else None,
+                dir=folder,
+                mode=mode,
+                config=resolved,
+                # Without what it notes of the host by itself: the command line among it, which may hold secrets.
+                settings=wandb.Settings(
+                    silent=True, console="off", init_timeout=INIT_S, finish_timeout=120, x_disable_meta=True
+                ),
+            )
+        except (wandb.Error, OSError) as error:
+            if mode != "online":
+                raise
+            why = " ".join(str(error).split()).rstrip(".")
+            remedy = "check the key (`wandb login --verify`) and the network, or set trainer.wandb_mode=offline"
+            raise ConfigError([f"trainer.wandb_mode={mode}: wandb did not start a run ({why}); {remedy}"]) from error
         if resumed:  # wandb takes those of before, which may have been changed since
             self._run.config.update(resolved, allow_val_change=True)
         self._run.define_metric("*", step_metric=AXIS)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlfuse.files import RowFile, read_rows
+from rlfuse.files import RowFile, as_numbers, finite, read_rows
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 
 
@@ -23,12 +23,12 @@ class StepFile(RowFile):
         super().__init__(path, keep=lambda row: row["step"] <= after)
 
     def write(self, step: int, *rows: dict[str, Any]) -> None:
-        self.append({"step": step, **row} for row in rows)
+        self.append({"step": step, **finite(row)} for row in rows)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a run folder's `metrics.jsonl` or `samples.jsonl`, oldest first; none when there is no file."""
-    return list(read_rows(path))
+    """The rows of a run folder's `metrics.jsonl`, oldest first; none when there is no file."""
+    return [as_numbers(row) for row in read_rows(path)]
 
 
 FAILURE = ("sample", "data_source", "function", "message", "traceback", "prompt", "response")

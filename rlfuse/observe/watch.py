@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.live import Live
 
 from rlfuse.errors import RunError
+from rlfuse.files import as_numbers
 from rlfuse.observe.live import Stage, View, clock, log_line, render
 from rlfuse.observe.summary import summary_text
 from rlfuse.observe.terminal import FILE, LOOK_S, step_line
@@ -129,7 +130,7 @@ class _Rows:
         self._read = start + len(whole)
         for line in whole.splitlines():
             try:
-                yield json.loads(line)
+                yield as_numbers(json.loads(line))
             except ValueError:
                 if start:  # it went back and on between two looks, so that this began within a row
                     self._read = 0

@@ -30,8 +30,9 @@ from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.engines.weights.staging import stagings
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.engines.weights.tower_push import TowerPush
-from rlfuse.errors import ConfigError, Mistakes
+from rlfuse.errors import ConfigError, DataError, Mistakes
 from rlfuse.fusion.own_policies import load_policy
+from rlfuse.fusion.selection import drawn_at_most
 from rlfuse.observe.own_metrics import OwnMetrics
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.summary import summarise
@@ -72,7 +73,9 @@ def _attempt(job: Job, run_controller: RunController) -> Path:
         video_model = inference.video_model_of(config)
         if problems := [*untrainable(config), *unserved(config)]:
             raise ConfigError(problems)
-        tokenizer = load_tokenizer(config.model)
+        others = {"critic.path": config.critic.path} if config.uses_critic else {}
+        others |= {"ref.path": config.ref.path} if config.uses_reference else {}
+        tokenizer = load_tokenizer(config.model, others)
         prompts, held_out, report = _load_data(config, tokenizer, video_model)
     mistakes.tell()
     reward.check_prompts([*prompts.prompts, *held_out], config.reward.max_failure_rate)
@@ -169,4 +172,19 @@ def _load_data(
     if data.val_files:
         held_out, report = load_prompts(list(data.val_files), tokenizer, data, clips)
         lines.append(str(report))
-    return PromptSource(rows, data.train_batch_size, data.shuffle, data.seed), held_out, "\n".join(lines)
+    source = PromptSource(rows, data.train_batch_size, data.shuffle, data.seed)
+    check_enough(config, source)
+    return source, held_out, "\n".join(lines)
+
+
+def check_enough(config: Config, source: PromptSource) -> None:
+    """DataError where a step draws more different prompts than an epoch has."""
+    fusion, batch = config.fusion, config.data.train_batch_size
+    drawn, there = drawn_at_most(fusion.data, fusion.excess, batch), source.steps_per_epoch * batch
+    if drawn > there:
+        lower = "data.train_batch_size" if fusion.data == "one_step_off" else "data.train_batch_size or fusion.excess"
+        raise DataError(
+            f"fusion.data={fusion.data} draws {drawn} different prompts a step (data.train_batch_size={batch}, "
+            f"fusion.excess={fusion.excess:g}), and an epoch of data.train_files has {there} in whole batches. "
+            f"Add data, lower {lower}, or set fusion.data=exact."
+        )

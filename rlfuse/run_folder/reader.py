@@ -18,7 +18,7 @@ import yaml
 
 from rlfuse.errors import RunError
 from rlfuse.events import Span, span_of
-from rlfuse.files import read_rows
+from rlfuse.files import as_numbers, read_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RunFolder:
 
     def rows(self) -> list[dict[str, float]]:
         """Of `metrics.jsonl`, oldest first."""
-        return list(read_rows(self.path / "metrics.jsonl"))
+        return [as_numbers(row) for row in read_rows(self.path / "metrics.jsonl")]
 
     def phases(self, steps: int) -> list[tuple[int, dict[str, Any]]]:
         """(first step, configuration) of each part of the first `steps` steps: resumes may have changed settings.

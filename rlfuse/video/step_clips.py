@@ -59,9 +59,9 @@ class StepClips:
         outcomes = {index: [next(found) for _ in visual] for index, visual in shown.items()}
         self._shapes += [(clip.plan.frames, clip.plan.tokens, clip.plan.level) for clip in clips]
         failed = {index: each for index, of in outcomes.items() for each in of if isinstance(each, ClipFailure)}
-        if check_failures:
-            self._check_failures(failed, len(shown))
         kept = [group for group in groups if group.prompt.index not in failed]
+        if check_failures:
+            self._check_failures(failed, len(shown), none_left=holder == "training" and not kept)
         self._dropped += len(groups) - len(kept)
         for group in kept:
             if visual := group.prompt.visual:
@@ -89,13 +89,15 @@ class StepClips:
         with suppress(EngineError):
             await self.encoder.encode_ahead(clips, AHEAD, within_s, lambda: self._coming is None)
 
-    def _check_failures(self, failed: dict[int, ClipFailure], of: int) -> None:
+    def _check_failures(self, failed: dict[int, ClipFailure], of: int, none_left: bool) -> None:
         if not failed:
             return
         first = next(iter(failed.values())).message
         unusable = f"{len(failed)} of {of} prompts have clips or images that can't be used"
         text = f"{unusable} and are left out; the first: {first}"
         self.say(text)
+        if none_left:
+            raise EngineError(f"{text}\nNo prompt of the step is left, so the run stops. Correct the files.")
         if len(failed) > self.max_failure_rate * of:
             raise EngineError(
                 f"{text}\nThat is more than video.max_failure_rate={self.max_failure_rate}, so the run stops. Mend the "

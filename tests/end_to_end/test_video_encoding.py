@@ -316,6 +316,10 @@ async def test_a_steps_clips_are_encoded_while_the_step_before_goes_on(encoder, 
     told = await clips.release("training")
     assert (told["video/encoded_tokens"], told["video/cache_held_bytes"]) == (0, 0)
     assert (told["video/failed_clips"], told["video/dropped_groups"]) == (2, 1), "two places of one prompt"
+    clips.max_failure_rate = 1.0
+    with pytest.raises(EngineError, match=r"1 of 1 prompts .* the first: [\s\S]*No prompt of the step is left"):
+        await clips.encode(make_groups(prompts[4:], 1, 0, 1), "training")
+    await clips.release("training")
 
 
 async def test_what_is_held_stays_and_what_does_not_fit_is_an_error(encoder, clip):

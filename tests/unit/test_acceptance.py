@@ -91,7 +91,7 @@ def test_the_same_settings_of_a_finished_run_leave_nothing_to_do(config, untouch
     assert longer.endswith("trainer.experiment_name=mine trainer.total_training_steps=8")
     assert another.endswith("trainer.experiment_name=mine-2")
     assert recovered(config, lambda job: pytest.fail("begun")) == folder and first in capsys.readouterr().out
-    with pytest.raises(NothingToDo, match="mine trainer.total_training_steps=8 trainer.total_epochs=null\n"):
+    with pytest.raises(NothingToDo, match=r"mine trainer\.total_training_steps=8 trainer\.total_epochs=null\n"):
         accept(changed(config, trainer__total_epochs=1))
 
 

@@ -95,6 +95,18 @@ def test_too_many_bad_clips_stop_the_run_with_the_first(folder):
 
 
 @pytest.mark.slow
+def test_where_every_row_may_fail_and_does_the_reasons_are_told(folder):
+    rows = [row for row, _ in UNUSABLE]
+    with pytest.raises(DataError) as error:
+        load(folder, *rows, *rows, ("<video> " + "long " * 300, "good.mp4"), max_failure_rate=1.0)
+    first, *lines = str(error.value).splitlines()
+    count = 2 * len(UNUSABLE)
+    assert f"no prompt is left of {count + 1} rows: {count + 1} have clips or images that can't be used" in first
+    assert all(words in line for (_, words), line in zip(UNUSABLE, lines, strict=False)), lines
+    assert lines[-1] == f"    and {count + 1 - len(UNUSABLE)} more" or "more" in lines[-1]
+
+
+@pytest.mark.slow
 def test_a_model_of_text_can_t_be_shown_clips(folder):
     config = Config()
     config.data.max_prompt_length = 300

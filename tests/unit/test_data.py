@@ -9,12 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from rlfuse.config.schema import DataConfig
+from rlfuse.config.schema import DataConfig, ModelConfig
 from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.rows import read_rows
-from rlfuse.errors import DataError, UserError
+from rlfuse.data.tokenizers import load_tokenizer
+from rlfuse.errors import ConfigError, DataError, UserError
 
 VERL = {
     "data_source": "sums",
@@ -116,6 +117,86 @@ def test_unusable_files_say_what_to_do(tmp_path):
         assert all(word in str(error.value) for word in [name, *words]), str(error.value)
 
 
+CHAT = [{"role": "user", "content": "1 2"}]
+COLUMNS = [
+    ({"answer": "3", "messages": CHAT}, "prompt", "messages"),
+    ({"messages": CHAT, "prompts": "1"}, "prompt", "prompts"),
+    ({"answer": "3", "question": "1"}, "prompt", "question"),
+    ({"a_level": 2, "Question": "1"}, "prompt", "Question"),
+    ({"aim": "x", "problem": "1", "solution": "3"}, "prompt", "problem"),
+    ({"instruction": "1", "input": "", "output": "3"}, "prompt", "instruction"),
+    ({"input": "1", "output": "3"}, "prompt", "input"),
+    ({"answer": "3", "query": "1"}, "prompt", "query"),
+    ({"answer": "3", "dialogue": CHAT}, "prompt", "dialogue"),
+    ({"chosen": CHAT, "turns": CHAT}, "prompt", "turns"),
+    ({"answer": "3", "conversation": CHAT}, "prompt", "conversation"),
+    ({"answer": "3", "PROMPT": "1"}, "prompt", "PROMPT"),
+    ({"answer": "3", "prompt": "1"}, "promt", "prompt"),
+    ({"answer": "3", "prompt": "1"}, "content", "prompt"),
+    ({"questions": "1", "prompt": "2"}, "question", "questions"),
+    ({"prompt": 3, "text": "1"}, "text_", "text"),
+    ({"answer": "3", "prompt_text": "1", "messages": CHAT}, "prompt_txt", "prompt_text"),
+    ({"answer": "3", "level": 2}, "prompt", None),
+    ({"chosen": CHAT, "rejected": CHAT}, "prompt", None),
+    ({"ground_truth": "3", "images": ["a.png"]}, "prompt", None),
+    ({"conversations": [{"from": "human", "value": "1"}], "id": "7"}, "prompt", None),
+    ({"messages": None, "answer": "3"}, "prompt", None),
+]
+
+
+@pytest.mark.parametrize(("row", "wanted", "advised"), COLUMNS, ids=[str([*row]) for row, *_ in COLUMNS])
+def test_a_missing_column_is_answered_with_one_that_holds_prompts(tmp_path, row, wanted, advised):
+    file = jsonl(tmp_path / "a.jsonl", row)
+    with pytest.raises(DataError) as error:
+        read_rows(file, wanted)
+    assert f"its columns are {', '.join(sorted(row))}" in str(error.value)
+    if advised is None:
+        assert str(error.value).endswith("None is known to hold prompts; set data.prompt_key.")
+    else:
+        assert str(error.value).endswith(f"Set data.prompt_key={advised}.")
+        assert len(read_rows(file, advised)) == 1, "what is advised can be read"
+
+
+BEYOND = [
+    (56, [], {}, None),
+    (57, [], {}, None),
+    (55, [], {}, "55 ('49')"),
+    (1, [], {}, "55 ('49')"),
+    (56, ["<new>"], {}, "56 ('<new>')"),
+    (57, ["<new>"], {}, None),
+    (57, ["<a>", "<b>"], {}, "57 ('<b>')"),
+    (56, [], {"pad_token": "<pad>"}, "56 ('<pad>')"),
+    (56, [], {"bos_token": "<bos>"}, "56 ('<bos>')"),
+    (57, [], {"pad_token": "<pad>"}, None),
+    (56, [], {"additional_special_tokens": ["<tool>"]}, "56 ('<tool>')"),
+    (56, [], {"extra_special_tokens": {"image_token": "<image>"}}, None),
+    (56, ["<new>"], {"extra_special_tokens": {"image_token": "<image>"}}, "('<new>')"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["model.path", "critic.path"])
+@pytest.mark.parametrize(("rows", "added", "special", "last"), BEYOND, ids=str)
+def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(
+    tmp_path, tokenizer, rows, added, special, last, key
+):
+    for path, count in ((tmp_path / "model", 99 if key != "model.path" else rows), (tmp_path / "critic", rows)):
+        LlamaConfig(vocab_size=count).save_pretrained(path)
+    wide = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()), **special)
+    wide.add_tokens(added)
+    wide.save_pretrained(tmp_path / "model")
+    model, others = ModelConfig(path=str(tmp_path / "model")), {"ref.path": None}
+    others |= {} if key == "model.path" else {key: str(tmp_path / "critic")}
+    if last is None:
+        assert load_tokenizer(model, others).get_vocab() == wide.get_vocab()
+        return
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(model, others)
+    [problem] = error.value.problems
+    assert problem.startswith(f"{key}={tmp_path}") and last in problem and f"rows for 0 to {rows - 1}" in problem
+    assert "resize_token_embeddings" in problem
+
+
 def test_overlong_prompts(tmp_path, tokenizer):
     file = jsonl(tmp_path / "a.jsonl", {"prompt": "1 2"}, {"prompt": " ".join(map(str, range(10, 17)))})
     load = lambda **values: load_prompts([file], tokenizer, settings(max_prompt_length=4, **values))  # noqa: E731
@@ -127,7 +208,7 @@ def test_overlong_prompts(tmp_path, tokenizer):
         prompts, report = load(truncation=way)
         assert tokenizer.decode(prompts[1].token_ids) == words
         assert "1 cut" in str(report)
-    with pytest.raises(DataError, match="no prompt is left"):
+    with pytest.raises(DataError, match=r"no prompt is left of 2 rows: 2 are longer than data\.max_prompt_length=1"):
         load_prompts([file], tokenizer, settings(max_prompt_length=1, filter_overlong_prompts=True))
 
 

@@ -1,7 +1,10 @@
 """Events, metrics and logs, from samples and spans made by hand."""
 
 import json
+import math
 from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -221,6 +224,53 @@ def test_a_saved_sample_is_to_rewards_what_it_was_in_the_run(tmp_path, given):
     [row] = read_metrics(tmp_path / "samples.jsonl")
     before, after = item_of_sample(scored, "question"), item_of_sample(sample_of_row(row, "question"), "question")
     assert after == replace(before, response_ids=UnknownTokens())
+
+
+NAN, INFINITY = float("nan"), float("inf")
+NOT_JSON = [
+    NAN,
+    INFINITY,
+    -INFINITY,
+    np.float64("nan"),
+    np.float64("-inf"),
+    np.float32("nan"),
+    [NAN],
+    [1.0, INFINITY, "x"],
+    (NAN, 2),
+    {"score": NAN},
+    {"a": {"b": [{"c": -INFINITY}]}},
+    {"a": [], "b": None, "c": NAN},
+    [[NAN], [[INFINITY]]],
+    {NAN: 1},
+    {"1": {"2": (INFINITY, [NAN])}},
+    [{"role": "user", "content": "a", "weight": NAN}],
+    {"NaN": NAN},
+    [True, NAN, 10**30],
+    {"date": date(2025, 1, 1), "x": NAN},
+    {"bytes": b"ab", "x": [INFINITY]},
+    [Decimal("NaN")],
+    [complex(NAN, 1)],
+]
+
+
+@pytest.mark.parametrize("given", NOT_JSON, ids=repr)
+def test_rows_without_finite_numbers_stay_json(tmp_path, given):
+    def refuse(text):
+        raise AssertionError(f"{text} is not JSON")
+
+    scored = sample(3, 1, 5, Reward(0.5))
+    scored.prompt = replace(scored.prompt, columns={"given": given}, ground_truth=given)
+    log = StepFile(tmp_path / "samples.jsonl", after=0)
+    log.write(1, sample_row(scored))
+    log.write(2, {"actor/grad_norm": NAN, "x": -INFINITY, "y": 2.0})
+    log.close()
+    first, second = (json.loads(line, parse_constant=refuse) for line in log.path.read_text().splitlines())
+    assert first["columns"]["given"] == first["ground_truth"] != given
+    if isinstance(given, float):
+        assert float(first["ground_truth"]) == given or math.isnan(given), "a text that says which number it was"
+    assert second == {"step": 2, "actor/grad_norm": "NaN", "x": "-Infinity", "y": 2.0}
+    row = read_metrics(log.path)[1]
+    assert math.isnan(row["actor/grad_norm"]) and row["x"] == -INFINITY and row["y"] == 2.0, "metrics are numbers"
 
 
 def test_samples_are_kept_as_people_read_them(tmp_path):

@@ -97,6 +97,13 @@ def test_what_a_head_does_not_have_is_refused_before_anything_is_loaded(model):
         Classifier(model, label="short")
 
 
+def test_a_reward_model_without_embeddings_for_its_tokens_is_refused(tmp_path):
+    Qwen2ForSequenceClassification(small()).save_pretrained(tmp_path)
+    build_tokenizer(tuple(f"w{number}" for number in range(30))).save_pretrained(tmp_path)
+    with pytest.raises(RewardError, match=r"reward\.model_path=.* has tokens up to 137 .* rows for 0 to 127\. Use the"):
+        Classifier(str(tmp_path))
+
+
 def test_each_label_is_its_logit_and_all_come_from_one_pass(model, monkeypatch):
     labels = {name: Classifier(model, label=name) for name in ("right", "brief")}
     for each in labels.values():

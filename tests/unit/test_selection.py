@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from playing import prompts
 from random_engines import partial, response
 
+from rlfuse.config.schema import Config
 from rlfuse.data.prompts import PromptSource
-from rlfuse.fusion.selection import LABELS, Selection, label
+from rlfuse.errors import DataError
+from rlfuse.fusion.selection import LABELS, Selection, drawn_at_most, label
+from rlfuse.run.build import check_enough
 from rlfuse.samples import Reward, make_groups
 
 DATA = sorted(LABELS)
@@ -156,6 +159,52 @@ def test_a_resumed_selection_draws_the_same_prompts(data):
 def test_too_few_prompts_are_an_error_and_no_endless_search():
     with pytest.raises(ValueError, match=r"data\.train_files has only 4 prompts.*lower data\.train_batch_size"):
         Steps("over_sampling", batch=4, count=4).take()
+
+
+FEW = [
+    ("over_sampling", 4, 0.5, 4, "draws 6 different prompts a step (data.train_batch_size=4, fusion.excess=0.5)"),
+    ("over_sampling", 4, 0.25, 7, "has 4 in whole batches"),
+    ("over_sampling", 64, 0.25, 64, "draws 80 different prompts"),
+    ("tail_batching", 4, 0.5, 5, "fusion.data=tail_batching draws 6"),
+    ("tail_batching", 1, 0.01, 1, "draws 2 different"),
+    ("partial_rollout", 8, 1.0, 15, "draws 16"),
+    ("one_step_off", 4, 0.25, 7, "Add data, lower data.train_batch_size, or set fusion.data=exact"),
+    ("one_step_off", 4, 0.0, 4, "draws 8"),
+    ("over_sampling", 4, 0.25, 8, None),
+    ("over_sampling", 4, 0.0, 4, None),
+    ("tail_batching", 4, 1.0, 8, None),
+    ("partial_rollout", 4, 0.5, 8, None),
+    ("one_step_off", 4, 0.25, 8, None),
+    ("exact", 4, 9.0, 4, None),
+]
+
+
+@pytest.mark.parametrize(("data", "batch", "excess", "count", "part"), FEW, ids=str)
+def test_too_few_prompts_are_refused_before_anything_starts(data, batch, excess, count, part):
+    config = Config()
+    config.data.train_batch_size, config.fusion.data, config.fusion.excess = batch, data, excess
+    source = PromptSource(prompts(count), batch, True, 1)
+    if part is not None:
+        with pytest.raises(DataError) as error:
+            check_enough(config, source)
+        assert part in str(error.value)
+        return
+    check_enough(config, source)
+    steps = Steps(data, batch, excess, count)
+    assert all(len(steps.take()[0].groups) >= batch for _ in range(12)), "and what is enough stays so"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(DATA), st.integers(1, 6), st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.5]), st.integers(0, 9), st.data()
+)
+def test_as_many_prompts_as_a_step_draws_are_always_enough(data, batch, excess, more, drawn):
+    count = max(-(-drawn_at_most(data, excess, batch) // batch) * batch, batch) + more
+    steps = Steps(data, batch, excess, count, drawn.draw(st.integers(0, 99)))
+    for _ in range(15):
+        draw, whole = steps.take()
+        indices = [group.prompt.index for group in draw.groups]
+        assert len(whole) == batch and len(set(indices)) == len(indices)
 
 
 def test_labels_say_what_changes():

@@ -6,6 +6,8 @@ import time
 import pytest
 
 from rlfuse.config.schema import Config
+from rlfuse.errors import ConfigError
+from rlfuse.observe import sinks
 from rlfuse.observe.sinks import Wandb
 from rlfuse.observe.tracking import FAILURE
 
@@ -68,3 +70,24 @@ def test_wandb_drops_nothing_and_a_resumed_run_goes_on_after_it(tmp_path, monkey
         next(record.run for record in each if record.WhichOneof("record_type") == "run") for each in (first, second)
     ]
     assert runs[0].run_id == runs[1].run_id and runs[0].run_group == "a sweep"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [
+        ({"WANDB_API_KEY": "short"}, "API key must have 40+ characters"),
+        ({"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "wandb did not start a run"),
+    ],
+    ids=str,
+)
+def test_a_wandb_that_takes_no_run_is_one_message(variables, why, tmp_path, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sinks, "INIT_S", 3.0)
+    config = Config()
+    config.trainer.wandb_mode, config.trainer.experiment_name = "online", "a"
+    with pytest.raises(ConfigError) as error:
+        sinks.Wandb(config, {}, tmp_path, False)
+    [problem] = error.value.problems
+    assert problem.startswith("trainer.wandb_mode=online: ") and why in problem and "offline" in problem

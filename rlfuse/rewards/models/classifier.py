@@ -84,6 +84,7 @@ class Classifier:
             check_trust(path, KEY, own, trust_remote_code)
             if labels:
                 columns(path, labels, [self._name])
+            _check_tokens(path, trust_remote_code)
             if sees(Path(path)):
                 if backend != "vllm":
                     raise RewardError(
@@ -269,6 +270,20 @@ def model_place(path: Any, key: str) -> str:
     if not (folder / "config.json").is_file():
         raise RewardError(f"{key}: {folder} has no config.json; give the folder that save_pretrained wrote")
     return str(folder)
+
+
+def _check_tokens(path: str, trusts: bool) -> None:
+    """RewardError where the model has no embedding for some tokens of its tokenizer."""
+    from transformers import AutoTokenizer
+
+    from rlfuse.data.tokenizers import beyond_embedding
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusts)
+    except (OSError, ValueError):
+        return  # reported where the model is loaded
+    for problem in beyond_embedding(tokenizer, KEY, path, trusts):
+        raise RewardError(problem)
 
 
 def _finite(logit: float) -> float | RewardFailure:

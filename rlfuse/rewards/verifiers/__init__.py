@@ -22,6 +22,6 @@ without an end, also one that the chat template began, holds no answer. (If a cu
 it with `rlfuse.rewards.thoughts.answer_only`, or set `answer_only: true` in its entry: the response alone does not show
 that the template began a thought.) Options are keyword parameters, set by the entry's `kwargs`; `options` of `choice`
 and `size` of `box` are also read from a row's `extra_info`. A ground truth that cannot be read is a ValueError that
-names it, never a score of 0. Full-width characters are read as ASCII and U+2212 as a minus sign, except in code; letters of other
-scripts are not: a Cyrillic А or В is no choice A or B.
+names it, never a score of 0. Full-width characters are read as ASCII and U+2212 as a minus sign, except in code;
+letters of other scripts are not: a Cyrillic А or В is no choice A or B.
 """

@@ -148,6 +148,17 @@ class Reward:
     gate: str | None = None
     """The gate that closed, so that nothing else was asked."""
 
+    @property
+    def accuracies(self) -> list[str]:
+        """Names of the parts that are an `acc`, one for each function that returns one."""
+        return [name for name in self.parts if name.rsplit("/", 1)[-1] == "acc"]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean of its `acc` parts; None if it has none."""
+        names = self.accuracies
+        return sum(self.parts[name] for name in names) / len(names) if names else None
+
 
 @dataclass(frozen=True, slots=True)
 class RewardFailure:

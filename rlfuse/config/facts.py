@@ -25,6 +25,8 @@ from rlfuse.errors import ConfigError
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What families of mixtures call their number in config.json."""
+EXPERTS_USED = ("num_experts_per_tok", "moe_topk", "moe_k")
+"""And the number that each token passes through."""
 NIXL_NEEDS_MEMORY_THAT_STAYS = (
     "on GPUs an engine that sleeps gives up the memory that NIXL registered and wakes with other memory, which nothing "
     "registers again"

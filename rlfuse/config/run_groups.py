@@ -101,12 +101,13 @@ class ClusterConfig:
 
 @dataclass
 class AlertsConfig:
-    """When to call for a person: a line at the terminal and a wandb alert. null turns one off."""
+    """When to call for a person: a line at the terminal and a wandb alert. null turns one off; one whose metrics are
+    missing for five steps says so."""
 
     reward_drop: float | None = 0.3
     """Mean reward below its best, as a share of the range of all rewards seen."""
     entropy_share: float | None = 0.1
-    """Entropy below this share of the first steps'."""
+    """Entropy of all responses (response/entropy) below this share of the first steps'."""
     ppo_kl: float | None = 0.1
     """Change of the policy within a step (actor/ppo_kl)."""
     kl: float | None = None

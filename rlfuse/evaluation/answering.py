@@ -91,7 +91,9 @@ class _Untrained:
         """There is nothing to start."""
         return self, {}
 
-    async def measure(self) -> None: ...
+    async def measure(self) -> dict[str, Any]:
+        """There is nothing to measure."""
+        return {}
 
     async def leave_device(self, slot: int) -> None: ...
 

@@ -140,6 +140,10 @@ def show(found: dict[str, dict[str, Any]], groups: Sequence[Group], threshold: f
     console.print(scores, *([passes] if len(ks) > 1 else []), lengths)
     told = f"pass@k: an answer passes whose {name} is above {threshold:g}. ±: standard error over prompts."
     console.print(told, markup=False, soft_wrap=True)
+    coverage = list(found.values())[-1]["coverage"]
+    if partial := [f"{part} {share:.1%}" for part, share in coverage.items() if share < 1]:
+        told = f"Answers that have the part, a missing one counts as 0: {', '.join(partial)}."
+        console.print(told, markup=False, soft_wrap=True)
     failures = [s.reward for group in groups for s in group.samples if isinstance(s.reward, RewardFailure)]
     if failures:
         first = f"{failures[0].function}: {failures[0].message}"

@@ -23,7 +23,7 @@ from rlfuse.config.secrets import hidden, hidden_text
 from rlfuse.errors import UserError
 from rlfuse.evaluation.source import Source, find
 from rlfuse.observe.summary import SCORE, versions
-from rlfuse.observe.tracking import read_metrics
+from rlfuse.observe.tracking import last_validation, read_metrics
 from rlfuse.run_folder.reader import RunFolder, open_run
 
 CARD = "README.md"
@@ -163,7 +163,7 @@ def _facts(run: RunFolder, step: int) -> dict[str, str]:
         found["Reward"] = ", ".join(entry.name or re.split("[:/]", entry.path)[-1] for entry in entries)
         scores = [row[SCORE] for row in rows if SCORE in row]
         found["Mean reward"] = f"{_mean(scores[:WINDOW])} → {_mean(scores[-WINDOW:])}" if scores else None
-    for name in dict.fromkeys(name for row in rows for name in row if name.startswith(VALIDATED)):
+    for name in (name for name in last_validation(rows) if name.startswith(VALIDATED)):
         values = [row[name] for row in rows if name in row]
         found[f"Held out, {name.removeprefix(VALIDATED)}"] = f"{values[0]:.3f} → {values[-1]:.3f}"
     found["Made with"] = ", ".join(f"{name} {number}" for name, number in versions().items())

@@ -1,14 +1,14 @@
 """What samples of held-out prompts say of a model: mean scores, pass@k, lengths; by data source and in all.
 
-Role: pure functions of scored groups, for `evaluate`. A score is what validation has at its core: the part `acc` where
-the reward gives one, the mean where several of its functions do, else the reward. Samples whose reward failed have no
-score: they are counted and left out.
+Role: pure functions of scored groups, for `evaluate`. A score is what validation has at its core: the part `acc` if any
+sample of the data source has one, the mean where several functions return one, else the reward. A missing `acc` counts
+as 0. Samples whose reward failed have no score: they are counted and left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,29 +36,28 @@ def ks(n: int) -> list[int]:
     return sorted({n, *(1 << power for power in range(n.bit_length()) if 1 << power <= n)})
 
 
-def score(sample: Sample) -> float | None:
-    """Return a sample's score; None where it has none."""
-    if not isinstance(sample.reward, Reward):
-        return None
-    given = [sample.reward.parts[name] for name in _accuracies(sample.reward)]
-    return float(np.mean(given)) if given else float(sample.reward.value)
-
-
-def _accuracies(reward: Reward) -> list[str]:
-    """Its parts that are an `acc`, one for each function that gives one."""
-    return [name for name in reward.parts if name.rsplit("/", 1)[-1] == ACC]
+def scores_of(groups: Sequence[Group]) -> list[list[float]]:
+    """The scores of each group's samples that have a reward."""
+    with_acc = {group.prompt.data_source for group in groups if any(each.accuracies for each in _rewards([group]))}
+    return [
+        [
+            (reward.accuracy or 0.0) if group.prompt.data_source in with_acc else float(reward.value)
+            for reward in _rewards([group])
+        ]
+        for group in groups
+    ]
 
 
 def score_name(groups: Sequence[Group]) -> str:
     """What `score` is, of these samples."""
     if several := averaged(groups):
         return f"mean of {' and '.join(several)}"
-    return ACC if any(map(_accuracies, _rewards(groups))) else REWARD
+    return ACC if any(reward.accuracies for reward in _rewards(groups)) else REWARD
 
 
 def averaged(groups: Sequence[Group]) -> list[str]:
     """The parts that a score is the mean of, where some sample has more than one `acc`."""
-    given = [names for reward in _rewards(groups) if len(names := _accuracies(reward)) > 1]
+    given = [reward.accuracies for reward in _rewards(groups) if len(reward.accuracies) > 1]
     return list(dict.fromkeys(name for names in given for name in names))
 
 
@@ -85,8 +84,7 @@ def figures_of(groups: Sequence[Group], threshold: float) -> dict[str, Any]:
     `stderr` is that of the mean over prompts, whose answers are alike; pass@k is of the prompts with k scores or more.
     """
     samples = [sample for group in groups for sample in group.samples]
-    scored = [[value for s in group.samples if (value := score(s)) is not None] for group in groups]
-    scored = [values for values in scored if values]
+    scored = [values for values in scores_of(groups) if values]
     lengths = [len(sample.response.token_ids) for sample in samples]
     passed = [(len(values), sum(value > threshold for value in values)) for values in scored]
     most = max((count for count, _ in passed), default=0)
@@ -101,7 +99,7 @@ def figures_of(groups: Sequence[Group], threshold: float) -> dict[str, Any]:
         "pass@k": {k: _mean([pass_at_k(n, c, k) for n, c in passed if n >= k]) for k in (ks(most) if most else ())},
         "finish": dict(Counter(sample.response.finish_reason for sample in samples)),
         "length": _lengths(lengths),
-        "parts": _parts(samples),
+        **_parts(samples),
     }
 
 
@@ -115,11 +113,23 @@ def _lengths(lengths: Sequence[int]) -> Mapping[str, float]:
     }
 
 
-def _parts(samples: Sequence[Sample]) -> dict[str, float | None]:
-    """Mean of each named part of the reward, over the samples that have it."""
-    rewards = [sample.reward for sample in samples if isinstance(sample.reward, Reward)]
-    names = dict.fromkeys(name for reward in rewards for name in reward.parts)
-    return {name: _mean([reward.parts[name] for reward in rewards if name in reward.parts]) for name in names}
+def _parts(samples: Sequence[Sample]) -> dict[str, dict[str, float | None]]:
+    """`parts`: mean of each part of the reward, a missing one as 0; `coverage`: share of the samples that have it.
+
+    Both are over the samples of the data sources in which any sample has the part.
+    """
+    found: dict[str, dict[str, float | None]] = {"parts": {}, "coverage": {}}
+    sources: dict[str, dict[str, None]] = defaultdict(dict)
+    for sample in samples:
+        if isinstance(sample.reward, Reward):
+            for name in sample.reward.parts:
+                sources[name][sample.prompt.data_source] = None
+    for name, having in sources.items():
+        rewards = [sample.reward for sample in samples if sample.prompt.data_source in having]
+        parts = [reward.parts for reward in rewards if isinstance(reward, Reward)]
+        found["parts"][name] = _mean([each.get(name, 0.0) for each in parts])
+        found["coverage"][name] = sum(name in each for each in parts) / len(rewards)
+    return found
 
 
 def _mean(values: Sequence[float]) -> float | None:

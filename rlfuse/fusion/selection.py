@@ -17,7 +17,7 @@ for its own memory of prompts to come back to, which checkpoints keep. Each choi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Protocol
@@ -31,8 +31,11 @@ LABELS = {
     "partial_rollout": "off-policy",
     "one_step_off": "off-policy",
 }
-MISMATCHED = "mismatched"
-"""In the place of a label where the engines don't compute the trainer's model (`engines.agreement`)."""
+EXACT, MISMATCHED = "exact", "mismatched"
+"""The latter replaces a label where the engines don't compute the trainer's model (`engines.agreement`)."""
+STRENGTH = (EXACT, "exact in distribution", "reordered", "off-policy", MISMATCHED)
+"""All labels, the strongest first."""
+SET_ASIDE = "fusion/prompts_set_aside"
 CARRY_OVER = ("partial_rollout", "one_step_off")
 """What goes on under other weights than it began with, and so needs importance correction."""
 
@@ -52,6 +55,21 @@ def drawn_at_most(data: str, excess: float, batch: int) -> int:
     if data == "one_step_off":
         return 2 * batch
     return batch if data == "exact" else ceil(batch * (1 + excess))
+
+
+def weakest(labels: Iterable[str]) -> str:
+    """The label of a run whose steps have these labels."""
+    return max(labels, key=STRENGTH.index)
+
+
+def labels_in(row: Container[str]) -> list[str]:
+    """Labels in a row of metrics."""
+    return [name for name in STRENGTH if f"fusion/{name}" in row]
+
+
+def choice(fusion: Mapping[str, Any]) -> str:
+    """What `fusion=` selects: the policy, or the selection of data that comes with one."""
+    return fusion["policy"] if fusion["data"] == EXACT else fusion["data"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +133,16 @@ class Selection:
                 sample.reward, sample.tensors = None, {}
         else:
             self._cut_off += [group.prompt for group in groups]
+
+    @property
+    def set_aside(self) -> list[int]:
+        """Indices of the prompts that were cut off and not drawn again."""
+        return sorted({prompt.index for prompt in self._cut_off})
+
+    def metrics(self) -> dict[str, float]:
+        """How many prompts are set aside, if this or an earlier part of the run sets prompts aside."""
+        count = len(self.set_aside)
+        return {SET_ASIDE: count} if count or self.data in ("tail_batching", "over_sampling") else {}
 
     def _take(self, count: int, again: bool, excluding: Sequence[Group] = ()) -> list[Prompt]:
         """So many prompts, none twice: first those to be answered again (if `again`), then new ones."""

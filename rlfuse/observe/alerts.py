@@ -1,8 +1,8 @@
 """What a person would want to be called for: thresholds on a step's scalars, as configured in the group `alerts`.
 
 Role: the metric log asks once a row and tells what comes back, at the terminal and in wandb. Pure: judges numbers,
-keeps their recent past. Invariants: an alert that goes on is told once, and again only after it was over; a number that
-is missing raises none.
+keeps their recent past. Invariants: an alert that persists is raised once, and again only after it was over; a
+threshold whose metrics are missing for a whole window raises an alert that says so.
 """
 
 from __future__ import annotations
@@ -19,10 +19,21 @@ from rlfuse.config.run_groups import AlertsConfig
 from rlfuse.fusion.selection import CARRY_OVER
 from rlfuse.observe.idle import CAUSES
 
-SCORE, ENTROPY, PPO_KL = "critic/score/mean", "actor/entropy", "actor/ppo_kl"
-ZERO_SPREAD = "reward/frac_reward_zero_std"
+SCORE, PPO_KL, ZERO_SPREAD = "critic/score/mean", "actor/ppo_kl", "reward/frac_reward_zero_std"
+ENTROPY = ("response/entropy", "actor/entropy")
+"""Of all responses; the actor's is of those that it was trained on."""
 REFERENCE_KL = ("critic/kl", "actor/kl_loss")
 GRADIENTS = ("actor/grad_norm", "critic/grad_norm", "reward_model/grad_norm")
+METRICS = {
+    "reward_drop": (SCORE,),
+    "entropy_share": ENTROPY,
+    "ppo_kl": (PPO_KL,),
+    "kl": REFERENCE_KL,
+    "grad_norm_factor": GRADIENTS,
+    "zero_spread": (ZERO_SPREAD,),
+    "log_probs_diff": (LOG_PROBS_DIFF_MAX,),
+}
+"""Threshold -> the metrics of a step, of which one at least is needed to check it."""
 MEANT = ("idle/start_up", "idle/drained")
 """Idle time that nobody has to be called for."""
 WINDOW = 5
@@ -33,10 +44,17 @@ LEAST = 5
 
 
 def bound_in_steps(
-    dtype: str, top_p: float, top_k: int, data: str, min_p: float = 0.0, quantization: str | None = None
+    dtype: str,
+    top_p: float,
+    top_k: int,
+    data: str,
+    min_p: float = 0.0,
+    quantization: str | None = None,
+    old_log_probs: str = "trainer",
 ) -> Bound:
-    """What rounding explains in a step; anything, where the engines' log-probs are of older weights or truncated."""
-    comparable = (top_p, top_k, min_p) == (1, -1, 0) and data not in CARRY_OVER
+    """What rounding explains in a step; anything, where the engines' log-probs are of older weights or truncated, or
+    are not compared."""
+    comparable = (top_p, top_k, min_p, old_log_probs) == (1, -1, 0, "trainer") and data not in CARRY_OVER
     return bound_of(dtype, quantization) if comparable else Bound(math.inf, math.inf)
 
 
@@ -58,6 +76,7 @@ class Alerts:
         self._norms: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._best = self._first_entropy = math.nan
         self._scores = (math.inf, -math.inf)
+        self._missing: dict[str, int] = defaultdict(int)
         self._standing: set[str] = set()
 
     def recall(self, rows: Iterable[Mapping[str, float]]) -> None:
@@ -74,8 +93,30 @@ class Alerts:
 
     def _found(self, values: Mapping[str, float]) -> Iterator[Alert]:
         learning = (self._not_finite, self._reward, self._entropy, self._kl, self._gradients, self._mismatch)
-        for look in (*learning, self._rewards_at_work, self._idle):
+        for look in (*learning, self._rewards_at_work, self._idle, self._not_checked):
             yield from look(values)
+
+    def _not_checked(self, values: Mapping[str, float]) -> Iterator[Alert]:
+        """Thresholds whose metrics this job should log, and has not logged for a window."""
+        if "reward_model/loss" in values:  # its steps have no samples
+            return
+        critic_alone = GRADIENTS[1] in values and GRADIENTS[0] not in values  # trainer.critic_warmup
+        ignored = {
+            "zero_spread": self._group_size == 1,
+            "log_probs_diff": math.isinf(self._bound.most),
+            "ppo_kl": critic_alone,
+            "kl": critic_alone,
+        }
+        for key, names in METRICS.items():
+            limit, known = getattr(self.config, key), any(math.isfinite(values.get(name, math.nan)) for name in names)
+            self._missing[key] = 0 if known or ignored.get(key) else self._missing[key] + 1
+            if limit is not None and self._missing[key] >= WINDOW:
+                yield Alert(
+                    f"not checked: {key}",
+                    f"{' or '.join(names)} is missing or not finite in the last {WINDOW} steps, so that "
+                    f"alerts.{key}={limit} cannot be checked; look in metrics.jsonl for what these steps lack, or set "
+                    f"alerts.{key}=null",
+                )
 
     def _mean(self, name: str, values: Mapping[str, float]) -> float:
         """Return the mean over the window; NaN until it is full."""
@@ -115,7 +156,8 @@ class Alerts:
             self._best = max(mean, self._best if math.isfinite(self._best) else mean)
 
     def _entropy(self, values: Mapping[str, float]) -> Iterator[Alert]:
-        mean, limit = self._mean(ENTROPY, values), self.config.entropy_share
+        name = next((name for name in ENTROPY if name in values), ENTROPY[0])
+        mean, limit = self._mean(name, values), self.config.entropy_share
         if not math.isfinite(self._first_entropy):
             self._first_entropy = mean
         elif limit is not None and mean < limit * self._first_entropy:
@@ -166,8 +208,8 @@ class Alerts:
             yield Alert(
                 "zero spread",
                 f"{mean:.0%} of the groups have equal rewards, over {WINDOW} steps: above "
-                f"alerts.zero_spread={limit}, little is left to learn from; take harder prompts, raise rollout.n, or "
-                "set algorithm.filter_groups.enable=true",
+                f"alerts.zero_spread={limit}, little is left to learn from; take harder prompts or raise rollout.n "
+                "(algorithm.filter_groups.enable can only replace such groups)",
             )
         failed, limit = values.get("reward/failure_rate", 0.0), self.config.reward_failures
         if limit is not None and failed > limit:
@@ -180,7 +222,7 @@ class Alerts:
     def _idle(self, values: Mapping[str, float]) -> Iterator[Alert]:
         waits = {name: value for name, value in values.items() if name.startswith("idle/") and name not in MEANT}
         whole = sum(waits.values()) + sum(value for name, value in values.items() if name.startswith("busy/"))
-        limit, share = self.config.idle_share, sum(waits.values()) / whole if whole else 0.0
+        limit, share = self.config.idle_share, sum(waits.values()) / whole if whole else math.nan
         mean = self._mean("idle", {"idle": share})
         if limit is not None and mean > limit:
             most = max(waits, key=waits.__getitem__)

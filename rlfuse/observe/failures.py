@@ -16,7 +16,7 @@ from rlfuse.observe.tracking import failure_row, write_failures
 
 
 class FailureBudget:
-    """`max_failure_rate`: of a board's samples."""
+    """`max_failure_rate`: of a board's samples, as far as they were to be scored."""
 
     def __init__(self, max_failure_rate: float, folder: Path, loggers: Loggers):
         self.max_failure_rate, self._file, self._loggers = max_failure_rate, folder / "reward_failures.jsonl", loggers
@@ -33,12 +33,12 @@ class FailureBudget:
         sample, failure = failed[0]
         raised = failure.traceback.endswith(failure.message)  # and need not be said before
         what = f"{failure.function}{'' if raised else f': {failure.message}'}\n{failure.traceback}"
+        scored = sum(sample.reward is not None for sample in board.samples.values())
         detail = (
-            f"{len(failed)} of {len(board.samples)} samples have no reward and are left out; the first is {sample.id}: "
-            f"{what}"
+            f"{len(failed)} of {scored} samples have no reward and are left out; the first is {sample.id}: {what}"
         ).rstrip()
         self._loggers.tell(lambda sink: sink.reward_failures(step, rows))
-        if len(failed) > self.max_failure_rate * len(board.samples):
+        if len(failed) > self.max_failure_rate * scored:
             raise RewardError(
                 f"{detail}\nThat is more than reward.max_failure_rate={self.max_failure_rate}, so the run stops. Mend "
                 "the function, or raise the rate if these samples may be left out."

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rlfuse.engines.agreement import Agreement
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
 from rlfuse.fusion.board import Board
-from rlfuse.fusion.selection import MISMATCHED, label
+from rlfuse.fusion.selection import CARRY_OVER, EXACT, MISMATCHED, choice, label, labels_in, weakest
 from rlfuse.observe import metrics as figures
 from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps
 from rlfuse.observe.drawing import Drawing
@@ -30,8 +31,9 @@ from rlfuse.observe.journal import Journal
 from rlfuse.observe.loggers import Loggers
 from rlfuse.observe.own_metrics import HELD_OUT, OwnMetrics
 from rlfuse.observe.sample_log import SampleLog
-from rlfuse.observe.tracking import StepFile, read_metrics
+from rlfuse.observe.tracking import StepFile, last_validation, read_metrics
 from rlfuse.progress import due
+from rlfuse.samples import Group, Sample
 
 
 class MetricLog:
@@ -48,7 +50,9 @@ class MetricLog:
         loggers: Loggers,
         drawing: Drawing,
         own_metrics: OwnMetrics,
+        label: str = EXACT,
     ):
+        """`label`: of the steps before the checkpoint that the run resumes from."""
         self.config, self.folder, self.total_steps = config, folder, total_steps
         self.journal, self.samples, self.loggers, self.drawing = journal, samples, loggers, drawing
         self._own_metrics = own_metrics
@@ -61,10 +65,17 @@ class MetricLog:
         self._file = StepFile(folder / "metrics.jsonl", after=start or -1)
         rollout = config.rollout
         drawn = (rollout.top_p, rollout.top_k, config.fusion.data, rollout.min_p, rollout.quantization)
-        self._bound = bound_in_steps(config.model.dtype, *drawn)
+        self._bound = bound_in_steps(config.model.dtype, *drawn, config.algorithm.old_log_probs)
         self._disagreed = False
         self._alerts = Alerts(config.alerts, rollout.n, self._bound)
-        self._alerts.recall(row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0)
+        self._label, self._parts, self._validated = label, dict[str, None](), list[str]()
+        self._recall(read_metrics(folder / "metrics.jsonl"))
+
+    def _recall(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Continue after the steps before a resume."""
+        self._alerts.recall(row for row in rows if row["step"] > 0)
+        for row in rows:
+            self._continue(row)
 
     def note(self, values: Mapping[str, float]) -> None:
         """Scalars of the present step; several of a name are averaged (one per mini-batch)."""
@@ -82,7 +93,8 @@ class MetricLog:
         if due(self.config.trainer.timeline_freq, step, self.total_steps):
             path = self.folder / "timelines" / f"step_{step}.png"
             events = (self.journal.path, *self.journal.last_step)
-            self.draw(step, "timeline", path, "rlfuse.simulate.picture:draw_step", *events, self.config.fusion.policy)
+            note = choice(asdict(self.config.fusion))
+            self.draw(step, "timeline", path, "rlfuse.simulate.picture:draw_step", *events, note)
         self._notes.clear()
 
     def log(self, step: int, values: Mapping[str, float], spans: Sequence[Span]) -> None:
@@ -93,15 +105,22 @@ class MetricLog:
 
     def log_validation(self, step: int, board: Board) -> None:
         """Results on the held-out prompts: kept for the step's row, or a row of their own before the first step."""
-        answers = [sample for group in board.groups for sample in group.samples]
-        values = figures.validation_metrics(board.groups) | self._own_metrics.of(answers, HELD_OUT)
-        main = {name: value for name, value in values.items() if name.startswith(("val-core", HELD_OUT))}
-        self.loggers.say("validation  " + "  ".join(f"{name} {value:.3f}" for name, value in main.items()))
+        answers = _samples(board.groups)
+        values = figures.validation_metrics(board.groups, self._validated)
+        values |= self._own_metrics.of(answers, HELD_OUT)
+        main = [name for name in values if name.startswith(("val-core", HELD_OUT))]
+        self.loggers.say("validation  " + "  ".join(_with_coverage(name, values) for name in main))
         if step:
             self.note(values)
         else:
             self._write(0, values)
         self.samples.log_validation(step, answers)
+
+    def _continue(self, values: Mapping[str, float]) -> None:
+        """Names that the run has logged keep their meaning, and its label is the weakest of all steps."""
+        self._label = weakest([self._label, *labels_in(values)])
+        self._parts |= dict.fromkeys(figures.logged_parts(values, "rewards/", "/mean"))
+        self._validated = last_validation([values]) or self._validated
 
     def log_agreement(self, step: int, agreement: Agreement) -> None:
         """Engines and trainer scored the same tokens. Raises EngineError if they disagree, unless told to go on."""
@@ -129,6 +148,13 @@ class MetricLog:
 
         self.drawing.ask(str(path), tell, target, path, *arguments)
 
+    def label_so_far(self) -> str:
+        """The weakest label of the run's steps, the present one included."""
+        return weakest([self._label, self.label(self._noted())])
+
+    def _noted(self) -> dict[str, float]:
+        return {name: sum(values) / len(values) for name, values in self._notes.items()}
+
     def label(self, values: Mapping[str, float]) -> str:
         """What fusion changes; `MISMATCHED` where this step, or the first weights, show engines with another model."""
         if self._disagreed or self._bound.broken_by(values):
@@ -152,37 +178,45 @@ class MetricLog:
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         self._file.write(step, dict(values))
+        self._continue(values)
         self.loggers.log(step, values)
 
     def _scalars(self, step: int, board: Board, spans: Sequence[Span]) -> dict[str, float]:
-        data, slots, kept = self.config.data, self.config.slots, board.groups_to_train()
+        data, slots, trained = self.config.data, self.config.slots, board.groups_to_train()
         width = self.config.rollout.tensor_model_parallel_size
         values: dict[str, float] = {"training/global_step": step, "training/epoch": self.epoch()}
-        if kept:
-            values |= figures.sample_metrics(
-                kept, self.config.rollout.n, data.max_prompt_length, data.max_response_length, slots
-            )
         whole = board.needed_samples()
-        responses = sum(len(sample.response.token_ids) for sample in whole)
-        tokens = dict.fromkeys(figures.TIMED, sum(sample.tokens for sample in whole))
+        carried = {id(group) for group in board.unneeded_groups()[0]} if self.config.fusion.data in CARRY_OVER else ()
+        groups = [group for group in board.groups if id(group) not in carried]  # whichever the step learns from
+        values |= figures.sample_metrics(
+            groups,
+            trained,
+            self.config.rollout.n,
+            data.max_prompt_length,
+            data.max_response_length,
+            slots,
+            partials=board.partials,
+            logged=self._parts,
+        )
         # Steps between the weights that wrote a sample and those that learn from it: 0 is on-policy.
         values["fusion/staleness"] = max(step - 1 - s.response.weight_version for s in whole)
-        values["response/aborted_ratio"] = 1 - len(whole) / len(board.samples)
         if self.config.algorithm.filter_groups.enable:
             values["train/num_gen_batches"] = board.batches
-        values |= self._own_metrics.of(whole)
+        generated = _samples(groups)
+        scored = [sample for sample in generated if sample.reward is not None]
+        values |= self._own_metrics.of(scored)
         values |= figures.failure_metrics(board.failures()) | figures.latency_metrics(spans)
-        values["reward/failure_rate"] = len(board.failures()) / len(board.samples)
-        values |= figures.time_metrics(spans, tokens | {"gen": responses}, slots)
+        values["reward/failure_rate"] = len(board.failures()) / len(scored)
+        values |= figures.time_metrics(spans, figures.tokens_of(whole, generated, _samples(trained)), slots)
         values |= figures.fusion_metrics(spans, slots // width, width) | figures.memory_metrics(spans)
         values |= figures.garbage_metrics(spans)
         values |= self._account(spans)
         values |= figures.repetition(spans, board.samples) | figures.balance_metrics(spans)
-        values |= figures.utilisation(spans, self.facts, slots, tokens["step"], self.config.actor.ppo_epochs)
+        values |= figures.utilisation(spans, self.facts, board.samples, bool(self.config.rollout.quantization))
         if any(sample.prompt.visual for sample in whole):
             values |= figures.video_metrics(spans)
         values["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 2**30
-        values |= fault_metrics(self.journal.faults) | {name: sum(v) / len(v) for name, v in self._notes.items()}
+        values |= fault_metrics(self.journal.faults) | self._noted()
         return values | {f"fusion/{self.label(values)}": 1.0}
 
     def _account(self, spans: Sequence[Span]) -> dict[str, float]:
@@ -190,3 +224,13 @@ class MetricLog:
         start, self._accounted = self._accounted, time.time()
         width = self.config.rollout.tensor_model_parallel_size
         return account(spans, start, self._accounted, self.config.slots, width).metrics()
+
+
+def _samples(groups: Iterable[Group]) -> list[Sample]:
+    return [sample for group in groups for sample in group.samples]
+
+
+def _with_coverage(name: str, values: Mapping[str, float]) -> str:
+    """A held-out mean, with the share of the answers that have the part unless all have it."""
+    share = values.get(name.replace("val-core", "val-aux", 1).replace("/mean@", "/coverage@"), 1.0)
+    return f"{name} {values[name]:.3f}" + (f" (coverage {share:.1%})" if share < 1 else "")

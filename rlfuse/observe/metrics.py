@@ -5,8 +5,9 @@ Role: the metric log calls these once a step. Seconds come from the spans alone,
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,20 +17,56 @@ from rlfuse.engines.scoring import PASSES
 from rlfuse.engines.trainer.activation_places import Place
 from rlfuse.engines.trainer.micro_batches import balance
 from rlfuse.events import Span
-from rlfuse.observe.idle import account, union
-from rlfuse.samples import Group, Reward, RewardFailure, Sample
+from rlfuse.observe.idle import account, cut, union
+from rlfuse.samples import Group, Partial, Reward, RewardFailure, Sample
+
+RESPONSE_LENGTH = "response_length"
 
 
-def sample_metrics(groups: Sequence[Group], n: int, max_prompt: int, max_response: int, ranks: int) -> dict[str, float]:
-    """Rewards, lengths and balance of a step's samples; `groups` holds those of each prompt's `n` with a reward."""
+def sample_metrics(
+    groups: Sequence[Group],
+    trained: Sequence[Group],
+    n: int,
+    max_prompt: int,
+    max_response: int,
+    ranks: int,
+    *,
+    partials: Mapping[str, Partial] | None = None,
+    logged: Iterable[str] = (),
+) -> dict[str, float]:
+    """Rewards, lengths and balance of a step's samples.
+
+    `groups`: all that were drawn, `n` samples each, before any selection; a sample without a response was aborted, with
+    the tokens of its partial. `trained`: groups that the step learned from, with the samples that have a reward;
+    advantages and balance are theirs. `logged`: reward parts of earlier steps.
+    """
     samples = [sample for group in groups for sample in group.samples]
-    responses = np.array([len(sample.response.token_ids) for sample in samples])
+    finished = [sample for sample in samples if sample.response is not None]
+    rewards = [sample.reward for sample in finished if isinstance(sample.reward, Reward)]
     prompts = np.array([len(sample.prompt.token_ids) for sample in samples])
-    metrics = _spread("critic/score", [sample.reward.value for sample in samples])
-    metrics |= _spread("response_length", responses) | _spread("prompt_length", prompts)
-    metrics["response_length/clip_ratio"] = float((responses >= max_response).mean())
-    metrics["prompt_length/clip_ratio"] = float((prompts >= max_prompt).mean())
-    return metrics | _flat(groups, n) | _parts(samples) | _balance(prompts + responses, ranks) | _trained(samples)
+    lengths = np.array([_generated(sample, partials or {}) for sample in samples])
+    metrics = _spread("prompt_length", prompts) | {"prompt_length/clip_ratio": float((prompts >= max_prompt).mean())}
+    whole = np.array([len(sample.response.token_ids) for sample in finished])
+    for name, each in ((RESPONSE_LENGTH, lengths), (f"{RESPONSE_LENGTH}_non_aborted", whole)):
+        if len(each):
+            metrics |= _spread(name, each) | {f"{name}/clip_ratio": float((each >= max_response).mean())}
+    metrics["response/aborted_ratio"] = (len(samples) - len(finished)) / len(samples)
+    if total := whole.sum():  # an unbiased estimate, of all responses and not only of those that are trained on
+        metrics["response/entropy"] = -float(sum(sample.response.log_probs.sum() for sample in finished) / total)
+    if rewards:
+        metrics |= _spread("critic/score", [reward.value for reward in rewards])
+        metrics["reward/frac_gated"] = float(np.mean([reward.gate is not None for reward in rewards]))
+        metrics |= _flat(groups, n) | _parts(rewards, logged)
+    if learned := [sample for group in trained for sample in group.samples]:
+        metrics |= _balance(np.array([sample.tokens for sample in learned]), ranks) | _trained(learned)
+    return metrics
+
+
+def _generated(sample: Sample, partials: Mapping[str, Partial]) -> int:
+    """Response tokens."""
+    if sample.response is not None:
+        return len(sample.response.token_ids)
+    return len(partials[sample.id].token_ids) if sample.id in partials else 0
 
 
 def _spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
@@ -40,11 +77,14 @@ def _spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]
 def _flat(groups: Sequence[Group], n: int) -> dict[str, float]:
     """reward/frac_reward_zero_std: the share of groups whose rewards are all equal; with /{fn} behind it the same of
     each function by itself, where there are several. reward/groups_of_one: those of which only one reward did not
-    fail, so that there is nothing to compare it with. reward/frac_gated: of samples at which a gate closed.
+    fail, so that there is nothing to compare it with. Of groups of which every sample is scored.
     """
-    rewards = [[sample.reward for sample in group.samples] for group in groups]
+    scored = [[sample.reward for sample in group.samples] for group in groups]
+    scored = [each for each in scored if None not in each]  # what was aborted can't be compared
+    rewards = [[reward for reward in each if isinstance(reward, Reward)] for each in scored]
+    rewards = [each for each in rewards if each]
     flat = zero_spread([[reward.value for reward in each] for each in rewards], n)
-    metrics = {"reward/frac_reward_zero_std": float(np.mean(flat))}
+    metrics = {"reward/frac_reward_zero_std": float(np.mean(flat))} if flat else {}
     if n > 1:
         metrics["reward/groups_of_one"] = float(sum(len(each) == 1 for each in rewards))
     names = dict.fromkeys(name for each in rewards for reward in each for name in reward.dimensions)
@@ -52,17 +92,27 @@ def _flat(groups: Sequence[Group], n: int) -> dict[str, float]:
         asked = [[r.dimensions[name] for r in each if name in r.dimensions] for each in rewards]
         flat = zero_spread([values for values in asked if values], n)
         metrics[f"reward/frac_reward_zero_std/{name}"] = float(np.mean(flat))
-    gates = [reward.gate is not None for each in rewards for reward in each]
-    return metrics | {"reward/frac_gated": float(np.mean(gates))}
+    return metrics
 
 
-def _parts(samples: Sequence[Sample]) -> dict[str, float]:
-    """rewards/{fn}/mean and std of every named part, over the samples that have it."""
-    parts: dict[str, list[float]] = defaultdict(list)
-    for sample in samples:
-        for name, value in sample.reward.parts.items():
-            parts[name].append(value)
-    return _over_each("rewards", parts, "mean", "std")
+def _parts(rewards: Sequence[Reward], logged: Iterable[str]) -> dict[str, float]:
+    """rewards/{fn}/mean and std over the samples that the function applies to, and coverage: the share that has it.
+
+    A part that is missing because a gate closed or the function did not return it counts as 0. As in TRL, samples for
+    which a function returns None do not count. `logged`: parts of earlier steps, which are continued.
+    """
+    metrics = {}
+    for name in dict.fromkeys([*(name for reward in rewards for name in reward.parts), *logged]):
+        asked = [reward.parts.get(name, 0.0) for reward in rewards if name in reward.parts or _applies(name, reward)]
+        if asked:
+            metrics |= {f"rewards/{name}/{kind}": float(getattr(np, kind)(asked)) for kind in ("mean", "std")}
+            metrics[f"rewards/{name}/coverage"] = float(np.mean([name in reward.parts for reward in rewards]))
+    return metrics
+
+
+def _applies(part: str, reward: Reward) -> bool:
+    """Whether the function that returns this part applies to the sample."""
+    return any(part == function or part.startswith(f"{function}/") for function in reward.dimensions)
 
 
 def _over_each(prefix: str, found: Mapping[str, Sequence[float]], *kinds: str) -> dict[str, float]:
@@ -116,8 +166,13 @@ def latency_metrics(spans: Iterable[Span]) -> dict[str, float]:
     return _over_each("reward/latency_s", seconds, "mean", "max")
 
 
-def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """val-core/{data_source}/{acc or reward}/mean@N, every other reward part under val-aux."""
+def validation_metrics(groups: Sequence[Group], logged: Collection[str] = ()) -> dict[str, float]:
+    """val-core/{data_source}/{acc or reward}/mean@N, every other reward part under val-aux; and coverage@N of each.
+
+    A mean is over all samples with a reward, and a missing part counts as 0; coverage is the share of all samples that
+    have the part. `logged`: names of the run's previous validation, which keep their meaning. Whether the reward of a
+    source has an `acc` is unknown until a gate lets one of its samples pass: until then both sets of names are logged.
+    """
     sources: dict[str, list[Sample]] = defaultdict(list)
     for group in groups:
         sources[group.prompt.data_source] += group.samples
@@ -125,18 +180,38 @@ def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
     n = max(len(group.samples) for group in groups)
     for source, samples in sources.items():
         scored = [sample.reward for sample in samples if isinstance(sample.reward, Reward)]
-        figures: dict[str, list[float]] = {"reward": [reward.value for reward in scored]}
-        for reward in scored:
-            for name, value in reward.parts.items():
-                figures.setdefault(name.rsplit("/", 1)[-1] if name.endswith("/acc") else name, []).append(value)
-        core = "acc" if "acc" in figures else "reward"
-        for name, values in figures.items():
-            section = "val-core" if name == core else "val-aux"
-            metrics[f"{section}/{source}/{name}/mean@{n}"] = float(np.mean(values)) if values else float("nan")
-        metrics[f"val-aux/{source}/response_length/mean@{n}"] = float(
+        parts = _validation_parts(scored)
+        core, aux = (logged_parts(logged, f"{section}/{source}/", f"/mean@{n}") for section in ("val-core", "val-aux"))
+        if len(core) != 1:  # not decided by an earlier validation
+            unknown = all(reward.gate is not None for reward in scored)
+            core = ["acc", "reward"] if unknown else ["acc"] if "acc" in parts else ["reward"]
+        aux = [name for name in dict.fromkeys([*parts, *aux]) if [name] != core]
+        for section, name in [*(("val-core", name) for name in core), *(("val-aux", name) for name in aux)]:
+            values = parts.get(name, [])
+            metrics[f"{section}/{source}/{name}/mean@{n}"] = sum(values) / len(scored) if scored else math.nan
+            metrics[f"val-aux/{source}/{name}/coverage@{n}"] = len(values) / len(samples)
+        metrics[f"val-aux/{source}/{RESPONSE_LENGTH}/mean@{n}"] = float(
             np.mean([len(sample.response.token_ids) for sample in samples])
         )
     return metrics
+
+
+def _validation_parts(scored: Sequence[Reward]) -> dict[str, list[float]]:
+    """Part -> the values of the samples that have it; `acc` is one part, whichever functions return it."""
+    parts: dict[str, list[float]] = {"reward": [reward.value for reward in scored]}
+    for reward in scored:
+        named = {name: value for name, value in reward.parts.items() if name not in reward.accuracies}
+        if reward.accuracy is not None:
+            named["acc"] = reward.accuracy
+        for name, value in named.items():
+            parts.setdefault(name, []).append(value)
+    return parts
+
+
+def logged_parts(logged: Iterable[str], prefix: str, suffix: str) -> list[str]:
+    """Names of reward parts in these names of metrics."""
+    found = [name[len(prefix) : -len(suffix)] for name in logged if name.startswith(prefix) and name.endswith(suffix)]
+    return [name for name in found if name != RESPONSE_LENGTH]
 
 
 def repetition(spans: Sequence[Span], samples: Mapping[str, Sample]) -> dict[str, float]:
@@ -149,9 +224,7 @@ def repetition(spans: Sequence[Span], samples: Mapping[str, Sample]) -> dict[str
         ran = [span for span in spans if span.kind == kind and "run" in span.attributes and span.samples]
         mine = [span for span in ran if samples.keys() >= set(span.samples)]
         run += sum(span.attributes["run"] for span in mine)
-        scored = [samples[name] for name in {name for span in mine for name in span.samples}]
-        prompts = {sample.prompt.index: len(sample.prompt.token_ids) for sample in scored}
-        unique += sum(prompts.values()) + sum(len(sample.response.token_ids) for sample in scored)
+        unique += _tokens_run([samples[name] for name in {name for span in mine for name in span.samples}])[0]
     return {"perf/tokens_run_over_unique": run / unique} if unique else {}
 
 
@@ -174,10 +247,20 @@ TIMED = ("gen", "reward", *PASSES, "adv", "update_critic", "update_actor", "upda
 TIMED += ("save_checkpoint", "testing", "step")
 
 
+def tokens_of(whole: Sequence[Sample], generated: Sequence[Sample], trained: Sequence[Sample]) -> dict[str, int]:
+    """Kind of work -> the tokens that it is counted by: of responses for `gen`, of whole sequences for all others.
+
+    `whole`: samples that the step scored; `generated`, `trained`: those that it generated, and learned from.
+    """
+    responses = sum(len(sample.response.token_ids) for sample in generated if sample.response is not None)
+    learned = dict.fromkeys(("adv", "update_critic", "update_actor"), sum(sample.tokens for sample in trained))
+    return dict.fromkeys(TIMED, sum(sample.tokens for sample in whole)) | learned | {"gen": responses}
+
+
 def time_metrics(spans: Sequence[Span], tokens: dict[str, int], slots: int) -> dict[str, float]:
     """timing_s/* (seconds in which that work was under way), milliseconds per token, throughput per slot.
 
-    `tokens` gives the tokens that each kind of work is counted by; `gen` by responses, the rest by whole sequences.
+    `tokens`: as of `tokens_of`.
     """
     seconds = {kind: covered(_on_driver(spans, kind)) for kind in TIMED}
     metrics: dict[str, float] = {f"timing_s/{kind}": value for kind, value in seconds.items() if value}
@@ -238,20 +321,44 @@ def fusion_metrics(spans: Sequence[Span], slots: int, width: int = 1) -> dict[st
     }
 
 
-def utilisation(spans: Sequence[Span], facts: dict[str, Any], ranks: int, tokens: int, epochs: int) -> dict[str, float]:
-    """perf/mfu/*: model FLOPs (6 per parameter and token trained, 2 per token generated) over what the slots could do.
+def utilisation(
+    spans: Sequence[Span], facts: Mapping[str, Any], samples: Mapping[str, Sample], quantized: bool = False
+) -> dict[str, float]:
+    """perf/mfu/*: FLOPs of the products with the model's parameters over what the slots could do in the same time.
 
-    What a slot could do is its rate of large matrix products in the model's dtype, measured at start-up.
+    Only work that was done and needed is counted: the rows of each update and the tokens that engines computed, a
+    prompt once for all its responses in a call, the head for response tokens, of experts those that a token passes
+    through; attention and recomputation are left out. Slots can do what they were measured to do with large matrix
+    products in the model's dtype, so `quantized` engines have no such number.
     """
     if "peak_flops" not in facts:
         return {}
-    work = {"actor": ("update_actor", 6 * epochs), "critic": ("update_critic", 6 * epochs), "actor_infer": ("gen", 2)}
-    metrics = {}
-    for name, (kind, per_token) in work.items():
-        if seconds := covered(_on_driver(spans, kind)):
-            done = per_token * facts["parameters"] * tokens
-            metrics[f"perf/mfu/{name}"] = done / (seconds * ranks * facts["peak_flops"])
-    return metrics
+    parameters, flops = facts["parameters"], {}
+    for model in parameters:
+        rows = [[samples[name] for name in span.samples] for span in _on_driver(spans, f"update_{model}")]
+        flops[model, f"update_{model}"] = sum(6 * _products(*parameters[model], *_tokens_run(each)) for each in rows)
+    if not quantized:
+        generating = union(_on_driver(spans, "gen"))
+        steps = [span for span in spans if span.kind == "decode" and cut([(span.start, span.end)], generating)[0]]
+        tokens, read = sum(span.tokens for span in steps), sum(span.attributes["prefill_tokens"] for span in steps)
+        flops["actor_infer", "gen"] = 2 * _products(*parameters["actor"], read + tokens, tokens)
+    return {
+        f"perf/mfu/{name}": done / (seconds * facts["peak_flops"])
+        for (name, kind), done in flops.items()
+        if done and (seconds := covered(_on_driver(spans, kind)))
+    }
+
+
+def _products(layers: int, head: int, tokens: int, responses: int) -> int:
+    """Multiply-adds of `tokens` with the parameters of the layers, and of `responses` with those of the head."""
+    return layers * tokens + head * responses
+
+
+def _tokens_run(samples: Sequence[Sample]) -> tuple[int, int]:
+    """(tokens that a pass over these samples needs, response tokens among them); each prompt is needed once."""
+    responses = sum(len(sample.response.token_ids) for sample in samples)
+    prompts = {sample.prompt.index: len(sample.prompt.token_ids) for sample in samples}
+    return sum(prompts.values()) + responses, responses
 
 
 def garbage_metrics(spans: Sequence[Span]) -> dict[str, float]:

@@ -7,11 +7,12 @@ weight 0, where it is only watched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlfuse.config.rewards import MODEL_PART
+from rlfuse.observe.tracking import last_validation
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -68,12 +69,9 @@ def _panel(axes: Axes, other: Axes, rows: Rows, title: str) -> list[Artist]:
 
 def _names(rows: Rows) -> tuple[str | None, str | None]:
     """The metrics of the model's score and of the truth."""
-    proxy = _first(rows, lambda name: name.startswith("val-") and f"/{MODEL_PART}/" in name)
-    return proxy, _first(rows, lambda name: name.startswith("val-core/") and "/acc/" in name)
-
-
-def _first(rows: Rows, wanted: Callable[[str], bool]) -> str | None:
-    return next((name for row in rows for name in row if wanted(name)), None)
+    means = [name for name in last_validation(rows) if "/mean@" in name]
+    proxy = next((name for name in means if f"/{MODEL_PART}/" in name), None)
+    return proxy, next((name for name in means if name.startswith("val-core/") and "/acc/" in name), None)
 
 
 def _line(axes: Axes, rows: Rows, name: str, label: str, **style: object) -> list[Artist]:

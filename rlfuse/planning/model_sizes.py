@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rlfuse.config.facts import EXPERTS
+from rlfuse.config.facts import EXPERTS, EXPERTS_USED
 from rlfuse.config.rewards import JUDGE
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.errors import ConfigError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 LATENT = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash"})
 """Families that vLLM serves with multi-head latent attention."""
-EXPERTS_USED = ("num_experts_per_tok", "moe_topk", "moe_k")
 ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 

@@ -57,7 +57,7 @@ CURVES = (
     ("share of responses cut off at the limit", ("response_length/clip_ratio",)),
     ("KL to the reference, nats", ("critic/kl", "actor/kl_loss")),
     ("policy change of a step, nats", ("actor/ppo_kl",)),
-    ("entropy, nats per token", ("actor/entropy",)),
+    ("entropy, nats per token", ("actor/entropy", "response/entropy")),
     ("policy loss", ("actor/pg_loss",)),
     ("value loss", ("critic/vf_loss",)),
     ("reward model's loss", ("reward_model/loss",)),

@@ -140,7 +140,9 @@ def _alerts(run: RunFolder, rows: Sequence[dict[str, float]]) -> list[tuple[int,
     """What the run told, or would have."""
     rollout, data = run.config["rollout"], run.config["fusion"]["data"]
     drawn = (rollout["top_p"], rollout["top_k"], data, rollout.get("min_p", 0.0), rollout.get("quantization"))
-    bound = bound_in_steps(run.config["model"]["dtype"], *drawn)
+    bound = bound_in_steps(
+        run.config["model"]["dtype"], *drawn, run.config["algorithm"].get("old_log_probs", "trainer")
+    )
     alerts = Alerts(AlertsConfig(**run.config.get("alerts", {})), rollout.get("n", 1), bound)
     return [(int(row["step"]), alert) for row in rows if row["step"] > 0 for alert in alerts.check(row)]
 

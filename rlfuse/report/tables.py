@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from rlfuse.config.changes import unfolded
+from rlfuse.fusion.selection import choice
 from rlfuse.observe.idle import CAUSES
 from rlfuse.report.charts import COLOURS
 from rlfuse.report.gather import Gathered
@@ -89,7 +90,7 @@ def _is(run: Gathered) -> dict[str, str]:
         "folder": str(run.run.path),
         "model": str(config["model"]["path"]),
         "algorithm": config["algorithm"]["adv_estimator"] if policy else "a reward model from preferences",
-        "fusion": f"{config['fusion']['policy']}{label}" if policy else "",
+        "fusion": summary.get("fusion", choice(config["fusion"])) + label if policy else "",
         "slots": str(run.run.slots),
         "versions": ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),
     }

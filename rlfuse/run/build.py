@@ -92,7 +92,7 @@ def _attempt(job: Job, run_controller: RunController) -> Path:
         total_steps=total,
     )
     seconds = job.carry_out(_run(loaded, job, log, run_controller), log)
-    summarise(job.folder, config, seconds, job.faults, job.resumed_after)
+    summarise(job.folder, config, seconds, job.faults, job.resumed_after, job.label)
     return job.folder
 
 

@@ -30,6 +30,7 @@ from rlfuse.config.secrets import hidden
 from rlfuse.errors import NodeLeft, WorkerLost, first_of
 from rlfuse.events import Span
 from rlfuse.files import RowFile, write_whole
+from rlfuse.fusion.selection import EXACT
 from rlfuse.health.agent import agents
 from rlfuse.health.monitor import Monitor
 from rlfuse.observe.run_log import RunLog
@@ -69,6 +70,11 @@ class Job:
     without: frozenset[str] = frozenset()
     """Ids of nodes that were to leave the run."""
 
+    @property
+    def label(self) -> str:
+        """The weakest of the steps before the checkpoint."""
+        return self.state.get("label", EXACT)
+
     def begin(self, total_steps: int) -> RunLog:
         """The run folder's log, with `config.yaml` beside it; before this the job has touched nothing.
 
@@ -82,11 +88,12 @@ class Job:
         with status.alone(self.folder):
             refuse_running(self.folder)
             trainer = self.config.trainer
-            status.begin(self.folder, f"{trainer.project_name}/{trainer.experiment_name}", self.started, total_steps)
+            name = f"{trainer.project_name}/{trainer.experiment_name}"
+            status.begin(self.folder, name, self.started, total_steps, self.state.get("label", ""))
         _note_changes(self.folder, self.state["step"], self.changes)
         inputs.note(self.folder, self.state["step"], self.inputs)
         write_whole(self.folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
-        log = RunLog(self.config, resolved, self.folder, total_steps, self.state["step"], self.faults)
+        log = RunLog(self.config, resolved, self.folder, total_steps, self.state["step"], self.faults, self.label)
         if self.restart is not None:
             self.restart.end = time.time()
             log.journal.recorder.add(self.restart)

@@ -29,8 +29,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rlfuse.errors import RunError, UserError
-from rlfuse.fusion.selection import LABELS as ORIGINS
-from rlfuse.fusion.selection import MISMATCHED, label
+from rlfuse.fusion.selection import STRENGTH
 from rlfuse.run_folder import status
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ DEEPEST = 4
 END = 4 << 20
 """Bytes of metrics.jsonl that are searched for the last validation."""
 REWARDS = ("critic/score/mean", "reward_model/acc")
-LABELS = {label(data, drafted) for data in ORIGINS for drafted in (0, 1)} | {MISMATCHED}
 COLUMNS = (
     "run",
     "state",
@@ -214,7 +212,7 @@ def read(path: Path, top: Path | None = None) -> Run:
     name = path.relative_to(top).as_posix() if top is not None and path != top else path.name
     run = Run(str(path), name)
     run.heard = status.last_sign(path)
-    sources = {"metrics.jsonl": _from_metrics, status.FILE: _from_status, "summary.json": _from_summary}
+    sources = {status.FILE: _from_status, "metrics.jsonl": _from_metrics, "summary.json": _from_summary}
     for file, fill in sources.items():
         try:
             fill(run, path / file)
@@ -233,13 +231,14 @@ def _from_metrics(run: Run, path: Path) -> None:
         end = content.rfind(b"\n") + 1  # a killed run may have left half a row behind it
         first = max(0, end - END)
         row = _row_at(content, end - 1) if end else {}
-        run.step, labels = int(row["step"]) if row else None, {name for name in LABELS if f"fusion/{name}" in row}
+        run.step = int(row["step"]) if row else None
         run.reward = next((float(row[name]) for name in REWARDS if name in row), None)
         if (found := content.rfind(b'"val-core/', first, end)) >= 0:
             validated = _row_at(content, found)
             run.validation = next(float(value) for name, value in validated.items() if name.startswith("val-core/"))
-        mismatched = content.rfind(f'"fusion/{MISMATCHED}"'.encode(), first, end) >= 0
-        run.label = MISMATCHED if mismatched else next(iter(labels), "")
+        if run.state != "finished" or not path.with_name("summary.json").exists():  # else the summary has the label
+            logged = next((name for name in reversed(STRENGTH) if content.find(f'"fusion/{name}"'.encode()) >= 0), "")
+            run.label = max(logged, run.label, key=("", *STRENGTH).index)
 
 
 def _from_status(run: Run, path: Path) -> None:
@@ -249,13 +248,16 @@ def _from_status(run: Run, path: Path) -> None:
         raise ValueError("keys of a status are missing")
     run.state, run.sweep, run.error = found.now, found.sweep, found.error
     run.started, run.total = found.started, found.total or None
+    run.label = found.label
     run.host = found.host if found.host != socket.gethostname() else ""
     run.seconds = found.seconds(run.heard)
 
 
 def _from_summary(run: Run, path: Path) -> None:
     summary = json.loads(path.read_text())
-    run.label = str(summary["label"])
+    label = str(summary["label"])
+    if run.state in ("finished", "unknown"):
+        run.label = label
     if run.state == "unknown":
         run.state, run.seconds = "finished", float(summary["seconds"])
 

@@ -18,16 +18,17 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
+Facts = dict[str, Any]
+
 
 class Ranks(Protocol):
     """Of a trainer."""
 
-    async def measure(self) -> None: ...
+    async def measure(self) -> Facts: ...
 
     async def leave_device(self, slot: int) -> None: ...
 
 
-Facts = dict[str, Any]
 Start = Callable[[], Awaitable[Any]]
 """Begins to start something that is ready when what it returns has been awaited."""
 
@@ -52,14 +53,13 @@ async def start_parts(
     if device == "cpu":
         # Engines take longest, and the driver stands still when it starts ranks: it imports DeepSpeed.
         *found, (ranks, facts) = await _together(*engines, *rewards, *towers, trainer)
-        await ranks.measure()
-        return Started(ranks, facts, found[: len(engines)])
+        return Started(ranks, facts | await ranks.measure(), found[: len(engines)])
     (ranks, facts), *_ = await _together(trainer, *towers)
-    await ranks.measure()
+    measured = await ranks.measure()
     await asyncio.gather(*(ranks.leave_device(slot) for slot in range(len(engines))))
     engine_facts = await _together(*engines)
     await _together(*rewards)
-    return Started(ranks, facts, engine_facts)
+    return Started(ranks, facts | measured, engine_facts)
 
 
 def within(part: AbstractContextManager[None], start: Callable[..., Awaitable[Any]], *arguments: Any) -> Start:

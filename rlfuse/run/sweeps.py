@@ -9,6 +9,7 @@ come into no table. Imports nothing heavy.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import shlex
@@ -139,7 +140,8 @@ def tell(jobs: list[Trial], out: TextIO) -> None:
 
     def rank(job: Trial) -> tuple[float, float]:
         found = numbers[job]
-        return tuple(-(found.get(key) if found.get(key) is not None else float("-inf")) for key in RANKED)
+        values = [found.get(key) for key in RANKED]
+        return tuple(math.inf if value is None or math.isnan(value) else -value for value in values)
 
     console = Console(file=out, width=COLUMNS, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -23,7 +23,7 @@ from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.own_policies import loaded_policy
 from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.registry import traits_of
-from rlfuse.fusion.selection import Selection
+from rlfuse.fusion.selection import EXACT, Selection
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.observe.run_log import RunLog
 from rlfuse.protocols import Engines, Trainer
@@ -39,6 +39,8 @@ from rlfuse.step.groups import GroupSource
 from rlfuse.step.protocols import Health
 from rlfuse.video.video_model import VideoModel
 
+SHOWN = 10
+"""Prompts that are named when several are skipped."""
 TOKEN_BYTES = 8
 """A finished sample holds its token and the engine's log-prob of it."""
 
@@ -65,12 +67,10 @@ async def wired(
     experience, lengths = Experience(config, loaded.reward.entries), Lengths(config.data.max_response_length)
     selection = Selection(config.fusion.data, config.fusion.excess, config.data.train_batch_size, prompts)
     kept = dict(prompts=prompts, kl=experience.kl, selection=selection, lengths=lengths, rewards=experience.normaliser)
-    if job.checkpoint is not None:
-        for name, part in kept.items():
-            part.load_state_dict(job.state[name])
+    _restore(kept, job, selection, log.say)
 
     def state(_: int) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in kept.items()}
+        return {name: part.state_dict() for name, part in kept.items()} | {"label": log.metrics.label_so_far()}
 
     tuning = _tuning(config, job, engines, costs, lengths, log.say)
     log.attach([*engines.recorded, draining := Draining(engines, tuning, log.say)], facts, lambda: prompts.epoch)
@@ -106,6 +106,21 @@ async def wired(
         await engines.trainer.load(job.checkpoint)
         log.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
     return controller
+
+
+def _restore(kept: Mapping[str, Any], job: Job, selection: Selection, say: Callable[[str], None]) -> None:
+    """Load the parts' state from the checkpoint; report prompts that were set aside and are not drawn from now on."""
+    if job.checkpoint is None:
+        return
+    for name, part in kept.items():
+        part.load_state_dict(job.state[name])
+    if selection.data == EXACT and (rows := selection.set_aside):
+        first = ", ".join(map(str, rows[:SHOWN])) + (", ..." if len(rows) > SHOWN else "")
+        say(
+            f"{len(rows)} prompts that were set aside before the checkpoint are skipped until the next epoch, because "
+            f"fusion.data=exact draws new prompts only (rows {first} of data.train_files). Resume with "
+            "fusion.data=over_sampling or tail_batching to draw them."
+        )
 
 
 def _tuning(

@@ -57,6 +57,8 @@ class Status:
     """The message of a run that failed or was stopped."""
     earlier_s: float = 0.0
     """Seconds of the processes that had the run before this one."""
+    label: str = ""
+    """Of the steps before the checkpoint that this process resumed from."""
 
     def seconds(self, heard: float) -> float:
         """Of all processes of the run so far; `heard`: the `last_sign` of one that could not say how it ended."""
@@ -88,13 +90,13 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(held)
 
 
-def begin(folder: Path, name: str, started: float, total: int = 0) -> None:
-    """The run of this folder, of so many steps in `total`, goes on in this process."""
+def begin(folder: Path, name: str, started: float, total: int = 0, label: str = "") -> None:
+    """The run of this folder, of so many steps in `total`, continues in this process after steps with this label."""
     process, sweep = psutil.Process(), os.environ.get("WANDB_RUN_GROUP", "")
     host, earlier_s = socket.gethostname(), _seconds_before(folder, started)
     command, created = hidden_command(typed_command()), process.create_time()
     who = (_commit(), sweep, host, process.pid, created)
-    _write(folder, Status("running", name, command, *who, started, total, earlier_s=earlier_s))
+    _write(folder, Status("running", name, command, *who, started, total, earlier_s=earlier_s, label=label))
 
 
 def _seconds_before(folder: Path, started: float) -> float:

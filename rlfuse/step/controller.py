@@ -122,6 +122,7 @@ class Controller:
         if kept := board.groups_to_train():
             self.metrics.note(experience.mismatch(kept))
         self.groups.selection.give_back(*board.unneeded_groups())
+        self.metrics.note(self.groups.selection.metrics())
         self.metrics.note(await self.engines.clips.release("training"))
         return board
 

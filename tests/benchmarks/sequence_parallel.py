@@ -123,8 +123,9 @@ async def main(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config.model.path = model_folder(folder, longest)
         group, facts = await Forced.start(config, slots, cores=slots.cores)
-        await group.measure()
-        print(f"{facts['parameters'] / 1e6:.1f}M parameters, {facts['peak_flops'] / 1e9:.0f} GFLOP/s, {group.costs}\n")
+        facts |= await group.measure()
+        parameters = sum(facts["parameters"]["actor"])
+        print(f"{parameters / 1e6:.1f}M parameters, {facts['peak_flops'] / 1e9:.0f} GFLOP/s, {group.costs}\n")
         degrees = degrees_up_to(options.ranks)
         titles = ["rows", "tokens", "pass", *(f"degree {d}, s" for d in degrees), "chosen, s", "is", "over"]
         print("| " + " | ".join([*titles, *(f"MiB at {d}" for d in degrees)]) + " |")

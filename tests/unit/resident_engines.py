@@ -123,7 +123,8 @@ class ResidentTrainer(Trainer):
         self.complete = set(self.there)
         return self, {}
 
-    async def measure(self): ...
+    async def measure(self):
+        return {}
 
     async def take_device(self, slot):
         async with self.turns[slot]:

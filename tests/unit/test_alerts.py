@@ -17,10 +17,22 @@ def three_steps(monkeypatch):
     monkeypatch.setattr("rlfuse.observe.alerts.WINDOW", 3)
 
 
+QUIET = {
+    "critic/score/mean": 0.5,
+    "response/entropy": 1.0,
+    "actor/ppo_kl": 0.0,
+    "critic/kl": 0.0,
+    "actor/grad_norm": 1.0,
+    "reward/frac_reward_zero_std": 0.0,
+    "training/rollout_log_probs_diff_max": 0.0,
+}
+"""What every threshold needs, of a step in which nothing happened."""
+
+
 def told(rows, group_size=4, **changes):
-    """(step, title) of every alert."""
+    """(step, title) of every alert; what a row does not say is quiet."""
     alerts = Alerts(replace(AlertsConfig(), **changes), group_size, BOUNDS["float32"])
-    return [(step, alert.title) for step, row in enumerate(rows, 1) for alert in alerts.check(row)]
+    return [(step, alert.title) for step, row in enumerate(rows, 1) for alert in alerts.check(QUIET | row)]
 
 
 def scores(*values):
@@ -39,7 +51,8 @@ def test_a_reward_that_falls_is_told_once_until_it_has_recovered():
 
 
 def test_entropy_kl_and_gradients():
-    assert told([{"actor/entropy": v} for v in (1, 1, 1, 0.5, 0.05, 0.05, 0.05)]) == [(7, "entropy collapse")]
+    entropies = (1, 1, 1, 0.5, 0.05, 0.05, 0.05)
+    assert told([{"response/entropy": v, "actor/entropy": 1} for v in entropies]) == [(7, "entropy collapse")]
     assert told([{"actor/ppo_kl": v} for v in (0.05, 0.2, 0.2, 0.01)]) == [(2, "KL: actor/ppo_kl")]
     assert told([{"critic/kl": 5.0}]) == [] and told([{"critic/kl": 5.0}], kl=2.0) == [(1, "KL: critic/kl")]
     norms = [{"actor/grad_norm": v} for v in (1, 2, 1, 2, 1, 9, 30, 1)]
@@ -56,7 +69,7 @@ def test_spread_failures_and_idle_slots():
     rows = [{"idle/tail": 6.0, "idle/start_up": 100.0, "busy/generate": 4.0}] * 3
     assert told(rows) == [(3, "idle slots")] and not told(rows, idle_share=0.7)
     assert not told([{"idle/start_up": 100.0, "idle/drained": 9.0, "busy/generate": 4.0}] * 3)
-    assert not told([{}] * 5), "nothing is known"
+    assert not told([{}] * 5)
 
 
 def test_engines_that_sample_another_model():
@@ -77,6 +90,34 @@ def test_an_alert_says_what_was_seen_and_what_to_change():
 def test_a_resumed_run_goes_on_where_it_was(known):
     rows = scores(0.8, 0.8, 0.8, 0.1, 0.1, 0.1, 0.8, 0.8, 0.8, 0.1, 0.1)
     alerts = Alerts(AlertsConfig(), 1, BOUNDS["float32"])
-    alerts.recall(rows[:known])
-    later = [step for step, row in enumerate(rows[known:], known + 1) if alerts.check(row)]
+    alerts.recall(QUIET | row for row in rows[:known])
+    later = [step for step, row in enumerate(rows[known:], known + 1) if alerts.check(QUIET | row)]
     assert later == [step for step in (5, 11) if step > known]
+
+
+WARM_UP = {"actor/ppo_kl", "actor/grad_norm"}
+
+
+@pytest.mark.parametrize(
+    ("lacking", "more", "group_size", "changes", "keys"),
+    [
+        ({"critic/score/mean"}, {}, 4, {}, ["reward_drop"]),
+        ({"response/entropy"}, {}, 4, {}, ["entropy_share"]),
+        ({"response/entropy"}, {"actor/entropy": 1.0}, 4, {}, []),
+        ({"reward/frac_reward_zero_std"}, {}, 4, {}, ["zero_spread"]),
+        ({"reward/frac_reward_zero_std"}, {}, 1, {}, []),
+        ({"reward/frac_reward_zero_std"}, {}, 4, {"zero_spread": None}, []),
+        (set(), {"critic/score/mean": float("nan")}, 4, {}, ["reward_drop"]),
+        ({"critic/kl"}, {}, 4, {}, []),
+        ({"critic/kl"}, {}, 4, {"kl": 2.0}, ["kl"]),
+        (WARM_UP, {}, 4, {}, ["ppo_kl", "grad_norm_factor"]),
+        (WARM_UP, {"critic/grad_norm": 1.0}, 4, {}, []),
+        (set(QUIET), {"reward_model/loss": 0.5, "reward_model/grad_norm": 1.0}, 4, {}, []),
+    ],
+)
+def test_a_threshold_whose_metrics_are_missing_says_so_once(lacking, more, group_size, changes, keys):
+    row = {name: value for name, value in QUIET.items() if name not in lacking} | more
+    alerts = Alerts(replace(AlertsConfig(), **changes), group_size, BOUNDS["float32"])
+    raised = [(step, alert.title) for step in range(1, 6) for alert in alerts.check(row)]
+    assert raised == [(3, f"not checked: {key}") for key in keys]
+    assert [alert.title for alert in [*alerts.check(QUIET), *alerts.check(row)]] == []

@@ -71,6 +71,7 @@ def test_figures_are_by_source_and_in_all_and_failures_have_no_score():
     assert found["words"] | {"length": None} == {
         "prompts": 1, "samples": 2, "failed": 1, "reward": -0.25, "score": 0.0, "stderr": None, "pass@k": {1: 0.0},
         "finish": {"stop": 2}, "length": None, "parts": {"f/acc": 0.0},
+        "coverage": {"f/acc": 0.5},
     }  # fmt: skip
     assert found[scores.ALL]["pass@k"] == {1: 0.5, 2: 1.0}, "pass@2 is of the prompts with two scores"
     assert found[scores.ALL]["length"] == {"mean": 3.5, "median": 3.5, "p95": 5.75, "max": 6}
@@ -96,6 +97,20 @@ def test_one_accuracy_for_each_source_is_no_mean():
     answered(groups, [Reward(1.0, {"f/acc": 1.0}), Reward(0.0, {"g/acc": 0.0})])
     assert scores.score_name(groups) == "acc" and scores.averaged(groups) == []
     assert [each["score"] for each in scores.by_source(groups, 0.5).values()] == [1.0, 0.0, 0.5]
+
+
+def test_a_missing_accuracy_counts_as_0_and_its_coverage_is_shown():
+    groups = make_groups(prompts_of("sums", "sums", "sums", "sums", "words"), 1, 0, 0)
+    gated = Reward(0.0, {"gate": 0.0})
+    answered(groups, [Reward(1.0, {"gate": 1.0, "f/acc": 1.0}), gated, gated, Reward(0.5, {"gate": 1.0}), Reward(0.75)])
+    found = scores.by_source(groups, 0.25)
+    assert [each["score"] for each in found.values()] == [0.25, 0.75, 0.35]
+    assert found["sums"]["pass@k"] == {1: 0.25} and validation_metrics(groups)["val-core/sums/acc/mean@1"] == 0.25
+    assert found["sums"]["parts"] == found[scores.ALL]["parts"] == {"gate": 0.5, "f/acc": 0.25}, "words has no parts"
+    assert found["sums"]["coverage"] == {"gate": 1.0, "f/acc": 0.25}
+    console = Console(record=True, width=200)
+    show(found, groups, 0.5, console)
+    assert "Answers that have the part, a missing one counts as 0: f/acc 25.0%." in console.export_text()
 
 
 def test_a_source_that_is_called_all_stays_beside_the_total():

@@ -18,6 +18,8 @@ from rlfuse.run.checkpointing import Checkpointing
 from rlfuse.run_folder import checkpoints
 from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
 
+FAILED = RewardFailure("judge", "timed out")
+
 
 class Told:
     """A sink that remembers."""
@@ -41,6 +43,9 @@ def finished(step, number, reward):
 def board_of(samples):
     kept = [Group(s.prompt, [s]) for s in samples if isinstance(s.reward, Reward)]
     return SimpleNamespace(
+        groups=[Group(s.prompt, [s]) for s in samples],
+        partials={},
+        unneeded_groups=lambda: ([], {}),
         samples={s.id: s for s in samples},
         groups_to_train=lambda: kept,
         needed_samples=lambda: samples,
@@ -110,6 +115,65 @@ async def test_a_resumed_run_forgets_later_rows_and_tells_no_alert_again(told, t
     await run_step(log, 2, [Reward(1.0)])
     assert [step for step, _ in told.of("alert")] == [1]
     log.close()
+
+
+@pytest.mark.parametrize(("data", "aborted"), [("one_step_off", 0), ("partial_rollout", 0), ("over_sampling", 0.5)])
+async def test_what_is_carried_over_is_not_aborted(data, aborted, told, tmp_path):
+    log = log_in(tmp_path, timeline_freq=0)
+    log.metrics.config.fusion.data = data
+    samples = [finished(1, number, reward) for number, reward in enumerate([Reward(1.0), FAILED, None, None])]
+    board = board_of(samples)
+    board.unneeded_groups = lambda: (board.groups[2:], {})
+    board.needed_samples = lambda: samples[:2]
+    for sample in samples[2:]:
+        sample.response = None
+    with log.journal.recorder.span("step", step=1):
+        pass
+    log.metrics.log_step(1, board, await log.journal.collect(1))
+    log.close()
+    [row] = read_metrics(tmp_path / "metrics.jsonl")
+    assert row["response/aborted_ratio"] == aborted and row["reward/failure_rate"] == 0.5
+
+
+async def test_statistics_are_of_what_dynamic_sampling_left_out_too(told, tmp_path):
+    log = log_in(tmp_path, timeline_freq=0)
+    log.metrics.config.algorithm.filter_groups.max_num_gen_batches = 2
+    samples = [finished(1, number, Reward(float(number != 1))) for number in range(8)]
+    board = board_of(samples)
+    board.batches, board.groups_to_train = 1, lambda: board.groups[:2]
+    for flat in (False, True):
+        with log.journal.recorder.span("step", step=1 + flat):
+            pass
+        board.groups_to_train = list if flat else board.groups_to_train
+        log.metrics.log_step(1 + flat, board, await log.journal.collect(1 + flat))
+    log.close()
+    for row in read_metrics(tmp_path / "metrics.jsonl"):
+        assert row["critic/score/mean"] == 7 / 8 and row["response_length/mean"] == 5
+        assert "reward/frac_reward_zero_std" in row
+
+
+async def test_names_of_held_out_metrics_and_parts_are_continued_after_a_resume(told, tmp_path):
+    gated = Reward(0.0, {"gate": 0.0}, None, {"fn": 0.0}, "gate")
+    scored = Reward(1.0, {"gate": 1.0, "fn": 1.0, "fn/acc": 1.0}, None, {"fn": 1.0})
+
+    def board(step, reward):
+        sample = finished(step + 1, 0, reward)
+        return SimpleNamespace(groups=[Group(sample.prompt, [sample])])
+
+    log = log_in(tmp_path, timeline_freq=0)
+    log.metrics.log_validation(0, board(0, gated))
+    log.metrics.log_validation(1, board(1, scored))
+    await run_step(log, 1, [scored])
+    log.close()
+    log = log_in(tmp_path, start=1, timeline_freq=0)
+    log.metrics.log_validation(2, board(2, gated))
+    await run_step(log, 2, [gated])
+    log.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["val-core/sums/acc/mean@1"] for row in rows] == [0.0, 1.0, 0.0]
+    assert [row["rewards/fn/acc/coverage"] for row in rows[1:]] == [1.0, 0.0]
+    before, after = ({name for name in row if name.startswith(("val-", "rewards/"))} for row in rows[1:])
+    assert before == after
 
 
 def test_answers_of_each_validation_are_kept_and_shown(told, tmp_path):

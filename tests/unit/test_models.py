@@ -7,9 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForTokenClassification,
@@ -17,7 +20,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD
 from rlfuse.engines.trainer.attention import attend_by_layout, attends_by_layout
+from rlfuse.engines.trainer.measuring import multiplied
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import packs_exactly, response_logits, response_values
 from rlfuse.samples import Row, Visual
@@ -200,3 +205,24 @@ def test_what_a_layout_would_not_say_is_refused():
         model(input_ids=ids, position_ids=torch.tensor([[0, 1, 0]]))
     with pytest.raises(ValueError, match="attention mask would not be heeded"):
         model(input_ids=ids, attention_mask=ids)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "changes"),
+    [
+        (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+        (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": False}),
+        (Qwen2ForTokenClassification, Qwen2Config, {"num_labels": 1}),
+        (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    ],
+)
+def test_tokens_are_multiplied_by_so_many_parameters(family, config, changes):
+    model, tokens = family(config(**SMALL | {"hidden_size": 128} | changes)), 16
+    model.set_experts_implementation("eager")  # whose products are counted
+    sizes = {name: each.numel() for name, each in model.named_parameters()}
+    head = HEAD if HEAD in sizes else EMBEDDING if hasattr(model, "lm_head") else None
+    counted = multiplied(sizes, [EMBEDDING], head, model.config)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.arange(tokens)[None])
+    products = [value for name, value in counter.get_flop_counts()["Global"].items() if "mm" in str(name)]
+    assert sum(products) == pytest.approx(2 * tokens * sum(counted), rel=0.02)

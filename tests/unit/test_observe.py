@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from datetime import date
 from decimal import Decimal
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from rlfuse.observe.metrics import (
 )
 from rlfuse.observe.tracking import StepFile, failure_row, read_metrics, sample_of_row, sample_row, write_failures
 from rlfuse.rewards.api.items import UnknownTokens, item_of_sample
-from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
+from rlfuse.samples import Group, Partial, Prompt, Response, Reward, RewardFailure, Sample
 
 
 def sample(index, sibling, tokens, reward, finish="stop", source="sums"):
@@ -49,7 +50,8 @@ def test_sample_metrics_by_hand():
             "advantages": np.ones(len(values), np.float32),
             "token_rewards": np.array([0.0] * (len(values) - 1) + [s.reward.value], np.float32),
         }
-    metrics = sample_metrics([group(a, b), group(c, d)], n=2, max_prompt=4, max_response=6, ranks=2)
+    groups = [group(a, b), group(c, d)]
+    metrics = sample_metrics(groups, groups, n=2, max_prompt=4, max_response=6, ranks=2)
     assert metrics["critic/score/mean"] == 0.5 and metrics["critic/score/max"] == 1.0
     assert metrics["critic/rewards/mean"] == 0.5
     assert metrics["response_length/mean"] == 4.0 and metrics["response_length/clip_ratio"] == 0.25
@@ -67,7 +69,8 @@ def test_gates_and_dimensions_of_rewards_are_counted_by_hand():
     b = sample(0, 1, 2, Reward(0.0, {"gate": 0.0}, "no thought", {"exact": 0.0, "style": 0.0}, "gate"))
     c = sample(1, 0, 2, Reward(0.5, {"style": 0.5}, None, {"style": 0.5}))
     d = sample(1, 1, 2, Reward(0.5, {"style": 0.5}, None, {"style": 0.5}))
-    metrics = sample_metrics([group(a, b), group(c, d)], n=2, max_prompt=8, max_response=8, ranks=1)
+    groups = [group(a, b), group(c, d)]
+    metrics = sample_metrics(groups, groups, n=2, max_prompt=8, max_response=8, ranks=1)
     found = {name: value for name, value in metrics.items() if name.startswith(("reward/", "rewards/"))}
     assert found == {
         "reward/frac_reward_zero_std": 0.5,
@@ -77,10 +80,13 @@ def test_gates_and_dimensions_of_rewards_are_counted_by_hand():
         "reward/frac_gated": 0.25,
         "rewards/gate/mean": 0.5,
         "rewards/gate/std": 0.5,
-        "rewards/exact/mean": 1.0,
-        "rewards/exact/std": 0.0,
-        "rewards/style/mean": 0.5,
-        "rewards/style/std": 0.0,
+        "rewards/gate/coverage": 0.5,
+        "rewards/exact/mean": 0.5,  # 0 where the gate closed
+        "rewards/exact/std": 0.5,
+        "rewards/exact/coverage": 0.25,
+        "rewards/style/mean": 0.25,
+        "rewards/style/std": 0.25,
+        "rewards/style/coverage": 0.5,
     }
 
 
@@ -140,6 +146,114 @@ def test_validation_prefers_acc_and_keeps_sources_apart():
     assert metrics["val-core/chat/reward/mean@1"] == 0.7
 
 
+ACC, NO_ACC = Reward(1.0, {"fn/acc": 1.0}), Reward(0.0, {"fn/note": 0.0})
+GATED = Reward(0.0, {"gate": 0.0}, None, {"fn": 0.0}, "gate")
+FAILED = RewardFailure("fn", "timed out")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "mean", "coverage"),
+    [
+        ([ACC, NO_ACC, NO_ACC, NO_ACC], 0.25, 0.25),
+        ([ACC] * 17 + [Reward(0.0, {"fn/acc": 0.0})] * 22 + [GATED] * 25, 17 / 64, 39 / 64),
+        ([ACC, ACC, FAILED, FAILED], 1.0, 0.5),
+        ([Reward(1.0, {"f/acc": 1.0, "g/acc": 0.0}), NO_ACC], 0.25, 0.5),
+    ],
+)
+def test_held_out_accuracy_is_over_all_answers_with_a_reward(rewards, mean, coverage):
+    metrics = validation_metrics([group(sample(n, 0, 2, reward)) for n, reward in enumerate(rewards)])
+    assert metrics["val-core/sums/acc/mean@1"] == pytest.approx(mean)
+    assert metrics["val-aux/sums/acc/coverage@1"] == coverage
+    assert [name for name in metrics if name.startswith("val-core/")] == ["val-core/sums/acc/mean@1"]
+
+
+@pytest.mark.parametrize(
+    ("validations", "expected"),
+    [
+        ([[ACC, GATED], [GATED, GATED], [NO_ACC, GATED]], {"acc": [0.5, 0.0, 0.0]}),
+        ([[GATED, GATED], [ACC, GATED], [GATED, GATED]], {"acc": [0.0, 0.5, 0.0]}),
+        ([[GATED, GATED], [NO_ACC, GATED], [ACC, GATED]], {"reward": [0.0, 0.0, 0.5]}),
+        ([[NO_ACC], [ACC], [GATED]], {"reward": [0.0, 1.0, 0.0]}),
+    ],
+)
+def test_held_out_metrics_keep_their_names_for_the_whole_run(validations, expected):
+    rows = []
+    for rewards in validations:
+        groups = [group(sample(n, 0, 2, reward)) for n, reward in enumerate(rewards)]
+        rows.append(validation_metrics(groups, rows[-1] if rows else ()))
+    core = [name for name in rows[-1] if name.startswith("val-core/")]
+    assert {name.split("/")[2]: [row[name] for row in rows] for name in core} == expected
+    for before, after in pairwise(rows[1:]):
+        assert before.keys() <= after.keys()
+
+
+@pytest.mark.parametrize("logged", [(), ("fn", "fn/acc")])
+def test_parts_of_rewards_are_0_where_a_gate_closed_and_left_out_where_a_function_does_not_apply(logged):
+    scored = Reward(1.0, {"gate": 1.0, "fn": 1.0, "fn/acc": 1.0}, None, {"fn": 1.0})
+    other = Reward(0.5, {"gate": 1.0, "chat": 0.5}, None, {"chat": 0.5})
+    groups = [group(sample(0, 0, 2, scored), sample(0, 1, 2, GATED)), group(sample(1, 0, 2, other))]
+    metrics = sample_metrics(groups, groups, n=2, max_prompt=8, max_response=8, ranks=1, logged=logged)
+    assert [metrics[f"rewards/fn/acc/{kind}"] for kind in ("mean", "std", "coverage")] == [0.5, 0.5, 1 / 3]
+    assert metrics["rewards/chat/mean"] == 0.5 and metrics["rewards/chat/coverage"] == 1 / 3
+    closed = [group(sample(0, 0, 2, GATED), sample(0, 1, 2, GATED))]
+    metrics = sample_metrics(closed, closed, n=2, max_prompt=8, max_response=8, ranks=1, logged=logged)
+    found = {name: value for name, value in metrics.items() if name.startswith("rewards/fn/")}
+    assert found == {f"rewards/{part}/{kind}": 0.0 for part in logged for kind in ("mean", "std", "coverage")}
+
+
+def test_statistics_are_of_everything_that_was_generated_and_advantages_of_what_was_trained_on():
+    right = [[1.0] * 4] * 6 + [[1.0, 1.0, 0.0, 0.0], [0.0] * 4]
+    groups = [
+        group(*(sample(n, k, 2 + k, Reward(value)) for k, value in enumerate(values))) for n, values in enumerate(right)
+    ]
+    cut = group(sample(8, 0, 9, None), sample(8, 1, 0, None), sample(8, 2, 0, None), sample(8, 3, 0, None))
+    partials = {each.id: Partial(np.arange(6), np.zeros(6), 0) for each in cut.samples[1:3]}
+    for each in cut.samples[1:]:
+        each.response = None
+    for each in groups[6].samples:
+        each.tensors = {name: np.ones(2) for name in ("advantages", "returns", "token_rewards")}
+    limits = {"n": 4, "max_prompt": 8, "max_response": 9, "ranks": 1}
+    metrics = sample_metrics([*groups, cut], [groups[6]], **limits, partials=partials)
+    assert metrics["critic/score/mean"] == 26 / 32 and metrics["reward/frac_reward_zero_std"] == 7 / 8
+    assert metrics["response/aborted_ratio"] == 3 / 36
+    assert metrics["response_length/mean"] == (8 * 14 + 9 + 6 + 6 + 0) / 36 and metrics["response_length/min"] == 0
+    assert metrics["response_length_non_aborted/mean"] == (8 * 14 + 9) / 33
+    assert metrics["response_length_non_aborted/clip_ratio"] == 1 / 33
+    assert metrics["critic/advantages/mean"] == 1.0 and metrics["global_seqlen/mean"] == 4 * 4 + 14
+    nothing = sample_metrics([*groups, cut], [], **limits)
+    assert nothing["reward/frac_reward_zero_std"] == 7 / 8 and "critic/advantages/mean" not in nothing
+
+
+def test_entropy_is_estimated_from_all_responses():
+    long, short = sample(0, 0, 4, Reward(1.0)), sample(0, 1, 1, None)
+    long.response = replace(long.response, log_probs=np.full(4, -0.5, np.float32))
+    short.response = replace(short.response, log_probs=np.full(1, -3.0, np.float32))
+    metrics = sample_metrics([group(long, short)], [], n=2, max_prompt=8, max_response=8, ranks=1)
+    assert metrics["response/entropy"] == 1.0
+
+
+def test_utilisation_counts_what_was_run_and_no_more():
+    samples = {each.id: each for each in (sample(0, 0, 6, None), sample(0, 1, 6, None), sample(1, 0, 6, None))}
+    decode = {"batch": 2, "prefill_tokens": 8}
+    spans = [
+        Span("gen", "driver", 0, 4),
+        Span("gen", "driver", 20, 24, cause="testing"),
+        Span("decode", "rollout/0", 0, 3, tokens=18, attributes=decode),
+        Span("decode", "rollout/0", 20, 23, tokens=99, attributes=decode),
+        Span("update_actor", "driver", 4, 5, samples=("1/0/0", "1/0/1")),
+        Span("update_actor", "driver", 4.5, 6, attributes={"step": True}),
+        Span("update_critic", "driver", 6, 7, samples=("1/0/0",)),
+    ]
+    facts = {"parameters": {"actor": (10, 5), "critic": (10, 0)}, "peak_flops": 1000.0}
+    assert utilisation(spans, facts, samples) == {
+        "perf/mfu/actor": 6 * (10 * (4 + 12) + 5 * 12) / (2 * 1000),
+        "perf/mfu/critic": 6 * 10 * (4 + 6) / 1000,
+        "perf/mfu/actor_infer": 2 * (10 * (8 + 18) + 5 * 18) / (4 * 1000),
+    }
+    assert "perf/mfu/actor_infer" not in utilisation(spans, facts, samples, quantized=True)
+    assert utilisation(spans, {"parameters": facts["parameters"]}, samples) == {}
+
+
 def test_failures_are_counted_by_function_and_never_averaged_in():
     failed = sample(0, 1, 2, RewardFailure("judge", "timed out"))
     assert failure_metrics([(failed, failed.reward)]) == {"reward/failures/judge": 1.0}
@@ -160,8 +274,6 @@ def test_seconds_are_the_union_of_spans_on_the_driver():
     assert metrics["timing_s/gen"] == 6 and metrics["timing_s/reward"] == 2.5
     assert metrics["timing_per_token_ms/gen"] == 20
     assert metrics["perf/throughput"] == 50
-    facts = {"parameters": 10, "peak_flops": 100.0}
-    assert utilisation(spans, facts, ranks=2, tokens=30, epochs=1) == {"perf/mfu/actor_infer": 2 * 10 * 30 / (6 * 200)}
 
 
 def test_fusion_metrics_count_what_ran_beside_generation_and_the_idle_share_of_slots():

@@ -178,6 +178,7 @@ async def test_parts_start_in_the_order_that_a_gpu_needs():
     class Ranks:
         async def measure(self):
             order.append("measured")
+            return {"peak_flops": 1e9}
 
         async def leave_device(self, slot):
             order.append(f"leave {slot}")
@@ -185,13 +186,13 @@ async def test_parts_start_in_the_order_that_a_gpu_needs():
     engines = [start("engine 0", 7), start("engine 1", 8)]
     ranks, rewards = start("ranks", (Ranks(), {})), [start("rewards")]
     gpu = await start_parts("cuda", trainer=ranks, engines=engines, towers=[start("towers")], rewards=rewards)
-    assert gpu.trainer_facts == {} and gpu.engine_facts == [7, 8]
+    assert gpu.trainer_facts == {"peak_flops": 1e9} and gpu.engine_facts == [7, 8]
     began = [f"{name} {what}" for what in ("begins", "stands") for name in ("ranks", "towers")]
     then = [f"{name} {what}" for what in ("begins", "stands") for name in ("engine 0", "engine 1")]
     assert order == [*began, "measured", "leave 0", "leave 1", *then, "rewards begins", "rewards stands"]
     order.clear()
     cpu = await start_parts("cpu", trainer=ranks, engines=engines, rewards=rewards)
-    assert cpu.trainer_facts == {} and cpu.engine_facts == [7, 8]
+    assert cpu.trainer_facts == {"peak_flops": 1e9} and cpu.engine_facts == [7, 8]
     assert order[:4] == [f"{name} begins" for name in ("engine 0", "engine 1", "rewards", "ranks")]
     assert order[-1] == "measured"
 

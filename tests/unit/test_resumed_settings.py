@@ -1,22 +1,29 @@
 """What a resumed trainer goes on with: the state of the checkpoint under the settings of the run that loads it."""
 
+import dataclasses
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import safe_get_full_fp32_param
+from playing import prompts
 from test_moves import DTYPES, group  # noqa: F401
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.config.schema import ActorConfig, Config, OptimConfig
+from rlfuse.data.prompts import PromptSource
 from rlfuse.engines.pipeline.layout import Pipelines, Place
 from rlfuse.engines.pipeline.pipeline_rank import PipelineRank
 from rlfuse.engines.pipeline.stages import DeviceStages
 from rlfuse.engines.trainer.optimizer import set_lr, take_step, trainable
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
+from rlfuse.fusion.selection import Selection
+from rlfuse.run.job import Job
+from rlfuse.run.wiring import _restore
 
 KINDS = [(TrainerRank, 0, "float32"), (TrainerRank, 0, "bfloat16"), (TrainerRank, 1, "bfloat16")]
 KINDS += [(TrainerRank, 2, "float32"), (TrainerRank, 3, "bfloat16"), (PipelineRank, 1, "float32")]
@@ -61,6 +68,9 @@ def test_a_new_rate_decay_and_clipping_are_what_the_optimizer_uses(tmp_path, kin
     optim = OptimConfig(weight_decay=0.5)
     reader, model, _ = rank_of(kind, stage, dtype, lr=1e-3, grad_clip=0.25, optim=optim)
     reader.load(tmp_path)
+    if kind is TrainerRank:
+        numel = sum(size for _, size in reader.sizes("actor")) // DTYPES[dtype].itemsize
+        assert reader._multiplied("actor") == (numel - 2 * 16 * 16, 16 * 16), "all but the embedding"
     actor, weights = reader.engines["actor"], [weights_of(reader)]
     for factor in (0.0, 0.5, 1.0):
         assert math.isfinite(step(reader, model, factor))
@@ -89,3 +99,20 @@ def test_what_zero_1_saved_goes_on_under_zero_2(tmp_path):
     reader, model, _ = rank_of(TrainerRank, 2, "bfloat16", lr=1e-2)
     reader.load(tmp_path)
     assert [step(reader, model) for _ in range(2)] == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ("exact", ["2 prompts that were set aside", "(rows 5, 7 of data.train_files)", "fusion.data=over_sampling"]),
+        ("over_sampling", []),
+    ],
+)
+def test_a_resume_reports_prompts_that_it_skips(data, expected):
+    selection, said = Selection(data, 0.5, 4, PromptSource(prompts(8), 4, False, 0)), []
+    state = {"selection": {"again": [7, 5, 7], "new": []}}
+    job = Job(Config(), Path(), Path("global_step_2"), state, 0.0)
+    _restore({"selection": selection}, job, selection, said.append)
+    assert len(said) == bool(expected) and all(part in said[0] for part in expected)
+    _restore({}, dataclasses.replace(job, checkpoint=None), selection, said.append)
+    assert len(said) == bool(expected)

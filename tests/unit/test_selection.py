@@ -13,7 +13,7 @@ from random_engines import partial, response
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import PromptSource
 from rlfuse.errors import DataError
-from rlfuse.fusion.selection import LABELS, Selection, drawn_at_most, label
+from rlfuse.fusion.selection import LABELS, STRENGTH, Selection, choice, drawn_at_most, label, weakest
 from rlfuse.run.build import check_enough
 from rlfuse.samples import Reward, make_groups
 
@@ -212,3 +212,29 @@ def test_labels_say_what_changes():
     assert {label(data) for data in ("over_sampling", "partial_rollout", "one_step_off")} == {"off-policy"}
     assert label("exact", tail_speculation=4) == "exact in distribution"
     assert label("over_sampling", tail_speculation=4) == "off-policy"
+
+
+def test_the_label_of_a_run_is_the_weakest_of_its_steps():
+    assert {label(data, drafted) for data in LABELS for drafted in (0, 1)} | {"mismatched"} == set(STRENGTH)
+    assert weakest(["exact", "off-policy", "exact"]) == "off-policy"
+    assert weakest(reversed(STRENGTH)) == weakest(STRENGTH) == "mismatched"
+    assert weakest(["exact", "reordered", "exact in distribution"]) == "reordered"
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_a_run_is_named_by_what_fusion_selects(data):
+    assert choice({"policy": "adaptive", "data": data}) == ("adaptive" if data == "exact" else data)
+
+
+@pytest.mark.parametrize("data", ["over_sampling", "tail_batching", "partial_rollout"])
+def test_prompts_that_are_set_aside_are_counted_and_kept_after_a_switch(data):
+    steps = Steps(data)
+    assert not steps.selection.set_aside
+    steps.take()
+    exact = Selection("exact", 0.5, 4, steps.source)
+    exact.load_state_dict(steps.selection.state_dict())
+    left = sorted(group.prompt.index for group in steps.left)
+    assert exact.set_aside == left and exact.metrics() == {"fusion/prompts_set_aside": 2}
+    drawn = exact.draw(lambda prompts: make_groups(prompts, 2, 0, 2)).groups
+    assert not {group.prompt.index for group in drawn} & set(left), "a batch of new prompts"
+    assert Selection("exact", 0.5, 4, steps.source).metrics() == {}

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -65,7 +66,7 @@ def test_many_keys_stay_below_what_a_folder_can_be_called():
 
 def test_the_table_has_the_best_first_and_survives_damage(tmp_path):
     trials = []
-    for number, score in enumerate([0.25, 0.75, None]):
+    for number, score in enumerate([0.25, 0.75, None, math.nan]):
         folder = tmp_path / f"a-{number}"
         folder.mkdir()
         (folder / "config.yaml").write_text(
@@ -74,13 +75,13 @@ def test_the_table_has_the_best_first_and_survives_damage(tmp_path):
         text = json.dumps({"val_after": score, "reward_first": 0, "reward_last": number, "seconds": 5.2})
         (folder / "summary.json").write_text(text if number != 2 else text[:9])
         trials.append(Trial(folder.name, {"rollout.n": str(number)}, folder, "finished"))
-    trials.append(Trial("a-3", {}, tmp_path / "a-3", error="rollout 0 died"))
+    trials.append(Trial("a-4", {}, tmp_path / "a-4", error="rollout 0 died"))
     out = io.StringIO()
     tell(trials, out)
     lines = out.getvalue().splitlines()
-    assert [line.split()[0] for line in lines[2:6]] == ["1", "0", "2", "3"]
-    assert lines[-2] == "job 3 failed: rollout 0 died"
-    assert lines[-1].endswith(f"rlfuse report {tmp_path / 'a-1'} {tmp_path / 'a-0'} {tmp_path / 'a-2'}")
+    assert [line.split()[0] for line in lines[2:7]] == ["1", "0", "3", "2", "4"]
+    assert lines[-2] == "job 4 failed: rollout 0 died"
+    assert lines[-1].endswith(" ".join(["rlfuse report", *(str(tmp_path / f"a-{number}") for number in (1, 0, 3, 2))]))
 
 
 def test_a_sweep_over_lists_of_one_entry():

@@ -36,7 +36,7 @@ from rlfuse.engines.pipeline.stages import DeviceStages, Stage, body, check_firs
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
 from rlfuse.engines.trainer.models import packs_exactly
 from rlfuse.engines.trainer.offloading import on_device
-from rlfuse.engines.trainer.optimizer import check_finite, matmul_rate, set_lr, take_step, trainable
+from rlfuse.engines.trainer.optimizer import check_finite, set_lr, take_step, trainable
 from rlfuse.engines.trainer.saving import writing
 from rlfuse.engines.trainer.tensor_parallel import Sharers
 from rlfuse.engines.weights.exporting import Exporter
@@ -86,9 +86,8 @@ class PipelineRank(Rank):
                 if name != "ref":
                     self._make_trainable(name, models)
             self.beside = list(loaded.get("ref", {}).values())
-        dtype = next(iter(self.stages.values())).dtype
         costs = {name: layer_costs(self._path(name), config, each) for name, each in self.layout.items()}
-        return {"packed": packed, "peak_flops": matmul_rate(dtype, self.device), "costs": costs}
+        return {"packed": packed, "costs": costs}
 
     def _let_go(self) -> None:
         """Of what `setup` loaded before, as there is memory for it once; at first there is nothing."""

@@ -22,13 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import AutoConfig
 
 from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import pipelines_of
+from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD
 from rlfuse.engines.pipeline.partition import measured_costs
 from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
 from rlfuse.engines.pipeline.slow_devices import paces, work_of_devices
+from rlfuse.engines.trainer.measuring import multiplied
 from rlfuse.fusion.schedules.planning import planner_of
 from rlfuse.fusion.schedules.search import warm_up
 from rlfuse.samples import Row
@@ -51,9 +54,18 @@ class PipelineTrainer(PipelineGroup):
         compiling = asyncio.to_thread(warm_up if config.fusion.training == "fused" else int)
         (trainer, facts), _ = await asyncio.gather(super().start(config, slots, layout, cores), compiling)
         trainer.planner = planner_of(config)
-        sizes = [tensor for rank in await trainer._sizes("actor") for tensor in rank]
-        parameters = sum(size for _, _, size in sizes) // ITEM_BYTES[config.model.dtype]
-        return trainer, facts | {"parameters": parameters}
+        return trainer, facts | {"parameters": {model: await trainer._multiplied(model) for model in trainer.models}}
+
+    async def _multiplied(self, model: str) -> tuple[int, int]:
+        """As `multiplied`."""
+        path = self.config.critic.path if model == "critic" else None
+        text = AutoConfig.from_pretrained(
+            path or self.config.model.path, trust_remote_code=self.config.model.trust_remote_code
+        ).get_text_config()
+        sizes = {name: size for rank in await self._sizes(model) for _, name, size in rank}
+        numbers = {name: size // ITEM_BYTES[self.config.model.dtype] for name, size in sizes.items()}
+        head = HEAD if HEAD in numbers else EMBEDDING  # of which there is one tensor
+        return multiplied(numbers, [EMBEDDING], head if model == "actor" else None, text)
 
     async def train(
         self, rows: Mapping[str, Sequence[Row]], scored: Mapping[str, Sequence[Row]]

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
+from rlfuse.config.facts import EXPERTS, EXPERTS_USED
 from rlfuse.engines.trainer.attention import Segment, attend
 from rlfuse.engines.trainer.degrees import Costs, Overhead
 
@@ -97,6 +98,22 @@ def _attention(text: PreTrainedConfig, tokens: int, dtype: torch.dtype, device: 
         torch.ones(1, tokens, count, width, dtype=dtype, device=device) for count in (heads, text.num_key_value_heads)
     )
     float(attend(query, key, key, (Segment(0, tokens),), None, None)[0, 0, 0, 0])
+
+
+def multiplied(
+    sizes: Mapping[str, int], lookups: Collection[str], head: str | None, text: PreTrainedConfig
+) -> tuple[int, int]:
+    """Parameters that a token is multiplied by: (of the layers, of the head, which only response tokens reach).
+
+    `sizes`: of the model's tensors. Embeddings are `lookups` and no products; a tied one is the `head`. A token passes
+    through some of the experts.
+    """
+    layers = {name: size for name, size in sizes.items() if name != head and name not in lookups}
+    experts = sum(size for name, size in layers.items() if "experts" in name.split("."))
+    used, count = (
+        next((v for name in names if (v := getattr(text, name, None))), 1) for names in (EXPERTS_USED, EXPERTS)
+    )
+    return sum(layers.values()) - round(experts * (1 - used / count)), 0 if head is None else sizes[head]
 
 
 def fitted(taken: dict[int, Sequence[float]], sizes: tuple[int, int], pair: float, slower: tuple[float, ...]) -> Costs:

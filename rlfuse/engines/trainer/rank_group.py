@@ -73,8 +73,13 @@ class RankGroup:
         """What is trained."""
         return ("actor", "critic") if self.config.uses_critic else ("actor",)
 
-    async def measure(self) -> None:
-        """Time what plans go by, while nothing else is under way on the slots; where they learn it later, nothing."""
+    async def measure(self) -> dict[str, Any]:
+        """Time what plans and utilisation go by, while nothing else runs on the slots; returns facts to log.
+
+        `peak_flops`: FLOP/s of all ranks together, measured at the same time; missing where a device has no room.
+        """
+        speeds = await self._all("probe", "time fixed work")
+        return {} if None in speeds else {"peak_flops": sum(speeds)}
 
     async def take_device(self, slot: int) -> None:
         await self._switch(slot, "trainer", "take its device")

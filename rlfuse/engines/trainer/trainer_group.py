@@ -69,9 +69,10 @@ class TrainerGroup(RankGroup):
             watchdog.say(offload)
         return facts
 
-    async def measure(self) -> None:
+    async def measure(self) -> dict[str, Any]:
         if self._largest_degree > 1:
             self.costs = (await self._all("measure", "time passes"))[0]
+        return await super().measure()
 
     @property
     def lockstep(self) -> bool:

@@ -35,7 +35,7 @@ from rlfuse.engines.trainer.activation_offloading import RankActivations
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
 from rlfuse.engines.trainer.degrees import Costs, degrees_up_to
-from rlfuse.engines.trainer.measuring import measured_costs
+from rlfuse.engines.trainer.measuring import measured_costs, multiplied
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.engines.trainer.models import (
     before_head,
@@ -125,15 +125,22 @@ class TrainerRank(Rank):
         }
         self.packed = config.model.use_remove_padding and all(map(self._packs, self.engines))
         self.shares = self.packed and all(map(attends_by_layout, modules.values()))
-        facts = {
-            "packed": self.packed,
-            "parameters": sum(size for _, size in self.sizes("actor")) // policy.dtype.itemsize,
-            "peak_flops": matmul_rate(policy.dtype, self.device),
-        }
-        self._token_s = 2 * facts["parameters"] / facts["peak_flops"] / self._width
         self._offload_activations()
         self._check_split()
-        return facts | {"shares_prompts": self.shares, "activation_offload": self.activations and str(self.activations)}
+        parameters = {name: self._multiplied(name) for name in self.exporters}
+        offload = self.activations and str(self.activations)
+        facts = {"packed": self.packed, "shares_prompts": self.shares, "activation_offload": offload}
+        return facts | {"parameters": parameters}
+
+    def _multiplied(self, name: str) -> tuple[int, int]:
+        """As `multiplied`."""
+        module = self.engines[name].module
+        names = {id(tensor): key for key, tensor in self.exporters[name].tensors.items()}
+        lookups = [names.get(id(each.weight)) for each in module.modules() if isinstance(each, torch.nn.Embedding)]
+        outputs = module.get_output_embeddings()
+        head = None if outputs is None else names.get(id(outputs.weight))
+        sizes = {key: size // module.dtype.itemsize for key, size in self.sizes(name)}
+        return multiplied(sizes, lookups, head, module.config.get_text_config())
 
     def _offload_activations(self) -> None:
         """Of the models that are trained; every rank calls."""
@@ -181,7 +188,8 @@ class TrainerRank(Rank):
         degrees = degrees_up_to(self.config.training.ulysses_sequence_parallel_size)
         module, width = self.engines["actor"].module, self._width
         text, lockstep = module.config.get_text_config(), width > 1 or self.config.actor.zero_stage == 3
-        return measured_costs(self._probe, degrees, text, self._token_s, module.dtype, self.device, lockstep, width)
+        token_s = 2 * sum(self._multiplied("actor")) / matmul_rate(module.dtype, self.device) / width
+        return measured_costs(self._probe, degrees, text, token_s, module.dtype, self.device, lockstep, width)
 
     @torch.no_grad()
     def _probe(self, tokens: int, degree: int) -> None:

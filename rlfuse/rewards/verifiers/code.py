@@ -15,7 +15,7 @@ from typing import Any
 
 from rlfuse.rewards.sandbox.sandbox import Kind, Limits, Outcome, run_code
 from rlfuse.rewards.thoughts import answer_of, answer_only
-from rlfuse.rewards.verifiers.answers import MOST, bad_truth, excerpt, not_found, verdict
+from rlfuse.rewards.verifiers.answers import MAX_CHARS, bad_truth, excerpt, not_found, verdict
 from rlfuse.rewards.verifiers.code_blocks import solution
 from rlfuse.rewards.verifiers.code_tests import Tests, read_tests
 
@@ -42,7 +42,7 @@ def score(
     limits = Limits(timeout_s, total_s, memory_mb, demand_isolation=demand_isolation)
     tests = read_tests(ground_truth)
     answer = answer_of(solution_str)
-    if len(answer) > MOST:
+    if len(answer) > MAX_CHARS:
         return not_found(None, "code")
     code = solution(answer, tests.fn_name, is_program=tests.kind is Kind.PROGRAM)
     if not code:

@@ -149,7 +149,7 @@ class Selection:
         taken: list[Prompt] = []
         used = {group.prompt.index for group in excluding}
         while len(taken) < count:
-            if len(self._repeated) > 4 * count:
+            if len(self._repeated) > 4 * (count + len(used)):
                 raise ValueError(
                     f"data.train_files has only {len(used)} prompts that differ, and fusion.data={self.data} draws "
                     f"{count} a step: add data, or lower data.train_batch_size or fusion.excess"

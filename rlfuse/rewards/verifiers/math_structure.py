@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 
 def same(truth: str, answer: str) -> bool:
-    """Whether the answer equals the truth."""
+    """Return whether the answer equals the truth."""
     if key(truth) == key(answer):
         return True
     one, other = _read(truth), _read(answer)
@@ -64,12 +64,8 @@ def same(truth: str, answer: str) -> bool:
     for part, rest in ((one, answer), (other, truth)):
         if part.kind == "equation" and _names(part.parts[0]):  # x = 5, or (x, y) = (1, 2)
             return same(part.parts[-1], rest) if part is one else same(rest, part.parts[-1])
-        if (
-            part.kind == "ratio"
-            and len(part.parts) == 2
-            and not (part.mark or part.parts[1].startswith("0"))
-            and _read(rest).kind == "value"
-        ):
+        is_ratio = part.kind == "ratio" and len(part.parts) == 2 and not part.mark and part.parts[1][0] != "0"
+        if is_ratio and _read(rest).kind == "value":  # 3:4, but not 10:08
             return _same_value(rf"\frac{{{part.parts[0]}}}{{{part.parts[1]}}}", rest)
     if {one.kind, other.kind} == {"set", "list"}:
         return _same_solutions(one.parts, other.parts)
@@ -78,7 +74,7 @@ def same(truth: str, answer: str) -> bool:
 
 
 def _names(side: str) -> bool:
-    """Whether a side of an equation is the name of what the other side is, or names in their usual order."""
+    """Return whether a side of an equation is a name, as x in x = 5, or names in alphabetical order."""
     if _NAME.fullmatch(side):
         return True
     part = _read(side)
@@ -127,15 +123,16 @@ def _same_solutions(truths: list[str], answers: list[str]) -> bool:
 
 
 def _named_value(text: str) -> tuple[str, str]:
-    """The name, "" for none, and the value in x = value."""
+    """Return the name, "" for none, and the value in x = value."""
     part = _read(text)
     if part.kind == "equation" and _NAME.fullmatch(part.parts[0]):
         return key(part.parts[0]), part.parts[-1]
     return "", text
 
 
+@functools.lru_cache(maxsize=10_000)
 def _read(text: str) -> Part:
-    """Take an expression apart by what binds least."""
+    """Split an expression at what binds least."""
     text = _member_of(_CONNECTIVE.sub(r" \1 ", text).strip())
     if base := _BASE.fullmatch(text) or _BASE_WORDS.fullmatch(text):
         name = base[2].removeprefix(r"\text{").rstrip("}").removeprefix("base").strip().lower()
@@ -177,7 +174,7 @@ def _pieces(text: str, *separators: str) -> tuple[list[str], list[str]]:
 
 
 def _enclosed(text: str) -> Part | None:
-    r"""A tuple or interval `(a, b]`, or a set `\{a, b\}`; None for anything else, also for (x+1)(x+2)."""
+    r"""Read a tuple or interval `(a, b]`, or a set `\{a, b\}`; None for anything else, also for (x+1)(x+2)."""
     tokens = [match for match in _SCAN.finditer(text)]
     if not tokens or tokens[0][0] not in _OPENING or tokens[-1][0] not in _CLOSING:
         return None
@@ -232,7 +229,7 @@ def _split_sign(text: str) -> Part | None:
 
 
 def _as_intervals(part: Part) -> list[str]:
-    """Inequalities and unions as intervals in canonical text; [] for anything else."""
+    """Return inequalities and unions as intervals in canonical text; [] for anything else."""
     if part.kind == "tuple":
         return [f"{part.mark[0]}{part.parts[0]},{part.parts[1]}{part.mark[1]}"] if len(part.parts) == 2 else []
     if part.kind == "union" or (part.kind == "list" and part.mark == "or"):
@@ -284,7 +281,7 @@ def _same_value(truth: str, answer: str) -> bool:
 
 
 def _equal(truth: str, answer: str, factor: Fraction = Fraction(1)) -> bool:
-    """Whether two expressions have the same value, the answer multiplied by a factor."""
+    """Return whether two expressions have the same value, the answer multiplied by a factor."""
     if key(truth) == key(answer):
         return factor == 1
     if any(_is_name(text) for text in (truth, answer)):
@@ -305,7 +302,7 @@ def _equal(truth: str, answer: str, factor: Fraction = Fraction(1)) -> bool:
 
 
 def _is_name(text: str) -> bool:
-    """Whether the letters are a word or the name of a line or triangle, and no product: on, east, AB."""
+    """Return whether letters are a word or the name of a line or triangle, and no product: on, east, AB."""
     letters = text.strip()
     if not _LETTERS.fullmatch(letters):
         return False

@@ -165,7 +165,9 @@ def _factorial(value: Any) -> Any:
 
 def _binomial(above: Any, below: Any) -> Any:
     if not (isinstance(above, Fraction) and isinstance(below, Fraction)):
-        return _defined(_context.binomial, _small(inexact(above)), _small(inexact(below)))
+        above, below = _small(inexact(above)), _small(inexact(below))
+        over, under, rest = (_defined(_context.gamma, value + 1) for value in (above, below, above - below))
+        return over / (under * rest)
     return Fraction(math.comb(_whole(above), _whole(below)))
 
 

@@ -79,7 +79,7 @@ def quantity(text: str) -> tuple[str, str]:
     if (letter := _LETTER.search(text)) is None:
         return text, ""
     value, tail = text[: letter.start()], text[letter.start() :]
-    if _FUNCTION.search(value):  # \\sin 45^\\circ
+    if _FUNCTION.search(value):  # the degrees of an angle within it
         return text, ""
     if not any(character.isdigit() for character in value) and r"\pi" not in value:
         return text, ""

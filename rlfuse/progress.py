@@ -6,6 +6,7 @@ later by `RunLog.part`. Waits for nothing; where it takes long a line says so no
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -29,6 +30,15 @@ def quiet_libraries() -> None:
     """Before libraries are imported: what this process prints is its own. Whoever set a variable keeps it."""
     os.environ.update(QUIET_LIBRARIES | os.environ)
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)  # it says it found no GPU
+
+
+def say(console: Console, text: str) -> None:
+    """Print a line as it is. A terminal that was just closed is no error: SIGHUP follows, and stops the run."""
+    try:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
 
 
 def watched(console: Console) -> bool:

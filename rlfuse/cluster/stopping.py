@@ -19,9 +19,11 @@ import asyncio
 import os
 import select
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from signal import SIGHUP, SIGINT, SIGTERM
 from types import FrameType
 from typing import Any
@@ -86,7 +88,8 @@ class Stopping:
             if number == SIGTERM or before[number] != signal.SIG_IGN:
                 signal.signal(number, self._hear)
         try:
-            await self._task
+            with _woken_by_signals(self._loop):
+                await self._task
         except BaseException as error:
             # While Ray starts, SIGTERM is its own: it exits with the signal's number.
             started = isinstance(error, SystemExit) and error.code == SIGTERM
@@ -139,6 +142,22 @@ class Stopping:
             f"{NAMES[self._limited_by]}: step {self.step} was not over and saved within "
             f"trainer.preemption_grace_s={self.grace_s:g} s, so what it did is lost."
         )
+
+
+@contextmanager
+def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Handlers run soon even where another thread receives the signal: they run in the main one once that wakes up."""
+    reads, writes = socket.socketpair()
+    with reads, writes:
+        reads.setblocking(False)
+        writes.setblocking(False)
+        loop.add_reader(reads, lambda: reads.recv(4096))
+        before = signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            loop.remove_reader(reads)
 
 
 def _drop_lost_output(terminal: bool) -> None:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rlfuse import __version__
 from rlfuse.cluster.child_processes import keep_hangup_from_children
 from rlfuse.cluster.scratch import keep_temporary_files
-from rlfuse.progress import SILENT_S, quiet_libraries, timed, watched
+from rlfuse.progress import SILENT_S, quiet_libraries, say, timed, watched
 
 
 def begin(source: object) -> Display:
@@ -43,7 +43,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line above what moves."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        say(self.console, text)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:

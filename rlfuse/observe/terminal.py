@@ -28,7 +28,7 @@ from rlfuse.events import Recorder
 from rlfuse.fusion.board import Board
 from rlfuse.observe.live import BETWEEN, SHOWN_STEPS, View, figure, log_line, read_board, render, under_way
 from rlfuse.observe.own_metrics import TRAINING
-from rlfuse.progress import SILENT_S, watched
+from rlfuse.progress import SILENT_S, say, watched
 
 FILE = "live.json"
 LOOK_S = 1.0
@@ -91,7 +91,7 @@ class Terminal:
 
     def say(self, text: str) -> None:
         self._spoke = time.monotonic()
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(self.console, text)
 
     def close(self) -> None:
         """End the live view; its last state stays."""

@@ -150,13 +150,16 @@ child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIP
 async def steps(listening):
     listening.step = 3
     print("under way", flush=True)
-    while not listening.asked:
-        await asyncio.sleep(0.01)
+    await asyncio.wait_for(announced.wait(), 20)  # nothing but the signal wakes the loop
     await asyncio.sleep(0.1)  # the step ends; its checkpoint is written by the children
     print("said to a terminal that is closed", flush=True)
     raise listening.stopped_after(3)
 
-listening = Stopping(60.0, lambda text: print(text, flush=True))
+def say(text):
+    announced.set()
+    print(text, flush=True)
+
+announced, listening = asyncio.Event(), Stopping(60.0, say)
 try:
     asyncio.run(listening.listen_during(steps(listening)))
 except Stopped as end:
@@ -171,8 +174,9 @@ def test_a_closed_terminal_stops_the_run_after_its_step_and_kills_none_of_its_pr
     process, terminal = pty.fork()
     if process == 0:
         os.execv(sys.executable, [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "said")])
-    while b"under way" not in os.read(terminal, 1000):
-        pass
+    said = b""
+    while b"under way\r\n" not in said:
+        said += os.read(terminal, 1000)
     os.close(terminal)  # the kernel sends SIGHUP to the session's leader and to its foreground process group
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
     left = "SIGHUP (the terminal was closed): the run left after step 3, which is saved."

@@ -341,7 +341,7 @@ def fields_of(*files):
 
 def test_names_of_verl_exist_and_become_what_the_table_says():
     found = [row for row in rows(text_of("jobs/coming_from.md"), "verl \\| here") if ".X" not in str(row)]
-    assert len(found) >= 25
+    assert len(found) > 20
     for theirs, ours, *_ in found:
         assert all(map(known, ours)), ours
         for name in theirs:
@@ -366,7 +366,7 @@ def test_names_of_trl_are_those_of_the_installed_one():
 
 def test_keys_of_the_openrlhf_table_exist():
     found = list(rows(text_of("jobs/coming_from.md"), "OpenRLHF \\| here"))
-    assert len(found) >= 25
+    assert len(found) > 20
     for names, ours, *_ in found:
         assert all(name.startswith("--") for name in names) and all(map(known, ours)), (names, ours)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import signal
 import textwrap
@@ -144,6 +145,22 @@ async def test_a_request_that_is_no_payload_is_told_what_one_is(graded):
         async with session.post(url, json=payload) as answer:
             service.MOST_WAITING = service_full
             assert answer.status == 503 and "busy" in (await answer.json())["error"]
+
+
+@pytest.mark.slow
+async def test_a_service_receives_json_whatever_the_truth_is():
+    received = []
+
+    async def answer(request):
+        received.append(json.loads(await request.text(), parse_constant=lambda text: pytest.fail(f"{text} is no JSON")))
+        return web.json_response({"rewards": [1.0]})
+
+    app = web.Application()
+    app.router.add_post("/get_reward", answer)
+    async with Running(app) as url:
+        item = item_of_row({"prompt": "a", "response": "b", "ground_truth": {"x": [float("nan"), -math.inf]}}, 0)
+        [scored] = await asyncio.to_thread(load_function(url).score, [item], 20.0)
+    assert scored.value == 1.0 and received[0]["labels"] == [{"x": ["NaN", "-Infinity"]}]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from rlfuse.files import finite
 from rlfuse.rewards.api.shapes import RewardFunction, adapt
 
 MOST_BYTES = 256 * 2**20
@@ -43,7 +44,7 @@ def service(url: str) -> RewardFunction:
 
 async def _ask(url: str, payload: dict[str, Any]) -> dict[str, Any]:
     try:
-        async with aiohttp.ClientSession() as session, session.post(url, json=payload) as answer:
+        async with aiohttp.ClientSession() as session, session.post(url, json=finite(payload)) as answer:
             body = bytearray()
             async for part in answer.content.iter_chunked(2**16):
                 body += part

@@ -31,6 +31,8 @@ from rlfuse.config.options import as_own_group
 
 EXPERIMENT = "experiment"
 """A whole job, which the other presets of its layer change."""
+NAMING = ("algorithm.adv_estimator", "fusion.policy", "fusion.data")
+"""Keys that say what a preset is: a sweep over presets varies them."""
 
 Presets = Mapping[str, list[str]]
 """Group -> names, several in a sweep; none of a sweep whose values are not known yet."""
@@ -61,6 +63,7 @@ def layered(
     settings = file.settings if file else {}
     below = {group: [name] for group, name in file.presets.items() if group not in typed} if file else {}
     problems = [*_conflicts(typed, given, folders), *_conflicts(below, given | settings.keys(), folders)]
+    problems += _fixed_in_sweep(typed, given, folders)
     told = [*_replaced(settings, typed, given, folders)]
     layer, kept = (typed, given) if EXPERIMENT in typed else ({**below, **typed}, given | settings.keys())
     told += _replaced(_settings_of_experiment(layer, folders), _without_experiment(layer), kept, folders)
@@ -136,6 +139,14 @@ def _conflicts(presets: Presets, given: Collection[str], folders: list[Path]) ->
                 if mine != theirs and key not in given:
                     both = f"{group}={name} sets {mine}, {other}={another} sets {theirs}"
                     yield f"{key}: {both}; set {key}={mine} or {key}={theirs}"
+
+
+def _fixed_in_sweep(presets: Presets, given: Collection[str], folders: list[Path]) -> Iterator[str]:
+    """One line for each setting that makes the presets of a sweep the same."""
+    for group, names in presets.items():
+        for key in [key for key in NAMING if key in given]:
+            if len({contents(group, name, folders).get(key) for name in names}) > 1:
+                yield f"{key}: is set for all jobs, and {group}={','.join(names)} varies it; leave one of them out"
 
 
 def _replaced(settings: Settings, presets: Presets, kept: Collection[str], folders: list[Path]) -> Iterator[str]:

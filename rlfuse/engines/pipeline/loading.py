@@ -124,14 +124,15 @@ def _fill(model: PreTrainedModel, path: str, part: Part) -> None:
     if is_tied(model) and HEAD not in files:
         aliases[HEAD] = EMBEDDING
     aliases |= {alias: name for name in files if (alias := head_name(name)) in names}
-    state, dtype = {}, model.dtype
+    dtypes = dict.fromkeys(names, model.dtype) | {name: each.dtype for name, each in model.named_buffers()}
+    state: dict[str, torch.Tensor] = {}
     share = {name for name in names if part.shares_head and name.startswith("lm_head.")}
     for some, rows in ((names - share, None), (share, _rows(model) if share else None)):
         found = _read(files, {aliases[name] for name in some}, rows)
-        state |= {name: found[aliases[name]].to(dtype) for name in some if aliases[name] in found}
+        state |= {name: found[aliases[name]].to(dtypes[name]) for name in some if aliases[name] in found}
     for name in names - state.keys():
         if name.startswith("score."):
-            state[name] = torch.zeros(model.get_parameter(name).shape, dtype=dtype)
+            state[name] = torch.zeros(model.get_parameter(name).shape, dtype=dtypes[name])
     if missing := sorted(names - state.keys()):
         raise ValueError(f"{path} has no tensor {missing[0]} ({len(missing)} missing): its names must be the model's.")
     model.load_state_dict(state, assign=True)

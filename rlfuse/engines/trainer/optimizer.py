@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, is_zero_param
 from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -171,11 +172,38 @@ def check_finite(engines: Mapping[str, deepspeed.DeepSpeedEngine], names: Iterab
                 )
 
 
+class _ParameterShards(deepspeed.zero.Init):
+    """Shards parameters over the ranks as modules are built, in the model's dtype.
+
+    DeepSpeed's own casts every tensor that a module builds, and would round rotary frequencies to bfloat16.
+    """
+
+    def __init__(self, **options: Any):
+        super().__init__(tensor_overrides=[DeepSpeedTensorOverride.device], **options)
+
+    def _post_init_method(self, module: torch.nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point() and not is_zero_param(parameter):
+                parameter.data = parameter.data.to(self.dtype)
+        super()._post_init_method(module)
+
+
 @contextmanager
-def sharded_loading(settings: ActorConfig, device: str) -> AbstractContextManager:
-    """Under ZeRO-3 models are sharded while they load, so no rank ever holds a whole one."""
-    config = HfDeepSpeedConfig(_config(settings, torch.float32)) if settings.zero_stage == 3 else nullcontext()
-    yield config  # transformers keeps a weak reference: alive for the length of the block
+def sharded_loading(settings: ActorConfig, dtype: str) -> Iterator[None]:
+    """Under ZeRO 3, have `from_pretrained` shard a model while it loads, so that no rank ever holds a whole one.
+
+    `dtype`: `model.dtype`.
+    """
+    if settings.zero_stage < 3:
+        yield
+        return
+    config = HfDeepSpeedConfig(_config(settings, getattr(torch, dtype)))  # transformers keeps a weak reference
+    ours, deepspeed.zero.Init = deepspeed.zero.Init, _ParameterShards  # it constructs it by this name
+    try:
+        yield
+    finally:
+        deepspeed.zero.Init = ours
+        del config
 
 
 def _config(settings: ActorConfig, dtype: torch.dtype) -> dict[str, Any]:

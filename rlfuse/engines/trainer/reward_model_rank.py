@@ -32,7 +32,7 @@ class RewardModelRank(TrainerRank):
         """
         config, path = self.config, self.config.model.path
         torch.manual_seed(config.data.seed)
-        with self.recorder.span("start", cause="run"), sharded_loading(config.actor, self.device):
+        with self.recorder.span("start", cause="run"), sharded_loading(config.actor, config.model.dtype):
             model = load_reward_model(path, config.model, labels)
             if not head_labels(path, config.model.trust_remote_code):
                 zero_head(model, len(labels))

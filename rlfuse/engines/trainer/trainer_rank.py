@@ -102,7 +102,7 @@ class TrainerRank(Rank):
         self.engines: dict[str, Any] = {}
         self.tower = tower and TrainedTower(tower, self.device, config.uses_reference)
         self.beside = self.tower.modules if self.tower else []
-        with self.recorder.span("start", cause="run"), sharded_loading(config.actor, self.device):
+        with self.recorder.span("start", cause="run"), sharded_loading(config.actor, config.model.dtype):
             policy = self._load(load_policy, start)
             if self.tower:
                 self.tower.attach_to(policy)

@@ -17,6 +17,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, is_zero_param
 from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
@@ -39,11 +40,24 @@ def trainable(model: Any, settings: ActorConfig, lr: float, device: str, grid: A
     if own:  # here DeepSpeed clips without telling the norm or looking at it, or by one that lacks parts of the model
         config["gradient_clipping"] = 0.0
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=grid)
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        _undo_step(engine.optimizer)
     if own:
         _clip_before_steps(engine, optimizer, settings.grad_clip or math.inf, grid)
     if settings.zero_stage < 2 and _sums(settings, model.dtype) != model.dtype:
         _sum_in_float32(engine)
     return engine
+
+
+def _undo_step(wrapper: FP16_UnfusedOptimizer) -> None:
+    """Undo the step with zero gradients by which DeepSpeed's optimizer of bfloat16 without ZeRO begins.
+
+    AdamW counted it, so that its first bias corrections would be one step ahead, and decayed the masters.
+    """
+    for weights, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+        for weight, master in zip(weights, masters, strict=True):
+            master.data.copy_(weight)
+    wrapper.optimizer.state.clear()
 
 
 def _clip_before_steps(

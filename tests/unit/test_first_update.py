@@ -1,0 +1,53 @@
+"""The first updates of AdamW, under every ZeRO stage and dtype, and in pipelines: as large as the learning rate."""
+
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from test_moves import DTYPES, group  # noqa: F401
+from test_resumed_settings import rank_of, step
+
+from rlfuse.config.schema import OptimConfig
+from rlfuse.engines.pipeline.pipeline_rank import PipelineRank
+from rlfuse.engines.trainer.trainer_rank import TrainerRank
+
+RATE, DECAY = 1e-3, 0.5
+KINDS = [(TrainerRank, stage, dtype) for stage in range(4) for dtype in DTYPES]
+KINDS += [(PipelineRank, 1, dtype) for dtype in DTYPES]
+
+
+def masters(rank):
+    """float32 weights of the actor, which the optimizer steps on."""
+    engine = rank.engines["actor"]
+    parameters = list(engine.module.parameters())
+    if engine.zero_optimization_stage() == 0:
+        parameters = engine.basic_optimizer.param_groups[0]["params"]
+        return [each.detach().clone() for each in parameters]
+    return [safe_get_full_fp32_param(each).clone() for each in parameters]
+
+
+def steps_of(rank):
+    """How many its optimizer has counted."""
+    return {int(each["step"]) for each in rank.engines["actor"].basic_optimizer.state.values()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, stage, dtype", KINDS)
+def test_an_update_changes_weights_by_the_learning_rate_also_when_resumed(tmp_path, kind, stage, dtype):
+    made = dict(lr=RATE, grad_clip=0.0, optim=OptimConfig(weight_decay=DECAY))
+    rank, model, more = rank_of(kind, stage, dtype, **made)
+    before = masters(rank)
+    if stage < 3:  # whose weights are shards
+        assert all(map(torch.equal, before, [each.float() for each in model.parameters()]))
+    step(rank, model)
+    changes = [new - old * (1 - RATE * DECAY) for old, new in zip(before, masters(rank), strict=True)]
+    sizes = torch.cat([change.flatten().abs() / RATE for change in changes])
+    sizes = sizes[sizes > 0.5]  # the others have no gradient, or one as small as AdamW's epsilon
+    assert len(sizes) > 100 and sizes.max() < 1.001 and (sizes > 0.99).float().mean() > 0.95
+    assert steps_of(rank) == {1}
+    assert rank.save(tmp_path, *more) is None
+    resumed, its_model, _ = rank_of(kind, stage, dtype, **made)
+    resumed.load(tmp_path)
+    assert steps_of(resumed) == {1}
+    for each, its in ((rank, model), (resumed, its_model)):
+        step(each, its)
+    assert steps_of(resumed) == {2} and all(map(torch.equal, masters(rank), masters(resumed)))

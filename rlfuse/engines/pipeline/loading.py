@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.partition import LayerCosts, Part, modelled_costs, parts, share_with_logits
+from rlfuse.engines.trainer.dropout import zero_fields
 from rlfuse.engines.trainer.families import head_name, value_class
 from rlfuse.engines.trainer.models import trainer_ready
 from rlfuse.video.models.base import register_language_models
@@ -61,6 +62,7 @@ def load_stage(path: str, settings: ModelConfig, device: str, part: Part, value:
     trust, labels = settings.trust_remote_code, {"num_labels": 1} if value else {}
     config, dtype = AutoConfig.from_pretrained(path, trust_remote_code=trust, **labels), getattr(torch, settings.dtype)
     register_language_models(config)
+    zero_fields(config)
     with torch.device("meta"):
         if value:
             model = value_class(config, trust)._from_config(config, dtype=dtype)

@@ -32,7 +32,14 @@ from rlfuse.engines.pipeline.lanes import LATER
 from rlfuse.engines.pipeline.layout import Mesh, Pipelines, mesh_of
 from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD, is_tied, layer_costs, load_stage, partition
 from rlfuse.engines.pipeline.schedule_executor import ScheduleExecutor, Timed
-from rlfuse.engines.pipeline.stages import DeviceStages, Stage, body, check_first_layer, check_head
+from rlfuse.engines.pipeline.stages import (
+    DeviceStages,
+    Stage,
+    body,
+    check_first_layer,
+    check_head,
+    check_training_passes,
+)
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
 from rlfuse.engines.trainer.models import packs_exactly
 from rlfuse.engines.trainer.offloading import on_device
@@ -81,6 +88,7 @@ class PipelineRank(Rank):
                 parts = self._parts(name)
                 for stage, model in models.items():
                     check_first_layer(model, packed)
+                    check_training_passes(model, packed, name)
                     self.stages[name, stage] = Stage(config, name, model, parts[stage], packed, self.device)
                     self.progress.follow(model)
                 if name != "ref":

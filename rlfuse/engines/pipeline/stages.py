@@ -21,6 +21,7 @@ from rlfuse.algorithms.losses import share_log_probs
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline import split_backward
 from rlfuse.engines.pipeline.partition import Part
+from rlfuse.engines.trainer.dropout import check_repeatable
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.engines.trainer.models import response_values, visual_embeddings
 from rlfuse.engines.trainer.passes import Loss, actor_loss, critic_loss, log_probs, log_probs_gained, loss_of, weighed
@@ -207,6 +208,12 @@ def check_first_layer(model: PreTrainedModel, packed: bool) -> None:
             f"training.pipeline_parallel_size above 1: the layers of a {type(model).__name__} take its embeddings "
             "changed, and every stage would change what it is handed once more; set it to 1."
         )
+
+
+def check_training_passes(model: PreTrainedModel, packed: bool, role: str) -> None:
+    """EngineError if a stage draws random numbers in training mode (`check_repeatable`)."""
+    inputs = _hidden_states(model, packed)
+    check_repeatable(model, lambda: model.base_model(**inputs), role)
 
 
 @torch.no_grad()

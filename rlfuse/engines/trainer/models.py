@@ -24,6 +24,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.trainer.attention import attend_by_layout
+from rlfuse.engines.trainer.dropout import check_repeatable, zero_dropout, zero_fields
 from rlfuse.engines.trainer.families import RENAMED, ValueHead, value_class
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.errors import EngineError
@@ -129,7 +130,7 @@ def load_critic(path: str, settings: ModelConfig) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
     kind = value_class(config, settings.trust_remote_code)
     names = RENAMED if issubclass(kind, ValueHead) else None
-    model = _load(kind, path, settings, num_labels=1, key_mapping=names)
+    model = _load(kind, path, settings, names, num_labels=1)
     # Saved as `score`, whatever its name was: transformers would go back to that.
     model._weight_conversions = [each for each in model._weight_conversions if each.target_patterns != ["score."]]
     return model
@@ -141,8 +142,8 @@ def load_reward_model(path: str, settings: ModelConfig, labels: Sequence[str]) -
     Its own gives scores for each row of the inputs, but packed inputs are one row for many sequences. Saved, it is the
     ordinary classifier. The head is random unless `path` has one. EngineError for a class without a head, or with more.
     """
-    names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
-    model = _load(AutoModelForSequenceClassification, path, settings, **names)
+    fields = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
+    model = _load(AutoModelForSequenceClassification, path, settings, **fields)
     body, name = model.base_model, type(model).__name__
     heads = [child for child in model.children() if child is not body and not isinstance(child, torch.nn.Dropout)]
     if len(heads) != 1 or body is model:
@@ -181,35 +182,45 @@ def _short(scores: torch.Tensor) -> str:
     return f"{[round(value, 4) for value in scores.flatten().tolist()]} of shape {list(scores.shape)}"
 
 
-def _load(kind: type, path: str, settings: ModelConfig, **overrides) -> PreTrainedModel:
+def _load(
+    kind: type, path: str, settings: ModelConfig, names: dict[str, str] | None = None, **fields: Any
+) -> PreTrainedModel:
+    """`names`: of tensors, as `key_mapping`; `fields`: of the configuration."""
     if Path(path).is_absolute() and not Path(path).is_dir():
         raise FileNotFoundError(f"model.path: there is no model folder at {path}")
-    register_language_models(AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code))
+    config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code, **fields)
+    register_language_models(config)
+    zero_fields(config)
     model = kind.from_pretrained(
         path,
+        config=config,
         dtype=getattr(torch, settings.dtype),
         trust_remote_code=settings.trust_remote_code,
         use_safetensors=True,
-        **overrides,
+        key_mapping=names,
     )
     return trainer_ready(model, settings)
 
 
 def trainer_ready(model: PreTrainedModel, settings: ModelConfig) -> PreTrainedModel:
-    """Attention by layouts (transformers' choice where a model takes none), no dropout (PPO's ratio must be 1 before an
-    update), maybe recomputed activations.
+    """Attention by layouts (transformers' choice where a model takes none), no dropout, maybe recomputed activations.
 
     Visual placeholders get no probability, as in the engine.
     """
     attend_by_layout(model)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    zero_dropout(model)
     if settings.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     exclude(model)
     model.config.architectures = [type(model).__name__]  # else a critic's checkpoint says it is a policy's
     return model
+
+
+def check_training_passes(engine: Any, packed: bool, device: str, role: str) -> None:
+    """EngineError if a model draws random numbers in training mode (`check_repeatable`); every rank calls."""
+    module = engine.module
+    batch = collate(_probe(module.config.get_text_config().vocab_size), packed, device)
+    check_repeatable(module, lambda: engine(**batch.inputs, use_cache=False), role)
 
 
 def packs_exactly(

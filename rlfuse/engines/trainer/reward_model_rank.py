@@ -14,7 +14,7 @@ import torch
 from rlfuse.config.reward_labels import head_labels
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.engines.trainer.attention import attends_by_layout
-from rlfuse.engines.trainer.models import check_forward, load_reward_model, response_scores
+from rlfuse.engines.trainer.models import check_forward, check_training_passes, load_reward_model, response_scores
 from rlfuse.engines.trainer.optimizer import sharded_loading, trainable, zero_head
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
@@ -44,6 +44,7 @@ class RewardModelRank(TrainerRank):
         self.exporters = {MODEL_PART: Exporter(model, self.rank)}
         self.progress.follow(model)
         self.packed = self.shares = config.model.use_remove_padding and attends_by_layout(model)
+        check_training_passes(self.engines[MODEL_PART], self.packed, self.device, "reward model")
         parameters = sum(size for _, size in self.sizes(MODEL_PART)) // model.dtype.itemsize
         self._offload_activations()
         offload = self.activations and str(self.activations)

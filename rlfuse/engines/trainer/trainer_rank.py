@@ -39,6 +39,7 @@ from rlfuse.engines.trainer.measuring import measured_costs, multiplied
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.engines.trainer.models import (
     before_head,
+    check_training_passes,
     load_critic,
     load_policy,
     packs_exactly,
@@ -125,6 +126,8 @@ class TrainerRank(Rank):
         }
         self.packed = config.model.use_remove_padding and all(map(self._packs, self.engines))
         self.shares = self.packed and all(map(attends_by_layout, modules.values()))
+        for name in self.exporters:
+            check_training_passes(self.engines[name], self.packed, self.device, name)
         self._offload_activations()
         self._check_split()
         parameters = {name: self._multiplied(name) for name in self.exporters}

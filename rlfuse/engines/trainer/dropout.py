@@ -37,7 +37,7 @@ def zero_fields(config: PreTrainedConfig | dict[str, Any]) -> None:
 
 
 def zero_dropout(model: PreTrainedModel) -> None:
-    """Set the probability of dropout modules to 0, and what modules hand to functional dropout, attributes or fields."""
+    """Set the probability of dropout modules to 0, and the attributes and fields that functional dropout reads."""
     zero_fields(model.config)
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):

@@ -212,11 +212,11 @@ def sharded_loading(settings: ActorConfig, dtype: str) -> Iterator[None]:
         yield
         return
     config = HfDeepSpeedConfig(_config(settings, getattr(torch, dtype)))  # transformers keeps a weak reference
-    ours, deepspeed.zero.Init = deepspeed.zero.Init, _ParameterShards  # it constructs it by this name
+    original, deepspeed.zero.Init = deepspeed.zero.Init, _ParameterShards  # transformers looks it up by this name
     try:
         yield
     finally:
-        deepspeed.zero.Init = ours
+        deepspeed.zero.Init = original
         del config
 
 

@@ -150,7 +150,8 @@ child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIP
 async def steps(listening):
     listening.step = 3
     print("under way", flush=True)
-    await asyncio.wait_for(announced.wait(), 20)  # nothing but the signal wakes the loop
+    await asyncio.wait({asyncio.ensure_future(announced.wait())}, timeout=20)
+    assert time.monotonic() - began < 10, "only the signal wakes the loop"
     await asyncio.sleep(0.1)  # the step ends; its checkpoint is written by the children
     print("said to a terminal that is closed", flush=True)
     raise listening.stopped_after(3)
@@ -159,7 +160,7 @@ def say(text):
     announced.set()
     print(text, flush=True)
 
-announced, listening = asyncio.Event(), Stopping(60.0, say)
+began, announced, listening = time.monotonic(), asyncio.Event(), Stopping(60.0, say)
 try:
     asyncio.run(listening.listen_during(steps(listening)))
 except Stopped as end:

@@ -16,11 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from rlfuse.config.changes import Change, Effect, abbreviated, unfolded
 from rlfuse.config.documentation import as_typed, by_name
 from rlfuse.config.foreign import renamed
+from rlfuse.config.presets import contents
 from rlfuse.config.schema import Config
 from rlfuse.run_folder import checkpoints, status
 
@@ -166,17 +165,17 @@ def _preset_of(before: Mapping[str, Any]) -> str | None:
 
     typed, had, found = {_key(word) for word in _typed()}, unfolded(before), dict[str, int]()
     for path in sorted((conf_folder() / GROUP).glob("*.yaml")):
-        settings = unfolded(_preset(path))
+        settings = _preset(path)
         agree = [had.get(key) == value for key, value in settings.items() if key not in typed or key == ESTIMATOR]
         if settings.get(ESTIMATOR) == had.get(ESTIMATOR) and 2 * sum(agree) > len(agree):
             found[path.stem] = 2 * sum(agree) - len(agree)
     return max(found, key=found.__getitem__) if found else None
 
 
-def _preset(path: Path) -> Any:
-    """What a preset sets, from the top of a configuration."""
-    own = OmegaConf.to_container(OmegaConf.load(path))
-    return own if "@package _global_" in path.read_text().partition("\n")[0] else {path.parent.name: own}
+def _preset(path: Path) -> dict[str, Any]:
+    """The estimator of a preset, and its settings that are no defaults."""
+    settings = contents(GROUP, path.stem, [path.parents[1]])
+    return {key: value for key, value in settings.items() if key == ESTIMATOR or value != by_name()[key].default}
 
 
 def _name(name: str) -> str:

@@ -174,10 +174,13 @@ def test_a_job_is_stopped(submit, job):
     status, out = finish(submit("--detach", "--include", "helpers", *job[1], *more))
     assert status == 0, out
     name = submitted(out)
+    until = time.monotonic() + 240
+    while time.monotonic() < until and not read_metrics(job[0] / "runs" / "rlfuse" / "long" / "metrics.jsonl"):
+        time.sleep(0.2)
     status, out = finish(submit("stop", name))
     assert status == 0 and f"{name} stopped" in out, out
     status, out = finish(submit("logs", name))
-    assert "SIGTERM" in out and f"{name} stopped" in out, out
+    assert "SIGTERM: the run left after step" in out and f"{name} stopped" in out, out
     status, out = finish(submit("stop", name))
     assert status == 0 and f"{name} has ended already: stopped" in out, out
     status, out = finish(submit("logs", "nobody-knows-me"))

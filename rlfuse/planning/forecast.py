@@ -146,11 +146,19 @@ def _disaggregated(
 
 
 def assumptions(
-    config: Config, machines: Cluster | None, hardware: Hardware | None, lengths: Sequence[int], prompt_tokens: int
+    config: Config,
+    machines: Cluster | None,
+    hardware: Hardware | None,
+    lengths: Sequence[int],
+    prompt_tokens: int,
+    recording: Recording | None = None,
 ) -> list[str]:
     """Return what the forecast rests on, a line each; `machines` and their `hardware`: None for the costs of a run."""
     known = f"responses of {sum(lengths) / len(lengths):.0f} tokens in the mean, {max(lengths)} at most; "
     found = [known + f"prompts of {prompt_tokens}"]
+    if recording is not None and recording.rates:
+        slowest = f"its slowest took {max(recording.rates):.2f} times as long"
+        found.append(f"all slots are like the run's typical ones; {slowest}")
     if machines is not None and hardware is not None:
         found.append(f"{machines.achieved()}; 2 FLOP per parameter and token forward, twice that backward")
         links = hardware.links

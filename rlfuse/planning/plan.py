@@ -282,11 +282,8 @@ def _forecast(
     found = forecast(config, times, roomy, errors, speeds)
     console.print(time_table(found))
     console.print(f"  rollout.disaggregate={config.rollout.disaggregate}: {found.disaggregate}", soft_wrap=True)
-    for line in assumptions(config, machines, hardware, lengths, prompt):
+    for line in assumptions(config, machines, hardware, lengths, prompt, recording):
         console.print(f"  assumed: {escape(line)}", soft_wrap=True)
-    if recording is not None and recording.rates:
-        slowest = f"its slowest took {max(recording.rates):.2f} times as long"
-        console.print(f"  assumed: all slots are like the run's typical ones; {slowest}", soft_wrap=True)
     if hardware is not None:
         for line in _travels(config, shapes, hardware, times.context, memory.moved):
             console.print(escape(line), soft_wrap=True)

@@ -7,6 +7,7 @@ offline unless trainer.wandb_mode=online; TensorBoard's files lie in `tensorboar
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -86,6 +87,7 @@ class Wandb:
                 project=config.trainer.project_name,
                 name=config.trainer.experiment_name,
                 id=identity.read_text(),
+                group=os.environ.get("WANDB_RUN_GROUP"),  # wandb itself reads it once per process
                 resume="allow" if mode == "online" else None,
                 dir=folder,
                 mode=mode,

@@ -264,9 +264,8 @@ def _forecast(
     from rlfuse.simulate.prefill_share import error_of
     from rlfuse.simulate.recorded import read_run
 
-    recording, hardware, machines, speeds = None, None, _machines(config, memory, arguments), ()
-    if arguments.run is not None:
-        recording = read_run(arguments.run)
+    recording = None if arguments.run is None else read_run(arguments.run)
+    hardware, machines, speeds = None, _machines(config, memory, arguments), ()
     lengths = lengths_of(config, arguments.response_tokens, recording)
     prompt = recording.steps[-1].workload.prompt_tokens if recording else -(-config.data.max_prompt_length // 2)
     prompt = min(arguments.prompt_tokens or prompt, config.data.max_prompt_length)

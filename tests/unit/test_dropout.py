@@ -151,15 +151,15 @@ def folder(tmp_path_factory):
 
 
 def of_actor(config):
-    trainer_rank.TrainerRank(config, 0, 1, "cpu").setup(10)
+    trainer_rank.TrainerRank(config, 0, 1, "cpu").setup()
 
 
 def of_reward_model(config):
-    reward_model_rank.RewardModelRank(config, 0, 1, "cpu").setup(10, 0, ["score"])
+    reward_model_rank.RewardModelRank(config, 0, 1, "cpu").setup(0, ["score"])
 
 
 def of_stages(config):
-    pipeline_rank.PipelineRank(config, 0, 1, "cpu").setup([Pipelines("actor", 1)], 10)
+    pipeline_rank.PipelineRank(config, 0, 1, "cpu").setup([Pipelines("actor", 1)])
 
 
 KINDS = [(of_actor, trainer_rank, "load_policy", stage, "actor") for stage in (1, 3)]

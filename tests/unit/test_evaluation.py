@@ -1,146 +1,28 @@
 """Evaluation without engines: which model is meant, what its answers say, and files that go on where they were cut."""
 
-import itertools
 import json
-import math
 import os
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from omegaconf import OmegaConf
 from pyarrow import parquet
 from rich.console import Console
+from test_evaluation_scores import answered, prompts_of
 
 from rlfuse.cli import main as rlfuse
 from rlfuse.config.compose import compose_job
 from rlfuse.config.valid_values import OPEN
-from rlfuse.errors import ConfigError, RewardError
+from rlfuse.errors import ConfigError
 from rlfuse.evaluation import scores
 from rlfuse.evaluation.arguments import checkpoint_among, made_from, own_job, read
 from rlfuse.evaluation.display import Display
-from rlfuse.evaluation.evaluate import FIGURES, RESPONSES, check_failures, folder_of, report_of, show
+from rlfuse.evaluation.evaluate import FIGURES, RESPONSES, folder_of, report_of
 from rlfuse.evaluation.responses import Responses, as_parquet
 from rlfuse.evaluation.source import Source, find
 from rlfuse.files import claimed, read_rows
-from rlfuse.observe.metrics import validation_metrics
-from rlfuse.samples import Prompt, Response, Reward, RewardFailure, make_groups
-
-
-def prompts_of(*sources):
-    return [Prompt(i, np.arange(3, dtype=np.int32), "how many?", (), s, "7") for i, s in enumerate(sources)]
-
-
-def answered(groups, rewards, finish="stop"):
-    """`groups` with these rewards, in order, and responses of growing length."""
-    for number, (sample, reward) in enumerate(zip((s for g in groups for s in g.samples), rewards, strict=True), 1):
-        tokens = np.zeros(number, np.int32)
-        sample.response = Response(tokens, np.zeros(number, np.float32), finish, 0, f"answer {number}")
-        sample.reward = reward
-    return groups
-
-
-# Figures -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", range(1, 7))
-def test_pass_at_k_is_the_share_of_all_choices_with_one_that_passes(n):
-    for passed, k in itertools.product(range(n + 1), range(1, n + 1)):
-        answers = [True] * passed + [False] * (n - passed)
-        share = np.mean([any(chosen) for chosen in itertools.combinations(answers, k)])
-        assert scores.pass_at_k(n, passed, k) == pytest.approx(share, abs=1e-12), (passed, k)
-
-
-def test_pass_at_k_keeps_its_precision_for_many_answers():
-    expected = 1 - math.comb(9900, 256) / math.comb(10_000, 256)
-    assert scores.pass_at_k(10_000, 100, 256) == pytest.approx(expected, rel=1e-9)
-    assert scores.ks(1) == [1] and scores.ks(6) == [1, 2, 4, 6] and scores.ks(8) == [1, 2, 4, 8]
-    with pytest.raises(ValueError, match="k=3: must be 1 to n=2"):
-        scores.pass_at_k(2, 1, 3)
-
-
-def test_figures_are_by_source_and_in_all_and_failures_have_no_score():
-    groups = make_groups(prompts_of("sums", "sums", "words"), 2, 0, 0)
-    acc = [Reward(value - 0.25, {"f/acc": value}) for value in (1.0, 0.0, 1.0, 1.0, 0.0)]
-    answered(groups, [*acc, RewardFailure("f", "timed out")])
-    found = scores.by_source(groups, 0.5)
-    assert list(found) == ["sums", "words", scores.ALL]
-    assert found["sums"]["score"] == 0.75 and found["sums"]["reward"] == 0.5 and scores.score_name(groups) == "acc"
-    assert found["sums"]["pass@k"] == {1: 0.75, 2: 1.0} and found["sums"]["stderr"] == pytest.approx(0.25)
-    assert found["words"] | {"length": None} == {
-        "prompts": 1, "samples": 2, "failed": 1, "reward": -0.25, "score": 0.0, "stderr": None, "pass@k": {1: 0.0},
-        "finish": {"stop": 2}, "length": None, "parts": {"f/acc": 0.0},
-        "coverage": {"f/acc": 0.5},
-    }  # fmt: skip
-    assert found[scores.ALL]["pass@k"] == {1: 0.5, 2: 1.0}, "pass@2 is of the prompts with two scores"
-    assert found[scores.ALL]["length"] == {"mean": 3.5, "median": 3.5, "p95": 5.75, "max": 6}
-
-
-def test_of_several_accuracies_the_score_is_the_mean_as_in_validation_and_each_is_told():
-    groups = make_groups(prompts_of("sums"), 2, 0, 0)
-    answered(groups, [Reward(2.0, {"f/acc": 1.0, "g/acc": 0.0}), Reward(1.0, {"f/acc": 1.0, "g/acc": 1.0})])
-    found = scores.by_source(groups, 0.5)
-    assert found["sums"]["score"] == 0.75 == validation_metrics(groups)["val-core/sums/acc/mean@2"]
-    assert found["sums"]["pass@k"] == {1: 0.5, 2: 1.0}
-    assert found["sums"]["parts"] == {"f/acc": 1.0, "g/acc": 0.5}
-    assert scores.score_name(groups) == "mean of f/acc and g/acc"
-    console = Console(record=True, width=200)
-    show(found, groups, 0.5, console)
-    head, _, row, *_ = (line.split() for line in console.export_text().splitlines() if line.strip())
-    assert head == ["data_source", "answers", "acc", "f/acc", "g/acc", "reward", "pass@1"]
-    assert row == ["sums", "1", "x", "2", "0.750", "1.000", "0.500", "1.500", "0.500"]
-
-
-def test_one_accuracy_for_each_source_is_no_mean():
-    groups = make_groups(prompts_of("sums", "words"), 1, 0, 0)
-    answered(groups, [Reward(1.0, {"f/acc": 1.0}), Reward(0.0, {"g/acc": 0.0})])
-    assert scores.score_name(groups) == "acc" and scores.averaged(groups) == []
-    assert [each["score"] for each in scores.by_source(groups, 0.5).values()] == [1.0, 0.0, 0.5]
-
-
-def test_a_missing_accuracy_counts_as_0_and_its_coverage_is_shown():
-    groups = make_groups(prompts_of("sums", "sums", "sums", "sums", "words"), 1, 0, 0)
-    gated = Reward(0.0, {"gate": 0.0})
-    answered(groups, [Reward(1.0, {"gate": 1.0, "f/acc": 1.0}), gated, gated, Reward(0.5, {"gate": 1.0}), Reward(0.75)])
-    found = scores.by_source(groups, 0.25)
-    assert [each["score"] for each in found.values()] == [0.25, 0.75, 0.35]
-    assert found["sums"]["pass@k"] == {1: 0.25} and validation_metrics(groups)["val-core/sums/acc/mean@1"] == 0.25
-    assert found["sums"]["parts"] == found[scores.ALL]["parts"] == {"gate": 0.5, "f/acc": 0.25}, "words has no parts"
-    assert found["sums"]["coverage"] == {"gate": 1.0, "f/acc": 0.25}
-    console = Console(record=True, width=200)
-    show(found, groups, 0.5, console)
-    assert "Answers that have the part, a missing one counts as 0: f/acc 25.0%." in console.export_text()
-
-
-def test_a_source_that_is_called_all_stays_beside_the_total():
-    groups = answered(make_groups(prompts_of("all", "sums"), 1, 0, 0), [Reward(1.0), Reward(0.0)])
-    found = scores.by_source(groups, 0.5)
-    assert {name: each["score"] for name, each in found.items()} == {"all": 1.0, "sums": 0.0, "all sources": 0.5}
-    alone = scores.by_source(groups[:1], 0.5)
-    assert list(alone) == ["all"]
-
-
-def test_answers_without_any_score_have_no_mean():
-    groups = answered(make_groups(prompts_of("sums"), 1, 0, 0), [RewardFailure("f", "gone")], finish="length")
-    found = scores.by_source(groups, 0.5)
-    assert found["sums"]["score"] is None and found["sums"]["pass@k"] == {} and found["sums"]["failed"] == 1
-    console = Console(record=True, width=200)
-    show(found, groups, 0.5, console)
-    told = console.export_text()
-    with pytest.raises(RewardError, match="1 of 1 answers have no reward"):
-        check_failures(groups, 0.5)
-    check_failures(groups, 1.0)
-    assert "100.0%" in told and "1 answers have no reward" in told and "f: gone" in told
-
-
-def test_a_table_has_a_row_for_each_source_and_a_column_for_each_k():
-    groups = answered(make_groups(prompts_of("sums", "[b]words"), 2, 0, 0), [Reward(float(i % 2)) for i in range(4)])
-    console = Console(record=True, width=200)
-    show(scores.by_source(groups, 0.5), groups, 0.5, console)
-    told = console.export_text()
-    assert all(word in told for word in ("pass@1", "pass@2", "[b]words", "0.500 ±0.000", "reward is above 0.5"))
-
+from rlfuse.samples import Reward, RewardFailure, make_groups
 
 # Which model ---------------------------------------------------------------------------------------------------------
 

@@ -114,10 +114,10 @@ def started(layout, config):
     kind = PipelineRank if layout.stages > 1 else RewardModelRank if layout.reward_model else TrainerRank
     rank = kind(config, dist.get_rank(), RANKS, "cpu")
     if layout.stages > 1:
-        rank.setup([Pipelines(role, layout.stages, width=layout.tensor) for role in ROLES], 10)
+        rank.setup([Pipelines(role, layout.stages, width=layout.tensor) for role in ROLES])
         return rank
     rank.meet_groups()
-    rank.setup(10, *([0, ["score"]] if layout.reward_model else []))
+    rank.setup(*([0, ["score"]] if layout.reward_model else []))
     return rank
 
 

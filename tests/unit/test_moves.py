@@ -209,7 +209,7 @@ def states_of(trained, folder):
 
 
 def same(ours, theirs):
-    assert ours.pop("schedule") == theirs.pop("schedule")
+    assert ours.pop("optimizer") == theirs.pop("optimizer")
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

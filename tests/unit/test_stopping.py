@@ -209,7 +209,7 @@ class Learner:
 
     steps = 0
 
-    async def learn(self, pairs):
+    async def learn(self, pairs, lr_factor):
         self.steps += 1
         if self.steps == 2:
             os.kill(os.getpid(), SIGINT)

@@ -56,7 +56,7 @@ KEYS_BY_TEST = {
     "rollout.val_kwargs.temperature rollout.val_kwargs.top_p rollout.val_kwargs.top_k data.max_response_length",
     "test_dynamic_sampling.py": "algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches",
     "test_data.py": "data.filter_overlong_prompts data.shuffle data.seed data.prompt_key data.train_files "
-    "data.val_files rollout.val_kwargs.n",
+    "data.apply_chat_template_kwargs data.val_files rollout.val_kwargs.n",
     "test_resumed_settings.py": "actor.optim.weight_decay actor.grad_clip",
     "test_checkpoints.py": "trainer.max_ckpt_to_keep trainer.resume_mode",
 }

@@ -25,7 +25,7 @@ from rlfuse.config.schema import DataConfig
 from rlfuse.data.messages import chat_messages, decoded, tools_of
 from rlfuse.data.rows import raw_rows
 from rlfuse.data.templates import naming_refusals
-from rlfuse.data.tokenizers import conversation_ids
+from rlfuse.data.tokenizers import conversation_ids, without_padding
 from rlfuse.errors import DataError
 from rlfuse.rewards.api.items import conversation
 
@@ -106,20 +106,17 @@ def _tokenise(
     answer = chat_messages(f"{where}, field {side}", given, "assistant")
     tools = tools_of(f"{where}, field tools", row.get("tools"))
     if prompt is None and isinstance(given, str):  # a whole text, with whatever template it was written
-        ids = tokenizer(given).input_ids
+        ids = without_padding(tokenizer(given).input_ids, tokenizer.pad_token_id)
     else:
         before = () if prompt is None else chat_messages(f"{where}, field {prompt_key}", prompt, "user")
         answer = answer[len(before) :] if answer[: len(before)] == before else answer
-        text = "\n".join(message["content"] for message in before) + "\n".join(each["content"] for each in answer)
         first, *more = answer or [{}]
         whole = conversation(before, first["content"]) if first.get("role") == "assistant" else [*before, *answer[:1]]
         with naming_refusals(f"{where}, field {side}"):
-            ids = conversation_ids(tokenizer, [*whole, *more], text, tools)
-    while ids and ids[-1] == tokenizer.pad_token_id:
-        ids = ids[:-1]
+            ids = conversation_ids(tokenizer, [*whole, *more], tools)
     if not ids:
         raise DataError(f"{where}, field {side}: no token is left of {given!r:.60}.")
-    return list(ids)
+    return ids
 
 
 def _margin(where: str, row: dict[str, Any]) -> float:

@@ -67,19 +67,31 @@ def beyond_embedding(tokenizer: PreTrainedTokenizerBase, key: str, path: str, tr
 
 
 def conversation_ids(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], text: str, tools: Any = None
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Any = None
 ) -> list[int]:
-    """The tokens of `conversation_text`."""
-    whole, special = conversation_text(tokenizer, messages, text, tools)
-    return tokenizer(whole, add_special_tokens=special).input_ids
+    """Return the tokens of `conversation_text`, without padding at the end."""
+    whole, special = conversation_text(tokenizer, messages, tools)
+    return without_padding(tokenizer(whole, add_special_tokens=special).input_ids, tokenizer.pad_token_id)
 
 
 def conversation_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], text: str, tools: Any = None
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Any = None
 ) -> tuple[str, bool]:
-    """`messages`, answer included, by the tokenizer's chat template; `text` as it stands where it has none, around
-    which the tokens belong that it puts around a text. `tools`: the row's column."""
+    """Return a conversation, answer included, as a reward model reads it, and whether special tokens are to be added.
+
+    By the tokenizer's chat template; without one the contents, a line each, with the answer directly after them.
+    `tools`: the row's column.
+    """
     if tokenizer.chat_template is None:
-        return text, True
+        *before, answer = (message.get("content") or "" for message in messages)
+        return "\n".join(before) + answer, True
     schemas = tools_of("field tools", tools) or None
     return tokenizer.apply_chat_template(list(messages), tools=schemas, tokenize=False), False
+
+
+def without_padding(ids: Sequence[int], *padding: int | None) -> list[int]:
+    """Return `ids` without these tokens at the end: a sequence's score is that of its last other token."""
+    length = len(ids)
+    while length and ids[length - 1] in padding:
+        length -= 1
+    return list(ids[:length])

@@ -35,6 +35,9 @@ def models(tmp_path_factory):
             for weight in made.parameters():
                 if weight.dim() > 1:
                     weight.normal_(0, 0.15)
+        if made is classifier:  # whose conversations then end with padding
+            tokenizer.pad_token = tokenizer.eos_token
+            made.config.pad_token_id = tokenizer.pad_token_id
         made.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return folder / "judge", folder / "classifier"

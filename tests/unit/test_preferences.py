@@ -1,6 +1,7 @@
 """Pairs from files, the Bradley-Terry loss, calibration, and the labeller of the remainder task."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from rlfuse.engines.trainer.reward_model import rows_of
 from rlfuse.errors import DataError
 from rlfuse.observe.pairs import draw_calibration, summarise_pairs
 from rlfuse.observe.proxy import draw_proxies, draw_proxy
+from rlfuse.rewards.api.items import item_of_row
+from rlfuse.rewards.models.classifier import Transformers
 from rlfuse.tasks.preferences import answers, preference_row, prefers_first
 from rlfuse.tasks.remainder import compute_score, draw_problems
 from rlfuse.tasks.settings import Labeller
@@ -40,6 +43,25 @@ def load(tmp_path, tokenizer, *rows, **settings):
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_preferences([str(path)], tokenizer, DataConfig(train_files=[], **settings))
+
+
+@pytest.mark.parametrize("template", ["as it is", "none"])
+@pytest.mark.parametrize("padding", ["another token", "end of sequence"])
+def test_a_response_is_scored_by_the_tokens_of_training(tmp_path, template, padding):
+    tokenizer = build_tokenizer()
+    if template == "none":
+        tokenizer.chat_template = None
+    if padding == "end of sequence":
+        tokenizer.pad_token = tokenizer.eos_token
+    rows = [{"prompt": [PROMPT], "chosen": [said(GOOD)], "rejected": [said(BAD)]}]
+    rows += [{"chosen": [PROMPT, said(GOOD)], "rejected": [PROMPT, said(BAD)]}]
+    for pair in load(tmp_path, tokenizer, *rows)[0]:
+        for answer, ids in ((GOOD, pair.chosen_ids), (BAD, pair.rejected_ids)):
+            item = replace(
+                item_of_row({"prompt": [PROMPT], "response": answer}), prompt_text="<the policy's> 20 mod 6 ="
+            )
+            assert Transformers.asked(None, item, tokenizer).tokens == (*pair.shared_ids, *ids)
+            assert ids[-1] != tokenizer.pad_token_id
 
 
 def test_every_shape_of_a_conversation_gives_the_same_tokens(tmp_path, tokenizer):

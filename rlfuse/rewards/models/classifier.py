@@ -217,11 +217,11 @@ class Transformers:
         self.context = getattr(text, "max_position_embeddings", None) or math.inf
 
     def asked(self, item: Item, tokenizer: Any) -> Asked:
-        """By the reward model's own chat template; without one, the policy's prompt text and the response."""
+        """Return the item's tokens as in the training of reward models: by the model's own chat template, if any."""
         from rlfuse.data.tokenizers import conversation_ids  # imports transformers
 
-        messages, text = conversation(item.messages, item.response), item.prompt_text + item.response
-        return Asked(tuple(conversation_ids(tokenizer, messages, text, item.columns.get("tools"))))
+        messages = conversation(item.messages, item.response)
+        return Asked(tuple(conversation_ids(tokenizer, messages, item.columns.get("tools"))))
 
     def logits(self, sequences: Sequence[Asked]) -> list[list[float] | RewardFailure]:
         """Return each sequence's logits, or the failure of its batch where that raised."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,23 +70,27 @@ class Pooling:
             self._engine = engine(EngineSettings(model, **same, pooling=True))
         self._sight.start(self._engine)
         self.context = self._engine.model_config.max_model_len
+        text = self._engine.model_config.hf_config.get_text_config()
+        self._padding = {text.pad_token_id, self._engine.get_tokenizer().pad_token_id}
 
     def asked(self, item: Item, tokenizer: PreTrainedTokenizerBase) -> Asked:
         """What is asked of the item. RewardError or VideoError where its markers and what it shows don't match."""
         from rlfuse.data.messages import map_texts
-        from rlfuse.data.tokenizers import conversation_text
+        from rlfuse.data.tokenizers import conversation_text, without_padding
 
         quoted, response = self._sight.quoted, self._sight.quoted(item.response)
-        messages, text = conversation(item.messages, response), item.prompt_text
+        messages = conversation(item.messages, response)
         if not item.visual:
             unmarked = map_texts(quoted, messages)
             if item.lacks_visual and unmarked != messages:
                 raise RewardError(
                     "the prompt has the marker of a clip or image, and none came along, as none does from saved samples"
                 )
-            messages, text = unmarked, quoted(text)
-        text, special = conversation_text(tokenizer, messages, text + response, item.columns.get("tools"))
+            messages = unmarked
+        text, special = conversation_text(tokenizer, messages, item.columns.get("tools"))
         made = self._sight.assemble(text, item.visual, special)
+        # transformers scores the last token that is no padding, vLLM the last.
+        made = replace(made, token_ids=made.token_ids[: len(without_padding(made.token_ids.tolist(), *self._padding))])
         shown = tuple((each.path, each.plan) for each in item.visual)
         return Asked(tuple(made.token_ids.tolist()), shown, item.visual, made)
 

@@ -6,6 +6,7 @@ Role: `load_tokenizer` is called once by the run, before Ray starts; a wrong pat
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,15 @@ def beyond_embedding(tokenizer: PreTrainedTokenizerBase, key: str, path: str, tr
             f"for 0 to {rows - 1}. Use the tokenizer the model was trained with, or resize the embedding once: "
             f"model.resize_token_embeddings({tokens[last] + 1}), then model.save_pretrained."
         )
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a tokenizer into a folder, under a class name that transformers 4 knows, too."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    saved = json.loads(file.read_text())
+    if saved.get("tokenizer_class") == "TokenizersBackend":
+        file.write_text(json.dumps(saved | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
 
 
 def conversation_ids(

@@ -27,7 +27,7 @@ from rlfuse.config.rewards import MODEL_PART
 from rlfuse.config.schema import Config
 from rlfuse.data.preferences import Preference, labels_of, load_preferences
 from rlfuse.data.prompts import PromptSource
-from rlfuse.data.tokenizers import load_tokenizer
+from rlfuse.data.tokenizers import load_tokenizer, save_tokenizer
 from rlfuse.engines.trainer.reward_model import RewardModelTrainer
 from rlfuse.fusion.costs import Costs
 from rlfuse.observe.pairs import PICTURE, summarise_pairs
@@ -78,7 +78,7 @@ async def _run(
 
     async def save(folder: Path) -> None:
         await trainer.save(folder)
-        tokenizer.save_pretrained(folder / MODEL_PART / "huggingface")
+        save_tokenizer(tokenizer, folder / MODEL_PART / "huggingface")
 
     log.attach([trainer], facts, lambda: source.epoch)
     checkpointing = Checkpointing(

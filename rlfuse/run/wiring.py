@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import PromptSource
+from rlfuse.data.tokenizers import save_tokenizer
 from rlfuse.engines.colocation import all_to, to_ranks
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Policy, Settings
@@ -136,7 +137,7 @@ def _checkpointing(
 ) -> Checkpointing:
     async def save(folder: Path) -> None:
         await trainer.save(folder)
-        loaded.tokenizer.save_pretrained(folder / "actor" / "huggingface")
+        save_tokenizer(loaded.tokenizer, folder / "actor" / "huggingface")
         if loaded.video_model is not None:
             await asyncio.to_thread(loaded.video_model.complete, folder / "actor" / "huggingface")
 

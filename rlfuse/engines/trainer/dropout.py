@@ -32,7 +32,7 @@ def zero_fields(config: PreTrainedConfig | dict[str, Any]) -> None:
     for name, value in list(fields.items()):
         if isinstance(value, PreTrainedConfig | dict):
             zero_fields(value)
-        elif _is_noise(name, value):
+        elif is_noise(name, value) and value > 0:
             fields[name] = 0.0
 
 
@@ -43,12 +43,13 @@ def zero_dropout(model: PreTrainedModel) -> None:
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in list(vars(module).items()):
-            if _is_noise(name, value):
+            if is_noise(name, value) and value > 0:
                 setattr(module, name, 0.0)
 
 
-def _is_noise(name: str, value: Any) -> bool:
-    return isinstance(value, float) and value > 0 and any(word in name for word in NOISE)
+def is_noise(name: str, value: Any) -> bool:
+    """Whether a field is a probability or width of noise."""
+    return isinstance(value, float) and any(word in name for word in NOISE)
 
 
 def check_repeatable(model: PreTrainedModel, run: Callable[[], Any], role: str) -> None:

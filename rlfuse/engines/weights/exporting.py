@@ -8,10 +8,10 @@ writes. Never more than one bucket of weights exists beside the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -21,11 +21,16 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
+from rlfuse.engines.trainer.dropout import is_noise
 from rlfuse.engines.trainer.saving import Writing
 from rlfuse.engines.trainer.vision_tower import NAME as TOWER
 
 if TYPE_CHECKING:
     from rlfuse.engines.trainer.tensor_parallel import Sharers
+
+
+NOT_KEPT = ("auto_map", "quantization_config", "_name_or_path", "transformers_version")
+"""Keys of a source that are not true of what is saved, unless transformers saves them."""
 
 
 class Exporter:
@@ -96,10 +101,41 @@ class Exporter:
         if self.model.is_remote_code():  # its code, and in the config where it is
             custom_object_save(self.model, str(folder), config=self.model.config)
         self.model.config.save_pretrained(folder)
+        file = folder / "config.json"
+        file.write_text(
+            json.dumps(self._with_source_keys(json.loads(file.read_text())), indent=2, sort_keys=True) + "\n"
+        )
         if generation := getattr(self.model, "generation_config", None):
             generation.save_pretrained(folder)
+
+    def _with_source_keys(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Add to a saved configuration the keys by which other readers know it: those of the model's source."""
+        config = self.model.config
+        if not config.name_or_path:
+            return saved
+        source, _ = config.get_config_dict(config.name_or_path)
+        return with_keys_of(source, saved, json.loads(config.to_json_string(use_diff=False)))
 
     def _describe(self, folder: Path, weight_map: dict[str, str]) -> None:
         self.save_config(folder)
         index = {"metadata": {"total_size": sum(size for _, size in self.sizes())}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def with_keys_of(source: Mapping[str, Any], saved: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `saved` with all keys of `source`; `whole`: the same configuration as `saved`, defaults included.
+
+    transformers 5 saves rope_theta, rope_scaling and torch_dtype under new names, which transformers 4 does not read,
+    and leaves defaults out. Dropout is off in training only, so the source's values are saved.
+    """
+    found = {key: value for key, value in saved.items() if key in source or not is_noise(key, value)}
+    for key, value in source.items():
+        if isinstance(value, dict) and isinstance(saved.get(key), dict):
+            found[key] = with_keys_of(value, saved[key], whole[key])
+        elif key == "torch_dtype":
+            found[key] = whole.get("dtype") or value
+        elif is_noise(key, value) or key not in (*whole, *NOT_KEPT):
+            found[key] = value
+        elif key in whole:
+            found[key] = whole[key]
+    return found

@@ -158,7 +158,9 @@ def nearest(name: str) -> list[Key]:
         leaf = by_name()[other.keys[0]].leaf  # actor.optim.learning_rate: another framework's word in a group of ours
         same_leaf = [key for key in keys() if key.leaf == leaf]
     if same_leaf:
-        return [key for key in same_leaf if key.group == group] or same_leaf[:3]
+        misspelt = difflib.get_close_matches(name, list(by_name()), n=1, cutoff=0.85)
+        elsewhere = dict.fromkeys([*(by_name()[each] for each in misspelt), *same_leaf])
+        return [key for key in same_leaf if key.group == group] or list(elsewhere)[:3]
     close_leaves = difflib.get_close_matches(leaf, {key.leaf for key in keys()}, n=3, cutoff=0.75)
     candidates = [key for wanted in close_leaves for key in keys() if key.leaf == wanted]
     likeness = {key: difflib.SequenceMatcher(None, name, key.name).ratio() for key in candidates if key.group == group}

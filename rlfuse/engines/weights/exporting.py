@@ -130,12 +130,14 @@ def with_keys_of(source: Mapping[str, Any], saved: Mapping[str, Any], whole: Map
     """
     found = {key: value for key, value in saved.items() if key in source or not is_noise(key, value)}
     for key, value in source.items():
+        if key in NOT_KEPT:
+            continue
         if isinstance(value, dict) and isinstance(saved.get(key), dict):
             found[key] = with_keys_of(value, saved[key], whole[key])
         elif key == "torch_dtype":
             found[key] = whole.get("dtype") or value
-        elif is_noise(key, value) or key not in (*whole, *NOT_KEPT):
+        elif is_noise(key, value) or key not in whole:
             found[key] = value
-        elif key in whole:
+        else:
             found[key] = whole[key]
     return found

@@ -38,7 +38,7 @@ from rlfuse.video.images import ImageFacts
 from rlfuse.video.plan import ClipFacts, VideoPlan
 
 START_S = 120.0
-"""For a new process to import PyAV, on a machine that is busy."""
+"""For a new process to import PyAV and torch, on a machine that is busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class DecodePool:
         if self._pool is None:
             restore_child_signals()
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPool(self.workers, initializer=end_with_parent, context=context)
+            self._pool = ProcessPool(self.workers, initializer=_start_worker, context=context)
         try:
             return self._pool.schedule(function, arguments, timeout=self.timeout_s)
         except RuntimeError as error:  # pebble's word for a broken pool
@@ -234,11 +234,16 @@ class DecodePool:
         return VideoError(problem, remedy, str(call.request))
 
 
-def _decode_into(memory: str, clip: Clip) -> None:
-    """Decode, in a worker, into memory that is shared with the caller."""
+def _start_worker() -> None:
+    """Import what takes seconds before a clip's time begins."""
+    end_with_parent()
     import torch
 
     torch.set_num_threads(1)  # the pool has a process for each core
+
+
+def _decode_into(memory: str, clip: Clip) -> None:
+    """Decode, in a worker, into memory that is shared with the caller."""
     with open(memory, "r+b") as file:
         out = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8).reshape(clip.shape)
     if clip.plan.still:

@@ -67,7 +67,7 @@ class Probe(TrainerGroup):
         """What `start` gives, of ranks that are there."""
         group = cls(config, ranks)
         await group.meet(config)
-        facts = (await group._all("setup", "load its models", 10, None))[0]
+        facts = (await group._all("setup", "load its models", None))[0]
         group.shares_prompts = facts["shares_prompts"]
         return group
 

@@ -70,8 +70,7 @@ class Pooling:
             self._engine = engine(EngineSettings(model, **same, pooling=True))
         self._sight.start(self._engine)
         self.context = self._engine.model_config.max_model_len
-        text = self._engine.model_config.hf_config.get_text_config()
-        self._padding = {text.pad_token_id, self._engine.get_tokenizer().pad_token_id}
+        self._pad_id = self._engine.model_config.hf_config.get_text_config().pad_token_id
 
     def asked(self, item: Item, tokenizer: PreTrainedTokenizerBase) -> Asked:
         """What is asked of the item. RewardError or VideoError where its markers and what it shows don't match."""
@@ -90,7 +89,8 @@ class Pooling:
         text, special = conversation_text(tokenizer, messages, item.columns.get("tools"))
         made = self._sight.assemble(text, item.visual, special)
         # transformers scores the last token that is no padding, vLLM the last.
-        made = replace(made, token_ids=made.token_ids[: len(without_padding(made.token_ids.tolist(), *self._padding))])
+        ids = without_padding(made.token_ids.tolist(), self._pad_id, tokenizer.pad_token_id)
+        made = replace(made, token_ids=made.token_ids[: len(ids)])
         shown = tuple((each.path, each.plan) for each in item.visual)
         return Asked(tuple(made.token_ids.tolist()), shown, item.visual, made)
 

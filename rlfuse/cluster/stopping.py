@@ -51,7 +51,7 @@ class Stopped(Exception):
 
 
 class Stopping:
-    """Whether this job was told to stop. `grace_s`: limit of a step after SIGTERM or SIGHUP; `say`: prints a line."""
+    """Whether a signal stops this job. `grace_s`: limit of a step after SIGTERM or SIGHUP; `say`: prints a line."""
 
     def __init__(self, grace_s: float, say: Callable[[str], None]):
         self.grace_s, self._say = grace_s, say

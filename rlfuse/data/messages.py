@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlfuse.errors import DataError
@@ -44,6 +44,14 @@ def marked_messages(where: str, given: Any, role: str) -> tuple[Message, ...]:
     if not (isinstance(given, list) and given):
         raise DataError(f"{where}: {short(given)} where a non-empty string or list of chat messages belongs.")
     return tuple(_message(f"{where}[{i}]", each) for i, each in enumerate(given))
+
+
+def conversation(messages: Sequence[Message], response: str) -> list[Message]:
+    """Return `messages` with the assistant's response; it continues a final assistant message, a prefill."""
+    *before, last = messages or [{}]
+    if last.get("role") != "assistant":
+        return [*messages, {"role": "assistant", "content": response}]
+    return [*before, last | {"content": f"{last['content']}{response}"}]
 
 
 def decoded(where: str, given: Any) -> Any:

@@ -22,12 +22,11 @@ from transformers import PreTrainedTokenizerBase
 
 from rlfuse.config.reward_labels import ONLY_LABEL
 from rlfuse.config.schema import DataConfig
-from rlfuse.data.messages import chat_messages, decoded, tools_of
+from rlfuse.data.messages import chat_messages, conversation, decoded, tools_of
 from rlfuse.data.rows import raw_rows
 from rlfuse.data.templates import naming_refusals
 from rlfuse.data.tokenizers import conversation_ids, without_padding
 from rlfuse.errors import DataError
-from rlfuse.rewards.api.items import conversation
 
 
 @dataclass(frozen=True, slots=True)

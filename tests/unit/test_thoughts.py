@@ -2,8 +2,9 @@
 
 import pytest
 
+from rlfuse.data.messages import conversation
 from rlfuse.rewards.api.entries import load_entries
-from rlfuse.rewards.api.items import conversation, item_of_row
+from rlfuse.rewards.api.items import item_of_row
 from rlfuse.rewards.thoughts import answer_of, answer_only, format_gate, is_opened, split_thought, without_thought
 from rlfuse.rewards.workers.reward_worker import pack, unpack
 

@@ -148,14 +148,6 @@ def item_of_sample(sample: Sample, prompt_key: str = "prompt") -> Item:
     )
 
 
-def conversation(messages: Sequence[dict[str, Any]], response: str) -> list[dict[str, Any]]:
-    """Return `messages` with the assistant's response; it continues a final assistant message, a prefill."""
-    *before, last = messages or [{}]
-    if last.get("role") != "assistant":
-        return [*messages, {"role": "assistant", "content": response}]
-    return [*before, last | {"content": f"{last['content']}{response}"}]
-
-
 def tokens_of(row: dict[str, Any]) -> list[int] | UnknownTokens:
     """The response's tokens, or as much as a row says of them: a run's has their number, `response_tokens`."""
     given, count = row.get("response_ids"), row.get("response_tokens")

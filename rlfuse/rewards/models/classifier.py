@@ -27,7 +27,7 @@ from rlfuse.config.reward_labels import check_trust, columns, read_config, saved
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.config.valid_values import CHOICES
 from rlfuse.errors import RewardError
-from rlfuse.rewards.api.items import Item, conversation
+from rlfuse.rewards.api.items import Item
 from rlfuse.rewards.api.results import failure
 from rlfuse.rewards.models.pooling import KEY, OTHERWISE, Asked, Pooling, check_head, sees, sight_of
 from rlfuse.rewards.models.sight import Sight
@@ -218,6 +218,7 @@ class Transformers:
 
     def asked(self, item: Item, tokenizer: Any) -> Asked:
         """Return the item's tokens as in the training of reward models: by the model's own chat template, if any."""
+        from rlfuse.data.messages import conversation
         from rlfuse.data.tokenizers import conversation_ids  # imports transformers
 
         messages = conversation(item.messages, item.response)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlfuse.config.reward_labels import OWN_CLASS, head_labels
 from rlfuse.errors import RewardError
-from rlfuse.rewards.api.items import Item, conversation
+from rlfuse.rewards.api.items import Item
 from rlfuse.rewards.api.results import failure
 from rlfuse.rewards.models.sight import Sight, portions
 from rlfuse.samples import FramePlan, RewardFailure, Visual
@@ -73,8 +73,8 @@ class Pooling:
         self._pad_id = self._engine.model_config.hf_config.get_text_config().pad_token_id
 
     def asked(self, item: Item, tokenizer: PreTrainedTokenizerBase) -> Asked:
-        """What is asked of the item. RewardError or VideoError where its markers and what it shows don't match."""
-        from rlfuse.data.messages import map_texts
+        """Return the sequence to score. RewardError or VideoError if markers do not match what the item shows."""
+        from rlfuse.data.messages import conversation, map_texts
         from rlfuse.data.tokenizers import conversation_text, without_padding
 
         quoted, response = self._sight.quoted, self._sight.quoted(item.response)

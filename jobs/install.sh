@@ -156,13 +156,13 @@ warm_deepspeed() {
             .venv/bin/python -c "import $modules" || true # only for speed
         done
     } >/dev/null 2>&1 &
-    if ! RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 timeout 600 .venv/bin/python \
-        >.venv/deepspeed_build.log 2>&1 <<'PYTHON'; then
-import deepspeed
-import torch
+    if ! timeout 600 .venv/bin/python >.venv/deepspeed_build.log 2>&1 <<'PYTHON'; then
+from deepspeed.accelerator import get_accelerator
+from rlfuse.engines.trainer import deepspeed_ops
 
-deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-torch.distributed.destroy_process_group()
+operations = get_accelerator().create_op_builder("ShareMemCommBuilder")
+while reason := deepspeed_ops.load(operations.load):  # also removes the lock of a build that was interrupted
+    print(reason, flush=True)
 PYTHON
         say "that failed (.venv/deepspeed_build.log says why; a C++ compiler is needed)." \
             "Jobs still start, and try again by themselves"

@@ -18,12 +18,14 @@ flaky=0
 part() { # pytest on a folder; that -k selects nothing there is no failure
     local folder=$1 status=0
     shift
-    python -m pytest "tests/$folder" "$@" || status=$?
+    # xdist replaces a worker that died, but then waits forever for the tests that were assigned to it.
+    python -m pytest "tests/$folder" --max-worker-restart 0 "$@" || status=$?
     # Two loaded cores can make a test late. What failed runs once more, alone, and up to its next failure; a test that
     # passes only then is told at the end, and is a defect to mend.
     if [ "$status" = "$SOME_FAILED" ]; then
         echo "once more, alone: the tests that failed"
-        python -m pytest "tests/$folder" "$@" -n 1 --last-failed --last-failed-no-failures none -x || return "$SOME_FAILED"
+        python -m pytest "tests/$folder" "$@" -n 1 --max-worker-restart 0 --last-failed \
+            --last-failed-no-failures none -x || return "$SOME_FAILED"
         flaky=1
     fi
     [ "$status" = "$NONE_SELECTED" ] || [ "$status" = "$SOME_FAILED" ] || return "$status"

@@ -1,10 +1,10 @@
-"""Memory of every process of a run over hours: a tiny job, sampled from outside; growth per process, and a picture.
+"""Memory, open files, shared memory and step time of a tiny run over thousands of steps, and a picture.
 
-    python tests/benchmarks/soak.py --minutes 30 [--out soak.png] [--every 5] [key=value ...]
+    python tests/benchmarks/soak.py --steps 3000 [--out soak.png] [--every 5] [key=value ...]
 
 PPO with critic and reference on two slots, a random model and answers of at most 24 tokens, so that the steps of days
-pass in an hour; checkpoints every 200 steps. Memory is the resident set; Ray's object store is in the raylet's. Growth
-is that of a straight line through what follows the warm-up, the first third; `+-` is twice its standard error.
+pass in an hour; a checkpoint every 200 steps. Every process is sampled from outside. Memory is the resident set; Ray's
+object store is in the raylet's. Growth is the slope of a line through the second half; `+-` is twice its error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlfuse.tasks.settings import WarmStart
 from rlfuse.tasks.vocabulary import build_tokenizer
 from rlfuse.tasks.warm_start import build_model
 
-WARM_UP = 1 / 3
+WARM_UP = 1 / 2
 MIB = 1 << 20
 REWARD = (
     "def even(data_source, solution_str, ground_truth, extra_info=None):\n    return float(len(solution_str) % 2)\n"
@@ -92,7 +92,8 @@ def sample(driver: psutil.Process) -> dict[str, tuple[float, int]]:
             found[name] = process.memory_info().rss / MIB, process.num_fds()
         except psutil.Error:
             continue  # it has just ended
-    return found
+    shared = [file.stat().st_blocks * 512 for file in Path("/dev/shm").rglob("*") if file.is_file()]
+    return found | {"/dev/shm": (sum(shared) / MIB, len(shared))}
 
 
 def growth(steps: np.ndarray, values: np.ndarray) -> tuple[float, float]:
@@ -108,16 +109,15 @@ def last_step(metrics: Path) -> int | None:
     return json.loads(whole[-1])["step"] if whole else None
 
 
-def watch(process: subprocess.Popen, metrics: Path, minutes: float, every: float) -> dict[str, list[tuple]]:
-    """Name -> (step, seconds, MiB, open files), from the first step on."""
-    driver, began, seen = psutil.Process(process.pid), None, defaultdict(list)
-    while began is None or time.time() - began < minutes * 60:
+def watch(process: subprocess.Popen, metrics: Path, steps: int, every: float) -> dict[str, list[tuple]]:
+    """Name -> (step, seconds, MiB, open files), from the first step to step number `steps`."""
+    driver, began, seen, step = psutil.Process(process.pid), time.monotonic(), defaultdict(list), None
+    while (step or 0) < steps:
         if process.poll() is not None:
             raise SystemExit(f"the job ended with status {process.returncode}")
         if (step := last_step(metrics)) is not None:
-            began = began or time.time()
             for name, figures in sample(driver).items():
-                seen[name].append((step, time.time() - began, *figures))
+                seen[name].append((step, time.monotonic() - began, *figures))
         time.sleep(every)
     return seen
 
@@ -152,9 +152,16 @@ def draw(seen: dict[str, list[tuple]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def seconds_per_step(rows: list[tuple]) -> list[float]:
+    """Of each quarter of the steps."""
+    steps, seconds, *_ = np.array(rows).T
+    ends = np.linspace(steps[0], steps[-1], 5)
+    return (np.diff(np.interp(ends, steps, seconds)) / np.diff(ends)).tolist()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between samples")
     parser.add_argument("--out", type=Path, default=Path("soak.png"))
     arguments, overrides = parser.parse_known_args()
@@ -163,15 +170,15 @@ def main() -> None:
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(command(folder, overrides), stdout=log, stderr=subprocess.STDOUT)
         try:
-            seen = watch(process, folder / "runs/rlfuse/run/metrics.jsonl", arguments.minutes, arguments.every)
+            seen = watch(process, folder / "runs/rlfuse/run/metrics.jsonl", arguments.steps, arguments.every)
         except BaseException:
             print((folder / "log").read_text()[-3000:])
             raise
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(120)
-    steps, seconds = (seen["driver"][-1][i] for i in (0, 1))
-    print(f"{steps} steps in {seconds / 60:.1f} minutes")
+    quarters = ", ".join(f"{each:.2f}" for each in seconds_per_step(seen["driver"]))
+    print(f"{seen['driver'][-1][0]} steps; seconds per step in each quarter: {quarters}")
     report(seen)
     draw(seen, arguments.out)
 

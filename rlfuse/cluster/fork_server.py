@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlfuse.cluster import scratch
-from rlfuse.cluster.forked_worker import FORKED, FORKING, SERVER
+from rlfuse.cluster.forked_worker import FORKED, FORKING, SERVER, peer, started_with
 from rlfuse.cluster.garbage import importing
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.schema import Config
@@ -145,9 +145,14 @@ class ForkServer:
         asking, _ = self._listener.accept()
         streams: list[int] = []
         with asking, suppress(OSError, ValueError):  # it went away
+            if peer(asking)[1] != os.getuid():
+                return None
             asking.settimeout(REQUEST_S)
             _, streams, _, _ = socket.recv_fds(asking, 1, STREAMS)
-            wanted = Wanted(streams, **json.load(asking.makefile("rb")))
+            request = json.load(asking.makefile("rb"))
+            changed = started_with(os.getpid()) | request.pop("environment")
+            environment = {name: value for name, value in changed.items() if value is not None}
+            wanted = Wanted(streams, environment=environment, **request)
             differing = _read_by_imports(wanted.environment).items() ^ self._imported_with.items()
             if differing:
                 print("declined for", sorted(dict(differing)), flush=True)

@@ -13,6 +13,7 @@ import os
 import re
 import resource
 import socket
+import struct
 import sys
 
 SERVER = "RLFUSE_FORK_SERVER"
@@ -42,21 +43,39 @@ def request(arguments: list[str]) -> dict | None:
         blame = file.read()
     return {
         "words": words,
-        "environment": dict(os.environ),
         "folder": os.getcwd(),
         "oom_score_adj": blame,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
     }
 
 
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end of a Unix socket."""
+    size = struct.calcsize("3i")
+    pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid, user
+
+
+def started_with(pid: int) -> dict[str, str]:
+    """Return the environment with which a process of this user was started."""
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        pairs = (os.fsdecode(pair).partition("=") for pair in file.read().split(b"\0") if pair)
+    return {name: value for name, _, value in pairs}
+
+
 def forked(wanted: dict) -> bool:
-    """Whether the server has made it."""
+    """Return whether the server forked the worker. Only variables that the server does not have are sent to it."""
     try:
         with socket.socket(socket.AF_UNIX) as server:
             server.settimeout(ANSWER_S)
             server.connect(os.environ[SERVER])
+            pid, user = peer(server)
+            if user != os.getuid():
+                return False
+            has = started_with(pid)
+            changes = dict(os.environ.items() - has.items()) | dict.fromkeys(has.keys() - os.environ.keys())
             socket.send_fds(server, [b"\n"], [0, 1, 2])
-            server.sendall(json.dumps(wanted).encode())
+            server.sendall(json.dumps(wanted | {"environment": changes}).encode())
             server.shutdown(socket.SHUT_WR)
             return server.makefile("rb").read() == FORKING + FORKED
     except OSError:  # none, or it has ended

@@ -41,6 +41,8 @@ JOINING_S = 60.0
 PLACING_S = 5.0
 """For Ray to reserve what is free."""
 START_ATTEMPTS = 3
+SESSIONS = "ray"
+"""Ray's own folder, which it opens to all users, inside the private one of this process."""
 NEEDED_SHARED_MIB = 256
 
 
@@ -236,7 +238,7 @@ def _start_ray(config: Config) -> None:
                     num_cpus=max(os.cpu_count() or 1, config.slots),
                     num_gpus=_gpus(),
                     _node_ip_address=LOOPBACK,
-                    _temp_dir=folder,
+                    _temp_dir=f"{folder}/{SESSIONS}",
                 )
             return
         except Exception as error:
@@ -305,7 +307,7 @@ def stop(logs: Path | None = None) -> None:
     `logs`: a folder of the run for what Ray wrote down, of a run that failed.
     """
     ray.shutdown()
-    for session in scratch.of_this_process().glob("session_*_*"):
+    for session in (scratch.of_this_process() / SESSIONS).glob("session_*_*"):
         if logs is not None and not (logs / session.name).exists():
             with suppress(OSError):  # they are of less worth than what went wrong
                 shutil.copytree(session / "logs", logs / session.name)

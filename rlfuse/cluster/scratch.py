@@ -42,8 +42,8 @@ LIBRARIES = re.compile(r"sem\.mp-|psm_|vllm_dist")
 """Python's semaphores and shared blocks, vLLM's sums between the processes of an engine."""
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 """Inodes are those of other files once the machine has been started again."""
-LONGEST_ROOT = 22
-"""Characters: Ray's sockets lie 85 deeper, and the system takes paths of 107."""
+LONGEST_ROOT = 18
+"""Characters: Ray's sockets lie 89 deeper, and the system takes paths of 107."""
 END_S = 10.0
 LAST = -200
 """Of what multiprocessing does at the end of a process; it removes its own temporary folder at -100."""

@@ -259,7 +259,7 @@ def resumed(job, command, temporary):
     for name in ("metrics", "samples", "events"):  # as if killed in the middle of a row
         with (run / f"{name}.jsonl").open("a") as file:
             file.write('{"step": 9, "x')
-    assert [*temporary.glob("rlfuse-run-*/session_*_*")], "one, or one for each time that Ray was started"
+    assert [*temporary.glob("rlfuse-run-*/ray/session_*_*")], "one, or one for each time that Ray was started"
     extensions = shutil.copytree(os.environ["TORCH_EXTENSIONS_DIR"], folder / "extensions")
     (extensions / "deepspeed_shm_comm" / "lock").touch()  # as if another was killed while it compiled
     (extensions / "rlfuse.lock").write_text("process 1 of nowhere")

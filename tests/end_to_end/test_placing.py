@@ -8,6 +8,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ import ray
 from ray.util.placement_group import get_current_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlfuse.cluster import forked_worker
+from rlfuse.cluster import forked_worker, scratch
 from rlfuse.cluster.remote import call
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.engines.weights.staging import WeightStaging
@@ -161,7 +162,7 @@ def test_a_worker_for_which_nobody_waits_any_more_is_not_forked(tmp_path, monkey
     """Whoever waited too long has Ray's own script start it, and would do so a second time."""
     script, path = tmp_path / "default_worker.py", tmp_path / "fork_server"
     script.write_text("import time\ntime.sleep(600)")
-    wanted = {"words": [str(script)], "environment": dict(os.environ), "folder": str(tmp_path)}
+    wanted = {"words": [str(script)], "folder": str(tmp_path)}
     wanted |= {"oom_score_adj": "0", "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)}
     monkeypatch.setenv(forked_worker.SERVER, str(path))
     with subprocess.Popen([sys.executable, "-c", SERVER, path], stdin=subprocess.PIPE) as process:
@@ -179,6 +180,60 @@ def test_a_worker_for_which_nobody_waits_any_more_is_not_forked(tmp_path, monkey
         finally:
             for each in (*server.children(), server):
                 each.kill()
+
+
+ANOTHER_USER = """
+import os, socket, sys
+os.setuid(65534)
+_, folder, *paths = sys.argv
+for action, *arguments in [(os.listdir, folder), (os.rename, folder, folder + "-2"), (open, folder + "/new", "w"), *(
+    (socket.socket(socket.AF_UNIX).connect, path) for path in paths
+)]:
+    try:
+        action(*arguments)
+    except PermissionError:
+        continue
+    sys.exit(f"another user could do {action} {arguments}")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_reach_the_folder_and_the_sockets_of_a_run(ray_cluster):
+    folder = scratch.of_this_process()
+    bound = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
+    sockets = [path for path in bound if path.startswith(str(folder))]
+    assert {Path(path).name for path in sockets} >= {"fork_server", "plasma_store", "raylet"}
+    subprocess.run([sys.executable, "-c", ANOTHER_USER, folder, *sockets], check=True, timeout=60)
+
+
+FROM_ANOTHER_USER = """
+import json, os, sys
+from rlfuse.cluster import forked_worker
+os.setuid(65534)
+wanted = json.loads(sys.argv[1])
+assert not forked_worker.forked(wanted), "it sent its environment to a server of another user"
+forked_worker.peer, forked_worker.started_with = lambda _: (0, 65534), lambda _: {}
+assert not forked_worker.forked(wanted), "the server of another user started its worker"
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_servers_and_workers_refuse_another_user(monkeypatch):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = {"words": ["/bin/none.py"], "folder": "/", "oom_score_adj": "0", "open_files": limits}
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o777)
+        path = Path(folder) / "fork_server"
+        monkeypatch.setenv(forked_worker.SERVER, str(path))
+        with subprocess.Popen([sys.executable, "-c", SERVER, path], stdin=subprocess.PIPE) as process:
+            try:
+                while not forked_worker.forked(wanted):  # as this user; it may still be starting
+                    assert process.poll() is None
+                    time.sleep(0.05)
+                path.chmod(0o777)
+                subprocess.run([sys.executable, "-c", FROM_ANOTHER_USER, json.dumps(wanted)], check=True, timeout=60)
+            finally:
+                process.kill()
 
 
 class Worker:

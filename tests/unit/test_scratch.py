@@ -86,8 +86,8 @@ def test_a_root_that_is_too_deep_for_sockets_is_not_taken(tmp_path, monkeypatch)
     assert scratch.temporary_root() == Path("/short")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "deep"))
     assert scratch.temporary_root() == Path("/tmp")
-    sockets = f"{'r' * scratch.LONGEST_ROOT}/{scratch.RUN}12345678/session_2026-11-23_03-32-44_869102_4194304/sockets/"
-    assert len(f"{sockets}plasma_store") <= 107
+    session = f"{scratch.RUN}12345678/ray/session_2026-11-23_03-32-44_869102_4194304"
+    assert len(f"{'r' * scratch.LONGEST_ROOT}/{session}/sockets/plasma_store") <= 107
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")

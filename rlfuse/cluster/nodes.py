@@ -24,6 +24,10 @@ from rlfuse.errors import NodeLost
 LOOK_S, ANSWER_S, LOOKS = 2.0, 3.0, 3
 ENOUGH_OF_AN_ID = 8
 """Letters; as many are shown."""
+OF_A_JOB = 8
+"""Letters of a job's id, with which those of its placement groups end."""
+SHOWN = 80
+"""Letters of a job's command."""
 T = TypeVar("T")
 
 
@@ -93,6 +97,26 @@ def alive_nodes() -> list[Node]:
         for each in ray.nodes()
         if (id := each["NodeID"]) and each["Alive"]
     ]
+
+
+def holders() -> dict[str, list[str]]:
+    """Return the other jobs with placement groups or actors on each node, by its id: a job's id, driver and command."""
+    mine, state = ray.get_runtime_context().get_job_id(), ray._private.state.state
+    held = {(each["Address"]["NodeID"], each["JobID"]) for each in state.actor_table(None, None, "ALIVE").values()}
+    for id, group in state.placement_group_table().items():
+        if group["state"] == "CREATED":
+            held |= {(node, id[-OF_A_JOB:]) for node in group["bundles_to_node_id"].values()}
+    drivers = {
+        each["JobID"]: f"process {each['DriverPid']} of {each['DriverIPAddress']}: "
+        f"{' '.join(each['Entrypoint'].split())[:SHOWN]}"
+        for each in state.job_table()
+        if not each["IsDead"]
+    }
+    found: dict[str, list[str]] = {}
+    for node, job in sorted(held):
+        if job != mine:
+            found.setdefault(node, []).append(f"job {job} ({drivers.get(job, 'its driver has ended')})")
+    return found
 
 
 def this_node_id() -> str:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shutil
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,22 +25,27 @@ from unittest import mock
 
 import ray
 from ray._private import ray_constants
-from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlfuse.cluster import cuda, fork_server, forked_worker, scratch, watchdog
 from rlfuse.cluster.child_processes import preserve_sigterm, restore_child_signals
-from rlfuse.cluster.nodes import Node, alive_nodes, answering_nodes, choose, device_of, this_node_id
-from rlfuse.cluster.worker_environment import QUIET, worker_environment
+from rlfuse.cluster.joining import join_ray, without_pages
+from rlfuse.cluster.nodes import Node, alive_nodes, answering_nodes, choose, device_of, holders, this_node_id
+from rlfuse.cluster.worker_environment import QUIET, clear_launcher_variables, worker_environment
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
+from rlfuse.user_folders import home, is_writable
 
 LOOPBACK = "127.0.0.1"
+STARTING_S = 10.0
+"""For the slots of a cluster that has just started."""
 JOINING_S = 60.0
-"""For nodes to join a cluster, and others' jobs to leave it."""
+"""For nodes to join a running cluster."""
 PLACING_S = 5.0
 """For Ray to reserve what is free."""
+FIRST_NOTICE_S, NOTICE_S = 5.0, 60.0
+"""Time until a wait for slots is reported, and between further reports."""
 START_ATTEMPTS = 3
 SESSIONS = "ray"
 """Ray's own folder, which it opens to all users, inside the private one of this process."""
@@ -131,6 +137,7 @@ async def start(config: Config, again: bool = False, without: Collection[str] = 
     `again`: the run has had its slots before, and waits for a lost node's successor as long as for any worker. With
     cluster.device=auto the nodes decide, wherever this process runs. `without`: ids of nodes that are about to leave.
     """
+    clear_launcher_variables()
     os.environ.update({name: value for name, value in QUIET.items() if name.startswith("RAY_")})
     # Ray's own is 15: beside two busy programs on two cores, an engine's start took minutes instead of seconds.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -144,15 +151,13 @@ async def start(config: Config, again: bool = False, without: Collection[str] = 
         else:
             join_ray(config.cluster.ray_address)
     restore_child_signals()
-    patience = 10.0 if config.cluster.ray_address is None else min(JOINING_S, config.cluster.timeout_s)
-    if again:  # a lost node's successor has another name
-        return await _reserve(config, config.cluster.timeout_s, without, needed=())
-    return await _reserve(config, patience, without, config.cluster.node_order)
+    return await _reserve(config, again, without)
 
 
-async def _reserve(config: Config, patience: float, without: Collection[str], needed: Collection[str]) -> Slots:
-    """`needed`: names of nodes without which no slot is taken."""
-    until, per_node, order = time.monotonic() + patience, config.trainer.n_gpus_per_node, config.cluster.node_order
+async def _reserve(config: Config, again: bool, without: Collection[str]) -> Slots:
+    needed = () if again else config.cluster.node_order  # a lost node's successor has another name
+    began, per_node, order = time.monotonic(), config.trainer.n_gpus_per_node, config.cluster.node_order
+    notice = FIRST_NOTICE_S
     while True:  # nodes may be joining
         found = [node for node in answering_nodes() if node.id not in without]
         device, why = device_of(config.cluster.device, found)
@@ -166,14 +171,35 @@ async def _reserve(config: Config, patience: float, without: Collection[str], ne
                 told = f"{'GPUs' if device == 'cuda' else 'CPUs'} of {', '.join(map(str, taken))}: {why}"
                 return Slots(group, config.slots, device, _cores(config, device), tuple(taken), told)
             remove_placement_group(group)
-        if time.monotonic() > until and absent:
+        waited, nodes = time.monotonic() - began, alive_nodes()
+        limit = _patience(config, again, not absent and _have_enough(nodes, config, bundle))
+        if waited > limit and absent:
             raise EngineError(
                 f"cluster.node_order: no node is called {', '.join(absent)}; Ray has {', '.join(map(str, found))}. "
                 "Correct the names, or leave them out"
             )
-        if time.monotonic() > until:
-            raise EngineError(no_room(config, bundle, alive_nodes(), why))
+        if waited > limit:
+            raise EngineError(no_room(config, bundle, nodes, why, holders()))
+        if waited > notice:
+            notice = waited + NOTICE_S
+            lacking = f"nodes called {', '.join(absent)} (cluster.node_order)"
+            lacking = lacking if absent else shortage(config, bundle, nodes, why, holders())
+            watchdog.say(f"Waited {waited:.0f} of at most {limit:g} s for {lacking}")
         await asyncio.sleep(0.2)
+
+
+def _patience(config: Config, again: bool, exist: bool) -> float:
+    """Return how long to wait for slots; `exist`: the cluster has enough of them, free or not."""
+    limit = config.cluster.timeout_s
+    if config.cluster.ray_address is None:
+        return limit if again else STARTING_S
+    return limit if again or exist else min(JOINING_S, limit)
+
+
+def _have_enough(nodes: Sequence[Node], config: Config, bundle: Mapping[str, float]) -> bool:
+    """Whether the nodes have the run's slots, free or not."""
+    idle = [replace(node, free=node.total) for node in nodes]
+    return choose(idle, config.trainer.nnodes, config.trainer.n_gpus_per_node, bundle, "") is not None
 
 
 def _bundle(device: str) -> dict[str, float]:
@@ -188,20 +214,47 @@ def spare_nodes(slots: Slots) -> list[Node]:
     return [node for node in others if choose([node], 1, per_node, bundle, one)]
 
 
-def no_room(config: Config, bundle: Mapping[str, float], nodes: Sequence[Node], why: str) -> str:
-    """What the user reads. `why`: the device of `bundle` was chosen."""
-    free = [f"{node}: {', '.join(f'{node.free.get(name, 0):g} {name}' for name in bundle)}" for node in nodes]
+def shortage(
+    config: Config, bundle: Mapping[str, float], nodes: Sequence[Node], why: str, held: Mapping[str, Sequence[str]]
+) -> str:
+    """Describe the slots that a run needs, what of them is free on `nodes`, and the jobs that hold the rest.
+
+    `why`: the device of `bundle` was chosen; `held`: jobs on each node, by its id.
+    """
+    free = []
+    for node in nodes:
+        counts = [f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name}" for name in bundle]
+        jobs = f", held by {' and '.join(held[node.id])}" if node.id in held else ""
+        free.append(f"{node}: {', '.join(counts)}{jobs}")
     trainer = config.trainer
-    remedy = "start the nodes with --resources='{\"slot\": N}'"
-    if "GPU" in bundle and config.cluster.ray_address is None:
-        remedy = f"run on CPUs (cluster.device=cpu): torch {version('torch')} sees {_gpus()} GPUs on this machine"
-    elif "GPU" in bundle:
-        remedy = "start them with --num-gpus=N --resources='{\"slot\": N}', or run on CPUs (cluster.device=cpu)"
     return (
-        f"Ray could not reserve trainer.n_gpus_per_node={trainer.n_gpus_per_node} slots ({dict(bundle)} each) on "
-        f"trainer.nnodes={trainer.nnodes} nodes ({why}). Free on the cluster's nodes: {'; '.join(free)}. Set both to "
-        f"what is there, or {remedy}."
+        f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} slots ({dict(bundle)} each) on "
+        f"trainer.nnodes={trainer.nnodes} nodes ({why}). Free on the cluster's nodes: {'; '.join(free)}."
     )
+
+
+def no_room(
+    config: Config,
+    bundle: Mapping[str, float],
+    nodes: Sequence[Node],
+    why: str,
+    held: Mapping[str, Sequence[str]],
+) -> str:
+    """Return the message of a run that got no slots in time; arguments as of `shortage`."""
+    remedy = "Set both to what is there, or start the nodes with --resources='{\"slot\": N}'."
+    if _have_enough(nodes, config, bundle):
+        remedy = "Other jobs hold them: wait longer (cluster.timeout_s), end these jobs, or use fewer slots."
+    elif "GPU" in bundle and config.cluster.ray_address is None:
+        remedy = (
+            f"Set both to what is there, or run on CPUs (cluster.device=cpu): torch {version('torch')} sees {_gpus()} "
+            "GPUs on this machine."
+        )
+    elif "GPU" in bundle:
+        remedy = (
+            "Set both to what is there, start the nodes with --num-gpus=N --resources='{\"slot\": N}', or run on CPUs "
+            "(cluster.device=cpu)."
+        )
+    return f"Ray could not reserve {shortage(config, bundle, nodes, why, held)} {remedy}"
 
 
 def _cores(config: Config, device: str) -> tuple[int, ...] | None:
@@ -220,11 +273,12 @@ def _start_ray(config: Config) -> None:
     this process's own folder (`scratch`).
     """
     folder = str(scratch.of_this_process())
+    _have_token()
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             with (
                 _loopback(),
-                _without_pages(),
+                without_pages(),
                 _without_onlookers(),
                 _forked_workers(config),
                 mock.patch.dict(os.environ, TMPDIR=folder),
@@ -245,10 +299,20 @@ def _start_ray(config: Config) -> None:
             ray.shutdown()
             if attempt == START_ATTEMPTS:
                 why = str(error).strip().splitlines()[0]
+                cause = "Usual causes are an overloaded machine and a full disk."
+                if isinstance(error, PermissionError):
+                    cause = "Set HOME, TMPDIR and RAY_TMPDIR to folders that this user can write."
                 raise EngineError(
                     f"Ray did not start on this machine in {START_ATTEMPTS} attempts ({why}). "
-                    "Its logs are in logs/session_* of the run folder; an overloaded machine or a full disk are usual."
+                    f"Its logs are in logs/session_* of the run folder. {cause}"
                 ) from error
+
+
+def _have_token() -> None:
+    """Make a token for the run's own cluster where Ray could not save one: it writes a missing one below HOME."""
+    file, given = home() / ".ray" / "auth_token", ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    if not any(map(os.environ.get, given)) and not file.is_file() and not is_writable(file):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _gpus() -> int:
@@ -261,11 +325,6 @@ def _gpus() -> int:
 def _loopback() -> AbstractContextManager:
     """Ray puts the machine's address in the place of the loopback one, unless it is told to have one node only."""
     return mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False)
-
-
-def _without_pages() -> AbstractContextManager:
-    """Ray prints a page on every worker that dies, wherever logs go; `remote` tells it shorter."""
-    return mock.patch.object(ray._private.worker, "listen_error_messages", lambda *_: None)
 
 
 def _forked_workers(config: Config) -> AbstractContextManager:
@@ -284,21 +343,6 @@ def _without_onlookers() -> AbstractContextManager:
     """
     unasked = ("start_api_server", "start_log_monitor", "start_monitor")
     return mock.patch.multiple(ray._private.node.Node, **{name: lambda *_, **__: None for name in unasked})
-
-
-def join_ray(address: str) -> None:
-    """Connect to a running cluster. Raises EngineError that says how to start one."""
-    try:
-        environment = {"env_vars": watchdog.environment()}
-        with _without_pages():
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
-    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
-        why = str(error).strip().splitlines()[0]
-        raise EngineError(
-            f"Ray could not join the cluster at cluster.ray_address={address} ({why}). Start it (ray start --head; on "
-            "other nodes ray start --address=HEAD:6379), give its token (RAY_AUTH_TOKEN_PATH), or "
-            "leave cluster.ray_address out for one node."
-        ) from error
 
 
 def stop(logs: Path | None = None) -> None:

@@ -22,6 +22,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -321,9 +322,11 @@ def last_report(worker: str, pid: str) -> str:
 
 
 def say(text: str) -> None:
-    """A line for the person, where a run is watched."""
+    """Print a line for the user: in a run into its log too, else on stderr."""
     if watchdog := _current.get():
         watchdog._say(text)
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 async def stack_of(worker: str) -> str:

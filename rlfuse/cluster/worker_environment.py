@@ -1,9 +1,11 @@
 """The variables of every process that Ray starts for a run. Imported before Ray, which reads some of them then."""
 
 import os
+import re
 
 from rlfuse.cluster import cuda
 from rlfuse.progress import QUIET_LIBRARIES
+from rlfuse.user_folders import redirect_caches
 
 # One thread per process: slots share the cores of a CPU host, and two OpenMP pools on one core cost 10x (measured).
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -14,6 +16,25 @@ QUIET = {
     # A worker for each core before anybody asks: most here have an environment of their own, and Ray starts others.
     "RAY_prestart_worker_first_driver": "0",
 } | QUIET_LIBRARIES
+LAUNCHER = re.compile(
+    r"(OMPI_COMM_WORLD|PMI|PMIX|MV2_COMM_WORLD|MPI_LOCAL|PALS|JSM_NAMESPACE|FLUX_TASK|TORCHELASTIC|ACCELERATE|FSDP)_?[A-Z]"
+    r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS)$|MASTER_(ADDR|PORT)$|OMPI_UNIVERSE_SIZE$"
+    r"|((LOCAL|GROUP|ROLE|CROSS|NODE)_)?(RANK|SIZE|WORLD_SIZE)$"
+)
+"""Variables by which mpirun, srun, torchrun, accelerate and deepspeed give a process its place among others. DeepSpeed
+compares them with the run's own ranks, torch connects to torchrun's store, and Transformers leaves out weights."""
+
+
+def prepare_worker() -> None:
+    """Set up the environment of a worker on a node of a running Ray cluster, which may have been started anyhow."""
+    clear_launcher_variables()
+    redirect_caches()
+
+
+def clear_launcher_variables() -> None:
+    """Remove the variables of an outer launcher from this process: the run assigns ranks itself."""
+    for name in filter(LAUNCHER.match, [*os.environ]):
+        del os.environ[name]
 
 
 def worker_environment(device: str) -> dict[str, str]:

@@ -85,7 +85,8 @@ class ClusterConfig:
     """Addresses, or beginnings of Ray's ids, of the nodes whose slots come first, in this order: neighbours in it
     exchange the most. Others follow, the driver's own first; a name that no node has is refused when a run starts."""
     timeout_s: float = 1800.0
-    """Longest time that a worker's start or one remote call may take, and a restarted run waits for lost nodes."""
+    """Longest time that a worker's start or one remote call may take, and that a run waits for slots that other jobs
+    hold or, when it restarts, for lost nodes."""
     heartbeat_s: float = 60.0
     """A rollout engine that for so long does not answer, or stands still with samples at hand, is killed and replaced;
     so is a trainer rank that does so while it scores or trains, and the run goes on from its last checkpoint. Whoever

@@ -18,6 +18,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -28,6 +29,7 @@ from rlfuse import version_of
 from rlfuse.doctor import Finding
 from rlfuse.doctor.gpu import examine_gpus
 from rlfuse.doctor.self_test import LIMIT_S, self_test
+from rlfuse.user_folders import cache_folder, home, is_writable
 
 MIB, GIB = 1 << 20, 1 << 30
 RAY_FULL = 0.95
@@ -124,6 +126,13 @@ def judge_compiler(compiler: str | None, compiled: bool, gpus: bool) -> Finding:
     )
 
 
+def judge_folder(what: str, folder: Path, instead: str, variables: str) -> Finding:
+    """`instead`: the folder that is used if this one is not writable; `variables`: those that name another."""
+    if not instead:
+        return Finding(what, "ok", f"{folder} is writable")
+    return Finding(what, "warning", f"{folder} is not writable", f"{instead} is used; for another, set {variables}")
+
+
 def judge_wandb(logged_in: bool) -> Finding:
     """Runs are logged offline unless they are told otherwise."""
     if logged_in:
@@ -160,6 +169,8 @@ def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = 
     for name, path in (("disk of runs", folder), ("disk of Ray", Path(os.environ.get("RAY_TMPDIR", "/tmp")))):
         usage = shutil.disk_usage(_existing(path))
         yield judge_disk(f"{name} ({path})", usage.free, usage.total)
+    yield judge_folder("HOME", home(), "" if is_writable(home()) else str(cache_folder()), "HOME or RLFUSE_CACHE")
+    yield from _installation()
     yield judge_compiler(shutil.which("g++"), _is_compiled(), gpus > 0)
     yield judge_wandb(_logged_in())
     yield judge_isolation(_missing_isolation())
@@ -199,10 +210,20 @@ def _existing(path: Path) -> Path:
 
 def _is_compiled() -> bool:
     try:
-        from rlfuse.engines.trainer.deepspeed_ops import extensions_folder
+        from rlfuse.engines.trainer import deepspeed_ops
     except ImportError:  # of Ray, which is reported as a package
         return False
-    return any(extensions_folder().glob("**/deepspeed_shm_comm.so"))
+    return deepspeed_ops.is_compiled(deepspeed_ops.COMPILED["ShareMemCommBuilder"])
+
+
+def _installation() -> Iterator[Finding]:
+    """Whether the folder of DeepSpeed's compiled extension, which may be part of the installation, is writable."""
+    with suppress(ImportError):  # of Ray, which is reported as a package
+        from rlfuse.engines.trainer.deepspeed_ops import configured_folder, extensions_folder
+
+        given, used = configured_folder(), extensions_folder()
+        instead = "" if used == given else str(used)
+        yield judge_folder("installation", given, instead, "TORCH_EXTENSIONS_DIR or RLFUSE_CACHE")
 
 
 def _logged_in() -> bool:

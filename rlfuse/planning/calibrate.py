@@ -126,9 +126,9 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _measure_links(arguments: argparse.Namespace, console: Console) -> None:
     """Between the nodes of the cluster at --address, into --out."""
-    from rlfuse.cluster import link_probe, nodes, placement  # imports ray
+    from rlfuse.cluster import joining, link_probe, nodes, placement  # imports ray
 
-    placement.join_ray(arguments.address)
+    joining.join_ray(arguments.address)
     try:
         found = nodes.answering_nodes()
         if len(found) < 2:

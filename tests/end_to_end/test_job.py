@@ -264,7 +264,8 @@ def resumed(job, command, temporary):
     (extensions / "deepspeed_shm_comm" / "lock").touch()  # as if another was killed while it compiled
     (extensions / "rlfuse.lock").write_text("process 1 of nowhere")
     places = {"TORCH_EXTENSIONS_DIR": str(extensions), "TMPDIR": str(temporary)}
-    process = start(command, "adaptive", *more, **places)
+    launcher = {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "RANK": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    process = start(command, "adaptive", *more, **places, **launcher)
     wait_for_step(run, STEPS, process)
     workers = descendants(process)
     os.killpg(process.pid, signal.SIGINT)

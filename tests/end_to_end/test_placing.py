@@ -40,7 +40,8 @@ def test_a_job_takes_the_cluster_s_gpus_from_a_head_without_any():
     device, told, gpus = found["one GPU"]
     assert (device, gpus) == ("cuda", [1.0])
     assert told.startswith("GPUs of ") and "cluster.device=auto, and GPUs are on 1 of 2 nodes" in told
-    assert "1 slot, 1 CPU, 0 GPU" in found["two GPUs"][1] and "cluster.device=cpu" in found["two GPUs"][1]
+    refused = found["two GPUs"][1]
+    assert "1 of 1 slot, 1 of 1 CPU, 0 of 0 GPU" in refused and "cluster.device=cpu" in refused
     assert found["CPUs"][0] == "cpu" and sorted(found["CPUs"][2]) == [0, 1]
 
 

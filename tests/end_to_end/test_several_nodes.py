@@ -35,6 +35,14 @@ STEPS = 4
 ELSEWHERE = ["RolloutWorker", "TrainerRank", "WeightStaging"]
 """Who lives on the node of a slot where the driver is not."""
 AUTHENTICATED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a1b2c3d4" * 8}
+OF_A_LAUNCHER = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "PMI_RANK": "3",
+    "SLURM_PROCID": "3",
+    "WORLD_SIZE": "4",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+"""Variables of nodes that mpirun, srun or torchrun has started: DeepSpeed stops at the first, torch at the last."""
 ASKED_FOR = {"RAY_prestart_worker_first_driver": "0"}
 """No worker for each core of each node before anybody asks."""
 
@@ -45,7 +53,9 @@ def cluster():
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, Path(__file__).with_name("two_nodes.py")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=plain | AUTHENTICATED | ASKED_FOR, start_new_session=True, **pipes)
+    process = subprocess.Popen(
+        command, env=plain | OF_A_LAUNCHER | AUTHENTICATED | ASKED_FOR, start_new_session=True, **pipes
+    )
     found = json.loads(process.stdout.readline())
     everyone = psutil.Process(process.pid).children(recursive=True)
 
@@ -179,6 +189,13 @@ def test_slots_are_on_the_nodes_in_the_order_given(cluster):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["ordered"] == found["usual"][::-1]
     assert "cluster.node_order: no node is called 10.9.8.7; Ray has " in found["absent"]
+    holder = rf"0 of 2 slot, .* CPU, held by job \w{{8}} \(process {found['holder']} of [\d.]+: .*ordered_nodes"
+    assert re.search(holder, found["busy"]), found["busy"]
+    assert "Other jobs hold them: wait longer" in found["busy"] and "(cluster.timeout_s)" in found["busy"]
+    assert "--resources" not in found["busy"]
+    waited = r"Waited \d of at most 60 s for trainer.n_gpus_per_node=1 slots"
+    assert re.search(waited, done.stderr) and re.search(holder, done.stderr), done.stderr
+    assert "did not answer as a Ray head within 1 s" in found["silent"]
 
 
 def test_links_between_the_nodes_are_measured(cluster, tmp_path):

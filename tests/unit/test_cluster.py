@@ -1,16 +1,20 @@
 """What goes wrong on a cluster, told in one message."""
 
+import os
+import re
 import shutil
 import socket
+import time
 from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from rlfuse.cluster import placement, process_logs
+from rlfuse.cluster import joining, placement, process_logs
 from rlfuse.cluster.nodes import Node, answers, choose, device_of, lost_message
 from rlfuse.cluster.remote import explain
+from rlfuse.cluster.worker_environment import clear_launcher_variables
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
@@ -132,6 +136,62 @@ def test_ranks_on_gpus_have_the_cores_of_their_node_between_them():
     assert placement.Slots(group=None, count=16, device="cuda", nodes=()).threads == 1
 
 
+@pytest.mark.parametrize(
+    ("address", "again", "exist", "seconds"),
+    [
+        (None, False, False, placement.STARTING_S),
+        (None, True, False, 900),
+        ("auto", False, True, 900),
+        ("auto", True, False, 900),
+        ("auto", False, False, placement.JOINING_S),
+    ],
+)
+def test_a_run_waits_for_slots_that_are_taken_as_long_as_the_key_says(address, again, exist, seconds):
+    config = Config()
+    config.cluster.timeout_s, config.cluster.ray_address = 900, address
+    assert placement._patience(config, again, exist) == seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        *((name, False) for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_UNIVERSE_SIZE")),
+        *((name, False) for name in ("PMI_RANK", "PMI_SIZE", "PMIX_RANK", "PMIX_NAMESPACE", "MPI_LOCALRANKID")),
+        *((name, False) for name in ("MV2_COMM_WORLD_RANK", "PALS_RANKID", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK")),
+        *((name, False) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS")),
+        *((name, False) for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "ROLE_WORLD_SIZE")),
+        *((name, False) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")),
+        *((name, False) for name in ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT")),
+        *((name, False) for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")),
+        *((name, True) for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "OMPI_MCA_btl", "RANKED", "SIZE_LIMIT")),
+        *((name, True) for name in ("NCCL_SOCKET_IFNAME", "VLLM_RAY_BUNDLE_INDICES", "RAY_ADDRESS", "DS_ACCELERATOR")),
+    ],
+)
+def test_variables_of_an_outer_launcher_are_cleared_and_settings_are_kept(monkeypatch, name, kept):
+    monkeypatch.setattr(os, "environ", {name: "3"})
+    clear_launcher_variables()
+    assert (name in os.environ) == kept
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("127.0.0.1:{free}", "nothing accepts connections there within 0.1 s: .*refused"),
+        ("ray://127.0.0.1:{free}", "Invalid address format"),
+        ("no-such-host.invalid:6379", "nothing accepts connections"),
+        ("127.0.0.1", "Invalid address format"),
+    ],
+)
+def test_an_address_where_no_ray_head_is_fails_soon_with_the_reason(monkeypatch, address, reason):
+    monkeypatch.setattr(joining, "CONNECT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        given = address.format(free=server.getsockname()[1])
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=rf"cluster.ray_address={re.escape(given)}.*{reason}"):
+        joining.join_ray(given)
+    assert time.monotonic() - began < 10
+
+
 # Nodes ---------------------------------------------------------------------------------------------------------------
 
 
@@ -175,16 +235,20 @@ def test_too_few_gpus_are_told_rather_than_replaced_by_cpus():
     _, why = device_of("auto", [CPU_HEAD, BUSY, IDLE])
     assert choose([CPU_HEAD, BUSY, IDLE], 1, 8, bundle, "head") == [IDLE]
     assert choose([CPU_HEAD, BUSY, IDLE], 2, 8, bundle, "head") is None
-    text = placement.no_room(config, bundle, [CPU_HEAD, BUSY, IDLE], why)
+    text = placement.no_room(config, bundle, [CPU_HEAD, BUSY, IDLE], why, {"busy": ["job 07"]})
     for words in (
         "trainer.n_gpus_per_node=8 slots",
         "trainer.nnodes=2 nodes (cluster.device=auto, and GPUs are on 2 of 3 nodes that Ray has)",
-        "10.0.0.1 (head): 8 slot, 8 CPU, 0 GPU; 10.0.0.2 (busy): 0 slot, 8 CPU, 0 GPU; 10.0.0.3 (idle): 8 slot",
-        "--num-gpus=N --resources='{\"slot\": N}', or run on CPUs (cluster.device=cpu)",
+        "10.0.0.1 (head): 8 of 8 slot, 8 of 8 CPU, 0 of 0 GPU; ",
+        "10.0.0.2 (busy): 0 of 8 slot, 8 of 8 CPU, 0 of 8 GPU, held by job 07; 10.0.0.3 (idle): 8 of 8 slot",
+        "Other jobs hold them: wait longer (cluster.timeout_s)",
     ):
         assert words in text
+    assert "--resources" not in text, "the cluster has enough slots"
+    text = placement.no_room(config, bundle, [CPU_HEAD, IDLE], why, {})
+    assert "--num-gpus=N --resources='{\"slot\": N}', or run on CPUs (cluster.device=cpu)" in text
     config.cluster.ray_address = None
-    assert "GPUs on this machine" in placement.no_room(config, bundle, [CPU_HEAD], "cluster.device=cuda")
+    assert "GPUs on this machine" in placement.no_room(config, bundle, [CPU_HEAD], "cluster.device=cuda", {})
 
 
 def test_a_node_is_there_while_somebody_listens_at_its_port():

@@ -49,6 +49,8 @@ def test_the_projects_own_ranges_are_read_and_met_here():
         (examine.judge_compiler(None, False, False), "problem", "g++"),
         (examine.judge_compiler("/usr/bin/g++", False, False), "warning", "install.sh"),
         (examine.judge_compiler(None, False, True), "ok", ""),
+        (examine.judge_folder("HOME", Path("/"), "/tmp/cache", "HOME"), "warning", "/tmp/cache is used"),
+        (examine.judge_folder("HOME", Path("/root"), "", "HOME"), "ok", ""),
         (examine.judge_wandb(False), "warning", "wandb login"),
         (examine.judge_isolation("files can't be confined"), "warning", "lsm=landlock"),
         (examine.judge_isolation(""), "ok", ""),
@@ -77,7 +79,8 @@ def test_the_status_says_whether_jobs_can_run(monkeypatch, capsys):
 
 def test_this_machine_is_examined(tmp_path):
     found = {each.what: each for each in examine.examine(tmp_path / "runs" / "deep")}
-    assert {"torch", "GPUs", "/dev/shm", "open files", "memory", "wandb", "isolation of code"} <= set(found)
+    own = {"HOME", "installation", "torch", "GPUs", "/dev/shm", "open files", "memory", "wandb", "isolation of code"}
+    assert own <= set(found)
     assert any(name.startswith("disk of runs") for name in found)
 
 

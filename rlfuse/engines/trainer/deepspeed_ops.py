@@ -8,6 +8,9 @@ and who comes later would wait without end.
     rlfuse.lock     flock, which ends with its owner, and the owner's name    <- ours, for the whole folder
     */lock          torch's own file, made and removed inside of it
 
+torch writes in the folder at every load. Where it belongs to another user, as an installation may, its compiled
+operations are copied to this user's cache folder, and loaded from there.
+
 Invariant: whoever has `rlfuse.lock` knows that no run is compiling. What it finds of torch's files is then left over if
 the last owner's name still stands there; else other programs may have made it, here (where it shows who works in that
 folder) or on another host that shares it (where only its age tells).
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +35,7 @@ from rlfuse.cluster import watchdog
 from rlfuse.cluster.remote import all_of, call
 from rlfuse.errors import EngineError
 from rlfuse.progress import ticked
+from rlfuse.user_folders import cache_folder, home, is_writable
 
 LOCK = "rlfuse.lock"
 STALE_S = 60.0
@@ -62,7 +67,7 @@ async def load_everywhere(
                 watchdog.say(f"{name}: {why}")
 
     needed, began = [COMPILED[name] for name in builders(device, offload_optimizer)], time.monotonic()
-    missing = [name for name in needed if not any(extensions_folder().rglob(name))]
+    missing = [name for name in needed if not is_compiled(name)]
     if missing:
         watchdog.say("Compiling DeepSpeed's operations: about a minute, once per machine")
     await all_of([one(f"trainer/{i}", rank) for i, rank in enumerate(ranks)])
@@ -75,7 +80,7 @@ def load(operations: Callable[[], Any], patience_s: float = PATIENCE_S) -> str |
 
     EngineError where the folder's file system has no locks.
     """
-    root, deadline = extensions_folder(), time.time() + patience_s
+    given, root, deadline = configured_folder(), extensions_folder(), time.time() + patience_s
     root.mkdir(parents=True, exist_ok=True)
     with (root / LOCK).open("a+") as own:
         while not _locked(own):
@@ -92,6 +97,9 @@ def load(operations: Callable[[], Any], patience_s: float = PATIENCE_S) -> str |
             with suppress(FileNotFoundError):
                 lock.unlink()
                 return f"{lock} was left behind by {killed or 'a process'} that has ended: removed"
+        if root != given:
+            _copy_compiled(given, root)
+            os.environ["TORCH_EXTENSIONS_DIR"] = str(root)
         own.truncate(0)
         own.write(f"process {os.getpid()} of {socket.gethostname()}")
         own.flush()
@@ -111,9 +119,28 @@ def left_over() -> list[Path]:
 
 
 def extensions_folder() -> Path:
-    """Where torch keeps what it compiles: asking `torch.utils.cpp_extension` would cost a second of imports."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    """Return where torch keeps what it compiles for this user."""
+    given, lock = configured_folder(), configured_folder() / LOCK
+    writable = all(map(is_writable, [given, *given.glob("*/")])) and (not lock.exists() or os.access(lock, os.W_OK))
+    return given if writable else cache_folder() / "torch_extensions"
+
+
+def is_compiled(file: str) -> bool:
+    """Whether one of the files in `COMPILED` exists, for this user or to copy."""
+    return any(next(folder.rglob(file), None) for folder in {extensions_folder(), configured_folder()})
+
+
+def configured_folder() -> Path:
+    """Where torch looks: asking `torch.utils.cpp_extension` would cost a second of imports."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", home() / ".cache"))
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or (cache / "torch_extensions").resolve())
+
+
+def _copy_compiled(given: Path, root: Path) -> None:
+    """Copy the operations in `given` that `root` lacks, without those that are being compiled."""
+    for source in {file.parent for name in COMPILED.values() for file in given.rglob(name)}:
+        if not (source / "lock").exists() and not (root / source.name).exists():
+            shutil.copytree(source, root / source.name)
 
 
 def _locks(root: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from rlfuse.fusion.schedules.problem import Problem, ScheduleError
 from rlfuse.fusion.schedules.schedule import Schedule, check, read_schedule
+from rlfuse.user_folders import home
 
 VERSION = 2
 """Of the search: raise it when results change."""
@@ -27,7 +28,7 @@ def folder() -> Path:
     """Where files lie."""
     if own := os.environ.get("RLFUSE_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlfuse" / "schedules"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "rlfuse" / "schedules"
 
 
 def key(problem: Problem, **settings: Any) -> str:

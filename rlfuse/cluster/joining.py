@@ -1,0 +1,76 @@
+"""Connect to a Ray cluster that is already running.
+
+Role: called by `placement.start` and `planning.calibrate`. Waits for the cluster's head, at most CONNECT_S and then
+HANDSHAKE_S; `ray.init` alone retries for minutes where the address is wrong or the head has died.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from unittest import mock
+
+import ray
+from ray._private import services
+from ray._raylet import GcsClient
+from ray.exceptions import RayError
+
+from rlfuse.cluster import watchdog
+from rlfuse.cluster.worker_environment import prepare_worker
+from rlfuse.errors import EngineError
+
+CONNECT_S, HANDSHAKE_S = 10.0, 30.0
+"""Limits for the head of the cluster: to accept a connection, and to answer a request."""
+
+
+def join_ray(address: str) -> None:
+    """Connect to a running cluster. Raises EngineError with the address and the reason."""
+    hook = f"{prepare_worker.__module__}.{prepare_worker.__name__}"
+    environment = {"env_vars": watchdog.environment(), "worker_process_setup_hook": hook}
+    head = address
+    try:
+        head = services.canonicalize_bootstrap_address_or_die(address)
+        _await_head(head)
+        with without_pages():
+            ray.init(address=head, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
+    except (OSError, RayError, RuntimeError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
+        where = "" if head == address else f", which is {head}"
+        raise EngineError(
+            f"Ray could not join the cluster at cluster.ray_address={address}{where} ({why}). Correct the address, "
+            "start the cluster (ray start --head; on other nodes ray start --address=HEAD:6379), give its token "
+            "(RAY_AUTH_TOKEN_PATH), or leave cluster.ray_address out for one node."
+        ) from error
+
+
+def _await_head(address: str) -> None:
+    """Return when a Ray head answers at host:port. Raises OSError: `ray.init` alone would retry for minutes."""
+    until, answer = time.monotonic() + CONNECT_S, Future[GcsClient]()
+    while True:
+        try:
+            socket.create_connection(services.parse_address(address), CONNECT_S).close()
+            break
+        except OSError as error:
+            if time.monotonic() > until:
+                raise ConnectionError(f"nothing accepts connections there within {CONNECT_S:g} s: {error}") from error
+        time.sleep(0.1)
+
+    def ask() -> None:
+        try:
+            answer.set_result(GcsClient(address=address))
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True, name="head of Ray").start()  # it can't be interrupted
+    try:
+        answer.result(HANDSHAKE_S)
+    except TimeoutError as error:
+        raise ConnectionError(f"what listens there did not answer as a Ray head within {HANDSHAKE_S:g} s") from error
+
+
+def without_pages() -> AbstractContextManager:
+    """Ray prints a page on every worker that dies, wherever logs go; `remote` tells it shorter."""
+    return mock.patch.object(ray._private.worker, "listen_error_messages", lambda *_: None)

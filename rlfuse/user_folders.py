@@ -1,0 +1,67 @@
+"""The user's folders, and where libraries write instead if HOME is not writable, as under an arbitrary user id.
+
+Role: `redirect_caches` is called by every command at startup, and by workers on the nodes of a running Ray cluster,
+before a library is imported that looks for its folders then. Invariant: a variable that is set, and a folder that is
+writable, stay as they are; what is read from HOME is still read there.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import tempfile
+from pathlib import Path
+
+FOLDERS = {
+    "XDG_CACHE_HOME": ".cache",
+    "XDG_CONFIG_HOME": ".config",
+    "XDG_DATA_HOME": ".local/share",
+    "TRITON_HOME": ".triton",
+    "FLASHINFER_WORKSPACE_BASE": ".cache/flashinfer",
+    "CUDA_CACHE_PATH": ".nv/ComputeCache",
+}
+"""Variables that libraries read -> where they write below HOME without them."""
+
+
+def home() -> Path:
+    """Return the home folder; / where neither HOME nor the user database has one."""
+    found = Path(os.path.expanduser("~"))
+    return found if found.is_absolute() else Path("/")
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether files can be written in a folder or, until it exists, in the nearest existing folder above it."""
+    while not folder.exists():
+        folder = folder.parent
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def cache_folder() -> Path:
+    """Return the folder for caches whose own is read-only: $RLFUSE_CACHE, else one of this user for temporary files."""
+    if given := os.environ.get("RLFUSE_CACHE"):
+        return Path(given)
+    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / f"rlfuse-cache-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():  # made by another user, who could change it
+        os.environ["RLFUSE_CACHE"] = tempfile.mkdtemp(prefix=f"{folder.name}-")
+        return cache_folder()
+    return folder
+
+
+def redirect_caches() -> str:
+    """Point the variables in `FOLDERS` to `cache_folder()` where HOME is read-only; return a line about it, or ""."""
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:  # torch asks for the user's name
+        os.environ.setdefault("USER", str(os.getuid()))
+    redirected = {name for name, own in FOLDERS.items() if name not in os.environ and not is_writable(home() / own)}
+    if not redirected:
+        return ""
+    if (models := home() / FOLDERS["XDG_CACHE_HOME"] / "huggingface").is_dir():
+        os.environ.setdefault("HF_HOME", str(models))
+    for name in redirected:
+        os.environ[name] = str(cache_folder() / FOLDERS[name])
+    return (
+        f"HOME={home()} is not writable, so that caches are written to {cache_folder()}. Set HOME or RLFUSE_CACHE to a "
+        "writable folder to keep them elsewhere."
+    )

@@ -1,0 +1,23 @@
+"""Imports compiled schedules, loads DeepSpeed's operation and starts Ray, as a user without a home in an installation
+of another user. Prints what was told and where the operation was loaded from."""
+
+import asyncio
+import os
+
+from rlfuse.user_folders import redirect_caches
+
+if __name__ == "__main__":
+    print(redirect_caches())
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    from rlfuse.cluster import placement
+    from rlfuse.config.schema import Config
+    from rlfuse.engines.trainer import deepspeed_ops
+    from rlfuse.fusion.schedules import list_scheduling  # noqa: F401 - numba looks for its cache at import
+
+    assert deepspeed_ops.load(ShareMemCommBuilder().load) is None
+    print(os.environ["TORCH_EXTENSIONS_DIR"])
+    config = Config()
+    config.cluster.device, config.trainer.n_gpus_per_node = "cpu", 1
+    print(asyncio.run(placement.start(config)).told)
+    placement.stop()

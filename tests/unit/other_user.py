@@ -1,0 +1,32 @@
+"""Runs a function as a user who owns nothing: in a fork, since another user may not read this one's interpreter."""
+
+import json
+import os
+
+import pytest
+
+UID = 54321
+"""Of nobody: the user database has no name and no home for it."""
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+def as_other_user(function, **variables):
+    """What `function` returns, as JSON, with these environment variables."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(UID, UID, UID)
+            os.setresuid(UID, UID, UID)
+            os.environ.update(variables)
+            answer = {"result": function()}
+        except BaseException as error:
+            answer = {"error": repr(error)}
+        os.write(write, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        answer = json.load(file)
+    os.waitpid(child, 0)
+    assert "error" not in answer, answer["error"]
+    return answer["result"]

@@ -1,0 +1,72 @@
+"""Folders that belong to another user: HOME, and an installation with DeepSpeed's compiled operations."""
+
+import os
+import stat
+
+import pytest
+from other_user import NEEDS_ROOT, UID, as_other_user
+
+from rlfuse import user_folders
+from rlfuse.engines.trainer import deepspeed_ops
+
+pytestmark = NEEDS_ROOT
+
+
+@pytest.fixture
+def plain(monkeypatch, tmp_path):
+    """No variable of a cache is set; a folder for temporary files that all users write."""
+    for name in (*user_folders.FOLDERS, "HF_HOME", "RLFUSE_CACHE", "USER", "TORCH_EXTENSIONS_DIR", "RAY_TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(folder.stat().st_mode | stat.S_IRWXO)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def redirected():
+    """What a command prints, and the variables that it sets."""
+    names = (*user_folders.FOLDERS, "HF_HOME", "USER")
+    return user_folders.redirect_caches(), {name: os.environ[name] for name in names if name in os.environ}
+
+
+def test_caches_of_a_user_without_a_home_are_written_elsewhere(plain):
+    told, variables = as_other_user(redirected, HOME="/")
+    assert told.startswith(f"HOME=/ is not writable, so that caches are written to {plain}/rlfuse-cache-{UID}. Set ")
+    assert variables.keys() == {*user_folders.FOLDERS, "USER"}
+    assert variables["XDG_CACHE_HOME"] == f"{plain}/rlfuse-cache-{UID}/.cache"
+    assert (plain / f"rlfuse-cache-{UID}").stat().st_mode & 0o777 == 0o700
+
+
+def test_what_is_set_or_writable_stays_and_models_of_a_read_only_home_are_found(plain):
+    (plain / "home" / ".cache" / "huggingface").mkdir(parents=True)
+    given = {"HOME": str(plain / "home"), "XDG_CACHE_HOME": "/given", "RLFUSE_CACHE": str(plain / "mine")}
+    _, variables = as_other_user(redirected, **given)
+    assert variables["XDG_CACHE_HOME"] == "/given" and variables["TRITON_HOME"] == f"{plain}/mine/.triton"
+    assert variables["HF_HOME"] == f"{plain}/home/.cache/huggingface"
+    assert as_other_user(redirected, HOME=str(plain))[0] == "", "a home that is writable"
+
+
+def test_the_cache_folder_is_never_one_that_another_user_made(plain):
+    (plain / f"rlfuse-cache-{UID}").mkdir(mode=0o777)
+    found = as_other_user(lambda: [str(user_folders.cache_folder()) for _ in range(2)])
+    assert found[0].startswith(f"{plain}/rlfuse-cache-{UID}-") and found[0] == found[1]
+
+
+@pytest.mark.parametrize("lock", ["", "process 1 of nowhere"])
+def test_operations_that_another_user_compiled_are_copied_and_loaded(plain, lock):
+    compiled = plain / "installation" / "deepspeed_shm_comm"
+    compiled.mkdir(parents=True)
+    (compiled / deepspeed_ops.COMPILED["ShareMemCommBuilder"]).write_text("compiled")
+    (compiled.parent / deepspeed_ops.LOCK).write_text(lock)
+
+    def load():
+        here, known = [], deepspeed_ops.is_compiled("deepspeed_shm_comm.so")
+        left = deepspeed_ops.left_over()
+        waits = deepspeed_ops.load(lambda: here.append(os.environ["TORCH_EXTENSIONS_DIR"]))
+        return known, [*map(str, left)], waits, here
+
+    known, left, waits, here = as_other_user(load, TORCH_EXTENSIONS_DIR=str(compiled.parent))
+    copy = plain / f"rlfuse-cache-{UID}" / "torch_extensions"
+    assert (known, left, waits, here) == (True, [], None, [str(copy)])
+    assert (copy / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").read_text() == "compiled"
+    assert (compiled.parent / deepspeed_ops.LOCK).read_text() == lock, "another user's"

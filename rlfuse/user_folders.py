@@ -57,7 +57,8 @@ def redirect_caches() -> str:
     redirected = {name for name, own in FOLDERS.items() if name not in os.environ and not is_writable(home() / own)}
     if not redirected:
         return ""
-    if (models := home() / FOLDERS["XDG_CACHE_HOME"] / "huggingface").is_dir():
+    models = home() / FOLDERS["XDG_CACHE_HOME"] / "huggingface"
+    if "XDG_CACHE_HOME" in redirected and models.is_dir():
         os.environ.setdefault("HF_HOME", str(models))
     for name in redirected:
         os.environ[name] = str(cache_folder() / FOLDERS[name])

@@ -153,8 +153,10 @@ def lost_message(gone: Sequence[Node], occupants: Mapping[Node, str]) -> str:
     """What the user reads."""
     names = "; ".join(f"{node}, where {occupants[node]} lived" for node in gone)
     return (
-        f"lost node {names}. Neither its processes nor its part of Ray answer. Bring it back, add another, or go on "
-        "with fewer (trainer.nnodes)."
+        f"lost node {names}. Neither its processes nor its part of Ray answer. Bring it back or add another: "
+        "with training.pipeline_parallel_size=1 a run resumes only with as many slots as before (trainer.nnodes * "
+        "trainer.n_gpus_per_node), on any nodes. With fewer, start a new run from the weights "
+        "(model.path=CHECKPOINT/actor/huggingface)."
     )
 
 

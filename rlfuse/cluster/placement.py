@@ -179,7 +179,7 @@ async def _reserve(config: Config, again: bool, without: Collection[str]) -> Slo
                 "Correct the names, or leave them out"
             )
         if waited > limit:
-            raise EngineError(no_room(config, bundle, nodes, why, holders()))
+            raise EngineError(no_room(config, bundle, nodes, why, holders(), again))
         if waited > notice:
             notice = waited + NOTICE_S
             lacking = f"nodes called {', '.join(absent)} (cluster.node_order)"
@@ -239,22 +239,23 @@ def no_room(
     nodes: Sequence[Node],
     why: str,
     held: Mapping[str, Sequence[str]],
+    again: bool = False,
 ) -> str:
-    """Return the message of a run that got no slots in time; arguments as of `shortage`."""
-    remedy = "Set both to what is there, or start the nodes with --resources='{\"slot\": N}'."
+    """Return the message of a run that got no slots in time, `again`: that had them before; others as of `shortage`."""
+    fewer = "" if again else "Set both to what is there, or "
+    remedy = f"{fewer}start the nodes with --resources='{{\"slot\": N}}'."
     if _have_enough(nodes, config, bundle):
-        remedy = "Other jobs hold them: wait longer (cluster.timeout_s), end these jobs, or use fewer slots."
+        remedy = "Other jobs hold them: wait longer (cluster.timeout_s), or end these jobs."
     elif "GPU" in bundle and config.cluster.ray_address is None:
         remedy = (
-            f"Set both to what is there, or run on CPUs (cluster.device=cpu): torch {version('torch')} sees {_gpus()} "
-            "GPUs on this machine."
+            f"{fewer}run on CPUs (cluster.device=cpu): torch {version('torch')} sees {_gpus()} GPUs on this machine."
         )
     elif "GPU" in bundle:
         remedy = (
-            "Set both to what is there, start the nodes with --num-gpus=N --resources='{\"slot\": N}', or run on CPUs "
+            f"{fewer}start the nodes with --num-gpus=N --resources='{{\"slot\": N}}', or run on CPUs "
             "(cluster.device=cpu)."
         )
-    return f"Ray could not reserve {shortage(config, bundle, nodes, why, held)} {remedy}"
+    return f"Ray could not reserve {shortage(config, bundle, nodes, why, held)} {remedy[0].upper()}{remedy[1:]}"
 
 
 def _cores(config: Config, device: str) -> tuple[int, ...] | None:

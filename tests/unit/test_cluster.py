@@ -15,6 +15,7 @@ from rlfuse.cluster import joining, placement, process_logs
 from rlfuse.cluster.nodes import Node, answers, choose, device_of, lost_message
 from rlfuse.cluster.remote import explain
 from rlfuse.cluster.worker_environment import clear_launcher_variables
+from rlfuse.config.changes import Effect, differences
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
@@ -280,6 +281,20 @@ def test_slots_and_those_who_live_there_are_where_the_plan_says():
     assert lost_message([nodes[1]], occupants).startswith(
         "lost node 10.0.0.2 (b), where rollout/2, rollout/3, trainer/4, trainer/5, trainer/6, trainer/7 lived"
     )
+
+
+@pytest.mark.parametrize(("nodes", "slots", "works"), [(1, 4, True), (4, 1, True), (1, 2, False), (2, 1, False)])
+def test_after_the_loss_of_a_node_only_what_works_is_recommended(nodes, slots, works):
+    """A resume needs as many ranks as before, on however many nodes."""
+    before, after = ({"trainer": {"nnodes": n, "n_gpus_per_node": m}} for n, m in ((2, 2), (nodes, slots)))
+    effects = {change.effect for change in differences(before, after)}
+    assert (Effect.FIXED not in effects) == works
+    lost = lost_message([node("b", "10.0.0.2")], {node("b", "10.0.0.2"): "trainer/1"})
+    assert "as many slots as before (trainer.nnodes * trainer.n_gpus_per_node), on any nodes" in lost
+    config = Config()
+    config.cluster.ray_address = "auto"
+    told = placement.no_room(config, {"slot": 1}, [node("b", "10.0.0.2", slots=0)], "", {}, again=True)
+    assert "to what is there" not in told and told.endswith("Start the nodes with --resources='{\"slot\": N}'.")
 
 
 def test_an_engine_does_not_leave_its_node():

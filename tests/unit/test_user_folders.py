@@ -39,10 +39,12 @@ def test_caches_of_a_user_without_a_home_are_written_elsewhere(plain):
 
 def test_what_is_set_or_writable_stays_and_models_of_a_read_only_home_are_found(plain):
     (plain / "home" / ".cache" / "huggingface").mkdir(parents=True)
-    given = {"HOME": str(plain / "home"), "XDG_CACHE_HOME": "/given", "RLFUSE_CACHE": str(plain / "mine")}
+    given = {"HOME": str(plain / "home"), "RLFUSE_CACHE": str(plain / "mine")}
     _, variables = as_other_user(redirected, **given)
-    assert variables["XDG_CACHE_HOME"] == "/given" and variables["TRITON_HOME"] == f"{plain}/mine/.triton"
+    assert variables["TRITON_HOME"] == f"{plain}/mine/.triton"
     assert variables["HF_HOME"] == f"{plain}/home/.cache/huggingface"
+    _, variables = as_other_user(redirected, **given, XDG_CACHE_HOME="/given")
+    assert variables["XDG_CACHE_HOME"] == "/given" and "HF_HOME" not in variables
     assert as_other_user(redirected, HOME=str(plain))[0] == "", "a home that is writable"
 
 

@@ -1,13 +1,14 @@
 """Imports compiled schedules, loads DeepSpeed's operation and starts Ray, as a user without a home in an installation
-of another user. Prints what was told and where the operation was loaded from."""
+of another user. Prints a line of JSON: what was told, where the operation was loaded from, and the slots."""
 
 import asyncio
+import json
 import os
 
 from rlfuse.user_folders import redirect_caches
 
 if __name__ == "__main__":
-    print(redirect_caches())
+    told = redirect_caches()
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
     from rlfuse.cluster import placement
@@ -16,8 +17,8 @@ if __name__ == "__main__":
     from rlfuse.fusion.schedules import list_scheduling  # noqa: F401 - numba looks for its cache at import
 
     assert deepspeed_ops.load(ShareMemCommBuilder().load) is None
-    print(os.environ["TORCH_EXTENSIONS_DIR"])
     config = Config()
     config.cluster.device, config.trainer.n_gpus_per_node = "cpu", 1
-    print(asyncio.run(placement.start(config)).told)
+    slots = asyncio.run(placement.start(config)).told
     placement.stop()
+    print(json.dumps([told, os.environ["TORCH_EXTENSIONS_DIR"], slots]))

@@ -14,6 +14,7 @@ import pytest
 from curves import assert_same_curves
 from driven_job import settings_of
 from job_processes import (
+    ENVIRONMENT,
     SECRETS,
     all_gone,
     descendants,
@@ -30,6 +31,9 @@ from rlfuse.errors import USER_ERROR
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.train import main as train_command
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from chaos import EXACT, LOGGED, Chaos, differences, plan
 
 STEPS, LATEST = 4, "latest_checkpointed_iteration.txt"
 
@@ -303,6 +307,19 @@ def test_a_job_that_is_told_to_stop_saves_where_it_is_and_leaves(resumed):
     assert f"Ctrl-C: the run left after step {left}, which is saved" in text and "Traceback" not in text
     assert (run / LATEST).read_text() == str(left) and f"global_step_{left}; the same command" in text
     assert json.loads((run / "status.json").read_text())["state"] == "stopped"
+
+
+def test_a_run_whose_processes_are_killed_ends_with_the_bits_of_an_undisturbed_one(train, job):
+    """Each at a moment that the seed decides; tests/benchmarks/chaos.py kills more kinds, more often."""
+    changed = EXACT | LOGGED | {"trainer.total_training_steps": 6}
+    calm, status, text = train("calm", **changed)
+    assert status == 0, text
+    words = [f"{key}={value}" for key, value in (job[1] | changed | {"trainer.experiment_name": "chaos"}).items()]
+    chaos = Chaos([sys.executable, "-m", "rlfuse.train", *words], calm.with_name("chaos"), environment=ENVIRONMENT)
+    chaos.run(plan(("engine", "rank", "reward worker", "driver"), times=1, steps=6, seed=1, longest_s=1.0))
+    assert len(chaos.kills) == 4
+    assert differences(calm, chaos.folder) == [], chaos.kills
+    assert chaos.left() == [], chaos.kills
 
 
 def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_do(train, serial):

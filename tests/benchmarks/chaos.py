@@ -1,0 +1,320 @@
+"""Kill processes of every kind of a run at random moments, and compare the run with an undisturbed one.
+
+    python tests/benchmarks/chaos.py [--seed 1] [--times 2] [--jobs quickstart video] [--steps 60 20] [--folder chaos]
+
+The quickstart runs on two nodes of a Ray cluster on this machine, the video job on two slots of its own. The same
+command restarts a killed driver, and another node replaces a killed one. Compared under `fusion=serial` in float32 are
+the bits of the final weights, and the samples of every step, each of which must occur once. Nothing of the run may be
+left afterwards: processes, files in its folder, shared memory, locks (those of other killed runs on the machine are
+listed too). Prints the seed, every kill and the differences; status 1 if there is one. `tests/end_to_end/test_job.py`
+has a short form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+from safetensors.numpy import load_file
+
+from rlfuse.observe.tracking import read_metrics
+from rlfuse.run import leftovers
+
+END_TO_END = Path(__file__).resolve().parents[1] / "end_to_end"
+TITLES = {
+    "engine": "ray::RolloutWorker",
+    "rank": "ray::TrainerRank",
+    "reward worker": "ray::RewardWorker",
+    "encoder rank": "ray::EncoderRank",
+}
+"""Kind -> how the titles of its processes begin; a decode worker is a child of an encoder rank."""
+EXACT = {"fusion": "serial", "model.dtype": "float32", "trainer.deterministic": "true"}
+"""Settings under which the final weights do not depend on time."""
+LOGGED = {
+    "trainer.save_freq": 1,
+    "trainer.max_ckpt_to_keep": 2,
+    "trainer.log_samples": 100_000,
+    "trainer.logger": "[console]",
+    "cluster.max_restarts": 100,
+}
+STEP_S, END_S = 600.0, 60.0
+"""Limits for a step, restarts included, and for processes to end."""
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A process of this kind is killed `delay_s` after this step, or after a later one."""
+
+    kind: str
+    step: int
+    delay_s: float
+
+
+def plan(kinds: Sequence[str], times: int, steps: int, seed: int, longest_s: float) -> list[Strike]:
+    """Return the strikes of a run, `times` of each kind, each after another step."""
+    chance = random.Random(seed)
+    order = [kind for kind in kinds for _ in range(times)]
+    chance.shuffle(order)
+    after = sorted(chance.sample(range(1, steps), len(order)))
+    return [Strike(kind, step, chance.uniform(0, longest_s)) for kind, step in zip(order, after, strict=True)]
+
+
+@dataclass
+class Chaos:
+    """A run by `command` in `folder`, whose processes descend from its driver and `others`."""
+
+    command: list[str]
+    folder: Path
+    others: Sequence[psutil.Process] = ()
+    replace_node: Callable[[], None] = lambda: None
+    environment: dict[str, str] = field(default_factory=dict)
+    kills: list[str] = field(default_factory=list)
+    seen: set[psutil.Process] = field(default_factory=set)
+    _driver: subprocess.Popen | None = None
+
+    def run(self, strikes: Sequence[Strike]) -> None:
+        """Start the run, carry out all strikes and wait for its end. RuntimeError where it fails or is too slow."""
+        reached = 0
+        self._start()
+        for strike in strikes:
+            reached = self._wait_for(max(strike.step, reached + 1))
+            time.sleep(strike.delay_s)
+            self._kill(strike, reached)
+        if self._driver.wait(STEP_S) != 0:
+            raise RuntimeError(f"the run failed; see {self._log}")
+
+    @property
+    def _log(self) -> Path:
+        return self.folder.with_suffix(".log")
+
+    def _start(self) -> None:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("a") as log:
+            self._driver = subprocess.Popen(
+                self.command, stdout=log, stderr=log, env=os.environ | self.environment, start_new_session=True
+            )
+
+    def _wait_for(self, step: int) -> int:
+        """The last step that is done, once that is `step` or a later one."""
+        until = time.monotonic() + STEP_S
+        while (done := max((row["step"] for row in read_metrics(self.folder / "metrics.jsonl")), default=0)) < step:
+            if self._driver.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"step {step} did not end; see {self._log}")
+            time.sleep(0.1)
+        return done
+
+    def _kill(self, strike: Strike, done: int) -> None:
+        until, chance = time.monotonic() + END_S, random.Random(strike.delay_s)
+        while not (found := sorted(self._processes(strike.kind), key=lambda each: each.pid)):
+            if time.monotonic() > until or self._driver.poll() is not None:
+                raise RuntimeError(f"the run has no {strike.kind}; see {self._log}")
+            time.sleep(0.05)
+        victim = chance.choice(found)
+        with suppress(psutil.NoSuchProcess):
+            victim.kill()
+        self.kills.append(f"{strike.kind} (process {victim.pid}), {strike.delay_s:.2f} s after step {done}")
+        print(f"killed {self.kills[-1]}", flush=True)
+        if strike.kind == "node":
+            self.replace_node()
+        if strike.kind == "driver":
+            self._driver.wait(END_S)
+            self._start()
+
+    def _processes(self, kind: str) -> list[psutil.Process]:
+        """Those of a kind that live."""
+        driver = psutil.Process(self._driver.pid)
+        living = [each for root in (driver, *self.others) for each in (root, *_children(root))]
+        self.seen |= {each for each in living if each not in self.others and "raylet" not in _title(each)}
+        if kind == "driver":
+            return [driver]
+        if kind == "node":
+            return [each for each in self.others[1:] if _title(each)][-1:]
+        if kind == "decode worker":
+            ranks = [each for each in living if _title(each).startswith(TITLES["encoder rank"])]
+            return [each for rank in ranks for each in _children(rank) if "spawn_main" in _title(each)]
+        return [each for each in living if _title(each).startswith(TITLES[kind])]
+
+    def left(self) -> list[str]:
+        """What of the run still exists: its processes, and what `rlfuse runs clean` would remove."""
+        _, alive = psutil.wait_procs(self.seen, timeout=END_S)
+        living = [_title(each) for each in alive if _title(each)]
+        return living + [str(each.path) for each in leftovers.everywhere([self.folder])]
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.Error):
+        return process.children(recursive=True)
+    return []
+
+
+def _title(process: psutil.Process) -> str:
+    """Its command line; of one that has ended, a zombie too, none."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def differences(expected: Path, found: Path) -> list[str]:
+    """Return how the weights after the last step, and the samples of all steps, of two runs differ."""
+    told = []
+    last = max((int(path.name.rpartition("_")[2]) for path in expected.glob("global_step_*[0-9]")), default=0)
+    files = sorted(
+        path.relative_to(expected) for path in expected.glob(f"global_step_{last}/*/huggingface/*.safetensors")
+    )
+    if not files:
+        told.append(f"{expected} has no weights")
+    for file in files:
+        want, have = load_file(expected / file), load_file(found / file)
+        for name in want:
+            if want[name].tobytes() != have[name].tobytes():
+                far = np.abs(want[name].astype(np.float64) - have[name].astype(np.float64)).max()
+                told.append(f"{file.parts[1]}: {name} differs by at most {far:.3g}")
+    rows = [[json.loads(line) for line in (run / "samples.jsonl").open()] for run in (expected, found)]
+    want, have = (Counter((row["step"], row["id"]) for row in some) for some in rows)
+    told += [
+        f"sample {id} of step {step} is there {have[step, id]} times" for step, id in want | have if have[step, id] != 1
+    ]
+    text = [{(row["step"], row["id"]): row["response"] for row in some} for some in rows]
+    other = sorted(key for key in text[0] if text[1].get(key) != text[0][key])
+    return told + ([f"{len(other)} of {len(text[0])} responses differ, first {other[0]}"] if other else [])
+
+
+# The jobs ------------------------------------------------------------------------------------------------------------
+
+
+def command_of(settings: dict, name: str) -> list[str]:
+    words = settings | EXACT | LOGGED | {"trainer.experiment_name": name}
+    experiment = [f"experiment={words.pop('experiment')}"] if "experiment" in words else []
+    return [sys.executable, "-m", "rlfuse.train", *experiment, *(f"{key}={value}" for key, value in words.items())]
+
+
+def quickstart(folder: Path, steps: int, address: str) -> dict:
+    if not Path(".cache/rlfuse/remainder/model").exists():
+        subprocess.run([sys.executable, "-m", "rlfuse.cli", "prepare", "quickstart"], check=True)
+    return {
+        "experiment": "quickstart",
+        "cluster.ray_address": address,
+        "trainer.nnodes": 2,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.total_training_steps": steps,
+        "trainer.val_before_train": "false",
+        "trainer.test_freq": -1,
+        "trainer.default_local_dir": folder,
+    }
+
+
+def video(folder: Path, steps: int) -> dict:
+    from rlfuse.tasks.clips import SIGNS, WORDS, Clips, Kind, write_task
+    from rlfuse.tasks.small_video_models import SmallModel, byte_tokenizer, write_small_video_llama3
+
+    task = folder / "task"
+    task.mkdir(parents=True, exist_ok=True)
+    files, _ = write_task(task, Clips(train=16, val=2, kinds=(Kind.ORDER,), shortest_s=10, longest_s=30))
+    small = SmallModel(heads=4, layers=2, tower_heads=2)
+    (task / "reward.py").write_text(
+        "def early(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return (ord(solution_str[0]) % 7) / 7 if solution_str else 0.0\n"
+    )
+    return {
+        "algorithm": "grpo",
+        "model.path": write_small_video_llama3(task / "model", small, byte_tokenizer([*WORDS, *SIGNS])),
+        "data.train_files": f"[{files}]",
+        "data.max_prompt_length": 600,
+        "data.max_response_length": 8,
+        "data.train_batch_size": 8,
+        "actor.ppo_mini_batch_size": 8,
+        "rollout.n": 2,
+        "rollout.kv_cache_memory_mb": 64,
+        "reward.functions": f"[{task}/reward.py:early]",
+        "video.sampling": "seed_vl",
+        "video.levels": "[4]",
+        "video.max_tokens": 128,
+        "video.cache_mb": 64,
+        "trainer.n_gpus_per_node": 2,
+        "trainer.total_training_steps": steps,
+        "trainer.default_local_dir": folder,
+    }
+
+
+KINDS = {
+    "quickstart": ("engine", "rank", "reward worker", "node", "driver"),
+    "video": ("engine", "rank", "reward worker", "encoder rank", "decode worker", "driver"),
+}
+
+
+@contextmanager
+def two_nodes() -> Iterator[tuple[str, list[psutil.Process], Callable[[], None]]]:
+    """A Ray cluster: its address, the processes of its raylets, and what adds a node."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    process = subprocess.Popen([sys.executable, END_TO_END / "two_nodes.py"], **pipes)
+    found = json.loads(process.stdout.readline())
+    raylets = [psutil.Process(pid) for pid in found["raylets"]]
+
+    def add() -> None:
+        process.stdin.write("one more\n")
+        process.stdin.flush()
+        raylets.append(psutil.Process(int(process.stdout.readline())))
+
+    try:
+        yield found["address"], raylets, add
+    finally:
+        for each in (*_children(psutil.Process(process.pid)), process):
+            with suppress(psutil.Error):
+                each.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def disturbed(job: str, folder: Path, steps: int, times: int, seed: int) -> list[str]:
+    """Run a job undisturbed and struck; what is wrong with the second."""
+    kinds = KINDS[job]
+    with two_nodes() if "node" in kinds else _no_cluster() as (address, raylets, add):
+        settings = quickstart(folder, steps, address) if job == "quickstart" else video(folder, steps)
+        runs = folder / "rlfuse"
+        began = time.monotonic()
+        calm = Chaos(command_of(settings, f"{job}_calm"), runs / f"{job}_calm", raylets)
+        calm.run([])
+        each = (time.monotonic() - began) / steps
+        print(f"{job}: undisturbed in {each * steps:.0f} s", flush=True)
+        name = f"{job}_{seed}"
+        chaos = Chaos(command_of(settings, name), runs / name, raylets, add)
+        chaos.run(plan(kinds, times, steps, seed, longest_s=each))
+        print(f"{job}: {len(chaos.kills)} kills, {time.monotonic() - began - each * steps:.0f} s", flush=True)
+        return differences(calm.folder, chaos.folder) + [f"left: {what}" for what in chaos.left()]
+
+
+@contextmanager
+def _no_cluster() -> Iterator[tuple[str, list, Callable[[], None]]]:
+    yield "", [], lambda: None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--times", type=int, default=2, help="kills of each kind")
+    parser.add_argument("--jobs", nargs="+", choices=[*KINDS], default=[*KINDS])
+    parser.add_argument("--steps", nargs="+", type=int, default=[60, 20], help="of each job")
+    parser.add_argument("--folder", type=Path, default=Path("chaos"))
+    arguments = parser.parse_args()
+    wrong = []
+    for job, steps in zip(arguments.jobs, arguments.steps, strict=False):
+        print(f"{job}: {steps} steps, seed {arguments.seed}", flush=True)
+        wrong += disturbed(job, arguments.folder.absolute(), steps, arguments.times, arguments.seed)
+    print("\n".join(wrong) or "no difference, nothing left")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

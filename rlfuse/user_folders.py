@@ -31,7 +31,7 @@ def home() -> Path:
 
 def is_writable(folder: Path) -> bool:
     """Whether files can be written in a folder or, until it exists, in the nearest existing folder above it."""
-    while not folder.exists():
+    while not os.path.exists(folder):  # nor can one be seen that lies in another user's
         folder = folder.parent
     return os.access(folder, os.W_OK | os.X_OK)
 
@@ -58,7 +58,7 @@ def redirect_caches() -> str:
     if not redirected:
         return ""
     models = home() / FOLDERS["XDG_CACHE_HOME"] / "huggingface"
-    if "XDG_CACHE_HOME" in redirected and models.is_dir():
+    if "XDG_CACHE_HOME" in redirected and os.path.isdir(models):
         os.environ.setdefault("HF_HOME", str(models))
     for name in redirected:
         os.environ[name] = str(cache_folder() / FOLDERS[name])

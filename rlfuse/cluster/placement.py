@@ -244,7 +244,7 @@ def no_room(
     """Return the message of a run that got no slots in time, `again`: that had them before; others as of `shortage`."""
     fewer = "" if again else "Set both to what is there, or "
     remedy = f"{fewer}start the nodes with --resources='{{\"slot\": N}}'."
-    if _have_enough(nodes, config, bundle):
+    if config.cluster.ray_address is not None and _have_enough(nodes, config, bundle):
         remedy = "Other jobs hold them: wait longer (cluster.timeout_s), or end these jobs."
     elif "GPU" in bundle and config.cluster.ray_address is None:
         remedy = (
@@ -312,7 +312,7 @@ def _start_ray(config: Config) -> None:
 def _have_token() -> None:
     """Make a token for the run's own cluster where Ray could not save one: it writes a missing one below HOME."""
     file, given = home() / ".ray" / "auth_token", ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-    if not any(map(os.environ.get, given)) and not file.is_file() and not is_writable(file):
+    if not any(map(os.environ.get, given)) and not os.path.isfile(file) and not is_writable(file):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 

@@ -17,9 +17,9 @@ QUIET = {
     "RAY_prestart_worker_first_driver": "0",
 } | QUIET_LIBRARIES
 LAUNCHER = re.compile(
-    r"(OMPI_COMM_WORLD|PMI|PMIX|MV2_COMM_WORLD|MPI_LOCAL|PALS|JSM_NAMESPACE|FLUX_TASK|TORCHELASTIC|ACCELERATE|FSDP)_?[A-Z]"
-    r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS)$|MASTER_(ADDR|PORT)$|OMPI_UNIVERSE_SIZE$"
-    r"|((LOCAL|GROUP|ROLE|CROSS|NODE)_)?(RANK|SIZE|WORLD_SIZE)$"
+    r"(OMPI_COMM_WORLD|PMI|PMIX|MV2_COMM_WORLD|PALS|JSM_NAMESPACE|FLUX_TASK|TORCHELASTIC|ACCELERATE_USE|FSDP)_"
+    r"|(SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS)|MPI_LOCAL(RANKID|NRANKS)|OMPI_UNIVERSE_SIZE|MASTER_(ADDR|PORT))$"
+    r"|(((LOCAL|GROUP|ROLE|CROSS|NODE)_)?(RANK|WORLD_SIZE)|(LOCAL|CROSS)_SIZE)$"
 )
 """Variables by which mpirun, srun, torchrun, accelerate and deepspeed give a process its place among others. DeepSpeed
 compares them with the run's own ranks, torch connects to torchrun's store, and Transformers leaves out weights."""

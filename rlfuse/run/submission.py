@@ -31,6 +31,7 @@ from rlfuse.config.compose import compose_job, read_command, to_config
 from rlfuse.config.facts import Facts
 from rlfuse.errors import ConfigError, UserError
 from rlfuse.run.acceptance import named
+from rlfuse.user_folders import home
 
 CALL_S = 60.0
 OUTAGE_S = 600.0
@@ -136,7 +137,7 @@ def _connect(arguments: argparse.Namespace) -> Any:
         if not token.is_file():
             raise SubmitError(f"--token-file {token}: there is no such file")
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(token.absolute())
-    if token or "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray" / "auth_token").is_file():
+    if token or "RAY_AUTH_TOKEN" in os.environ or os.path.isfile(home() / ".ray" / "auth_token"):
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     from ray.job_submission import JobSubmissionClient
 

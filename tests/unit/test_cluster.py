@@ -164,7 +164,7 @@ def test_a_run_waits_for_slots_that_are_taken_as_long_as_the_key_says(address, a
         *((name, False) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")),
         *((name, False) for name in ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT")),
         *((name, False) for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")),
-        *((name, True) for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "OMPI_MCA_btl", "RANKED", "SIZE_LIMIT")),
+        *((name, True) for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "OMPI_MCA_btl", "RANKED", "SIZE", "MY_RANK")),
         *((name, True) for name in ("NCCL_SOCKET_IFNAME", "VLLM_RAY_BUNDLE_INDICES", "RAY_ADDRESS", "DS_ACCELERATOR")),
     ],
 )

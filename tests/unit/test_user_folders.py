@@ -29,9 +29,16 @@ def redirected():
     return user_folders.redirect_caches(), {name: os.environ[name] for name in names if name in os.environ}
 
 
-def test_caches_of_a_user_without_a_home_are_written_elsewhere(plain):
-    told, variables = as_other_user(redirected, HOME="/")
-    assert told.startswith(f"HOME=/ is not writable, so that caches are written to {plain}/rlfuse-cache-{UID}. Set ")
+@pytest.mark.parametrize("home", ["/", "/nowhere", "/root-only"])
+def test_caches_of_a_user_without_a_home_are_written_elsewhere(plain, home):
+    if home == "/root-only":
+        home = str(plain / "closed")
+        (plain / "closed" / ".cache" / "huggingface").mkdir(parents=True)
+        (plain / "closed").chmod(0o700)
+    told, variables = as_other_user(redirected, HOME=home)
+    assert told.startswith(
+        f"HOME={home} is not writable, so that caches are written to {plain}/rlfuse-cache-{UID}. Set "
+    )
     assert variables.keys() == {*user_folders.FOLDERS, "USER"}
     assert variables["XDG_CACHE_HOME"] == f"{plain}/rlfuse-cache-{UID}/.cache"
     assert (plain / f"rlfuse-cache-{UID}").stat().st_mode & 0o777 == 0o700

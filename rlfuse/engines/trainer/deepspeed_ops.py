@@ -120,8 +120,9 @@ def left_over() -> list[Path]:
 
 def extensions_folder() -> Path:
     """Return where torch keeps what it compiles for this user."""
-    given, lock = configured_folder(), configured_folder() / LOCK
-    writable = all(map(is_writable, [given, *given.glob("*/")])) and (not lock.exists() or os.access(lock, os.W_OK))
+    given = configured_folder()
+    writable = all(map(is_writable, [given, *given.glob("*/")]))
+    writable = writable and all(os.access(lock, os.W_OK) for lock in given.glob(LOCK))
     return given if writable else cache_folder() / "torch_extensions"
 
 

@@ -34,14 +34,14 @@ from typing import TextIO
 
 import psutil
 
+from rlfuse.clock import BOOT
+
 SHARED_MEMORY = Path("/dev/shm")
 RUN = "rlfuse-run-"
 KV, WEIGHTS, EMBEDDINGS = KINDS = ("rlfuse-kv-", "rlfuse-weights-", "rlfuse-embeddings-")
 """Of folders in shared memory."""
 LIBRARIES = re.compile(r"sem\.mp-|psm_|vllm_dist")
 """Python's semaphores and shared blocks, vLLM's sums between the processes of an engine."""
-BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-"""Inodes are those of other files once the machine has been started again."""
 LONGEST_ROOT = 18
 """Characters: Ray's sockets lie 89 deeper, and the system takes paths of 107."""
 END_S = 10.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlfuse.cluster.garbage import GarbageCollector
@@ -24,8 +24,18 @@ ON_THEIR_WAY_S = 0.005
 class Journal:
     """Usable from the first line of a run; `attach` gives it the engines once they stand."""
 
-    def __init__(self, folder: Path, faults: Counter[str], gc_freq: int = 0):
-        """`faults`: what was lost and replaced in the run's earlier attempts, counted on. `gc_freq`: `trainer`'s."""
+    def __init__(
+        self,
+        folder: Path,
+        faults: Counter[str],
+        gc_freq: int = 0,
+        check_folder: Callable[[], None] = lambda: None,
+    ):
+        """`faults`: what was lost and replaced in the run's earlier attempts, counted on. `gc_freq`: `trainer`'s.
+
+        `check_folder`: raises if the folder was removed, or is another driver's now.
+        """
+        self._check_folder = check_folder
         self.recorder, self.faults = Recorder("driver"), faults
         self._garbage: GarbageCollector | None = None
         self._gc_freq, self._due = gc_freq, gc_freq > 0
@@ -50,6 +60,7 @@ class Journal:
 
         Where it is due, after the first step and every so many, all processes collect garbage meanwhile.
         """
+        self._check_folder()
         due, self._due = self._due or (self._gc_freq > 0 and step % self._gc_freq == 0), False
         *others, _ = await asyncio.gather(*(engine.drain(due) for engine in self._engines), self._collect_own(due))
         spans = self.recorder.drain()

@@ -47,12 +47,14 @@ class RunLog:
         start: int,
         faults: Counter[str] | None = None,
         label: str = EXACT,
+        check_folder: Callable[[], None] = lambda: None,
     ):
         """`resolved`: the configuration as it is shown; `faults`: of the run's earlier attempts, counted on; `label`:
-        of the steps until `start`."""
+        of the steps until `start`; `check_folder`: called after every step, raises if the folder was lost."""
         own_metrics = OwnMetrics(config, self.say)  # first: a file that can't be executed cuts off no row
         self.folder, self.total_steps = folder, total_steps
-        self.journal = Journal(folder, Counter() if faults is None else faults, config.trainer.gc_freq)
+        faults = Counter() if faults is None else faults
+        self.journal = Journal(folder, faults, config.trainer.gc_freq, check_folder)
         self.loggers = Loggers(config, resolved, folder, total_steps, start, self.journal.recorder)
         try:
             self._make_parts(config, start, own_metrics, label)

@@ -64,7 +64,7 @@ def watch(folder: Path, now: Status, console: Console) -> None:
         say(step_line(row["step"], total, row))
     live = Live(console=console, auto_refresh=False) if watched(console) else None
     with live or nullcontext():
-        while now.now == "running":
+        while status.state_now(folder, now) == "running":
             if (view := _view(folder, now)) is not None:
                 total = view.total
                 if live:
@@ -103,12 +103,12 @@ def _view(folder: Path, now: Status) -> View | None:
 
 def _end(folder: Path, now: Status) -> str:
     """Say what became of the run."""
-    if now.now == "crashed":
+    if (state := status.state_now(folder, now)) == "crashed":
         return f"The process of {now.name} is gone, and did not say why: it was killed. The same command resumes it."
-    if now.state == "finished":
+    if state == "finished":
         summary = open_run(folder).summary()
         return summary_text(summary, folder) if "reward_first" in summary else f"{now.name} finished"
-    return f"{now.name} {now.state}: {now.error}"
+    return f"{now.name} {state}: {now.error}"
 
 
 class _Rows:

@@ -18,7 +18,8 @@ from rlfuse.fusion.selection import choice
 from rlfuse.observe.idle import CAUSES
 from rlfuse.report.charts import COLOURS
 from rlfuse.report.gather import Gathered
-from rlfuse.run_folder.status import last_sign
+from rlfuse.run_folder.run_lock import last_sign
+from rlfuse.run_folder.status import state_now
 
 Rows = list[tuple[str, list[str]]]
 """(what, text of each run)."""
@@ -54,7 +55,7 @@ def _became(run: Gathered) -> tuple[dict[str, str], dict[str, str]]:
     alerts: dict[str, list[int]] = defaultdict(list)
     for step, alert in run.alerts:
         alerts[alert.title].append(step)
-    state = status.now if status else "finished" if summary else "not finished"
+    state = state_now(run.run.path, status) if status else "finished" if summary else "not finished"
     above = {
         "state": state + (f": {status.error}" if status and status.error else ""),
         "steps": str(len(run.steps)) + (f" in {duration(seconds)}" if seconds else ""),

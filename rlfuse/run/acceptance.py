@@ -12,9 +12,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import json
-import os
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,12 +28,9 @@ from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
 from rlfuse.errors import ConfigError, UserError
 from rlfuse.run import inputs, refusals
-from rlfuse.run_folder import checkpoints, status
+from rlfuse.run_folder import checkpoints, run_lock, status
 from rlfuse.run_folder.reader import RunFolder
 
-SILENT_S = 20.0
-"""A run of another host that writes nothing for so long, where it would every second, is dead: its process can't be
-looked for. A job that a scheduler starts again elsewhere waits this long at the most."""
 WHERE = ("trainer.project_name", "trainer.experiment_name", "trainer.job_name", "trainer.default_local_dir",
          "trainer.resume_mode")  # fmt: skip
 """What says where a run is; a folder that was moved is the same run."""
@@ -85,7 +80,8 @@ def accept(config: Config) -> Accepted:
         )
     given, config = config.trainer.experiment_name, named(with_local_paths(config), _keep)
     folder, mode = config.run_folder, config.trainer.resume_mode
-    refuse_running(folder)
+    if _runs_elsewhere(folder):
+        raise RunRefused(refusals.goes_on(folder))
     checkpoint = checkpoints.find(folder, mode)
     of = checkpoint.parent if checkpoint else folder
     step = checkpoints.read_state(checkpoint)["step"] if checkpoint else None
@@ -173,24 +169,12 @@ def _newest_first(project: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 # What a folder holds -------------------------------------------------------------------------------------------------
 
 
-def refuse_running(folder: Path) -> None:
-    """RunRefused if another process has this run under way."""
-    if _runs_elsewhere(folder):
-        raise RunRefused(refusals.goes_on(folder, status.read(folder)))
-
-
 def _runs_elsewhere(folder: Path) -> bool:
+    """Whether another driver has this run under way; where no lock can tell, its recent writes do."""
+    if (locked := run_lock.is_locked(folder)) is not None:
+        return locked
     state = status.read(folder)
-    if state is None or state.now != "running":
-        return False
-    if state.host == socket.gethostname():
-        return state.pid != os.getpid()
-    seen, until = status.last_sign(folder), time.time() + SILENT_S
-    while seen + SILENT_S > time.time() and time.time() < until:
-        time.sleep(SILENT_S / 20)
-        if status.last_sign(folder) > seen:
-            return True
-    return False
+    return state is not None and state.state == "running" and run_lock.is_written(folder)
 
 
 def _finished(folder: Path) -> bool:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,10 +32,10 @@ from rlfuse.fusion.selection import EXACT
 from rlfuse.health.agent import agents
 from rlfuse.health.monitor import Monitor
 from rlfuse.observe.run_log import RunLog
-from rlfuse.run import inputs
-from rlfuse.run.acceptance import NothingToDo, accept, refuse_running
-from rlfuse.run.refusals import long_enough
+from rlfuse.run import inputs, refusals
+from rlfuse.run.acceptance import NothingToDo, RunRefused, accept
 from rlfuse.run_folder import checkpoints, status
+from rlfuse.run_folder.run_lock import RunLock
 from rlfuse.step.protocols import NoHealth
 
 
@@ -69,6 +67,8 @@ class Job:
     """Of these, those that work again once they are as fast as the others."""
     without: frozenset[str] = frozenset()
     """Ids of nodes that were to leave the run."""
+    lock: RunLock = field(default_factory=RunLock)
+    """On the folder, from the first attempt's start to the end of the run."""
 
     @property
     def label(self) -> str:
@@ -82,18 +82,19 @@ class Job:
         """
         step, state = self.state["step"], status.read(self.folder)
         if step > total_steps or (step == total_steps and state is not None and state.state == "finished"):
-            raise NothingToDo(self.folder, long_enough(self.config, step, total_steps))
+            raise NothingToDo(self.folder, refusals.long_enough(self.config, step, total_steps))
         resolved = hidden(dataclasses.asdict(self.config))
+        self.lock.check()
         self.folder.mkdir(parents=True, exist_ok=True)
-        with status.alone(self.folder):
-            refuse_running(self.folder)
-            trainer = self.config.trainer
-            name = f"{trainer.project_name}/{trainer.experiment_name}"
-            status.begin(self.folder, name, self.started, total_steps, self.state.get("label", ""))
+        if not self.lock.is_held and not self.lock.acquire(self.folder):
+            raise RunRefused(refusals.goes_on(self.folder))
+        name = f"{self.config.trainer.project_name}/{self.config.trainer.experiment_name}"
+        status.begin(self.folder, name, self.started, total_steps, self.state.get("label", ""))
         _note_changes(self.folder, self.state["step"], self.changes)
         inputs.note(self.folder, self.state["step"], self.inputs)
         write_whole(self.folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
-        log = RunLog(self.config, resolved, self.folder, total_steps, self.state["step"], self.faults, self.label)
+        log = RunLog(self.config, resolved, self.folder, total_steps, self.state["step"], self.faults, self.label,
+                     self.lock.check)  # fmt: skip
         if self.restart is not None:
             self.restart.end = time.time()
             log.journal.recorder.add(self.restart)
@@ -142,18 +143,24 @@ def _note_changes(folder: Path, step: int, changes: Sequence[Change]) -> None:
 
 
 @contextmanager
-def noting_the_end(folder: Path) -> Iterator[None]:
-    """Around all attempts of a run and its summary: if it began in this process, its status says how it ended."""
-    error: BaseException | None = None
+def noting_the_end(folder: Path, lock: RunLock) -> Iterator[None]:
+    """Around all attempts of a run and its summary: if it began, its status says how it ended, and the lock goes.
+
+    RunError if the folder was lost meanwhile, whatever that led to.
+    """
     try:
         yield
-    except BaseException as caught:
-        error = caught
+    except BaseException as error:
+        lock.check()
+        if lock.is_held:
+            with suppress(OSError):  # a full disk, say: `error` is what matters
+                status.end(folder, _state(error), str(error))
         raise
+    else:
+        if lock.is_held:
+            status.end(folder, _state(None))
     finally:
-        begun = status.read(folder)
-        if begun is not None and (begun.pid, begun.host, begun.state) == (os.getpid(), socket.gethostname(), "running"):
-            status.end(folder, _state(error), "" if error is None else str(error))
+        lock.release()
 
 
 def _state(error: BaseException | None) -> str:

@@ -28,10 +28,8 @@ from rlfuse.run_folder.checkpoints import MARKER
 PARTIAL = re.compile(r"global_step_\d+(\.partial)?")
 ASIDE = re.compile(r"\..+\.part")
 """What `files.write_whole` writes before it renames."""
-SETTLED_S = 60.0
-"""A run whose process is gone has crashed when it has written nothing for longer."""
 UNKNOWN_S = 3600.0
-"""The same of a run that says nothing of itself."""
+"""A run without a status may live if it has written something since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +70,10 @@ def of_run(folder: Path) -> Iterator[Leftover]:
 
 def may_live(folder: Path) -> bool:
     """Whether its run goes on here, or may do so elsewhere, or nobody can tell."""
-    found = status.read(folder)
-    if found is not None and found.now != "crashed":
-        return found.now == "running"
-    # Another container of this host's name has processes that can't be seen here; what wrote no status has a long step.
-    silent = SETTLED_S if found is not None else UNKNOWN_S
+    if (found := status.read(folder)) is not None:
+        return status.state_now(folder, found) == "running"
     newest = max((file.stat().st_mtime for file in folder.iterdir() if file.is_file()), default=0.0)
-    damaged = found is None and (folder / status.FILE).exists()
-    return damaged or time.time() - newest < silent
+    return (folder / status.FILE).exists() or time.time() - newest < UNKNOWN_S
 
 
 def of_machine() -> Iterator[Leftover]:

@@ -31,6 +31,7 @@ from rich.table import Table
 from rlfuse.errors import RunError, UserError
 from rlfuse.fusion.selection import STRENGTH
 from rlfuse.run_folder import status
+from rlfuse.run_folder.run_lock import RunLock, last_sign
 
 if TYPE_CHECKING:
     from rlfuse.run.leftovers import Leftover
@@ -164,11 +165,13 @@ def clean(argv: Sequence[str]) -> None:
     if not arguments.yes and not _agreed(total):
         print("nothing was removed")
         return
+    still = {each.path for each in leftovers.everywhere(runs)}  # a run may have been started in the meantime
     with ExitStack() as held:
         for run in runs:
-            if any(each.path.is_relative_to(run) for each in found):
-                held.enter_context(status.alone(run))
-        still = {each.path for each in leftovers.everywhere(runs)}  # a run may have been started in the meantime
+            if any(path.is_relative_to(run) for path in still):
+                held.callback((lock := RunLock()).release)
+                if not lock.acquire(run):
+                    still = {path for path in still if not path.is_relative_to(run)}
         kept = [each.path for each in found if each.path not in still or not leftovers.remove(each.path)]
     print(f"{len(found) - len(kept)} removed" + "".join(f"\n{path} stays" for path in kept))
 
@@ -211,7 +214,7 @@ def read(path: Path, top: Path | None = None) -> Run:
     """What the folder says of its run, named from `top` on."""
     name = path.relative_to(top).as_posix() if top is not None and path != top else path.name
     run = Run(str(path), name)
-    run.heard = status.last_sign(path)
+    run.heard = last_sign(path)
     sources = {status.FILE: _from_status, "metrics.jsonl": _from_metrics, "summary.json": _from_summary}
     for file, fill in sources.items():
         try:
@@ -246,7 +249,7 @@ def _from_status(run: Run, path: Path) -> None:
     if found is None:
         json.loads(path.read_text())  # says what is wrong with it, or that there is none
         raise ValueError("keys of a status are missing")
-    run.state, run.sweep, run.error = found.now, found.sweep, found.error
+    run.state, run.sweep, run.error = status.state_now(path.parent, found), found.sweep, found.error
     run.started, run.total = found.started, found.total or None
     run.label = found.label
     run.host = found.host if found.host != socket.gethostname() else ""

@@ -29,11 +29,13 @@ GROUP, ESTIMATOR = "algorithm", "algorithm.adv_estimator"
 # Of runs -------------------------------------------------------------------------------------------------------------
 
 
-def goes_on(folder: Path, state: status.Status) -> str:
+def goes_on(folder: Path) -> str:
     """Of a run that another process has under way."""
+    state = status.read(folder)
+    who = f"process {state.pid} on {state.host}, since {_date(state.started)}" if state else "another process"
     return (
-        f"{folder} is the folder of a run that goes on: process {state.pid} on {state.host}, since "
-        f"{_date(state.started)}. Nothing was touched. Look at it by `rlfuse watch {shlex.quote(str(folder))}`, "
+        f"{folder} is the folder of a run that goes on: {who}. Nothing was touched. "
+        f"Look at it by `rlfuse watch {shlex.quote(str(folder))}`, "
         f"wait for its end or stop it; or start another:\n  {_command(_name(_free(folder)))}"
     )
 

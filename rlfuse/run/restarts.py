@@ -33,7 +33,7 @@ def recovered(config: Config, attempt: Callable[[Job], Path]) -> Path:
     """
     try:
         job = open_job(config)
-        with noting_the_end(job.folder):
+        with noting_the_end(job.folder, job.lock):
             return _recovered(job, attempt)
     except NothingToDo as end:
         print(end, flush=True)

@@ -55,16 +55,21 @@ def main(argv: Sequence[str]) -> None:
 def running(folder: Path | None, top: Path = Path("runs")) -> Path:
     """The folder of a run that goes on: this one, or the only one below `top`. RunError where there is none."""
     if folder is None:
-        found = [path for path in find(top) if (run := status.read(path)) is not None and run.now == "running"]
+        found = [path for path in find(top) if _goes_on(path)]
         if len(found) == 1:
             return found[0]
         told = f"{len(found)} runs go on there: {', '.join(map(str, found))}" if found else "no run goes on there"
         raise RunError(f"{top}: {told}; give the folder of one")
     if (run := status.read(folder)) is None:
         raise RunError(f"{folder}: is no run's folder, as there is no {status.FILE}; rlfuse runs lists those there are")
-    if run.now != "running":
-        raise RunError(f"{folder}: the run doesn't go on ({run.now}), so that its slots are nobody's")
+    if (state := status.state_now(folder, run)) != "running":
+        raise RunError(f"{folder}: the run doesn't go on ({state}), so that its slots are nobody's")
     return folder
+
+
+def _goes_on(folder: Path) -> bool:
+    run = status.read(folder)
+    return run is not None and status.state_now(folder, run) == "running"
 
 
 def doing(folder: Path) -> list[tuple[str, int]]:

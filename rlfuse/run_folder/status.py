@@ -1,12 +1,11 @@
 """What became of a run: `status.json` of its folder, written when it starts and when it ends.
 
 Role: `rlfuse.run.job` writes it; lists of runs, reports and the live view of a run that goes on elsewhere read it. A
-run that was killed could not say so: its file still says `running`, and `Status.now` looks for its process.
+run that was killed could not say so: its file still says `running`, and `state_now` asks the folder's lock.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shlex
@@ -14,19 +13,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import psutil
-
 from rlfuse.config.secrets import hidden, hidden_command, hidden_text
 from rlfuse.files import write_whole
+from rlfuse.run_folder import run_lock
 
 FILE = "status.json"
-SIGNS = ("live.json", "metrics.jsonl", "events.jsonl", FILE)
-"""Files that a run which goes on writes to."""
 COMMIT_S = 5.0
 """For git to tell the commit."""
 
@@ -36,7 +30,7 @@ class Status:
     """One run, from its last start on."""
 
     state: str
-    """running | finished | stopped (a person or a scheduler ended it) | failed; from `now` also crashed."""
+    """running | finished | stopped (a person or a scheduler ended it) | failed; from `state_now` also crashed."""
     name: str
     """project/experiment."""
     command: str
@@ -47,8 +41,6 @@ class Status:
     """The group of its sweep; empty for a single run."""
     host: str
     pid: int
-    created: float
-    """When its process began, epoch seconds: a number alone may be another process by now."""
     started: float
     total: int = 0
     """Steps of the whole run; 0 where that is not known."""
@@ -64,46 +56,32 @@ class Status:
         """Of all processes of the run so far; `heard`: the `last_sign` of one that could not say how it ended."""
         return self.earlier_s + max(0.0, (self.ended or heard) - self.started)
 
-    @property
-    def now(self) -> str:
-        """`state`, or `crashed` where the process that said `running` is gone from this host."""
-        if self.state != "running" or self.host != socket.gethostname():
-            return self.state
-        try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.created) < 1
-            lives = same and process.status() != psutil.STATUS_ZOMBIE  # killed, and nobody has asked how it ended
-        except psutil.NoSuchProcess:
-            lives = False
-        return "running" if lives else "crashed"
 
+def state_now(folder: Path, found: Status) -> str:
+    """Return the `state` of the folder's run, or `crashed` where its driver ended without a word.
 
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """While no other process checks whether this run is running, begins it, or removes what it left."""
-    held = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # file systems of networks may have no locks
-            fcntl.flock(held, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(held)
+    A run of another host whose lock can't be seen here is `running`: `last_sign` tells how old that is.
+    """
+    if found.state != "running":
+        return found.state
+    alive = run_lock.is_locked(folder)
+    if alive is None:
+        alive = found.host != socket.gethostname() or time.time() - run_lock.last_write(folder) < run_lock.SILENT_S
+    return "running" if alive else "crashed"
 
 
 def begin(folder: Path, name: str, started: float, total: int = 0, label: str = "") -> None:
     """The run of this folder, of so many steps in `total`, continues in this process after steps with this label."""
-    process, sweep = psutil.Process(), os.environ.get("WANDB_RUN_GROUP", "")
-    host, earlier_s = socket.gethostname(), _seconds_before(folder, started)
-    command, created = hidden_command(typed_command()), process.create_time()
-    who = (_commit(), sweep, host, process.pid, created)
-    _write(folder, Status("running", name, command, *who, started, total, earlier_s=earlier_s, label=label))
+    sweep, earlier_s = os.environ.get("WANDB_RUN_GROUP", ""), _seconds_before(folder, started)
+    who = (hidden_command(typed_command()), _commit(), sweep, socket.gethostname(), os.getpid())
+    _write(folder, Status("running", name, *who, started, total, earlier_s=earlier_s, label=label))
 
 
 def _seconds_before(folder: Path, started: float) -> float:
     """Of earlier processes; another attempt of the one that started then is none."""
     if (before := read(folder)) is None:
         return 0.0
-    return before.earlier_s if before.started == started else before.seconds(last_sign(folder))
+    return before.earlier_s if before.started == started else before.seconds(run_lock.last_sign(folder))
 
 
 def end(folder: Path, state: str, error: str = "") -> None:
@@ -118,11 +96,6 @@ def read(folder: Path) -> Status | None:
         return Status(**json.loads((folder / FILE).read_text()))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def last_sign(folder: Path) -> float:
-    """When a run last wrote something, in seconds since the epoch; 0 where there is nothing."""
-    return max((file.stat().st_mtime for sign in SIGNS if (file := folder / sign).exists()), default=0.0)
 
 
 def _write(folder: Path, status: Status) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import multiprocessing
+import os
 import re
 import shlex
 import subprocess
@@ -11,7 +12,6 @@ import threading
 import time
 from contextlib import nullcontext
 
-import psutil
 import pytest
 import yaml
 from omegaconf import OmegaConf
@@ -22,7 +22,8 @@ from rlfuse.errors import ConfigError
 from rlfuse.run.acceptance import NothingToDo, RunRefused, accept
 from rlfuse.run.job import open_job
 from rlfuse.run.restarts import recovered
-from rlfuse.run_folder import checkpoints, status
+from rlfuse.run_folder import checkpoints, run_lock, status
+from rlfuse.run_folder.run_lock import RunLock
 
 
 @pytest.fixture
@@ -67,6 +68,12 @@ def leave(config, step, state="finished", rows=True):
     if state != "running":
         status.end(folder, state)
     return folder
+
+
+def begin_and_end(job, total_steps):
+    """As a run that came to no step does."""
+    job.begin(total_steps).close()
+    job.lock.release()
 
 
 @pytest.fixture
@@ -120,7 +127,7 @@ def test_epochs_are_judged_once_the_data_is_there(config):
     with pytest.raises(NothingToDo, match="is after step 4 already, and 3 are asked for"):
         job.begin(3)
     assert (job.folder / "config.yaml").read_text() == before
-    job.begin(8).close()
+    begin_and_end(job, 8)
     assert yaml.safe_load((job.folder / "config.yaml").read_text())["trainer"]["total_epochs"] == 2
 
 
@@ -176,7 +183,7 @@ def test_accepted_changes_are_told_kept_and_recorded(config, capsys):
     assert "  take effect, but before and after are then no longer one experiment:\n    data.train_batch_size" in said
     assert "start another run: rlfuse train ... trainer.experiment_name=mine-2" in said
     assert not (folder / "changes.jsonl").exists()
-    job.begin(4).close()
+    begin_and_end(job, 4)
     rows = [json.loads(line) for line in (folder / "changes.jsonl").read_text().splitlines()]
     assert rows == [
         {"step": 2, "key": "data.train_batch_size", "was": 64, "is": 32},
@@ -189,10 +196,10 @@ def test_accepted_changes_are_told_kept_and_recorded(config, capsys):
 @pytest.mark.slow
 def test_who_goes_back_is_compared_with_the_settings_of_then_and_later_ones_are_dropped(config):
     folder, faster = leave(config, 2, state="stopped"), changed(config, actor__optim__lr=1e-3)
-    open_job(faster).begin(8).close()
+    begin_and_end(open_job(faster), 8)
     leave(faster, 4, state="stopped")
     slow = changed(faster, actor__optim__lr=1e-9)
-    open_job(slow).begin(8).close()
+    begin_and_end(open_job(slow), 8)
 
     def noted():
         rows = [json.loads(line) for line in (folder / "changes.jsonl").read_text().splitlines()]
@@ -213,7 +220,7 @@ def test_settings_that_could_not_be_compared_are_told_once(config, capsys):
     job = open_job(config)
     told = f"{folder} has no config.yaml that can be read"
     assert capsys.readouterr().out.count(told) == 1
-    job.begin(4).close()
+    begin_and_end(job, 4)
     assert told not in accept(config).told
 
 
@@ -272,23 +279,17 @@ def test_a_used_folder_without_a_checkpoint_is_refused(config, untouched):
         accept(changed(config, trainer__resume_mode="disable"))
 
 
-def test_a_run_that_goes_on_elsewhere_is_not_joined(config, untouched):
-    folder, sleeper = leave(config, 2, state="running"), subprocess.Popen(["sleep", "60"])
-    try:
-        running = dataclasses.replace(
-            status.read(folder), pid=sleeper.pid, created=psutil.Process(sleeper.pid).create_time()
-        )
-        status._write(folder, running)
-        job = open_job(changed(config, trainer__experiment_name="free"))
-        untouched()
-        with pytest.raises(RunRefused, match=f"goes on: process {sleeper.pid} on .*rlfuse watch .*mine"):
-            accept(config)
-        late = dataclasses.replace(job, folder=folder)  # accepted before the other began
-        with pytest.raises(RunRefused):
-            late.begin(4)
-    finally:
-        sleeper.kill()
-        sleeper.wait()
+def test_a_run_that_goes_on_elsewhere_is_not_joined(config, untouched, monkeypatch):
+    monkeypatch.setattr(run_lock, "BEAT_S", 60.0)
+    folder, lock = leave(config, 2, state="running"), RunLock()
+    assert lock.acquire(folder)
+    job = open_job(changed(config, trainer__experiment_name="free"))
+    untouched()
+    with pytest.raises(RunRefused, match=f"goes on: process {os.getpid()} on .*rlfuse watch .*mine"):
+        accept(config)
+    with pytest.raises(RunRefused):
+        dataclasses.replace(job, folder=folder).begin(4)  # accepted before the other began
+    lock.release()
     assert accept(config).checkpoint.name == "global_step_2", "crashed now"
 
 
@@ -317,7 +318,7 @@ def test_of_two_that_begin_at_once_one_does(config):
 def test_of_another_host_files_tell(config, monkeypatch, writes):
     folder, alive = leave(config, 2, state="running"), threading.Event()
     status._write(folder, dataclasses.replace(status.read(folder), host="another"))
-    monkeypatch.setattr("rlfuse.run.acceptance.SILENT_S", 1.0)
+    monkeypatch.setattr(run_lock, "SILENT_S", 1.0)
 
     def write():
         while not alive.wait(0.05):

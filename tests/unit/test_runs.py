@@ -9,13 +9,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rlfuse.cluster import scratch
 from rlfuse.errors import RunError
 from rlfuse.run import leftovers, listing
-from rlfuse.run_folder import status
+from rlfuse.run_folder import run_lock, status
+from rlfuse.run_folder.run_lock import RunLock
 
 ROW = {"critic/score/mean": 0.5, "fusion/exact": 1.0, "fusion/staleness": 0.0}
 MARK = "COMPLETE"
@@ -24,15 +24,25 @@ MARK = "COMPLETE"
 def make(folder: Path, state="finished", steps=3, host=None, **more) -> Path:
     """A run's folder; crashed: running, by a process that is gone."""
     folder.mkdir(parents=True)
-    me = psutil.Process()
-    pid = 2**22 + 1 if state == "crashed" else me.pid
     said, host = "running" if state == "crashed" else state, host or socket.gethostname()
     times = {"started": time.time() - 100, "ended": time.time() - 40}
-    found = status.Status(said, "p/x", "", "", "", host, pid, me.create_time(), **(times | {"total": 8} | more))
+    found = status.Status(said, "p/x", "", "", "", host, 1, **(times | {"total": 8} | more))
     status._write(folder, found)
+    lock = RunLock()
+    lock.acquire(folder)
+    if state != "running":
+        lock.release()
+    elif host != socket.gethostname():
+        written_elsewhere(folder)
     rows = [{"step": 0, "val-core/x/acc/mean@1": 0.25}, *({"step": n + 1, **ROW} for n in range(steps))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def written_elsewhere(folder: Path) -> None:
+    """Have the lock look like that of another kernel, which can't be seen from here."""
+    (folder / run_lock.FILE).unlink()
+    (folder / run_lock.FILE).write_text('{"boot": "another"}')
 
 
 def left_by_a_kill(folder: Path) -> list[Path]:
@@ -49,12 +59,6 @@ def left_by_a_kill(folder: Path) -> list[Path]:
     (folder / ".summary.json.part").touch()
     found = ("global_step_2.partial", "global_step_4", "text_parts", "stacks/processes", ".summary.json.part")
     return sorted(folder / name for name in found)
-
-
-@pytest.fixture
-def settled(monkeypatch):
-    """Whose process is gone has crashed, however lately it wrote."""
-    monkeypatch.setattr(leftovers, "SETTLED_S", 0.0)
 
 
 def test_a_run_has_its_figures(tmp_path):
@@ -145,7 +149,7 @@ def test_lists_are_filtered_sorted_and_plain_where_nobody_looks(tmp_path, capsys
         listing.main([str(tmp_path / "nowhere")])
 
 
-def test_only_what_nobody_needs_of_a_killed_run_goes(tmp_path, settled):
+def test_only_what_nobody_needs_of_a_killed_run_goes(tmp_path):
     killed, alive = make(tmp_path / "killed", state="crashed"), make(tmp_path / "alive", state="running")
     far, ill = make(tmp_path / "far", state="running", host="elsewhere"), make(tmp_path / "ill")
     for each in (alive, far, ill):
@@ -160,16 +164,17 @@ def test_only_what_nobody_needs_of_a_killed_run_goes(tmp_path, settled):
     assert (killed / "global_step_1" / MARK).exists() and (killed / "logs" / "file").exists()
 
 
-def test_a_run_that_was_heard_of_just_now_may_live_in_another_container(tmp_path):
+def test_a_run_that_was_heard_of_just_now_may_live_under_another_kernel(tmp_path):
     killed = make(tmp_path / "killed", state="crashed")
     left_by_a_kill(killed)
+    written_elsewhere(killed)
     assert not [*leftovers.of_run(killed)]
     for file in killed.iterdir():
         os.utime(file, (time.time() - 61,) * 2)
     assert len([*leftovers.of_run(killed)]) == 5
 
 
-def test_nothing_is_removed_unless_somebody_agrees(tmp_path, capsys, monkeypatch, settled):
+def test_nothing_is_removed_unless_somebody_agrees(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(leftovers, "of_machine", list)  # the tests' own machine stays as it is
     wanted = left_by_a_kill(make(tmp_path / "killed", state="crashed"))
     listing.main(["clean", str(tmp_path), "--dry-run"])
@@ -205,13 +210,13 @@ def test_shared_memory_is_removed_with_the_folder_that_records_it_and_never_by_i
     assert {path.name for path in memory.iterdir()} == {*names} - {"psm_3", "sem.mp-4"}
 
 
-def test_a_run_that_went_on_while_the_person_thought_loses_nothing(tmp_path, capsys, monkeypatch, settled):
+def test_a_run_that_went_on_while_the_person_thought_loses_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(leftovers, "of_machine", list)
-    path = make(tmp_path / "killed", state="crashed")
+    path, lock = make(tmp_path / "killed", state="crashed"), RunLock()
     wanted = left_by_a_kill(path)
 
     def go_on(total):
-        status.begin(path, "p/killed", time.time())
+        assert lock.acquire(path)
         return True
 
     monkeypatch.setattr(listing, "_agreed", go_on)

@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 
-import psutil
 import pytest
 from rich.console import Console
 
@@ -16,13 +15,13 @@ from rlfuse.events import Recorder
 from rlfuse.observe import watch
 from rlfuse.observe.terminal import Terminal
 from rlfuse.run_folder import status
+from rlfuse.run_folder.run_lock import RunLock
 from rlfuse.run_folder.status import Status
 
 
 def running(folder, **changes):
-    process = psutil.Process()
     given = {"state": "running", "name": "p/n", "command": "", "commit": "", "sweep": "", "host": socket.gethostname()}
-    given |= {"pid": process.pid, "created": process.create_time(), "started": time.time()} | changes
+    given |= {"pid": 1, "started": time.time()} | changes
     (folder / status.FILE).write_text(json.dumps(given))
     return Status(**given)
 
@@ -93,7 +92,10 @@ def test_a_silent_run_says_when_it_was_heard_of(tmp_path):
 
 
 def test_what_is_over_is_told_at_once(tmp_path, capsys):
-    running(tmp_path, pid=2**22 + 1)
+    running(tmp_path)
+    lock = RunLock()
+    lock.acquire(tmp_path)
+    lock.release()
     watch.main([str(tmp_path)])
     assert "is gone, and did not say why" in capsys.readouterr().out
     running(tmp_path, state="finished")

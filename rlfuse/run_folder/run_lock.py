@@ -1,0 +1,210 @@
+"""The lock on a run folder: one driver at a time, from the start of its job to the end of its process.
+
+Role: `rlfuse.run.job` holds it around a run, `rlfuse runs clean` while it removes files; `status.state_now` tells by it
+whether a run is alive. Invariants:
+- `flock` on `driver.lock` decides among the processes of one kernel, in whatever containers: it needs neither process
+  ids nor clocks, and ends with the process;
+- the file names the kernel of its holder. Where that is another one, or the file system has no flock, only the files
+  that a driver keeps writing can tell: it updates `driver.lock` every BEAT_S;
+- `check` finds out that the folder was removed, or that another driver has taken it over meanwhile.
+Waits: for a heartbeat, at most SILENT_S.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from rlfuse.clock import BOOT
+from rlfuse.errors import RunError
+
+FILE = "driver.lock"
+SIGNS = ("live.json", "metrics.jsonl", "events.jsonl", "status.json")
+"""Files that a running job writes to."""
+BEAT_S = 1.0
+SILENT_S = 20.0
+"""Without a write for this long, a driver that cannot be examined has ended."""
+STALE_S = 3600.0
+"""Signs older than this are not watched for further writes; the clocks of two hosts differ by less."""
+PROBED_S = 1.0
+"""For commands that test the lock, which hold it for a moment."""
+
+_held: set[int] = set()
+
+
+def _close_in_fork() -> None:
+    """A forked child must not keep the lock of a driver that has ended."""
+    for file in _held:
+        os.close(file)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
+
+
+class RunLock:
+    """The lock of one run folder, in the process that runs it."""
+
+    def __init__(self) -> None:
+        self.folder = Path()
+        self._file, self._id = -1, uuid.uuid4().hex
+        self._released, self._beating = threading.Event(), threading.Thread()
+
+    @property
+    def is_held(self) -> bool:
+        return self._file in _held
+
+    def acquire(self, folder: Path) -> bool:
+        """Lock the folder, which exists; False if another driver works in it."""
+        path, until = folder / FILE, time.monotonic() + PROBED_S
+        while True:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            locked = _flock(file, fcntl.LOCK_EX)
+            if locked is not False and _is_at(file, path):
+                break
+            os.close(file)
+            if locked is False and time.monotonic() > until:
+                return False
+            time.sleep(PROBED_S / 20)
+        try:
+            if (locked is None or not _of_this_kernel(file)) and not self._claim(file, folder):
+                os.close(file)
+                return False
+            self._write(file)
+        except OSError:
+            os.close(file)
+            raise
+        self.folder, self._file = folder, file
+        _held.add(file)
+        self._released.clear()
+        self._beating = threading.Thread(target=self._beat, name="run lock", daemon=True)
+        self._beating.start()
+        return True
+
+    def _claim(self, file: int, folder: Path) -> bool:
+        """Whether the folder is free although no lock proves it: of two that claim it at once, the last to write wins.
+
+        `refuse_running` has watched the folder for SILENT_S before; this closes the gap since.
+        """
+        seen = last_write(folder)
+        time.sleep(2 * BEAT_S)
+        if last_write(folder) != seen:
+            return False
+        self._write(file)
+        time.sleep(2 * BEAT_S)
+        return _content(file).get("id") == self._id
+
+    def _write(self, file: int) -> None:
+        content = {"id": self._id, "boot": BOOT, "host": socket.gethostname(), "pid": os.getpid()}
+        os.truncate(file, 0)
+        os.pwrite(file, json.dumps(content).encode(), 0)
+        os.fsync(file)
+
+    def _beat(self) -> None:
+        while not self._released.wait(BEAT_S):
+            with suppress(OSError):
+                os.utime(self._file)
+
+    def check(self) -> None:
+        """RunError if the folder is no longer this driver's."""
+        if not self.is_held:
+            return
+        if not _is_at(self._file, self.folder / FILE):
+            raise RunError(
+                f"{self.folder} was removed or replaced while the run was writing to it. The run has ended, and what "
+                "it wrote there is lost; start it again, and remove run folders only after their runs have ended."
+            )
+        if (other := _content(self._file)).get("id") != self._id:
+            raise RunError(
+                f"{self.folder} was taken over by process {other.get('pid')} on {other.get('host')}, while this "
+                f"process ({os.getpid()} on {socket.gethostname()}) wrote nothing for {SILENT_S:g} s. This one has "
+                "ended; the other continues the run."
+            )
+
+    def release(self) -> None:
+        if self.is_held:
+            self._released.set()
+            self._beating.join()
+            _held.remove(self._file)
+            os.close(self._file)
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Whether a driver holds the folder; None where the lock can't tell."""
+    try:
+        file = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        locked = _flock(file, fcntl.LOCK_SH)
+        if locked:
+            return False if _of_this_kernel(file) else None
+        return None if locked is None else True
+    finally:
+        os.close(file)
+
+
+def is_written(folder: Path) -> bool:
+    """Watch for writes of a driver that can't be examined, at most SILENT_S."""
+    seen, until = last_write(folder), time.monotonic() + SILENT_S
+    if time.time() - seen > STALE_S:
+        return False
+    while time.monotonic() < until:
+        time.sleep(SILENT_S / 20)
+        if last_write(folder) != seen:
+            return True
+    return False
+
+
+def last_write(folder: Path) -> float:
+    """As `last_sign`, heartbeats included; commands that take the lock for a moment count, too."""
+    return max(last_sign(folder), _written(folder / FILE))
+
+
+def last_sign(folder: Path) -> float:
+    """When a run last wrote something, in seconds since the epoch; 0 where there is nothing."""
+    return max(_written(folder / sign) for sign in SIGNS)
+
+
+def _written(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _flock(file: int, kind: int) -> bool | None:
+    """Whether the lock was obtained; None where the file system has none."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether the open file is still the one at `path`."""
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(file), path.stat())
+    return False
+
+
+def _of_this_kernel(file: int) -> bool:
+    """Whether the last holder's lock would be visible here; of a new file there was none."""
+    content = _content(file)
+    return not content or content.get("boot") == BOOT
+
+
+def _content(file: int) -> dict[str, object]:
+    with suppress(ValueError):
+        found = json.loads(os.pread(file, 4096, 0) or b"{}")
+        return found if isinstance(found, dict) else {}
+    return {}

@@ -1,0 +1,168 @@
+"""The lock on a run folder: one driver at a time, whatever the clocks and process ids say."""
+
+import asyncio
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from rlfuse.errors import RunError
+from rlfuse.observe.journal import Journal
+from rlfuse.run.job import noting_the_end
+from rlfuse.run_folder import run_lock, status
+from rlfuse.run_folder.run_lock import RunLock
+
+DRIVER = """
+import pathlib, sys, time
+from rlfuse.run_folder.run_lock import RunLock
+lock = RunLock()
+assert lock.acquire(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def lock():
+    made = RunLock()
+    yield made
+    made.release()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Heartbeats twenty times as fast."""
+    for name in ("BEAT_S", "SILENT_S", "PROBED_S"):
+        monkeypatch.setattr(run_lock, name, getattr(run_lock, name) / 20)
+
+
+@pytest.fixture
+def no_flock(monkeypatch, quick):
+    """A file system without locks."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+@pytest.fixture
+def running(tmp_path):
+    """What a driver that is gone, or can't be seen, has left."""
+    status.begin(tmp_path, "project/name", time.time())
+    return tmp_path
+
+
+def another_kernel(folder, **more):
+    content = {"id": "other", "boot": "another", "host": "elsewhere", "pid": 1} | more
+    (folder / run_lock.FILE).write_text(json.dumps(content))
+
+
+def state(folder):
+    return status.state_now(folder, status.read(folder))
+
+
+@pytest.mark.parametrize("change", [{"pid": 2**22 + 1}, {"pid": 1}, {"started": 1e12}, {"started": 0.0}])
+def test_neither_process_ids_nor_clocks_decide_whether_a_run_is_alive(running, lock, change, quick):
+    """In another container the holder has another process id, and the clock may have been set since."""
+    lock.acquire(running)
+    status._write(running, replace(status.read(running), **change))
+    assert state(running) == "running" and not RunLock().acquire(running)
+    lock.release()
+    assert state(running) == "crashed" and lock.acquire(running)
+
+
+@pytest.mark.slow
+def test_a_killed_driver_leaves_no_lock_whatever_it_forked(running):
+    program = DRIVER.replace("time.sleep", "import os; os.fork(); time.sleep")
+    driver = subprocess.Popen([sys.executable, "-c", program, running], stdout=subprocess.PIPE, process_group=0)
+    assert driver.stdout.readline() == b"held\n" and state(running) == "running"
+    driver.kill()  # its child lives on
+    os.waitid(os.P_PID, driver.pid, os.WEXITED | os.WNOWAIT)
+    assert state(running) == "crashed" and run_lock.is_locked(running) is False
+    os.killpg(driver.pid, signal.SIGKILL)
+    driver.wait()
+
+
+def test_commands_that_look_keep_no_driver_from_starting(tmp_path, lock):
+    """They hold the lock for a moment."""
+    (tmp_path / run_lock.FILE).touch()
+    with (tmp_path / run_lock.FILE).open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        threading.Timer(0.1, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+        assert lock.acquire(tmp_path)
+
+
+@contextmanager
+def written(path):
+    """A driver elsewhere writes to this file."""
+    ended = threading.Event()
+
+    def write():
+        while not ended.wait(0.02):
+            os.utime(path)
+
+    path.touch()
+    writer = threading.Thread(target=write)
+    writer.start()
+    yield
+    ended.set()
+    writer.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seen", ["no flock", "another kernel"])
+@pytest.mark.parametrize("file", ["driver.lock", "live.json", "metrics.jsonl"])
+def test_where_no_lock_tells_recent_writes_do(running, request, lock, file, seen):
+    request.getfixturevalue("no_flock" if seen == "no flock" else "quick")
+    another_kernel(running)
+    with written(running / file):
+        assert run_lock.is_locked(running) is None and state(running) == "running"
+        assert run_lock.is_written(running) and not lock.acquire(running)
+    assert run_lock._content(os.open(running / run_lock.FILE, os.O_RDONLY))["id"] == "other"
+    assert not run_lock.is_written(running) and state(running) == "crashed" and lock.acquire(running)
+    time.sleep(3 * run_lock.SILENT_S)
+    assert state(running) == "running", "its own heartbeats"
+
+
+def test_signs_of_long_ago_are_not_watched(running, monkeypatch):
+    monkeypatch.setattr(time, "sleep", pytest.fail)
+    another_kernel(running)
+    for path in running.iterdir():
+        os.utime(path, (time.time() - 2 * run_lock.STALE_S,) * 2)
+    assert not run_lock.is_written(running) and state(running) == "crashed"
+    status._write(running, replace(status.read(running), host="elsewhere"))
+    for path in running.iterdir():
+        os.utime(path, (time.time() - 2 * run_lock.STALE_S,) * 2)
+    assert state(running) == "running", "of another host the list says when it was last heard of"
+
+
+@pytest.mark.parametrize("loss", ["removed", "replaced", "taken over"])
+def test_a_run_whose_folder_is_lost_ends_with_a_message(tmp_path, lock, loss):
+    folder, told = tmp_path / "run", "taken over by process 1" if loss == "taken over" else "was removed or replaced"
+    folder.mkdir()
+    with pytest.raises(RunError, match=told), noting_the_end(folder, lock):
+        lock.acquire(folder)
+        status.begin(folder, "project/name", 1.0)
+        journal = Journal(folder, Counter(), check_folder=lock.check)
+        asyncio.run(journal.collect(1))
+        left = status.read(folder) if loss == "taken over" else shutil.rmtree(folder)
+        if loss != "removed":
+            folder.mkdir(exist_ok=True)
+            another_kernel(folder)
+        with pytest.raises(RunError, match=told):
+            asyncio.run(journal.collect(2))
+        journal.close()
+        raise FileNotFoundError(2, "No such file or directory", str(folder / "live.json"))
+    assert status.read(folder) == left and not lock.is_held

@@ -119,7 +119,7 @@ class SlotRefused(UserError):
 
 
 class NotWritten(RlfuseError, OSError):
-    """Rows that could not be added to a file. The message names it, the reason, and what to do."""
+    """Rows or a file that a full disk keeps from being written. The message names it, the reason, and what to do."""
 
 
 class EngineError(RlfuseError, RuntimeError):

@@ -28,6 +28,8 @@ from rlfuse.errors import NotWritable, NotWritten, RunError
 
 UNWRITABLE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
 """Errors that mean another place would do; a full disk is none."""
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Errors of a full disk, a quota, or a limit on the size of files."""
 
 
 def read_rows(path: Path, wanted: Callable[[str], bool] = lambda line: True) -> Iterator[dict[str, Any]]:
@@ -74,11 +76,7 @@ class RowFile:
                 left = left[self._file.write(left) :]
         except OSError as error:
             self._file.truncate(before)
-            free = shutil.disk_usage(self.path.parent).free / 2**20
-            raise NotWritten(
-                f"{self.path}: {len(text):,} bytes could not be added ({error.strerror}); {self.path.parent} has "
-                f"{free:,.1f} MiB free. Make room there. What was written before is whole."
-            ) from error
+            raise not_written(self.path, f"{len(text):,} bytes could not be added", error) from error
 
     @property
     def size(self) -> int:
@@ -158,8 +156,17 @@ def _warn(path: Path, start: int) -> None:
     warnings.warn(f"{path}: the last row, from byte {start} on, was cut short, and is left out", stacklevel=2)
 
 
+def not_written(path: Path, what: str, error: OSError) -> NotWritten:
+    """Return the error for a file that a full disk keeps from being written."""
+    free = shutil.disk_usage(path.parent).free / 2**20
+    return NotWritten(
+        f"{path}: {what} ({error.strerror}); {path.parent} has {free:,.1f} MiB free. Free disk space there and rerun "
+        "the command; what was written before is complete."
+    )
+
+
 def write_whole(path: Path, text: str) -> None:
-    """Write a file aside and rename it: whoever is killed, or finds no room, leaves what there was. OSError then."""
+    """Write a file aside and rename it: whoever is killed, or finds no room, leaves what there was. NotWritten then."""
     with replacing(path) as aside:
         aside.write_text(text)
 
@@ -169,7 +176,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write to; the file there replaces `path` when the body ends, and is removed where it raises.
 
     Other processes may do the same. What is no regular file (`/dev/stdout`, a pipe) is written to directly. Raises
-    NotWritable, a UserError, where no file can be made there.
+    NotWritable, a UserError, where no file can be made there, and NotWritten where the disk is full.
     """
     path = path.resolve()
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
@@ -183,6 +190,8 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno in UNWRITABLE and str(error.filename) == str(aside):
             raise NotWritable(path, error.strerror) from error
+        if error.errno in FULL:
+            raise not_written(path, "the file could not be written", error) from error
         raise
     finally:
         with suppress(OSError):

@@ -200,7 +200,7 @@ def reported(action: Callable[[], None]) -> int:
     except Exception as error:
         status = known_failure(error)
         if not _trace(always=status is None):
-            text = hidden_text(str(error))
+            text = hidden_text(_explained(error))
             print(f"{text}\n(RLFUSE_TRACEBACK=1 shows the traceback)" if status == FAILED else text, file=sys.stderr)
         return FAILED if status is None else status
     return OK
@@ -224,6 +224,16 @@ def known_failure(error: Exception) -> int | None:
     if isinstance(error, RlfuseError):
         return error.status
     return FAILED if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) else None
+
+
+def _explained(error: Exception) -> str:
+    """The message of a known failure; of a full disk that was met anywhere else, with what to do."""
+    if isinstance(error, RlfuseError):
+        return str(error)
+    return (
+        f"{error.filename or 'A file'} could not be written: {error.strerror}. Free disk space where runs and "
+        "temporary files are written (df -h shows how much there is), and rerun the command."
+    )
 
 
 def show_help(words: list[str]) -> None:

@@ -7,7 +7,6 @@ folder has all.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ class Loggers:
         if error is not None:
             text = hidden_text(f"{type(error).__name__}: {error}")
             self.tell(lambda sink: sink.failure("run", text))
-        with ExitStack() as closing:  # all of them, whichever fails
-            for sink in self._sinks:
-                closing.callback(sink.close, exit_code=int(error is not None))
-            closing.callback(self.terminal.close)
+        try:
+            self.tell(lambda sink: sink.close(exit_code=int(error is not None)))
+        finally:
+            self.terminal.close()

@@ -9,16 +9,26 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from rlfuse.config.schema import Config
 from rlfuse.errors import NotSaved
 from rlfuse.observe.alerts import Alert
 from rlfuse.observe.run_log import RunLog
 from rlfuse.run_folder import checkpoints
 
+BYTES_PER_PARAMETER = 14
+"""Of a checkpoint, at least: a float32 copy, Adam's two moments, and 2 bytes of the model as other programs load it."""
+
+
+def first_bytes(config: Config, parameters: int) -> int | None:
+    """Return what a checkpoint takes at least, None where the run writes none; `parameters`: that are trained."""
+    return BYTES_PER_PARAMETER * parameters if config.trainer.save_freq > 0 else None
+
 
 class Checkpointing:
     """`save` writes the models into a folder, `state` is everything else after a step.
 
-    `start`: the step that the run goes on after; `keep`: trainer.max_ckpt_to_keep.
+    `start`: the step that the run goes on after; `keep`: trainer.max_ckpt_to_keep; `first_bytes`: of a checkpoint, as
+    long as there is none to compare with, None where none is to be written.
     """
 
     def __init__(
@@ -29,9 +39,12 @@ class Checkpointing:
         keep: int | None,
         save: Callable[[Path], Awaitable[None]],
         state: Callable[[int], dict[str, Any]],
+        first_bytes: int | None = None,
     ):
+        self._first_bytes = first_bytes
         self._log, self._keep, self._save, self._state = log, keep, save, state
         self.step = self._written = start
+        self._check_room()
 
     def folder(self, step: int) -> Path | None:
         """The checkpoint that runs resume from, if it is that of this step."""
@@ -59,3 +72,16 @@ class Checkpointing:
             self._log.sync()
             checkpoints.publish(self._log.folder, self._written, self._keep)
             self.step = self._written
+            self._check_room()
+
+    def _check_room(self) -> None:
+        """At the start of a save interval, alert where its checkpoint will not fit."""
+        log = self._log
+        if self._first_bytes is None or self.step >= log.total_steps:
+            return
+        if lacking := checkpoints.lacks_room(log.folder, self._first_bytes):
+            text = (
+                f"The next checkpoint will not fit: {lacking}. Free disk space before it is due, or steps after "
+                f"{self.step} may be lost."
+            )
+            log.loggers.alert(self.step, Alert("no room for a checkpoint", text))

@@ -11,7 +11,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,9 @@ class Job:
             raise error from error.__cause__
         finally:
             ended = _state(error)
-            with ExitStack() as ending:  # all of them, the last first, also where a person interrupts one
+            status.release_reserve(self.folder)
+            kept = nullcontext() if error is None else suppress(OSError)  # a full disk; `error` is what matters
+            with kept, ExitStack() as ending:  # all of them, the last first, also where a person interrupts one
                 ending.callback(log.close, None if isinstance(error, NodeLeft) else error)
                 ending.callback(placement.stop, self.folder / "logs" if ended == "failed" else None)
             if error is not None and not isinstance(error, WorkerLost):  # else `restarts` says how it goes on
@@ -153,7 +155,7 @@ def noting_the_end(folder: Path, lock: RunLock) -> Iterator[None]:
     except BaseException as error:
         lock.check()
         if lock.is_held:
-            with suppress(OSError):  # a full disk, say: `error` is what matters
+            with suppress(OSError):
                 status.end(folder, _state(error), str(error))
         raise
     else:

@@ -1,7 +1,7 @@
 """What crashed and killed runs left: found for `rlfuse runs clean`, and removed when the person agrees.
 
-    in run folders      checkpoints that never got whole, files half written, text parts of video models, slates of
-                        the watchdog
+    in run folders      checkpoints that never got whole, files half written, space reserved for the end, text parts
+                        of video models, slates of the watchdog
     on this machine     folders of dead processes (`scratch`) with the shared memory they record, torch's locks of
                         compilers that are gone
 
@@ -62,6 +62,8 @@ def of_run(folder: Path) -> Iterator[Leftover]:
             yield Leftover.of(path, "a checkpoint that never got whole")
         elif ASIDE.fullmatch(path.name):
             yield Leftover.of(path, "half written")
+        elif path.name == status.RESERVED:
+            yield Leftover.of(path, "reserved for the end of the run")
         elif path.name == "text_parts":
             yield Leftover.of(path, "copied from the model, and copied again when needed")
     if (slates := folder / "stacks" / "processes").is_dir():

@@ -33,7 +33,7 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.observe.pairs import PICTURE, summarise_pairs
 from rlfuse.observe.run_log import RunLog
 from rlfuse.progress import due
-from rlfuse.run.checkpointing import Checkpointing
+from rlfuse.run.checkpointing import Checkpointing, first_bytes
 from rlfuse.run.job import Job, looked_after, training_steps
 from rlfuse.run.restarts import recovered, starting
 from rlfuse.step.protocols import Health
@@ -87,6 +87,7 @@ async def _run(
         keep=job.config.trainer.max_ckpt_to_keep,
         save=save,
         state=lambda _: {"pairs": source.state_dict()},
+        first_bytes=first_bytes(job.config, facts["parameters"]),
     )
     if job.checkpoint is not None:
         await trainer.load(job.checkpoint)

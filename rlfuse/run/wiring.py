@@ -29,7 +29,7 @@ from rlfuse.fusion.tuning import Tuning
 from rlfuse.observe.run_log import RunLog
 from rlfuse.protocols import Engines, Trainer
 from rlfuse.rewards.workers.pool import RewardPool
-from rlfuse.run.checkpointing import Checkpointing
+from rlfuse.run.checkpointing import Checkpointing, first_bytes
 from rlfuse.run.job import Job
 from rlfuse.samples import Prompt
 from rlfuse.simulate.learning import Learning
@@ -96,7 +96,7 @@ async def wired(
         draining=draining,
         journal=log.journal,
         metrics=log.metrics,
-        checkpoints=_checkpointing(loaded, job, log, engines.trainer, state),
+        checkpoints=_checkpointing(loaded, job, log, engines.trainer, state, facts),
         stopping=log.stopping,
         total_steps=loaded.total_steps,
         health=health,
@@ -133,7 +133,12 @@ def _tuning(
 
 
 def _checkpointing(
-    loaded: Loaded, job: Job, log: RunLog, trainer: Trainer, state: Callable[[int], dict[str, Any]]
+    loaded: Loaded,
+    job: Job,
+    log: RunLog,
+    trainer: Trainer,
+    state: Callable[[int], dict[str, Any]],
+    facts: Mapping[str, Any],
 ) -> Checkpointing:
     async def save(folder: Path) -> None:
         await trainer.save(folder)
@@ -142,7 +147,12 @@ def _checkpointing(
             await asyncio.to_thread(loaded.video_model.complete, folder / "actor" / "huggingface")
 
     return Checkpointing(
-        log, start=job.state["step"], keep=loaded.config.trainer.max_ckpt_to_keep, save=save, state=state
+        log,
+        start=job.state["step"],
+        keep=loaded.config.trainer.max_ckpt_to_keep,
+        save=save,
+        state=state,
+        first_bytes=first_bytes(loaded.config, sum(map(sum, facts["parameters"].values()))),
     )
 
 

@@ -38,7 +38,7 @@ async def write(run: Path, step: int, state: dict[str, Any], fill: Callable[[Pat
     partial = run / f"global_step_{step}.partial"
     for left_over in run.glob("global_step_*.partial"):
         shutil.rmtree(left_over, ignore_errors=True)
-    if _size(complete(run)[-1:]) > shutil.disk_usage(run).free:
+    if lacks_room(run):
         raise _no_room(run, step, "")
     try:
         partial.mkdir(parents=True)
@@ -79,6 +79,13 @@ def _remove(checkpoint: Path) -> None:
     """The marker first: whoever is killed in between leaves nothing that looks whole."""
     (checkpoint / MARKER).unlink(missing_ok=True)
     shutil.rmtree(checkpoint)
+
+
+def lacks_room(run: Path, first_bytes: int = 0) -> str:
+    """What the next checkpoint needs and the disk has, where that is less; `first_bytes`: of a run's first one."""
+    last, free = complete(run)[-1:], shutil.disk_usage(run).free
+    needed = _size(last) if last else first_bytes
+    return f"{needed / MIB:,.1f} MiB needed, {free / MIB:,.1f} MiB free in {run}" if free < needed else ""
 
 
 def _size(folders: list[Path]) -> int:

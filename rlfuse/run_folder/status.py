@@ -17,10 +17,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rlfuse.config.secrets import hidden, hidden_command, hidden_text
-from rlfuse.files import write_whole
+from rlfuse.files import not_written, sync, write_whole
 from rlfuse.run_folder import run_lock
 
 FILE = "status.json"
+RESERVED, RESERVED_BYTES = ".reserved", 1 << 20
+"""A file that takes up disk space from a run's start to its end, when its last rows and its status need some."""
 COMMIT_S = 5.0
 """For git to tell the commit."""
 
@@ -71,7 +73,16 @@ def state_now(folder: Path, found: Status) -> str:
 
 
 def begin(folder: Path, name: str, started: float, total: int = 0, label: str = "") -> None:
-    """The run of this folder, of so many steps in `total`, continues in this process after steps with this label."""
+    """The run of this folder, of so many steps in `total`, continues in this process after steps with this label.
+
+    NotWritten where the disk has no room for a run.
+    """
+    try:
+        (folder / RESERVED).write_bytes(os.urandom(RESERVED_BYTES))  # neither compressed nor written later
+        sync(folder / RESERVED)
+    except OSError as error:
+        release_reserve(folder)
+        raise not_written(folder / RESERVED, "the space to end the run could not be reserved", error) from error
     sweep, earlier_s = os.environ.get("WANDB_RUN_GROUP", ""), _seconds_before(folder, started)
     who = (hidden_command(typed_command()), _commit(), sweep, socket.gethostname(), os.getpid())
     _write(folder, Status("running", name, *who, started, total, earlier_s=earlier_s, label=label))
@@ -84,8 +95,14 @@ def _seconds_before(folder: Path, started: float) -> float:
     return before.earlier_s if before.started == started else before.seconds(run_lock.last_sign(folder))
 
 
+def release_reserve(folder: Path) -> None:
+    """The run ends: what it still writes may take the space that was reserved for that."""
+    (folder / RESERVED).unlink(missing_ok=True)
+
+
 def end(folder: Path, state: str, error: str = "") -> None:
     """It is over. `state`: finished, stopped or failed."""
+    release_reserve(folder)
     if (status := read(folder)) is not None:
         _write(folder, replace(status, state=state, ended=time.time(), error=hidden_text(error)))
 

@@ -31,3 +31,16 @@ _OFFSET = _offset()
 def now() -> float:
     """Return the seconds since the epoch by the clock that was set when the run started."""
     return _OFFSET + time.monotonic()
+
+
+def of_date(seconds: float) -> float:
+    """Return what `now` was at a moment just past, given by `time.time`."""
+    return now() - max(0.0, time.time() - seconds)
+
+
+def started(pid: int) -> int:
+    """Return when a process of this machine started, in ticks since the boot; with its id, it identifies the process.
+
+    FileNotFoundError or ProcessLookupError where there is none.
+    """
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -7,13 +7,13 @@ recording host's clock.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlfuse import clock
 from rlfuse.files import RowFile, read_rows
 
 
@@ -54,7 +54,7 @@ class Recorder:
     @contextmanager
     def span(self, kind: str, **fields: Any) -> Iterator[Span]:
         """Record the body as a span; the body may set fields on the yielded span. Recorded also when it raises."""
-        span = Span(kind, self.where, time.time(), step=fields.pop("step", self.step), **fields)
+        span = Span(kind, self.where, clock.now(), step=fields.pop("step", self.step), **fields)
         self.open[id(span)] = span
         self._tell(f"began {kind}")
         try:
@@ -63,7 +63,7 @@ class Recorder:
             span.attributes["error"] = repr(error)
             raise
         finally:
-            span.end = time.time()
+            span.end = clock.now()
             del self.open[id(span)]
             self._spans.append(span)
             self._tell(f"ended {kind}")

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rlfuse import clock
 from rlfuse.cluster.host_memory import resident_mib
 from rlfuse.events import Recorder, Span
 
@@ -133,11 +134,11 @@ class GarbageCollector:
     def _note(self, phase: str, info: dict[str, Any]) -> None:
         """Python calls this around every collection."""
         if phase == "start":
-            self._began = time.time()
+            self._began = clock.now()
             return
         planned = self._cause != "python"
         if planned or info["generation"] == 2:
             facts = {"collected": info["collected"], "automatic": self._automatic, **self._grown}
-            span = Span("gc", self._recorder.where, self._began, time.time(), cause=self._cause, attributes=facts)
+            span = Span("gc", self._recorder.where, self._began, clock.now(), cause=self._cause, attributes=facts)
             self._recorder.add(span)
         self._automatic = 0 if planned else self._automatic + 1

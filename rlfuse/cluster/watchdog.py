@@ -35,6 +35,7 @@ from typing import Any, TextIO
 
 import psutil
 
+from rlfuse import clock
 from rlfuse.cluster import host_memory, process_logs
 from rlfuse.events import Recorder
 
@@ -78,15 +79,15 @@ def _show(where: str, recorder: Recorder | None, chain: bool = False) -> None:
     stacks = path.with_name(path.name + ".txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=chain)
     slate = os.open(path, os.O_CREAT | os.O_RDWR)
-    created = psutil.Process().create_time()
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
-    head = {"where": where, "pid": os.getpid(), "host": socket.gethostname(), "created": created, "device": device}
+    head = {"where": where, "pid": os.getpid(), "host": socket.gethostname(), "device": device}
+    head |= {"started": clock.started(os.getpid()), "at": clock.now()}
     os.pwrite(slate, json.dumps(head).encode().ljust(HEAD), 0)
     _open[:] = [stacks, os.fdopen(slate, "r+b", 0)]
 
     def hear(event: str) -> None:
         with suppress(OSError):  # a full disk is no reason to stop working
-            told = f"{time.time():.3f} {host_memory.resident_mib()} {event}"
+            told = f"{clock.now():.3f} {host_memory.resident_mib()} {event}"
             os.pwrite(slate, told.encode().ljust(LAST)[:LAST], HEAD)
 
     if recorder is not None:
@@ -101,7 +102,8 @@ class _Process:
     where: str
     pid: int
     host: str
-    created: float
+    started: int
+    """As `clock.started`: its id alone may be another process's by now."""
     at: float
     """Of its last event, epoch seconds; of its start, if it records none."""
     mib: int
@@ -114,8 +116,8 @@ class _Process:
     def read(cls, path: Path) -> _Process:
         content = path.read_bytes()
         head, told = json.loads(content[:HEAD]), content[HEAD:].decode(errors="replace").strip()
-        at, mib, event = told.split(" ", 2) if told else (head["created"], 0, "unknown")
-        return cls(**head, at=float(at), mib=int(mib), event=event, path=path)
+        at, mib, event = told.split(" ", 2) if told else (head["at"], 0, "unknown")
+        return cls(**(head | {"at": float(at)}), mib=int(mib), event=event, path=path)
 
     @property
     def stacks(self) -> Path:
@@ -127,14 +129,14 @@ class _Process:
         if self.host != socket.gethostname():
             return "elsewhere"
         try:
-            process = psutil.Process(self.pid)
-            return process.status() if abs(process.create_time() - self.created) < 1 else "gone"
-        except psutil.NoSuchProcess:
+            same = clock.started(self.pid) == self.started
+            return psutil.Process(self.pid).status() if same else "gone"
+        except (OSError, psutil.NoSuchProcess):
             return "gone"
 
     def told(self) -> str:
         """Its last event and its state, for a message."""
-        return f"last event: {self.event}, {time.time() - self.at:.1f} s ago; the process is {self.state}"
+        return f"last event: {self.event}, {clock.now() - self.at:.1f} s ago; the process is {self.state}"
 
     def ask(self) -> int | None:
         """Have it write its stacks; how much was written before. None for one that can't be asked."""
@@ -191,7 +193,7 @@ class Watchdog:
             file.write(f"\n== driver (process {os.getpid()})\n")
             for span in self._recorder.open.values():
                 file.write(
-                    f"under way for {time.time() - span.start:.1f} s: {span.kind} {' '.join(span.samples[:4])}\n"
+                    f"under way for {clock.now() - span.start:.1f} s: {span.kind} {' '.join(span.samples[:4])}\n"
                 )
             _write_tasks(file)
             faulthandler.dump_traceback(file, all_threads=True)
@@ -316,7 +318,7 @@ def last_report(worker: str, pid: str) -> str:
     watchdog = _current.get()
     for each in watchdog._processes() if watchdog else []:
         if (each.where, str(each.pid)) == (worker, pid) and each.mib:  # without a recorder it tells nothing
-            ago = f"{time.time() - each.at:.1f} s ago"
+            ago = f"{clock.now() - each.at:.1f} s ago"
             return f" The last that it told: {each.event} with {each.mib} MiB in memory, {ago}."
     return ""
 

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlfuse import clock
 from rlfuse.config.schema import Config
 from rlfuse.errors import RewardError
 from rlfuse.evaluation.arguments import made_from, parsed, parser, read
@@ -52,14 +53,14 @@ def _evaluate(config: Config, source: Source, settings: dict[str, Any], folder: 
     display = begin(source)
     with display.part("libraries"):
         from rlfuse.evaluation.answering import answer, load
-    began, loaded = time.time(), load(config, source.step, scored=True, say=display.say)
+    began, loaded = clock.now(), load(config, source.step, scored=True, say=display.say)
     responses = Responses(folder / RESPONSES, scored=True)
     if left := responses.begin(settings, loaded.groups):
         answer(loaded, left, responses, display)
     answered = [Group(g.prompt, [s for s in g.samples if s.response is not None]) for g in loaded.groups]
     answered = [group for group in answered if group.samples]
     found = by_source(answered, threshold)
-    report = report_of(config, source, answered, found, threshold, time.time() - began)
+    report = report_of(config, source, answered, found, threshold, clock.now() - began)
     write_whole(folder / FIGURES, json.dumps(report, indent=2))
     show(found, answered, threshold, display.console)
     display.say(f"written  {folder / FIGURES}, {RESPONSES}")

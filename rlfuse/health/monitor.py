@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from rlfuse import clock
 from rlfuse.events import Span
 from rlfuse.fusion.costs import Costs
 from rlfuse.health.alarms import alert_of, write_alarms
@@ -56,7 +56,7 @@ class Monitor:
         self.detector = Detector(continuity_s, self._machine)
         self._folder, self._alert, self._say = folder, alert, say
         self._expected, self._settled = Expected(), Settled()
-        self._since, self._warm = time.time(), False
+        self._since, self._warm = clock.now(), False
         self._homes: dict[str, str] = {}
         self._told: set[str] = set()
 
@@ -75,7 +75,7 @@ class Monitor:
 
     async def _look(self, step: int, spans: Sequence[Span], costs: Costs) -> dict[str, float]:
         samples, answered = await self._drain()
-        series = Series(self._since, time.time())
+        series = Series(self._since, clock.now())
         self._since = series.end
         work, started = self._settled.work_of(spans)
         if not self._warm:

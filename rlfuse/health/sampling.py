@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from rlfuse import clock
 from rlfuse.cluster.watchdog import Registered, registered
 from rlfuse.health.gpus import Gpus, open_gpus
 from rlfuse.health.series import Sample
@@ -46,7 +47,7 @@ class Sampler:
         self._gpus = open_gpus() if gpus is None else gpus
         self._families: dict[Registered, list[int]] = {}
         self._looked = self._probed = -FAMILY_S
-        self._at = time.time()
+        self._at = clock.now()
         self._before: dict[int, Counters] = {}
         self._node_before: Counters = {}
 
@@ -54,9 +55,9 @@ class Sampler:
         """All that is known of the time since the last call."""
         if (now := time.monotonic()) - self._looked >= FAMILY_S:
             self._looked, self._families = now, families(self._workers())
-        before, self._at = self._at, time.time()
+        before, self._at = self._at, clock.now()
         seconds = self._at - before
-        if seconds <= 0:  # the clock was set back
+        if seconds <= 0:
             return []
         found = [Sample(each.where, self._at, seconds, self._worker(each, seconds)) for each in self._families]
         found.append(Sample(self.node, self._at, seconds, self._node(seconds)))

@@ -7,11 +7,11 @@ collected; and garbage with them (`cluster.garbage`). Waits for engines to hand 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rlfuse import clock
 from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.events import EventLog, Recorder, Span
 from rlfuse.observe.faults import count_faults
@@ -39,7 +39,7 @@ class Journal:
         self.recorder, self.faults = Recorder("driver"), faults
         self._garbage: GarbageCollector | None = None
         self._gc_freq, self._due = gc_freq, gc_freq > 0
-        self.began = time.time()
+        self.began = clock.now()
         self._engines: Sequence[Recorded] = ()
         self.last_step = (0, 0)
         """Where the spans that were collected last stand in the file: bytes, from and to."""

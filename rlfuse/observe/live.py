@@ -8,7 +8,6 @@ changes nothing, and takes each container's members at one stroke.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlfuse.clock import now as epoch_now
 from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span
 from rlfuse.fusion.board import Board
@@ -101,7 +101,7 @@ def read_board(board: Board | None, spans: Iterable[Span]) -> tuple[str, list[St
 
 def under_way(spans: Iterable[Span]) -> list[tuple[str, float]]:
     """Parts of the run that start at this moment, and for how many seconds already; `spans`: the driver's open ones."""
-    now = time.time()
+    now = epoch_now()
     return [(span.cause, now - span.start) for span in spans if span.kind == "start" and span.cause != "run"]
 
 

@@ -6,7 +6,6 @@ is measured here: seconds come from spans, rewards from samples.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from rlfuse import clock
 from rlfuse.algorithms.corrections import bound_of
 from rlfuse.config.schema import Config
 from rlfuse.engines.agreement import Agreement
@@ -221,7 +221,7 @@ class MetricLog:
 
     def _account(self, spans: Sequence[Span]) -> dict[str, float]:
         """busy/* and idle/* since the last row: start-up, validation and checkpoints are in the row that follows."""
-        start, self._accounted = self._accounted, time.time()
+        start, self._accounted = self._accounted, clock.now()
         width = self.config.rollout.tensor_model_parallel_size
         return account(spans, start, self._accounted, self.config.slots, width).metrics()
 

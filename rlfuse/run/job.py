@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from rlfuse import clock
 from rlfuse.cluster import placement
 from rlfuse.cluster.stopping import Stopped
 from rlfuse.cluster.watchdog import watching
@@ -51,8 +52,11 @@ class Job:
     state: dict[str, Any]
     """What that checkpoint holds beside the models; `step` always."""
     started: float
+    """The date, epoch seconds."""
     faults: Counter[str] = field(default_factory=Counter)
     """What was lost and replaced since then, as `rlfuse.observe.faults` counts it."""
+    began: float = field(default_factory=clock.now)
+    """The same moment by the clock that measures durations."""
     restart: Span | None = None
     """From the loss of a worker to this attempt, if it is not the first."""
     resumed_after: int = 0
@@ -65,6 +69,8 @@ class Job:
     """Slots that get no work now, in this attempt and those that follow."""
     returning: set[int] = field(default_factory=set)
     """Of these, those that work again once they are as fast as the others."""
+    found: dict[Path, int] = field(default_factory=dict)
+    """Complete checkpoints that this run did not write, with their dates."""
     without: frozenset[str] = frozenset()
     """Ids of nodes that were to leave the run."""
     lock: RunLock = field(default_factory=RunLock)
@@ -96,7 +102,7 @@ class Job:
         log = RunLog(self.config, resolved, self.folder, total_steps, self.state["step"], self.faults, self.label,
                      self.lock.check)  # fmt: skip
         if self.restart is not None:
-            self.restart.end = time.time()
+            self.restart.end = clock.now()
             log.journal.recorder.add(self.restart)
         if abandoned := checkpoints.later(self.folder, self.state["step"]):
             names, go = ", ".join(path.name for path in abandoned), "goes" if len(abandoned) == 1 else "go"
@@ -129,7 +135,7 @@ class Job:
                 print(how_to_resume(self), flush=True)
                 if ended == "failed" and "\nlogs: " not in str(error) and (self.folder / "logs").is_dir():
                     print(f"logs: {self.folder / 'logs'}", flush=True)
-        return time.time() - self.started
+        return clock.now() - self.began
 
 
 def _note_changes(folder: Path, step: int, changes: Sequence[Change]) -> None:
@@ -145,24 +151,28 @@ def _note_changes(folder: Path, step: int, changes: Sequence[Change]) -> None:
 
 
 @contextmanager
-def noting_the_end(folder: Path, lock: RunLock) -> Iterator[None]:
+def noting_the_end(job: Job) -> Iterator[None]:
     """Around all attempts of a run and its summary: if it began, its status says how it ended, and the lock goes.
 
     RunError if the folder was lost meanwhile, whatever that led to.
     """
+
+    def end(error: BaseException | None = None) -> None:
+        if job.lock.is_held:
+            text = "" if error is None else str(error)
+            status.end(job.folder, _state(error), text, job.started + clock.now() - job.began)
+
     try:
         yield
     except BaseException as error:
-        lock.check()
-        if lock.is_held:
-            with suppress(OSError):
-                status.end(folder, _state(error), str(error))
+        job.lock.check()
+        with suppress(OSError):
+            end(error)
         raise
     else:
-        if lock.is_held:
-            status.end(folder, _state(None))
+        end()
     finally:
-        lock.release()
+        job.lock.release()
 
 
 def _state(error: BaseException | None) -> str:
@@ -182,6 +192,7 @@ def open_job(config: Config) -> Job:
     started = time.time()
     config = accepted.config
     more = {"resumed_after": state["step"], "changes": accepted.changes, "inputs": accepted.inputs}
+    more["found"] = checkpoints.written(config.run_folder)
     more["drained"] = set(config.cluster.drain)
     return Job(config, config.run_folder, accepted.checkpoint, state, started, **more)
 

@@ -10,11 +10,11 @@ as no loss. Steps after the checkpoint are logged again, as when an interrupted 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rlfuse import clock
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden_text
 from rlfuse.errors import EngineError, NodeLeft, WorkerLost
@@ -33,7 +33,7 @@ def recovered(config: Config, attempt: Callable[[Job], Path]) -> Path:
     """
     try:
         job = open_job(config)
-        with noting_the_end(job.folder, job.lock):
+        with noting_the_end(job):
             return _recovered(job, attempt)
     except NothingToDo as end:
         print(end, flush=True)
@@ -85,10 +85,10 @@ def futile(reached: list[int], limit: int) -> str | None:
 
 def again(job: Job, error: WorkerLost) -> Job:
     """The next attempt: from the newest checkpoint that this run wrote, else from where it began."""
-    written = [path for path in checkpoints.complete(job.folder) if checkpoints.written(path) >= job.started]
+    written = [path for path, at in checkpoints.written(job.folder).items() if job.found.get(path) != at]
     checkpoint = written[-1] if written else job.checkpoint
     state = checkpoints.read_state(checkpoint) if checkpoint else {"step": 0}
     left = error.nodes if isinstance(error, NodeLeft) else ()
-    restart = Span("hand_over" if left else "restart", "driver", time.time(), cause=str(error))
+    restart = Span("hand_over" if left else "restart", "driver", clock.now(), cause=str(error))
     where = {"restart": restart, "without": job.without.union(left)}
     return dataclasses.replace(job, checkpoint=checkpoint, state=state, changes=(), **where)

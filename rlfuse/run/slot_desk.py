@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlfuse import clock
 from rlfuse.cluster import placement
 from rlfuse.cluster.nodes import Node, this_node_id
 from rlfuse.errors import NodeLeft, NodeLost, SlotRefused
@@ -91,7 +92,7 @@ class SlotDesk:
             told = str(why) if isinstance(why, SlotRefused) else f"nothing was done ({type(why).__name__}: {why})"
             return await asyncio.to_thread(disk.answer, self.log.folder, request, told, False)
         self.log.say(told)
-        now, what = time.time(), {"slot": request.slot, "do": request.do}
+        now, what = clock.now(), {"slot": request.slot, "do": request.do}
         self.log.journal.recorder.add(Span("request", "driver", now, now, cause=told, attributes=what))
         with suppress(OSError):  # told when it fails again, at the look's end
             await self._publish()  # first: whoever has the answer may look at once

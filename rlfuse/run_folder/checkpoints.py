@@ -119,9 +119,9 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.rsplit("_", 1)[1])
 
 
-def written(checkpoint: Path) -> float:
-    """When it was complete, in seconds since the epoch."""
-    return (checkpoint / MARKER).stat().st_mtime
+def written(run: Path) -> dict[Path, int]:
+    """Complete checkpoints, oldest first -> the date of each, by which one that was written again differs."""
+    return {path: (path / MARKER).stat().st_mtime_ns for path in complete(run)}
 
 
 def find(run: Path, resume_mode: str) -> Path | None:

@@ -100,11 +100,14 @@ def release_reserve(folder: Path) -> None:
     (folder / RESERVED).unlink(missing_ok=True)
 
 
-def end(folder: Path, state: str, error: str = "") -> None:
-    """It is over. `state`: finished, stopped or failed."""
+def end(folder: Path, state: str, error: str = "", ended: float | None = None) -> None:
+    """It is over. `state`: finished, stopped or failed; `ended`: the date by its own clock, the present by default."""
     release_reserve(folder)
     if (status := read(folder)) is not None:
-        _write(folder, replace(status, state=state, ended=time.time(), error=hidden_text(error)))
+        _write(
+            folder,
+            replace(status, state=state, ended=time.time() if ended is None else ended, error=hidden_text(error)),
+        )
 
 
 def read(folder: Path) -> Status | None:

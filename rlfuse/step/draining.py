@@ -11,10 +11,10 @@ Waits: for a probe, bounded as every call of ranks.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from statistics import median
 
+from rlfuse import clock
 from rlfuse.errors import SlotRefused
 from rlfuse.events import Span
 from rlfuse.fusion.slot_table import SlotTable
@@ -30,7 +30,7 @@ class Draining:
         """Of the last board that began."""
         self._engines, self._tuning, self._say = engines, tuning, say
         self._probed = dict[int, float]()
-        self._since = dict.fromkeys(self.drained, time.time())
+        self._since = dict.fromkeys(self.drained, clock.now())
         self._spans: list[Span] = []
 
     @property
@@ -55,7 +55,7 @@ class Draining:
             for slot, rate in self._probed.items():
                 self._tuning.rates.probed(slot, rate)
             for slot in sorted(drained - self.drained):
-                self._note(slot, time.time())
+                self._note(slot, clock.now())
                 self._say(f"slot {slot} works again: it is as fast as the others")
         self.board = SlotTable(self.count, self._tuning.costs, self._tuning.rates)
         return self.board
@@ -63,7 +63,7 @@ class Draining:
     async def drain(self, collect: bool = False) -> list[Span]:
         """When slots were drained since the last call, a span for each; no process of its own collects garbage."""
         for slot in self.drained:
-            self._note(slot, time.time())
+            self._note(slot, clock.now())
         spans, self._spans = self._spans, []
         return spans
 
@@ -83,7 +83,7 @@ class Draining:
             told = f"; drained already: {', '.join(map(str, sorted(self.drained)))}" if self.drained else ""
             raise SlotRefused(f"slot {slot} is the last of {self.count} that works: the run needs one{told}")
         self._tuning.rates.drain(slot, until_well)
-        self._since[slot] = time.time()
+        self._since[slot] = clock.now()
         return 0 if self.board is None else self.board.slots[slot].load
 
     def give_work(self, slot: int) -> None:
@@ -93,7 +93,7 @@ class Draining:
             told = ", ".join(map(str, sorted(self.drained))) or "none"
             raise SlotRefused(f"slot {slot} is not drained; drained slots: {told}")
         self._tuning.rates.restore(slot)
-        self._note(slot, time.time())
+        self._note(slot, clock.now())
 
     def check(self, slot: int, done: str) -> None:
         """SlotRefused where there is no such slot. `done`: what was to be done to it."""

@@ -25,6 +25,7 @@ import numpy as np
 import ray
 import torch
 
+from rlfuse import clock
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.child_processes import restore_child_signals
 from rlfuse.cluster.garbage import GarbageCollector
@@ -257,10 +258,10 @@ class EncoderRank:
         self._threads = ThreadPoolExecutor(self._decoders.count, "decoder")
 
     def _decode(self, block: Frames, prefetched: bool = False) -> _Decoded:
-        span = Span("prefetch", self.recorder.where, time.time(), samples=(block.clip,), cause="next step")
+        span = Span("prefetch", self.recorder.where, clock.now(), samples=(block.clip,), cause="next step")
         began = time.perf_counter()
         frames, elsewhere = self._decoders.read(block.path, block.plan, block.first, block.last)
         if prefetched:
-            span.end, span.attributes["bytes"] = time.time(), block.bytes
+            span.end, span.attributes["bytes"] = clock.now(), block.bytes
             self._prefetched.append(span)
         return _Decoded(frames, time.perf_counter() - began, elsewhere)

@@ -64,7 +64,7 @@ class Steps:
             await engine.wake()
         if job.checkpoint is None:
             await engines.trainer.load(self.folder / "start")
-        self.log, loaded = log, replace(loaded, prompts=prompts, config=job.config)
+        self.log, self.lock, loaded = log, job.lock, replace(loaded, prompts=prompts, config=job.config)
         return await wired(loaded, job, log, **named), job.state["step"]
 
     async def go_on(self, name: str, prepare=lambda controller: None) -> bool:
@@ -79,6 +79,7 @@ class Steps:
             return False
         finally:
             self.log.close()
+            self.lock.release()
             while any([(await engine.load()).running for engine in controller.engines.rollout]):
                 await asyncio.sleep(0.01)
         return True

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -248,7 +247,7 @@ async def test_alarms_are_told_also_where_they_can_not_be_written(tmp_path, monk
 
 async def test_the_monitor_tells_writes_and_measures_and_never_ends_a_run(tmp_path, monkeypatch):
     clock = iter(np.arange(0.0, 1000.0, 4.0))
-    monkeypatch.setattr("rlfuse.health.monitor.time", SimpleNamespace(time=lambda: float(next(clock))))
+    monkeypatch.setattr("rlfuse.clock.now", lambda: float(next(clock)))
     eyes, told, said = Eyes(), [], []
     monitor = Monitor(tmp_path, [eyes], 40.0, 2, lambda step, alert: told.append((step, alert)), said.append)
     for step in range(1, 40):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlfuse.engines.pipeline import schedule_executor, waits
+from rlfuse.engines.pipeline import schedule_executor
 from rlfuse.engines.pipeline.head_shares import HeadShares, group_of
 from rlfuse.engines.pipeline.lanes import LATER
 from rlfuse.engines.pipeline.layout import Pipelines
@@ -139,7 +139,7 @@ def test_a_send_over_gloo_that_fails_is_told_at_the_end_of_the_row():
 
 def test_times_over_gloo_are_the_hosts(monkeypatch):
     run = HostWaits(60.0, lost)
-    monkeypatch.setattr(waits.time, "time", lambda: 12.5)
+    monkeypatch.setattr("rlfuse.clock.now", lambda: 12.5)
     assert run.seconds(run.now()) == 12.5
     run.finish()
 

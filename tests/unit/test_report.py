@@ -56,7 +56,7 @@ def run_folder(path, steps=4, count=6, metrics=3, lr=1e-6):
             file.write(json.dumps(row) + "\n")
     (path / "sheet.png").write_bytes(b"\x89PNG")
     status = {"state": "failed", "name": f"rlfuse/{path.name}", "command": "rlfuse train my_job.yaml",
-              "commit": "abc123+", "sweep": "", "host": "here", "pid": 1, "created": 0.0,
+              "commit": "abc123+", "sweep": "", "host": "here", "pid": 1,
               "started": 1e9, "ended": 1e9 + 75, "error": "out of luck"}  # fmt: skip
     (path / "status.json").write_text(json.dumps(status))
     with (path / "samples.jsonl").open("w") as file:

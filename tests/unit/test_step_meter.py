@@ -33,7 +33,7 @@ def test_a_finished_samples_cache_counts_in_its_last_step(meter):
     meter.close()
     prefill, decode = meter._recorder.drain()
     assert (prefill.attributes["context"], decode.attributes["context"]) == (200, 200)
-    assert (decode.start, decode.end, decode.tokens) == (100.0, 101.0, 2)
+    assert (decode.start, decode.end, decode.tokens) == pytest.approx((100.0, 101.0, 2))
 
 
 def test_samples_aborted_between_two_steps_count_in_neither(meter):
@@ -42,4 +42,4 @@ def test_samples_aborted_between_two_steps_count_in_neither(meter):
     meter.close()
     before, after = meter._recorder.drain()
     assert (before.attributes["context"], after.attributes["context"]) == (900, 100)
-    assert (after.start, after.end) == (109.0, 110.0)
+    assert (after.start, after.end) == pytest.approx((109.0, 110.0))

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlfuse import clock
 from rlfuse.errors import EngineError
 
 RUN_AHEAD = 2
@@ -74,7 +75,7 @@ class HostWaits:
                 return
 
     def now(self) -> float:
-        return time.time()
+        return clock.now()
 
     def seconds(self, moment: float) -> float:
         return moment
@@ -89,7 +90,7 @@ class StreamWaits:
         self._leaving: list[tuple[Callable[[], bool], str, int]] = []
         self._first = self.now()
         self._first.synchronize()
-        self._began = time.time()
+        self._began = clock.now()
 
     def arrived(self, work: Any, purpose: str, rank: int) -> None:
         work.wait()  # with a time limit it would hold the host

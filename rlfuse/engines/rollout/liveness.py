@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from rlfuse.clock import now
+
 LEAST = 0.02
 """Share of a core: whoever waits for something that never comes uses less, whoever computes more."""
 
@@ -31,7 +33,7 @@ class Pulse:
 class Liveness:
     """`cpu`: seconds that the engine's processes have computed so far."""
 
-    def __init__(self, cpu: Callable[[], float], clock: Callable[[], float] = time.time):
+    def __init__(self, cpu: Callable[[], float], clock: Callable[[], float] = now):
         self._cpu, self._clock = cpu, clock
         self._steps, self._last = 0, "it has not been asked for anything"
         self._seen = (0, cpu(), clock())

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import ray
 
+from rlfuse import clock
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.remote import call, explain
 from rlfuse.config.schema import ModelConfig, RolloutConfig
@@ -262,7 +262,7 @@ class RolloutHandle:
         """Give this actor up, if that has not happened yet. `failed`: by an error of its own."""
         if actor is not self.actor or actor is self._gone:
             return
-        self._gone, now, samples = actor, time.time(), tuple(sorted(self._open))
+        self._gone, now, samples = actor, clock.now(), tuple(sorted(self._open))
         self._lost, self._restart, self._open = EngineLost(why), None, set()
         if failed:
             failure = re.sub(r"0x[0-9a-f]+|\d+", "#", why)

@@ -31,6 +31,7 @@ from typing import Any
 
 import psutil
 
+from rlfuse import clock
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.child_processes import restore_child_signals
 from rlfuse.cluster.garbage import GarbageCollector, importing
@@ -323,7 +324,7 @@ class RolloutWorker:
             raise RuntimeError(f"{self.name} has its weights asleep: wake them before new ones are pushed")
         with self._asking("a pause for new weights"):
             self._frozen = True
-            self._update = Span("update_weights", self.name, time.time(), cause="optimizer")
+            self._update = Span("update_weights", self.name, clock.now(), cause="optimizer")
             self._meter.pause()
             if self._kv_store is not None:
                 await self._kv_store.invalidate()
@@ -346,7 +347,7 @@ class RolloutWorker:
             await self._engine.resume_generation()  # of nothing, where the KV cache is asleep: `_admit` sees to that
         self._version, self._frozen = version, False
         if self._update is not None:
-            self._update.end, self._update.attributes["version"] = time.time(), version
+            self._update.end, self._update.attributes["version"] = clock.now(), version
             self._recorder.add(self._update)
 
     async def version(self) -> int:

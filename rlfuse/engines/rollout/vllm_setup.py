@@ -9,7 +9,6 @@ between them.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from rlfuse import clock
 from rlfuse.cluster import cuda, scratch
 from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, nixl_installed
 from rlfuse.config.quantization import KEPT
@@ -271,13 +271,13 @@ class StepMeter:
         decoded, begun = iteration.inter_token_latencies_iter, iteration.time_to_first_tokens_iter
         if not decoded and not begun:
             return
-        now = iteration.iteration_timestamp
+        now = clock.of_date(iteration.iteration_timestamp)
         start, end = self._ready if self._clock is None else self._clock, now
         if not decoded:  # the last step may have been long ago, if what it decoded was aborted since
-            start = max(start, now - max(begun))
+            start = max(start, now - max(0.0, *begun))
         elif self._clock is not None:
             end = start + min(decoded)
-        self._clock = end
+        self._clock = end = max(start, end)
         self._add(start, end, len(decoded) + len(begun), iteration)
         # What the step's finished samples had is free already, what its new ones have was not there before. Where
         # nothing decoded, what was there is gone: it may have been aborted after the last step, and no statistics said
@@ -313,4 +313,4 @@ class StepMeter:
     def pause(self, now: float | None = None) -> None:
         """No step is under way; the next begins after `now`, the present by default."""
         self.close()
-        self._clock, self._ready = None, now or time.time()
+        self._clock, self._ready = None, clock.now() if now is None else now

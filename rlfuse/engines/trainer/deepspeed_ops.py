@@ -80,18 +80,18 @@ def load(operations: Callable[[], Any], patience_s: float = PATIENCE_S) -> str |
 
     EngineError where the folder's file system has no locks.
     """
-    given, root, deadline = configured_folder(), extensions_folder(), time.time() + patience_s
+    given, root, deadline = configured_folder(), extensions_folder(), time.monotonic() + patience_s
     root.mkdir(parents=True, exist_ok=True)
     with (root / LOCK).open("a+") as own:
         while not _locked(own):
-            if time.time() > deadline:
+            if time.monotonic() > deadline:
                 owner = _owner(own) or "another process"
                 return f"DeepSpeed's operations are being compiled or loaded by {owner} ({own.name})"
             time.sleep(0.05)
         killed = _owner(own)
         for lock in _locks(root):
             while why := _waits_for(lock, killed):
-                if time.time() > deadline:
+                if time.monotonic() > deadline:
                     return f"DeepSpeed's operations: {why}"
                 time.sleep(0.05)
             with suppress(FileNotFoundError):

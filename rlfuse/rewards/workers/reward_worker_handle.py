@@ -11,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from rlfuse import clock
 from rlfuse.cluster import remote, watchdog
 from rlfuse.config.own_errors import headline, text
 from rlfuse.errors import EngineError, WorkerLost
@@ -168,7 +168,7 @@ class RewardWorkerHandle:
             try:
                 answer = asyncio.wrap_future(reference.future())
                 outcomes, call.awaited = await asyncio.wait_for(answer, call.limit_s)
-                call.seconds = time.time() - span.start
+                call.seconds = clock.now() - span.start
                 return outcomes
             except TimeoutError:
                 stack = await watchdog.stack_of(self.where)

@@ -1,0 +1,151 @@
+"""Durations when the system's clock is set: they are measured, and never negative."""
+
+import ast
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlfuse import clock
+from rlfuse.config.schema import Config
+from rlfuse.engines.rollout.liveness import Liveness
+from rlfuse.engines.rollout.vllm_setup import StepMeter
+from rlfuse.events import Recorder
+from rlfuse.health.sampling import Sampler
+from rlfuse.rewards.workers.pool import RewardPool
+from rlfuse.run.job import open_job
+from rlfuse.run.restarts import again, recovered
+from rlfuse.run_folder import checkpoints, status
+
+PACKAGE = Path(clock.__file__).parent
+DATES = {
+    "clock.py": "defines the other clock",
+    "data/kept_images.py": "age of a file",
+    "engines/trainer/deepspeed_ops.py": "age of a file",
+    "observe/sinks.py": "a number for wandb that is larger than that of the process before",
+    "observe/terminal.py": "date of the view",
+    "observe/watch.py": "age of the view, which another host may have written",
+    "rewards/sandbox/sandbox.py": "age of a file",
+    "run/job.py": "date of the start",
+    "run/leftovers.py": "age of a file",
+    "run/listing.py": "age of a file",
+    "run/slot_desk.py": "a date that another host wrote",
+    "run/submission.py": "dates of the cluster",
+    "run_folder/run_lock.py": "age of a file",
+    "run_folder/slots.py": "a date for another host",
+    "run_folder/status.py": "age of a file, date of the end",
+}
+"""Modules that may call `time.time`, and what for."""
+
+
+@pytest.fixture
+def set_back(monkeypatch):
+    """Every look at the system's clock finds it an hour earlier than the one before."""
+    earlier = iter(range(0, 1 << 30, 3600))
+    wall = time.time
+    monkeypatch.setattr(time, "time", lambda: wall() - next(earlier))
+
+
+def test_dates_are_asked_for_where_dates_are_meant_only():
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if name in ("time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.datetime.now"):
+                found.add(path.relative_to(PACKAGE).as_posix())
+    assert found == set(DATES)
+
+
+def span(tmp_path):
+    recorder = Recorder("driver")
+    with recorder.span("step") as found:
+        pass
+    return found.seconds
+
+
+def engine_step(tmp_path):
+    meter = StepMeter(Recorder("rollout/0"), 1000)
+    meter.pause()
+    scheduler = SimpleNamespace(kv_cache_usage=0.1, num_running_reqs=1, num_waiting_reqs=0)
+    more = {"num_generation_tokens": 1, "prompt_token_stats": SimpleNamespace(computed=8)}
+    for begun in (-3600.0, 0.01):  # vLLM subtracts two dates
+        iteration = {"inter_token_latencies_iter": [], "time_to_first_tokens_iter": [begun]}
+        meter.record(scheduler, SimpleNamespace(iteration_timestamp=time.time(), **iteration, **more))
+    meter.close()
+    return min(found.seconds for found in meter._recorder.drain())
+
+
+def silence(tmp_path):
+    return Liveness(lambda: 0.0).judge(busy=True).still_s
+
+
+def sample(tmp_path):
+    sampler = Sampler("node/a", workers=list, gpus=SimpleNamespace(read=lambda _: {}))
+    sampler.sample()
+    time.sleep(0.01)
+    return min(each.seconds for each in sampler.sample())
+
+
+def run(tmp_path):
+    config = Config()
+    config.trainer.default_local_dir, config.trainer.experiment_name = str(tmp_path), "x"
+    config.model.path, config.trainer.logger = "somewhere", []
+
+    def attempt(job):
+        job.begin(8)
+        return job.folder
+
+    found = status.read(recovered(config, attempt))
+    return found.seconds(0.0)
+
+
+@pytest.mark.parametrize("measured", [span, engine_step, silence, sample, run])
+def test_a_clock_that_is_set_back_makes_no_duration_negative(tmp_path, set_back, measured):
+    assert 0 <= measured(tmp_path) < 60
+
+
+def test_a_first_call_that_seems_to_take_no_time_leaves_a_pace_to_divide_by():
+    pool = SimpleNamespace(_pace={}, _functions={})
+    for seconds in (1e-12, 0.0, 2.0):
+        RewardPool._learn(pool, SimpleNamespace(name="f", seconds=seconds, items=[1], awaited=False))
+        assert RewardPool._size(pool, SimpleNamespace(name="f", is_model=False, batched=False, is_async=False), 9) > 0
+
+
+def test_a_run_knows_its_checkpoints_whatever_their_dates(tmp_path):
+    config = Config()
+    config.trainer.default_local_dir, config.trainer.experiment_name, config.model.path = str(tmp_path), "x", "m"
+
+    def write(step, date):
+        path = checkpoints.folder_of(config.run_folder, step)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "run.json").write_text(f'{{"step": {step}}}')
+        (path / checkpoints.MARKER).touch()
+        os.utime(path / checkpoints.MARKER, (date, date))
+
+    write(2, time.time() + 3600)
+    config.trainer.resume_mode = "disable"
+    job = open_job(config)
+    assert again(job, RuntimeError()).checkpoint is None, "an earlier run's, however late its date"
+    write(4, time.time() - 3600)
+    assert again(job, RuntimeError()).checkpoint.name == "global_step_4"
+
+
+@pytest.mark.slow
+def test_processes_of_a_run_share_its_clock_also_those_that_start_after_it_was_set(monkeypatch):
+    program = "from rlfuse import clock; print(clock.now())"
+    monkeypatch.setitem(os.environ, clock.OFFSET, f"{clock.BOOT} {clock._OFFSET - 7200!r}")
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(told.stdout) == pytest.approx(clock.now() - 7200, abs=60)
+    monkeypatch.setitem(os.environ, clock.OFFSET, "another-boot -1.0")
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(told.stdout) == pytest.approx(time.time(), abs=60)
+
+
+def test_a_process_is_known_by_its_start_in_ticks():
+    assert clock.started(os.getpid()) == clock.started(os.getpid()) > 0
+    with pytest.raises(OSError, match="No such"):
+        clock.started(2**22 + 1)

@@ -15,6 +15,12 @@ from rlfuse.run_folder import checkpoints
 WEIGHTS = bytes(range(256)) * 1024
 
 
+def begin_and_end(job):
+    """As a run that came to no step does."""
+    job.begin(8).close()
+    job.lock.release()
+
+
 @pytest.fixture
 def reward(config, tmp_path):  # noqa: F811
     """The file of the job's reward, beside one of rlfuse's own."""
@@ -35,7 +41,7 @@ def model_in(folder, weights=WEIGHTS, layers=2):
 
 def begun(config, *steps):  # noqa: F811
     """The folder of a run that began and was stopped after the last of these steps, at each of which it was saved."""
-    open_job(config).begin(8).close()
+    begin_and_end(open_job(config))
     leave(config, 0, state="stopped", rows=False)
     return saved(config, *steps)
 
@@ -65,7 +71,7 @@ def test_a_reward_edited_in_place_is_told_like_another_setting(config, reward, c
     first = recorded(folder)[0]["sha256"][:12]
     assert f"    {reward}  {first} -> " in said and "edited: another reward: values before and after can't be" in said
     assert "no longer one experiment" in said and "another run: rlfuse train ... trainer.experiment_name=mine-2" in said
-    job.begin(8).close()
+    begin_and_end(job)
     assert [row["step"] for row in recorded(folder)] == [0, 2] and not (folder / "changes.jsonl").exists()
     assert accept(config).told == "", "said once"
 
@@ -95,12 +101,12 @@ def test_a_metric_edited_in_place_leaves_the_experiment_what_it_was(config, rewa
 def test_who_goes_back_has_the_reward_of_then(config, reward):  # noqa: F811
     first, folder = reward.read_text(), begun(config, 2, 4)
     reward.write_text(first.replace("1.0", "2.0"))
-    open_job(config).begin(8).close()
+    begin_and_end(open_job(config))
     back = changed(config, trainer__resume_mode=str(folder / "global_step_2"))
     assert "edited" in accept(back).told
     reward.write_text(first)
     assert accept(back).told == "" and "edited" in accept(config).told
-    open_job(back).begin(8).close()
+    begin_and_end(open_job(back))
     assert [row["step"] for row in recorded(folder)] == [0], "of the steps that are abandoned nothing is left"
 
 
@@ -123,7 +129,7 @@ def test_a_model_that_was_moved_goes_on_with_a_line_and_another_is_refused(confi
     [change] = accepted.changes
     assert (change.key, change.effect) == (f"{key}.path", Effect.BESIDE)
     assert f"{key}.path" in accepted.told and "moved, or copied: the same config.json and weights of" in accepted.told
-    open_job(moved).begin(8).close()
+    begin_and_end(open_job(moved))
     assert accept(moved).told == ""
     others = {
         "further": {"weights": WEIGHTS[:-1] + b"x"},

@@ -2,8 +2,8 @@
 
 Role: the journal counts the spans that it collects, over all attempts of a run, and logs the counts as `fault/*`.
 `lost` spans are of rollout engines and name the samples that are generated again; `restart` spans are of whatever was
-started in the place of a lost one: an engine, a reward worker, or (`driver`) the run itself. An optimizer step that was
-`skipped`, because its gradient was not finite, is counted once for all ranks.
+started in the place of a lost one: an engine, a reward worker, an encoder rank, or (`driver`) the run itself. An
+optimizer step that was `skipped`, because its gradient was not finite, is counted once for all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from collections.abc import Iterable
 
 from rlfuse.events import Span
 
-REPLACED = {"rollout": "engines_replaced", "reward": "reward_workers_replaced", "driver": "restarts"}
+REPLACED = {
+    "rollout": "engines_replaced",
+    "reward": "reward_workers_replaced",
+    "encoder": "encoder_ranks_replaced",
+    "driver": "restarts",
+}
 
 
 def count_faults(spans: Iterable[Span]) -> Counter[str]:

@@ -28,7 +28,7 @@ from rlfuse.planning.hardware import KINDS, Hardware
 from rlfuse.planning.measured_links import MeasuredLinks, Pair, write_links
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.plan import shapes_of
-from rlfuse.simulate.recorded import config_of
+from rlfuse.simulate.recorded import generating
 
 OUT, LINKS_OUT = Path("calibration.yaml"), Path("links.yaml")
 LINKS = "links between nodes"
@@ -174,7 +174,7 @@ def _recorded(folders: Sequence[Path], model: str | None) -> Measured:
 
 def read_works(folder: Path, name: str, model: str | None = None) -> tuple[list[Work], Source]:
     """The work of one run. Raises CalibrationError where it can't be told."""
-    config = config_of(folder / "config.yaml")
+    config = generating(folder)
     if (stages := config.training.pipeline_parallel_size) > 1:
         raise CalibrationError(
             f"{folder}: a run with pipelines (training.pipeline_parallel_size={stages}); its spans are of stages, and "

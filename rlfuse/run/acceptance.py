@@ -126,7 +126,9 @@ def named(config: Config, keep: Callable[[Path], bool] = lambda folder: not fold
     if config.trainer.resume_mode == "auto":
         wanted = _resolved(with_local_paths(config))
         for folder, before in _newest_first(project):
-            if all(change.effect is Effect.BESIDE for change in differences(before, wanted)):
+            if before.get("trainer", {}).get("job_name") == config.trainer.job_name and all(
+                change.effect is Effect.BESIDE for change in differences(before, wanted)
+            ):
                 can_go_on = _finished(folder) or checkpoints.complete(folder) or not _has_rows(folder)
                 if not can_go_on or _runs_elsewhere(folder):
                     break

@@ -130,8 +130,9 @@ class Job:
             kept = nullcontext() if error is None else suppress(OSError)  # a full disk; `error` is what matters
             with kept, ExitStack() as ending:  # all of them, the last first, also where a person interrupts one
                 ending.callback(log.close, None if isinstance(error, NodeLeft) else error)
-                ending.callback(placement.stop, self.folder / "logs" if ended == "failed" else None)
-            if error is not None and not isinstance(error, WorkerLost):  # else `restarts` says how it goes on
+                logs = self.folder / "logs" if ended == "failed" and self.folder.is_dir() else None
+                ending.callback(placement.stop, logs)
+            if error is not None and self.folder.is_dir() and not isinstance(error, WorkerLost):  # else `restarts` says how it goes on
                 print(how_to_resume(self), flush=True)
                 if ended == "failed" and "\nlogs: " not in str(error) and (self.folder / "logs").is_dir():
                     print(f"logs: {self.folder / 'logs'}", flush=True)

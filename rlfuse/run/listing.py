@@ -258,11 +258,11 @@ def _from_status(run: Run, path: Path) -> None:
 
 def _from_summary(run: Run, path: Path) -> None:
     summary = json.loads(path.read_text())
-    label = str(summary["label"])
+    seconds, label = float(summary["seconds"]), str(summary.get("label", ""))  # reward models have none
     if run.state in ("finished", "unknown"):
         run.label = label
     if run.state == "unknown":
-        run.state, run.seconds = "finished", float(summary["seconds"])
+        run.state, run.seconds = "finished", seconds
 
 
 def _row_at(content: mmap.mmap, position: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from yaml import YAMLError
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.input_files import WorkloadError
+from rlfuse.config.run_groups import TrainerConfig
 from rlfuse.config.schema import Config
 from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span, read_events
@@ -54,7 +55,7 @@ class Recording:
 
 def read_run(folder: Path) -> Recording:
     """Raises WorkloadError where the folder holds no run, or its events tell no costs; RunError for damaged events."""
-    config, spans = config_of(folder / "config.yaml"), read_events(folder / "events.jsonl")
+    config, spans = generating(folder), read_events(folder / "events.jsonl")
     fitted, rates = fit_run(config, spans)
     if "decoding" not in fitted.accuracy:
         raise WorkloadError(
@@ -103,6 +104,17 @@ def config_of(path: Path) -> Config:
     except (OmegaConfBaseException, YAMLError, RecursionError) as error:
         raise WorkloadError(f"{path}: {error}; was it written by another version?") from error
     assert isinstance(config, Config)
+    return config
+
+
+def generating(folder: Path) -> Config:
+    """The configuration of a run. WorkloadError for one that only trains a reward model, or can't be read."""
+    config = config_of(folder / "config.yaml")
+    if config.trainer.task == "reward_model":
+        raise WorkloadError(
+            f"{folder}: trains a reward model (trainer.task=reward_model), so its events have no decoding and no "
+            f"scoring that costs could be fitted to; give the folder of a run with trainer.task={TrainerConfig.task}"
+        )
     return config
 
 

@@ -2,8 +2,9 @@
 
 Role: used by `encoding` only.
 Invariants: every call is bounded in time and names rank and frames; a process that did not answer in time or died is
-replaced before the failure of what it was doing is returned, so the rank is always ready for the next part. A part is
-blamed for a death only if it dies alone, with nothing being decoded ahead. What a lost process had prefetched is lost.
+replaced before the failure of what it was doing is returned, so the rank is always ready for the next part. Each
+replacement is reported and recorded as a `restart` span. A part is blamed for a death only if it dies alone, with
+nothing being decoded ahead. What a lost process had prefetched is lost.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError
 
-from rlfuse.cluster import remote
-from rlfuse.errors import EngineError
-from rlfuse.events import Span
+from rlfuse.cluster import remote, watchdog
+from rlfuse.errors import EngineError, WorkerLost
+from rlfuse.events import Recorder, Span
 from rlfuse.video.decoders import FrameReader
 from rlfuse.video.encoder_rank import Encoded, EncoderRank, EncoderSettings, Frames, Part, PartFailure
 
@@ -43,6 +44,7 @@ class EncoderHandle:
         self.name, self.rank, self.placement = f"encoder/{rank}", rank, placement
         self.settings, self.frames, self.timeout_s = settings, frames, timeout_s
         self.elsewhere: Sequence[Any] = ()
+        self._recorder = Recorder(self.name)
         self._actor: Any = None
         self._updated: tuple[str, int] | None = None
         self._prefetching = False
@@ -71,9 +73,8 @@ class EncoderHandle:
         try:
             await self._ask("prefetch frames", "prefetch", upcoming)
             self._prefetching = True
-        except EngineError:
-            self.close()
-            await self.start()
+        except EngineError as error:
+            await self._replace(error)
 
     async def encode(self, part: Part, upcoming: Frames | None) -> Encoded | PartFailure:
         """One part; meanwhile what comes next begins to be decoded."""
@@ -81,15 +82,26 @@ class EncoderHandle:
             return await self._ask(f"encode {part.frames}", "encode", part, upcoming)
         except EngineError as error:
             alone = not (upcoming or self._prefetching)
-            self.close()
-            await self.start()
+            await self._replace(error)
             if not alone and isinstance(error.__cause__, ActorDiedError):
                 return await self.encode(part, None)
             return PartFailure(str(error))
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        """Spans since the last call. `collect`: garbage, before."""
-        return await self._ask("hand over its spans", "drain", collect)
+        """Spans since the last call, those of its replacements among them. `collect`: garbage, before."""
+        try:
+            spans = await self._ask("hand over its spans", "drain", collect)
+        except WorkerLost as error:
+            await self._replace(error)
+            spans = []
+        return [*spans, *self._recorder.drain()]
+
+    async def _replace(self, error: EngineError) -> None:
+        """Start another process in the place of one that was lost, and report it."""
+        watchdog.say(f"lost: {error}\n{self.name}: another process takes its place")
+        with self._recorder.span("restart", cause=str(error)):
+            self.close()
+            await self.start()
 
     def close(self) -> None:
         """End the process."""

@@ -17,11 +17,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ray
 import torch
 from safetensors.torch import save_file
 
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.errors import EngineError
+from rlfuse.observe.faults import count_faults
 from rlfuse.samples import Embedding, Prompt, Visual, make_groups
 from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
 from rlfuse.video.encoder_handle import EncoderPlacement
@@ -204,6 +206,9 @@ async def test_clips_that_fail_are_named_and_the_others_go_on(encoder, model, cl
         assert re.search(said, outcomes[name].message) and f"{name} (" in outcomes[name].message
     metrics = await encoder.metrics()
     assert (metrics["video/failed_clips"], metrics["video/encode_once_factor"]) == (6, 1.0)
+    assert count_faults(await encoder.drain())["encoder_ranks_replaced"] in (1, 2), "with and without another ahead"
+    ray.kill(encoder.ranks[0]._actor)  # while it is idle
+    assert count_faults(await encoder.drain()) == {"encoder_ranks_replaced": 1}
     # The ranks are as they were, and failed clips left nothing behind.
     assert all(isinstance(one, Embedding) for one in await encoder.encode([clip("after", 6)], "failures"))
     assert not list(Path((await encoder.encode(good[:1], "failures"))[0].path).parent.glob("*.partial"))

@@ -354,6 +354,8 @@ def test_without_a_name_the_last_run_of_the_same_configuration_goes_on(config, c
     assert accepted.config.run_folder == folder and accepted.checkpoint == folder / "global_step_2"
     assert f"{folder} is the last run of this configuration: it goes on (" in capsys.readouterr().out
     assert accept(changed(unnamed, actor__optim__lr=1e-3)).config.run_folder == other
+    another_job = accept(changed(unnamed, trainer__job_name="another")).config
+    assert another_job.trainer.experiment_name.startswith("another-grpo-")
     assert accept(changed(unnamed, actor__optim__lr=1e-4)).config.run_folder not in (folder, other)
     assert accept(changed(unnamed, trainer__resume_mode="disable")).checkpoint is None
     status.end(folder, "finished")

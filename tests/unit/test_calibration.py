@@ -12,6 +12,7 @@ import yaml
 from transformers import Qwen2Config
 
 from rlfuse.cli import main
+from rlfuse.config.input_files import WorkloadError
 from rlfuse.events import Span, read_events
 from rlfuse.planning.calibrate import read_works
 from rlfuse.planning.calibration import ACROSS_DEVICES, errors_of, fitted, held_out, scaled
@@ -33,7 +34,7 @@ from rlfuse.planning.hardware import ENDS, Hardware
 from rlfuse.planning.model_sizes import shapes_of
 from rlfuse.planning.probe import Probe
 from rlfuse.planning.step_time import StepTimes
-from rlfuse.simulate.recorded import config_of, micro_batches
+from rlfuse.simulate.recorded import config_of, micro_batches, read_run
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import parse
 
@@ -244,6 +245,15 @@ def test_what_can_not_be_calibrated_is_told(tmp_path, capsys):
     assert "--picture a.pdf: needs a name that ends in .png" in told("--probe", "--picture", "a.pdf")
     assert "the folder does not exist" in told("--probe", "--out", tmp_path / "no/c.yaml")
     assert "no config.json there" in told("--probe", "--model", tmp_path)
+
+
+@pytest.mark.parametrize("read", [read_run, lambda folder: read_works(folder, "run")])
+def test_a_run_that_trains_a_reward_model_says_what_it_lacks(tmp_path, read):
+    """As `rlfuse plan --from`, `rlfuse simulate --from` and `rlfuse calibrate` read it."""
+    (tmp_path / "config.yaml").write_text("{data: {train_files: [a]}, model: {path: m}, trainer: {task: reward_model}}")
+    (tmp_path / "events.jsonl").touch()
+    with pytest.raises(WorkloadError, match=r"task=reward_model\), .* no decoding .* a run with trainer.task=rl"):
+        read(tmp_path)
 
 
 @pytest.fixture

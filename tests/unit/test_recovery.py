@@ -233,6 +233,7 @@ def test_faults_are_counted_by_who_was_lost_and_replaced():
         Span("restart", "rollout/1", 0, attributes={"error": "could not start"}),
         Span("restart", "reward/0", 0),
         Span("restart", "reward/model", 0),
+        Span("restart", "encoder/0", 0),
         Span("restart", "driver", 0),
         Span("generate", "rollout/0", 0),
         *(Span("optimizer", f"trainer/{rank}", 0, attributes={"model": "critic", "skipped": True}) for rank in (0, 1)),
@@ -244,6 +245,7 @@ def test_faults_are_counted_by_who_was_lost_and_replaced():
         "samples_reissued": 2,
         "engines_replaced": 1,
         "reward_workers_replaced": 2,
+        "encoder_ranks_replaced": 1,
         "restarts": 1,
         "critic_steps_skipped": 1,
     }

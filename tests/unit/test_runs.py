@@ -13,6 +13,7 @@ import pytest
 
 from rlfuse.cluster import scratch
 from rlfuse.errors import RunError
+from rlfuse.observe.pairs import summarise_pairs
 from rlfuse.run import leftovers, listing
 from rlfuse.run_folder import run_lock, status
 from rlfuse.run_folder.run_lock import RunLock
@@ -75,6 +76,17 @@ def test_a_run_has_its_figures(tmp_path):
     assert [each.name for each in map(listing.read, listing.find(path))] == ["one"]
 
 
+def test_a_finished_reward_model_has_its_figures(tmp_path):
+    path = make(tmp_path / "one")
+    (path / "metrics.jsonl").write_text('{"step": 3, "reward_model/acc": 0.75, "val-core/reward_model/acc": 0.5}\n')
+    summarise_pairs(path, 12.0)
+    (found,) = [listing.read(each, tmp_path) for each in listing.find(tmp_path)]
+    assert found.problems == [] and (found.state, found.reward, found.validation) == ("finished", 0.75, 0.5)
+    (path / status.FILE).unlink()
+    found = listing.read(path)
+    assert found.problems == [] and (found.state, found.seconds) == ("finished", 12.0)
+
+
 def test_one_mismatched_step_marks_the_run(tmp_path):
     path = make(tmp_path / "one")
     text = (path / "metrics.jsonl").read_text()
@@ -103,7 +115,7 @@ def test_hundreds_of_long_runs_are_read_by_their_ends(tmp_path):
         (status.FILE, "{", "status.json"),
         (status.FILE, '{"state": "running"}', "keys of a status"),
         (status.FILE, "[" * 100_000, "Recursion"),
-        ("summary.json", "{}", "label"),
+        ("summary.json", "{}", "seconds"),
     ],
 )
 def test_what_is_damaged_is_told_beside_what_is_not(tmp_path, capsys, file, text, told):

@@ -132,7 +132,9 @@ class Job:
                 ending.callback(log.close, None if isinstance(error, NodeLeft) else error)
                 logs = self.folder / "logs" if ended == "failed" and self.folder.is_dir() else None
                 ending.callback(placement.stop, logs)
-            if error is not None and self.folder.is_dir() and not isinstance(error, WorkerLost):  # else `restarts` says how it goes on
+            if (
+                error is not None and self.folder.is_dir() and not isinstance(error, WorkerLost)
+            ):  # else `restarts` says how it goes on
                 print(how_to_resume(self), flush=True)
                 if ended == "failed" and "\nlogs: " not in str(error) and (self.folder / "logs").is_dir():
                     print(f"logs: {self.folder / 'logs'}", flush=True)

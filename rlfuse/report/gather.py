@@ -10,8 +10,9 @@ from __future__ import annotations
 import base64
 import heapq
 import re
+from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -65,6 +66,25 @@ class Generated:
     engines: tuple[str, ...]
 
 
+class Row(Mapping[str, float]):
+    """A row of `metrics.jsonl` in eight bytes a number: a page may be of many thousands of them."""
+
+    __slots__ = ("_places", "_values")
+
+    def __init__(self, places: dict[str, int], values: Iterable[float]):
+        """`places`: of the metrics, shared by rows that have the same."""
+        self._places, self._values = places, array("d", values)
+
+    def __getitem__(self, name: str) -> float:
+        return self._values[self._places[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """One run."""
@@ -73,7 +93,7 @@ class Gathered:
     name: str
     """Of the run, unlike that of any other on the page."""
     status: Status | None
-    rows: list[dict[str, float]]
+    rows: list[Row]
     summary: dict[str, Any]
     lengths: dict[int, list[float]]
     """Step -> response tokens at QUANTILES."""
@@ -89,28 +109,28 @@ class Gathered:
     """Questions to these steps."""
 
     @property
-    def steps(self) -> list[dict[str, float]]:
+    def steps(self) -> list[Row]:
         """Rows of training steps: without that of the validation before the first."""
         return [row for row in self.rows if row["step"] > 0]
 
 
 def gather(run: RunFolder, name: str, sharing: int = 1) -> Gathered:
     """Read the folder; raises RunError for damaged files. `sharing`: runs on the page."""
-    rows, steps = run.rows(), run.steps()
+    rows, steps = _rows(run), run.steps()
     chosen = _chosen_steps(steps, max(1, TIMELINES // sharing))
     numbers = "|".join(map(str, chosen)) or "none"
     interesting = re.compile(rf'"kind":"generate"|"step":(?:{numbers}),').search
     inside: dict[int, list[Span]] = {number: [] for number in chosen}
-    generated: dict[int, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    generated = _Generation(max(1, SLOWEST // sharing))
     for span in run.spans(lambda line: interesting(line) is not None):
         step = steps.get(span.step)
         if step is None or span.start < step.start or span.end > step.end:
             continue  # validation, or a step that ran again after a resume
         if span.kind == "generate":
-            generated[span.step][span.samples[0]].append(_slim(span) if span.step not in inside else span)
+            generated.add(span)
         if span.step in inside:
             inside[span.step].append(span)
-    whole = [_whole(name, parts) for by_name in generated.values() for name, parts in by_name.items()]
+    generated.close()
     budget = _Budget(IMAGES // sharing)
     return Gathered(
         run,
@@ -118,8 +138,8 @@ def gather(run: RunFolder, name: str, sharing: int = 1) -> Gathered:
         read(run.path),
         rows,
         run.summary(),
-        _lengths(whole),
-        heapq.nlargest(max(1, SLOWEST // sharing), whole, key=lambda each: each.seconds),
+        dict(sorted(generated.lengths.items())),
+        generated.slowest,
         [_timeline(steps[number], inside[number], run.slots, run.width) for number in chosen],
         _samples(run, budget, [row["step"] for row in rows if row["step"] > 0], max(1, SAMPLES // sharing))
         + _validated(run, budget, max(1, VALIDATED // sharing)),
@@ -136,7 +156,7 @@ def _examined(run: RunFolder) -> tuple[RunSlowdown | None, list[Answer]]:
         return None, []
 
 
-def _alerts(run: RunFolder, rows: Sequence[dict[str, float]]) -> list[tuple[int, Alert]]:
+def _alerts(run: RunFolder, rows: Sequence[Row]) -> list[tuple[int, Alert]]:
     """What the run told, or would have."""
     rollout, data = run.config["rollout"], run.config["fusion"]["data"]
     drawn = (rollout["top_p"], rollout["top_k"], data, rollout.get("min_p", 0.0), rollout.get("quantization"))
@@ -154,10 +174,46 @@ def _chosen_steps(steps: Mapping[int, Span], most: int) -> list[int]:
     return sorted(list(dict.fromkeys(wanted))[:most])
 
 
-def _slim(span: Span) -> Span:
-    """Leave out of a span what nobody reads of so many."""
-    carried = {"carried_tokens": span.attributes.get("carried_tokens", 0)}
-    return Span(span.kind, span.where, span.start, span.end, span.step, (), span.tokens, "", carried)
+def _rows(run: RunFolder) -> list[Row]:
+    places: dict[tuple[str, ...], dict[str, int]] = {}
+    rows = []
+    for row in run.each_row():
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        names = tuple(numbers)
+        if names not in places:
+            places[names] = {name: place for place, name in enumerate(names)}
+        rows.append(Row(places[names], numbers.values()))
+    return rows
+
+
+class _Generation:
+    """Lengths of every step's responses and the slowest samples of all, from spans that come step by step.
+
+    Spans of a step are written together, so those of two steps at a time are held.
+    """
+
+    def __init__(self, most: int):
+        self.lengths: dict[int, list[float]] = {}
+        self.slowest: list[Generated] = []
+        self._most = most
+        self._open: dict[int, dict[str, list[Span]]] = {}
+
+    def add(self, span: Span) -> None:
+        """A `generate` span."""
+        if span.step not in self.lengths:
+            self._open.setdefault(span.step, defaultdict(list))[span.samples[0]].append(span)
+        if len(self._open) > 2:
+            self._end(next(iter(self._open)))
+
+    def close(self) -> None:
+        """That was the last."""
+        for step in list(self._open):
+            self._end(step)
+
+    def _end(self, step: int) -> None:
+        whole = [_whole(name, parts) for name, parts in self._open.pop(step).items()]
+        self.lengths[step] = np.quantile([sample.tokens for sample in whole], QUANTILES).tolist()
+        self.slowest = heapq.nlargest(self._most, [*self.slowest, *whole], key=lambda each: each.seconds)
 
 
 def _whole(name: str, parts: Sequence[Span]) -> Generated:
@@ -166,13 +222,6 @@ def _whole(name: str, parts: Sequence[Span]) -> Generated:
     start, end = min(part.start for part in parts), max(part.end for part in parts)
     engines = tuple(part.where for part in sorted(parts, key=lambda part: part.start))
     return Generated(name, parts[0].step, end - start, tokens, engines)
-
-
-def _lengths(samples: Iterable[Generated]) -> dict[int, list[float]]:
-    tokens: dict[int, list[int]] = defaultdict(list)
-    for sample in samples:
-        tokens[sample.step].append(sample.tokens)
-    return {step: np.quantile(tokens[step], QUANTILES).tolist() for step in sorted(tokens)}
 
 
 # Timelines -----------------------------------------------------------------------------------------------------------
@@ -249,14 +298,17 @@ def _samples(run: RunFolder, budget: _Budget, steps: Sequence[float], most: int)
 
 def _validated(run: RunFolder, budget: _Budget, most: int) -> list[dict[str, Any]]:
     """Rows of `validation.jsonl`: the same first prompts at each of some steps, so that answers can be compared."""
-    answers: dict[float, Counter[tuple[str, str]]] = defaultdict(Counter)
-    for row in run.validated():
-        answers[row["step"]][_question(row)] += 1
-    if not answers:
+    every: list[float] = []
+    last = Counter[tuple[str, str]]()
+    for row in run.validated():  # of ascending steps
+        if row["step"] not in every[-1:]:
+            every.append(row["step"])
+            last.clear()
+        last[_question(row)] += 1
+    if not every:
         return []
-    steps = _spread(sorted(answers), VALIDATIONS)
-    count = max(1, most // len(steps) // max(answers[steps[-1]].values()))
-    questions = list(answers[steps[-1]])[:count]
+    steps = _spread(every, VALIDATIONS)
+    questions = list(last)[: max(1, most // len(steps) // max(last.values()))]
     rows = (row for row in run.validated() if row["step"] in steps and _question(row) in questions)
     return [_shown_row(run, budget, row) | {"validation": True} for row in islice(rows, most)]
 

@@ -43,7 +43,11 @@ class RunFolder:
 
     def rows(self) -> list[dict[str, float]]:
         """Of `metrics.jsonl`, oldest first."""
-        return [as_numbers(row) for row in read_rows(self.path / "metrics.jsonl")]
+        return list(self.each_row())
+
+    def each_row(self) -> Iterator[dict[str, float]]:
+        """The same, one at a time."""
+        return map(as_numbers, read_rows(self.path / "metrics.jsonl"))
 
     def phases(self, steps: int) -> list[tuple[int, dict[str, Any]]]:
         """(first step, configuration) of each part of the first `steps` steps: resumes may have changed settings.

@@ -206,7 +206,7 @@ async def test_clips_that_fail_are_named_and_the_others_go_on(encoder, model, cl
         assert re.search(said, outcomes[name].message) and f"{name} (" in outcomes[name].message
     metrics = await encoder.metrics()
     assert (metrics["video/failed_clips"], metrics["video/encode_once_factor"]) == (6, 1.0)
-    assert count_faults(await encoder.drain())["encoder_ranks_replaced"] in (1, 2), "with and without another ahead"
+    assert count_faults(await encoder.drain())["encoder_ranks_replaced"] >= 1, "the one that died"
     ray.kill(encoder.ranks[0]._actor)  # while it is idle
     assert count_faults(await encoder.drain()) == {"encoder_ranks_replaced": 1}
     # The ranks are as they were, and failed clips left nothing behind.

@@ -1,6 +1,7 @@
 """Reports: pages from run folders made by hand, parsed as a browser would."""
 
 import json
+import tracemalloc
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -10,6 +11,8 @@ import yaml
 from rlfuse.cli import main as rlfuse
 from rlfuse.events import EventLog, Span
 from rlfuse.report.charts import colours, curves
+from rlfuse.report.gather import gather
+from rlfuse.run_folder.reader import open_run
 
 NASTY = "</script><img src=x onerror=\"document.title='broken'\"><!-- & 'it' {{ 1 }}"
 PLOTS = {"chart-lengths-0", "chart-time-0", "timeline-0", "data"}
@@ -281,6 +284,19 @@ def test_many_steps_stay_small(tmp_path):
     steps, numbers = values(page, 0, "some/metric_1")
     assert len(steps) == len(numbers) == 400 and steps[0] == 2 and steps[-1] == 800, "means over neighbours"
     assert all(isinstance(step, int) for step in steps)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_steps(tmp_path):
+    peaks = []
+    for steps in (200, 600):
+        run = open_run(run_folder(tmp_path / str(steps), steps=steps, count=40, metrics=60))
+        tracemalloc.start()
+        gathered = gather(run, "run")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert list(gathered.lengths) == list(range(1, steps + 1)) and len(gathered.slowest) == 15
+    assert peaks[1] < 1.3 * peaks[0]
 
 
 @pytest.mark.slow

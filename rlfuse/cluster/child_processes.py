@@ -2,7 +2,7 @@
 
 Role: `restore_child_signals` is called by the driver once Ray is up, and by processes that run users' code;
 `preserve_sigterm` by the driver around Ray's start, `keep_hangup_from_children` before it starts anything;
-`end_with_parent` by the workers of process pools and by engines.
+`end_with_parent` by the workers of process pools and by engines; `kill_stopped_workers` by those who have such pools.
 """
 
 import ctypes
@@ -11,8 +11,14 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
+
+import psutil
+
+POOL_WORKER = "pebble_pool_worker"
+LOOK_S = 1.0
+"""Between two looks at the workers of pools: one that both find stopped is not only about to go on."""
 
 
 def restore_child_signals() -> None:
@@ -49,6 +55,29 @@ def keep_hangup_from_children() -> None:
         threading.Event().wait()
 
     threading.Thread(target=receive, daemon=True, name="SIGHUP").start()
+
+
+def kill_stopped_workers(ended: threading.Event) -> None:
+    """Until `ended`: kill workers of this process's pools that SIGSTOP has stopped; their pools replace dead ones."""
+
+    def watch() -> None:
+        before: set[int] = set()
+        while not ended.wait(LOOK_S):
+            workers = [each.pid for each in multiprocessing.active_children() if each.name == POOL_WORKER]
+            stopped = {pid for pid in workers if _is_stopped(pid)}
+            for pid in stopped & before:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            before = stopped
+
+    threading.Thread(target=watch, daemon=True, name="stopped workers").start()
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
 
 
 def end_with_parent() -> None:

@@ -9,6 +9,8 @@ the frames that it encodes. It may be pickled to another process, and has its ow
 Invariants:
 - a clip is at most `timeout_s` in a worker. One that takes longer or crashes its process is a VideoError that names
   it, the process is killed and replaced, and the other clips go on;
+- a worker that is killed or stopped from outside, at a clip or idle, is replaced, and what it did is repeated: that is
+  no fault of the clip, unless it happens ATTEMPTS times;
 - at most `max_clips` clips and `max_bytes` of frames are under way or not yet given back: a slow consumer pauses the
   decoders. A clip larger than `max_bytes` on its own is a VideoError;
 - frames are written once, into memory that worker and consumer share and that no crash of either leaves behind;
@@ -22,16 +24,19 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import os
+import signal
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from rlfuse.cluster.child_processes import end_with_parent, restore_child_signals
+from rlfuse.cluster.child_processes import end_with_parent, kill_stopped_workers, restore_child_signals
 from rlfuse.errors import EngineError, VideoError
 from rlfuse.video import decoding, images
 from rlfuse.video.images import ImageFacts
@@ -39,6 +44,9 @@ from rlfuse.video.plan import ClipFacts, VideoPlan
 
 START_S = 120.0
 """For a new process to import PyAV and torch, on a machine that is busy."""
+ATTEMPTS = 3
+CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+"""How a decoder ends by what it reads; all else comes from outside, as from the kernel where memory is short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +114,9 @@ class _Call:
 
     request: _Request
     future: ProcessFuture
+    pool: ProcessPool | None = None
     shared: _Shared | None = None
+    attempt: int = 1
 
     def release(self) -> None:
         """Give up the worker, if it's still at it, and the way to the memory; who has the pixels keeps them."""
@@ -125,6 +135,7 @@ class DecodePool:
     max_clips: int = 4
     max_bytes: int = 1 << 30
     _pool: ProcessPool | None = field(default=None, init=False, repr=False, compare=False)
+    _ended: threading.Event = field(default_factory=threading.Event, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("workers", "timeout_s", "max_clips", "max_bytes"):
@@ -163,6 +174,7 @@ class DecodePool:
         """End the workers, whatever they do. A later call starts new ones."""
         pool, self._pool = self._pool, None
         if pool:
+            self._ended.set()
             pool.stop()
             pool.join()
 
@@ -177,7 +189,8 @@ class DecodePool:
                     ahead.append(self._submit(upcoming))
                     held += upcoming.bytes
                     upcoming = next(requests, None)
-                result = self._result(ahead[0])
+                while (result := self._result(ahead[0])) is None:
+                    ahead = deque(self._again(call) if self._is_lost(call) else call for call in ahead)
                 done = ahead.popleft()
                 done.release()
                 yield result
@@ -188,32 +201,62 @@ class DecodePool:
 
     def _submit(self, request: _Request) -> _Call:
         clip = request.clip
-        if clip is None:
-            return _Call(request, self._schedule((images if request.still else decoding).probe, request.path))
-        if clip.bytes > self.max_bytes:
+        if clip is not None and clip.bytes > self.max_bytes:
             future: ProcessFuture = ProcessFuture()
             shape = " x ".join(map(str, clip.shape))
             problem = f"its frames take {clip.bytes} bytes ({shape}), and the pool may hold {self.max_bytes}"
             future.set_exception(VideoError(problem, "Raise max_bytes, or ask for the clip in parts"))
             return _Call(request, future)
-        shared = _Shared(clip.shape)
-        return _Call(request, self._schedule(_decode_into, shared.path, clip), shared)
+        return self._schedule(request, _Shared(clip.shape) if clip else None)
 
-    def _schedule(self, function: Callable[..., Any], *arguments: Any) -> ProcessFuture:
-        if self._pool is None:
-            restore_child_signals()
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPool(self.workers, initializer=_start_worker, context=context)
-        try:
-            return self._pool.schedule(function, arguments, timeout=self.timeout_s)
-        except RuntimeError as error:  # pebble's word for a broken pool
-            raise EngineError(f"the decode workers can't be used: {error}") from error
+    def _again(self, call: _Call) -> _Call:
+        return replace(self._schedule(call.request, call.shared), attempt=call.attempt + 1)
 
-    def _result(self, call: _Call) -> ClipFacts | ImageFacts | np.ndarray | VideoError:
-        """Of the oldest call, which has a worker or is the next to get one."""
+    def _schedule(self, request: _Request, shared: _Shared | None) -> _Call:
+        if shared is not None:
+            function, arguments = _decode_into, (shared.path, request.clip)
+        else:
+            function, arguments = (images if request.still else decoding).probe, (request.path,)
+        problem: Exception | None = None
+        for _ in range(2):
+            if self._pool is None:
+                self._start()
+            try:
+                future = self._pool.schedule(function, arguments, timeout=self.timeout_s)
+                return _Call(request, future, self._pool, shared)
+            except RuntimeError as error:  # pebble's word for a broken pool: an idle worker died
+                problem = error
+                self.close()
+        raise EngineError(f"the decode workers can't be used: {problem}") from problem
+
+    def _start(self) -> None:
+        restore_child_signals()
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPool(self.workers, initializer=_start_worker, context=context)
+        self._ended = threading.Event()
+        kill_stopped_workers(self._ended)
+
+    def _is_lost(self, call: _Call) -> bool:
+        """Whether the call has no result because its worker was lost, by no fault of the file."""
+        future = call.future
+        if not future.done():
+            return call.pool is not self._pool
+        error = None if future.cancelled() else future.exception()
+        if isinstance(error, ProcessExpired):
+            return -error.exitcode not in CRASHES
+        return isinstance(error, BrokenProcessPool)
+
+    def _result(self, call: _Call) -> ClipFacts | ImageFacts | np.ndarray | VideoError | None:
+        """Of the oldest call, which has a worker or is the next to get one; None where it is to be repeated."""
         limit, future = self.timeout_s, call.future
+        if call.pool is self._pool:
+            wait([future], START_S + limit)
+            if not future.done() or (self._is_lost(call) and isinstance(future.exception(), BrokenProcessPool)):
+                self.close()
+        if self._is_lost(call) and call.attempt < ATTEMPTS:
+            return None
         try:
-            facts = future.result(START_S + limit)
+            facts = future.result(0)
             return call.shared.pixels if call.shared else facts
         except VideoError as error:
             return error.of(str(call.request))
@@ -226,7 +269,10 @@ class DecodePool:
             )
         except ProcessExpired as error:
             problem = f"crashed its decoder (exit code {error.exitcode})"
-            remedy = "Replace the file; at -9 the system ended it, which a lack of memory does too"
+            remedy = "Replace the file"
+            if self._is_lost(call):
+                problem = f"lost its decoder {ATTEMPTS} times (exit code {error.exitcode})"
+                remedy = "At -9 the system ended it, as it does for lack of memory: free memory, or drop the row"
         except BrokenProcessPool as error:
             raise EngineError(f"the decode workers can't be used: {error}") from error
         except Exception as error:

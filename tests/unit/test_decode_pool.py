@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from clip_files import numbers, plan_of, steady, write_video
 
+from rlfuse.cluster.child_processes import POOL_WORKER
 from rlfuse.errors import EngineError, VideoError
 from rlfuse.video import decode_pool, decoding
 from rlfuse.video.decode_pool import Clip, DecodePool
@@ -101,6 +103,44 @@ def test_a_crash_costs_only_its_sample(tmp_path, good):
         assert "crashed its decoder (exit code -11)" in str(next(results))
         os.close(writer)
         assert numbers(next(results))[-1] == 25
+
+
+def signal_workers(number):
+    """Send a signal to all workers of this process; their number."""
+    workers = [each for each in multiprocessing.active_children() if each.name == POOL_WORKER]
+    for worker in workers:
+        os.kill(worker.pid, number)
+    return len(workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+def test_workers_that_are_killed_or_stopped_are_replaced_and_no_file_is_blamed(good, number):
+    """At work, and idle for long enough that their death is known."""
+    with DecodePool(workers=2, timeout_s=60.0) as pool:
+        for done, frames in enumerate(pool.stream([Clip(good, PLAN)] * 6)):
+            assert numbers(frames) == [0, 5, 10, 15, 20, 25]
+            if done == 1:
+                assert signal_workers(number)
+        assert signal_workers(number)
+        time.sleep(0.5)
+        assert numbers(pool.decode(good, PLAN))[-1] == 25
+        assert list(pool.probe([good])) == [decoding.probe(good)]
+
+
+@pytest.mark.slow
+def test_a_file_whose_decoder_is_killed_each_time_costs_its_sample(tmp_path, good, monkeypatch):
+    os.mkfifo(tmp_path / "large.mp4")
+    monkeypatch.setattr(decode_pool, "ATTEMPTS", 2)
+    with DecodePool(timeout_s=60.0) as pool, ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(lambda: list(pool.stream([Clip(str(tmp_path / "large.mp4"), PLAN), Clip(good, PLAN)])))
+        for _ in range(2):
+            writer = opened_by_its_reader(tmp_path / "large.mp4")
+            signal_workers(signal.SIGKILL)
+            os.close(writer)
+            time.sleep(0.5)
+        lost, whole = asked.result(60)
+    assert "lost its decoder 2 times (exit code -9)" in str(lost) and numbers(whole)[-1] == 25
 
 
 @pytest.mark.slow

@@ -331,6 +331,13 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def is_stopped(worker: str) -> bool:
+    """Whether a signal has stopped the process of `worker`, as far as this host knows."""
+    watchdog = _current.get()
+    found = [each.state for each in watchdog._living() if each.where == worker] if watchdog else []
+    return psutil.STATUS_STOPPED in found
+
+
 async def stack_of(worker: str) -> str:
     """Where `worker`'s main thread stands now, the innermost call first; empty where it does not answer."""
     watchdog = _current.get()

@@ -17,6 +17,9 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -25,18 +28,20 @@ from typing import Any
 from aiohttp import web
 from pebble import ProcessExpired, ProcessPool
 
-from rlfuse.cluster.child_processes import end_with_parent, restore_child_signals
+from rlfuse.cluster.child_processes import end_with_parent, kill_stopped_workers, restore_child_signals
 from rlfuse.config.own_errors import headline
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.functions import load_function
 from rlfuse.rewards.api.items import Item, Outcome, item_of_row
 from rlfuse.rewards.api.shapes import RewardFunction, timed_out
-from rlfuse.rewards.workers.reward_worker import Source, limit_memory, pack, unpack
+from rlfuse.rewards.workers.reward_worker import Memory, Source, pack, unpack
 from rlfuse.samples import RewardFailure
 
 MOST_BYTES = 256 * 2**20
 MOST_WAITING = 256
 """Requests under way, the waiting ones included; more are told to come back."""
+USED_UP = 76
+"""Exit status of a process whose memory is held by what earlier requests left."""
 
 
 class PayloadError(ValueError):
@@ -118,6 +123,7 @@ def application(
         return web.json_response({"function": loaded.name, "shape": loaded.shape})
 
     async def stop(_: web.Application) -> None:
+        processes.ended.set()
         await asyncio.to_thread(_end, processes.pool)
 
     app = web.Application(client_max_size=MOST_BYTES)
@@ -158,7 +164,7 @@ class _Processes:
     """
 
     def __init__(self, source: Source, workers: int, memory_mb: int | None):
-        self.source = source
+        self.source, self._workers = source, workers
         self._start = partial(
             ProcessPool,
             workers,
@@ -166,12 +172,13 @@ class _Processes:
             initargs=(source, memory_mb),
             context=multiprocessing.get_context("spawn"),
         )
-        self.pool = self._start()
+        self.pool, self.ended = self._start(), threading.Event()
+        kill_stopped_workers(self.ended)
 
     async def outcomes(self, items: list[Item], timeout_s: float) -> list[Outcome]:
-        """Score the samples in a process."""
-        name = self.source.name
-        for last in (False, True):
+        """Score the samples in a process; again in another where the first had no memory left from earlier requests."""
+        name, broken, killed = self.source.name, False, False
+        for _ in range(self._workers + 1):
             pool = self.pool
             try:
                 return await asyncio.wrap_future(pool.schedule(_score, (items, timeout_s), timeout=timeout_s))
@@ -180,13 +187,17 @@ class _Processes:
                 break
             except ProcessExpired as error:
                 failure = RewardFailure(name, f"the process of {name} ended (exit code {error.exitcode})")
-                break
+                if error.exitcode != USED_UP and (killed or error.exitcode != -signal.SIGKILL):
+                    break
+                killed = killed or error.exitcode != USED_UP
             except (RuntimeError, BrokenProcessPool) as error:
                 if pool is self.pool:  # the first of several requests that were under way in it
                     self.pool = self._start()
                     await asyncio.to_thread(_end, pool)
-                if last:  # the function could not be loaded again: its file was changed
-                    failure = RewardFailure(name, f"{name} can't be run ({headline(error)}); was its file changed?")
+                failure = RewardFailure(name, f"{name} can't be run ({headline(error)}); was its file changed?")
+                if broken:  # the function could not be loaded again
+                    break
+                broken = True
         return [failure] * len(items)
 
 
@@ -222,17 +233,23 @@ def _refusal(status: int, words: str, **more: Any) -> web.Response:
 
 
 _function: RewardFunction
+_memory: Memory
+_is_fresh = True
 
 
 def _begin(source: Source, memory_mb: int | None) -> None:
-    global _function
+    global _function, _memory
     end_with_parent()
     _function = unpack(source)
     if _function.start is not None:
         _function.start()
-    if memory_mb is not None:
-        limit_memory(memory_mb)
+    _memory = Memory(memory_mb)
 
 
 def _score(items: list[Item], timeout_s: float) -> list[Outcome]:
-    return _function.score(items, timeout_s)
+    global _is_fresh
+    outcomes = _function.score(items, timeout_s)
+    if not _is_fresh and not _function.is_model and _memory.is_used_up(outcomes):
+        os._exit(USED_UP)
+    _is_fresh = False
+    return outcomes

@@ -1,6 +1,7 @@
 """The verifier that works in a process of its own, JSON schemas, and what bounds it."""
 
 import json
+import signal
 import threading
 
 import pytest
@@ -61,6 +62,21 @@ def test_a_worker_serves_threads_in_turn_and_is_replaced_when_it_dies():
     assert worker(job, 20.0) == found[0]
     with pytest.raises(Refused, match="KeyError"):
         worker({}, 20.0)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_or_stopped_from_outside_is_replaced_and_the_call_repeated(monkeypatch):
+    worker, easy = BoundedFunction("rlfuse.rewards.verifiers.json_schema_worker"), {"schema": "{}", "answers": ["1"]}
+    hard = {"schema": json.dumps(SCHEMA), "answers": [json.dumps({"b": "a" * 60 + "!", "a": 1})]}
+    worker(easy, 20.0)
+    threading.Timer(0.1, worker._process.kill).start()
+    with pytest.raises(Refused, match=r"took longer than 0\.5 s"):
+        worker(hard, 0.5)
+    worker(easy, 20.0)
+    monkeypatch.setattr(bounded, "BUSY_S", 4.0)
+    (stopped := worker._process).send_signal(signal.SIGSTOP)
+    assert worker(easy, 1.0) == {"json": True, "problem": ""}
+    assert stopped.poll() == -signal.SIGKILL
 
 
 def test_a_worker_that_cannot_start_is_no_verdict(monkeypatch):

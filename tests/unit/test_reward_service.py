@@ -22,6 +22,8 @@ from rlfuse.samples import RewardFailure
 CODE = """
 import os, time
 
+KEPT = []
+
 def grade(solution_str, ground_truth, data_source):
     if solution_str == "process":
         return os.getpid()
@@ -31,6 +33,8 @@ def grade(solution_str, ground_truth, data_source):
         os._exit(3)
     if solution_str == "hog":
         return len(bytearray(10 * 2**30))
+    if solution_str == "leak":
+        KEPT.append(b"x" * 30 * 2**20)
     if solution_str == "raise":
         raise KeyError("what the user wrote")
     return {"score": float(solution_str == ground_truth), "length": len(solution_str), "seen": data_source}
@@ -121,6 +125,16 @@ async def test_a_process_that_was_killed_while_it_had_no_request_is_replaced(gra
         os.kill(int(before.value), signal.SIGKILL)
         both = await asyncio.gather(outcomes(url, "process"), outcomes(url, "process"))
         assert both[0] == both[1] and both[0][0].value != before.value
+
+
+@pytest.mark.slow
+async def test_processes_whose_memory_is_used_up_are_replaced_and_the_request_scored_again(graded):
+    async with Running(service.application(graded, workers=2, memory_mb=100)) as url:
+        for _ in range(3):
+            answers = await asyncio.gather(*(outcomes(url, "leak", "4") for _ in range(4)))
+            assert [[score.value for score in scores] for scores in answers] == [[0.0, 1.0]] * 4
+        (failed,) = await outcomes(url, "hog")
+        assert "MemoryError" in failed.message
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ process is started by the first call, confined as the sandbox is, kept for the n
 to be killed. In it `bounded_worker.serve` answers.
 Invariants:
 - a call ends with a value or with Refused, which says why. Its time is CPU time, so that no verdict depends on what
-  else the machine does; a process that gets none, or can't start, is a SandboxError;
+  else the machine does; a process that gets none, is killed from outside or can't start is replaced, once a call, and
+  then a SandboxError;
 - the process ends with the one that started it, at the latest when its present call's time is over.
 Waits for a call its `seconds` and BUSY_S at most, and START_S for a process to import what it needs. Calls from several
 threads take turns; a forked child starts a process of its own.
@@ -21,6 +22,7 @@ import time
 from typing import Any
 
 from rlfuse.rewards.sandbox.bare_python import START_S, SandboxError, start_python
+from rlfuse.rewards.sandbox.bounded_worker import USED_UP
 from rlfuse.rewards.sandbox.messages import MessageError, receive, send
 
 BUSY_S = 20.0
@@ -43,24 +45,32 @@ class BoundedFunction:
     def __call__(self, argument: Any, seconds: float) -> Any:
         """The function's value for `argument`, both of what JSON can say, in at most so many seconds of CPU time."""
         with self._lock:
-            process = self._ready()
             try:
-                send(process.stdin.fileno(), {"argument": argument, "seconds": seconds})
-                reply = receive(process.stdout.fileno(), deadline=time.monotonic() + seconds + BUSY_S)
-            except TimeoutError:
-                self._stop()
-                raise SandboxError(
-                    f"{self._module}: got no {seconds:g} s of CPU time in {seconds + BUSY_S:g} s; run less beside it"
-                ) from None
-            except (EOFError, BrokenPipeError):
-                status = process.wait()
-                if status == -signal.SIGKILL:  # which none of its limits does
-                    raise SandboxError(f"{self._module}: its process was killed from outside") from None
-                late = status == -signal.SIGPROF
-                raise Refused(f"took longer than {seconds:g} s" if late else "crashed its process") from None
+                reply = self._ask(argument, seconds)
+            except SandboxError:  # not by the argument: it may do in another process
+                reply = self._ask(argument, seconds)
         if "refused" in reply:
             raise Refused(reply["refused"])
         return reply["value"]
+
+    def _ask(self, argument: Any, seconds: float) -> dict[str, Any]:
+        process = self._ready()
+        try:
+            send(process.stdin.fileno(), {"argument": argument, "seconds": seconds})
+            return receive(process.stdout.fileno(), deadline=time.monotonic() + seconds + BUSY_S)
+        except TimeoutError:
+            self._stop()
+            raise SandboxError(
+                f"{self._module}: got no {seconds:g} s of CPU time in {seconds + BUSY_S:g} s; run less beside it"
+            ) from None
+        except (EOFError, BrokenPipeError):
+            status = process.wait()
+            if status == USED_UP:
+                raise SandboxError(f"{self._module}: its process had used up its memory") from None
+            if status == -signal.SIGKILL:  # which none of its limits does
+                raise SandboxError(f"{self._module}: its process was killed from outside") from None
+            late = status == -signal.SIGPROF
+            raise Refused(f"took longer than {seconds:g} s" if late else "crashed its process") from None
 
     def _ready(self) -> subprocess.Popen[bytes]:
         """The process, started if there is none that is alive and ours."""

@@ -18,6 +18,8 @@ MEMORY_BYTES = 2 * 2**30
 CPU_S = 24 * 3600
 """Of a whole process; each call has its timer."""
 TEXT = 300
+USED_UP = 76
+"""Exit status of a process that ran out of memory in a later call than its first: earlier ones may hold it."""
 
 
 def serve(function: Callable[[Any], Any]) -> None:
@@ -29,18 +31,24 @@ def serve(function: Callable[[Any], Any]) -> None:
     os.dup2(silent, 1)
     os.dup2(silent, 2)  # nobody reads the warnings of libraries
     send(replies, {})
+    is_fresh = True
     while True:
         try:
             request = receive(0)
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # SIGPROF ends the process
-        send(replies, _answer(function, request["argument"]))
+        send(replies, _answer(function, request["argument"], is_fresh))
         signal.setitimer(signal.ITIMER_PROF, 0)
+        is_fresh = False
 
 
-def _answer(function: Callable[[Any], Any], argument: Any) -> dict[str, Any]:
+def _answer(function: Callable[[Any], Any], argument: Any, is_fresh: bool) -> dict[str, Any]:
     try:
         return {"value": function(argument)}
+    except MemoryError as error:
+        if not is_fresh:
+            os._exit(USED_UP)
+        return {"refused": f"MemoryError: {error}"[:TEXT]}
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"[:TEXT]}

@@ -8,11 +8,13 @@ Invariants:
 - nothing a user's code raises leaves as an exception, which Ray would wrap in its own: `start` gives a message, `score`
   gives failures;
 - what the functions' code allocates beyond `memory_mb` raises MemoryError in it, or ends the process where native code
-  does not look: either way it fails the sample, not the machine.
+  does not look: either way it fails the sample, not the machine. A process that holds memory of earlier calls then says
+  so, and is replaced.
 """
 
 from __future__ import annotations
 
+import gc
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +26,16 @@ from ray import cloudpickle
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.child_processes import restore_child_signals
 from rlfuse.cluster.garbage import GROWN_MIB, GarbageCollector
+from rlfuse.cluster.host_memory import NO_MEMORY
 from rlfuse.config.own_errors import headline, user_traceback
 from rlfuse.errors import RewardError
 from rlfuse.events import Recorder, Span
 from rlfuse.rewards.api.functions import RewardFunction, load_function
 from rlfuse.rewards.api.items import Item, Outcome
+from rlfuse.samples import RewardFailure
+
+DEFAULT_MB, KEPT_SHARE = 1024, 16
+"""Without a limit of ours; a process that keeps less than this share of its limit is as good as a new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +84,15 @@ class RewardWorker:
             return str(error)
         except BaseException as error:
             return f"{headline(error)}\n{user_traceback(error)}"
-        if self._memory_mb is not None:
-            limit_memory(self._memory_mb)
+        self._memory = Memory(self._memory_mb)
         return None
 
-    def score(self, name: str, items: Sequence[Item]) -> tuple[list[Outcome], bool]:
-        """(one outcome for each item, in order; whether the function returns awaitables)."""
+    def score(self, name: str, items: Sequence[Item]) -> tuple[list[Outcome], bool, bool]:
+        """(one outcome for each item, in order; whether the function returns awaitables; whether memory is used up)."""
         function = self._functions[name]
         try:
-            return function.score(items, self._timeout_s), function.is_async
+            outcomes = function.score(items, self._timeout_s)
+            return outcomes, function.is_async, not function.is_model and self._memory.is_used_up(outcomes)
         finally:
             self._garbage.guard()
 
@@ -95,16 +102,31 @@ class RewardWorker:
         return self._recorder.drain()
 
 
-def limit_memory(more_mb: int) -> None:
-    """Let this process allocate so many MiB beyond what it holds.
+class Memory:
+    """The private data that this process may allocate beyond what it holds when this is made: `more_mb` MiB.
 
     Of the kernel's limits this is the one on private data (RLIMIT_DATA): the address space, Ray's mapped object store
     included, says nothing about memory used. Linux only.
     """
-    pages = int(Path("/proc/self/statm").read_text().split()[5])
-    limit = pages * resource.getpagesize() + more_mb * 2**20
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+    def __init__(self, more_mb: int | None):
+        self._start, self._kept = _data_bytes(), 2**20 * (DEFAULT_MB if more_mb is None else more_mb) // KEPT_SHARE
+        if more_mb is not None:
+            limit, (_, hard) = self._start + more_mb * 2**20, resource.getrlimit(resource.RLIMIT_DATA)
+            limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+    def is_used_up(self, outcomes: Sequence[Outcome]) -> bool:
+        """Whether a sample failed for want of memory that earlier calls hold: another process may score it."""
+        failed = [outcome for outcome in outcomes if isinstance(outcome, RewardFailure)]
+        if not any(NO_MEMORY.search(f"{each.message}\n{each.traceback}") for each in failed):
+            return False
+        gc.collect()
+        return _data_bytes() - self._start > self._kept
+
+
+def _data_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
 
 
 def pack(function: RewardFunction) -> Source:

@@ -3,7 +3,8 @@
 Role: used by `RewardPool` only, for function and model workers alike. See there for the queues.
 Invariants:
 - one call is under way at a time, so that a lost process is blamed on the call that it was doing, if that also costs
-  the next one: a process may as well be killed from outside;
+  the next one: a process may as well be killed from outside, or have run out of memory that earlier calls kept. So only
+  a process that has answered nothing before is evidence against a sample;
 - a call taken from the queue is always answered, by outcomes or by an EngineError, so that nobody waits for ever; a
   handle whose process could not be started again keeps answering, with that error.
 """
@@ -70,12 +71,15 @@ class Queue(Protocol):
 
 
 class Lost(Exception):
-    """The process was killed for taking too long, or died of its own."""
+    """The process was killed for taking too long, died of its own, or has used up its memory.
 
-    def __init__(self, failure: RewardFailure, late: bool):
-        super().__init__(failure.message)
-        self.failure = failure
-        self.late = late
+    `outcomes`: of the call, unless it is repeated.
+    """
+
+    def __init__(self, outcomes: list[Outcome], cause: str, late: bool = False, used_up: bool = False):
+        super().__init__(cause)
+        self.outcomes, self.cause = outcomes, cause
+        self.late, self.used_up = late, used_up
 
 
 class RewardWorkerHandle:
@@ -89,6 +93,7 @@ class RewardWorkerHandle:
         self._start_timeout_s = start_timeout_s
         self._actor: Any = None
         self._restart: asyncio.Task | None = None
+        self._is_fresh = True
 
     async def start(self) -> None:
         """A process with everything loaded, or EngineError."""
@@ -96,6 +101,7 @@ class RewardWorkerHandle:
         problem = await remote.call(self._actor.start.remote(), self.where, "start", self._start_timeout_s)
         if problem:
             raise EngineError(f"{self.where} could not start: {problem}")
+        self._is_fresh = True
 
     async def serve(self) -> None:
         """Answer calls until cancelled."""
@@ -141,17 +147,29 @@ class RewardWorkerHandle:
             if late or not (several and call.batched and all_failed):
                 return outcomes
         except Lost as lost:
+            was_fresh = self._is_fresh
             # The next call waits for the other process, the present answer does not.
             self._restart = asyncio.create_task(self._replacement(lost))
-            if (lost.late and call.batched) or (not several and (lost.late or call.repeated)):
-                return [lost.failure] * len(call.items)
-            call.repeated = not lost.late
-        outcomes = []
-        for single in call.singles():
-            if call.answer.done():  # given up by `score`: nobody will read the rest
-                break
-            outcomes += await self._outcomes(single)
-        return outcomes
+            if lost.late and (call.batched or not several):
+                return lost.outcomes
+            if not was_fresh and (call.batched or not several):
+                call.repeated = call.repeated or not lost.used_up
+                return await self._outcomes(call)
+            if not several and (lost.used_up or call.repeated):
+                return lost.outcomes
+            call.repeated, outcomes = not (lost.late or lost.used_up), lost.outcomes
+        return await self._one_by_one(call, outcomes)
+
+    async def _one_by_one(self, call: Call, outcomes: list[Outcome]) -> list[Outcome]:
+        """`outcomes`, those of failed items replaced."""
+        found = []
+        for single, outcome in zip(call.singles(), outcomes, strict=True):
+            if isinstance(outcome, RewardFailure):
+                if call.answer.done():  # given up by `score`: none of the rest is read
+                    break
+                [outcome] = await self._outcomes(single)
+            found.append(outcome)
+        return found
 
     async def _attempt(self, call: Call) -> list[Outcome]:
         if self._restart:  # raises again for each call, where it failed
@@ -167,19 +185,29 @@ class RewardWorkerHandle:
             reference = self._actor.score.remote(call.name, call.items)
             try:
                 answer = asyncio.wrap_future(reference.future())
-                outcomes, call.awaited = await asyncio.wait_for(answer, call.limit_s)
-                call.seconds = clock.now() - span.start
-                return outcomes
+                outcomes, call.awaited, used_up = await asyncio.wait_for(answer, call.limit_s)
             except TimeoutError:
+                if watchdog.is_stopped(self.where):
+                    failure = RewardFailure(call.name, f"the process of {call.name} was stopped by a signal")
+                    raise self._lost(call, failure) from None
                 stack = await watchdog.stack_of(self.where)
-                ray.kill(self._actor)
-                raise Lost(replace(timed_out(call.name, call.timeout_s), traceback=stack), late=True) from None
-            except RayError as error:
-                ray.kill(self._actor)  # lives on where what it ran broke it
-                raise Lost(_death(self.where, call.name, error), late=False) from error
+                failure = replace(timed_out(call.name, call.timeout_s), traceback=stack)
+                raise self._lost(call, failure, late=True) from None
+            except RayError as error:  # its process lives on where what it ran broke it
+                raise self._lost(call, _death(self.where, call.name, error)) from error
+            call.seconds = clock.now() - span.start
+        if used_up:
+            ray.kill(self._actor)
+            raise Lost(outcomes, f"{call.name} ran out of memory that earlier calls kept", used_up=True)
+        self._is_fresh = False
+        return outcomes
+
+    def _lost(self, call: Call, failure: RewardFailure, late: bool = False) -> Lost:
+        ray.kill(self._actor)
+        return Lost([failure] * len(call.items), failure.message, late=late)
 
     async def _replacement(self, lost: Lost) -> None:
-        with self.recorder.span("restart", cause=lost.failure.message):
+        with self.recorder.span("restart", cause=lost.cause):
             await self.start()
 
 

@@ -149,6 +149,9 @@ class Trainer(Recorded, Protocol):
     async def save(self, folder: Path) -> None:
         """Write `actor/` (with `huggingface/` inside) and `critic/` below `folder`."""
 
+    async def describe(self, folder: Path) -> None:
+        """Write what `save` writes except weights and optimizer state."""
+
     async def load(self, folder: Path) -> None:
         """Read what `save` wrote."""
 

@@ -14,6 +14,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from rlfuse.config.model_files import copy_files
 from rlfuse.config.schema import ModelConfig
 from rlfuse.data.messages import tools_of
 from rlfuse.errors import ConfigError
@@ -68,8 +69,16 @@ def beyond_embedding(tokenizer: PreTrainedTokenizerBase, key: str, path: str, tr
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a tokenizer into a folder, under a class name that transformers 4 knows, too."""
-    tokenizer.save_pretrained(folder)
+    """Save a tokenizer into a folder, under a class name that transformers 4 knows, too.
+
+    The files of one that can't save itself are copied: training changes no tokenizer.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception:  # whatever the code of a custom class raises; tokenizers has its own for a full disk
+        if not copy_files(tokenizer.name_or_path, folder):
+            raise
+        return
     file = folder / "tokenizer_config.json"
     saved = json.loads(file.read_text())
     if saved.get("tokenizer_class") == "TokenizersBackend":

@@ -5,7 +5,7 @@ Role: the controller has one written and, after the step is logged, published. W
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ def first_bytes(config: Config, parameters: int) -> int | None:
 
 
 class Checkpointing:
-    """`save` writes the models into a folder, `state` is everything else after a step.
+    """`save` writes the models into a folder, `describe` all of that but weights; `state` is the rest after a step.
 
     `start`: the step that the run goes on after; `keep`: trainer.max_ckpt_to_keep; `first_bytes`: of a checkpoint, as
     long as there is none to compare with, None where none is to be written.
@@ -37,12 +37,13 @@ class Checkpointing:
         *,
         start: int,
         keep: int | None,
-        save: Callable[[Path], Awaitable[None]],
+        save: checkpoints.Fill,
+        describe: checkpoints.Fill,
         state: Callable[[int], dict[str, Any]],
         first_bytes: int | None = None,
     ):
+        self._log, self._keep, self._save, self._describe, self._state = log, keep, save, describe, state
         self._first_bytes = first_bytes
-        self._log, self._keep, self._save, self._state = log, keep, save, state
         self.step = self._written = start
         self._check_room()
 
@@ -50,11 +51,15 @@ class Checkpointing:
         """The checkpoint that runs resume from, if it is that of this step."""
         return checkpoints.folder_of(self._log.folder, step) if step == self.step else None
 
+    async def rehearse(self) -> None:
+        """Try at startup what each save will do, so that none fails after hours. NotSaved with the cause."""
+        await checkpoints.rehearse(self._log.folder, self._state(self.step), self._describe)
+
     async def write(self, step: int) -> None:
         """Write one; `publish` makes it count.
 
-        Where that fails for want of room the run goes on and a person is called. NotSaved where no later one can make
-        up for it: after the last step, or when told to end.
+        If that fails, the run continues with an alert; NotSaved where no later one can make up for it: after the last
+        step, and when told to end.
         """
         try:
             await checkpoints.write(self._log.folder, step, self._state(step), self._save)

@@ -80,15 +80,21 @@ async def _run(
         await trainer.save(folder)
         save_tokenizer(tokenizer, folder / MODEL_PART / "huggingface")
 
+    async def describe(folder: Path) -> None:
+        await trainer.describe(folder)
+        save_tokenizer(tokenizer, folder / MODEL_PART / "huggingface")
+
     log.attach([trainer], facts, lambda: source.epoch)
     checkpointing = Checkpointing(
         log,
         start=job.state["step"],
         keep=job.config.trainer.max_ckpt_to_keep,
         save=save,
+        describe=describe,
         state=lambda _: {"pairs": source.state_dict()},
         first_bytes=first_bytes(job.config, facts["parameters"]),
     )
+    await checkpointing.rehearse()
     if job.checkpoint is not None:
         await trainer.load(job.checkpoint)
         source.load_state_dict(job.state["pairs"])

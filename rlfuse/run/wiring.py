@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlfuse.algorithms.experience import Experience
+from rlfuse.config.model_files import copy_files
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import PromptSource
 from rlfuse.data.tokenizers import save_tokenizer
@@ -102,6 +103,7 @@ async def wired(
         health=health,
         say=log.say,
     )
+    await controller.checkpoints.rehearse()
     if job.checkpoint is not None:
         await all_to(to_ranks, engines.rollout, engines.trainer)  # the push that follows gives engines the devices
         await engines.trainer.load(job.checkpoint)
@@ -140,19 +142,29 @@ def _checkpointing(
     state: Callable[[int], dict[str, Any]],
     facts: Mapping[str, Any],
 ) -> Checkpointing:
+    model, keep = loaded.video_model, loaded.config.trainer.max_ckpt_to_keep
+
     async def save(folder: Path) -> None:
         await trainer.save(folder)
         save_tokenizer(loaded.tokenizer, folder / "actor" / "huggingface")
-        if loaded.video_model is not None:
-            await asyncio.to_thread(loaded.video_model.complete, folder / "actor" / "huggingface")
+        if model is not None:
+            await asyncio.to_thread(model.complete, folder / "actor" / "huggingface")
 
+    async def describe(folder: Path) -> None:
+        await trainer.describe(folder)
+        save_tokenizer(loaded.tokenizer, folder / "actor" / "huggingface")
+        if model is not None:
+            copy_files(model.folder, folder)
+
+    parameters = sum(map(sum, facts["parameters"].values()))
     return Checkpointing(
         log,
         start=job.state["step"],
-        keep=loaded.config.trainer.max_ckpt_to_keep,
+        keep=keep,
         save=save,
+        describe=describe,
         state=state,
-        first_bytes=first_bytes(loaded.config, sum(map(sum, facts["parameters"].values()))),
+        first_bytes=first_bytes(loaded.config, parameters),
     )
 
 

@@ -16,13 +16,15 @@ that. Later ones, of a run that was told to go back to one before them, go just 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from rlfuse.errors import ConfigError, NotSaved
+from rlfuse.errors import ConfigError, NotSaved, RlfuseError
 from rlfuse.files import sync, sync_all, write_whole
 
 MARKER = "COMPLETE"
@@ -30,30 +32,58 @@ LATEST = "latest_checkpointed_iteration.txt"
 MIB = 1 << 20
 
 
-async def write(run: Path, step: int, state: dict[str, Any], fill: Callable[[Path], Awaitable[None]]) -> None:
+Fill = Callable[[Path], Awaitable[None]]
+
+
+async def write(run: Path, step: int, state: dict[str, Any], fill: Fill) -> None:
     """Write one checkpoint, whole or not at all: `fill` writes the models. It counts once it is `publish`ed.
 
-    NotSaved, with what it needs and what there is, where a file could not be written or there clearly is no room.
+    NotSaved with the cause where a file could not be written, or where there clearly is no room.
     """
-    partial = run / f"global_step_{step}.partial"
-    for left_over in run.glob("global_step_*.partial"):
-        shutil.rmtree(left_over, ignore_errors=True)
+    partial = _new_partial(run, step)
     if lacks_room(run):
-        raise _no_room(run, step, "")
+        raise _not_saved(run, step, None)
     try:
-        partial.mkdir(parents=True)
-        await fill(partial)
-        (partial / "run.json").write_text(json.dumps({"step": step, **state}))
-        await asyncio.to_thread(sync_all, partial)  # gigabytes, and workers have to be watched meanwhile
+        await _fill(partial, {"step": step, **state}, fill)
         (partial / MARKER).touch()
         sync(partial)
     except Exception as error:
-        if not isinstance(error, OSError | NotSaved) and "No space left" not in str(error):  # tokenizers have their own
+        if isinstance(error, RlfuseError) and not isinstance(error, NotSaved):
             raise
-        raise _no_room(run, step, f" ({error})") from error
+        raise _not_saved(run, step, error) from error
     finally:
         if not (partial / MARKER).exists():
             shutil.rmtree(partial, ignore_errors=True)
+
+
+async def rehearse(run: Path, state: dict[str, Any], describe: Fill) -> None:
+    """Write all that a checkpoint has except weights (`describe`) and remove it. NotSaved with what failed, and why."""
+    partial = _new_partial(run, 0)
+    try:
+        await _fill(partial, state, describe)
+    except Exception as error:
+        if isinstance(error, RlfuseError) and not isinstance(error, NotSaved):
+            raise
+        raise NotSaved(
+            f"Checkpoints can't be written in {run}: {_cause(error)}. All files of a checkpoint except the weights are "
+            "written once at startup, to find this early. Fix the cause and rerun the command."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _new_partial(run: Path, step: int) -> Path:
+    """Where a checkpoint of this step grows; what runs that were killed left goes."""
+    for left_over in run.glob("global_step_*.partial"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    return run / f"global_step_{step}.partial"
+
+
+async def _fill(partial: Path, state: dict[str, Any], fill: Fill) -> None:
+    partial.mkdir(parents=True)
+    await fill(partial)
+    (partial / "run.json").write_text(json.dumps(state))
+    await asyncio.to_thread(sync_all, partial)  # gigabytes, and workers have to be watched meanwhile
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -92,16 +122,33 @@ def _size(folders: list[Path]) -> int:
     return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
 
 
-def _no_room(run: Path, step: int, reason: str) -> NotSaved:
-    """While what was written of it is still there."""
+def _not_saved(run: Path, step: int, error: Exception | None) -> NotSaved:
+    """The message for a checkpoint of which what was written is still there. `error`: None where there is no room."""
     last, written = complete(run)[-1:], _size([run / f"global_step_{step}.partial"])
-    free = shutil.disk_usage(run).free + written
+    why = "" if error is None else f" ({_cause(error)})"
+    kept = f"{last[0]} is still there" if last else "There is no earlier one"
+    free = shutil.disk_usage(run).free
+    if error is not None and not _is_full(error, free):
+        return NotSaved(
+            f"The checkpoint of step {step} could not be written{why}. {kept}. Fix the cause and save again."
+        )
     needed = f"{_size(last) / MIB:.1f} MiB, as {last[0].name} has," if last else f"more than {written / MIB:.1f} MiB"
-    kept = f"{last[0]} is still there" if last else "there is none before it"
     return NotSaved(
-        f"The checkpoint of step {step} could not be written{reason}: {run} needs {needed} and has "
-        f"{free / MIB:.1f} MiB free. {kept[0].upper()}{kept[1:]}. Make room there, or lower trainer.max_ckpt_to_keep."
+        f"The checkpoint of step {step} could not be written{why}: {run} needs {needed} and has "
+        f"{(free + written) / MIB:.1f} MiB free. {kept}. Make room there, or lower trainer.max_ckpt_to_keep."
     )
+
+
+def _cause(error: Exception) -> str:
+    """One line, without the name of a class that says nothing."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, NotSaved | OSError) else f"{type(error).__name__}: {text}"
+
+
+def _is_full(error: Exception, free: int) -> bool:
+    """Whether a file found no room. torch has a message of its own for that, which names no cause."""
+    named = any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+    return named or free < MIB
 
 
 def complete(run: Path) -> list[Path]:

@@ -173,6 +173,9 @@ class SimulatedTrainer:
     async def save(self, folder: Path) -> None:
         """There is nothing to save."""
 
+    async def describe(self, folder: Path) -> None:
+        """There is nothing to describe."""
+
     async def load(self, folder: Path) -> None:
         """There is nothing to load."""
 

@@ -14,6 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
+from rlfuse.config.model_files import WEIGHTS
+
 
 def join_checkpoint(text_folder: str | Path, whole_folder: str | Path, out: str | Path) -> Path:
     """The model at `whole_folder` with the text part trained to `text_folder`, as a folder at `out`; returns `out`.
@@ -42,14 +44,13 @@ def join_checkpoint(text_folder: str | Path, whole_folder: str | Path, out: str 
         names = [name for name, file in places.items() if file == shard]
         save_file({name: read_tensor(*sources[name]) for name in names}, out / shard.name, {"format": "pt"})
     for file in whole_folder.iterdir():
-        if file.is_file() and file.suffix not in _WEIGHTS:
-            shutil.copy(file, out)
+        if file.is_file() and file.suffix not in WEIGHTS:
+            shutil.copyfile(file, out / file.name)
     return out
 
 
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 _TEXT = ("lm_head.", "embed_tokens.", "layers.", "norm.")
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
 def _bare(name: str) -> str:

@@ -86,9 +86,13 @@ def tiny_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def ending_model(tiny_model, tmp_path_factory) -> Path:
-    """The same, but its responses end at a third of the length: some long before others."""
+    """The same, but its responses end at a third of the length: some long before others.
+
+    transformers loads its generation settings, and refuses to save them.
+    """
     folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("models") / "ending")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5, 6]}))
+    refused = {"temperature": 0.6, "num_beams": 1, "length_penalty": 0.8}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5, 6], **refused}))
     return folder
 
 

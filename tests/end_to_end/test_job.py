@@ -208,13 +208,14 @@ def test_a_report_of_a_run_beside_another_has_both(serial, tmp_path):
     assert len(samples) == STEPS * 8 * 2 and samples[0]["response"] in page
 
 
-def test_checkpoints_are_pruned_and_load_with_from_pretrained(serial):
+def test_checkpoints_are_pruned_and_load_with_from_pretrained(serial, ending_model):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run, _ = serial
     assert (run / LATEST).read_text() == str(STEPS)
     assert sorted(path.name for path in run.glob("global_step_*")) == ["global_step_2", f"global_step_{STEPS}"]
     folder = run / f"global_step_{STEPS}" / "actor" / "huggingface"
+    assert (folder / "generation_config.json").read_text() == (ending_model / "generation_config.json").read_text()
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert model.dtype.is_floating_point and len(AutoTokenizer.from_pretrained(folder)) == 200

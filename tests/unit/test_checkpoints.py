@@ -1,12 +1,13 @@
 """Checkpoints are whole or not at all, found again, and pruned."""
 
+import errno
 import os
 import resource
 from pathlib import Path
 
 import pytest
 
-from rlfuse.errors import ConfigError, NotSaved
+from rlfuse.errors import ConfigError, NotSaved, WorkerLost
 from rlfuse.files import write_whole
 from rlfuse.run_folder import checkpoints
 
@@ -38,9 +39,9 @@ async def test_one_that_fails_half_way_leaves_the_one_before(tmp_path):
 
     async def fails(folder):
         await fill(folder)
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    told = r"step 2 .*disk full.* needs 0\.0 MiB, as global_step_1 has, and has .* MiB free.*_1 is still there"
+    told = r"step 2 .*No space.* needs 0\.0 MiB, as global_step_1 has, and has .* MiB free.*_1 is still there"
     with pytest.raises(NotSaved, match=told):
         await checkpoints.write(tmp_path, 2, {}, fails)
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
@@ -49,6 +50,47 @@ async def test_one_that_fails_half_way_leaves_the_one_before(tmp_path):
     assert [path.name for path in checkpoints.complete(tmp_path)] == ["global_step_1"], "until it is published"
     checkpoints.publish(tmp_path, 2, keep=1)
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_2"]
+
+
+CAUSES = {
+    "a library refuses": (
+        ValueError("It is invalid:\n- `top_p`: unset it"),
+        "ValueError: It is invalid: - `top_p`: unset",
+    ),
+    "the folder is read-only": (PermissionError(errno.EACCES, "Permission denied", "x"), "Permission denied: 'x'"),
+    "a rank could not write": (NotSaved("trainer/1: x: TypeError: no"), "trainer/1: x: TypeError: no"),
+}
+
+
+@pytest.mark.parametrize("case", CAUSES)
+async def test_what_else_keeps_a_checkpoint_from_being_written_is_not_blamed_on_the_disk(tmp_path, case):
+    error, told = CAUSES[case]
+
+    async def fails(folder):
+        raise error
+
+    for attempt in (checkpoints.write(tmp_path, 2, {}, fails), checkpoints.rehearse(tmp_path, {}, fails)):
+        with pytest.raises(NotSaved, match=told) as found:
+            await attempt
+        assert "MiB" not in str(found.value) and "\n" not in str(found.value)
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_lost_worker_is_no_problem_of_the_checkpoint(tmp_path):
+    async def fails(folder):
+        raise WorkerLost("trainer/1 died")
+
+    for attempt in (checkpoints.write(tmp_path, 2, {}, fails), checkpoints.rehearse(tmp_path, {}, fails)):
+        with pytest.raises(WorkerLost):
+            await attempt
+
+
+async def test_a_rehearsal_leaves_nothing_and_finds_state_that_can_not_be_written(tmp_path):
+    await save(tmp_path, 1, {}, fill, keep=None)
+    await checkpoints.rehearse(tmp_path, {"kl": 0.1}, fill)
+    with pytest.raises(NotSaved, match=r"at startup.*weights|TypeError: Object of type set"):
+        await checkpoints.rehearse(tmp_path, {"rewards": {1}}, fill)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", checkpoints.LATEST]
 
 
 async def test_what_a_marker_stands_for_is_on_the_disk_before_it_and_it_before_older_ones_go(tmp_path, monkeypatch):

@@ -248,7 +248,8 @@ async def go_on(folder):
     async def save(partial):
         (partial / "weights").write_text("w")
 
-    checkpointing = Checkpointing(log, start=start, keep=1, save=save, state=lambda _: {})
+    checkpointing = Checkpointing(log, start=start, keep=1, save=save, describe=save, state=lambda _: {})
+    await checkpointing.rehearse()
     for step in range(start + 1, 3):
         await checkpointing.write(step)
         await run_step(log, step, [Reward(1.0), Reward(0.0)])

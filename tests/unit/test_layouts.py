@@ -176,13 +176,12 @@ def save(rank, trained, out):
     if isinstance(rank, TrainerRank):
         assert rank.save(out, {name: [list(rank.exporters[name].tensors)] for name in trained}) is None
     else:
+        assert rank.describe(out) is None
+        dist.barrier()
         for name in trained:
             folder = out / name / "huggingface"
-            folder.mkdir(parents=True, exist_ok=True)
             [stage] = rank.layout[name].stages_on(rank.place.device)
             rank.save_bucket(name, stage, list(rank._exporter(name, stage).tensors), folder / f"{stage}.safetensors")
-            if rank.rank == 0:
-                rank.save_config(name, folder)
     dist.barrier()
 
 

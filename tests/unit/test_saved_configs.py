@@ -6,9 +6,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from rlfuse.config.model_files import copy_files
 from rlfuse.config.schema import ModelConfig
 from rlfuse.data.tokenizers import save_tokenizer
-from rlfuse.engines.trainer.models import load_critic, load_policy
+from rlfuse.engines.trainer.models import load_critic, load_policy, load_reward_model
+from rlfuse.engines.trainer.saving import Writing
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.tasks.vocabulary import build_tokenizer
 
@@ -60,6 +62,104 @@ def test_keys_of_the_source_are_kept(tmp_path, family, role):
         "tie_word_embeddings",
     }
     assert torch.bfloat16 == AutoConfig.from_pretrained(out).dtype
+
+
+REFUSED_BY_TRANSFORMERS = {
+    "sampling flags": ({"temperature": 0.6, "top_p": 0.9, "top_k": 20}, {}),
+    "sampling flags of greedy decoding": ({"do_sample": False, "min_p": 0.1}, {}),
+    "no padding token": ({"pad_token_id": -1}, {"pad_token_id": -1}),
+    "one beam": ({"num_beams": 1, "length_penalty": 0.8}, {}),
+    "early stopping": ({"early_stopping": True, "eos_token_id": [1, 2]}, {}),
+    "scores": ({"output_scores": True}, {}),
+    "flags in config.json": (None, {"temperature": 0.6, "num_beams": 1, "length_penalty": 0.8}),
+}
+"""generation_config.json of a source, and what its config.json has besides."""
+
+
+@pytest.mark.parametrize("role", ["actor", "critic", "reward model"])
+@pytest.mark.parametrize("case", REFUSED_BY_TRANSFORMERS)
+def test_generation_settings_are_saved_as_they_are(tmp_path, case, role):
+    source, out = tmp_path / "source", tmp_path / "saved"
+    generation, more = REFUSED_BY_TRANSFORMERS[case]
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL)).save_pretrained(source)
+    (source / "generation_config.json").unlink()
+    (source / "config.json").write_text(json.dumps(SMALL | {"model_type": "llama"} | more))
+    if generation is not None:
+        (source / "generation_config.json").write_text(json.dumps(generation))
+    files = Writing()
+    Exporter(loaded(role, source), 0).save_pretrained(out, [], files)
+    assert files.problem is None
+    assert json.loads((out / "config.json").read_text()).items() >= more.items()
+    copied = out / "generation_config.json"
+    assert (json.loads(copied.read_text()) if copied.exists() else None) == (generation if role == "actor" else None)
+
+
+def loaded(role, source, **settings):
+    settings = ModelConfig(path=str(source), dtype="float32", **settings)
+    if role == "reward model":
+        return load_reward_model(str(source), settings, ["helpful"])
+    return (load_policy if role == "actor" else load_critic)(str(source), settings)
+
+
+CUSTOM = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class Config(LlamaConfig):
+    model_type = "custom_llama"
+
+    def __init__(self, temperature=None, **more):
+        super().__init__(**more)
+        if temperature is not None:
+            self.temperature = temperature
+
+class Model(LlamaForCausalLM):
+    config_class = Config
+"""
+
+
+def test_a_custom_class_that_can_not_be_serialised_is_saved_as_its_source(tmp_path):
+    """Generation settings that its code takes into the configuration are not refused before it is saved."""
+    source, out = tmp_path / "source", tmp_path / "saved"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL)).save_pretrained(source)
+    (source / "custom.py").write_text(CUSTOM)
+    code = {"AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Model"}
+    config = SMALL | {"model_type": "custom_llama", "temperature": 0.6, "auto_map": code}
+    config["torch_dtype"] = "bfloat16"
+    (source / "config.json").write_text(json.dumps(config))
+    model, files = loaded("actor", source, trust_remote_code=True), Writing()
+    Exporter(model, 0).save_pretrained(out, [], files)
+    assert files.problem is None
+    assert (out / "custom.py").read_text() == CUSTOM
+    saved = AutoConfig.from_pretrained(out, trust_remote_code=True)
+    assert (saved.temperature, saved.architectures, saved.dtype) == (0.6, ["Model"], torch.float32)
+
+
+def test_the_files_of_a_tokenizer_that_can_not_save_itself_are_copied(tmp_path, monkeypatch):
+    source, out = tmp_path / "source", tmp_path / "saved"
+    build_tokenizer().save_pretrained(source)
+    for name in ("README.md", "model.safetensors"):
+        (source / name).write_text("of the source")
+    tokenizer, out_of_order = AutoTokenizer.from_pretrained(source), NotImplementedError("no vocabulary file")
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", lambda *_: (_ for _ in ()).throw(out_of_order))
+    out.mkdir()
+    save_tokenizer(tokenizer, out)
+    assert AutoTokenizer.from_pretrained(out)("20 mod 6 =").input_ids == tokenizer("20 mod 6 =").input_ids
+    assert not {"README.md", "model.safetensors", "config.json"} & {file.name for file in out.iterdir()}
+    monkeypatch.setattr(tokenizer, "name_or_path", str(tmp_path / "elsewhere"), raising=False)
+    with pytest.raises(NotImplementedError, match="no vocabulary file"):
+        save_tokenizer(tokenizer, out)
+
+
+def test_files_of_a_hub_name_are_copied_from_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "generation_config.json").write_text("{}")
+    (refs := snapshot.parents[1] / "refs").mkdir()
+    (refs / "main").write_text("abc")
+    assert copy_files("org/name", tmp_path) == ["generation_config.json"]
+    assert copy_files("org/other", tmp_path) == copy_files(str(tmp_path / "none"), tmp_path) == []
 
 
 def test_a_saved_tokenizer_has_a_class_that_every_version_knows(tmp_path):

@@ -231,20 +231,23 @@ class PipelineGroup(RankGroup):
         NotSaved where a file could not be written.
         """
         self._check_no_gradients("saved")
+        await self.describe(folder)
         for model in self._accumulated:
             await self._export(model, folder.absolute() / model / "huggingface")
         check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute()))
         (folder / "trainer.json").write_text(json.dumps(SHAPE))
 
+    async def describe(self, folder: Path) -> None:
+        """Write what `save` writes except weights and optimizer state. NotSaved where a file could not be written."""
+        check_written(await self._all("describe", f"write files to {folder}", folder.absolute()))
+
     async def _export(self, model: str, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         buckets, weight_map = await self.bucket_plan(model), {}
         for i, names in enumerate(buckets):
             shard = f"model-{i + 1:05d}-of-{len(buckets):05d}.safetensors"
             kept, problem = await self._write(model, names, "save_bucket", folder / shard, model)
             check_written([problem])
             weight_map |= dict.fromkeys(kept, shard)
-        await self._one(0, "save_config", f"write {folder}", model, folder)
         total = sum(file.stat().st_size for file in folder.glob("model-*.safetensors"))
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
@@ -287,10 +290,6 @@ class PipelineGroup(RankGroup):
         self.costs, self.work = costs, work_of_devices(cut, costs)
         await self.load(saved)
         return True
-
-    async def _one(self, rank: int, method: str, action: str, *arguments: Any) -> Any:
-        async with self._turns.alone():
-            return await self._ask(rank, method, action, *arguments)
 
 
 def forward_only(pipelines: Pipelines, micro_batches: int) -> Rows:

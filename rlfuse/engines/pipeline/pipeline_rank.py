@@ -44,11 +44,10 @@ from rlfuse.engines.trainer.base_rank import Rank, needs_models
 from rlfuse.engines.trainer.models import packs_exactly
 from rlfuse.engines.trainer.offloading import on_device
 from rlfuse.engines.trainer.optimizer import check_finite, set_lr, take_step, trainable
-from rlfuse.engines.trainer.saving import writing
+from rlfuse.engines.trainer.saving import Writing, writing
 from rlfuse.engines.trainer.tensor_parallel import Sharers
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.events import Span
-from rlfuse.files import sync_all
 from rlfuse.fusion.schedules.operations import Rows
 from rlfuse.samples import MicroBatch
 
@@ -278,11 +277,14 @@ class PipelineRank(Rank):
         with on_device(self.engines[model], optimizer=False), writing() as files:
             return self._exporter(model, stage).write(names, path, files), files.problem
 
-    def save_config(self, model: str, folder: Path) -> None:
-        """The Hugging Face configuration of a model, from a rank that has a stage of it."""
-        stage = self.layout[model].stages_on(self.place.device)[0]
-        Exporter(self.stages[model, stage].model, 0).save_config(folder)
-        sync_all(folder)
+    def describe(self, folder: Path) -> str | None:
+        """Write what `huggingface/` folders have besides shards. Returns what could not be written, and why."""
+        files = Writing()
+        files.probe(folder, self.rank)
+        for name in self.engines if self.rank == 0 else ():
+            stage = self.layout[name].stages_on(self.place.device)[0]
+            Exporter(self.stages[name, stage].model, 0).save_pretrained(folder / name / "huggingface", [], files)
+        return files.problem
 
     def save(self, folder: Path) -> str | None:
         """Optimizer state of every trained model by parameter name, `{actor,critic}/pipeline/` below `folder`.

@@ -32,7 +32,13 @@ class Writing:
                 action()
                 sync_all(Path(path))
             except Exception as error:  # torch and safetensors have their own for a full disk
-                self.problem = f"{path}: {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+                self.problem = f"{path}: {type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
+
+    def probe(self, folder: Path, rank: int) -> None:
+        """Write and remove a file of this rank in `folder`."""
+        file = folder / f"rank_{rank}"
+        self.write(file, file.touch)
+        self.write(folder, lambda: file.unlink(missing_ok=True))
 
 
 @contextmanager

@@ -205,6 +205,10 @@ class TrainerGroup(RankGroup):
         check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute(), buckets))
         (folder / "trainer.json").write_text(json.dumps(self._shape()))
 
+    async def describe(self, folder: Path) -> None:
+        """Write what `save` writes except weights and optimizer state. NotSaved where a file could not be written."""
+        check_written(await self._all("describe", f"write files to {folder}", folder.absolute()))
+
     async def load(self, folder: Path) -> None:
         """Continue from what `save` wrote under the same number of ranks and ZeRO stage, or 1 and 2."""
         self._check_no_gradients("loaded")

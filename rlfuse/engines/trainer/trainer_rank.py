@@ -58,7 +58,7 @@ from rlfuse.engines.trainer.optimizer import (
     use_own_settings,
 )
 from rlfuse.engines.trainer.passes import OBJECTIVES, log_probs, log_probs_gained, weighed
-from rlfuse.engines.trainer.saving import writing
+from rlfuse.engines.trainer.saving import Writing, writing
 from rlfuse.engines.trainer.sequence_parallel import Part, SequenceParallel
 from rlfuse.engines.trainer.tensor_parallel import TensorParallel
 from rlfuse.engines.trainer.vision_tower import MicroBatchClip, TowerSettings, TrainedTower
@@ -344,6 +344,14 @@ class TrainerRank(Rank):
                 tower = folder / "actor" / "huggingface" / "tower.safetensors"
                 files.write(tower, lambda: self.tower.write(tower))
             check_finite(self.engines, self.exporters)
+        return files.problem
+
+    def describe(self, folder: Path) -> str | None:
+        """Write what `save` writes except weights and optimizer state. Returns what could not be written, and why."""
+        files = Writing()
+        files.probe(folder, self.rank)
+        for name, exporter in self.exporters.items():
+            exporter.save_pretrained(folder / name / "huggingface", [], files)
         return files.problem
 
     @needs_models

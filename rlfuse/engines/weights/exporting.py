@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
+from rlfuse.config.model_files import copy_files
 from rlfuse.engines.trainer.dropout import is_noise
 from rlfuse.engines.trainer.saving import Writing
 from rlfuse.engines.trainer.vision_tower import NAME as TOWER
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 NOT_KEPT = ("auto_map", "quantization_config", "_name_or_path", "transformers_version")
 """Keys of a source that are not true of what is saved, unless transformers saves them."""
+TRAINED = ("architectures", "auto_map", "id2label", "label2id", "pad_token_id", "tie_word_embeddings")
+"""Keys that the trainer may set, or transformers for it."""
 
 
 class Exporter:
@@ -97,24 +100,33 @@ class Exporter:
         save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, path, {"format": "pt"})
 
     def save_config(self, folder: Path) -> None:
-        """What a Hugging Face folder has beside its shards and their index."""
-        if self.model.is_remote_code():  # its code, and in the config where it is
-            custom_object_save(self.model, str(folder), config=self.model.config)
-        self.model.config.save_pretrained(folder)
-        file = folder / "config.json"
-        file.write_text(
-            json.dumps(self._with_source_keys(json.loads(file.read_text())), indent=2, sort_keys=True) + "\n"
-        )
-        if generation := getattr(self.model, "generation_config", None):
-            generation.save_pretrained(folder)
+        """Write config.json, generation_config.json and custom code.
 
-    def _with_source_keys(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Add to a saved configuration the keys by which other readers know it: those of the model's source."""
+        transformers refuses to save many a generation_config.json that it loads, and training changes none: it is
+        copied from the model's source.
+        """
         config = self.model.config
-        if not config.name_or_path:
-            return saved
-        source, _ = config.get_config_dict(config.name_or_path)
-        return with_keys_of(source, saved, json.loads(config.to_json_string(use_diff=False)))
+        source = config.get_config_dict(config.name_or_path)[0] if config.name_or_path else {}
+        try:
+            saved = self._config_of(folder, source)
+        except Exception:  # whatever the code of a custom class raises
+            if not source:
+                raise
+            copy_files(config.name_or_path, folder, "*.py")
+            saved = source | {key: value for key in TRAINED if (value := getattr(config, key, None)) is not None}
+            saved["torch_dtype"] = str(self.model.dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
+        if getattr(self.model, "generation_config", None) is not None:
+            copy_files(config.name_or_path, folder, "generation_config.json")
+
+    def _config_of(self, folder: Path, source: dict[str, Any]) -> dict[str, Any]:
+        """Return the model's configuration with the keys of its source; custom code is written to `folder`."""
+        config = self.model.config
+        if self.model.is_remote_code():  # its code, and in the config where it is
+            custom_object_save(self.model, str(folder), config=config)
+        config.save_pretrained(folder)
+        saved = json.loads((folder / "config.json").read_text())
+        return with_keys_of(source, saved, json.loads(config.to_json_string(use_diff=False))) if source else saved
 
     def _describe(self, folder: Path, weight_map: dict[str, str]) -> None:
         self.save_config(folder)

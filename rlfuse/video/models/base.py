@@ -29,6 +29,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -142,10 +143,12 @@ class VideoFamily(torch.nn.Module, ABC):
             text = kind.from_config(config, dtype=whole.dtype)
         text.model = whole.model.language_model
         if head is None:
-            text.lm_head, text.generation_config = whole.lm_head, whole.generation_config
+            text.lm_head, text.generation_config = whole.lm_head, GenerationConfig()
         else:
             text.score = head
         text.save_pretrained(out)
+        if head is None:  # transformers would refuse to save many that it loads
+            whole.generation_config.to_json_file(out / "generation_config.json")
         AutoTokenizer.from_pretrained(folder).save_pretrained(out)
         return out
 

@@ -1,0 +1,35 @@
+"""Files of a model's folder other than its weights: where they are, and copies of them.
+
+Role: called where checkpoints and exported models get the files that training does not change.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+
+
+def folder_of(source: str) -> Path | None:
+    """Return the folder of a model that was loaded: `source`, or where a hub name is cached. None where neither is."""
+    if Path(source).is_dir():
+        return Path(source)
+    config = try_to_load_from_cache(source, "config.json") if source.count("/") <= 1 else None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def copy_files(source: str, out: Path, pattern: str = "*") -> list[str]:
+    """Copy the model's files that match, as they are, and return their names.
+
+    Never copied: config.json, weights, their index, and the model card, which describes the source.
+    """
+    copied = []
+    for file in sorted(folder.glob(pattern)) if (folder := folder_of(source)) else ():
+        other = file.suffix in WEIGHTS or file.name.endswith(".index.json") or file.name in ("config.json", "README.md")
+        if file.is_file() and not other:
+            shutil.copyfile(file, out / file.name)
+            copied.append(file.name)
+    return copied

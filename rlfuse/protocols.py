@@ -152,6 +152,9 @@ class Trainer(Recorded, Protocol):
     async def describe(self, folder: Path) -> None:
         """Write what `save` writes except weights and optimizer state."""
 
+    def drop_gradients(self) -> None:
+        """The run ends within a step: what it accumulated is not waited for, and only `save` may follow."""
+
     async def load(self, folder: Path) -> None:
         """Read what `save` wrote."""
 

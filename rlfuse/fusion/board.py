@@ -358,7 +358,7 @@ class Board:
         )
 
     def _steppable(self, model: str, progress: MiniBatchProgress) -> bool:
-        return progress.accumulated and self._passes_left.get(PASS_BEFORE_STEP[model], 0) == 0
+        return progress.accumulated and not any(map(self._passes_left.get, ("reward", PASS_BEFORE_STEP[model])))
 
     @property
     def all_scored(self) -> bool:

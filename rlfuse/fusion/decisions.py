@@ -18,7 +18,8 @@ from rlfuse.fusion.states import SampleRecord
 
 Role = Literal["rollout", "trainer"]
 PASS_BEFORE_STEP = {"actor": "old_log_prob", "critic": "values"}
-"""A model's step must wait for the pass that reads the weights it changes."""
+"""A model's step must wait for the pass that reads the weights it changes, and for all rewards: where these end the
+run, no weights have changed since the last complete step, which is then saved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ class Checkpointing:
         self._log, self._keep, self._save, self._describe, self._state = log, keep, save, describe, state
         self._first_bytes = first_bytes
         self.step = self._written = start
+        self._remembered: dict[int, dict[str, Any]] = {}
         self._check_room()
 
     def folder(self, step: int) -> Path | None:
@@ -55,16 +56,20 @@ class Checkpointing:
         """Try at startup what each save will do, so that none fails after hours. NotSaved with the cause."""
         await checkpoints.rehearse(self._log.folder, self._state(self.step), self._describe)
 
-    async def write(self, step: int) -> None:
+    def remember(self, step: int) -> None:
+        """Keep the state after this step, so that it can be saved even when the next one has begun."""
+        self._remembered = {step: self._state(step)}
+
+    async def write(self, step: int, required: bool = False) -> None:
         """Write one; `publish` makes it count.
 
-        If that fails, the run continues with an alert; NotSaved where no later one can make up for it: after the last
-        step, and when told to end.
+        If that fails, the run continues with an alert; NotSaved where no later one can make up for it: if `required`,
+        after the last step, and when told to end.
         """
         try:
-            await checkpoints.write(self._log.folder, step, self._state(step), self._save)
+            await checkpoints.write(self._log.folder, step, self._remembered[step], self._save)
         except NotSaved as error:
-            if step == self._log.total_steps or self._log.stopping.by is not None:
+            if required or step == self._log.total_steps or self._log.stopping.by is not None:
                 raise
             text = f"{error} The run goes on, and tries again at the next one."
             self._log.loggers.alert(step, Alert("no checkpoint", text))

@@ -148,6 +148,7 @@ class Training:
                 raise stopping.stopped_after(step)
 
     async def _save(self, step: int) -> None:
+        self.checkpointing.remember(step)
         with self.log.journal.recorder.span("save_checkpoint", step=step, cause="step"):
             await self.checkpointing.write(step)
 

@@ -176,6 +176,9 @@ class SimulatedTrainer:
     async def describe(self, folder: Path) -> None:
         """There is nothing to describe."""
 
+    def drop_gradients(self) -> None:
+        """There are none."""
+
     async def load(self, folder: Path) -> None:
         """There is nothing to load."""
 

@@ -333,7 +333,10 @@ class _NoCheckpoints:
         """None."""
         return None
 
-    async def write(self, step: int) -> None:
+    def remember(self, step: int) -> None:
+        """There is no state."""
+
+    async def write(self, step: int, required: bool = False) -> None:
         """Not asked for."""
 
     def publish(self) -> None:

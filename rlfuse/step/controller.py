@@ -20,6 +20,7 @@ from rlfuse.config import sampling
 from rlfuse.config.schema import Config
 from rlfuse.engines.agreement import TOKENS, compare
 from rlfuse.engines.colocation import all_to, to_engine, to_ranks
+from rlfuse.errors import RlfuseError
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Policy
 from rlfuse.fusion.tuning import Tuning
@@ -51,6 +52,8 @@ class Controller:
     health: Health = field(default_factory=NoHealth)
     say: Callable[[str], None] = print
     clock: Callable[[], float] = time.monotonic
+    executor: Executor = field(init=False)
+    """Of the latest board."""
 
     async def run(self, step: int) -> None:
         """From the state after `step` (0: the start) to the last step. Stopped after a step in which it was told to."""
@@ -85,14 +88,17 @@ class Controller:
             with self.journal.recorder.span("step", step=step):
                 board = await self.learn(step)
                 await self.update_weights(step)
-            if due(trainer.test_freq, step, total) and self.stopping.by is None:
-                await self.validate(step)
-            if due(trainer.save_freq, step, total):
+            self.checkpoints.remember(step)
+            if ended := await self._validated(step):
+                await self._save_at_end(step)
+            elif due(trainer.save_freq, step, total):
                 await self.save(step)
             spans = await self.journal.collect(step)
             self.metrics.note(await self.health.look(step, spans, self.tuning.costs))
             self.metrics.log_step(step, board, spans)
             self.checkpoints.publish()
+            if ended:
+                raise ended
             self.tuning.learn(board, spans)
             if step < total and not self.stopping.asked:
                 await self.replan(step)
@@ -118,13 +124,39 @@ class Controller:
             by_update=experience.by_update,
             now=self.clock(),
         )
-        await self.execute(board, step, sampling.training(self.config), self.advantages.scored)
+        try:
+            await self.execute(board, step, sampling.training(self.config), self.advantages.scored)
+        except Exception as error:
+            if error is self.executor.reward_error and not self.executor.has_updated:
+                self.engines.trainer.drop_gradients()
+                await self._save_at_end(step - 1)
+                self.checkpoints.publish()
+            raise
         if kept := board.groups_to_train():
             self.metrics.note(experience.mismatch(kept))
         self.groups.selection.give_back(*board.unneeded_groups())
         self.metrics.note(self.groups.selection.metrics())
         self.metrics.note(await self.engines.clips.release("training"))
         return board
+
+    async def _save_at_end(self, step: int) -> None:
+        """Rewards end the run: save the last complete step. The run ends with their error, even if this fails."""
+        if self.checkpoints.step < step:
+            try:
+                await self.save(step, required=True)
+            except RlfuseError as error:
+                self.say(str(error))
+
+    async def _validated(self, step: int) -> Exception | None:
+        """Validate if that is due; with what rewards ended it, once this step is saved."""
+        try:
+            if due(self.config.trainer.test_freq, step, self.total_steps) and self.stopping.by is None:
+                await self.validate(step)
+        except Exception as error:
+            if error is not self.executor.reward_error:
+                raise
+            return error
+        return None
 
     async def validate(self, step: int) -> None:
         """Generate and score the held-out prompts; nothing is trained."""
@@ -157,18 +189,19 @@ class Controller:
             on_scored=lambda: scored(board, step),
             note=self.metrics.note,
         )
-        await Executor(board, self.engines, self.policy, context, self.journal.recorder, self.clock).run()
+        self.executor = Executor(board, self.engines, self.policy, context, self.journal.recorder, self.clock)
+        await self.executor.run()
 
     async def update_weights(self, step: int) -> None:
         """What the engines generate from now on carries version `step`; they have the devices."""
         with self.journal.recorder.span("update_weights", step=step, cause="optimizer"):
             await self.engines.weights.push(version=step)
 
-    async def save(self, step: int) -> None:
-        """Write a checkpoint from the devices, which the ranks keep."""
+    async def save(self, step: int, required: bool = False) -> None:
+        """Write a checkpoint from the devices, which the ranks keep. NotSaved if it is `required` or the last."""
         await all_to(to_ranks, self.engines.rollout, self.engines.trainer)
         with self.journal.recorder.span("save_checkpoint", step=step, cause="step"):
-            await self.checkpoints.write(step)
+            await self.checkpoints.write(step, required)
 
     async def replan(self, step: int) -> None:
         """Work goes by how slow slots are, layers too where the step is saved; then the engines have the devices."""

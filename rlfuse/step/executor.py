@@ -85,13 +85,21 @@ class Executor:
         self.board, self.engines, self.policy, self.context = board, engines, policy, context
         self.recorder, self.clock = recorder, clock
         self._changed, self._happened = asyncio.Event(), 0.0
+        self.reward_error: Exception | None = None
+        """What rewards raised, or what is computed of them; no other call was broken off for it."""
+        self.has_updated = False
+        """A model took an optimizer step."""
+        self._scoring: list[asyncio.Task] = []
         self._restarting = False
         self._asked, self._asking = clock(), set[int]()
 
     async def run(self) -> None:
-        """Ask the policy, start what it decides, wait until something changed; until the board is done."""
+        """Ask the policy, start what it decides, wait until something changed; until the board is done.
+
+        Where rewards end it, all other calls come to an end before it raises: engines and ranks can be used as before.
+        """
         async with asyncio.TaskGroup() as self._tasks:
-            while not self.board.done:
+            while not self.board.done and self.reward_error is None:
                 self._changed.clear()
                 if not self._restarting and (slot := self.board.slot_table.slot_to_restart) is not None:
                     self._restarting = True
@@ -108,6 +116,13 @@ class Executor:
                 if not decisions and self.board.idle:
                     raise RuntimeError(f"the fusion policy {self.policy.__name__} decided nothing and nothing runs")
                 await self._change()
+            if self.reward_error is not None:
+                for task in self._scoring:
+                    task.cancel()
+                for slot in range(len(self.engines.rollout)):
+                    await self._evict(slot, list(self.board.samples), "tokens")
+        if self.reward_error is not None:
+            raise self.reward_error
 
     def _fetch_optimizers(self, view: Snapshot) -> None:
         """In time for the first step, where there is one."""
@@ -146,7 +161,9 @@ class Executor:
     def _start(self, decision: Decision) -> None:
         names = self.board.slot_table.waiting_samples(decision.groups) if isinstance(decision, Generate) else ()
         self.board.start(decision, self.clock())
-        self._tasks.create_task(self._effect(decision, names))
+        task = self._tasks.create_task(self._effect(decision, names))
+        if isinstance(decision, Score) and decision.kind == "reward":
+            self._scoring.append(task)
 
     def _effect(self, decision: Decision, names: Sequence[str]) -> Coroutine[None, None, None]:
         """`names`: of the samples that a `Generate` admits."""
@@ -201,7 +218,7 @@ class Executor:
         """A sample left its engine: it goes on where it was told to."""
         now = self.clock()
         target = self.board.evicted(name, partial, now)
-        if target is not None:
+        if target is not None and self.reward_error is None:
             self._tasks.create_task(self._generate(target, (name,), {name: self.board.arrived(name, target, now)}))
 
     def _evict_surplus(self) -> None:
@@ -234,10 +251,17 @@ class Executor:
     # Scoring and training --------------------------------------------------------------------------------------------
 
     async def _score(self, decision: Score) -> None:
-        await self._spanned(decision.kind, decision, score(self.engines, decision, self._samples(decision.samples)))
-        self.board.scored(decision, self.clock())
-        if decision.kind in self.board.needed:
-            self.context.on_scored()
+        work, of_rewards = score(self.engines, decision, self._samples(decision.samples)), decision.kind == "reward"
+        try:
+            await self._spanned(decision.kind, decision, work)
+            self.board.scored(decision, self.clock())
+            if decision.kind in self.board.needed:
+                of_rewards = True
+                self.context.on_scored()
+        except Exception as error:
+            if not of_rewards:
+                raise
+            self.reward_error = self.reward_error or error
         self._changed.set()
 
     async def _accumulate(self, decision: Accumulate) -> None:
@@ -288,6 +312,7 @@ class Executor:
         with self._span(f"update_{decision.model}", cause="scored", attributes={"step": True}):
             lengths = [len(sample.finished.token_ids) for sample in samples]
             factor = self.context.lr_factors[decision.model]
+            self.has_updated = True
             self.context.note(await self.engines.trainer.step(decision.model, lengths, factor))
         self.board.stepped(decision)
         self._changed.set()

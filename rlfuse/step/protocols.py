@@ -116,8 +116,14 @@ class Checkpoints(Protocol):
     def folder(self, step: int) -> Path | None:
         """Where it is, if it is that of this step."""
 
-    async def write(self, step: int) -> None:
-        """Write one, whole or not at all, from ranks that have the devices. NotSaved if it is the last chance."""
+    def remember(self, step: int) -> None:
+        """The step is complete: keep the state after it, for a checkpoint of it that may be written later."""
+
+    async def write(self, step: int, required: bool = False) -> None:
+        """Write one of a step that is remembered, whole or not at all, from ranks that have the devices.
+
+        NotSaved if it is `required`, or the last chance.
+        """
 
     def publish(self) -> None:
         """The rows of the step are on disk: what was written counts from now on."""

@@ -17,7 +17,7 @@ import psutil
 from rlfuse.cluster.watchdog import _current as watching
 from rlfuse.config.compose import load
 from rlfuse.data.prompts import PromptSource
-from rlfuse.errors import EngineError, first_of
+from rlfuse.errors import EngineError, RewardError, first_of
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.run import build as running
@@ -117,11 +117,37 @@ class Steps:
             self.keep(case, case, began)
         for kind in (*PARTS, *ENDS):
             await self.killed(kind)
+        await self.ended_by_rewards(controller.engines.reward)
         await self.on_a_full_disk()
         began = time.time()
         assert await self.go_on("adaptive", lambda each: setattr(each, "policy", POLICIES["adaptive"]))
         self.keep("adaptive", "adaptive", began)
         await self.stopped(controller)
+
+    async def ended_by_rewards(self, reward) -> None:
+        """In the third step, before any checkpoint was due; the run then resumes to its end."""
+        began, name, score = time.time(), "rewards", reward.score
+        shutil.copytree(self.folder / "whole" / "global_step_1", self.folder / name / "global_step_1")
+
+        async def fail(samples):
+            if samples[0].step == 3:
+                raise RewardError("the third step has no rewards")
+            return await score(samples)
+
+        def save_rarely(controller):
+            controller.config = replace(controller.config, trainer=replace(controller.config.trainer, save_freq=9))
+
+        reward.score = fail
+        try:
+            await self.go_on(name, save_rarely)
+        except RewardError as error:
+            self.found["ended by rewards"] = (
+                str(error),
+                sorted(each.name for each in self.folder.glob(f"{name}/global_*")),
+            )
+        reward.score = score
+        assert await self.go_on(name)
+        self.keep("ended by rewards", name, began)
 
     async def on_a_full_disk(self) -> None:
         """The second step's checkpoint does not fit; it was not seen to be that large."""

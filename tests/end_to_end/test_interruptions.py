@@ -59,6 +59,14 @@ def test_a_run_killed_after_any_stage_goes_on_to_the_last_bit(found):
         assert learned(rows[case]) == expected, case
 
 
+def test_rewards_that_end_the_run_leave_a_checkpoint_of_the_last_complete_step(found):
+    """From which the run goes on to the last bit, as from any other: that is compared above."""
+    error, on_disk = found["ended by rewards"]
+    assert (
+        "third step" in error and on_disk == ["global_step_1", "global_step_2"] and "ended by rewards" in found["rows"]
+    )
+
+
 def test_without_the_switch_sums_differ_in_their_last_bits_at_most(found):
     rows = found["rows"]
     for have, want in zip(learned(rows["adaptive"]), learned(rows["whole"]), strict=True):

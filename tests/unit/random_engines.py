@@ -158,6 +158,9 @@ class Trainer:
             await self.world.pass_time()
         return {}, scores, self._gained("actor", rows.get("actor", ()))
 
+    def drop_gradients(self) -> None:
+        self.gradients.clear()
+
     async def step(self, model, lengths, lr_factor) -> dict[str, float]:
         names, board = self.gradients.pop(model), self.world.board
         assert len(set(names)) == len(names)

@@ -297,7 +297,7 @@ class ResidentWorld(World):
     def step(self):
         return max(self.saved, default=0)
 
-    async def write(self, step):
+    async def write(self, step, required=False):
         try:
             await self.trainer.save(Path(f"global_step_{step}"))
         except NotSaved:

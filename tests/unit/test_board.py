@@ -160,7 +160,10 @@ def test_what_begins_ahead_is_no_reason_to_wait():
     b.mini_batches["actor"].start(work.samples)
     b.mini_batches["actor"].finish(work.samples)
     b.finished("1/1/0", response(), 0.0)
-    assert ready(b) == [] and b.snapshot(0.0).steppable == ["actor"], "the first is not accumulated again"
+    assert ready(b) == [], "the first is not accumulated again"
+    assert b.snapshot(0.0).steppable == [], "a reward that is missing may end the run"
+    reward(b, 1)
+    assert b.snapshot(0.0).steppable == ["actor"]
     assert [group.prompt.index for group in b.unneeded_groups()[0]] == [2, 3]
 
 

@@ -58,7 +58,10 @@ class Parts:
         assert spans is self.spans
         self.did(f"rows {step}")
 
-    async def write(self, step):
+    def remember(self, step):
+        """State."""
+
+    async def write(self, step, required=False):
         self.did(f"write {step}")
         self.written = step
 
@@ -147,7 +150,7 @@ def test_clips_of_the_next_step_are_made_beside_this_one_unless_a_validation_wit
 class Full(Parts):
     """There is no room for checkpoints: the first two are not written, which `write` tells a person."""
 
-    async def write(self, step):
+    async def write(self, step, required=False):
         self.did(f"no room {step}")
         self.failed = getattr(self, "failed", 0) + 1
         if self.failed > 2:

@@ -251,6 +251,7 @@ async def go_on(folder):
     checkpointing = Checkpointing(log, start=start, keep=1, save=save, describe=save, state=lambda _: {})
     await checkpointing.rehearse()
     for step in range(start + 1, 3):
+        checkpointing.remember(step)
         await checkpointing.write(step)
         await run_step(log, step, [Reward(1.0), Reward(0.0)])
         checkpointing.publish()

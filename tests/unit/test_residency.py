@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -10,6 +11,7 @@ from resident_engines import ResidentWorld
 from scenes import Scene, scenes
 
 from rlfuse.cluster.stopping import Stopped
+from rlfuse.errors import EngineError, RewardError
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning.memory import Budget, memory_of
@@ -267,3 +269,55 @@ def test_a_slot_ends_as_it_began_and_phases_hold_what_they_need():
     assert phases["generating"] == {Item.ENGINE_WEIGHTS, Item.KV_CACHE, Item.RESIDENTS}
     assert Item.PARAMETERS in phases["syncing"] and Item.ENGINE_WEIGHTS in phases["syncing"]
     assert set().union(*phases.values()) == set(Item)
+
+
+class EndedByRewards(ResidentWorld):
+    """Rewards end the run in step 3, or in the validation after step 2; checkpoints are written then only."""
+
+    def __init__(self, scene, how):
+        super().__init__(scene)
+        self.how, self.events = how, []
+
+    def config(self):
+        config = super().config()
+        config.trainer.save_freq = -1
+        return config
+
+    def fail(self, how, error):
+        if self.how == how and len(self.learned) == (2 if how != "validation" else 1):
+            raise error
+
+    def check(self, step, board):
+        self.fail("validation" if board.purpose == "testing" else "too many fail", RewardError("rewards"))
+
+    async def score(self, samples):
+        if self.board.purpose == "training":
+            self.fail("a process is lost for good", EngineError("rewards"))
+        return await super().score(samples)
+
+    async def write(self, step, required=False):
+        assert required and (self.how == "validation" or not any(self.trainer.steps.values()))
+        assert not any(rollout.held for rollout in self.rollouts)
+        self.events.append("write")
+        await super().write(step)
+
+    def log_step(self, step, board, spans):
+        super().log_step(step, board, spans)
+        self.events.append(step)
+
+    def publish(self):
+        if self.saved:
+            self.events.append("publish")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["too many fail", "a process is lost for good", "validation"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("zero", ["ZeRO 1", "pipelines"])
+def test_rewards_that_end_the_run_leave_a_checkpoint_of_the_last_complete_step(zero, policy, how):
+    scene = replace(scene_of(policy, "gae", ZERO[zero]), steps=4, mini_batch=2)
+    world = EndedByRewards(scene, how)
+    with pytest.raises((RewardError, EngineError), match=r"^rewards$"):
+        run_virtual(world.run())
+    assert world.saved == [2]
+    assert world.events == ([1, "write", 2, "publish"] if how == "validation" else [1, 2, "write", "publish"])

@@ -135,6 +135,10 @@ class RankGroup:
         of_ranks = await self._all("drain", "hand over its events", collect)
         return [*self.recorder.drain(), *chain.from_iterable(of_ranks)]
 
+    def drop_gradients(self) -> None:
+        """The run ends within a step: what it accumulated is not waited for, and only `save` may follow."""
+        self._accumulated = {model: [] for model in self._accumulated}
+
     def _check_no_gradients(self, done: str) -> None:
         """ValueError while a model holds gradients, which checkpoints do not have."""
         for model, lengths in self._accumulated.items():

@@ -16,10 +16,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlfuse.config.video import VideoConfig
 from rlfuse.data.kept_images import KeptImages
+from rlfuse.data.media import Media
 from rlfuse.data.rows import DataRow
 from rlfuse.errors import DataError, VideoError
 from rlfuse.samples import Visual
 from rlfuse.video.decode_pool import DecodePool
+from rlfuse.video.frame_list import SUFFIX, packed
 from rlfuse.video.images import ImageFacts, plan_image
 from rlfuse.video.plan import (
     ClipFacts,
@@ -27,7 +29,6 @@ from rlfuse.video.plan import (
     Geometry,
     Sampling,
     SeedSampling,
-    TaskKind,
     VideoPlan,
     plan_video,
 )
@@ -72,10 +73,11 @@ class ClipReader:
 
     def look_at(self, rows: Sequence[DataRow]) -> None:
         """Read the headers of the rows' clips and their images, several at a time."""
-        clips = list(dict.fromkeys(path for row in rows for path in row.videos if path not in self._clips))
-        images = list(dict.fromkeys(self._kept.file_of(each) for row in rows for each in row.images))
+        clips = list(dict.fromkeys(self._file(each) for row in rows for each in row.videos))
+        images = list(dict.fromkeys(self._file(each) for row in rows for each in row.images))
         self._kept.prune()
         with DecodePool(self._workers, self._video.decode_timeout_s, max_clips=2 * self._workers) as pool:
+            clips = [path for path in clips if path not in self._clips]
             facts = track(pool.probe(clips), "clips", len(clips), disable=len(clips) < MANY)
             self._clips |= dict(zip(clips, facts, strict=True))
             images = [path for path in images if path not in self._images]
@@ -84,10 +86,8 @@ class ClipReader:
 
     def assemble(self, row: DataRow, text: str) -> tuple[np.ndarray, tuple[Visual, ...]]:
         """Token ids of the templated prompt, and its clips and images with their places among them; or VideoError."""
-        if len(row.videos) > 1:
-            raise VideoError(f"has {len(row.videos)} clips", "A prompt can show one; join them into one file")
-        shown = [(path, self._plan(path, self._clips[path], row)) for path in row.videos]
-        shown += [(path, self._plan(path, self._images[path], row)) for path in map(self._kept.file_of, row.images)]
+        shown = [(path := self._file(each), self._plan(path, self._clips[path], each, row)) for each in row.videos]
+        shown += [(path := self._file(each), self._plan(path, self._images[path], each, row)) for each in row.images]
         try:
             prompt = self._model.prompt(self._tokenizer, text, [plan for _, plan in shown], self._max_tokens)
         except VideoError as error:
@@ -96,14 +96,21 @@ class ClipReader:
         visual = (Visual(places, path=path, plan=plan) for (path, plan), places in pairs)
         return prompt.token_ids, tuple(sorted(visual, key=lambda each: each.positions[0]))
 
-    def _plan(self, path: str, facts: ClipFacts | ImageFacts | VideoError, row: DataRow) -> VideoPlan:
+    def _file(self, media: Media) -> str:
+        """Return the path of a clip or image, which is written where the row brings its bytes or a list of frames."""
+        if not isinstance(media.source, tuple):
+            return self._kept.file_of(media.source)
+        frames = [self._kept.file_of(frame) for frame in media.source]
+        return self._kept.file_of(packed(frames, media.settings.sample_fps), SUFFIX)
+
+    def _plan(self, path: str, facts: ClipFacts | ImageFacts | VideoError, media: Media, row: DataRow) -> VideoPlan:
         if isinstance(facts, VideoError):
             raise facts
         try:
             if isinstance(facts, ImageFacts):
-                return plan_image(facts, *self._image_sizes)
-            task, geometry = self._task(row), self._model.geometry
-            return plan_video(facts, self._sampling, task, geometry, timestamps=self._timestamps)
+                return plan_image(facts, *self._image_sizes, media.settings, self._video.max_image_tokens)
+            task, times, geometry = row.task or self._video.task, self._timestamps, self._model.geometry
+            return plan_video(facts, self._sampling, task, geometry, timestamps=times, settings=media.settings)
         except VideoError as error:
             raise error.of(path) from None
 
@@ -118,7 +125,3 @@ class ClipReader:
                 f"{len(unusable)} of {of} rows have clips or images that can't be used, more than "
                 f"video.max_failure_rate={self._video.max_failure_rate}. The first is {unusable[0]}"
             )
-
-    def _task(self, row: DataRow) -> TaskKind:
-        asked = (row.columns.get("extra_info") or {}).get("task")
-        return TaskKind(asked) if asked in list(TaskKind) else TaskKind(self._video.task)

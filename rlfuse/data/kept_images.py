@@ -1,6 +1,6 @@
-"""Images that rows bring as bytes, kept as files, which decoders on all nodes read.
+"""Images and clips that rows bring as bytes, and lists of frames, kept as files, which decoders on all nodes read.
 
-Role: `clips.ClipReader` asks for the file of each image. The folder lies beside the runs, where all nodes see it; all
+Role: `clips.ClipReader` asks for the file of each. The folder lies beside the runs, where all nodes see it; all
 that read the same data share its files, which are named by their content.
 Invariants: a file appears whole; it stays until it was neither asked for nor read for `UNUSED_S`. Waits for the disk.
 """
@@ -27,11 +27,11 @@ class KeptImages:
 
     folder: Path
 
-    def file_of(self, image: str | bytes) -> str:
-        """Where an image is; its bytes are written once. DataError where they can't be."""
+    def file_of(self, image: str | bytes, suffix: str = "") -> str:
+        """Return the path of an image or clip, whose bytes are written once. DataError where they can't be."""
         if isinstance(image, str):
             return image
-        path = self.folder / hashlib.sha256(image).hexdigest()[:40]
+        path = self.folder / f"{hashlib.sha256(image).hexdigest()[:40]}{suffix}"
         try:
             self._keep(path, image)
         except OSError as error:

@@ -116,8 +116,11 @@ def tools_of(where: str, given: Any) -> list[dict[str, Any]]:
 
 
 def modality(part: Any) -> str | None:
-    """Return what a part of a message shows, None for text."""
-    return MODALITIES.get(str(part.get("type"))) if isinstance(part, dict) else None
+    """Return what a part of a message shows, None for text. Without a type its keys say it, as in qwen-vl-utils."""
+    if not isinstance(part, dict):
+        return None
+    kind = part.get("type") or next((name for name in MODALITIES if part.get(name) is not None), None)
+    return MODALITIES.get(str(kind))
 
 
 def without_nulls(value: Any) -> Any:

@@ -127,12 +127,16 @@ def _assembled(
 
 def _columns(row: DataRow, visual: Sequence[Visual]) -> dict[str, Any]:
     """Those of the row, clips and images by their files: all prompts are kept, and go to rewards and logs."""
-    columns = row.columns | ({"videos": list(row.videos)} if row.videos and not row.columns.get("videos") else {})
-    if not row.images:
-        return columns
-    images, trls = [each.path for each in visual if each.plan.still], row.columns.get("image")
-    light = {"image": images if isinstance(trls, list) else images[0]} if isinstance(trls, dict | bytes | list) else {}
-    return columns | {"images": images} | light
+    columns = dict(row.columns)
+    for kind, media in (("image", row.images), ("video", row.videos)):
+        if not media:
+            continue
+        paths, single = [each.path for each in visual if each.plan.modality == kind], columns.get(kind)
+        if kind == "image" or not columns.get("videos") or any(each.has_bytes for each in media):
+            columns[f"{kind}s"] = paths
+        if isinstance(single, dict | bytes | list):
+            columns[kind] = paths if kind == "image" and isinstance(single, list) else paths[0]
+    return columns
 
 
 def _fit(ids: list[int], data: DataConfig, where: str) -> list[int]:

@@ -7,7 +7,6 @@ used is not judged here.
 
 from __future__ import annotations
 
-import base64
 import difflib
 import json
 import re
@@ -19,6 +18,7 @@ from typing import Any
 
 import pyarrow.parquet
 
+from rlfuse.data.media import Media, content_parts, in_front, media_of
 from rlfuse.data.messages import (
     Message,
     chat_messages,
@@ -31,7 +31,8 @@ from rlfuse.data.messages import (
     tools_of,
 )
 from rlfuse.errors import DataError
-from rlfuse.video.prompt import unquoted
+from rlfuse.video.plan import TaskKind
+from rlfuse.video.prompt import MARKERS, unquoted
 
 TRUTHS = ("ground_truth", "answer", "solution")
 PROMPTS = ("prompt", "messages", "conversation", "question", "problem", "instruction", "query", "input", "text")
@@ -40,8 +41,6 @@ COMPLETIONS = ("chosen", "rejected", "completion", "response")
 """Columns of messages that are answers."""
 BATCH = 1000
 """Rows of a data set that are read at a time."""
-NAMES = {"image": ("bytes", "path", "image", "image_url", "url"), "video": ("path", "video", "video_url", "url")}
-"""Under which an object may hold it, a part of a message or what stands in a column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +53,10 @@ class DataRow:
     ground_truth: Any
     columns: dict[str, Any]
     """The row as it stood in the file, its messages as `messages.chat_messages` gives them."""
-    videos: tuple[str, ...] = ()
-    """Files of its clips; relative paths begin at the folder of the data."""
-    images: tuple[str | bytes, ...] = ()
-    """The same of its images, or what their files hold."""
+    videos: tuple[Media, ...] = ()
+    images: tuple[Media, ...] = ()
+    task: TaskKind | None = None
+    """What its question asks of its clips; None: the run's `video.task`."""
     shows: frozenset[str] = frozenset()
     """Modalities of its clips, images and message parts, with a file or without."""
     tools: tuple[dict[str, Any], ...] = ()
@@ -178,29 +177,38 @@ def _checked(where: str, row: dict[str, Any], prompt_key: str, file: Path, promp
     is_chat = prompt_is_chat or not isinstance(prompt, str)
     prompt = decoded(field, prompt) if is_chat else prompt
     messages = marked_messages(field, prompt, "user")
-    marked = any("<image>" in message["content"] for message in messages)
-    # TRL's column; text there is anything and no path where no marker asks for it.
-    trls = row.get("image") if marked or isinstance(row.get("image"), dict | bytes) else None
-    parts = [] if isinstance(prompt, str) else [part for each in prompt for part in _parts(each)]
-    videos = _shown(row, prompt_key, parts, "video")
-    videos = tuple(_video(f"{where}, field {name}", each, file.parent) for name, each in videos)
-    images = _shown(row, prompt_key, parts, "image", trls)
-    images = tuple(_image(f"{where}, field {name}", each, file.parent) for name, each in images)
-    shows = {*["video"] * bool(videos), *["image"] * bool(images), *filter(None, map(modality, parts))}
-    if images and not marked:
-        messages = _in_front(messages, len(images))
+    parts = [] if isinstance(prompt, str) else [part for each in prompt for part in content_parts(each)]
+    shown: dict[str, tuple[Media, ...]] = {}
+    for kind in ("image", "video"):
+        marked = any(MARKERS[kind] in message["content"] for message in messages)
+        shown[kind] = media_of(where, row, prompt_key, parts, kind, file.parent, marked)
+        messages = messages if marked else in_front(messages, MARKERS[kind] * len(shown[kind]))
+    shows = {*(kind for kind, media in shown.items() if media), *filter(None, map(modality, parts))}
     columns = row if isinstance(prompt, str) else row | {prompt_key: [map_texts(unquoted, each) for each in messages]}
     return DataRow(
         messages,
         str(row.get("data_source") or file.stem),
         _ground_truth(where, row),
         columns,
-        videos,
-        images,
+        shown["video"],
+        shown["image"],
+        _task(where, row) if shown["video"] else None,
         frozenset(shows),
         tuple(tools_of(f"{where}, field tools", row.get("tools"))),
         is_chat,
     )
+
+
+def _task(where: str, row: dict[str, Any]) -> TaskKind | None:
+    extra = row.get("extra_info")
+    task = extra.get("task") if isinstance(extra, dict) else None
+    if task is not None and task not in list(TaskKind):
+        valid = ", ".join(TaskKind)
+        raise DataError(
+            f"{where}, field extra_info.task: {short(task)} is no task of a clip; valid are {valid}. Correct it, or "
+            "remove the key: video.task decides then."
+        )
+    return None if task is None else TaskKind(task)
 
 
 def _ground_truth(where: str, row: dict[str, Any]) -> Any:
@@ -209,59 +217,3 @@ def _ground_truth(where: str, row: dict[str, Any]) -> Any:
         raise DataError(f"{where}, field reward_model: {short(reward_model)} where style and ground_truth belong.")
     truth = (reward_model or {}).get("ground_truth")
     return next((row[name] for name in TRUTHS if row.get(name) is not None), None) if truth is None else truth
-
-
-def _shown(
-    row: dict[str, Any], prompt_key: str, parts: list[Any], kind: str, otherwise: Any = None
-) -> list[tuple[str, Any]]:
-    """(field, value) of each clip or image of a row: those of `parts` of its messages that hold one, else verl's column
-    `videos` or `images`, else `otherwise`."""
-    if given := [part for part in parts if modality(part) == kind and _inside(part, kind) is not None]:
-        return [(prompt_key, part) for part in given]
-    column = f"{kind}s"
-    return [(column, each) for each in _listed(row.get(column) or otherwise or [])]
-
-
-def _parts(message: Message) -> list[Any]:
-    return message["content"] if isinstance(message["content"], list) else []
-
-
-def _inside(given: Any, modality: str) -> Any:
-    """What an object holds under a name that says so, or one in it; None where it holds nothing."""
-    while isinstance(given, dict):
-        given = next((given[name] for name in NAMES[modality] if given.get(name) is not None), None)
-    return given
-
-
-def _video(where: str, given: Any, folder: Path) -> str:
-    wanted = "paths of files belong, as [{'video': 'clips/a.mp4'}]"
-    return _file(where, _inside(given, "video"), given, folder, wanted)
-
-
-def _image(where: str, given: Any, folder: Path) -> str | bytes:
-    found = _inside(given, "image")
-    if isinstance(found, str) and found.startswith("data:"):
-        with suppress(ValueError):
-            found = base64.b64decode(found.partition(";base64,")[2]) or found
-    if isinstance(found, bytes):
-        return found
-    wanted = "paths of files or their bytes belong, as [{'image': 'pictures/a.png'}] or [{'bytes': ...}]"
-    return _file(where, found, given, folder, wanted)
-
-
-def _file(where: str, path: Any, given: Any, folder: Path, wanted: str) -> str:
-    """The path, absolute; DataError says what is `wanted` in the place of what was `given`."""
-    if not isinstance(path, str) or not path or path.startswith(("http://", "https://", "data:")):
-        raise DataError(f"{where}: {short(given)} where {wanted}.")
-    return str(folder.absolute() / Path(path.removeprefix("file://")).expanduser())
-
-
-def _in_front(messages: tuple[dict[str, Any], ...], images: int) -> tuple[dict[str, Any], ...]:
-    """As in TRL, images without markers stand before the first message of the user."""
-    place = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-    first = {**messages[place], "content": "<image>" * images + messages[place]["content"]}
-    return (*messages[:place], first, *messages[place + 1 :])
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]

@@ -39,8 +39,9 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 from rlfuse.cluster.child_processes import end_with_parent, kill_stopped_workers, restore_child_signals
 from rlfuse.errors import EngineError, VideoError
 from rlfuse.video import decoding, images
+from rlfuse.video.clip_facts import ClipFacts
 from rlfuse.video.images import ImageFacts
-from rlfuse.video.plan import ClipFacts, VideoPlan
+from rlfuse.video.plan import VideoPlan
 
 START_S = 120.0
 """For a new process to import PyAV and torch, on a machine that is busy."""

@@ -14,27 +14,33 @@ Invariants:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import av
 import numpy as np
 from av.video.reformatter import VideoReformatter
 
 from rlfuse.errors import VideoError
-from rlfuse.video import display
-from rlfuse.video.plan import ROUNDING_S, STILL_S, ClipFacts, VideoPlan
+from rlfuse.video import display, images
+from rlfuse.video.clip_facts import ROUNDING_S, STILL_S, ClipFacts
+from rlfuse.video.frame_list import FrameList, frame_list
+from rlfuse.video.plan import VideoPlan
 from rlfuse.video.timeline import AVI, FETCH_AGAIN, REWRITE, STAMPLESS, timeline_of
 
 REPLACE = "Replace the file, or drop the row"
 MOST_SQUEEZED = 0.02
 """Share by which the shape of frames may differ from the first's: a plan has one size for all."""
+T = TypeVar("T")
 Neighbours = tuple[av.VideoFrame | None, av.VideoFrame, av.VideoFrame | None]
 
 
 def probe(path: str) -> ClipFacts:
     """What the clip is. Its first frame is decoded, so that what can't be decoded at all is found here."""
+    if listed := frame_list(path):
+        return _probe_list(listed)
     with _opened(path) as video:
         frame = next(video.frames(), None)
         if frame is None:
@@ -50,6 +56,11 @@ def decode(
     """uint8 [frames, height, width, 3] (RGB): the plan's frames from `first` to before `last`, written to `out`."""
     times = plan.times[first:last]
     pixels = np.empty((len(times), plan.height, plan.width, 3), dtype=np.uint8) if out is None else out
+    if listed := frame_list(path):
+        for place, time in enumerate(times):
+            frame = listed.frames[min(int((time + ROUNDING_S) * listed.fps), len(listed.frames) - 1)]
+            pixels[place] = _of_frame(frame, images.read, plan)
+        return pixels
     reformatter = VideoReformatter()
     with _opened(path) as video:
         for place, (before, frame, after) in enumerate(video.presented_at(times)):
@@ -59,6 +70,31 @@ def decode(
                 frame = display.deinterlaced(before, frame, after)
             pixels[place] = display.shown(frame, plan.height, plan.width, reformatter)
     return pixels
+
+
+def _probe_list(listed: FrameList) -> ClipFacts:
+    """Of frames that are images, all of which are decoded."""
+    facts = [_of_frame(frame, images.probe) for frame in listed.frames]
+    first, count = facts[0], len(facts)
+    for each in facts:
+        _check_shape((first.width, first.height), (each.width, each.height))
+    return ClipFacts(count / listed.fps, listed.fps, first.height, first.width, count, is_list=True)
+
+
+def _of_frame(path: str, read: Callable[..., T], *arguments: Any) -> T:
+    """What `read` gives of an image; a VideoError of it names the image as a frame of the clip."""
+    try:
+        return read(path, *arguments)
+    except VideoError as error:
+        raise VideoError(f"its frame {path}: {error.problem}", error.remedy) from error
+
+
+def _check_shape(first: tuple[int, int], size: tuple[int, int]) -> None:
+    """VideoError where a frame has another shape than the first."""
+    (width, height), (across, down) = first, size
+    if abs(across * height - width * down) > MOST_SQUEEZED * width * down:
+        shapes = f"{width} x {height} pixels to {across} x {down}"
+        raise VideoError(f"changes its shape on the way, from {shapes}", "Cut it there, or drop the row")
 
 
 class _Video:
@@ -91,10 +127,7 @@ class _Video:
             if frame.interlaced_frame and self.stream.codec_context.name == "hevc":
                 problem = "stores each field as a picture of its own, of half the height (H.265)"
                 raise VideoError(problem, "Deinterlace it, or drop the row")
-            width, height = self._size
-            if abs(frame.width * height - width * frame.height) > MOST_SQUEEZED * width * frame.height:
-                shapes = f"{width} x {height} pixels to {frame.width} x {frame.height}"
-                raise VideoError(f"changes its shape on the way, from {shapes}", "Cut it there, or drop the row")
+            _check_shape(self._size, (frame.width, frame.height))
             if (at := self._seconds(frame.pts)) > self.timeline.duration_s + 1 + self._frame_s:
                 header = f"its header says {self.timeline.duration_s:g} s"
                 raise VideoError(f"has a frame stamped {at:g} s, and {header}: one of them is damaged", REWRITE)

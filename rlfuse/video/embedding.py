@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlfuse.samples import FramePlan
+from rlfuse.video.frame_list import frame_list
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,9 @@ def embedding_key(content: str, plan: FramePlan, tower_version: str) -> str:
 
 
 def content_hash(path: str | Path) -> str:
-    """Hash of a file's bytes; read once while its size and time of change stay the same."""
+    """Hash of a file's bytes, or of those of all frames in a list; read once while size and time of change stay."""
+    if listed := frame_list(path):
+        return hashlib.sha256("".join(map(content_hash, listed.frames)).encode()).hexdigest()
     status = os.stat(path)
     return _hash(os.path.realpath(path), status.st_size, status.st_mtime_ns)
 

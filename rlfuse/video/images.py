@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from PIL import Image, ImageOps
 
 from rlfuse.errors import VideoError
 from rlfuse.video.display import resize
+from rlfuse.video.media_settings import ImageSettings
 from rlfuse.video.plan import Geometry, VideoPlan
-from rlfuse.video.processor_sampling import PixelBounds, within
+from rlfuse.video.processor_sampling import PixelBounds
 
 REPLACE = "Replace the file, or drop the row"
 
@@ -40,10 +42,24 @@ def probe(path: str) -> ImageFacts:
         return ImageFacts(image.height, image.width)
 
 
-def plan_image(facts: ImageFacts, bounds: PixelBounds, geometry: Geometry) -> VideoPlan:
-    """The plan of an image, in the size nearest to its own within the bounds. Raises VideoError for a strip."""
-    height, width = within(facts.height, facts.width, geometry.cell, bounds.min_pixels, bounds.max_pixels)
+def plan_image(
+    facts: ImageFacts,
+    bounds: PixelBounds,
+    geometry: Geometry,
+    settings: ImageSettings | None = None,
+    most_tokens: int | None = None,
+) -> VideoPlan:
+    """The plan of an image, in the size nearest to its own within the bounds, or those of its row's `settings`.
+
+    Raises VideoError for a strip, and for settings that ask for more than `most_tokens`.
+    """
+    limit = math.inf if most_tokens is None else most_tokens * geometry.cell**2
+    size = (settings or ImageSettings()).picture_size
+    height, width = size(facts.height, facts.width, geometry.cell, (bounds.min_pixels, bounds.max_pixels, limit))
     times, tokens = (0.0,) * geometry.temporal_patch, height * width // geometry.cell**2
+    if most_tokens is not None and tokens > most_tokens:
+        problem = f"is {tokens} visual tokens by the settings of its row, and video.max_image_tokens is {most_tokens}"
+        raise VideoError(problem, "Correct the settings, or raise video.max_image_tokens")
     return VideoPlan(times, height, width, 1.0, tokens, geometry, timestamps=None, still=True)
 
 

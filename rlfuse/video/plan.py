@@ -5,7 +5,8 @@ Role: `plan_video` turns what is known of a clip, the run's sampling settings an
 trainer both check their token counts against it. Pure: no clip is opened here, and nothing here waits.
 Invariants:
 - a plan never exceeds its sampling's budget, and its tokens are never cut: what the caller can't take is an error;
-- times rise (the last is repeated where temporal patches have to be filled up), start at 0 and span the clip;
+- times rise (the last is repeated where temporal patches have to be filled up), and span the clip, or the part of it
+  that its row asks for; they count from the start of the file;
 - with timestamps no picture is shown twice, at variable rates too. Rotary time axes have a single number of seconds for
   all patches: there times stay even, and a picture that stays is shown again;
 - everything but times, size and geometry is derived from them, so a plan can't contradict itself;
@@ -20,22 +21,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from rlfuse.errors import VideoError
+from rlfuse.video.clip_facts import STILL_S, ClipFacts
+from rlfuse.video.media_settings import ClipSettings
+from rlfuse.video.sizes import fit_size
 from rlfuse.video.timestamps import SEED_TIMES, Timestamps
-
-# Durations come from time stamps of finite resolution: 128.0000001 s at 1 frame a second are 128 frames.
-_FRAME_SLACK = 1e-6
-ROUNDING_S = 0.001
-"""Time stamps were rounded to milliseconds in any clip that was once in Matroska: 1/24 s is 0.042 s there."""
-STILL_S = 0.1
-"""Shorter stretches of one picture don't matter where there are many: no task asks for as many frames a second."""
 
 
 class TaskKind(StrEnum):
@@ -46,77 +41,6 @@ class TaskKind(StrEnum):
     """Fine temporal detail."""
     MOTION = "motion"
     """Counting and motion."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClipFacts:
-    """What is known of a clip before it is decoded."""
-
-    duration_s: float
-    """From the first frame's appearance to the last one's end."""
-    fps: float
-    """Of the source; the average where the rate varies."""
-    height: int
-    width: int
-    """Pixels as displayed, that is after the rotation that the container asks for."""
-    frames: int | None = None
-    """None where only decoding would tell."""
-    stills: tuple[tuple[float, float], ...] = ()
-    """Where the rate varies: from when to when one picture stays, in order. Of all pictures if they stay longer than
-    `STILL_S` on average, else of those that do."""
-
-    def __post_init__(self) -> None:
-        for name in ("duration_s", "fps"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise VideoError(f"{name} is {value}; valid is a finite number above 0", "Replace the clip")
-        for name in ("height", "width", "frames"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise VideoError(f"{name} is {value}; valid is 1 or more", "Replace the clip")
-
-    @property
-    def distinct_frames(self) -> int:
-        """How many different frames there are to see."""
-        return self.frames if self.frames is not None else _count(self.duration_s, self.fps)
-
-    def spread(self, most: int, fps: float) -> tuple[list[float], float]:
-        """The times of at most so many pictures over the whole clip, at this rate or below it as little as needed, and
-        their rate on average. Of pictures that vary in length those, all of them, where the rate has as many times."""
-        if not self.stills:
-            fps = fps if len(self._news(fps)) <= most else most / self.duration_s
-            return self._times(fps), fps
-        if self.frames == len(self.stills) <= min(most, len(self._news(fps))):
-            times = [round(begin, 6) for begin, _ in self.stills]
-        elif self._news(fps).sum() <= most:
-            times = self._times(fps)
-        else:
-            fewer, more = most, len(self._news(fps))
-            while more - fewer > 1:
-                middle = (fewer + more) // 2
-                fits = self._news(middle / self.duration_s).sum() <= most
-                fewer, more = (middle, more) if fits else (fewer, middle)
-            times = self._times(fewer / self.duration_s)
-        return times, len(times) / self.duration_s
-
-    def _times(self, fps: float) -> list[float]:
-        """0, 1/fps, 2/fps, ... to the end, without those that show the picture of the one before."""
-        return [round(index / fps, 6) for index in np.flatnonzero(self._news(fps)).tolist()]
-
-    def steady(self) -> ClipFacts:
-        """The clip for those to whom every frame lasts as long: while one picture stays, it is repeated."""
-        return replace(self, fps=1 / STILL_S, frames=None, stills=()) if self.stills else self
-
-    def _news(self, fps: float) -> np.ndarray:
-        """bool: which of 0, 1/fps, 2/fps, ... don't show the picture of the one before."""
-        count = _count(self.duration_s, fps)
-        if not self.stills:
-            return np.ones(count - (count == self.distinct_frames + 1), bool)  # the one too many is of rounding
-        begins, ends = np.array(self.stills).T
-        times = np.arange(count) / fps + ROUNDING_S
-        still = np.searchsorted(begins, times, side="right") - 1
-        still[times >= ends[still]] = -1
-        return (still < 0) | (np.diff(still, prepend=-1) != 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +74,16 @@ class Choice(NamedTuple):
     height: int
     width: int
 
+    def tokens(self, geometry: Geometry) -> int:
+        """Of a frame."""
+        return self.height * self.width // geometry.cell**2
+
 
 class Sampling(Protocol):
     """A rule by which clips are sampled."""
 
-    def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry) -> Choice:
-        """Times, their rate, and the size of every frame."""
+    def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> Choice:
+        """Times, their rate, and the size of every frame; `settings`: of its row, whose part of it `clip` is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +120,22 @@ class SeedSampling:
             TaskKind.MOTION: self.fps_motion,
         }[task]
 
-    def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry) -> Choice:
+    def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> Choice:
         """At the task's rate, as large as the budget allows."""
         most = {level: self.budget // level * geometry.temporal_patch for level in self.levels}
-        if clip.stills:
-            times, fps = clip.spread(most[self.levels[-1]], self.fps(task))
+        longest = most[self.levels[-1]]
+        if settings.has_frames or clip.is_list:
+            times, fps = asked_times(clip, geometry, settings, (self.fps(task), 1, longest, longest))
+        elif clip.stills:
+            times, fps = clip.spread(longest, self.fps(task))
         else:  # no frame is shown twice
-            times, fps = clip.spread(min(most[self.levels[-1]], clip.distinct_frames), min(self.fps(task), clip.fps))
-        level = next(level for level in self.levels if len(times) <= most[level])
-        return Choice(times, fps, level, *fit_size(clip.height, clip.width, level, geometry.cell))
+            times, fps = clip.spread(min(longest, clip.distinct_frames), min(self.fps(task), clip.fps))
+        level = next((level for level in self.levels if len(times) <= most[level]), self.levels[-1])
+        choice = _sized(clip, times, fps, level, geometry, settings)
+        if (tokens := math.ceil(len(times) / geometry.temporal_patch) * choice.tokens(geometry)) > self.budget:
+            problem = f"is {tokens} visual tokens by the settings of its row, and video.max_tokens is {self.budget}"
+            raise VideoError(problem, "Lower nframes, min_pixels or the resized sides, or raise video.max_tokens")
+        return choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +154,15 @@ class FixedSampling:
         """Visual tokens of a clip, at most (with temporal patches of one frame)."""
         return self.frames * self.tokens_per_frame
 
-    def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry) -> Choice:
+    def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> Choice:
         """As many frames, whatever the task."""
-        highest = 1 / STILL_S if clip.stills else clip.distinct_frames / clip.duration_s
-        times, fps = clip.spread(self.frames, highest)
-        size = fit_size(clip.height, clip.width, self.tokens_per_frame, geometry.cell)
-        return Choice(times, fps, self.tokens_per_frame, *size)
+        if settings.has_frames or clip.is_list:
+            bounds = self.frames / clip.duration_s, 1, self.frames, math.inf
+            times, fps = asked_times(clip, geometry, settings, bounds)
+        else:
+            highest = 1 / STILL_S if clip.stills else clip.distinct_frames / clip.duration_s
+            times, fps = clip.spread(self.frames, highest)
+        return _sized(clip, times, fps, self.tokens_per_frame, geometry, settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,45 +276,39 @@ def plan_video(
     geometry: Geometry | None = None,
     *,
     timestamps: Timestamps | None = SEED_TIMES,
+    settings: ClipSettings | None = None,
 ) -> VideoPlan:
-    """The plan of one clip."""
-    geometry = geometry or Geometry()
-    seen = clip if timestamps else clip.steady()
-    times, fps, level, height, width = sampling.choose(seen, _task(task), geometry)
+    """The plan of one clip; `settings`: of its row."""
+    geometry, settings = geometry or Geometry(), settings or ClipSettings()
+    seen = (clip if timestamps else clip.steady()).part(settings.video_start, settings.video_end)
+    times, fps, level, height, width = sampling.choose(seen, _task(task), geometry, settings)
     times += times[-1:] * (-len(times) % geometry.temporal_patch)
     return VideoPlan(tuple(times), height, width, fps, level, geometry, timestamps)
 
 
-def fit_size(height: int, width: int, level: int, cell: int) -> tuple[int, int]:
-    """The size nearest in shape to `height` x `width`, in multiples of `cell`, of at most `level` cells. Never more
-    than a cell larger than the source on either side: enlarging adds tokens and no detail."""
-    scale = min(1.0, math.sqrt(level * cell * cell / (height * width)))
-    down, across = height * scale / cell, width * scale / cell
-
-    def unlike(cells: tuple[int, int]) -> tuple[float, int]:
-        rows, columns = cells
-        return round(abs(math.log(columns / rows * height / width)), 9), -rows * columns
-
-    rows, columns = min(
-        (
-            (rows, columns)
-            for rows in _neighbours(min(down, level))
-            for columns in _neighbours(min(across, level // rows))
-            if rows * columns <= level
-        ),
-        key=unlike,
-    )
-    return rows * cell, columns * cell
+def asked_times(
+    clip: ClipFacts, geometry: Geometry, settings: ClipSettings, bounds: tuple[float, int, int, float]
+) -> tuple[list[float], float]:
+    """Times and rate of the frames that settings ask for; `bounds`: as of `ClipSettings.frames`."""
+    total, unit = clip.distinct_frames, 1 if clip.is_list else geometry.temporal_patch
+    bounds = (clip.fps, 1, total, bounds[3]) if clip.is_list else bounds
+    frames = settings.frames(clip.first_frame, total, clip.fps, unit, bounds)
+    if clip.stills:
+        return clip.spread(len(frames), len(frames) / clip.duration_s)
+    return [frame / clip.fps for frame in frames], len(frames) / total * clip.fps
 
 
-def _neighbours(number: float) -> set[int]:
-    """The whole numbers around one, from 1 up."""
-    return {max(1, math.floor(number)), max(1, math.ceil(number))}
-
-
-def _count(duration_s: float, fps: float) -> int:
-    """How many of the times 0, 1/fps, 2/fps, ... lie before the end."""
-    return max(1, math.ceil(duration_s * fps - _FRAME_SLACK))
+def _sized(
+    clip: ClipFacts, times: list[float], fps: float, level: int, geometry: Geometry, settings: ClipSettings
+) -> Choice:
+    """With frames of at most `level` tokens where settings don't say."""
+    if not settings.has_size:
+        return Choice(times, fps, level, *fit_size(clip.height, clip.width, level, geometry.cell))
+    cell, unit = geometry.cell, geometry.temporal_patch
+    bounds = cell**2, level * cell**2, level
+    size = settings.frame_size(clip.height, clip.width, len(times), cell, unit, bounds)
+    choice = Choice(times, fps, level, *size)
+    return choice._replace(level=max(level, choice.tokens(geometry)))
 
 
 def _task(task: TaskKind | str) -> TaskKind:

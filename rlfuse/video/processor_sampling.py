@@ -2,7 +2,8 @@
 
 Role: a family's sampling (`VideoFamily.sampling`), with what the processor configuration of a checkpoint says. Pure.
 Invariant: at a constant rate frames, sizes and token counts are those of transformers' processor of the same settings
-with `do_sample_frames`, fewer frames than a temporal patch aside, for which it has no answer.
+with `do_sample_frames`, fewer frames than a temporal patch aside, for which it has no answer. Those of a clip whose row
+has settings are qwen-vl-utils'.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from rlfuse.errors import VideoError
-from rlfuse.video.plan import Choice, ClipFacts, Geometry, TaskKind
-
-THINNEST = 200
-"""Largest ratio of a picture's sides."""
+from rlfuse.video.clip_facts import ClipFacts
+from rlfuse.video.media_settings import MOST_FRAME_CELLS, ClipSettings
+from rlfuse.video.plan import Choice, Geometry, TaskKind, asked_times
+from rlfuse.video.sizes import within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +46,26 @@ class ProcessorSampling(PixelBounds):
         """Of each frame of a clip that is shown in so many."""
         return self.max_pixels
 
-    def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry) -> Choice:
+    def frame_bounds(self, frames: int, geometry: Geometry) -> tuple[int, int]:
+        """Least and most pixels of each frame of a clip that is shown in so many."""
+        return self.min_pixels, self.most_pixels(frames)
+
+    def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> Choice:
         """Whatever the task. Pictures that vary in length are spread as `ClipFacts.spread` says."""
         total = clip.distinct_frames
-        frames = self.frames(total, clip.fps, geometry.temporal_patch)
-        if clip.stills:
-            times, fps = clip.spread(len(frames), len(frames) / clip.duration_s)
+        if clip.is_list or not settings.is_empty:
+            times, fps = asked_times(clip, geometry, settings, (self.fps, self.min_frames, self.max_frames, math.inf))
         else:
+            frames = self.frames(total, clip.fps, geometry.temporal_patch)
             times, fps = [frame / clip.fps for frame in frames], len(frames) / total * clip.fps
-        height, width = self.size(clip.height, clip.width, len(times), geometry)
+            if clip.stills:
+                times, fps = clip.spread(len(frames), len(frames) / clip.duration_s)
+        if settings.has_size:
+            bounds = *self.frame_bounds(len(times), geometry), MOST_FRAME_CELLS
+            cell, unit = geometry.cell, geometry.temporal_patch
+            height, width = settings.frame_size(clip.height, clip.width, len(times), cell, unit, bounds)
+        else:
+            height, width = self.size(clip.height, clip.width, len(times), geometry)
         return Choice(times, fps, height * width // geometry.cell**2, height, width)
 
     def frames(self, total: int, fps: float, unit: int) -> list[int]:
@@ -68,21 +79,3 @@ class ProcessorSampling(PixelBounds):
     def size(self, height: int, width: int, frames: int, geometry: Geometry) -> tuple[int, int]:
         """Of each frame of a clip of this size that is shown in so many."""
         return within(height, width, geometry.cell, self.min_pixels, self.most_pixels(frames))
-
-
-def within(
-    height: int, width: int, cell: int, min_pixels: int, max_pixels: int, frames: int = 1, unit: int = 1
-) -> tuple[int, int]:
-    """The size in multiples of `cell` that is nearest to the given one and between the bounds (`smart_resize`), which
-    are those of so many frames together, counted in units."""
-    if max(height, width) > THINNEST * min(height, width):
-        problem = f"is {width} x {height} pixels; the longer side may be {THINNEST} times the shorter at most"
-        raise VideoError(problem, "Crop it, or drop the row")
-    rows, columns, counted = round(height / cell), round(width / cell), round(frames / unit) * unit
-    if counted * rows * columns * cell**2 > max_pixels:
-        scale = math.sqrt(frames * height * width / max_pixels)
-        rows, columns = (max(1, math.floor(side / scale / cell)) for side in (height, width))
-    elif counted * rows * columns * cell**2 < min_pixels:
-        scale = math.sqrt(min_pixels / (frames * height * width))
-        rows, columns = (math.ceil(side * scale / cell) for side in (height, width))
-    return rows * cell, columns * cell

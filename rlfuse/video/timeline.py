@@ -30,7 +30,7 @@ from av.stream import Disposition
 from av.video.stream import VideoStream
 
 from rlfuse.errors import VideoError
-from rlfuse.video.plan import ROUNDING_S, STILL_S
+from rlfuse.video.clip_facts import ROUNDING_S, STILL_S
 
 COVERS = {"mjpeg", "png", "bmp", "gif", "webp", "tiff"}
 """Codecs of cover pictures; some are also those of cameras."""

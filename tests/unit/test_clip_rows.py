@@ -71,9 +71,8 @@ UNUSABLE = (
     (("see <video>", "early.mkv"), "its header says 6 s: it is truncated"),
     (("see <video>", "long.mp4"), "at most 300 are allowed"),
     (("<video> and <video> ?", "good.mp4"), "2 <video> markers and 1 clip"),
-    (("none here", "good.mp4"), "0 <video> markers and 1 clip"),
     (("<video> ?",), "1 <video> marker and 0 clips"),
-    (("<video> <video> ?", "good.mp4", "still.mp4"), "has 2 clips"),
+    (("<video> <video> ?", "good.mp4", "still.mp4", "good.mp4"), "2 <video> markers and 3 clips"),
 )
 
 

@@ -37,7 +37,7 @@ def prompt_arguments(config: PreTrainedConfig, max_model_len: int) -> dict[str, 
     if route is Route.VIDEO_EMBEDS:
         return {
             "enable_mm_embeds": True,
-            "limit_mm_per_prompt": {"image": 0, "video": 1},
+            "limit_mm_per_prompt": {"image": 0},
             "max_num_batched_tokens": max(max_model_len, 2048),  # vLLM takes a clip's whole embedding in one step
         }
     return {}

@@ -17,8 +17,9 @@ from rlfuse.samples import Visual
 from rlfuse.video.models.base import Route, VideoFamily, video_family
 from rlfuse.video.plan import Geometry, VideoPlan
 from rlfuse.video.positions import MRope
-from rlfuse.video.processor_sampling import ProcessorSampling, within
+from rlfuse.video.processor_sampling import ProcessorSampling
 from rlfuse.video.sharding import CostModel
+from rlfuse.video.sizes import within
 from rlfuse.video.timestamps import Timestamps
 
 
@@ -35,14 +36,21 @@ class Sampling(ProcessorSampling):
         return np.linspace(0, total - 1, count).round().astype(int).tolist()
 
     def size(self, height: int, width: int, frames: int, geometry: Geometry) -> tuple[int, int]:
-        cell, frames, most = geometry.cell, max(frames, geometry.temporal_patch), self.max_pixels
-        if self.cap_pixels_per_frame:
-            share = min(self.max_video_tokens * cell**2, self.max_pixels // frames)
-            most = max(share, int(1.05 * self.min_pixels)) * frames
+        cell, frames = geometry.cell, max(frames, geometry.temporal_patch)
+        most = self._most_of_clip(frames, cell)
         if min(height, width) < cell:
             scale = max(cell / height, cell / width)
             height, width = int(height * scale), int(width * scale)
         return within(height, width, cell, self.min_pixels, most, frames, geometry.temporal_patch)
+
+    def frame_bounds(self, frames: int, geometry: Geometry) -> tuple[int, int]:
+        return self.min_pixels // frames, self._most_of_clip(frames, geometry.cell) // frames
+
+    def _most_of_clip(self, frames: int, cell: int) -> int:
+        if not self.cap_pixels_per_frame:
+            return self.max_pixels
+        share = min(self.max_video_tokens * cell**2, self.max_pixels // frames)
+        return max(share, int(1.05 * self.min_pixels)) * frames
 
 
 @video_family("qwen3_vl")

@@ -1,0 +1,189 @@
+"""Clips and images of a row, in every form that data sets have, with the settings that come along.
+
+Role: used by `rows` for every row. Pure: no file is opened here, and whether one can be used is not judged.
+Invariant: what is not known is an error that names it and never ignored: keys of an object, forms, places such as s3.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from rlfuse.data.messages import Message, modality, short
+from rlfuse.errors import DataError
+from rlfuse.video.media_settings import ClipSettings, ImageSettings
+
+NAMES = {
+    "image": ("bytes", "path", "image", "image_url", "url"),
+    "video": ("bytes", "path", "video", "video_url", "url"),
+}
+"""Keys under which an object may hold a clip or image, whether it is a part of a message or an entry of a column."""
+SETTINGS = {"image": ImageSettings, "video": ClipSettings}
+OTHER_KEYS = ("type", "detail")
+"""`detail` is OpenAI's: it has no effect on models that see every image in its own size."""
+WANTED = {
+    "image": "paths of files or their bytes belong, as [{'image': 'pictures/a.png'}] or [{'bytes': ...}]",
+    "video": "paths of files, their bytes or lists of frames belong, as [{'video': 'clips/a.mp4'}], [{'bytes': ...}] "
+    "or [{'video': ['frames/0.png', 'frames/1.png']}]",
+}
+FRAME_RATE = 2.0
+"""Frames per second of a list of frames that does not say, as in qwen-vl-utils."""
+FRAMES_URL = "data:video/jpeg;base64,"
+"""vLLM's form of a list of frames, separated by commas."""
+_LOCAL = re.compile(r"file:(?=/)(//(localhost(?=/))?)?", re.IGNORECASE)
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*://)", re.IGNORECASE)
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}[=\s]*")
+_MAGIC = re.compile(
+    rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF|BM|\x1aE\xdf\xa3|FLV|OggS|G@|\0\0\x01\xba|0&\xb2u|.{4}(ftyp|moov|mdat|free)",
+    re.DOTALL,
+)
+"""First bytes of images and clips, by which base64 is told from a path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A clip or image of a row."""
+
+    source: str | bytes | tuple[str | bytes, ...]
+    """The absolute path of its file, what the file holds, or the same of each frame of a clip."""
+    settings: ImageSettings
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether the row holds it, or a frame of it, and not only where it is."""
+        return any(
+            isinstance(each, bytes) for each in (self.source if isinstance(self.source, tuple) else [self.source])
+        )
+
+
+def media_of(
+    where: str, row: Mapping[str, Any], prompt_key: str, parts: Sequence[Any], kind: str, folder: Path, is_marked: bool
+) -> tuple[Media, ...]:
+    """Return the clips or images of a row, in order: those in `parts` of its messages; for parts without one, and for
+    markers in text, those in the column `videos` or `images`, else `video` or `image`.
+
+    `is_marked`: the prompt has markers; without, text in the column `video` or `image` is text and no path.
+    """
+    asked = [part for part in parts if modality(part) == kind]
+    held = [_inside(part, kind) is not None for part in asked]
+    entries = [] if asked and all(held) else _column(row, kind, is_marked)
+    waiting, found = iter(entries), []
+    for part, holds in zip(asked, held, strict=True):
+        if holds:
+            found.append((prompt_key, [part]))
+        elif entry := next(waiting, None):
+            found.append((entry[0], [entry[1], part]))
+    found += [(name, [each]) for name, each in waiting]
+    return tuple(_media(f"{where}, field {name}", given, kind, folder) for name, given in found)
+
+
+def content_parts(message: Message) -> list[Any]:
+    """Return the parts of a message's content; none where it is text."""
+    return message["content"] if isinstance(message["content"], list) else []
+
+
+def in_front(messages: tuple[Message, ...], markers: str) -> tuple[Message, ...]:
+    """Return the messages with markers before the first one of the user, as in TRL."""
+    place = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+    first = {**messages[place], "content": markers + messages[place]["content"]}
+    return (*messages[:place], first, *messages[place + 1 :])
+
+
+def _column(row: Mapping[str, Any], kind: str, is_marked: bool) -> list[tuple[str, Any]]:
+    """(name, value) of each entry of the column."""
+    if several := row.get(f"{kind}s"):
+        return [(f"{kind}s", each) for each in (several if isinstance(several, list) else [several])]
+    single = row.get(kind)
+    if not single or not (is_marked or isinstance(single, dict | bytes)):
+        return []
+    # A list is several images, but the frames of one clip.
+    return [(kind, each) for each in (single if kind == "image" and isinstance(single, list) else [single])]
+
+
+def _inside(given: Any, kind: str) -> Any:
+    """Return what an object holds, or one in it; None where it holds nothing."""
+    while isinstance(given, dict):
+        given = next((given[name] for name in NAMES[kind] if given.get(name) is not None), None)
+    return given
+
+
+def _media(where: str, given: Sequence[Any], kind: str, folder: Path) -> Media:
+    """`given`: an object, and the part of a message that stands for it, if any: settings of the part go first."""
+    settings: dict[str, Any] = {}
+    for each in reversed(given):
+        settings = _settings(where, each, kind) | settings
+    source = _source(where, given[0], kind, folder)
+    try:
+        made = SETTINGS[kind].of(settings)
+        if isinstance(source, tuple):
+            rate = made.sample_fps or made.fps or FRAME_RATE
+            made = replace(made, sample_fps=rate, fps=made.fps if made.sample_fps else None)
+        elif settings.get("sample_fps"):
+            raise ValueError("sample_fps is the rate of a list of frames; a file has its own. Use fps")
+    except ValueError as error:
+        raise DataError(f"{where}: {short(given[0])}: {error}.") from None
+    return Media(source, made)
+
+
+def _settings(where: str, given: Any, kind: str) -> dict[str, Any]:
+    """Return the settings of an object and of those in it; DataError for a key that is not known."""
+    found: dict[str, Any] = {}
+    while isinstance(given, dict):
+        keys = {key: value for key, value in given.items() if value is not None and (key, value) != ("text", "")}
+        held = [name for name in NAMES[kind] if name in keys]
+        names = SETTINGS[kind].names()
+        if unknown := keys.keys() - {*NAMES[kind], *names, *OTHER_KEYS}:
+            raise DataError(
+                f"{where}: {short(given)} where {WANTED[kind]}: the key {min(unknown)!r} is not known; valid are "
+                f"{', '.join((*NAMES[kind], *names))}. Correct or remove it."
+            )
+        if len(held) > 1 and held != ["bytes", "path"]:
+            raise DataError(f"{where}: {short(given)} has both {held[0]!r} and {held[1]!r}. Remove one.")
+        found = {name: keys[name] for name in names if name in keys} | found
+        given = keys[held[0]] if held else None
+    return found
+
+
+def _source(where: str, given: Any, kind: str, folder: Path) -> str | bytes | tuple[str | bytes, ...]:
+    is_bytes, held = False, given
+    while isinstance(held, dict):
+        is_bytes = held.get("bytes") is not None
+        held = next((held[name] for name in NAMES[kind] if held.get(name) is not None), None)
+    if kind == "video" and isinstance(held, str) and held.startswith(FRAMES_URL):
+        held = [f"data:image/jpeg;base64,{each}" for each in held.removeprefix(FRAMES_URL).split(",")]
+    if kind == "video" and isinstance(held, list) and held:
+        for frame in held:
+            if settings := _settings(where, frame, "image"):
+                raise DataError(f"{where}: frames have no settings, got {settings}. Give them to the clip.")
+        return tuple(_source(where, frame, "image", folder) for frame in held)
+    if isinstance(held, str):
+        with suppress(ValueError):
+            held = _decoded(held, is_bytes)
+    if isinstance(held, bytes):
+        return held
+    if not isinstance(held, str) or not held or held.startswith("data:") or is_bytes:
+        raise DataError(f"{where}: {short(given)} where {WANTED[kind]}.")
+    local = _LOCAL.match(held)
+    path = unquote(held[local.end() :]) if local else held
+    if remote := _SCHEME.match(path):
+        raise DataError(
+            f"{where}: {short(given)} where {WANTED[kind]}: {remote[1]} is not read. Copy the file to a folder that "
+            "all nodes see, and give its path."
+        )
+    return str(folder.absolute() / Path(path).expanduser())
+
+
+def _decoded(text: str, is_bytes: bool) -> str | bytes:
+    """Return the bytes that base64 stands for; any other text as it is. ValueError where it is damaged."""
+    if text.startswith("data:"):
+        head, _, body = text.partition(",")
+        return base64.b64decode(unquote(body)) if head.endswith(";base64") and body else text
+    if is_bytes or (_BASE64.fullmatch(text) and _MAGIC.match(base64.b64decode(text.split()[0][:24]))):
+        return base64.b64decode("".join(text.split()), validate=True)
+    return text

@@ -1,0 +1,34 @@
+"""Clips that are lists of frame images: a small file names the frames and their rate, and travels as a clip's path.
+
+Role: `data.clips` writes it where clips are planned; whoever reads clips recognises it by its name. A leaf: caches'
+processes import it, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+SUFFIX = ".frames"
+
+
+class FrameList(NamedTuple):
+    """Absolute paths of images, shown `fps` a second."""
+
+    frames: tuple[str, ...]
+    fps: float
+
+
+def packed(frames: Sequence[str], fps: float) -> bytes:
+    """What the file holds."""
+    return json.dumps({"frames": list(frames), "fps": fps}).encode()
+
+
+def frame_list(path: str | Path) -> FrameList | None:
+    """Read the list in this file; None for any other file."""
+    if Path(path).suffix != SUFFIX:
+        return None
+    held = json.loads(Path(path).read_bytes())
+    return FrameList(tuple(held["frames"]), held["fps"])

@@ -34,6 +34,8 @@ from rlfuse.video.clip_facts import ROUNDING_S, STILL_S
 
 COVERS = {"mjpeg", "png", "bmp", "gif", "webp", "tiff"}
 """Codecs of cover pictures; some are also those of cameras."""
+REFERRING = {"concat", "hls", "dash", "imf", "sdp", "rtsp", "webm_dash_manifest"}
+"""Formats of text that names other files or places, whatever the file is called."""
 MP4, AVI = "mov,mp4,m4a,3gp,3g2,mj2", "avi"
 STORES_LENGTH = (MP4, AVI, "matroska,webm", "flv")
 """Containers whose header says how long they are; of others FFmpeg estimates it from time stamps."""
@@ -97,6 +99,9 @@ class _Packet(NamedTuple):
 
 def timeline_of(path: str, container: InputContainer) -> Timeline:
     """The stream to show of an open file."""
+    if container.format.name in REFERRING:
+        remedy = "Give the files that it lists as clips of their own, or joined into one file"
+        raise VideoError(f"is no video but a list of other files ({container.format.name})", remedy)
     if container.format.flags & Flags.no_timestamps.value:
         raise VideoError("is a bare stream, which doesn't say when its pictures are shown", STAMPLESS)
     streams, facts = _moving(container), os.stat(path)
@@ -202,9 +207,12 @@ def _timeline(container: InputContainer, stream: VideoStream, packets: list[_Pac
     gaps = np.diff(ticks)
     if counted and len(gaps) and np.ptp(gaps) * tick_s > STILL_S:
         raise VideoError(UNDECIDED.format("pauses"), REWRITE)
-    fps = _rate(stream, gaps.mean() * tick_s if gaps.any() else None)
-    # Not every container says how long packets last.
-    end = ticks[-1] + (packets[order[-1]].duration or (np.median(gaps) if gaps.any() else 1 / fps / tick_s))
+    # AVI has no length of packets, and its rate may be that of its clock: a lone picture stays as long as the stream.
+    lone = stream.duration if len(ticks) == 1 and container.format.name == AVI and not cut else None
+    apart = gaps.mean() if gaps.any() else lone
+    fps = _rate(stream, apart and apart * tick_s)
+    stays = lone or packets[order[-1]].duration  # which not every container says
+    end = ticks[-1] + (stays or (np.median(gaps) if gaps.any() else 1 / fps / tick_s))
     astray = int(np.argmax(np.abs(order - np.arange(len(order)))))
     if abs(order[astray] - astray) > MOST_REORDERED:
         problem = f"has a frame stamped {(ticks[astray] - ticks[0]) * tick_s:g} s among others of quite another time"
@@ -320,9 +328,11 @@ def _header_s(container: InputContainer) -> float:
 
 
 def _is_cut(path: str, size: int) -> bool:
-    """Whether the file is shorter than Matroska's one segment says; a live recording's does not say."""
+    """Whether the file is shorter than AVI's first list or Matroska's one segment says; a live recording's does not."""
     with open(path, "rb") as file:
         head = file.read(4096)
+    if head.startswith(b"RIFF"):
+        return size < int.from_bytes(head[4:8], "little") + 8 < 1 << 32
     place = head.find(SEGMENT) + len(SEGMENT)
     if place < len(SEGMENT) or place == len(head):
         return False

@@ -258,3 +258,14 @@ def test_fields_become_frames_of_one_instant_the_same_in_all_parts_of_a_plan(tmp
     for first in range(12):
         assert np.array_equal(decode(path, plan, first, first + 1), whole[first : first + 1])
         assert np.array_equal(decode(path, plan, first), whole[first:])
+
+
+@pytest.mark.parametrize("kind", ["avi", "mp4", "mkv"])
+@pytest.mark.parametrize("codec", ["mjpeg", "libx264", "mpeg4", "ffv1"])
+@pytest.mark.parametrize("fps", [10, 25])
+def test_a_clip_of_one_frame_lasts_as_long_as_its_file_says(tmp_path, kind, codec, fps):
+    pixels = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+    path = write_video(tmp_path / f"one.{kind}", [0.0], codec=codec, fps=fps, pix_fmt=pixels)
+    facts = probe(path)
+    assert facts.frames == 1 and facts.duration_s == pytest.approx(1 / fps) and facts.fps == pytest.approx(fps)
+    assert numbers(decode(path, plan_of([0.0, 0.0]))) == [0, 0]

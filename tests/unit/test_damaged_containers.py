@@ -201,3 +201,37 @@ def test_pictures_that_are_single_fields_are_refused(tmp_path):
     for read in (probe, lambda path: decode(path, plan_of([0.0]))):
         with pytest.raises(VideoError, match=r"fields.ts: stores each field as a picture of its own.* Deinterlace it"):
             read(path)
+
+
+@pytest.mark.parametrize("codec", ["mjpeg", "libx264", "ffv1"])
+def test_an_avi_of_which_one_picture_is_left_is_refused(tmp_path, codec):
+    whole = Path(
+        write_video(
+            tmp_path / "whole.avi", steady(60), codec=codec, pix_fmt="yuvj420p" if codec == "mjpeg" else "yuv420p"
+        )
+    )
+    data = whole.read_bytes()
+    place = data.index(b"00dc", data.index(b"movi"))
+    cut = tmp_path / "cut.avi"
+    cut.write_bytes(data[: place + 8 + int.from_bytes(data[place + 4 : place + 8], "little")])
+    with pytest.raises(VideoError, match=r"cut\.avi: .* truncated"):
+        probe(str(cut))
+
+
+LISTS = {
+    "ffconcat": "ffconcat version 1.0\nfile '{}'\n",
+    "ffconcat with comments": "# made by a tool\nffconcat version 1.0\nfile {}\nduration 2\n",
+    "hls": "#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:1\n#EXTINF:1.0,\n{}\n#EXT-X-ENDLIST\n",
+}
+
+
+@pytest.mark.parametrize("name", ["clip.mp4", "clip.ffconcat", "clip.m3u8"])
+@pytest.mark.parametrize("kind", LISTS)
+def test_lists_of_other_files_are_refused_whatever_they_are_called(tmp_path, kind, name):
+    write_video(tmp_path / "other.ts", steady(6))
+    (tmp_path / name).write_text(LISTS[kind].format("other.ts"))
+    for read in (probe, lambda path: decode(path, plan_of([0.0]))):
+        with pytest.raises(
+            VideoError, match=rf"{name}: (is no video but a list of other files|can't be read as a video)"
+        ):
+            read(str(tmp_path / name))

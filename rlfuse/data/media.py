@@ -68,7 +68,7 @@ def media_of(
     """Return the clips or images of a row, in order: those in `parts` of its messages; for parts without one, and for
     markers in text, those in the column `videos` or `images`, else `video` or `image`.
 
-    `is_marked`: the prompt has markers; without, text in the column `video` or `image` is text and no path.
+    `is_marked`: the prompt has markers. Without, the columns `video` and `image` may hold anything else.
     """
     asked = [part for part in parts if modality(part) == kind]
     held = [_inside(part, kind) is not None for part in asked]
@@ -100,7 +100,8 @@ def _column(row: Mapping[str, Any], kind: str, is_marked: bool) -> list[tuple[st
     if several := row.get(f"{kind}s"):
         return [(f"{kind}s", each) for each in (several if isinstance(several, list) else [several])]
     single = row.get(kind)
-    if not single or not (is_marked or isinstance(single, dict | bytes)):
+    holds = isinstance(single, bytes) or (isinstance(single, dict) and _inside(single, kind) is not None)
+    if not single or not (is_marked or holds):
         return []
     # A list is several images, but the frames of one clip.
     return [(kind, each) for each in (single if kind == "image" and isinstance(single, list) else [single])]

@@ -67,13 +67,16 @@ def ask(folder, model, tmp_path_factory):
     def make(
         number: int, fps: float = 2.0, sibling: int = 0, version: str = "a", prompt: str = "{}<video>{}"
     ) -> Sample:
-        """Where the prompt has markers, images of different sizes, and a clip of 4 temporal patches of 8 tokens."""
+        """Where the prompt has markers, images of different sizes, a clip of 4 temporal patches of 8 tokens, and others
+        of fewer, each its own."""
         sizes, visual = itertools.cycle([(2, 3), (4, 2), (1, 1)]), []
         for kind in re.findall("<(image|video)>", prompt):
             if kind == "video":
-                times, (height, width) = tuple(i / fps for i in range(8)), (4 * geometry.cell, 2 * geometry.cell)
+                before = sum(not each.plan.still for each in visual)
+                times = tuple(i / fps for i in range(8 - 2 * before))
+                height, width = 4 * geometry.cell, 2 * geometry.cell
                 plan = VideoPlan(times, height, width, fps, 8, geometry, video.family.timestamps)
-                visual.append(shown(f"{number}-{fps}-{version}", plan, number + len(version)))
+                visual.append(shown(f"{number}-{fps}-{version}{before or ''}", plan, number + len(version) + before))
             else:
                 facts = ImageFacts(*(side * geometry.cell for side in next(sizes)))
                 plan = plan_image(facts, PixelBounds(min_pixels=1, max_pixels=10**6), geometry)
@@ -123,6 +126,20 @@ async def test_log_probs_of_images_beside_a_clip_are_those_of_the_model(engine, 
     mixed = ask(50, prompt="{}<image>and <image>, then <video>{}<image>?")
     response = (await collect(engine, [mixed, ask(51)], WARM))[mixed.id]
     np.testing.assert_allclose(response.log_probs, expected(model, mixed, response.token_ids), atol=1e-4)
+
+
+async def test_log_probs_of_several_clips_are_those_of_the_model(engine, ask, model):
+    """Of different lengths and rates, beside images; the first lasts longer than it is high and wide."""
+    samples = [
+        ask(52, 0.7, prompt="{}<video>, <video>{}"),
+        ask(53, 2.0, prompt="{}<video><video>{}<video>"),
+        ask(54, 5.0, prompt="<video>{}<image><video>{}<image>"),
+    ]
+    responses = await collect(engine, [*samples, ask(55)], WARM)
+    for one in samples:
+        assert sum(not each.plan.still for each in one.prompt.visual) > 1
+        found = responses[one.id]
+        np.testing.assert_allclose(found.log_probs, expected(model, one, found.token_ids), atol=1e-4)
 
 
 async def test_siblings_share_and_other_clips_and_towers_do_not(engine, ask):

@@ -88,8 +88,8 @@ def ask(folder, clips):
         if clip not in seen:
             rows = torch.randn(PLAN.tokens, 128, generator=torch.Generator().manual_seed(clip))
             seen[clip] = clips(f"clip-{clip}", rows)
-        prompt = assemble(tokenizer, question, [PLAN], VISUAL)
-        visual = (Visual(prompt.positions[0], seen[clip], "clip.mp4", PLAN),)
+        prompt = assemble(tokenizer, question, [PLAN] * question.count("<video>"), VISUAL)
+        visual = tuple(Visual(places, seen[clip], "clip.mp4", PLAN) for places in prompt.positions)
         asked = Prompt(clip, prompt.token_ids, question, (), "test", None, visual=visual)
         return Sample(asked, 1, sibling, sample_seed(0, 1, clip, sibling))
 
@@ -119,6 +119,7 @@ def tokens(responses) -> dict[str, list[int]]:
 
 async def test_log_probs_are_those_of_the_video_model_and_of_the_trainer(engine, ask, folder, whole):
     samples = [ask(clip, sibling) for clip in range(3) for sibling in range(2)]
+    samples.append(ask(3, question="<video>or<video>?"))
     responses = await collect(engine, samples, WARM)
     trainer = load_policy(str(folder), model_config(folder)).eval()
     for one in samples:

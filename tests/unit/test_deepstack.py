@@ -1,5 +1,5 @@
-"""Qwen3-VL: a prompt with a clip, images and text is its processor's, log-probs and gradients are those of Hugging Face
-from pixels; what its tower sees in several layers reaches as many of the text part, however a batch is laid out."""
+"""Qwen3-VL: a prompt with two clips, images and text is its processor's, log-probs and gradients are those of Hugging
+Face from pixels; what its tower sees in several layers reaches as many of the text part, in every layout of a batch."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from rlfuse.video.video_model import VideoModel
 
 pytest.importorskip("torchvision", reason="the model's own processor needs it")
 SETTINGS = ModelConfig(dtype="float32", enable_gradient_checkpointing=False)
-TEXT = "Look <image> and <video> then <image>. What?"
+TEXT = "Look <image> and <video> then <image>. Or <video>?"
 WAYS = [dict(packed=True), dict(packed=False), dict(packed=True, shared=True)]
 
 
@@ -52,17 +52,19 @@ def pixels(count, height, width):
     return torch.randint(0, 256, (count, height, width, 3), dtype=torch.uint8, generator=generator)
 
 
-PICTURES = [pixels(1, 64, 32), pixels(7, 96, 64), pixels(1, 32, 96)]
+PICTURES = [pixels(1, 64, 32), pixels(7, 96, 64), pixels(1, 32, 96), pixels(4, 64, 128)]
 
 
 @pytest.fixture(scope="module")
 def shown(folder):
-    """The prompt, its images and clip with their features by the tower, in float32."""
+    """The prompt, its images and clips with their features by the tower, in float32."""
     model, tower = VideoModel.at(str(folder)), Tower(folder)
     bounds, geometry = PixelBounds(min_pixels=1, max_pixels=10**6), model.geometry
     times = tuple(i / 2 for i in (*range(7), 6))
     clip = VideoPlan(times, 96, 64, 2.0, 6, geometry, Qwen3VL.timestamps)
-    plans = [plan_image(ImageFacts(64, 32), bounds, geometry), clip, plan_image(ImageFacts(32, 96), bounds, geometry)]
+    other = VideoPlan((0.0, 0.5, 1.0, 1.5), 64, 128, 2.0, 8, geometry, Qwen3VL.timestamps)
+    images = [plan_image(ImageFacts(*sides), bounds, geometry) for sides in ((64, 32), (32, 96))]
+    plans = [images[0], clip, images[1], other]
     prompt = model.prompt(AutoTokenizer.from_pretrained(folder), TEXT, plans, 1000)
     with torch.no_grad():
         features = [tower.encode(each) for each in PICTURES]
@@ -80,11 +82,14 @@ def inputs(folder):
     text = TEXT
     for marker, words in marked.items():
         text = text.replace(marker, words)
-    clip = PICTURES[1].permute(0, 3, 1, 2)
-    metadata = {"total_num_frames": 7, "fps": 2.0, "duration": 3.5, "frames_indices": list(range(7))}
+    clips = [each.permute(0, 3, 1, 2) for each in PICTURES[1::2]]
+    metadata = [
+        {"total_num_frames": count, "fps": 2.0, "duration": count / 2, "frames_indices": list(range(count))}
+        for count in map(len, clips)
+    ]
     return AutoProcessor.from_pretrained(folder)(
-        text=[text], images=[PICTURES[0][0].permute(2, 0, 1), PICTURES[2][0].permute(2, 0, 1)], videos=[clip],
-        video_metadata=[metadata], do_resize=False, do_sample_frames=False, return_tensors="pt",
+        text=[text], images=[PICTURES[0][0].permute(2, 0, 1), PICTURES[2][0].permute(2, 0, 1)], videos=clips,
+        video_metadata=metadata, do_resize=False, do_sample_frames=False, return_tensors="pt",
     )  # fmt: skip
 
 
@@ -208,13 +213,11 @@ def test_the_engine_gets_one_placeholder_for_what_it_writes_itself(whole, shown,
     found = prompts.prompt(np.concatenate([ids, [7, 8]]), cached)
     for kind, plan_ids in (("image", config.image_token_id), ("video", config.video_token_id)):
         assert found["prompt_token_ids"].count(plan_ids) == sum(each.plan.modality == kind for each in visual)
-    assert found["prompt_token_ids"].count(config.vision_start_token_id) == 3 and found["prompt_token_ids"][-2:] == [
-        7,
-        8,
-    ]
-    clip = found["multi_modal_data"]["video"]
-    assert clip["video_embeds"].shape == (24, 384) and clip["video_grid_thw"].tolist() == [[4, 6, 4]]
-    assert clip["timestamps"].tolist() == [[0.25, 1.25, 2.25, 3.0]]
+    ids = found["prompt_token_ids"]
+    assert ids.count(config.vision_start_token_id) == 4 and ids[-2:] == [7, 8]
+    clips = found["multi_modal_data"]["video"]
+    assert clips["video_embeds"].shape == (40, 384) and clips["video_grid_thw"].tolist() == [[4, 6, 4], [2, 4, 8]]
+    assert [each.tolist() for each in clips["timestamps"]] == [[0.25, 1.25, 2.25, 3.0], [0.25, 1.25]]
     assert found["multi_modal_data"]["image"].keys() == {"image_embeds", "image_grid_thw"}
     with pytest.raises(ValueError, match=r"an embedding of width 128, the model's is 384"):
         prompts.check("1/2/3", ids, [replace(each, source=replace(each.source, hidden=128)) for each in cached])

@@ -112,6 +112,16 @@ def test_clips_follow_one_another_and_text_counts_on(whole):
     assert example.tolist() == [[0, 1, 2, 2, 4, 4, 5], [0, 1, 2, 3, 2, 3, 5], [0, 1, 2, 2, 2, 2, 5]]
 
 
+def test_text_and_clips_behind_a_long_clip_begin_behind_its_last_second(whole):
+    """As in vLLM; transformers 5 lets them begin earlier, see `positions`."""
+    clips, rope = [clip_at(2, LONG, 1.0), clip_at(60, SHORT, 0.25)], m_rope(whole.config)
+    found = rope.positions(130, clips)
+    end = found[:, clips[0].positions].max()
+    assert end == 2 + 8 * 4 and (found[:, 56:60] == end + 1 + np.arange(4)).all()
+    alone = rope.positions(70, [clip_at(0, SHORT, 0.25)])
+    np.testing.assert_array_equal(found[:, 60:], alone + end + 5)
+
+
 def test_only_models_of_three_axes_count_on_three():
     assert m_rope(Qwen2Config()) is m_rope(VideoLlama3Config()) is None
     assert m_rope(Qwen2_5_VLConfig()) == MRope(2, 4)
@@ -130,11 +140,14 @@ def test_a_clip_that_does_not_fit_its_grid_is_refused():
 
 
 def asked(model, seed=0) -> list[Row]:
-    """Three answers about a long clip, one about a short one, two to a prompt of text."""
+    """Three answers about a long clip, one about a short one, two to a prompt of text, two about two clips."""
     rng, rows = np.random.default_rng(seed), []
-    for number, (count, grid, seconds) in enumerate(((3, LONG, 0.4), (1, SHORT, 1.0), (2, None, 0))):
-        ids = rng.integers(5, 200, 70).astype(np.int32)
-        visual = () if grid is None else (clip_at(4 + number, grid, seconds, number),)
+    shown = (3, [(LONG, 0.4)]), (1, [(SHORT, 1.0)]), (2, []), (2, [((3, 4, 6), 2.0), ((2, 8, 4), 0.4)])
+    for number, (count, clips) in enumerate(shown):
+        ids, visual, start = rng.integers(5, 200, 70).astype(np.int32), (), 4 + number
+        for grid, seconds in clips:
+            visual += (clip_at(start, grid, seconds, number),)
+            start += len(visual[-1].positions) + 3
         for clip in visual:
             ids[clip.positions] = model.config.video_token_id
         rows += [Row(ids, rng.integers(5, 200, rng.integers(3, 12)).astype(np.int32), {}, "", visual)] * count

@@ -94,6 +94,29 @@ def test_prompts_and_sizes_are_the_processors(kind, extra, height, width, second
     assert prompt.token_ids.tolist() == inputs["input_ids"][0].tolist()
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_prompts_with_several_clips_are_the_processors(kind):
+    """Clips of different lengths, rates and shapes; token for token and grid for grid."""
+    family, limits = FAMILIES[kind], {"min_frames": 4, "max_frames": 13, "fps": 1.0}
+    processor = processor_of(kind, size=FEW_PIXELS, **limits)
+    clips = [(30, 5.0, 56, 84), (61, 10.0, 100, 300), (7, 2.0, 84, 56)]
+    text = "then ".join([SHOWN[kind]] * 3)
+    inputs = processor(
+        text=[text.format(*[VIDEO] * 3)], videos=[torch.zeros(n, 3, h, w, dtype=torch.uint8) for n, _, h, w in clips],
+        video_metadata=[{"total_num_frames": n, "fps": fps, "duration": n / fps} for n, fps, *_ in clips],
+        do_sample_frames=True, return_tensors="pt", **limits,
+    )  # fmt: skip
+    sampling = family.sampling.told({"size": FEW_PIXELS, **limits})
+    geometry = Geometry(16 if kind == "qwen3_vl" else 14, temporal_patch=family.temporal_patch)
+    facts = [ClipFacts(n / fps, fps, height, width, n) for n, fps, height, width in clips]
+    plans = [plan_video(each, sampling, geometry=geometry, timestamps=family.timestamps) for each in facts]
+    assert [list(plan.grid) for plan in plans] == inputs["video_grid_thw"].tolist()
+    visual = VisualTokens(VIDEO, "<|image_pad|>")
+    prompt = assemble(processor.tokenizer, text.format(*["<video>"] * 3), plans, visual)
+    assert prompt.token_ids.tolist() == inputs["input_ids"][0].tolist()
+    assert [len(places) for places in prompt.positions] == [plan.tokens for plan in plans]
+
+
 def test_what_a_checkpoint_says_goes_before_the_familys():
     own = VideoLlama3.sampling
     assert own.told({}) == own == own.told({"fps": None, "size": {"height": 4}})

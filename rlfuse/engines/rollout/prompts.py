@@ -106,7 +106,7 @@ class Prompts:
             shown = list(alike)
             embeddings = [_read(each) for each in shown]
             inputs = [family.grid_inputs(self._config, each.plan) for each in shown]
-            data[modality] = {name: torch.cat([each[name] for each in inputs]) for name in inputs[0]}
+            data[modality] = {name: _batched([each[name] for each in inputs]) for name in inputs[0]}
             data[modality][f"{modality}_embeds"] = embeddings[0] if len(embeddings) == 1 else torch.cat(embeddings)
             uuids[modality] = [each.source.key for each in shown]
         return {"prompt_token_ids": once[kept].tolist(), "multi_modal_data": data, "multi_modal_uuids": uuids}
@@ -125,6 +125,12 @@ class Prompts:
 
 def _modality(visual: Visual) -> str:
     return visual.plan.modality
+
+
+def _batched(inputs: Sequence[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    """Return one row per clip; a list where rows differ in length, as times of clips of several lengths do."""
+    rows = [row for each in inputs for row in each]
+    return torch.stack(rows) if len({row.shape for row in rows}) == 1 else rows
 
 
 def _read(visual: Visual) -> torch.Tensor:

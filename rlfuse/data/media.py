@@ -57,9 +57,8 @@ class Media:
     @property
     def has_bytes(self) -> bool:
         """Whether the row holds it, or a frame of it, and not only where it is."""
-        return any(
-            isinstance(each, bytes) for each in (self.source if isinstance(self.source, tuple) else [self.source])
-        )
+        sources = self.source if isinstance(self.source, tuple) else (self.source,)
+        return any(isinstance(each, bytes) for each in sources)
 
 
 def media_of(

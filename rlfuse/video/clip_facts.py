@@ -61,6 +61,11 @@ class ClipFacts:
         """The place of its first frame in the file, at a constant rate."""
         return round(self.start_s * self.fps)
 
+    def time_of(self, frame: int) -> float:
+        """When the frame at this place in the file is shown."""
+        ahead = self.start_s - self.first_frame / self.fps  # only where the rate varies around the part
+        return frame / self.fps + (ahead if abs(ahead) > ROUNDING_S else 0.0)
+
     def part(self, start: float | None, end: float | None) -> ClipFacts:
         """The clip from second `start` to `end`, as qwen-vl-utils cuts it; VideoError where it has no frame there."""
         if start is None and end is None:

@@ -295,7 +295,7 @@ def asked_times(
     frames = settings.frames(clip.first_frame, total, clip.fps, unit, bounds)
     if clip.stills:
         return clip.spread(len(frames), len(frames) / clip.duration_s)
-    return [frame / clip.fps for frame in frames], len(frames) / total * clip.fps
+    return [clip.time_of(frame) for frame in frames], len(frames) / total * clip.fps
 
 
 def _sized(

@@ -87,6 +87,9 @@ def test_parts_of_clips_of_varying_rate_begin_where_their_row_says():
     settings = ClipSettings(video_start=10.0, video_end=50.0)
     found = plan_video(slides, SeedSampling(), timestamps=VideoLlama3.timestamps, settings=settings)
     assert found.times == (10.0, 40.0)
+    fast = ClipFacts(60.0, 0.7, 56, 56, 42, ((0.0, 20.0),))  # then 41 pictures that change at a rate of their own
+    seconds = ClipSettings(video_start=30.5, video_end=40.5, nframes=2)
+    assert plan_video(fast, VideoLlama3.sampling, settings=seconds).times[0] == pytest.approx(30.5)
     even = plan_video(
         slides, Qwen25VL.sampling, geometry=Geometry(temporal_patch=2), timestamps=None, settings=settings
     )

@@ -1,7 +1,7 @@
-"""Clips and images of a row, in every form that data sets have, with the settings that come along.
+"""Clips and images of a row, in every form that data sets have, and their settings.
 
-Role: used by `rows` for every row. Pure: no file is opened here, and whether one can be used is not judged.
-Invariant: what is not known is an error that names it and never ignored: keys of an object, forms, places such as s3.
+Role: `rows` calls it for every row. Pure: no file is opened, so whether one can be decoded is not checked here.
+Invariant: an unknown key of an object, form or URL scheme is an error that names it; none is ignored.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def media_of(
 
     `is_marked`: the prompt has markers. Without, the columns `video` and `image` may hold anything else.
     """
-    asked = [part for part in parts if modality(part) == kind]
-    held = [_inside(part, kind) is not None for part in asked]
-    entries = [] if asked and all(held) else _column(row, kind, is_marked)
+    placeholders = [part for part in parts if modality(part) == kind]
+    held = [_inside(part, kind) is not None for part in placeholders]
+    entries = [] if placeholders and all(held) else _column(row, kind, is_marked)
     waiting, found = iter(entries), []
-    for part, holds in zip(asked, held, strict=True):
+    for part, holds in zip(placeholders, held, strict=True):
         if holds:
             found.append((prompt_key, [part]))
         elif entry := next(waiting, None):
@@ -114,7 +114,7 @@ def _inside(given: Any, kind: str) -> Any:
 
 
 def _media(where: str, given: Sequence[Any], kind: str, folder: Path) -> Media:
-    """`given`: an object, and the part of a message that stands for it, if any: settings of the part go first."""
+    """`given`: an object, and the message part that it was given for, if any, whose settings take precedence."""
     settings: dict[str, Any] = {}
     for each in reversed(given):
         settings = _settings(where, each, kind) | settings

@@ -49,16 +49,16 @@ class ImageSettings:
     def _check_order(self, low: str, high: str) -> None:
         least, most = getattr(self, low), getattr(self, high)
         if None not in (least, most) and least > most:
-            raise ValueError(f"{low}={least:g} is above {high}={most:g}. Exchange them")
+            raise ValueError(f"{low}={least:g} is above {high}={most:g}. Swap them")
 
     @property
     def has_size(self) -> bool:
-        """Whether any of them bears on the size of a picture."""
+        """Whether the row sets anything about the size."""
         return any(getattr(self, name) is not None for name in self.SIZES)
 
     def picture_size(self, height: int, width: int, cell: int, bounds: tuple[float, float, float]) -> tuple[int, int]:
-        """The size of an image; `bounds`: least and most pixels where its row does not say, and those it can't exceed
-        but by `min_pixels` and the resized sides."""
+        """The size of an image; `bounds`: least and most pixels where its row does not say, and a limit of `max_pixels`
+        and of what the run decides."""
         least, most, limit = bounds
         if self.resized_height is not None:
             return within(self.resized_height, self.resized_width, cell, FEWEST_CELLS * cell**2, MOST_CELLS * cell**2)
@@ -96,7 +96,7 @@ class ClipSettings(ImageSettings):
 
     @property
     def has_frames(self) -> bool:
-        """Whether any of them bears on how many frames are taken of the part that is shown."""
+        """Whether the row sets how many frames are taken of the part that is shown."""
         return any(each is not None for each in (self.fps, self.nframes, self.min_frames, self.max_frames))
 
     @property
@@ -109,7 +109,7 @@ class ClipSettings(ImageSettings):
     ) -> list[int]:
         """The frames taken of `total` from `first` on, at `rate` in the file, in multiples of `unit` (`smart_nframes`).
 
-        `bounds`: rate, fewest and most frames where the row does not say, and those that only `nframes` can exceed.
+        `bounds`: rate, fewest and most frames where the row does not say, and a limit of all but `nframes`.
         """
         import torch  # its linspace, as in qwen-vl-utils; not above: processes that decode import this file, too
 
@@ -132,7 +132,7 @@ class ClipSettings(ImageSettings):
     ) -> tuple[int, int]:
         """The size of each of so many frames, `unit` of which share their tokens.
 
-        `bounds`: least and most pixels of a frame where the row does not say, and the tokens that it can't exceed.
+        `bounds`: least and most pixels of a frame where the row does not say, and the limit of its tokens.
         """
         least, most, limit = bounds
         floor = int(1.05 * (self.min_pixels or min(least, self.max_pixels or least)))

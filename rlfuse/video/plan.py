@@ -125,7 +125,7 @@ class SeedSampling:
         most = {level: self.budget // level * geometry.temporal_patch for level in self.levels}
         longest = most[self.levels[-1]]
         if settings.has_frames or clip.is_list:
-            times, fps = asked_times(clip, geometry, settings, (self.fps(task), 1, longest, longest))
+            times, fps = requested_times(clip, geometry, settings, (self.fps(task), 1, longest, longest))
         elif clip.stills:
             times, fps = clip.spread(longest, self.fps(task))
         else:  # no frame is shown twice
@@ -158,7 +158,7 @@ class FixedSampling:
         """As many frames, whatever the task."""
         if settings.has_frames or clip.is_list:
             bounds = self.frames / clip.duration_s, 1, self.frames, math.inf
-            times, fps = asked_times(clip, geometry, settings, bounds)
+            times, fps = requested_times(clip, geometry, settings, bounds)
         else:
             highest = 1 / STILL_S if clip.stills else clip.distinct_frames / clip.duration_s
             times, fps = clip.spread(self.frames, highest)
@@ -286,7 +286,7 @@ def plan_video(
     return VideoPlan(tuple(times), height, width, fps, level, geometry, timestamps)
 
 
-def asked_times(
+def requested_times(
     clip: ClipFacts, geometry: Geometry, settings: ClipSettings, bounds: tuple[float, int, int, float]
 ) -> tuple[list[float], float]:
     """Times and rate of the frames that settings ask for; `bounds`: as of `ClipSettings.frames`."""

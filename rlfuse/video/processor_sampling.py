@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from rlfuse.video.clip_facts import ClipFacts
 from rlfuse.video.media_settings import MOST_FRAME_CELLS, ClipSettings
-from rlfuse.video.plan import Choice, Geometry, TaskKind, asked_times
+from rlfuse.video.plan import Choice, Geometry, TaskKind, requested_times
 from rlfuse.video.sizes import within
 
 
@@ -54,7 +54,9 @@ class ProcessorSampling(PixelBounds):
         """Whatever the task. Pictures that vary in length are spread as `ClipFacts.spread` says."""
         total = clip.distinct_frames
         if clip.is_list or not settings.is_empty:
-            times, fps = asked_times(clip, geometry, settings, (self.fps, self.min_frames, self.max_frames, math.inf))
+            times, fps = requested_times(
+                clip, geometry, settings, (self.fps, self.min_frames, self.max_frames, math.inf)
+            )
         else:
             frames = self.frames(total, clip.fps, geometry.temporal_patch)
             times, fps = [frame / clip.fps for frame in frames], len(frames) / total * clip.fps

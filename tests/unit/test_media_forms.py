@@ -118,7 +118,7 @@ SETTINGS |= {"min_pixels": 784, "max_pixels": 7840, "total_pixels": 78400}
         {"prompt": json.dumps(user(clip(video="a.mp4", **SETTINGS))["prompt"])},
     ],
 )
-def test_settings_are_read_wherever_they_stand(tmp_path, row):
+def test_settings_are_read_wherever_they_are_given(tmp_path, row):
     [found] = read_rows(str(rows_of(tmp_path, row)), "prompt")
     assert [each.settings for each in found.videos] == [ClipSettings(**SETTINGS)]
     assert found.videos[0].source == str(tmp_path / "a.mp4")

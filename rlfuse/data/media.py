@@ -25,8 +25,8 @@ NAMES = {
 }
 """Keys under which an object may hold a clip or image, whether it is a part of a message or an entry of a column."""
 SETTINGS = {"image": ImageSettings, "video": ClipSettings}
-OTHER_KEYS = ("type", "detail")
-"""`detail` is OpenAI's: it has no effect on models that see every image in its own size."""
+OTHER_KEYS = ("type", "index", "detail")
+"""`index` is the place in the column; `detail` is OpenAI's, and has no effect on models of one resolution."""
 WANTED = {
     "image": "paths of files or their bytes belong, as [{'image': 'pictures/a.png'}] or [{'bytes': ...}]",
     "video": "paths of files, their bytes or lists of frames belong, as [{'video': 'clips/a.mp4'}], [{'bytes': ...}] "
@@ -72,13 +72,16 @@ def media_of(
     placeholders = [part for part in parts if modality(part) == kind]
     held = [_inside(part, kind) is not None for part in placeholders]
     entries = [] if placeholders and all(held) else _column(row, kind, is_marked)
-    waiting, found = iter(entries), []
+    found, used = [], list[int]()
     for part, holds in zip(placeholders, held, strict=True):
+        place = len(used) if part.get("index") is None else part["index"]
         if holds:
             found.append((prompt_key, [part]))
-        elif entry := next(waiting, None):
-            found.append((entry[0], [entry[1], part]))
-    found += [(name, [each]) for name, each in waiting]
+        elif place in range(len(entries)):
+            name, each = entries[place]
+            found.append((name, [each, part]))
+            used.append(place)
+    found += [(name, [each]) for place, (name, each) in enumerate(entries) if place not in used]
     return tuple(_media(f"{where}, field {name}", given, kind, folder) for name, given in found)
 
 

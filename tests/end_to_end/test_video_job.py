@@ -1,8 +1,10 @@
 """A whole job of clips and images: rows with real files, some of them bad, through encoding, rollout, scoring, PPO."""
 
+import base64
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -35,6 +37,22 @@ def damage(path: Path) -> None:
     path.write_bytes(data[: len(data) * 2 // 3].ljust(len(data), b"\0"))
 
 
+def write_other_forms(folder: Path) -> Path:
+    """The rows of the order task, one of which shows a part of its clip and a list of frames without markers, and one
+    brings its clip as bytes."""
+    rows = pq.read_table(folder / "order/train.parquet").to_pylist()
+    first, second = rows[:2]
+    first["videos"] = [
+        first["videos"][0] | {"video_start": 2.0, "video_end": 6.0, "nframes": 3},
+        {"video": [f"../place/images/train_{number:05}.png" for number in range(4)], "sample_fps": 1.0},
+    ]
+    first["prompt"][0]["content"] = first["prompt"][0]["content"].removeprefix("<video> ")
+    content = (folder / "order" / second["videos"][0]["video"]).read_bytes()
+    second["videos"] = [{"bytes": base64.b64encode(content).decode()}]
+    (folder / "order/train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "order/train.jsonl"
+
+
 @pytest.fixture(scope="module")
 def run(driven, tmp_path_factory):
     """(folder of the run, what it printed); of 8 clips one is damaged, of 8 clips and 8 images one each is missing."""
@@ -51,7 +69,7 @@ def run(driven, tmp_path_factory):
     settings = {
         "algorithm": "ppo",
         "model.path": folder / "model",
-        "data.train_files": f"[{folder}/order/train.parquet,{folder}/place/train.parquet]",
+        "data.train_files": f"[{write_other_forms(folder)},{folder}/place/train.parquet]",
         "data.val_files": f"[{folder}/order/val.parquet,{folder}/place/val.parquet]",
         "data.max_prompt_length": 600,
         "data.max_response_length": 8,
@@ -97,7 +115,7 @@ def test_clips_are_encoded_once_and_prompts_run_once(run):
     assert all(row["video/encode_once_factor"] == 1.0 for row in rows)
     assert all(row["perf/tokens_run_over_unique"] == 1.0 for row in rows)
     later = {name: sum(row[f"video/cache_{name}"] for row in rows[2:]) for name in ("misses", "hits")}
-    assert later == {"misses": 1, "hits": 13}, "only the clip that can't be used"
+    assert later == {"misses": 1, "hits": 14}, "only the clip that can't be used"
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)
     assert {"video/frames", "video/tokens", "video/level", "video/decode_s", "video/encode_s"} <= rows[0].keys()
     assert rows[0]["video/prefill_s"] > 0 and rows[0]["video/degree"] == 1.0 and rows[0]["video/cache_bytes"] > 0

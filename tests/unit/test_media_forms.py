@@ -79,6 +79,7 @@ FORMS = [  # (row, sources of its clips, with paths below the folder of the data
     ({"prompt": "<video>?", "video": "a.mp4"}, ["a.mp4"], "<video>?"),
     ({"prompt": "<video>?", "video": ["0.png", "1.png"]}, [("0.png", "1.png")], "<video>?"),
     (user({"video": "a.mp4"}, clip(path="b.mp4")), ["a.mp4", "b.mp4"], "<video><video>?"),
+    (user(clip(index=1), clip(index=0)) | {"videos": ["a.mp4", "b.mp4"]}, ["b.mp4", "a.mp4"], "<video><video>?"),
     (user(clip(), clip(video="b.mp4")) | {"videos": ["a.mp4"]}, ["a.mp4", "b.mp4"], "<video><video>?"),
     ({"prompt": "?", "videos": ["FILE:///%E3%81%82#1?.mp4"]}, ["/あ#1?.mp4"], "<video>?"),
     ({"prompt": "<image>?", "images": ["0.png"], "videos": ["a.mp4"]}, ["a.mp4"], "<video><image>?"),

@@ -194,7 +194,7 @@ URL = "data:image/png;base64," + base64.b64encode(encoded(picture(30, 40))).deco
 def test_parts_of_messages_bring_along_what_they_show(part, expected, tmp_path):
     messages = [{"role": "user", "content": [part, {"type": "text", "text": " what ?"}]}]
     # Parquet gives every part the keys of all. A data set made of such messages often has the column, too.
-    more = {"images": [{"bytes": b"another"}], "videos": ["another.mp4"]} if expected == "a.png" else {}
+    more = {"a.png": {"images": [{"bytes": b"another"}]}, "a.mp4": {"videos": ["another.mp4"]}}.get(str(expected), {})
     pq.write_table(pa.Table.from_pylist([{"prompt": messages} | more]), tmp_path / "rows.parquet")
     [row] = read_rows(str(tmp_path / "rows.parquet"), "prompt")
     shown, marker = (row.videos, "<video>") if part["type"].startswith("video") else (row.images, "<image>")

@@ -41,9 +41,9 @@ class DataConfig:
     train_batch_size: int = 64
     """Prompts per step; the step has train_batch_size * rollout.n samples."""
     truncation: str = "error"
-    """What to do with longer prompts:"""
+    """What to do with longer prompts, of which clips and images are never cut:"""
     filter_overlong_prompts: bool = False
-    """Drop longer prompts while loading, and say how many, instead of applying `truncation`."""
+    """Drop longer prompts while loading, clips included, and log how many, instead of applying `truncation`."""
     shuffle: bool = True
     """Shuffle rows every epoch, deterministically from `seed`."""
     seed: int = 1

@@ -18,7 +18,7 @@ from rlfuse.config.video import VideoConfig
 from rlfuse.data.kept_images import KeptImages
 from rlfuse.data.media import Media
 from rlfuse.data.rows import DataRow
-from rlfuse.errors import DataError, VideoError
+from rlfuse.errors import VideoError
 from rlfuse.samples import Visual
 from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.frame_list import SUFFIX, packed
@@ -50,21 +50,18 @@ def sampling_of(video: VideoConfig, model: VideoModel) -> Sampling:
 
 
 class ClipReader:
-    """`look_at` rows, then `assemble` each.
-
-    `max_tokens`: of a whole prompt; `images`: the folder for images that rows bring as bytes.
-    """
+    """`look_at` rows, then `assemble` each. `images`: the folder for images that rows bring as bytes."""
 
     def __init__(
         self,
         model: VideoModel,
         video: VideoConfig,
         tokenizer: PreTrainedTokenizerBase,
-        max_tokens: int,
         workers: int,
         images: Path,
     ):
-        self._model, self._video, self._tokenizer, self._max_tokens = model, video, tokenizer, max_tokens
+        self._model, self._video, self._tokenizer = model, video, tokenizer
+        self.max_failure_rate = video.max_failure_rate
         self._workers, self._sampling = workers, sampling_of(video, model)
         self._kept = KeptImages(images)
         self._timestamps = SEED_TIMES if video.timestamps == "seed_vl" else model.family.timestamps
@@ -84,17 +81,18 @@ class ClipReader:
             seen = track(pool.probe_images(images), "images", len(images), disable=len(images) < MANY)
             self._images |= dict(zip(images, seen, strict=True))
 
-    def assemble(self, row: DataRow, text: str) -> tuple[np.ndarray, tuple[Visual, ...]]:
-        """Token ids of the templated prompt, and its clips and images with their places among them; or VideoError."""
+    def assemble(self, row: DataRow, text: str) -> tuple[np.ndarray, list[Visual], list[tuple[int, int]]]:
+        """Return the token ids of the templated prompt, its clips and images in order, and the first and last
+        (exclusive) token that belongs to each. Raises VideoError."""
         shown = [(path := self._file(each), self._plan(path, self._clips[path], each, row)) for each in row.videos]
         shown += [(path := self._file(each), self._plan(path, self._images[path], each, row)) for each in row.images]
         try:
-            prompt = self._model.prompt(self._tokenizer, text, [plan for _, plan in shown], self._max_tokens)
+            prompt = self._model.prompt(self._tokenizer, text, [plan for _, plan in shown])
         except VideoError as error:
             raise error.of(", ".join(path for path, _ in shown)) from None
-        pairs = zip(shown, prompt.positions, strict=True)
-        visual = (Visual(places, path=path, plan=plan) for (path, plan), places in pairs)
-        return prompt.token_ids, tuple(sorted(visual, key=lambda each: each.positions[0]))
+        found = zip(shown, prompt.positions, strict=True)
+        visual = [Visual(places, path=path, plan=plan) for (path, plan), places in found]
+        return prompt.token_ids, sorted(visual, key=lambda each: each.positions[0]), sorted(prompt.spans)
 
     def _file(self, media: Media) -> str:
         """Return the path of a clip or image, which is written where the row brings its bytes or a list of frames."""
@@ -118,10 +116,3 @@ class ClipReader:
     def _image_sizes(self) -> tuple[PixelBounds, Geometry]:
         return self._model.image_sizes(self._video.max_image_tokens)
 
-    def check_failures(self, unusable: Sequence[str], of: int) -> None:
-        """DataError if more rows have clips or images that can't be used than are allowed."""
-        if len(unusable) > self._video.max_failure_rate * of:
-            raise DataError(
-                f"{len(unusable)} of {of} rows have clips or images that can't be used, more than "
-                f"video.max_failure_rate={self._video.max_failure_rate}. The first is {unusable[0]}"
-            )

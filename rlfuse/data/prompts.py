@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -44,12 +44,19 @@ class LoadReport:
     unusable: list[str] = field(default_factory=list)
     """Rows left out for what they were to show: where they stand, and why."""
 
-    def why_empty(self) -> str:
-        """What to tell where no row was kept."""
-        why = [f"{len(self.unusable)} have clips or images that can't be used"] if self.unusable else []
-        why += [f"{self.dropped} are longer than data.max_prompt_length={self.limit}, raise it"] if self.dropped else []
-        first = f"{', '.join(self.files)}: no prompt is left of {len(self.unusable) + self.dropped} rows: "
-        return "\n".join([first + "; ".join(why) + ("" if self.unusable else "."), *self._shown()])
+    def check(self, max_failure_rate: float) -> None:
+        """Raise DataError, with the reasons, if no row was kept or the clips or images of too many can't be used."""
+        files, bad, rows = ", ".join(self.files), len(self.unusable), self.kept + self.dropped + len(self.unusable)
+        if bad > max_failure_rate * rows:
+            share = f"more than video.max_failure_rate={max_failure_rate}"
+            problem = f"{files}: {bad} of {rows} rows have clips or images that can't be used, {share}"
+        elif not self.kept:
+            longer = f"{self.dropped} are longer than data.max_prompt_length={self.limit}, raise it"
+            why = [f"{bad} have clips or images that can't be used"] * bool(bad) + [longer] * bool(self.dropped)
+            problem = f"{files}: no prompt is left of {rows} rows: {'; '.join(why)}"
+        else:
+            return
+        raise DataError("\n".join([problem + (":" if bad else "."), *self._shown()]))
 
     def _shown(self) -> list[str]:
         more = [f"  and {len(self.unusable) - SHOWN} more"] if len(self.unusable) > SHOWN else []
@@ -83,7 +90,7 @@ def load_prompts(
         for number, row in enumerate(rows):
             where = f"{file}, row {number}"
             try:
-                text, ids, visual = _assembled(row, tokenizer, data, where, clips)
+                text, ids, visual, spans = _assembled(row, tokenizer, data, where, clips)
             except VideoError as error:
                 report.unusable.append(f"{where}: {error}")
                 continue
@@ -93,27 +100,23 @@ def load_prompts(
                 if data.filter_overlong_prompts:
                     report.dropped += 1
                     continue
-                ids = _fit(ids, data, where)
+                ids, visual = _fit(ids, visual, spans, data, where)
                 report.cut += 1
-            ids = np.asarray(ids, dtype=np.int32)
             index, source, messages = len(prompts), row.data_source, map_texts(unquoted, list(row.messages))
-            prompts.append(
-                Prompt(index, ids, text, tuple(messages), source, row.ground_truth, _columns(row, visual), visual)
-            )
+            columns = _columns(row, visual)
+            prompts.append(Prompt(index, ids, text, tuple(messages), source, row.ground_truth, columns, tuple(visual)))
     report.kept = len(prompts)
     modalities = Counter(modality for prompt in prompts for modality in {each.plan.modality for each in prompt.visual})
     report.clips, report.images = modalities["video"], modalities["image"]
-    if clips is not None:
-        clips.check_failures(report.unusable, report.kept + len(report.unusable))
-    if not prompts:
-        raise DataError(report.why_empty())
+    report.check(clips.max_failure_rate if clips else 1.0)
     return prompts, report
 
 
 def _assembled(
     row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, where: str, clips: ClipReader | None
-) -> tuple[str, list[int] | np.ndarray, tuple[Visual, ...]]:
-    """(text, token ids, clips and images with their places); VideoError for one that can't be used."""
+) -> tuple[str, np.ndarray, list[Visual], list[tuple[int, int]]]:
+    """Return text, token ids, clips and images with their places, and the first and last (exclusive) token that belongs
+    to each; VideoError for one that can't be used."""
     if clips is None and row.shows:
         columns = " and ".join(f"{modality}s" for modality in sorted(row.shows))
         why = f"model.path has no visual part, so it can't be shown {columns}"
@@ -122,7 +125,8 @@ def _assembled(
     text = unquoted(marked)
     if clips is not None:
         return text, *clips.assemble(row, marked)
-    return text, tokenised(text, tokenizer, row.is_chat and tokenizer.chat_template is not None), ()
+    ids = tokenised(text, tokenizer, row.is_chat and tokenizer.chat_template is not None)
+    return text, np.asarray(ids, dtype=np.int32), [], []
 
 
 def _columns(row: DataRow, visual: Sequence[Visual]) -> dict[str, Any]:
@@ -139,20 +143,30 @@ def _columns(row: DataRow, visual: Sequence[Visual]) -> dict[str, Any]:
     return columns
 
 
-def _fit(ids: list[int], data: DataConfig, where: str) -> list[int]:
-    """The prompt cut to length, keeping what data.truncation says."""
-    limit = data.max_prompt_length
-    if data.truncation == "error":
+def _fit(
+    ids: np.ndarray, visual: Sequence[Visual], spans: Sequence[tuple[int, int]], data: DataConfig, where: str
+) -> tuple[np.ndarray, list[Visual]]:
+    """Return the prompt cut to length as data.truncation says, with its clips and images at their new places.
+
+    `spans`: of each the first and last (exclusive) token that belongs to it. Raises DataError if one would be cut.
+    """
+    limit, way, shown = data.max_prompt_length, data.truncation, sum(len(each.positions) for each in visual)
+    head = {"left": 0, "right": limit, "middle": limit // 2}.get(way, limit)
+    tail = len(ids) - (limit - head)
+    intact = all(end <= head or first >= tail for first, end in spans)
+    if way == "error" or not intact:
+        never = f", and data.truncation={way} would cut a clip or an image, which must be whole"
+        fewer = f", show fewer frames or smaller pictures (keys of video; {shown} of the tokens are visual)"
+        cut = ", or cut them with data.truncation=left|right|middle"
         raise DataError(
-            f"{where}: the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}. Raise it, drop such rows "
-            "with data.filter_overlong_prompts=true, or cut them with data.truncation=left|right|middle."
+            f"{where}: the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}{never * (way != 'error')}. "
+            f"Raise it{fewer * bool(shown)}, drop such rows with data.filter_overlong_prompts=true{cut * intact}."
         )
-    if data.truncation == "left":
-        return ids[-limit:]
-    if data.truncation == "right":
-        return ids[:limit]
-    head = limit // 2
-    return ids[:head] + ids[len(ids) - (limit - head) :]
+    moved = [
+        replace(each, positions=each.positions - (tail - head if first >= tail else 0))
+        for each, (first, _) in zip(visual, spans, strict=True)
+    ]
+    return np.concatenate([ids[:head], ids[tail:]]), moved
 
 
 class PromptSource:

@@ -145,7 +145,7 @@ def clip_reader(config: Config, tokenizer: PreTrainedTokenizerBase, model: Video
     if model is None:
         return None
     workers, images = config.video.decode_workers * config.slots, Path(config.trainer.default_local_dir) / IMAGES
-    return ClipReader(model, config.video, tokenizer, config.data.max_prompt_length, workers, images.absolute())
+    return ClipReader(model, config.video, tokenizer, workers, images.absolute())
 
 
 def with_served_models(config: Config, folder: Path) -> Config:

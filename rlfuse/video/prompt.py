@@ -6,7 +6,7 @@ Invariants:
 - visual positions are known because they were written here, never found by looking for an id;
 - text, whoever wrote it, never becomes a visual token: a placeholder spelled out in a question or an answer is
   tokenised in two halves, which read the same;
-- as many visual tokens as the plans say, all of them: a prompt that is too long is an error.
+- as many visual tokens as the plans say, all of them, whatever the length of the prompt.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -49,6 +50,8 @@ class VideoPrompt:
     """int32 [prompt tokens]."""
     positions: tuple[np.ndarray, ...]
     """int32 [visual tokens] for each plan, rising."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """For each plan the first and last (exclusive) token that belongs to it: visual tokens, timestamps, frame."""
 
 
 def assemble(
@@ -56,40 +59,40 @@ def assemble(
     text: str,
     plans: Sequence[VideoPlan],
     visual: VisualTokens,
-    *,
-    max_tokens: int | None = None,
+    frame: tuple[str, str] = ("", ""),
 ) -> VideoPrompt:
     """The prompt `text`, chat template applied, with each marker replaced by its plan's pieces: `<video>` by those of
-    clips and `<image>` by those of images, each in order.
+    clips and `<image>` by those of images, each in order. `frame`: special tokens before and after each of them.
 
-    Raises VideoError where markers and plans don't match in number, or the prompt has more than `max_tokens` tokens.
+    Raises VideoError where markers and plans don't match in number.
     """
     before, *rest = re.split(f"({'|'.join(MARKERS.values())})", text)
     markers, texts = rest[::2], rest[1::2]
     for modality, marker in MARKERS.items():
         _check_count(text, modality, markers.count(marker), sum(plan.modality == modality for plan in plans))
     left = {marker: [i for i, plan in enumerate(plans) if plan.modality == kind] for kind, marker in MARKERS.items()}
-    placeholders, ids, positions = visual.ids(tokenizer), [], {}
+    placeholders, ids, positions, spans = visual.ids(tokenizer), [], {}, {}
     for marker, following in zip(markers, texts, strict=True):
         places: list[int] = []
         plan = plans[index := left[marker].pop(0)]
+        alone, first = tokenise(tokenizer, before, visual), None
+        before += frame[0]
         for piece in plan.pieces:
-            ids += tokenise(tokenizer, before + piece.text, visual)
+            found = tokenise(tokenizer, before + piece.text, visual)
+            if first is None:
+                same = takewhile(lambda pair: pair[0] == pair[1], zip(alone, found, strict=False))
+                first = len(ids) + len([*same])
+            ids += found
             places += range(len(ids), len(ids) + piece.tokens)
             ids += [placeholders[plan.modality]] * piece.tokens
             before = ""
         positions[index] = np.asarray(places, dtype=np.int32)
-        before = plan.behind + following
+        before = plan.behind + frame[1]
+        spans[index] = first, len(ids) + len(tokenise(tokenizer, before, visual))
+        before += following
     ids += tokenise(tokenizer, before, visual)
-    if max_tokens is not None and len(ids) > max_tokens:
-        seen = sum(plan.tokens for plan in plans)
-        raise VideoError(
-            f"the prompt has {len(ids)} tokens ({seen} visual, {len(ids) - seen} of text and timestamps), and at most "
-            f"{max_tokens} are allowed",
-            "Raise data.max_prompt_length, or show fewer frames or smaller pictures (the keys of video): visual tokens "
-            "are never cut",
-        )
-    return VideoPrompt(np.asarray(ids, dtype=np.int32), tuple(positions[index] for index in range(len(plans))))
+    in_order = (tuple(each[index] for index in range(len(plans))) for each in (positions, spans))
+    return VideoPrompt(np.asarray(ids, dtype=np.int32), *in_order)
 
 
 def quoted(text: str) -> str:

@@ -21,7 +21,7 @@ from rlfuse.video.handover import unknown
 from rlfuse.video.models.base import Route, VideoFamily, family_of, known_families
 from rlfuse.video.plan import Geometry, VideoPlan
 from rlfuse.video.processor_sampling import PixelBounds, ProcessorSampling
-from rlfuse.video.prompt import MARKERS, VideoPrompt, VisualTokens, assemble
+from rlfuse.video.prompt import VideoPrompt, VisualTokens, assemble
 from rlfuse.video.towers import image_settings, processor_settings
 
 
@@ -105,11 +105,6 @@ class VideoModel:
         shutil.rmtree(folder)
         whole.rename(folder)
 
-    def prompt(
-        self, tokenizer: PreTrainedTokenizerBase, text: str, plans: Sequence[VideoPlan], max_tokens: int
-    ) -> VideoPrompt:
+    def prompt(self, tokenizer: PreTrainedTokenizerBase, text: str, plans: Sequence[VideoPlan]) -> VideoPrompt:
         """The templated text as tokens, the placeholders of plans where their markers stand. Raises VideoError."""
-        before, after = self.frame
-        for marker in MARKERS.values():
-            text = text.replace(marker, f"{before}{marker}{after}")
-        return assemble(tokenizer, text, plans, self.visual, max_tokens=max_tokens)
+        return assemble(tokenizer, text, plans, self.visual, self.frame)

@@ -124,7 +124,7 @@ def sample(number: int, name: str, row, visual) -> Sample:
 def last_hidden(whole, model, text, visual, light=1.0) -> torch.Tensor:
     """Of the text's last token by Hugging Face's tower and text part; features rounded, as in caches, and dimmed."""
     tower, tokenizer = Tower(model.folder), AutoTokenizer.from_pretrained(model.folder)
-    made = model.prompt(tokenizer, text, [each.plan for each in visual], 8000)
+    made = model.prompt(tokenizer, text, [each.plan for each in visual])
     ids = torch.from_numpy(made.token_ids.astype(np.int64))
     rows, placed = whole.get_input_embeddings()(ids), []
     for each, places in zip(visual, made.positions, strict=True):

@@ -83,7 +83,7 @@ def ask(folder, model, tmp_path_factory):
                 visual.append(shown(f"image-{plan.tokens}", plan, plan.tokens))
         words = ("".join(np.random.default_rng(number + half).choice(list("abcdefgh?"), 20)) for half in (0, 100))
         text = prompt.format(*words)
-        made = video.prompt(tokenizer, text, [each.plan for each in visual], 512)
+        made = video.prompt(tokenizer, text, [each.plan for each in visual])
         visual = (replace(each, positions=places) for each, places in zip(visual, made.positions, strict=True))
         asked = Prompt(number, made.token_ids, text, (), "test", None, visual=tuple(visual))
         return Sample(asked, 1, sibling, sample_seed(0, 1, number, sibling))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from clip_files import steady, write_sound, write_video
 
+from rlfuse.config.own_functions import replaced
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.data.clips import ClipReader
 from rlfuse.data.prompts import load_prompts
@@ -36,9 +37,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def load(folder, *rows, **video):
+def load(folder, *rows, data=(), **video):
     """Prompts and report of rows that are (question, clips...)."""
-    config = Config()
+    config = replaced(Config(), {f"data.{name}": value for name, value in dict(data).items()})
     config.model.path, config.data.max_prompt_length = str(folder / "model"), 300
     config.video.sampling = "seed_vl"
     config.video.levels, config.video.max_tokens, config.video.decode_timeout_s = [4], 256, 20.0
@@ -47,7 +48,7 @@ def load(folder, *rows, **video):
     tokenizer, model = load_tokenizer(config.model), VideoModel.at(config.model.path)
     lines = [{"prompt": text, "videos": [{"video": clip} for clip in clips], "answer": "1"} for text, *clips in rows]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    clips = ClipReader(model, config.video, tokenizer, config.data.max_prompt_length, 1, folder / "images")
+    clips = ClipReader(model, config.video, tokenizer, 1, folder / "images")
     return load_prompts([str(folder / "rows.jsonl")], tokenizer, config.data, clips)
 
 
@@ -69,7 +70,6 @@ UNUSABLE = (
     (("see <video>", "cut.mp4"), "can't be"),
     (("see <video>", "empty.mp4"), "is empty"),
     (("see <video>", "early.mkv"), "its header says 6 s: it is truncated"),
-    (("see <video>", "long.mp4"), "at most 300 are allowed"),
     (("<video> and <video> ?", "good.mp4"), "2 <video> markers and 1 clip"),
     (("<video> ?",), "1 <video> marker and 0 clips"),
     (("<video> <video> ?", "good.mp4", "still.mp4", "good.mp4"), "2 <video> markers and 3 clips"),
@@ -89,20 +89,30 @@ def test_a_clip_that_cant_be_used_costs_its_row_and_is_named(folder):
 
 @pytest.mark.slow
 def test_too_many_bad_clips_stop_the_run_with_the_first(folder):
-    with pytest.raises(DataError, match=r"1 of 2 rows.*max_failure_rate=0\.1.*row 0.*sound\.mp4"):
+    with pytest.raises(DataError, match=r"1 of 2 rows have clips.*max_failure_rate=0\.1:\n.*row 0.*sound\.mp4"):
         load(folder, ("see <video>", "sound.mp4"), ("see <video>", "good.mp4"))
 
 
 @pytest.mark.slow
-def test_where_every_row_may_fail_and_does_the_reasons_are_told(folder):
-    rows = [row for row, _ in UNUSABLE]
+@pytest.mark.parametrize(
+    ("rate", "overlong", "words"),
+    [
+        (1.0, 0, "no prompt is left of 18 rows: 18 have clips or images that can't be used:"),
+        (
+            1.0,
+            2,
+            "of 20 rows: 18 have clips or images that can't be used; 2 are longer than data.max_prompt_length",
+        ),
+        (0.1, 0, "18 of 18 rows have clips or images that can't be used, more than video.max_failure_rate=0.1:"),
+    ],
+)
+def test_where_no_row_is_left_the_reasons_are_given(folder, rate, overlong, words):
+    rows = [row for row, _ in UNUSABLE] * 2 + [("<video> " + "long " * 300, "good.mp4")] * overlong
     with pytest.raises(DataError) as error:
-        load(folder, *rows, *rows, ("<video> " + "long " * 300, "good.mp4"), max_failure_rate=1.0)
-    first, *lines = str(error.value).splitlines()
-    count = 2 * len(UNUSABLE)
-    assert f"no prompt is left of {count + 1} rows: {count + 1} have clips or images that can't be used" in first
-    assert all(words in line for (_, words), line in zip(UNUSABLE, lines, strict=False)), lines
-    assert lines[-1] == f"    and {count + 1 - len(UNUSABLE)} more" or "more" in lines[-1]
+        load(folder, *rows, data={"filter_overlong_prompts": True}, max_failure_rate=rate)
+    first, *lines, last = str(error.value).splitlines()
+    assert words in first and last == "  and 8 more"
+    assert all(reason in line for (_, reason), line in zip(UNUSABLE, lines, strict=False)), lines
 
 
 @pytest.mark.slow

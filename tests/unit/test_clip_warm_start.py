@@ -120,7 +120,7 @@ def test_the_experiment_of_images_shows_the_model_what_it_was_trained_on(image_t
     """Plans as the job makes them; the model as it was saved."""
     config = compose_job(["experiment=images", f"model.path={image_task.model_path}"])
     model, tokenizer = VideoModel.at(config.model.path), AutoTokenizer.from_pretrained(image_task.model_path)
-    reader = ClipReader(model, config.video, tokenizer, config.data.max_prompt_length, 1, image_task.root)
+    reader = ClipReader(model, config.video, tokenizer, 1, image_task.root)
     prompts, _ = load_prompts([str(image_task.train_file)], tokenizer, config.data, reader)
     for prompt, watched in zip(prompts, watch(image_task.root, FEW_IMAGES, TINY, model, tokenizer), strict=True):
         assert prompt.visual[0].plan == watched.plan

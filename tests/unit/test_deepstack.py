@@ -65,7 +65,7 @@ def shown(folder):
     other = VideoPlan((0.0, 0.5, 1.0, 1.5), 64, 128, 2.0, 8, geometry, Qwen3VL.timestamps)
     images = [plan_image(ImageFacts(*sides), bounds, geometry) for sides in ((64, 32), (32, 96))]
     plans = [images[0], clip, images[1], other]
-    prompt = model.prompt(AutoTokenizer.from_pretrained(folder), TEXT, plans, 1000)
+    prompt = model.prompt(AutoTokenizer.from_pretrained(folder), TEXT, plans)
     with torch.no_grad():
         features = [tower.encode(each) for each in PICTURES]
     visual = tuple(

@@ -321,7 +321,8 @@ def test_importance_weights():
     "cut, kept", [("left", [3, 4, 5, 6, 7]), ("right", [1, 2, 3, 4, 5]), ("middle", [1, 2, 5, 6, 7])]
 )
 def test_long_prompts_are_cut_where_verl_cuts_them(cut, kept):
-    assert _fit([1, 2, 3, 4, 5, 6, 7], DataConfig(max_prompt_length=5, truncation=cut), "row 0") == kept
+    ids, _ = _fit(np.arange(1, 8), [], [], DataConfig(max_prompt_length=5, truncation=cut), "row 0")
+    assert ids.tolist() == kept
 
 
 def test_responses_are_drawn_with_the_values_of_their_keys():

@@ -254,12 +254,14 @@ def test_markers_and_clips_have_to_match(tokenizer, text, clips, message):
         assemble(tokenizer, text, [plan_video(clip(), SMALL)] * clips, VISUAL)
 
 
-def test_a_prompt_too_long_names_its_numbers(tokenizer):
-    plan = plan_video(clip(2.0), SMALL)
-    whole = assemble(tokenizer, "<video>", [plan], VISUAL)
-    assert len(whole.token_ids) == 2 * 12 + plan.tokens
-    with pytest.raises(VideoError, match=rf"{len(whole.token_ids)} tokens \({plan.tokens} visual, 24 of text.*at most"):
-        assemble(tokenizer, "<video>", [plan], VISUAL, max_tokens=len(whole.token_ids) - 1)
+def test_a_plans_tokens_are_known_with_its_timestamps_and_its_frame(tokenizer):
+    plans = [plan_video(clip(seconds), SMALL) for seconds in (2.0, 1.0)]
+    prompt = assemble(tokenizer, "One<video> or <video>?", plans, VISUAL, frame=("<|im_start|>", "<|im_end|>"))
+    for (first, last), plan in zip(prompt.spans, plans, strict=True):
+        text = tokenizer.decode(prompt.token_ids[first:last]).replace("<|video_pad|>", "")
+        assert text == "<|im_start|>" + "".join(piece.text for piece in plan.pieces) + "<|im_end|>"
+    [plain] = assemble(tokenizer, "One<video>?", plans[:1], VISUAL).spans
+    assert plain == (3, 3 + 2 * 12 + plans[0].tokens)
 
 
 @pytest.mark.parametrize(

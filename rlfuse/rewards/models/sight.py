@@ -43,8 +43,6 @@ BLOCK_BYTES = 64 << 20
 """Pixels decoded at a time."""
 TOKENS_SHOWN = 1 << 16
 """Visual tokens of samples that are asked about together: of 3,584 features, half a GB in each copy."""
-NO_LIMIT = 1 << 31
-"""Tokens of a prompt: whoever serves it says what fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +142,7 @@ class Sight:
         if self._model is None:
             ids = self._tokenizer(text, add_special_tokens=special).input_ids
             return VideoPrompt(np.asarray(ids, np.int32), ())
-        return self._model.prompt(self._tokenizer, text, [each.plan for each in visual], NO_LIMIT)
+        return self._model.prompt(self._tokenizer, text, [each.plan for each in visual])
 
     def quoted(self, text: str) -> str:
         """Return the text with its markers spelled as text, for `assemble`."""

@@ -230,7 +230,7 @@ def read_json(path: Path, parse: Callable[[Any], T], kind: str, error: type[Inpu
     """`parse` of what a JSON file holds. Raises `error`, of what `parse` raises too, naming the file and the lines."""
     text = ""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
         return parse(json.loads(text))
     except OSError as cause:
         raise error(f"{path}: {cause.strerror}; give the path of a {kind} in JSON") from cause

@@ -25,7 +25,7 @@ class DataConfig:
     """Prompts: files, lengths, order."""
 
     train_files: list[str] = MISSING
-    """Parquet, JSON, JSONL files or Hugging Face data-set folders with verl or TRL rows."""
+    """Parquet, JSON, JSONL, CSV files or Hugging Face data-set folders with verl or TRL rows."""
     val_files: list[str] = field(default_factory=list)
     """Held-out rows; empty turns validation off."""
     prompt_key: str = "prompt"

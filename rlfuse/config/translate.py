@@ -89,7 +89,7 @@ def read(arguments: list[str]) -> VerlCommand:
         raise ConfigError([f"{' '.join(arguments)}: takes one file; words of a command line stand behind --"])
     name = arguments[0]
     try:
-        text = sys.stdin.read() if name == "-" else Path(os.path.expanduser(name)).read_text()
+        text = sys.stdin.read() if name == "-" else Path(os.path.expanduser(name)).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError([f"{name}: there is no such file; correct the path"]) from None
     except (OSError, UnicodeDecodeError) as error:

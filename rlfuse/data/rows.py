@@ -1,4 +1,4 @@
-"""Rows from files, checked: parquet, JSON, JSONL and Hugging Face data-set folders, in verl's or TRL's shape.
+"""Rows from files, checked: parquet, JSON, JSONL, CSV and Hugging Face data-set folders, in verl's or TRL's shape.
 
 Role: called by `prompts.load_prompts`; `preferences` reads pairs with the same parts. Invariant: a row that can't be
 used is never skipped in silence: a malformed one is a `DataError` that names file, row and field. Whether clips can be
@@ -7,12 +7,14 @@ used is not judged here.
 
 from __future__ import annotations
 
+import csv
 import difflib
 import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +110,10 @@ def _read(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         rows = _parquet(file)
     elif file.suffix in (".jsonl", ".ndjson", ".json"):
         rows = _json(file)
+    elif file.suffix == ".csv":
+        rows = _csv(file)
     else:
-        raise DataError(f"{file}: {file.suffix or 'a file without a suffix'} is not parquet, json or jsonl.")
+        raise DataError(f"{file}: {file.suffix or 'a file without a suffix'} is not parquet, json, jsonl or csv.")
     for where, row in rows:
         if not isinstance(row, dict):
             raise DataError(f"{file}, {where}: a row must be an object, not {type(row).__name__}.")
@@ -140,11 +144,34 @@ def _dataset(folder: Path) -> Iterator[tuple[str, Any]]:
     return ((f"row {i}", row) for i, row in enumerate(rows))
 
 
-def _json(file: Path) -> Iterator[tuple[str, Any]]:
+def _text(file: Path, newline: str | None = None) -> str:
+    """What the file holds, without a byte order mark."""
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        with file.open(encoding="utf-8-sig", newline=newline) as opened:
+            return opened.read()
     except UnicodeDecodeError as error:
         raise DataError(f"{file}, byte {error.start}: not UTF-8. Save it as UTF-8.") from error
+
+
+def _csv(file: Path) -> Iterator[tuple[str, Any]]:
+    """Cells are texts, an empty one is null."""
+    csv.field_size_limit(1 << 30)
+    lines = csv.reader(StringIO(_text(file, newline=""), newline=""), strict=True)
+    try:
+        names = next(lines, [])
+        for cells in filter(None, lines):
+            if not len(cells) == len(names) == len(set(names)):
+                raise DataError(
+                    f"{file}, line {lines.line_num}: {len(cells)} cells, and the first line names {len(set(names))} "
+                    "different columns. Separate cells by commas, and put quotes around those that contain one."
+                )
+            yield f"line {lines.line_num}", {name: cell or None for name, cell in zip(names, cells, strict=True)}
+    except csv.Error as error:
+        raise DataError(f"{file}, line {lines.line_num}: not CSV ({error}).") from error
+
+
+def _json(file: Path) -> Iterator[tuple[str, Any]]:
+    text = _text(file)
     if file.suffix == ".json" and text.lstrip().startswith("["):
         try:
             rows = ((f"row {i}", row) for i, row in enumerate(json.loads(text)))

@@ -2,7 +2,8 @@
 
 Role: the command line of `rlfuse.planning`: composes the job as `rlfuse train` would, reads sizes from config.json,
 prints tables. Files of functions that are on this machine are read as `rlfuse train` reads them, those of the policy
-and the loss executed; data, tokenizer and reward functions are not needed. Called by `rlfuse.cli`.
+and the loss executed, and the data if all of its files are there; reward functions are not needed. Called by
+`rlfuse.cli`.
 Exit status: 0 it fits, 2 wrong configuration, 3 it does not fit.
 """
 
@@ -32,6 +33,7 @@ from rlfuse.planning import search_command
 from rlfuse.planning.activation_tiers import words
 from rlfuse.planning.activations import PASS_OF, leaves
 from rlfuse.planning.cluster_file import Cluster, ClusterError, read_cluster
+from rlfuse.planning.data_lengths import DataLengths, prompt_tokens, read_lengths
 from rlfuse.planning.memory import GIB, Budget, Memory, Moved, memory_of
 from rlfuse.planning.model_sizes import Shape, served_shapes, shapes_of
 from rlfuse.planning.planned_job import beyond_limits, completed, needed_by_run, plannable, unset
@@ -76,14 +78,17 @@ def main(argv: Sequence[str]) -> None:
         settings_table(config, unset(config)), placement_table(config, shapes), memory_table(config, shapes, memory)
     )
     blocked = Experience(config).why_late() if traits_of(policy).trains_early else ""
-    away, unread = _activations_away(config, shapes, budget.device), not_looked_at(config, budget.device)
+    data = read_lengths(config)
+    if isinstance(data, DataLengths):
+        console.print(data.table())
+    away, unread = _activations_away(config, shapes, budget.device), not_looked_at(config, budget.device, data)
     for line in (*away, *filter(None, [blocked]), *unread):
         console.print(escape(line), soft_wrap=True)
     if arguments.memory_picture is not None:
         _draw_memory(config, memory, arguments.memory_picture, console)
     if budget.device == "cuda":
         _show_settings(config, arguments.settings, console)
-    _forecast(config, shapes, memory, arguments, console)
+    _forecast(config, shapes, memory, arguments, data, console)
     wrong = problems(config, memory)
     for line in wrong:
         console.print(f"[bold red]does not fit[/]  {escape(line)}", soft_wrap=True)
@@ -118,7 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="costs and lengths of a recorded run")
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: the run's or half the limit")
-    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: the run's, or half the limit")
+    parser.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="mean; default: the run's, the data's or half the limit"
+    )
     parser.add_argument("--picture", type=Path, metavar="out.png|html", help="the fused schedule of a pipeline job")
     parser.add_argument("--memory-picture", type=Path, metavar="out.png", help="what lies on a device in each phase")
     parser.add_argument("--search", action="store_true", help="the fastest plan that fits: --search --help")
@@ -129,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _facts(config: Config, arguments: argparse.Namespace) -> Facts:
-    """What config.json and files of functions tell; data and tokenizer may be on another machine, as GPUs may."""
+    """What config.json and files of functions say; data and tokenizer may be on another machine, as GPUs may."""
     enough = "a plan needs no more of a model than a folder with its config.json"
     found = facts_of_a_plan(config)
     wrong = {key: f"{why}; {enough}" for key, why in found.model_problems.items()}
@@ -214,14 +221,17 @@ def _activations_away(config: Config, shapes: Mapping[str, Shape], device: str) 
     return [line for role, shape in learning.items() for line in words(leaves(config, shape, role, device), role)]
 
 
-def not_looked_at(config: Config, device: str) -> list[str]:
-    """What the plan took for granted, a line each."""
+def not_looked_at(config: Config, device: str, lengths: DataLengths | str) -> list[str]:
+    """What the plan took for granted, a line each; `lengths`: of the data, or why they are unknown."""
     data, lines = config.data, []
     if config.cluster.device == "auto":
         other = "cpu" if device == "cuda" else "cuda and --device-memory GIB"
         lines.append(f"cluster.device=auto: planned for {device}; cluster.device={other} plans for the other")
+    known = isinstance(lengths, DataLengths)
+    lines += lengths.lines() if known else ()
+    unread = "" if known else "no data was read" + (f" ({lengths})" if lengths else "") + ": "
     lines.append(
-        "no data was read: memory is for the longest samples that the limits allow, "
+        f"{unread}memory is for the longest samples that the limits allow, "
         f"data.max_prompt_length={data.max_prompt_length} and data.max_response_length={data.max_response_length}"
     )
     return [*lines, *needed_by_run(config)]
@@ -246,7 +256,12 @@ def _show_settings(config: Config, all_of_them: bool, console: Console) -> None:
 
 
 def _forecast(
-    config: Config, shapes: Mapping[str, Shape], memory: Memory, arguments: argparse.Namespace, console: Console
+    config: Config,
+    shapes: Mapping[str, Shape],
+    memory: Memory,
+    arguments: argparse.Namespace,
+    data: DataLengths | str,
+    console: Console,
 ) -> None:
     """Times by stage, if anything tells them, and the picture."""
     if all(getattr(arguments, name) is None for name in COSTS.values()):
@@ -267,7 +282,7 @@ def _forecast(
     recording = None if arguments.run is None else read_run(arguments.run)
     hardware, machines, speeds = None, _machines(config, memory, arguments), ()
     lengths = lengths_of(config, arguments.response_tokens, recording)
-    prompt = recording.steps[-1].workload.prompt_tokens if recording else -(-config.data.max_prompt_length // 2)
+    prompt = recording.steps[-1].workload.prompt_tokens if recording else prompt_tokens(config, data)
     prompt = min(arguments.prompt_tokens or prompt, config.data.max_prompt_length)
     times = StepTimes(shapes, lengths, prompt)
     if recording is not None:
@@ -286,7 +301,8 @@ def _forecast(
     if hardware is not None:
         for line in _travels(config, shapes, hardware, times.context, memory.moved):
             console.print(escape(line), soft_wrap=True)
-    given = {"--response-tokens": arguments.response_tokens, "--prompt-tokens": arguments.prompt_tokens}
+    given = {"--response-tokens": arguments.response_tokens}
+    given |= {} if isinstance(data, DataLengths) else {"--prompt-tokens": arguments.prompt_tokens}
     if recording is None and (guessed := [option for option, tokens in given.items() if tokens is None]):
         console.print(f"  assumed: these are half the limits without {' and '.join(guessed)}", soft_wrap=True)
     console.print()

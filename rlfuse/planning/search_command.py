@@ -30,6 +30,7 @@ from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
 from rlfuse.planning import hypothetical
 from rlfuse.planning.cluster_file import Cluster, read_cluster
+from rlfuse.planning.data_lengths import prompt_tokens, read_lengths
 from rlfuse.planning.finalists import Finalists, finalists, untuned
 from rlfuse.planning.forecast import lengths_of
 from rlfuse.planning.memory import GIB
@@ -109,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--hypothetical", action="store_true", help="also what this project can't run yet, apart")
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: half the limit")
-    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: half the limit")
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: the data's or half the limit")
     parser.add_argument("--picture", type=Path, metavar="out.png", help="the plans' steps beside each other")
     return parser
 
@@ -178,7 +179,7 @@ def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tup
         raise ConfigError(
             [f"--keep {key}: is not searched{did_you_mean(key, tuple(axes)) or known}" for key in unknown]
         )
-    prompt = arguments.prompt_tokens or -(-config.data.max_prompt_length // 2)
+    prompt = arguments.prompt_tokens or prompt_tokens(config, read_lengths(config))
     job = Job(
         config,
         shapes,

@@ -10,7 +10,7 @@ from test_schedule_problem import PROBLEM
 from test_simulate_workload import FULL, WRONG
 
 from rlfuse.cli import main
-from rlfuse.config.input_files import schema_of
+from rlfuse.config.input_files import read_json, schema_of
 from rlfuse.fusion.schedules.problem import EXAMPLE as PROBLEM_EXAMPLE
 from rlfuse.fusion.schedules.problem import Problem
 from rlfuse.simulate.workload import EXAMPLE as WORKLOAD_EXAMPLE
@@ -103,3 +103,8 @@ def test_all_fields_that_do_not_go_together_are_told(tmp_path, capsys):
     told = capsys.readouterr().err.splitlines()
     assert [line.partition(": ")[0] for line in told] == [f"{path}:2", f"{path}:2"]
     assert [line.partition(": ")[2].partition(":")[0] for line in told] == ["models[0]", "models[1]"]
+
+
+def test_a_byte_order_mark_is_no_part_of_an_input_file(tmp_path):
+    (tmp_path / "numbers.json").write_bytes(b'\xef\xbb\xbf{"slots": 4}')
+    assert read_json(tmp_path / "numbers.json", dict, "workload", WorkloadError) == {"slots": 4}

@@ -35,6 +35,8 @@ class FramePlan(Protocol):
     merge: int
     tokens: int
     """Visual tokens of the whole clip."""
+    kept: bytes | None
+    """A byte for each token that the tower makes of the frames, 1 for those that are visual tokens; None: all are."""
     hash: str
     """Equal for plans that show the same frames in the same size."""
 

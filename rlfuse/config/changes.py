@@ -93,7 +93,7 @@ TABLE: tuple[tuple[Effect, str, str], ...] = (
     (Effect.EXPERIMENT, "another reference to stay near", "ref.path"),
     (Effect.EXPERIMENT, "the model sees other frames", "video.sampling video.max_tokens video.levels video.fps_general "
      "video.timestamps video.max_image_tokens video.fps_detail video.fps_motion video.task video.frames "
-     "video.tokens_per_frame"),
+     "video.tokens_per_frame video.mm_processor_kwargs"),
     (Effect.FIXED, "weights are the checkpoint's", "model.path critic.path"),
     (Effect.FIXED, "what encodes clips, and where their tokens stand", "model.video_family"),
     (Effect.FIXED, "weights and optimizer state are kept so", "model.dtype actor.offload_optimizer"),

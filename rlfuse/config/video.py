@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -11,6 +12,11 @@ class VideoConfig:
 
     sampling: str = "family"
     """Which frames a model sees:"""
+    mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    """family: settings of the model's own video processor in place of its configuration's: fps, min_frames, max_frames,
+    min_pixels, max_pixels; Qwen: cap_pixels_per_frame (true: bound the pixels of a clip as qwen-vl-utils and verl do;
+    transformers' default is false), max_video_tokens; VideoLLaMA3: use_token_compression (leave out tokens that repeat
+    those of the frame before, for which clips are decoded at startup; transformers' default is true). vLLM's name."""
     timestamps: str = "family"
     """How a prompt says when a frame is shown:"""
     max_tokens: int = 81920

@@ -6,21 +6,29 @@ left out. Waits for decoding processes, each file at most `video.decode_timeout_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
 from functools import cached_property
+from itertools import chain, islice, pairwise
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
+from rlfuse.config.documentation import as_typed
 from rlfuse.config.video import VideoConfig
 from rlfuse.data.kept_images import KeptImages
 from rlfuse.data.media import Media
 from rlfuse.data.rows import DataRow
-from rlfuse.errors import VideoError
+from rlfuse.errors import ConfigError, VideoError
 from rlfuse.samples import Visual
-from rlfuse.video.decode_pool import DecodePool
+from rlfuse.video.compression import compressed
+from rlfuse.video.decode_pool import Clip, DecodePool
 from rlfuse.video.frame_list import SUFFIX, packed
 from rlfuse.video.images import ImageFacts, plan_image
 from rlfuse.video.plan import (
@@ -32,21 +40,49 @@ from rlfuse.video.plan import (
     VideoPlan,
     plan_video,
 )
-from rlfuse.video.processor_sampling import PixelBounds
+from rlfuse.video.processor_sampling import PixelBounds, ProcessorSampling
 from rlfuse.video.timestamps import SEED_TIMES
+from rlfuse.video.towers import Pixels
 from rlfuse.video.video_model import VideoModel
 
+T = TypeVar("T")
 MANY = 50
 """Files from which on looking at them shows its progress."""
+
+
+KWARGS = "video.mm_processor_kwargs"
+BLOCK_BYTES = 16 << 20
+"""Pixels that are compared at a time."""
 
 
 def sampling_of(video: VideoConfig, model: VideoModel) -> Sampling:
     """What the configuration says of frames and tokens; ValueError where it contradicts itself."""
     if video.sampling == "family":
-        return model.sampling
+        return model.sampling.told(_checked(video.mm_processor_kwargs, model.sampling))
+    if video.mm_processor_kwargs:
+        raise ConfigError([f"{KWARGS}: has no effect with video.sampling={video.sampling}. Leave it out."])
     if video.sampling == "fixed":
         return FixedSampling(video.frames, video.tokens_per_frame)
     return SeedSampling(video.max_tokens, tuple(video.levels), video.fps_general, video.fps_detail, video.fps_motion)
+
+
+def _checked(given: Mapping[str, Any], sampling: ProcessorSampling) -> Mapping[str, Any]:
+    """Return video.mm_processor_kwargs; ConfigError for what the model's processor does not have or can't use."""
+    defaults = {each.name: getattr(sampling, each.name) for each in fields(sampling)}
+    problems = []
+    for name, value in given.items():
+        if name not in defaults:
+            known = ", ".join(sorted(defaults))
+            problems.append(f"{KWARGS}.{name}: the processor of model.path has no such setting; valid are {known}.")
+            continue
+        is_switch, kind = isinstance(defaults[name], bool), int if name.startswith(("min_", "max_")) else int | float
+        is_number = isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
+        if not (isinstance(value, bool) if is_switch else is_number):
+            valid = "true or false" if is_switch else f"a {'whole ' * (kind is int)}number above 0"
+            problems.append(f"{KWARGS}.{name}={as_typed(value)}: needs {valid}.")
+    if problems:
+        raise ConfigError(problems)
+    return given
 
 
 class ClipReader:
@@ -67,6 +103,7 @@ class ClipReader:
         self._timestamps = SEED_TIMES if video.timestamps == "seed_vl" else model.family.timestamps
         self._clips: dict[str, ClipFacts | VideoError] = {}
         self._images: dict[str, ImageFacts | VideoError] = {}
+        self._compressed: dict[tuple[str, str], VideoPlan | VideoError] = {}
 
     def look_at(self, rows: Sequence[DataRow]) -> None:
         """Read the headers of the rows' clips and their images, several at a time."""
@@ -80,11 +117,33 @@ class ClipReader:
             images = [path for path in images if path not in self._images]
             seen = track(pool.probe_images(images), "images", len(images), disable=len(images) < MANY)
             self._images |= dict(zip(images, seen, strict=True))
+            if getattr(self._sampling, "use_token_compression", False):
+                self._compress(rows, pool)
+
+    def _compress(self, rows: Sequence[DataRow], pool: DecodePool) -> None:
+        """Decode the clips of these rows as they are planned, and keep their plans without repeated tokens."""
+        blocks: dict[tuple[str, str], list[Clip]] = {}
+        for media, row in ((clip, each) for each in rows for clip in each.videos):
+            with suppress(VideoError):  # raised again where the row becomes a prompt
+                plan = self._plan(path := self._file(media), self._clips[path], media, row)
+                count = max(1, BLOCK_BYTES // (plan.height * plan.width * 3))
+                bounds = pairwise([*range(0, plan.frames, count), plan.frames])
+                blocks[path, plan.hash] = [Clip(path, plan, first, last) for first, last in bounds]
+        new = {key: clips for key, clips in blocks.items() if key not in self._compressed}
+        frames, pixels = pool.stream(chain.from_iterable(new.values())), Pixels.of(Path(self._model.folder))
+        for key, clips in track(new.items(), "tokens", len(new), disable=len(new) < MANY):
+            part = islice(frames, len(clips))
+            try:
+                self._compressed[key] = compressed(clips[0].plan, map(_usable, part), pixels)
+            except VideoError as error:
+                self._compressed[key] = error
+            deque(part, maxlen=0)  # the rest of a clip that can't be decoded
 
     def assemble(self, row: DataRow, text: str) -> tuple[np.ndarray, list[Visual], list[tuple[int, int]]]:
         """Return the token ids of the templated prompt, its clips and images in order, and the first and last
         (exclusive) token that belongs to each. Raises VideoError."""
-        shown = [(path := self._file(each), self._plan(path, self._clips[path], each, row)) for each in row.videos]
+        planned = [(path := self._file(each), self._plan(path, self._clips[path], each, row)) for each in row.videos]
+        shown = [(path, _usable(self._compressed.get((path, plan.hash), plan))) for path, plan in planned]
         shown += [(path := self._file(each), self._plan(path, self._images[path], each, row)) for each in row.images]
         try:
             prompt = self._model.prompt(self._tokenizer, text, [plan for _, plan in shown])
@@ -116,3 +175,8 @@ class ClipReader:
     def _image_sizes(self) -> tuple[PixelBounds, Geometry]:
         return self._model.image_sizes(self._video.max_image_tokens)
 
+
+def _usable(found: T | VideoError) -> T:
+    if isinstance(found, VideoError):
+        raise found
+    return found

@@ -81,6 +81,8 @@ def main(argv: Sequence[str]) -> None:
     data = read_lengths(config)
     if isinstance(data, DataLengths):
         console.print(data.table())
+        if arguments.run is None:
+            arguments.prompt_tokens = arguments.prompt_tokens or prompt_tokens(config, data)
     away, unread = _activations_away(config, shapes, budget.device), not_looked_at(config, budget.device, data)
     for line in (*away, *filter(None, [blocked]), *unread):
         console.print(escape(line), soft_wrap=True)
@@ -88,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
         _draw_memory(config, memory, arguments.memory_picture, console)
     if budget.device == "cuda":
         _show_settings(config, arguments.settings, console)
-    _forecast(config, shapes, memory, arguments, data, console)
+    _forecast(config, shapes, memory, arguments, console)
     wrong = problems(config, memory)
     for line in wrong:
         console.print(f"[bold red]does not fit[/]  {escape(line)}", soft_wrap=True)
@@ -256,12 +258,7 @@ def _show_settings(config: Config, all_of_them: bool, console: Console) -> None:
 
 
 def _forecast(
-    config: Config,
-    shapes: Mapping[str, Shape],
-    memory: Memory,
-    arguments: argparse.Namespace,
-    data: DataLengths | str,
-    console: Console,
+    config: Config, shapes: Mapping[str, Shape], memory: Memory, arguments: argparse.Namespace, console: Console
 ) -> None:
     """Times by stage, if anything tells them, and the picture."""
     if all(getattr(arguments, name) is None for name in COSTS.values()):
@@ -282,7 +279,7 @@ def _forecast(
     recording = None if arguments.run is None else read_run(arguments.run)
     hardware, machines, speeds = None, _machines(config, memory, arguments), ()
     lengths = lengths_of(config, arguments.response_tokens, recording)
-    prompt = recording.steps[-1].workload.prompt_tokens if recording else prompt_tokens(config, data)
+    prompt = recording.steps[-1].workload.prompt_tokens if recording else -(-config.data.max_prompt_length // 2)
     prompt = min(arguments.prompt_tokens or prompt, config.data.max_prompt_length)
     times = StepTimes(shapes, lengths, prompt)
     if recording is not None:
@@ -301,8 +298,7 @@ def _forecast(
     if hardware is not None:
         for line in _travels(config, shapes, hardware, times.context, memory.moved):
             console.print(escape(line), soft_wrap=True)
-    given = {"--response-tokens": arguments.response_tokens}
-    given |= {} if isinstance(data, DataLengths) else {"--prompt-tokens": arguments.prompt_tokens}
+    given = {"--response-tokens": arguments.response_tokens, "--prompt-tokens": arguments.prompt_tokens}
     if recording is None and (guessed := [option for option, tokens in given.items() if tokens is None]):
         console.print(f"  assumed: these are half the limits without {' and '.join(guessed)}", soft_wrap=True)
     console.print()

@@ -141,7 +141,8 @@ def _panel(plans: Sequence[VideoPlan], caption: Caption, shown: int) -> Image.Im
         patch = "a frame" if plan.temporal_patch == 1 else f"for {plan.temporal_patch} frames"
         left_out = f" · {shown} of them shown" if shown < plan.frames else ""
         panel.text(f"{plan.frames} frames of {size}, {plan.fps:.3g} a second{left_out}", SMALL, PALE)
-        panel.text(f"{count}, {plan.tokens_per_frame} {patch}", SMALL, PALE)
+        most = "" if plan.kept is None else "at most "
+        panel.text(f"{count}, {most}{plan.tokens_per_frame} {patch}", SMALL, PALE)
     return panel.used()
 
 

@@ -206,7 +206,7 @@ class EncoderRank:
             if after and after.pixels not in self._ahead and busy < self._decoders.count:  # else another's goes before
                 self._ahead[after.pixels] = _Ahead(self._threads.submit(self._decode, after), False)
             began = time.perf_counter()
-            rows = self.tower.encode(torch.from_numpy(found.frames), block.plan.merge)
+            rows = self.tower.rows(torch.from_numpy(found.frames), block.plan, block.first)
             write_rows(part.target, row, rows)
             encode_s += time.perf_counter() - began
             row += len(rows)

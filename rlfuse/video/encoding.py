@@ -259,7 +259,7 @@ class SequenceParallelEncoder:
         try:
             async with self._reading:
                 content = await asyncio.wait_for(asyncio.to_thread(content_hash, clip.path), self.timeout_s)
-            tokens = shape.units(len(plan.times)) * shape.unit_tokens(plan)
+            tokens = shape.row(plan, shape.units(len(plan.times)))
         except TimeoutError:
             return ClipFailure(clip.id, f"{what}: could not be read within {self.timeout_s:g} s")
         except (OSError, ValueError) as error:
@@ -321,7 +321,7 @@ class SequenceParallelEncoder:
             if job.outcome is not None:
                 continue
             upcoming = after and self._frames(after, jobs[after.clip])
-            first_row = run.first * self.shape.unit_tokens(job.clip.plan)
+            first_row = self.shape.row(job.clip.plan, run.first)
             if rank.memory == job.home:
                 part = Part(self._frames(run, job), job.target, first_row)
                 self._note(job, await rank.encode(part, upcoming))
@@ -339,7 +339,7 @@ class SequenceParallelEncoder:
     ) -> None:
         """A part into an entry of its own on the rank's node, and from there to the clip's home."""
         entry = f"{job.key}-{run.first}"
-        tokens = run.units * self.shape.unit_tokens(job.clip.plan)
+        tokens = self.shape.row(job.clip.plan, run.last) - first_row
         target = await self._reserve(job, rank.memory, entry, tokens, holder)
         done = await rank.encode(Part(self._frames(run, job), target, 0), upcoming)
         if isinstance(done, Encoded) and job.outcome is None:

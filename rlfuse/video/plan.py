@@ -192,8 +192,11 @@ class VideoPlan:
 
     still: bool = False
     """Of an image, whose frame is repeated to fill a temporal patch."""
+    kept: bytes | None = None
+    """A byte for each token of all frames, 1 for those that are visual tokens, see `compression`; None: all are."""
 
     def __post_init__(self) -> None:
+        assert self.kept is None or len(self.kept) == self.temporal_patches * self.tokens_per_frame
         assert self.times and len(self.times) % self.geometry.temporal_patch == 0
         assert self.height % self.geometry.cell == 0 == self.width % self.geometry.cell
         assert 1 <= self.tokens_per_frame <= self.level
@@ -222,13 +225,13 @@ class VideoPlan:
 
     @property
     def tokens_per_frame(self) -> int:
-        """Visual tokens of one temporal patch, which is one frame for image towers."""
+        """Tokens of one temporal patch, which is one frame for image towers; visual ones but for those not `kept`."""
         return (self.height // self.geometry.cell) * (self.width // self.geometry.cell)
 
     @property
     def tokens(self) -> int:
         """Visual tokens of the whole clip."""
-        return self.temporal_patches * self.tokens_per_frame
+        return self.temporal_patches * self.tokens_per_frame if self.kept is None else self.kept.count(1)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -252,7 +255,9 @@ class VideoPlan:
         without timestamps."""
         if self.timestamps is None:
             return (Piece("", self.tokens),)
-        return tuple(Piece(text, self.tokens_per_frame) for text in self.timestamps.texts(self.patch_times))
+        each, texts = self.tokens_per_frame, self.timestamps.texts(self.patch_times)
+        kept = self.kept or bytes([1]) * (each * self.temporal_patches)
+        return tuple(Piece(text, kept.count(1, at * each, (at + 1) * each)) for at, text in enumerate(texts))
 
     @property
     def behind(self) -> str:
@@ -265,7 +270,7 @@ class VideoPlan:
         how it is read."""
         microseconds = [round(time * 1e6) for time in self.times]
         shape = (self.height, self.width, self.geometry.patch, self.geometry.merge, self.geometry.temporal_patch)
-        seen = (microseconds, shape, "still") if self.still else (microseconds, shape)
+        seen = (microseconds, shape, *["still"] * self.still, *[self.kept] * (self.kept is not None))
         return hashlib.blake2b(repr(seen).encode(), digest_size=16).hexdigest()
 
 

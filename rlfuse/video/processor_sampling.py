@@ -1,9 +1,10 @@
 """Which frames a model's own processor takes of a clip, and how large: by rate and bounds, as it was trained.
 
 Role: a family's sampling (`VideoFamily.sampling`), with what the processor configuration of a checkpoint says. Pure.
-Invariant: at a constant rate frames, sizes and token counts are those of transformers' processor of the same settings
-with `do_sample_frames`, fewer frames than a temporal patch aside, for which it has no answer. Those of a clip whose row
-has settings are qwen-vl-utils'.
+Invariant: at a constant rate frames, sizes and token counts are those of the installed transformers' processor of the
+same settings with `do_sample_frames`, also where settings are left out, but for `fps`, without which it takes every
+frame, and for fewer frames than a temporal patch, for which it has no answer. Those of a clip whose row has settings
+are qwen-vl-utils'. Which tokens VideoLLaMA3's leaves out is known from pixels alone (`compression`).
 """
 
 from __future__ import annotations

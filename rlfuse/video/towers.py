@@ -4,7 +4,7 @@ Role: what encoder ranks run, and what a trainer that also trains the tower runs
 only its tensors are read from the checkpoint.
 Invariants:
 - the features are those of the Hugging Face model behind its own processor, pixel normalisation included; frames come
-  at the plan's size, so nothing is resized here, and no visual token is ever compressed away;
+  at the plan's size, so nothing is resized here; tokens that the plan does not keep are made and left out;
 - no attention crosses a *unit* (`temporal_patch` frames), and a clip is run `step` units at a time, counted from its
   start. A clip cut at multiples of `cut` frames therefore gives the same bits as the whole clip on the same kind of
   device, whoever runs the parts;
@@ -72,8 +72,13 @@ class TowerShape:
         return (height // self.patch) * (width // self.patch)
 
     def unit_tokens(self, plan: FramePlan) -> int:
-        """Tokens of one unit."""
+        """Tokens of one unit, whether the plan keeps them or not."""
         return self.unit_patches(plan.height, plan.width, plan.merge) // plan.merge**2
+
+    def row(self, plan: FramePlan, unit: int) -> int:
+        """Rows of the plan's embedding before a unit."""
+        token = unit * self.unit_tokens(plan)
+        return token if plan.kept is None else plan.kept.count(1, 0, token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +152,13 @@ class Tower:
         self.shape.unit_patches(*frames.shape[1:3], merge)
         with torch.set_grad_enabled(self.trainable and torch.is_grad_enabled()):
             return torch.cat([self._run(part.to(self.device), merge) for part in frames.split(self.shape.cut)])
+
+    def rows(self, frames: torch.Tensor, plan: FramePlan, first: int) -> torch.Tensor:
+        """As `encode`, of the plan's frames from `first` on: the tokens that it keeps."""
+        rows, token = self.encode(frames, plan.merge), first // self.shape.temporal_patch * self.shape.unit_tokens(plan)
+        if plan.kept is None:
+            return rows
+        return rows[torch.tensor([*plan.kept[token : token + len(rows)]], dtype=torch.bool)]
 
     def update(self, weights: Path, updates: int) -> None:
         """Take weights written by a trainer (safetensors, checkpoint names) as the tower after `updates` updates."""

@@ -87,15 +87,15 @@ async def encoder(ray_cluster, model):
 
 @pytest.fixture
 def clip(tmp_path):
-    def make(name, frames, height=56, width=84, fps=1.0, text=None):
+    def make(name, frames, height=56, width=84, fps=1.0, text=None, kept=None):
         path = tmp_path / f"{name}.mp4"
         path.write_text(text or f"{name} of {tmp_path}")
         times = tuple(i / fps for i in range(frames))
-        seen = hashlib.sha256(repr((times, height, width)).encode()).hexdigest()
-        tokens = frames * height * width // 28**2
+        seen = hashlib.sha256(repr((times, height, width, kept)).encode()).hexdigest()
+        tokens = kept.count(1) if kept else frames * height * width // 28**2
         plan = SimpleNamespace(
             times=times, height=height, width=width, temporal_patch=1, merge=2, tokens=tokens, hash=seen,
-            frames=frames, level=6, still=False,
+            frames=frames, level=6, still=False, kept=kept,
         )  # fmt: skip
         return Clip(name, str(path), plan)
 
@@ -105,7 +105,8 @@ def clip(tmp_path):
 def unsharded(tower, clip) -> torch.Tensor:
     """What one process makes of the clip."""
     frames = frame_reader()(clip.path, clip.plan, 0, len(clip.plan.times))
-    return tower.encode(torch.from_numpy(frames)).bfloat16()
+    rows = tower.encode(torch.from_numpy(frames)).bfloat16()
+    return rows if clip.plan.kept is None else rows[[token == 1 for token in clip.plan.kept]]
 
 
 async def test_a_mixed_batch_is_bitwise_the_unsharded_tower_and_encoded_once(encoder, model, clip):
@@ -114,6 +115,7 @@ async def test_a_mixed_batch_is_bitwise_the_unsharded_tower_and_encoded_once(enc
         clip("tall", 5, 112, 28, fps=2),
         clip("image", 1, 28, 28),
         clip("wide", 8, 28, 140, fps=5),
+        clip("compressed", 19, kept=bytes([1] * 6 + [0, 1, 0, 0, 1, 1] * 17 + [1] + [0] * 5)),
     ]
     again = clip("the long one again", 23, text=Path(clips[0].path).read_text())
     await encoder.metrics()
@@ -126,7 +128,7 @@ async def test_a_mixed_batch_is_bitwise_the_unsharded_tower_and_encoded_once(enc
     metrics = await encoder.metrics()
     assert metrics["video/encode_once_factor"] == 1.0
     assert metrics["video/encoded_tokens"] == sum(one.plan.tokens for one in clips)
-    assert (metrics["video/cache_misses"], metrics["video/cache_hits"]) == (4, 0)
+    assert (metrics["video/cache_misses"], metrics["video/cache_hits"]) == (5, 0)
     whole = sum(one.plan.tokens for one in clips) * TEXT_HIDDEN * 2
     assert metrics["video/cache_bytes"] == 2 * whole, "every node has all of them"
     assert metrics["video/shard_balance"] < 1.2
@@ -136,7 +138,7 @@ async def test_a_mixed_batch_is_bitwise_the_unsharded_tower_and_encoded_once(enc
     # All of it again is found and not computed.
     assert await encoder.encode(clips, "step 2") == handles[:-1]
     metrics = await encoder.metrics()
-    assert (metrics["video/encoded_tokens"], metrics["video/cache_hits"]) == (0, 4)
+    assert (metrics["video/encoded_tokens"], metrics["video/cache_hits"]) == (0, 5)
     assert await encoder.drain() == []
 
 

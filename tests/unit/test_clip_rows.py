@@ -1,6 +1,7 @@
 """Rows with clips become prompts with plans; a clip that can't be used costs its row only, and the report says why."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +11,17 @@ from clip_files import steady, write_sound, write_video
 
 from rlfuse.config.own_functions import replaced
 from rlfuse.config.schema import Config, ModelConfig
-from rlfuse.data.clips import ClipReader
+from rlfuse.data.clips import ClipReader, sampling_of
 from rlfuse.data.prompts import load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.errors import ConfigError, DataError
 from rlfuse.run.inference import video_model_of
 from rlfuse.samples import Embedding, Response, Sample
 from rlfuse.tasks.small_video_models import VIDEO, SmallModel, write_small_qwen25_vl, write_small_video_llama3
+from rlfuse.video.compression import compressed
+from rlfuse.video.decoding import decode
 from rlfuse.video.prompt import tokenise
+from rlfuse.video.towers import Pixels
 from rlfuse.video.video_model import VideoModel
 
 
@@ -180,3 +184,68 @@ def test_times_that_the_engine_does_not_write_are_refused(tmp_path):
     config.model.path, config.video.timestamps = str(write_small_qwen25_vl(tmp_path / "model")), "seed_vl"
     with pytest.raises(ConfigError, match=r"seed_vl: vLLM writes clips of .*model into the prompt itself.*to family"):
         video_model_of(config)
+
+
+@pytest.mark.slow
+def test_repeated_tokens_are_no_part_of_the_prompt_where_the_processor_leaves_them_out(folder):
+    """Of several blocks of frames, for train and validation files alike; other samplings keep all."""
+    processor = folder / "model" / "video_preprocessor_config.json"
+    before = processor.read_text()
+    processor.write_text(
+        json.dumps(json.loads(before) | {"use_token_compression": True, "fps": 2.0, "min_pixels": 784})
+    )
+    rows = ("see <video>", "half.mp4"), ("see <video>", "good.mp4"), ("see <video>", "sound.mp4")
+    given = {"data": {"max_prompt_length": 2000}, "sampling": "family", "max_failure_rate": 0.5}
+    write_video(folder / "half.mp4", steady(20), size=(56, 112))
+    try:
+        prompts, report = load(folder, *rows, **given)
+        whole, _ = load(folder, *rows, **given, mm_processor_kwargs={"use_token_compression": False})
+        seed, _ = load(folder, *rows, **given | {"sampling": "seed_vl"})
+    finally:
+        processor.write_text(before)
+    assert len(report.unusable) == 1 and "sound.mp4" in report.unusable[0]
+    for prompt, every in zip(prompts, whole, strict=True):
+        plan, path = prompt.visual[0].plan, prompt.visual[0].path
+        assert plan == compressed(every.visual[0].plan, [decode(path, plan)], Pixels.of(folder / "model"))
+        assert len(prompt.visual[0].positions) == plan.tokens
+        assert len(every.token_ids) - len(prompt.token_ids) == every.visual[0].plan.tokens - plan.tokens
+    assert prompts[0].visual[0].plan.tokens < whole[0].visual[0].plan.tokens, "some of its bars never change"
+    assert all(each.visual[0].plan.kept is None for each in (*whole, *seed))
+
+
+WRITE = {"llama": write_small_video_llama3, "qwen25": write_small_qwen25_vl}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling", "given", "words"),
+    [
+        ("llama", "family", {"cap_pixels_per_frame": True}, "cap_pixels_per_frame: the processor of model.path has no"),
+        (
+            "llama",
+            "family",
+            {"max_video_tokens": 9},
+            "valid are fps, max_frames, max_pixels, min_frames, min_p",
+        ),
+        ("qwen25", "family", {"use_token_compression": True}, "use_token_compression: the processor of model.path has"),
+        ("qwen25", "seed_vl", {"cap_pixels_per_frame": True}, "has no effect with video.sampling=seed_vl"),
+        ("llama", "fixed", {"use_token_compression": False}, "has no effect with video.sampling=fixed"),
+        ("qwen25", "family", {"cap_pixels_per_frame": 1}, "cap_pixels_per_frame=1: needs true or false"),
+        ("qwen25", "family", {"max_frames": 2.5}, "max_frames=2.5: needs a whole number above 0"),
+        ("llama", "family", {"fps": 0}, "fps=0: needs a number above 0"),
+        ("llama", "family", {"fps": True}, "fps=true: needs a number above 0"),
+        ("llama", "family", {"min_pixels": "9"}, "needs a whole number above 0"),
+        ("llama", "family", {"fps": 0.5, "max_frames": 3, "use_token_compression": False}, None),
+        ("qwen25", "family", {"cap_pixels_per_frame": True, "max_video_tokens": 99, "fps": 3}, None),
+    ],
+)
+@pytest.mark.slow
+def test_settings_of_a_processor_are_those_that_it_has(tmp_path, kind, sampling, given, words):
+    small = SmallModel(heads=2, layers=1, tower_heads=1, tower_layers=1)
+    model = VideoModel.at(str(WRITE[kind](tmp_path / "model", small)))
+    video = replace(Config().video, sampling=sampling)
+    if words is None:
+        found = sampling_of(replace(video, mm_processor_kwargs=given), model)
+        assert found == replace(model.sampling, **given)
+        return
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        sampling_of(replace(video, mm_processor_kwargs=given), model)

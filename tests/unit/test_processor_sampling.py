@@ -1,27 +1,36 @@
 """Frames, sizes and prompts of clips are those of the model's own processor."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 
 from rlfuse.errors import VideoError
 from rlfuse.tasks.small_video_models import VIDEO, VISION_END, VISION_START, byte_tokenizer
+from rlfuse.video.compression import compressed
 from rlfuse.video.models.qwen2_5_vl import Qwen25VL
 from rlfuse.video.models.qwen3_vl import Qwen3VL
 from rlfuse.video.models.video_llama_3 import VideoLlama3
-from rlfuse.video.plan import ClipFacts, Geometry, plan_video
+from rlfuse.video.plan import ClipFacts, Geometry, VideoPlan, plan_video
 from rlfuse.video.processor_sampling import within
 from rlfuse.video.prompt import VisualTokens, assemble
 from rlfuse.video.timestamps import SEED_TIMES
+from rlfuse.video.towers import Pixels
 
 pytest.importorskip("torchvision", reason="the models' own processors need it")
 FAMILIES = {"video_llama_3": VideoLlama3, "qwen2_5_vl": Qwen25VL, "qwen3_vl": Qwen3VL}
 FRAMED = f"Look:\n{VISION_START}{{}}{VISION_END}What?"
 SHOWN = {"video_llama_3": "Look:\n{}\nWhat?", "qwen2_5_vl": FRAMED, "qwen3_vl": FRAMED}
 CAPPED = {"cap_pixels_per_frame": True, "max_video_tokens": 200}
-EXTRA = {"video_llama_3": [{}], "qwen2_5_vl": [CAPPED], "qwen3_vl": [{}, CAPPED | {"max_video_tokens": 9}]}
+EXTRA = {
+    "video_llama_3": [{}, {"use_token_compression": False}],
+    "qwen2_5_vl": [{}, CAPPED],
+    "qwen3_vl": [{}, CAPPED | {"max_video_tokens": 9}],
+}
+PIXELS = Pixels((0.5,) * 3, (0.5,) * 3, 1 / 255)
+"""Of VideoLLaMA3's processor where a checkpoint does not say."""
 FEW_PIXELS = {"shortest_edge": 28 * 28, "longest_edge": 64 * 28 * 28}
 
 
@@ -43,7 +52,7 @@ def processor_of(kind, **settings):
         return Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(**settings))
     if kind == "qwen3_vl":
         return Qwen3VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen3VLVideoProcessor(**settings))
-    frames = VideoLlama3VideoProcessor(use_token_compression=False, **settings)
+    frames = VideoLlama3VideoProcessor(**settings)
     return VideoLlama3Processor(VideoLlama3ImageProcessor(), tokenizer, frames)
 
 
@@ -89,6 +98,8 @@ def test_prompts_and_sizes_are_the_processors(kind, extra, height, width, second
     facts = ClipFacts(len(pixels) / fps, fps, height, width, len(pixels))
     geometry = Geometry(16 if kind == "qwen3_vl" else 14, temporal_patch=family.temporal_patch)
     plan = plan_video(facts, sampling, geometry=geometry, timestamps=family.timestamps)
+    if getattr(sampling, "use_token_compression", False):
+        plan = compressed(plan, [np.zeros((plan.frames, plan.height, plan.width, 3), np.uint8)], PIXELS)
     assert list(plan.grid) == inputs["video_grid_thw"][0].tolist()
     prompt = assemble(processor.tokenizer, SHOWN[kind].format("<video>"), [plan], VisualTokens(VIDEO, "<|image_pad|>"))
     assert prompt.token_ids.tolist() == inputs["input_ids"][0].tolist()
@@ -115,6 +126,79 @@ def test_prompts_with_several_clips_are_the_processors(kind):
     prompt = assemble(processor.tokenizer, text.format(*["<video>"] * 3), plans, visual)
     assert prompt.token_ids.tolist() == inputs["input_ids"][0].tolist()
     assert [len(places) for places in prompt.positions] == [plan.tokens for plan in plans]
+
+
+def noise(frames, *, level=1, share=1.0, seed=0):
+    """uint8 [frames, 56, 84, 3]: of gray pixels a share differs by so much from the frame before."""
+    rng = np.random.default_rng(seed)
+    changes = (rng.random((frames, 56, 84, 3)) < share) * level
+    return (100 + changes.cumsum(axis=0) % 100).astype(np.uint8)
+
+
+def moving(frames, size=28, step=28):
+    """A white square that moves to the right by `step` pixels a frame, over black."""
+    clip = np.zeros((frames, 56, 84, 3), np.uint8)
+    for number in range(frames):
+        clip[number, :size, number * step % 84 :][:, :size] = 255
+    return clip
+
+
+CLIPS = {
+    "one frame": noise(1),
+    "still": noise(1).repeat(7, axis=0),
+    "two pictures": np.concatenate([noise(1).repeat(3, axis=0), moving(1).repeat(4, axis=0)]),
+    "noise": noise(5),
+    "a little noise": noise(9, share=0.05),
+    "noise about the threshold": noise(9, share=0.023),
+    "rare noise": noise(9, share=0.001),
+    "one pixel": np.where(np.arange(56 * 84 * 3 * 4).reshape(4, 56, 84, 3) == 56 * 84 * 3 + 5, 255, 7).astype(np.uint8),
+    "a square of a token": moving(6),
+    "a square between tokens": moving(6, step=14),
+    "a small square": moving(9, size=3, step=1),
+    "a flash": np.full((6, 56, 84, 3), [[[[0]]], [[[0]]], [[[0]]], [[[255]]], [[[0]]], [[[0]]]], np.uint8),
+}
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("name", CLIPS)
+def test_repeated_tokens_are_left_out_as_by_the_processor(name, blocks):
+    frames, family = CLIPS[name], VideoLlama3
+    processor = processor_of("video_llama_3", size={"shortest_edge": 28 * 28, "longest_edge": 10**7})
+    inputs = processor(
+        text=[SHOWN["video_llama_3"].format(VIDEO)], videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
+        video_metadata=[{"total_num_frames": len(frames), "fps": 1.0, "frames_indices": list(range(len(frames)))}],
+        return_tensors="pt",
+    )  # fmt: skip
+    times = tuple(map(float, range(len(frames))))
+    whole, parts = VideoPlan(times, 56, 84, 1.0, 6, timestamps=family.timestamps), min(blocks, len(frames))
+    plan = compressed(whole, np.array_split(frames, parts), PIXELS)
+    wanted = inputs["video_compression_mask"].numpy()
+    assert plan.tokens == wanted.sum() and (plan.kept or b"\1" * len(wanted)) == wanted.tobytes()
+    text = SHOWN["video_llama_3"].format("<video>")
+    prompt = assemble(processor.tokenizer, text, [plan], VisualTokens(VIDEO, "<|image_pad|>"))
+    assert prompt.token_ids.tolist() == inputs["input_ids"][0].tolist()
+    assert (plan.hash == replace(plan, kept=None).hash) == (plan.kept is None) == bool(wanted.all())
+
+
+@pytest.mark.parametrize(("chosen", "tokens"), [({}, 216_000), ({"cap_pixels_per_frame": True}, 109_200)])
+def test_a_long_clip_of_qwen25_vl_has_as_many_tokens_as_its_processor_plans(chosen, tokens):
+    """300 s of 720p, whose pixels the processor does not bound unless its configuration or the key says so."""
+    facts, geometry = ClipFacts(300.0, 30.0, 720, 1280, 9000), Geometry(temporal_patch=2)
+    sampling = Qwen25VL.sampling.told(chosen)
+    plan = plan_video(facts, sampling, geometry=geometry, timestamps=None)
+    processor = processor_of("qwen2_5_vl", **chosen).video_processor
+    pixels = torch.zeros(1, plan.frames, 3, 720, 1280, dtype=torch.uint8, device="meta")
+    cap = {"cap_pixels_per_frame": processor.cap_pixels_per_frame}
+    resized = processor.resize(pixels, processor.size, processor.resample, 28, **cap)
+    assert plan.tokens == tokens and resized.shape[-2:] == (plan.height, plan.width)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_settings_that_a_checkpoint_leaves_out_are_the_processors_own(kind):
+    own, processor = FAMILIES[kind].sampling, processor_of(kind).video_processor
+    assert (own.min_pixels, own.max_pixels) == (processor.size.shortest_edge, processor.size.longest_edge)
+    for name in {each.name for each in fields(own)} - {"min_pixels", "max_pixels", "fps"}:
+        assert getattr(own, name) == (getattr(processor, name) or False), name
 
 
 def test_what_a_checkpoint_says_goes_before_the_familys():

@@ -20,6 +20,8 @@ from rlfuse.video.towers import Tower
 FRAMES = 11
 SIZES = {write_small_video_llama3: (56, 84), write_small_qwen25_vl: (56, 84), write_small_qwen3_vl: (64, 96)}
 """Six tokens each."""
+KEPT = bytes([1] * 6 + [0, 1, 1, 0, 1, 1] * (FRAMES - 2) + [1] * 6)
+"""What token compression may leave of a clip."""
 
 
 @dataclass
@@ -36,20 +38,26 @@ class Pool:
             yield VideoError("broken", "Replace it", clip.path) if self.fails else self.pixels[clip.first : clip.last]
 
 
-@pytest.fixture(params=SIZES)
+def as_kept(rows, plan):
+    """The rows of a whole clip without those that its plan leaves out."""
+    return rows if plan.kept is None else rows[[each == 1 for each in plan.kept]]
+
+
+@pytest.fixture(params=[*((write, None) for write in SIZES), (write_small_video_llama3, KEPT)])
 def shown(request, tmp_path):
     """A tower to be trained, its decoder, and a clip with its cached embedding."""
-    folder, (height, width) = request.param(tmp_path / "model"), SIZES[request.param]
+    write, kept = request.param
+    folder, (height, width) = write(tmp_path / "model"), SIZES[write]
     pool = Pool(np.random.default_rng(0).integers(0, 256, (FRAMES, height, width, 3), np.uint8))
     settings = EncoderSettings(str(folder), step=2, block_bytes=5 * height * width * 3)
     trained = TrainedTower(TowerSettings(settings, pool), "cpu", reference=True)
     (tmp_path / "clip.mp4").write_bytes(b"a clip")
     path, plan = (
         str(tmp_path / "clip.mp4"),
-        SimpleNamespace(times=range(FRAMES), height=height, width=width, merge=2, hash="p"),
+        SimpleNamespace(times=range(FRAMES), height=height, width=width, merge=2, hash="p", kept=kept),
     )
     with torch.no_grad():
-        rows = Tower(folder, step=2).encode(torch.from_numpy(pool.pixels))
+        rows = as_kept(Tower(folder, step=2).encode(torch.from_numpy(pool.pixels)), plan)
     (tmp_path / "rows").write_bytes(bytes(2 * rows.numel()))
     write_rows(str(tmp_path / "rows"), 0, rows)
     key = embedding_key(content_hash(path), plan, trained.present.version)
@@ -76,7 +84,7 @@ def test_parts_give_the_gradient_of_the_whole(shown):
     total.backward()
     trained.backward(clips)
     assert sorted(pool.asked) == list(range(FRAMES))  # once, whoever shows it
-    features = trained.present.encode(torch.from_numpy(pool.pixels))
+    features = as_kept(trained.present.encode(torch.from_numpy(pool.pixels)), visual.plan)
     features = features + (features.bfloat16().float() - features).detach()
     expected = sum((features[slice(*part)].sin() * weights[slice(*part)]).sum() for part in parts)
     found = torch.autograd.grad(expected, list(trained.present.module.parameters()))
@@ -102,7 +110,7 @@ def test_a_tower_that_learned_encodes_anew_and_the_reference_sees_the_first(show
     actor = trained.rows_of("actor", rows)[0].visual[0].source.read(3, count)
     graded = trained.rows_with_gradient(rows)[0][0].visual[0].source.read(3, count)
     with torch.no_grad():
-        expected = trained.present.encode(torch.from_numpy(pool.pixels)).bfloat16().float()[3:]
+        expected = as_kept(trained.present.encode(torch.from_numpy(pool.pixels)), visual.plan).bfloat16().float()[3:]
     for name in read:
         assert torch.equal(read[name], visual.source.read(3, count))
     assert torch.equal(actor, expected) and torch.equal(graded.detach(), expected)

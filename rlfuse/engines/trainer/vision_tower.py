@@ -24,6 +24,7 @@ gradients are float32, because a long clip has hundreds of chunks. Waits for dec
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -98,8 +99,8 @@ class TrainedTower:
     def backward(self, clips: Iterable[MicroBatchClip]) -> None:
         """Add the tower's gradient, from what the loss's backward left at these clips."""
         for clip in clips:
-            for first, frames in self._chunks(clip.visual, *clip.span):
-                features = self.present.encode(frames, clip.visual.plan.merge)
+            for first, at, frames in self._chunks(clip.visual, *clip.span):
+                features = self.present.rows(frames, clip.visual.plan, at)
                 if (wanted := clip.gradient(first, first + len(features))) is not None:
                     found = torch.autograd.grad(features, self._weights, wanted.to(features), materialize_grads=True)
                     for total, gradient in zip(self.sums, found, strict=True):
@@ -109,8 +110,8 @@ class TrainedTower:
         """bf16 [last - first, hidden] of a clip, as this tower encodes it; without gradient."""
         with torch.no_grad():
             found = [
-                (row, tower.encode(frames, visual.plan.merge).bfloat16())
-                for row, frames in self._chunks(visual, first, last)
+                (row, tower.rows(frames, visual.plan, at).bfloat16())
+                for row, at, frames in self._chunks(visual, first, last)
             ]
         begin = found[0][0]
         return torch.cat([part for _, part in found])[first - begin : last - begin]
@@ -146,20 +147,20 @@ class TrainedTower:
             "that"
         )
 
-    def _chunks(self, visual: Visual, first: int, last: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Frames that the tower runs together, with the row they begin at: all that rows `first` to `last` need."""
+    def _chunks(self, visual: Visual, first: int, last: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Frames that the tower runs together, with the row and the frame that they begin at: all that rows `first` to
+        `last` need."""
         plan, shape = visual.plan, self.present.shape
-        size = shape.step * shape.unit_tokens(plan)
-        row, begin = first // size * size, first // size * shape.cut
-        end = min(-(-last // size) * shape.cut, len(plan.times))
+        rows = [shape.row(plan, unit) for unit in range(0, shape.units(len(plan.times)), shape.step)]
+        begin = (bisect_right(rows, first) - 1) * shape.cut
+        end = min(bisect_left(rows, last) * shape.cut, len(plan.times))
         count = shape.cut * max(1, self.block_bytes // (plan.height * plan.width * 3) // shape.cut)
         blocks = [Clip(visual.path, plan, at, min(at + count, end)) for at in range(begin, end, count)]
-        for pixels in self.pool.stream(blocks):
+        for block, pixels in zip(blocks, self.pool.stream(blocks), strict=True):
             if isinstance(pixels, VideoError):
                 raise EngineError(f"a clip could be encoded, but not again with gradient: {pixels}") from pixels
-            for frames in torch.from_numpy(pixels).split(shape.cut):
-                yield row, frames
-                row += size
+            for number, frames in enumerate(torch.from_numpy(pixels).split(shape.cut), block.first // shape.cut):
+                yield rows[number], number * shape.cut, frames
 
     # Steps -------------------------------------------------------------------------------------------------------
 

@@ -188,7 +188,7 @@ class Sight:
         with DecodePool() as pool:
             for first, last in self._tower.shape.blocks(plan, 0, len(plan.times), BLOCK_BYTES):
                 frames = torch.from_numpy(pool.decode(visual.path, plan, first, last))
-                parts.append(self._tower.encode(frames, plan.merge).to("cpu", torch.bfloat16))
+                parts.append(self._tower.rows(frames, plan, first).to("cpu", torch.bfloat16))
         return torch.cat(parts)
 
 

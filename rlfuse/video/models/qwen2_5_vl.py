@@ -21,9 +21,9 @@ from rlfuse.video.sharding import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling(ProcessorSampling):
-    """All frames of a clip share 90 % of the pixels of `max_video_tokens`, besides."""
+    """With `cap_pixels_per_frame` (qwen-vl-utils) frames of a clip share 90 % of the pixels of `max_video_tokens`."""
 
-    cap_pixels_per_frame: bool = True
+    cap_pixels_per_frame: bool = False
     max_video_tokens: int = 128_000
 
     def most_pixels(self, frames: int) -> int:

@@ -6,6 +6,8 @@ prompt.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from transformers import PreTrainedConfig, VideoLlama3ForConditionalGeneration
 from transformers.models.video_llama_3.modeling_video_llama_3 import VideoLlama3Projector, VideoLlama3VisionModel
@@ -16,8 +18,12 @@ from rlfuse.video.sharding import CostModel
 from rlfuse.video.timestamps import Timestamps
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling(ProcessorSampling):
     """`max_pixels` are those of a whole clip."""
+
+    use_token_compression: bool = True
+    """See `compression`."""
 
     def most_pixels(self, frames: int) -> int:
         return self.max_pixels // frames

@@ -1,0 +1,36 @@
+"""Token compression of VideoLLaMA3's processor: visual tokens that repeat those of the frame before are left out.
+
+Role: `data.clips` asks for it where rows become prompts, as the number of visual tokens depends on the pixels; the plan
+keeps the answer for engine, encoder and trainer. Pure.
+Invariant: for equal pixels the kept tokens are those of transformers' processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from rlfuse.video.plan import VideoPlan
+from rlfuse.video.towers import Pixels
+
+THRESHOLD = 0.1
+"""Mean change of a token's normalised pixels, in 255ths, above which it is kept."""
+
+
+def compressed(plan: VideoPlan, blocks: Iterable[np.ndarray], pixels: Pixels) -> VideoPlan:
+    """Return the plan without repeated tokens; a frame keeps one at least. `blocks`: uint8 [frames, height, width, 3],
+    all frames of the plan in order."""
+    before, kept, cell = None, [], plan.geometry.cell
+    for block in blocks:
+        frames = pixels.normalise(torch.from_numpy(block))
+        seen = frames if before is None else torch.cat([before, frames])
+        cells = seen.diff(dim=0).abs_().unflatten(3, (-1, cell)).unflatten(2, (-1, cell))
+        changed = cells.mean((1, 3, 5)).flatten(1) * 255 > THRESHOLD
+        changed[~changed.any(dim=1), 0] = True
+        kept += [changed.new_ones(1, plan.tokens_per_frame)] * (before is None) + [changed]
+        before = frames[-1:]
+    mask = torch.cat(kept)
+    return plan if mask.all() else replace(plan, kept=mask.numpy().tobytes())

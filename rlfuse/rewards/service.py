@@ -5,25 +5,33 @@ file serves a notebook, a job and other trainers.
 Invariants:
 - a reward that failed is an answer of status 500 with the function's message and traceback, never a number: then no
   sample of the request has one, and the caller may ask again, one by one;
-- all is bounded: a request's size, the requests that wait, and the seconds and memory of a call, whose process is
-  replaced when it exceeds them.
+- all is bounded: a peer's connections and unfinished uploads, the time to read a request and its size, the requests
+  that wait, and the seconds and memory of a call, whose process is replaced when it exceeds them;
+- a web page can't send work: without a token only requests to a loopback name are accepted, never those of another
+  origin, and never anything but JSON. Beyond loopback a token is required.
 
-    request --(busy: 503)--> waiting -> one of the worker processes, for at most --timeout seconds -> answer
+    request --(401, 403, 415)--> read --(408, 413)--> waiting --(503)--> a worker process, for --timeout s -> answer
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import hmac
 import json
 import multiprocessing
 import os
 import signal
+import socket
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from pebble import ProcessExpired, ProcessPool
@@ -31,17 +39,28 @@ from pebble import ProcessExpired, ProcessPool
 from rlfuse.cluster.child_processes import end_with_parent, kill_stopped_workers, restore_child_signals
 from rlfuse.config.own_errors import headline
 from rlfuse.errors import RewardError
+from rlfuse.parsing import parse_json
 from rlfuse.rewards.api.functions import load_function
 from rlfuse.rewards.api.items import Item, Outcome, item_of_row
 from rlfuse.rewards.api.shapes import RewardFunction, timed_out
 from rlfuse.rewards.workers.reward_worker import Memory, Source, pack, unpack
 from rlfuse.samples import RewardFailure
 
+TOKEN = "RLFUSE_REWARD_TOKEN"
+"""Environment variable of the token that requests must bring: in a header, or as the password of the URL."""
 MOST_BYTES = 256 * 2**20
 MOST_WAITING = 256
-"""Requests under way, the waiting ones included; more are told to come back."""
+"""Requests under way that have been read; more are refused."""
 USED_UP = 76
 """Exit status of a process whose memory is held by what earlier requests left."""
+MOST_CONNECTIONS = 512
+"""Of one peer."""
+MOST_UPLOADS = 128
+"""Requests of one peer that are not read yet; one more ends the oldest of them."""
+READ_S = 60.0
+"""Seconds to read a request."""
+IDLE_S = 60.0
+"""Seconds that a connection may be open without a request."""
 
 
 class PayloadError(ValueError):
@@ -55,16 +74,57 @@ def main(argv: Sequence[str]) -> None:
         value = getattr(arguments, name)
         if value is not None and value <= 0:
             raise RewardError(f"--{name.replace('_', '-')} {value}: must be above 0")
+    token = os.environ.get(TOKEN) or None
+    if token is None and not _all_loopback(arguments.host):
+        raise RewardError(
+            f"--host {arguments.host}: reachable from other machines, which requires a token. Set {TOKEN} to a long "
+            "random string, or listen on 127.0.0.1."
+        )
     kwargs = _kwargs(arguments.kwargs)
-    app = application(arguments.function, arguments.workers, arguments.timeout, arguments.memory_mb, kwargs)
-    where = f"http://{arguments.host}:{arguments.port}/get_reward"
-    print(f"serving {arguments.function} at {where}\nin a job: reward.functions=[{where}]", flush=True)
+    service = Service(arguments.function, arguments.workers, arguments.timeout, arguments.memory_mb, kwargs, token)
     try:
-        web.run_app(app, host=arguments.host, port=arguments.port, print=None, access_log=None)
+        asyncio.run(_serve(service, arguments.host, arguments.port))
     except OSError as error:
         raise RewardError(
             f"--host {arguments.host} --port {arguments.port}: can't listen there ({error}); choose another port"
         ) from error
+
+
+async def _serve(service: Service, host: str, port: int) -> None:
+    """Answer requests until SIGINT or SIGTERM."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    runner = service.runner()
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        where, user = f"{host}:{port}/get_reward", f":${{oc.env:{TOKEN}}}@" if service.token else ""
+        print(
+            f'serving {service.name} at http://{where}\nin a job: reward.functions=["http://{user}{where}"]', flush=True
+        )
+        await stopped.wait()
+    finally:
+        await runner.cleanup()
+        await service.close()
+
+
+def _all_loopback(host: str) -> bool:
+    """Whether an address to listen on can be reached from this machine alone."""
+    try:
+        found = socket.getaddrinfo(host or None, None, flags=socket.AI_PASSIVE)
+    except OSError:
+        return False
+    return all(ip_address(entry[4][0]).is_loopback for entry in found)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a Host header names this machine by a name that no one else can give to it."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,47 +149,123 @@ def _kwargs(given: str) -> dict[str, Any]:
     return kwargs
 
 
-def application(
-    function: Any,
-    workers: int = 1,
-    timeout_s: float = 30.0,
-    memory_mb: int | None = None,
-    kwargs: dict[str, Any] | None = None,
-) -> web.Application:
+class Service:
     """The service of one reward function, given as in reward.functions: POST scores, GET says what is served.
 
     A model is started by each worker, for which the first requests wait.
     """
-    loaded = load_function(function, kwargs)
-    restore_child_signals()
-    processes = _Processes(pack(loaded), workers, memory_mb)
-    state = {"under way": 0}
 
-    async def score(request: web.Request) -> web.Response:
-        if state["under way"] >= MOST_WAITING:
-            return _refusal(503, f"busy: {MOST_WAITING} requests are under way; come back later")
-        state["under way"] += 1
+    def __init__(
+        self,
+        function: Any,
+        workers: int = 1,
+        timeout_s: float = 30.0,
+        memory_mb: int | None = None,
+        kwargs: dict[str, Any] | None = None,
+        token: str | None = None,
+    ):
+        loaded = load_function(function, kwargs)
+        restore_child_signals()
+        self.name, self.shape, self.token = loaded.name, loaded.shape, token
+        self._timeout_s = timeout_s
+        self._processes = _Processes(pack(loaded), workers, memory_mb)
+        self._waiting = 0
+        self._uploads: dict[str | None, dict[asyncio.Timeout, None]] = defaultdict(dict)
+
+    def runner(self) -> web.ServerRunner:
+        """Return what listens, once it is set up. Called in the event loop."""
+        return web.ServerRunner(_Server(self.answer, keepalive_timeout=IDLE_S, lingering_time=1.0, access_log=None))
+
+    async def close(self) -> None:
+        self._processes.ended.set()
+        await asyncio.to_thread(_end, self._processes.pool)
+
+    async def answer(self, request: web.BaseRequest) -> web.Response:
+        """Answer a request on any path."""
+        if refusal := _refused(request, self.token):
+            return refusal
+        if request.method != "POST":
+            return web.json_response({"function": self.name, "shape": self.shape})
         try:
-            items = _items(await request.json())
-            return _answer(await processes.outcomes(items, timeout_s))
+            items = _items(parse_json(await self._read(request)))
+        except TimeoutError:
+            return _refusal(408, f"the request took longer than {READ_S:g} s to send, or {MOST_UPLOADS} are unfinished")
         except web.HTTPRequestEntityTooLarge:
             return _refusal(413, f"the request has more than {MOST_BYTES >> 20} MiB; send fewer samples")
-        except (PayloadError, ValueError) as error:  # ValueError: no JSON
+        except ValueError as error:
             return _refusal(400, str(error))
+        if self._waiting >= MOST_WAITING:
+            return _refusal(503, f"busy: {MOST_WAITING} requests are under way; try again later")
+        self._waiting += 1
+        try:
+            return _answer(await self._processes.outcomes(items, self._timeout_s))
         finally:
-            state["under way"] -= 1
+            self._waiting -= 1
 
-    async def show(_: web.Request) -> web.Response:
-        return web.json_response({"function": loaded.name, "shape": loaded.shape})
+    async def _read(self, request: web.BaseRequest) -> bytes:
+        """Return the body. Raises TimeoutError after READ_S, or where the same peer sends MOST_UPLOADS newer ones."""
+        uploads = self._uploads[request.remote]
+        if len(uploads) >= MOST_UPLOADS:
+            oldest = next(iter(uploads))
+            del uploads[oldest]
+            oldest.reschedule(0)
+        try:
+            async with asyncio.timeout(READ_S) as limit:
+                uploads[limit] = None
+                return await request.clone(client_max_size=MOST_BYTES).read()
+        finally:
+            uploads.pop(limit, None)
+            if not uploads:
+                self._uploads.pop(request.remote, None)
 
-    async def stop(_: web.Application) -> None:
-        processes.ended.set()
-        await asyncio.to_thread(_end, processes.pool)
 
-    app = web.Application(client_max_size=MOST_BYTES)
-    app.add_routes([web.post("/{path:.*}", score), web.get("/{path:.*}", show)])
-    app.on_cleanup.append(stop)
-    return app
+class _Server(web.Server):
+    """Closes connections of a peer that has MOST_CONNECTIONS already."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._peers: dict[Any, str] = {}
+        self._counts: Counter[str] = Counter()
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        peer = self._peers[handler] = str((transport.get_extra_info("peername") or [""])[0])
+        self._counts[peer] += 1
+        if self._counts[peer] > MOST_CONNECTIONS:
+            transport.write(b"HTTP/1.1 503 Too many connections\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            transport.close()
+
+    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self._counts -= Counter([self._peers.pop(handler)])
+
+
+def _refused(request: web.BaseRequest, token: str | None) -> web.Response | None:
+    """Return the answer to what is not a request of a permitted client."""
+    host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+    if token is not None and not _brings(request.headers.get("Authorization", ""), token):
+        return _refusal(401, f"no valid token; send `Authorization: Bearer ${TOKEN}`, or http://:${TOKEN}@host as URL")
+    if token is None and not _is_loopback(host):
+        return _refusal(403, f"Host {host!r} is not this machine; send requests to localhost, or set {TOKEN}")
+    if origin is not None and origin.partition("://")[2] != host:
+        return _refusal(403, f"Origin {origin!r} is a web page of another server; call the service from a program")
+    if request.method not in ("GET", "HEAD", "POST"):
+        return _refusal(405, f"{request.method}: POST samples, or GET the name of the function")
+    if request.method == "POST" and request.content_type != "application/json":
+        return _refusal(415, f"Content-Type {request.content_type!r}: must be application/json")
+    return None
+
+
+def _brings(authorization: str, token: str) -> bool:
+    """Whether the header has the token: as `Bearer`, or as the password of `Basic`."""
+    scheme, _, given = authorization.partition(" ")
+    sent = given.strip().encode()
+    if scheme.lower() == "basic":
+        try:
+            sent = base64.b64decode(sent).partition(b":")[2]
+        except ValueError:
+            return False
+    return scheme.lower() in ("basic", "bearer") and hmac.compare_digest(sent, token.encode())
 
 
 def _items(payload: Any) -> list[Item]:

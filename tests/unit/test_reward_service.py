@@ -1,6 +1,7 @@
 """A reward function over HTTP: served from a file, called as a reward by its URL, and everything that can go wrong."""
 
 import asyncio
+import base64
 import json
 import math
 import os
@@ -52,6 +53,11 @@ class Longer:
 """
 
 
+JSON = {"Content-Type": "application/json"}
+PAYLOAD = {"query": ["2+2=4"], "prompts": ["2+2="], "labels": ["4"]}
+BASIC = "Basic " + base64.b64encode(b":secret-token").decode()
+
+
 def rows(*responses):
     return [{"prompt": "2+2=", "response": response, "ground_truth": "4"} for response in responses]
 
@@ -63,19 +69,21 @@ def outcomes(url, *responses, timeout_s=20.0):
 
 
 class Running:
-    """An application on a free port of this machine."""
+    """A service or an application on a free port of this machine."""
 
     def __init__(self, app):
-        self.runner = web.AppRunner(app)
+        self.app = app
 
     async def __aenter__(self):
+        self.runner = self.app.runner() if isinstance(self.app, service.Service) else web.AppRunner(self.app)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0)
-        await site.start()
-        return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/get_reward"
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self.runner.addresses[0][1]}/get_reward"
 
     async def __aexit__(self, *_):
         await self.runner.cleanup()
+        if isinstance(self.app, service.Service):
+            await self.app.close()
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +97,7 @@ def graded(tmp_path_factory):
 async def test_a_model_is_started_by_whoever_scores_with_it(tmp_path):
     (tmp_path / "mine.py").write_text(MODEL)
     path, kwargs = f"{tmp_path}/mine.py:Longer", {"than": 2}
-    async with Running(service.application(path, kwargs=kwargs)) as url:
+    async with Running(service.Service(path, kwargs=kwargs)) as url:
         assert [score.value for score in await outcomes(url, "abc", "a")] == [1.0, 0.0]
     assert [row["reward"] for row in score_table({"path": path, "kwargs": kwargs}, rows("abc", "a"))] == [1.0, 0.0]
     with pytest.raises(RewardError, match="--kwargs 3: has to be a JSON object"):
@@ -98,7 +106,7 @@ async def test_a_model_is_started_by_whoever_scores_with_it(tmp_path):
 
 @pytest.mark.slow
 async def test_a_function_gives_the_same_over_http_as_in_a_notebook_and_its_mistakes_cost_their_request(graded):
-    async with Running(service.application(graded, timeout_s=4.0, memory_mb=500)) as url:
+    async with Running(service.Service(graded, timeout_s=4.0, memory_mb=500)) as url:
         assert await outcomes(url, "4", "5") == [
             Score(1.0, {"length": 1.0, "scores": 1.0}),
             Score(0.0, {"length": 1.0, "scores": 0.0}),
@@ -120,7 +128,7 @@ async def test_a_function_gives_the_same_over_http_as_in_a_notebook_and_its_mist
 
 @pytest.mark.slow
 async def test_a_process_that_was_killed_while_it_had_no_request_is_replaced(graded):
-    async with Running(service.application(graded)) as url:
+    async with Running(service.Service(graded)) as url:
         (before,) = await outcomes(url, "process")
         os.kill(int(before.value), signal.SIGKILL)
         both = await asyncio.gather(outcomes(url, "process"), outcomes(url, "process"))
@@ -139,15 +147,18 @@ async def test_processes_whose_memory_is_used_up_are_replaced_and_the_request_sc
 
 @pytest.mark.slow
 async def test_a_request_that_is_no_payload_is_told_what_one_is(graded):
-    async with Running(service.application(graded)) as url, aiohttp.ClientSession() as session:
+    async with Running(service.Service(graded)) as url, aiohttp.ClientSession() as session:
         for payload, words in [
             ("{", "Expecting"),
+            ('{"query": ' + "[" * 100_000, "brackets are nested too deep"),
+            ('{"query": ' + "1" * 5000 + "}", "an integer has more than 4,300 digits"),
+            (b"\xff\xfe\xfd", "codec can't decode"),
             ("[]", "no list `query`"),
             ('{"query": ["ab"]}', "`prompts` as long as `query` (1)"),
             ('{"query": ["ab"], "prompts": ["a"], "labels": []}', "`labels` is no list as long"),
             ('{"query": ["ab"], "prompts": ["b"]}', "query[0] does not begin with prompts[0]"),
         ]:
-            async with session.post(url, data=payload) as answer:
+            async with session.post(url, data=payload, headers=JSON) as answer:
                 assert answer.status == 400 and words in (await answer.json())["error"]
         payload = {"query": ["2+2=4"], "prompts": ["2+2="], "labels": ["4"], "data_source": ["sums"]}
         async with session.post(url.replace("get_reward", "any/path"), json=payload) as answer:
@@ -159,6 +170,92 @@ async def test_a_request_that_is_no_payload_is_told_what_one_is(graded):
         async with session.post(url, json=payload) as answer:
             service.MOST_WAITING = service_full
             assert answer.status == 503 and "busy" in (await answer.json())["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "token, method, headers, status",
+    [
+        (None, "POST", JSON, 200),
+        (None, "POST", JSON | {"Host": "localhost:99"}, 200),
+        (None, "POST", JSON | {"Host": "[::1]:99"}, 200),
+        (None, "POST", JSON | {"Host": "evil.example"}, 403),
+        (None, "GET", {"Host": "evil.example"}, 403),
+        (None, "POST", JSON | {"Host": "127.0.0.1.evil.example:8000"}, 403),
+        (None, "POST", JSON | {"Host": "localhost@evil.example"}, 403),
+        (None, "POST", JSON | {"Host": "["}, 403),
+        (None, "POST", JSON | {"Host": ""}, 403),
+        (None, "POST", JSON | {"Origin": "https://evil.example"}, 403),
+        (None, "POST", JSON | {"Origin": "http://localhost:1"}, 403),
+        (None, "POST", JSON | {"Origin": "null"}, 403),
+        (None, "POST", {"Content-Type": "text/plain"}, 415),
+        (None, "POST", {"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        (None, "POST", {"Content-Type": "multipart/form-data; boundary=application/json"}, 415),
+        (None, "PUT", JSON, 405),
+        ("secret-token", "POST", JSON, 401),
+        ("secret-token", "GET", {}, 401),
+        ("secret-token", "POST", JSON | {"Authorization": "Bearer secret-toke"}, 401),
+        ("secret-token", "POST", JSON | {"Authorization": "secret-token"}, 401),
+        ("secret-token", "POST", JSON | {"Authorization": "Basic é"}, 401),
+        ("secret-token", "POST", JSON | {"Authorization": "Bearer secret-token", "Host": "node-3:8000"}, 200),
+        ("secret-token", "POST", JSON | {"Authorization": BASIC}, 200),
+    ],
+)
+async def test_requests_that_a_web_page_can_send_and_those_without_the_token_are_refused(
+    graded, monkeypatch, token, method, headers, status
+):
+    scored = []
+
+    async def score(items, timeout_s):
+        scored.extend(items)
+        return [Score(1.0)] * len(items)
+
+    served = service.Service(graded, token=token)
+    monkeypatch.setattr(served._processes, "outcomes", score)
+    async with (
+        Running(served) as url,
+        aiohttp.request(method, url, data=json.dumps(PAYLOAD), headers=headers) as answer,
+    ):
+        assert answer.status == status and bool(scored) == (status == 200)
+
+
+@pytest.mark.slow
+async def test_the_token_is_sent_as_the_password_of_the_url_and_is_in_no_message(graded):
+    async with Running(service.Service(graded, token="secret-token")) as url:
+        with_token = url.replace("http://", "http://:secret-token@")
+        assert (await outcomes(with_token, "4"))[0].value == 1.0
+        (refused,) = await outcomes(url, "4")
+        assert "status 401: no valid token; send" in refused.message
+        (failed,) = await outcomes(with_token, "raise")
+        assert "status 500" in failed.message and "secret-token" not in failed.message + failed.traceback
+
+
+@pytest.mark.slow
+async def test_stalled_uploads_and_idle_connections_of_a_peer_do_not_block_the_service(graded, monkeypatch):
+    monkeypatch.setattr(service, "READ_S", 2.0)
+    monkeypatch.setattr(service, "IDLE_S", 2.0)
+    monkeypatch.setattr(service, "MOST_CONNECTIONS", 300)
+    served = service.Service(graded)
+
+    async def score(items, timeout_s):
+        return [Score(1.0)] * len(items)
+
+    monkeypatch.setattr(served._processes, "outcomes", score)
+    async with Running(served) as url:
+        port = int(url.split(":")[2].split("/")[0])
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n"
+        stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(290)]
+        for number, (_, writer) in enumerate(stalled):
+            writer.write(head + b"\r\n{" if number % 29 else head)
+        assert (await outcomes(url, "4"))[0].value == 1.0, "while the others are stalled"
+        more = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        refused = await asyncio.wait_for(more[-1][0].readline(), 5)
+        assert b" 503 " in refused, "connections of one peer are bounded"
+        answers = [await asyncio.wait_for(reader.readline(), 10) for reader, _ in stalled]
+        assert {answer[9:12] for answer in answers} == {b"408", b""}, "each gets an answer, or its connection is closed"
+        assert not served._uploads
+        for _, writer in stalled + more:
+            writer.close()
 
 
 @pytest.mark.slow
@@ -223,5 +320,8 @@ async def test_an_answer_that_is_none_is_a_failure_never_a_number():
 def test_the_command_refuses_what_it_cannot_serve(graded, tmp_path, capsys):
     assert cli.main(["reward", "serve", f"{tmp_path}/absent.py:f"]) == 2
     assert "there is no file" in capsys.readouterr().err
+    for host in ("0.0.0.0", "", "::", "192.0.2.1", "no-such-host.invalid"):
+        assert cli.main(["reward", "serve", graded, "--host", host]) == 2
+        assert "requires a token. Set RLFUSE_REWARD_TOKEN" in capsys.readouterr().err
     assert cli.main(["reward", "serve", graded, "--timeout", "0"]) == 2
     assert "--timeout 0.0: must be above 0" in capsys.readouterr().err

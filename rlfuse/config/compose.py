@@ -11,6 +11,7 @@ is imported, so that a mistyped key shows within a second.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from collections.abc import Callable
@@ -46,6 +47,7 @@ from rlfuse.config.keys import (
 from rlfuse.config.options import as_own_group, explain_choice, own_groups, sort_out
 from rlfuse.config.presets import layered
 from rlfuse.config.schema import Config
+from rlfuse.config.secrets import remember
 from rlfuse.errors import ConfigError
 
 CONF = (Path(__file__).resolve().parents[1] / "conf").resolve()
@@ -193,6 +195,7 @@ def to_config(job: DictConfig, look: Callable[[Config], Facts] = read_facts) -> 
         raise ConfigError([f"{name}=???: is left open; give it a value" for name in missing - by_name().keys()])
     if not isinstance(config, Config):
         raise ConfigError([f"the composed job is a {type(config).__name__}; conf/config.yaml must begin with `schema`"])
+    remember(dataclasses.asdict(config))
     problems = _wrong_types(config) or check(config, look(config))
     if problems:
         raise ConfigError(problems)

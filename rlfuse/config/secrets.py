@@ -1,8 +1,9 @@
-"""What must not be written down: values of secret environment variables, keys, user names and passwords in addresses.
+"""Hides secrets in everything that is written or shown: by the name of a key, by the value, and by the form of a value.
 
-Role: `hidden` is applied to everything of a configuration that leaves the process (config.yaml, wandb, a submitted
-job), `hidden_text` to what is said of it and of failures. Pure but for `os.environ`. Invariant: a value that stands in
-the environment under a secret's name becomes `${oc.env:NAME}`, from which a configuration can be composed again.
+Role: `hidden` is applied to configurations and rows (config.yaml, wandb, a submitted job), `hidden_text` to messages,
+tracebacks and logs. A value counts as secret if it is that of an environment variable with a secret's name, if
+`remember` has seen it under such a name, or if it has the form of a key, an Authorization header or part of a URL.
+Invariant: the value of an environment variable becomes `${oc.env:NAME}`, from which a configuration can be composed.
 """
 
 from __future__ import annotations
@@ -12,57 +13,116 @@ import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
-SECRET_NAME = re.compile(r"(^|[_-])(api_?key|access_?key|secret_?key|token|secret|passw(or)?d|credentials?)$", re.I)
-SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$")
+OWNERS = (
+    "access account anthropic api auth aws azure client cohere deepseek deploy encryption fireworks gcp gemini google "
+    "groq hf hugging_?face judge license master mistral openai openrouter private secret service signing ssh together "
+    "wandb xai"
+)
+WORDS = (
+    rf"(?:{'|'.join(OWNERS.split())})[_-]?key(?:[_-]?id)?|(?<!eos.)(?<!bos.)(?<!pad.)(?<!unk.)(?<!image.)(?<!video.)"
+    r"(?<!stop.)(?<!mask.)token|secret|passw(?:or)?d|passphrase|(?<=[_-])pass|(?<=[_-])pwd|credentials?|authorization"
+)
+SECRET_NAME = re.compile(rf"(?:^|[^a-zA-Z0-9]|(?<=[a-z0-9])(?=[A-Z]))(?i:{WORDS}|pass|pwd|auth|cookie)$")
+SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|(^|_)(PASS|AUTH)|_PWD)$", re.I)
 USER = re.compile(r"(?<=://)[^/\s@\"']+@")
-QUERY = re.compile(r"([?&](?:api_?key|key|token|access_token|secret|password)=)[^&\s\"']+", re.I)
-GIVEN = re.compile(
-    r"([\w.-]*(?:api_?key|access_?key|secret_?key|token|secret|passw(?:or)?d|credentials?)\s*[=:]\s*)"
-    r"(?!\$\{)('[^']*'|\"[^\"]*\"|[^\s,}\]'\"]+)",
-    re.I,
+QUERY = re.compile(rf"([?&#;](?:[\w.-]*(?:{WORDS}|signature|[_-]sig)|key|sig|auth|pass|pwd)=)[^&\s\"']+", re.I)
+QUOTED = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\""
+NAMED = rf"((?<![a-zA-Z0-9])(?:{WORDS})[\"']?\s*[=:]\s*)(?!\$\{{)"
+GIVEN = re.compile(rf"{NAMED}({QUOTED}|[^\s,}}\]'\"]+)", re.I)
+QUOTING = re.compile(rf"{NAMED}({QUOTED}|(?=[^\s,]{{0,200}}\d)[^\s,}}\]'\"()]{{8,}})", re.I)
+"""In messages and tracebacks, where a name is also followed by code."""
+AUTHORIZATION = re.compile(r"(\bauthorization[\"']?\s*[=:]\s*[\"']?)(?!\$\{)[^\n\"']+", re.I)
+FORMS = re.compile(
+    r"(?<=Bearer )(?=\S{0,200}\d)[\w.~+/=-]{8,}"
+    r"|\b(?:sk-|hf_|gh[opsur]_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza)(?=[\w-]{0,200}\d)[\w-]{16,}"
+    r"|\beyJ[\w-]{8,500}\.[\w-]{8,2000}\.[\w-]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 SHORTEST = 8
-"""Shorter values are words that also stand elsewhere."""
+"""Shorter values are words that also appear elsewhere."""
 HIDDEN = "***"
+_remembered: set[str] = set()
+
+
+def remember(value: Any) -> None:
+    """Have every secret of a configuration hidden by its value, in messages that quote it without its name."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            remember(each)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            remember(each)
+            if SECRET_NAME.search(str(key)):
+                _remembered.update(text for text in _texts(each) if len(text) >= SHORTEST)
+    elif isinstance(value, str):
+        for found in USER.findall(value):
+            _, _, password = found.removesuffix("@").partition(":")
+            _remembered.update(text for text in (password, unquote(password)) if len(text) >= SHORTEST)
 
 
 def hidden(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
-    """`value` (of dictionaries, lists, texts, ...) with its secrets hidden."""
+    """Return `value` (dictionaries, lists, texts, ...) with its secrets hidden."""
     if isinstance(value, str):
-        return hidden_text(value, environment)
+        return _hidden_values(value, environment)
     if isinstance(value, list | tuple):
         return [hidden(each, environment) for each in value]
     if isinstance(value, dict):
-        return {key: _of_key(key, each, environment) for key, each in value.items()}
+        return {
+            key: _redacted(each, environment) if SECRET_NAME.search(str(key)) else hidden(each, environment)
+            for key, each in value.items()
+        }
     return value
 
 
 def hidden_text(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """`text` with its secrets hidden."""
-    return QUERY.sub(rf"\1{HIDDEN}", USER.sub(f"{HIDDEN}@", by_name(text, environment)))
+    """Return a message with its secrets hidden, also those that it quotes with their names: `api_key='...'`."""
+    return QUOTING.sub(rf"\1{HIDDEN}", _hidden_values(text, environment))
 
 
 def hidden_command(text: str) -> str:
-    """A command line with what is given to keys of a secret's name hidden too, within `{...}` as well."""
-    return shlex.join(GIVEN.sub(rf"\1{HIDDEN}", word) for word in shlex.split(hidden_text(text)))
+    """Return a command line with its secrets hidden."""
+    return shlex.join(GIVEN.sub(rf"\1{HIDDEN}", word) for word in shlex.split(_hidden_values(text, os.environ)))
 
 
 def by_name(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
-    """`value` with secret variables by their names: it can be composed again where these are set."""
+    """Return `value` with secret variables by their names: it can be composed again where these are set."""
     if isinstance(value, list | tuple):
         return [by_name(each, environment) for each in value]
     if isinstance(value, dict):
         return {key: by_name(each, environment) for key, each in value.items()}
     if isinstance(value, str):
-        for name, secret in environment.items():
-            if SECRET_VARIABLE.search(name) and len(secret) >= SHORTEST and secret in value:
+        secrets = ((secret, name) for name, secret in environment.items() if SECRET_VARIABLE.search(name))
+        for secret, name in sorted(secrets, key=lambda each: -len(each[0])):  # one may be a part of another
+            if len(secret) >= SHORTEST:
                 value = value.replace(secret, f"${{oc.env:{name}}}")
     return value
 
 
-def _of_key(key: Any, value: Any, environment: Mapping[str, str]) -> Any:
-    found = hidden(value, environment)
-    if isinstance(found, str) and found and SECRET_NAME.search(str(key)) and not found.startswith("${oc.env:"):
-        return HIDDEN
-    return found
+def _hidden_values(text: str, environment: Mapping[str, str]) -> str:
+    text = by_name(text, environment)
+    for secret in sorted(_remembered, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    text = FORMS.sub(HIDDEN, AUTHORIZATION.sub(rf"\1{HIDDEN}", text))
+    return QUERY.sub(rf"\1{HIDDEN}", USER.sub(f"{HIDDEN}@", text))
+
+
+def _redacted(value: Any, environment: Mapping[str, str]) -> Any:
+    """Return what stands under the name of a secret: texts and long numbers hidden, but for names of variables."""
+    if isinstance(value, list | tuple):
+        return [_redacted(each, environment) for each in value]
+    if isinstance(value, dict):
+        return {key: _redacted(each, environment) for key, each in value.items()}
+    if isinstance(value, str):
+        found = by_name(value, environment)
+        return found if not found or found.startswith("${oc.env:") else HIDDEN
+    return HIDDEN if isinstance(value, int) and len(str(value)) >= SHORTEST else value
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [text for each in value for text in _texts(each)]
+    return [str(value)] if isinstance(value, str | int) else []

@@ -26,6 +26,7 @@ from rich.text import Text
 
 from rlfuse.config.compose import compose_job
 from rlfuse.config.rewards import RewardConfig
+from rlfuse.config.secrets import hidden, remember
 from rlfuse.errors import RewardError
 from rlfuse.evaluation.comparison import ALL, TEXTS, Comparison, compare
 from rlfuse.files import claimed, replacing, write_whole
@@ -75,7 +76,7 @@ def _replay(run: RunFolder, arguments: argparse.Namespace, out: Path) -> None:
     after = pd.DataFrame([as_columns(each, PART) for each in rewards], table.index)
     found = compare(table, after)
     show(found, after, arguments.examples)
-    written = write(found, table, after, out, {"run": run.name, "reward": asdict(reward)}, arguments.examples)
+    written = write(found, table, after, out, {"run": run.name, "reward": hidden(asdict(reward))}, arguments.examples)
     print("\n".join(f"written    {path}" for path in written))
 
 
@@ -89,7 +90,9 @@ def reward_of(run: RunFolder, settings: Sequence[str]) -> RewardConfig:
         kept = {name: value for name, value in kept.items() if name not in TOGETHER}
     wanted = compose_job(list(settings)).reward
     base = OmegaConf.merge(OmegaConf.structured(RewardConfig), kept)
-    return OmegaConf.to_object(OmegaConf.merge(base, {name: wanted[name] for name in given}))
+    found = OmegaConf.to_object(OmegaConf.merge(base, {name: wanted[name] for name in given}))
+    remember(asdict(found))
+    return found
 
 
 def trusts_code(run: RunFolder, settings: Sequence[str]) -> bool:

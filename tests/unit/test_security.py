@@ -1,5 +1,7 @@
 """Secrets stay out of what is written, pickles out of what is loaded."""
 
+import time
+
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -7,10 +9,25 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlfuse.config.checks import check
 from rlfuse.config.facts import read_facts
 from rlfuse.config.schema import Config, ModelConfig
-from rlfuse.config.secrets import by_name, hidden, hidden_text
+from rlfuse.config.secrets import by_name, hidden, hidden_command, hidden_text, remember
 from rlfuse.engines.trainer.models import load_policy
+from rlfuse.errors import RewardError
+from rlfuse.rewards.api.functions import load_function
+from rlfuse.rewards.api.items import item_of_row
 
 ENVIRONMENT = {"JUDGE_API_KEY": "abcdefgh-1", "SHORT_TOKEN": "text", "HOME": "/home/somebody"}
+
+SECRET_NAMES = [
+    "api_key", "apiKey", "x-api-key", "API-KEY", "openai_key", "anthropic-key", "hf_key", "private_key",
+    "privateKey", "ssh_key", "aws_access_key_id", "access_token", "accessToken", "refresh_token", "hf_token",
+    "client_secret", "password", "db_password", "passwd", "db_pass", "pass", "db_pwd", "passphrase", "credentials",
+    "Authorization", "proxy-authorization", "auth", "cookie",
+]  # fmt: skip
+
+OTHER_NAMES = [
+    "prompt_key", "answer_key", "image_key", "ground_truth_key", "tokens", "max_tokens", "tokens_per_frame",
+    "eos_token", "pad_token", "image_token", "monkey", "passes", "compass", "signature", "author", "secretary",
+]  # fmt: skip
 
 
 def test_values_of_secret_variables_become_their_names():
@@ -30,6 +47,116 @@ def test_keys_and_what_addresses_hold_are_hidden_and_nothing_else_is():
     assert found | {"functions": None, "hf_token": "hf_1"} == given | {"functions": None}
     assert found["hf_token"] == "***"
     assert hidden_text("ConnectionError: http://u:p@h:1/x", {}) == "ConnectionError: http://***@h:1/x"
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES)
+def test_what_stands_under_the_name_of_a_secret_is_hidden_in_any_form(name):
+    given = {name: "correct horse"}
+    assert hidden({"headers": given}, {}) == {"headers": {name: "***"}}
+    assert hidden({name: ["correct horse", {"of": "staple"}], "n": {name: 12345678}}, {}) == {
+        name: ["***", {"of": "***"}],
+        "n": {name: "***"},
+    }
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_names_that_only_look_like_those_of_secrets_hide_nothing(name):
+    given = {name: "correct horse 12345678"}
+    assert hidden(given, {}) == given and hidden_text(f"{given}, {name}=abcd1234", {}) == f"{given}, {name}=abcd1234"
+
+
+PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\nhunter22\n-----END RSA PRIVATE KEY-----"
+
+
+@pytest.mark.parametrize(
+    "text, secret",
+    [
+        ("GET failed with {'Authorization': 'Bearer hunter22'}", "hunter22"),
+        ('{"authorization":"Basic aHVudGVyMjI="}', "aHVudGVyMjI="),
+        ("Authorization: AWS4-HMAC-SHA256 Credential=AKID/x, Signature=hunter22", "hunter22"),
+        ("sent header Bearer hunter22hunter22", "hunter22"),
+        ("Judge(**{'api_key': 'it\\'s hunter22'}) failed", "hunter22"),
+        ("no such user (db_password=hunter22)", "hunter22"),
+        ("https://judge.example/v1?sig=hunter22&n=3", "hunter22"),
+        ("https://judge.example/v1?n=3&auth=hunter22", "hunter22"),
+        ("https://x.blob.example/a?se=1&X-Amz-Signature=hunter22", "hunter22"),
+        ("https://x.example/cb#access_token=hunter22", "hunter22"),
+        ("https://x.example/cb?client_secret=hunter22", "hunter22"),
+        ("https://x.example/cb?db_pass=hunter22", "hunter22"),
+        ("redis://:hunter22@host:6379/0", "hunter22"),
+        ("Incorrect API key provided: sk-proj-0hunter22hunter22", "hunter22"),
+        ("401 for hf_0hunter22hunter22abc", "hunter22"),
+        ("push with ghp_0hunter22hunter22abc", "hunter22"),
+        ("cookie eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJ4In0.hunter22", "hunter22"),
+        (f"cannot load {PEM}", "hunter22"),
+        ("cannot load -----BEGIN PRIVATE KEY-----\nhunter22", "hunter22"),
+    ],
+)
+def test_messages_show_no_value_that_has_the_form_of_a_secret(text, secret):
+    found = hidden_text(text, {})
+    assert secret not in found and "***" in found
+
+
+def test_no_message_is_slow_to_hide_secrets_in():
+    began = time.process_time()
+    for part in (
+        "token='",
+        "_",
+        "a_",
+        "&a",
+        "sk-a-",
+        "eyJa-",
+        "Bearer ",
+        "-----BEGIN ",
+        "://",
+        "authorization:",
+        "'\\",
+    ):
+        hidden_text(part * (20_000 // len(part)), {})
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize(
+    "name", ["SMTP_PASS", "DB_PWD", "db_password", "SSH_PASSPHRASE", "BASIC_AUTH", "JUDGE_API_KEY"]
+)
+def test_values_of_all_secret_variables_are_hidden(name):
+    assert hidden_text("sent hunter22hunter22", {name: "hunter22hunter22"}) == f"sent ${{oc.env:{name}}}"
+    both = {"A_TOKEN": "hunter22", name: "hunter22hunter22"}
+    assert hidden_text("sent hunter22hunter22", both) == f"sent ${{oc.env:{name}}}", "the longer one first"
+    assert (
+        hidden_text("in /home/somebody", {"PWD": "/home/somebody", "OLDPWD": "/home/somebody"}) == "in /home/somebody"
+    )
+
+
+REFUSING = """
+class Judge:
+    def __init__(self, api_key, broken=False):
+        self.key = api_key
+        if broken:
+            raise ValueError(f"the server refused {api_key}")
+    def score(self, samples):
+        raise ValueError(f"the server refused {self.key}")
+"""
+
+
+def test_what_a_reward_class_quotes_of_its_arguments_is_hidden(tmp_path):
+    path, key = tmp_path / "mine.py", "nobody-guesses"
+    path.write_text(REFUSING)
+    with pytest.raises(RewardError) as refused:
+        load_function(f"{path}:Judge", {"api_key": key, "broken": True})
+    assert "Judge(**{'api_key': '***', 'broken': True}) failed: ValueError: the server refused ***" in str(
+        refused.value
+    )
+    function = load_function(f"{path}:Judge", {"api_key": key})
+    (failed,) = function.score([item_of_row({"prompt": "a", "response": "b"})], 5.0)
+    assert failed.message == "ValueError: the server refused ***" and key not in failed.traceback
+
+
+def test_secrets_of_a_configuration_are_hidden_wherever_their_values_appear():
+    remember({"reward": {"functions": ["http://:se%2Fcret-1@host/x", {"kwargs": {"api_key": "unheard-of", "n": 3}}]}})
+    assert hidden_text("unheard-of se/cret-1 se%2Fcret-1", {}) == "*** *** ***"
+    assert hidden(["unheard-of"], {}) == ["***"]
+    assert hidden_command("rlfuse eval 'x={api_key: abc}' unheard-of") == "rlfuse eval 'x={api_key: ***}' '***'"
 
 
 def test_pickled_weights_are_refused(tmp_path):

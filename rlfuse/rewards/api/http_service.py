@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from rlfuse.config.secrets import hidden_text
 from rlfuse.files import finite
 from rlfuse.parsing import parse_json
 from rlfuse.rewards.api.shapes import RewardFunction, adapt
@@ -36,31 +35,30 @@ def service(url: str) -> RewardFunction:
     """The reward function behind a URL, named after its path."""
     place = urlsplit(url)
     name = place.path.rstrip("/").rpartition("/")[2] or place.hostname or url
-    shown = hidden_text(url)
 
     async def post(queries, prompts, labels):
-        return await _ask(url, shown, {"query": queries, "prompts": prompts, "labels": labels})
+        return await _ask(url, {"query": queries, "prompts": prompts, "labels": labels})
 
     return adapt(name, post, url)
 
 
-async def _ask(url: str, shown: str, payload: dict[str, Any]) -> dict[str, Any]:
+async def _ask(url: str, payload: dict[str, Any]) -> dict[str, Any]:
     try:
         async with aiohttp.ClientSession() as session, session.post(url, json=finite(payload)) as answer:
             body = bytearray()
             async for part in answer.content.iter_chunked(2**16):
                 body += part
                 if len(body) > MOST_BYTES:
-                    raise ServiceError(f"{shown} answered more than {MOST_BYTES >> 20} MiB")
+                    raise ServiceError(f"{url} answered more than {MOST_BYTES >> 20} MiB")
     except aiohttp.ClientError as error:
-        raise ServiceError(f"{shown} could not be asked: {type(error).__name__}: {error}") from None
+        raise ServiceError(f"{url} could not be asked: {type(error).__name__}: {error}") from None
     text = body.decode(errors="replace")
     if answer.status != 200:
-        raise ServiceError(f"{shown} answered with status {answer.status}: {_words(text)}")
+        raise ServiceError(f"{url} answered with status {answer.status}: {_words(text)}")
     try:
         return parse_json(text)
     except ValueError:
-        raise ServiceError(f"{shown} answered something else than JSON: {_words(text)}") from None
+        raise ServiceError(f"{url} answered something else than JSON: {_words(text)}") from None
 
 
 def _words(text: str) -> str:

@@ -15,6 +15,7 @@ import math
 from typing import Any
 
 from rlfuse.config.own_errors import TRACEBACK_LENGTH, headline, text, user_frames, user_traceback
+from rlfuse.config.secrets import hidden_text
 from rlfuse.rewards.api.items import Outcome, Score
 from rlfuse.samples import Reward, RewardFailure
 
@@ -38,7 +39,7 @@ def failure(name: str, error: BaseException, begins: str = "") -> RewardFailure:
     unreadable = isinstance(error, Unreadable)
     said = text(str(error)) if unreadable else headline(error)
     where = begins if unreadable and user_frames(error) is None else user_traceback(error, begins)
-    return RewardFailure(name, said[:LINE_LENGTH], where)
+    return RewardFailure(name, hidden_text(said)[:LINE_LENGTH], hidden_text(where))
 
 
 # What was returned ---------------------------------------------------------------------------------------------------
@@ -108,8 +109,8 @@ def read(shape: str, value: Any, log: dict[str, Any]) -> Outcome:
     verl: a dict with `score` and more to log. TRL and samples: None, where it does not apply. samples: a `Reward`.
     """
     if isinstance(value, RewardFailure):
-        message = text(str(value.message))[:LINE_LENGTH] or "(no message)"
-        return RewardFailure("", message, text(str(value.traceback or ""))[:TRACEBACK_LENGTH])
+        message = hidden_text(text(str(value.message)))[:LINE_LENGTH] or "(no message)"
+        return RewardFailure("", message, hidden_text(text(str(value.traceback or "")))[:TRACEBACK_LENGTH])
     if shape in ("verl", "verl batch") and isinstance(value, dict):
         if "score" not in value:
             raise Unreadable(f"returned a dict with the keys {list(value)}; it needs `score`")

@@ -30,6 +30,7 @@ from types import CoroutineType, SimpleNamespace
 from typing import Any
 
 from rlfuse.config.own_errors import beginning, headline, user_traceback
+from rlfuse.config.secrets import hidden, hidden_text, remember
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api import interrupts
 from rlfuse.rewards.api.items import Item, Outcome, own
@@ -258,6 +259,7 @@ def adapt(
     A class, and a callable of no shape (a factory), is called with `kwargs` and gives the reward; else the function
     gets them at each call.
     """
+    remember([kwargs, source])
     if inspect.isclass(found) or (kwargs and _shape(name, found) is None):
         return replace(adapt(name, _made(name, found, kwargs or {}), source), made_by=dict(kwargs or {}))
     scores = getattr(found, "score", None)
@@ -313,16 +315,17 @@ def _made(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any
     try:
         made = factory(**kwargs)
     except RewardError as error:
-        raise RewardError(f"reward function {name}: {error}") from error
+        raise RewardError(f"reward function {name}: {hidden_text(str(error))}") from error
     except BaseException as error:
         if interrupts.came():
             raise
         raise RewardError(
-            f"reward function {name}: {name}(**{kwargs}) failed: {headline(error)}. Correct the entry's kwargs.\n"
-            f"{user_traceback(error)}"
+            f"reward function {name}: {name}(**{hidden(kwargs)}) failed: {hidden_text(headline(error))}. Correct the "
+            f"entry's kwargs.\n{hidden_text(user_traceback(error))}"
         ) from error
     if not callable(made) and not hasattr(made, "score"):
-        raise RewardError(f"reward function {name}: {name}(**{kwargs}) made {made!r}, which is no function of a shape")
+        call = f"{name}(**{hidden(kwargs)}) made {hidden_text(repr(made))}"
+        raise RewardError(f"reward function {name}: {call}, which is no function of a shape")
     return made
 
 

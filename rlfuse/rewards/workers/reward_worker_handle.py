@@ -23,6 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from rlfuse import clock
 from rlfuse.cluster import remote, watchdog
 from rlfuse.config.own_errors import headline, text
+from rlfuse.config.secrets import hidden_text
 from rlfuse.errors import EngineError, WorkerLost
 from rlfuse.events import Recorder, Span
 from rlfuse.rewards.api.items import Item, Outcome
@@ -221,7 +222,8 @@ def _death(where: str, name: str, error: Exception) -> RewardFailure:
         why, more = f"what it ran left it unusable, {headline(error.cause or error)}", str(error)
     else:
         why, _, more = remote.why_it_ended(error, where).partition("\n")
-    return RewardFailure(name, f"the process of {name} ended while it scored this sample: {why}", text(more))
+    why, more = hidden_text(why), hidden_text(text(more))
+    return RewardFailure(name, f"the process of {name} ended while it scored this sample: {why}", more)
 
 
 def _ids(call: Call) -> str:

@@ -9,12 +9,17 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any, TextIO
 
-from rich.console import Console
+import rich.console
+from rich.segment import Segment
+
+from rlfuse.console import CONTROL
 
 SILENT_S = 30.0
 """A log is not silent for longer while something is under way."""
@@ -24,6 +29,21 @@ QUIET_LIBRARIES = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 """Variables by which libraries, imported after they are set, keep their notes and bars to themselves."""
+
+
+class Console(rich.console.Console):
+    """A console that styles text, but shows no control character that the text itself has, and no link."""
+
+    def __init__(self, *, file: TextIO | None = None, **options: Any):
+        # The stream of now: a live view redirects sys.stdout to one of its own.
+        super().__init__(file=file or getattr(sys.stdout, "rich_proxied_file", None), **options)
+
+    def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
+        for segment in super().render(*arguments, **options):
+            text, style, control = segment
+            if style and style.link:
+                style = style.update_link(None)
+            yield segment if control else Segment(text if text.isprintable() else CONTROL.sub("", text), style)
 
 
 def quiet_libraries() -> None:

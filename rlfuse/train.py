@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from rlfuse.cluster.stopping import Stopped, stop_signal
 from rlfuse.config.secrets import hidden_text
-from rlfuse.console import write_any_text
+from rlfuse.console import prepare_streams
 from rlfuse.errors import FAILED, INTERRUPTED, OK, PREEMPTED, USER_ERROR, RlfuseError
 from rlfuse.user_folders import redirect_caches
 
@@ -179,7 +179,7 @@ def check_sweeper(sweeper, config) -> None:
 
 def reported(action: Callable[[], None]) -> int:
     """Do `action`; a known failure becomes one message on stderr and an exit status, a defect keeps its traceback."""
-    write_any_text()
+    prepare_streams()
     if redirected := redirect_caches():
         print(redirected, file=sys.stderr, flush=True)
     try:

@@ -14,6 +14,7 @@ from typing import TextIO
 from rlfuse.config.changes import Effect, rules
 from rlfuse.config.documentation import Key, documented, groups
 from rlfuse.config.valid_values import VALUES
+from rlfuse.progress import Console
 
 MARKDOWN = "--markdown"
 """Among the words after --help: print the reference."""
@@ -63,7 +64,6 @@ def help_text(wanted: list[Key] | tuple[Key, ...]) -> str:
 
 def _print_rich(wanted: list[Key], out: TextIO) -> None:
     from rich import box
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rlfuse.console import plain
+
 CALLERS = (
     *(str(Path(__file__).parents[1] / room) for room in ("config", "fusion", "observe", "rewards")),
     str(Path(asyncio.__file__).parent),
@@ -99,5 +101,5 @@ def beginning(call: Any) -> str:
 
 
 def text(value: str) -> str:
-    """A plain string without lone surrogates, which neither files nor terminals take."""
-    return str.encode(value, errors="backslashreplace").decode()
+    """Return a plain string without lone surrogates and control characters, for files and terminals."""
+    return plain(str.encode(value, errors="backslashreplace").decode())

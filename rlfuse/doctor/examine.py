@@ -29,6 +29,7 @@ from rlfuse import version_of
 from rlfuse.doctor import Finding
 from rlfuse.doctor.gpu import examine_gpus
 from rlfuse.doctor.self_test import LIMIT_S, self_test
+from rlfuse.progress import Console
 from rlfuse.user_folders import cache_folder, home, is_writable
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -284,7 +285,6 @@ def main(argv: Sequence[str]) -> None:
 def show(findings: Sequence[Finding]) -> None:
     """A table, and below it what to do."""
     from rich import box
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 

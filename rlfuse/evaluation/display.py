@@ -10,13 +10,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rlfuse import __version__
 from rlfuse.cluster.child_processes import keep_hangup_from_children
 from rlfuse.cluster.scratch import keep_temporary_files
-from rlfuse.progress import SILENT_S, quiet_libraries, say, timed, watched
+from rlfuse.progress import SILENT_S, Console, quiet_libraries, say, timed, watched
 
 
 def begin(source: object) -> Display:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -34,6 +33,7 @@ from rlfuse.evaluation.scores import ACC, LENGTHS, REWARD, averaged, by_source, 
 from rlfuse.evaluation.source import Source
 from rlfuse.files import claimed, is_claimed, write_whole
 from rlfuse.observe.live import figure
+from rlfuse.progress import Console
 from rlfuse.samples import Group, RewardFailure
 
 FIGURES, RESPONSES = "eval.json", "responses.jsonl"

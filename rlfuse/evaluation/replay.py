@@ -20,7 +20,6 @@ from typing import Any
 import pandas as pd
 from omegaconf import OmegaConf
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -33,6 +32,7 @@ from rlfuse.files import claimed, replacing, write_whole
 from rlfuse.observe.dataframes import PART, sample_table
 from rlfuse.observe.live import figure
 from rlfuse.observe.tracking import sample_of_row
+from rlfuse.progress import Console
 from rlfuse.rewards.table import as_columns
 from rlfuse.run_folder.reader import RunFolder, open_run
 from rlfuse.samples import Reward, RewardFailure, Sample

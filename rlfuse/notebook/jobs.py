@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlfuse.config.compose import load
+from rlfuse.console import plain
 from rlfuse.run.acceptance import NothingToDo, accept
 
 STEP_S = 600.0
@@ -115,7 +116,7 @@ class Job:
 
     def _read(self) -> None:
         for line in self._process.stdout:
-            text = line.rstrip().replace(self._here, "")
+            text = plain(line.rstrip()).replace(self._here, "")
             self._last.append(text)
             self._lines.put(text)
         self._lines.put(None)

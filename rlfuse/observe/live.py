@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -145,7 +144,7 @@ def render(view: View) -> RenderableType:
     if view.rewards:
         told = "   ".join(f"{name} {value}" for name, value in view.figures.items())
         parts += [Text(), Text.assemble((sparkline(view.rewards), "green3"), f"   {told}", overflow="ellipsis")]
-    title = f"[bold]rlfuse[/]  {escape(view.name)}  ·  {view.phase}"
+    title = Text.assemble(("rlfuse", "bold"), f"  {view.name}  ·  {view.phase}")
     return Panel(Group(*parts), title=title, title_align="left", border_style="grey50")
 
 
@@ -154,7 +153,7 @@ def _starting(parts: Sequence[tuple[str, float]]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True, style="grey50")
     for name, seconds in parts[:ROWS]:
-        table.add_row(f"… {name}", f"{seconds:.0f} s")
+        table.add_row(Text(f"… {name}"), f"{seconds:.0f} s")
     if len(parts) > ROWS:
         table.add_row(f"… and {len(parts) - ROWS} more", "")
     return table
@@ -167,7 +166,7 @@ def _stages(view: View) -> Table:
     table.add_column(justify="right", no_wrap=True)
     for stage in view.stages:
         bar = ProgressBar(max(stage.total, 1), stage.done, width=BAR, complete_style=_colour(stage.name))
-        table.add_row(stage.name, bar, f"{stage.done}/{stage.total}")
+        table.add_row(Text(stage.name), bar, f"{stage.done}/{stage.total}")
     return table
 
 

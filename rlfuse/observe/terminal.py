@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 
 from rlfuse.config.schema import Config
@@ -28,7 +28,7 @@ from rlfuse.events import Recorder
 from rlfuse.fusion.board import Board
 from rlfuse.observe.live import BETWEEN, SHOWN_STEPS, View, figure, log_line, read_board, render, under_way
 from rlfuse.observe.own_metrics import TRAINING
-from rlfuse.progress import SILENT_S, say, watched
+from rlfuse.progress import SILENT_S, Console, say, watched
 
 FILE = "live.json"
 LOOK_S = 1.0

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.live import Live
 
 from rlfuse.errors import RunError
@@ -27,7 +26,7 @@ from rlfuse.files import as_numbers
 from rlfuse.observe.live import Stage, View, clock, log_line, render
 from rlfuse.observe.summary import summary_text
 from rlfuse.observe.terminal import FILE, LOOK_S, step_line
-from rlfuse.progress import SILENT_S, watched
+from rlfuse.progress import SILENT_S, Console, watched
 from rlfuse.run_folder import status
 from rlfuse.run_folder.reader import open_run
 from rlfuse.run_folder.status import Status

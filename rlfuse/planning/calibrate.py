@@ -14,7 +14,6 @@ from math import inf
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -28,6 +27,7 @@ from rlfuse.planning.hardware import KINDS, Hardware
 from rlfuse.planning.measured_links import MeasuredLinks, Pair, write_links
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.plan import shapes_of
+from rlfuse.progress import Console
 from rlfuse.simulate.recorded import generating
 
 OUT, LINKS_OUT = Path("calibration.yaml"), Path("links.yaml")

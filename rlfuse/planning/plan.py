@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
@@ -41,6 +40,7 @@ from rlfuse.planning.remedies import remedies
 from rlfuse.planning.shortages import problems
 from rlfuse.planning.step_time import NOTHING, standings
 from rlfuse.planning.tables import memory_table, placement_table, settings_table, table_of
+from rlfuse.progress import Console
 
 if TYPE_CHECKING:
     from rlfuse.planning.forecast import Forecast

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
 
 from rlfuse.config.checks import value_of
 from rlfuse.config.documentation import keys
@@ -23,6 +22,7 @@ from rlfuse.config.facts import missing_for_run
 from rlfuse.config.prepared import command_for
 from rlfuse.config.schema import Config
 from rlfuse.files import write_whole
+from rlfuse.progress import Console
 
 STAND_INS = {
     "data.train_files": ["train.parquet"],

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -44,6 +43,7 @@ from rlfuse.planning.searched_job import Job
 from rlfuse.planning.space import axes_of
 from rlfuse.planning.step_time import Seconds, standings
 from rlfuse.planning.tables import memory_table, table_of
+from rlfuse.progress import Console
 
 DOES_NOT_FIT = 3
 SECONDS, PATIENCE = 60.0, 64

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from rlfuse.errors import RunError, UserError
 from rlfuse.fusion.selection import STRENGTH
+from rlfuse.progress import Console
 from rlfuse.run_folder import status
 from rlfuse.run_folder.run_lock import RunLock, last_sign
 

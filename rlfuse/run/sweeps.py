@@ -24,6 +24,7 @@ from hydra.core.override_parser.types import Glob
 from omegaconf import DictConfig, OmegaConf
 
 from rlfuse.errors import RunError
+from rlfuse.progress import Console
 from rlfuse.run_folder.reader import open_run
 
 GROUP = "WANDB_RUN_GROUP"
@@ -133,7 +134,6 @@ def _digest(text: str) -> str:
 
 def tell(jobs: list[Trial], out: TextIO) -> None:
     """A line for each job, the best first by validation where there is one; why jobs failed; what to type next."""
-    from rich.console import Console
     from rich.table import Table
 
     numbers = {job: job.numbers() for job in jobs}

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import yaml
-from rich.console import Console
 from rich.table import Table
 
 from rlfuse.errors import UserError
 from rlfuse.files import write_whole
 from rlfuse.fusion.own_policies import loaded_policy
+from rlfuse.progress import Console
 from rlfuse.run_folder.reader import open_run
 from rlfuse.whatif.of_run import STEPS, examine
 from rlfuse.whatif.operations import Operations

@@ -72,8 +72,7 @@ async def _run(
     log.say(slots.told)
     occupants = slots.occupants()
     with starting(log), log.part(f"{slots.count} trainer rank{'s' * (slots.count > 1)}"):
-        padding = tokenizer.pad_token_id
-        ranks = RewardModelTrainer.start(job.config, slots, padding, labels)
+        ranks = RewardModelTrainer.start(job.config, slots, tokenizer.pad_token_id, labels)
         trainer, facts = await watched(ranks, occupants)
 
     async def save(folder: Path) -> None:

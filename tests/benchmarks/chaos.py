@@ -5,9 +5,8 @@
 The quickstart runs on two nodes of a Ray cluster on this machine, the video job on two slots of its own. The same
 command restarts a killed driver, and another node replaces a killed one. Compared under `fusion=serial` in float32 are
 the bits of the final weights, and the samples of every step, each of which must occur once. Nothing of the run may be
-left afterwards: processes, files in its folder, shared memory, locks (those of other killed runs on the machine are
-listed too). Prints the seed, every kill and the differences; status 1 if there is one. `tests/end_to_end/test_job.py`
-has a short form.
+left afterwards: processes, files in its folder, shared memory, temporary files, locks. Prints the seed, every kill and
+the differences; status 1 if there is one. `tests/end_to_end/test_job.py` has a short form.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +30,7 @@ import numpy as np
 import psutil
 from safetensors.numpy import load_file
 
+from rlfuse.cluster import scratch
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.run import leftovers
 
@@ -41,6 +42,8 @@ TITLES = {
     "encoder rank": "ray::EncoderRank",
 }
 """Kind -> how the titles of its processes begin; a decode worker is a child of an encoder rank."""
+OF_RAY = re.compile("dashboard|runtime_env|ray::IDLE")
+"""In the titles of processes that belong to a node of Ray, not to a run, or stay for a minute."""
 EXACT = {"fusion": "serial", "model.dtype": "float32", "trainer.deterministic": "true"}
 """Settings under which the final weights do not depend on time."""
 LOGGED = {
@@ -83,6 +86,7 @@ class Chaos:
     environment: dict[str, str] = field(default_factory=dict)
     kills: list[str] = field(default_factory=list)
     seen: set[psutil.Process] = field(default_factory=set)
+    files: set[Path] = field(default_factory=set)
     _driver: subprocess.Popen | None = None
 
     def run(self, strikes: Sequence[Strike]) -> None:
@@ -93,7 +97,8 @@ class Chaos:
             reached = self._wait_for(max(strike.step, reached + 1))
             time.sleep(strike.delay_s)
             self._kill(strike, reached)
-        if self._driver.wait(STEP_S) != 0:
+        self._wait(lambda: self._driver.poll() is not None, "its end")
+        if self._driver.returncode != 0:
             raise RuntimeError(f"the run failed; see {self._log}")
 
     @property
@@ -109,20 +114,23 @@ class Chaos:
 
     def _wait_for(self, step: int) -> int:
         """The last step that is done, once that is `step` or a later one."""
+        metrics = self.folder / "metrics.jsonl"
+        self._wait(lambda: any(row["step"] >= step for row in read_metrics(metrics)), f"step {step}")
+        return max(row["step"] for row in read_metrics(metrics))
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
         until = time.monotonic() + STEP_S
-        while (done := max((row["step"] for row in read_metrics(self.folder / "metrics.jsonl")), default=0)) < step:
-            if self._driver.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"step {step} did not end; see {self._log}")
-            time.sleep(0.1)
-        return done
+        while not condition():
+            ended = self._driver.poll() is not None
+            if time.monotonic() > until or (ended and not condition()):
+                raise RuntimeError(f"the run has not reached {what}; see {self._log}")
+            self._living()
+            time.sleep(0.2)
 
     def _kill(self, strike: Strike, done: int) -> None:
-        until, chance = time.monotonic() + END_S, random.Random(strike.delay_s)
-        while not (found := sorted(self._processes(strike.kind), key=lambda each: each.pid)):
-            if time.monotonic() > until or self._driver.poll() is not None:
-                raise RuntimeError(f"the run has no {strike.kind}; see {self._log}")
-            time.sleep(0.05)
-        victim = chance.choice(found)
+        self._wait(lambda: bool(self._processes(strike.kind)), f"a moment with a {strike.kind}")
+        found = sorted(self._processes(strike.kind), key=lambda each: each.pid)
+        victim = random.Random(strike.delay_s).choice(found)
         with suppress(psutil.NoSuchProcess):
             victim.kill()
         self.kills.append(f"{strike.kind} (process {victim.pid}), {strike.delay_s:.2f} s after step {done}")
@@ -135,11 +143,9 @@ class Chaos:
 
     def _processes(self, kind: str) -> list[psutil.Process]:
         """Those of a kind that live."""
-        driver = psutil.Process(self._driver.pid)
-        living = [each for root in (driver, *self.others) for each in (root, *_children(root))]
-        self.seen |= {each for each in living if each not in self.others and "raylet" not in _title(each)}
+        living = self._living()
         if kind == "driver":
-            return [driver]
+            return [psutil.Process(self._driver.pid)]
         if kind == "node":
             return [each for each in self.others[1:] if _title(each)][-1:]
         if kind == "decode worker":
@@ -147,11 +153,28 @@ class Chaos:
             return [each for rank in ranks for each in _children(rank) if "spawn_main" in _title(each)]
         return [each for each in living if _title(each).startswith(TITLES[kind])]
 
+    def _living(self) -> list[psutil.Process]:
+        """All that live; remembers them, and their folders and semaphores in shared memory and for temporary files."""
+        roots = [psutil.Process(self._driver.pid)] if self._driver.poll() is None else []
+        living = [each for root in (*roots, *self.others) for each in (root, *_children(root))]
+        mine = [each for each in living if each not in self.others and not OF_RAY.search(_title(each))]
+        self.seen |= set(mine)
+        self.files |= scratch.held_by(mine)
+        for each in mine:
+            with suppress(psutil.Error):
+                opened = (Path(file.path) for file in each.open_files())
+                self.files |= {path.parent for path in opened if path.name == "lock" and "rlfuse-" in path.parent.name}
+        return living
+
     def left(self) -> list[str]:
-        """What of the run still exists: its processes, and what `rlfuse runs clean` would remove."""
+        """What of the run still exists: its processes, its files outside its folder, and what a crash leaves inside."""
         _, alive = psutil.wait_procs(self.seen, timeout=END_S)
-        living = [_title(each) for each in alive if _title(each)]
-        return living + [str(each.path) for each in leftovers.everywhere([self.folder])]
+        living = [title for each in alive if (title := _title(each)) and not OF_RAY.search(title)]
+        files = [
+            *(path for path in self.files if path.exists()),
+            *(each.path for each in leftovers.of_run(self.folder)),
+        ]
+        return living + [str(path) for path in files]
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:

@@ -311,7 +311,7 @@ def test_a_job_that_is_told_to_stop_saves_where_it_is_and_leaves(resumed):
 
 
 def test_a_run_whose_processes_are_killed_ends_with_the_bits_of_an_undisturbed_one(train, job):
-    """Each at a moment that the seed decides; tests/benchmarks/chaos.py kills more kinds, the driver too, and more often."""
+    """Each at a moment that the seed decides; tests/benchmarks/chaos.py kills more kinds, more often."""
     changed = EXACT | LOGGED | {"trainer.total_training_steps": 5, "trainer.val_before_train": "false"}
     calm, status, text = train("calm", **changed)
     assert status == 0, text

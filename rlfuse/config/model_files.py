@@ -6,19 +6,23 @@ Role: called where checkpoints and exported models get the files that training d
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
 def folder_of(source: str) -> Path | None:
     """Return the folder of a model that was loaded: `source`, or where a hub name is cached. None where neither is."""
-    if Path(source).is_dir():
+    if source and Path(source).is_dir():
         return Path(source)
-    config = try_to_load_from_cache(source, "config.json") if source.count("/") <= 1 else None
-    return Path(config).parent if isinstance(config, str) else None
+    with suppress(HFValidationError):  # no hub name
+        if isinstance(config := try_to_load_from_cache(source, "config.json"), str):
+            return Path(config).parent
+    return None
 
 
 def copy_files(source: str, out: Path, pattern: str = "*") -> list[str]:
@@ -26,8 +30,8 @@ def copy_files(source: str, out: Path, pattern: str = "*") -> list[str]:
 
     Never copied: config.json, weights, their index, and the model card, which describes the source.
     """
-    copied = []
-    for file in sorted(folder.glob(pattern)) if (folder := folder_of(source)) else ():
+    folder, copied = folder_of(source), []
+    for file in sorted(folder.glob(pattern)) if folder else ():
         other = file.suffix in WEIGHTS or file.name.endswith(".index.json") or file.name in ("config.json", "README.md")
         if file.is_file() and not other:
             shutil.copyfile(file, out / file.name)

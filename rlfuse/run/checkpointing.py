@@ -5,7 +5,7 @@ Role: the controller has one written and, after the step is logged, published. W
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ def first_bytes(config: Config, parameters: int) -> int | None:
 
 
 class Checkpointing:
-    """`save` writes the models into a folder, `describe` all of that but weights; `state` is the rest after a step.
+    """`save` writes the models into a folder, if not `weights` then all but these; `state` is the rest after a step.
 
     `start`: the step that the run goes on after; `keep`: trainer.max_ckpt_to_keep; `first_bytes`: of a checkpoint, as
     long as there is none to compare with, None where none is to be written.
@@ -37,12 +37,11 @@ class Checkpointing:
         *,
         start: int,
         keep: int | None,
-        save: checkpoints.Fill,
-        describe: checkpoints.Fill,
+        save: Callable[[Path, bool], Awaitable[None]],
         state: Callable[[int], dict[str, Any]],
         first_bytes: int | None = None,
     ):
-        self._log, self._keep, self._save, self._describe, self._state = log, keep, save, describe, state
+        self._log, self._keep, self._save, self._state = log, keep, save, state
         self._first_bytes = first_bytes
         self.step = self._written = start
         self._remembered: dict[int, dict[str, Any]] = {}
@@ -54,7 +53,7 @@ class Checkpointing:
 
     async def rehearse(self) -> None:
         """Try at startup what each save will do, so that none fails after hours. NotSaved with the cause."""
-        await checkpoints.rehearse(self._log.folder, self._state(self.step), self._describe)
+        await checkpoints.rehearse(self._log.folder, self._state(self.step), lambda folder: self._save(folder, False))
 
     def remember(self, step: int) -> None:
         """Keep the state after this step, so that it can be saved even when the next one has begun."""
@@ -67,7 +66,8 @@ class Checkpointing:
         after the last step, and when told to end.
         """
         try:
-            await checkpoints.write(self._log.folder, step, self._remembered[step], self._save)
+            state = self._remembered[step]
+            await checkpoints.write(self._log.folder, step, state, lambda folder: self._save(folder, True))
         except NotSaved as error:
             if required or step == self._log.total_steps or self._log.stopping.by is not None:
                 raise

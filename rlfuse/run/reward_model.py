@@ -75,12 +75,8 @@ async def _run(
         ranks = RewardModelTrainer.start(job.config, slots, tokenizer.pad_token_id, labels)
         trainer, facts = await watched(ranks, occupants)
 
-    async def save(folder: Path) -> None:
-        await trainer.save(folder)
-        save_tokenizer(tokenizer, folder / MODEL_PART / "huggingface")
-
-    async def describe(folder: Path) -> None:
-        await trainer.describe(folder)
+    async def save(folder: Path, weights: bool) -> None:
+        await (trainer.save if weights else trainer.describe)(folder)
         save_tokenizer(tokenizer, folder / MODEL_PART / "huggingface")
 
     log.attach([trainer], facts, lambda: source.epoch)
@@ -89,7 +85,6 @@ async def _run(
         start=job.state["step"],
         keep=job.config.trainer.max_ckpt_to_keep,
         save=save,
-        describe=describe,
         state=lambda _: {"pairs": source.state_dict()},
         first_bytes=first_bytes(job.config, facts["parameters"]),
     )

@@ -144,27 +144,21 @@ def _checkpointing(
 ) -> Checkpointing:
     model, keep = loaded.video_model, loaded.config.trainer.max_ckpt_to_keep
 
-    async def save(folder: Path) -> None:
-        await trainer.save(folder)
+    async def save(folder: Path, weights: bool) -> None:
+        await (trainer.save if weights else trainer.describe)(folder)
         save_tokenizer(loaded.tokenizer, folder / "actor" / "huggingface")
-        if model is not None:
+        if model is not None and weights:
             await asyncio.to_thread(model.complete, folder / "actor" / "huggingface")
-
-    async def describe(folder: Path) -> None:
-        await trainer.describe(folder)
-        save_tokenizer(loaded.tokenizer, folder / "actor" / "huggingface")
-        if model is not None:
+        elif model is not None:
             copy_files(model.folder, folder)
 
-    parameters = sum(map(sum, facts["parameters"].values()))
     return Checkpointing(
         log,
         start=job.state["step"],
         keep=keep,
         save=save,
-        describe=describe,
         state=state,
-        first_bytes=first_bytes(loaded.config, parameters),
+        first_bytes=first_bytes(loaded.config, sum(map(sum, facts["parameters"].values()))),
     )
 
 

@@ -33,7 +33,7 @@ FULL_MB = 4
 """Free on the full disk: less than a checkpoint, more than its first files."""
 
 
-class Killed(Exception):
+class Killed(BaseException):
     """Nothing that was not on disk is used after this."""
 
 
@@ -158,11 +158,11 @@ class Steps:
             checkpointing, loggers, size = controller.checkpoints, self.log.loggers, checkpoints._size
             whole, call = checkpointing.write, loggers.alert
 
-            async def checkpoint(step):
+            async def checkpoint(step, required):
                 if step == 2:
                     filler.write_bytes(bytes(max(0, shutil.disk_usage(self.folder).free - (FULL_MB << 20))))
                     checkpoints._size = lambda folders: 0
-                await whole(step)
+                await whole(step, required)
                 checkpoints._size = size
                 told.append([path.stem for path in self.folder.glob("full/global_step_*")])
                 filler.unlink(missing_ok=True)
@@ -209,8 +209,8 @@ def kill_in(controller, kind: str) -> None:
         if name == kind and fields.get("step") == 2 and not accumulates:
             raise Killed
 
-    async def saves_half(folder):
-        await save(folder)
+    async def saves_half(folder, weights):
+        await save(folder, weights)
         raise Killed
 
     async def receives_half(info):

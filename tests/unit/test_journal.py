@@ -245,10 +245,10 @@ async def go_on(folder):
     start = checkpoints.read_state(checkpoint)["step"] if checkpoint else 0
     log = log_in(folder, start, timeline_freq=0)
 
-    async def save(partial):
+    async def save(partial, weights):
         (partial / "weights").write_text("w")
 
-    checkpointing = Checkpointing(log, start=start, keep=1, save=save, describe=save, state=lambda _: {})
+    checkpointing = Checkpointing(log, start=start, keep=1, save=save, state=lambda _: {})
     await checkpointing.rehearse()
     for step in range(start + 1, 3):
         checkpointing.remember(step)

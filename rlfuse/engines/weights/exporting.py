@@ -113,7 +113,8 @@ class Exporter:
             if not source:
                 raise
             copy_files(config.name_or_path, folder, "*.py")
-            saved = source | {key: value for key in TRAINED if (value := getattr(config, key, None)) is not None}
+            saved = {key: value for key, value in source.items() if key not in NOT_KEPT}
+            saved |= {key: value for key in TRAINED if (value := getattr(config, key, None)) is not None}
             saved["torch_dtype"] = str(self.model.dtype).removeprefix("torch.")
         (folder / "config.json").write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
         if getattr(self.model, "generation_config", None) is not None:

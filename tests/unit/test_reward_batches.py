@@ -12,9 +12,10 @@ from rlfuse.config.facts import Facts
 from rlfuse.config.prepared import FOLDERS
 from rlfuse.config.rewards import with_judges_at
 from rlfuse.errors import ConfigError, EngineError, RewardError
+from rlfuse.rewards.api.items import Score
 from rlfuse.rewards.models.judge import Judge, verdict
 from rlfuse.rewards.workers.queue import Batches
-from rlfuse.rewards.workers.reward_worker_handle import Call
+from rlfuse.rewards.workers.reward_worker_handle import Call, Lost, RewardWorkerHandle
 from rlfuse.samples import RewardFailure
 from rlfuse.tasks.judging import entry
 from rlfuse.tasks.vocabulary import build_tokenizer
@@ -45,6 +46,54 @@ async def test_a_batch_is_complete_by_its_size_or_by_the_age_of_its_first():
         for each in pair:
             await batches.put(each)
         assert (await batches.get()).items == [0, 1]
+
+
+class Scripted(RewardWorkerHandle):
+    """Its processes end as `ends` says, one word for each attempt; `asked`: items of each."""
+
+    def __init__(self, ends):
+        super().__init__("reward/0", None, None, 1.0)
+        self.ends, self.asked = ends.split(), []
+
+    async def start(self):
+        self._is_fresh = True
+
+    async def _attempt(self, call):
+        if self._restart:
+            await self._restart
+        self.asked.append(len(call.items))
+        if (end := self.ends.pop(0)) == "scores":
+            self._is_fresh = False
+            return [Score(1.0)] * len(call.items)
+        lost = [RewardFailure("f", end)] * len(call.items)
+        raise Lost(lost, end, late=end == "late", used_up=end == "full")
+
+
+@pytest.mark.parametrize(
+    ("ends", "batched", "items", "asked", "failed"),
+    [
+        ("scores full scores", False, 1, [1, 1, 1], 0),
+        ("full", False, 1, [1], 1),  # a new process has all the memory that there is
+        ("scores full full", False, 1, [1, 1, 1], 1),
+        ("full scores scores full scores", False, 3, [3, 1, 1, 1, 1], 0),
+        ("crash scores", False, 1, [1, 1], 0),
+        ("crash crash", False, 1, [1, 1], 1),
+        ("scores crash crash", False, 1, [1, 1, 1], 1),
+        ("crash scores crash scores", False, 2, [2, 1, 1, 1], 0),  # the first of them had filled the process
+        ("scores full scores", True, 3, [1, 3, 3], 0),
+        ("scores full full scores scores scores", True, 3, [1, 3, 3, 1, 1, 1], 0),
+        ("late", True, 3, [3], 3),
+    ],
+)
+async def test_only_a_process_that_answered_nothing_before_is_evidence_against_a_sample(
+    ends, batched, items, asked, failed
+):
+    handle = Scripted(ends)
+    if ends.startswith("scores"):
+        await handle._outcomes(call(9))
+    found = await handle._outcomes(Call("f", list(range(items)), list(range(items)), 1.0, 1.0, batched))
+    assert sum(isinstance(outcome, RewardFailure) for outcome in found) == failed and len(found) == items
+    assert handle.asked == asked
 
 
 async def test_answers_and_errors_reach_each_call_and_a_batch_that_nobody_awaits_is_given_up():

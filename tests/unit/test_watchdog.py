@@ -57,6 +57,7 @@ async def test_a_long_wait_shows_where_the_worker_stands(hung, tmp_path):
     while stopped.status() != psutil.STATUS_STOPPED:
         await asyncio.sleep(0.01)
     assert "the process is stopped" in watchdog.evidence("trainer/7")
+    assert watchdog.is_stopped("trainer/7") and not watchdog.is_stopped("trainer/8")
     assert await watchdog.stack_of("trainer/8") == ""
 
 

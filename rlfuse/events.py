@@ -1,20 +1,37 @@
 """Everything that happens is an event: typed spans of work, the one source for traces, idle accounting and reports.
 
-Role: a leaf, but for `files`, that any module may import. Each process owns one `Recorder`; the driver drains them
-all after a step and appends the spans to `events.jsonl` in the run folder. Times are seconds since the epoch of the
-recording host's clock.
+Role: a leaf, but for `clock` and `files`, that any module may import. Each process owns one `Recorder`; the driver
+drains them all after a step and appends the spans to `events.jsonl` in the run folder. Times are seconds since the
+epoch by the recording process's `clock`.
+
+    events.jsonl                               the last steps; whenever it is long, its rows become a part
+    events/00003-steps-641-1280.jsonl.gz       the third part, compressed; without .gz while that is under way
+
+Invariants: every span is in one file, also when the driver is killed meanwhile or finds the disk full, and a reader
+that is at work while rows become a part reads each of them once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import gzip
+import io
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rlfuse import clock
-from rlfuse.files import RowFile, read_rows
+from rlfuse.errors import RunError
+from rlfuse.files import RowFile, read_rows, replacing, sync
+
+PARTS, PART = "events", re.compile(r"-steps-(-?\d+)-(-?\d+)\.jsonl")
+PART_BYTES = 64 << 20
+COMPRESSION = 3
+"""Of gzip: 9 times smaller for recorded runs, at a second for each part."""
 
 
 @dataclass(slots=True)
@@ -87,6 +104,70 @@ class EventLog(RowFile):
     def write(self, spans: list[Span]) -> None:
         self.append(asdict(span) for span in spans)
 
+    def rotate(self) -> None:
+        """Make a part of the rows if they are PART_BYTES long. On a full disk they stay as they are."""
+        if self.size < PART_BYTES:
+            return
+        with suppress(OSError):
+            number = max((int(name.partition("-")[0]) for name in _parts(self.path)), default=0) + 1
+            steps = [int(step) for step in re.findall(rb'"step":(-?\d+),', self.path.read_bytes())]
+            part = self.path.with_name(PARTS) / f"{number:05d}-steps-{min(steps)}-{max(steps)}.jsonl"
+            part.parent.mkdir(exist_ok=True)
+            self.path.rename(part)
+            rows, self._file = self._file, self.path.open("ab", buffering=0)
+            rows.close()
+            for each in sorted(part.parent.glob("[0-9]*.jsonl")):  # and what a kill or a full disk left so
+                _compress(each)
+
+
+def _compress(part: Path) -> None:
+    with (
+        replacing(part.with_name(f"{part.name}.gz")) as aside,
+        part.open("rb") as plain,
+        gzip.open(aside, "wb", COMPRESSION) as packed,
+    ):
+        shutil.copyfileobj(plain, packed)
+    sync(part.parent)
+    part.unlink()
+
+
+def _parts(path: Path) -> dict[str, Path]:
+    """Name -> file of each part, oldest first; `path`: of `events.jsonl`."""
+    found = sorted(path.with_name(PARTS).glob("[0-9]*.jsonl*"))
+    return {part.name.removesuffix(".gz"): part for part in found}  # the compressed one, once there is one
+
+
+def read_spans(
+    path: Path, wanted: Callable[[str], bool] = lambda line: True, steps: Collection[int] | None = None
+) -> Iterator[Span]:
+    """The spans of a run folder's `events.jsonl` and its parts, oldest first.
+
+    `wanted` judges lines before they are parsed, which takes most of the time; parts without `steps` are skipped.
+    RunError for damaged files.
+    """
+    done: set[str] = set()
+    while True:
+        with _opened(path) as current:  # before it may become a part
+            parts = _parts(path)
+            if (name := next((name for name in parts if name not in done), None)) is None:
+                yield from map(span_of, read_rows(path, wanted, current))
+                return
+        done.add(name)
+        first, last = map(int, PART.findall(name)[0])
+        if steps is not None and not any(first <= step <= last for step in steps):
+            continue
+        try:
+            yield from map(span_of, read_rows(parts[name], wanted))
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise RunError(f"{parts[name]} is damaged ({error}); remove it to read the other steps") from error
+
+
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        return io.BytesIO()
+
 
 def span_of(fields: dict[str, Any]) -> Span:
     """A span from the object of its line."""
@@ -94,5 +175,5 @@ def span_of(fields: dict[str, Any]) -> Span:
 
 
 def read_events(path: Path) -> list[Span]:
-    """The spans of a run folder's `events.jsonl`."""
-    return [span_of(fields) for fields in read_rows(path)]
+    """All spans of a run folder's `events.jsonl` and its parts."""
+    return list(read_spans(path))

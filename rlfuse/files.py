@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gzip
 import json
 import math
 import mmap
@@ -22,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rlfuse.errors import NotWritable, NotWritten, RunError
 
@@ -32,12 +33,15 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a full disk, a quota, or a limit on the size of files."""
 
 
-def read_rows(path: Path, wanted: Callable[[str], bool] = lambda line: True) -> Iterator[dict[str, Any]]:
+def read_rows(
+    path: Path, wanted: Callable[[str], bool] = lambda line: True, opened: IO[bytes] | None = None
+) -> Iterator[dict[str, Any]]:
     """The rows of a file, oldest first; none where there is no file. RunError for a damaged line, but for the last.
 
-    `wanted` judges lines before they are parsed, which takes most of the time.
+    `wanted` judges lines before they are parsed, which takes most of the time. `opened`: the file, if it may have been
+    renamed since. One whose name ends in .gz is decompressed.
     """
-    for row, _ in _rows(path, wanted):
+    for row, _ in _rows(path, wanted, opened):
         yield row
 
 
@@ -91,11 +95,13 @@ class RowFile:
         self._file.close()
 
 
-def _rows(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[dict[str, Any], int]]:
+def _rows(
+    path: Path, wanted: Callable[[str], bool], opened: IO[bytes] | None = None
+) -> Iterator[tuple[dict[str, Any], int]]:
     """Each row, and the byte where its line ends."""
-    if not path.exists():
+    if opened is None and not path.exists():
         return
-    with path.open("rb") as lines:
+    with opened or (gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as lines:
         end = 0
         for number, line in enumerate(lines, 1):
             start, end = end, end + len(line)

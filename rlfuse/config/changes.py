@@ -46,7 +46,8 @@ TABLE: tuple[tuple[Effect, str, str], ...] = (
      "trainer.default_local_dir"),
     (Effect.BESIDE, "where to go on from", "trainer.resume_mode"),
     (Effect.BESIDE, "what is logged, and when to call for a person", "trainer.logger trainer.wandb_mode "
-     "trainer.metrics trainer.log_samples trainer.log_val_generations trainer.timeline_freq video.log_clips alerts"),
+     "trainer.metrics trainer.log_samples trainer.log_samples_freq trainer.log_val_generations trainer.timeline_freq "
+     "video.log_clips alerts"),
     (Effect.BESIDE, "when to validate and to save", "trainer.val_before_train trainer.test_freq trainer.save_freq "
      "trainer.max_ckpt_to_keep trainer.preemption_grace_s"),
     (Effect.BESIDE, "memory, processes and time limits", "rollout.gpu_memory_utilization rollout.kv_cache_memory_mb "

@@ -29,7 +29,9 @@ class TrainerConfig:
     """Figures of your own: functions of a step's samples, each as `path/file.py:name`; logged as custom/NAME/..., those
     of a validation as val-custom/NAME/.... Empty with trainer.task=reward_model, which has pairs and no samples."""
     log_samples: int = 16
-    """Samples per step that samples.jsonl and the wandb table show; 0 for none."""
+    """Samples per step that samples.jsonl keeps; 0 for none."""
+    log_samples_freq: int = 10
+    """Log these samples as a table (wandb, TensorBoard) every so many steps, and after the last; -1 or 0: never."""
     log_val_generations: int = 64
     """Answers of each validation that validation.jsonl and the wandb table show, from the first prompt on; 0: none."""
     timeline_freq: int = 10

@@ -116,7 +116,8 @@ KEYS_BY_RANGE = {
     "0 or more and 3 or less": "actor.zero_stage",
     "above 1": "actor.clip_ratio_c alerts.grad_norm_factor",
     "-1 or 1 or more": "rollout.top_k rollout.val_kwargs.top_k",
-    "-1 or 0 or more": "actor.optim.lr_warmup_steps trainer.test_freq trainer.save_freq trainer.timeline_freq",
+    "-1 or 0 or more": "actor.optim.lr_warmup_steps trainer.test_freq trainer.save_freq trainer.timeline_freq "
+    "trainer.log_samples_freq",
 }
 RANGES = {name: words for words, names in KEYS_BY_RANGE.items() for name in names.split()}
 """Valid values of numbers, in the words of the message; `in_range` reads the same words."""

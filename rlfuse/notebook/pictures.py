@@ -98,7 +98,7 @@ def plot_step(run: str | Path, step: int) -> Axes:
     whole = folder.steps().get(step)
     if whole is None:
         raise RunError(f"{run}: events.jsonl has no step {step}; it has {sorted(folder.steps())}")
-    spans = list(folder.spans(lambda line: f'"step":{step},' in line))
+    spans = list(folder.spans(lambda line: f'"step":{step},' in line, [step]))
     slots = divide(spans, whole.start, whole.end, folder.slots, folder.width)
     kinds = sorted({name for slot in slots for name in slot if name.startswith("busy/")})
     colours = dict(zip(kinds, plt.get_cmap("tab10").colors, strict=False))

@@ -69,6 +69,7 @@ class Journal:
         for span in spans:
             span.step = step if span.step < 0 else span.step
         self.faults.update(count_faults(spans))
+        await asyncio.to_thread(self._file.rotate)
         before = self._file.size
         self._file.write(sorted(spans, key=lambda span: span.start))
         self.last_step = (before, self._file.size)

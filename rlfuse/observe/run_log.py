@@ -66,7 +66,7 @@ class RunLog:
         """Those that tell the loggers."""
         folder, total_steps = self.folder, self.total_steps
         self.drawing = Drawing(self.say)
-        self.samples = SampleLog(config, folder, start, self.loggers, self.drawing)
+        self.samples = SampleLog(config, folder, start, self.loggers, self.drawing, total_steps)
         self.metrics = MetricLog(
             config,
             folder,

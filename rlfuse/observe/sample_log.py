@@ -14,13 +14,15 @@ from rlfuse.observe.loggers import Loggers
 from rlfuse.observe.sheets import light, sheets_of
 from rlfuse.observe.sinks import VALIDATION
 from rlfuse.observe.tracking import StepFile, sample_row
+from rlfuse.progress import due
 from rlfuse.samples import Sample
 
 
 class SampleLog:
     """Of a run that goes on after the step `start`."""
 
-    def __init__(self, config: Config, folder: Path, start: int, loggers: Loggers, drawing: Drawing):
+    def __init__(self, config: Config, folder: Path, start: int, loggers: Loggers, drawing: Drawing, total_steps: int):
+        self._total_steps = total_steps
         self._config, self._folder, self._loggers, self._drawing = config, folder, loggers, drawing
         self._training = StepFile(folder / "samples.jsonl", after=start)
         self._validation = StepFile(folder / "validation.jsonl", after=start or -1)
@@ -42,7 +44,7 @@ class SampleLog:
         def tell() -> None:
             drawn = {name for name in sheets.values() if (self._folder / name).exists()}
             table = [row | {"contact_sheet": name if (name := row["contact_sheet"]) in drawn else None} for row in rows]
-            if table:
+            if table and due(self._config.trainer.log_samples_freq, step, self._total_steps):
                 self._loggers.tell(lambda sink: sink.samples(step, table))
 
         if not sheets:

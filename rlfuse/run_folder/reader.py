@@ -7,7 +7,7 @@ and a last line may be half written. Invariant: events are streamed, a run of th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import reduce
@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from rlfuse.errors import RunError
-from rlfuse.events import Span, span_of
+from rlfuse.events import Span, read_spans
 from rlfuse.files import as_numbers, read_rows
 
 
@@ -82,10 +82,11 @@ class RunFolder:
         except (ValueError, TypeError, RecursionError) as error:
             raise RunError(f"{path}: {error}; remove it, the run's rows and events are read without it") from error
 
-    def spans(self, wanted: Callable[[str], bool] = lambda line: True) -> Iterator[Span]:
-        """Of `events.jsonl`; `wanted` judges lines before they are parsed, which takes most of the time."""
-        for fields in read_rows(self.path / "events.jsonl", wanted):
-            yield span_of(fields)
+    def spans(
+        self, wanted: Callable[[str], bool] = lambda line: True, steps: Collection[int] | None = None
+    ) -> Iterator[Span]:
+        """Of `events.jsonl` and its parts, as `read_spans`."""
+        return read_spans(self.path / "events.jsonl", wanted, steps)
 
     def steps(self) -> dict[int, Span]:
         """Step -> the driver's span of it; of a step that ran again after a resume, the last."""

@@ -103,7 +103,7 @@ def recorded_steps(run: RunFolder, at_most: int) -> list[tuple[Span, list[Span]]
     steps = sorted(run.steps().values(), key=lambda step: step.start)[-2 * at_most :]
     starts, inside = [step.start - SAME_S for step in steps], [list[Span]() for _ in steps]
     interesting = re.compile(rf'"step":(?:{"|".join(str(step.step) for step in steps) or "none"}),').search
-    for span in run.spans(lambda line: interesting(line) is not None):
+    for span in run.spans(lambda line: interesting(line) is not None, [step.step for step in steps]):
         place = bisect_right(starts, span.start) - 1
         if place >= 0 and span.end <= steps[place].end + SAME_S:
             inside[place].append(span)

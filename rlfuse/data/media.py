@@ -118,25 +118,27 @@ def _inside(given: Any, kind: str) -> Any:
 
 def _media(where: str, given: Sequence[Any], kind: str, folder: Path) -> Media:
     """`given`: an object, and the message part that it was given for, if any, whose settings take precedence."""
-    settings: dict[str, Any] = {}
-    for each in reversed(given):
-        settings = _settings(where, each, kind) | settings
-    source = _source(where, given[0], kind, folder)
+    held, settings = _unwrapped(where, given[0], kind)
+    for part in given[1:]:
+        settings |= _unwrapped(where, part, kind)[1]
+    frames = _frames(held) if kind == "video" else []
     try:
         made = SETTINGS[kind].of(settings)
-        if isinstance(source, tuple):
+        if frames:
             rate = made.sample_fps or made.fps or FRAME_RATE
             made = replace(made, sample_fps=rate, fps=made.fps if made.sample_fps else None)
         elif settings.get("sample_fps"):
             raise ValueError("sample_fps is the rate of a list of frames; a file has its own. Use fps")
     except ValueError as error:
         raise DataError(f"{where}: {short(given[0])}: {error}.") from None
-    return Media(source, made)
+    if frames:
+        return Media(tuple(_frame(where, frame, folder) for frame in frames), made)
+    return Media(_source(where, held, given[0], kind, folder), made)
 
 
-def _settings(where: str, given: Any, kind: str) -> dict[str, Any]:
-    """Return the settings of an object and of those in it; DataError for a key that is not known."""
-    found: dict[str, Any] = {}
+def _unwrapped(where: str, given: Any, kind: str) -> tuple[Any, dict[str, Any]]:
+    """(what an object holds, settings in it and in objects that it holds); DataError for a key that is not known."""
+    settings: dict[str, Any] = {}
     while isinstance(given, dict):
         keys = {key: value for key, value in given.items() if value is not None and (key, value) != ("text", "")}
         held = [name for name in NAMES[kind] if name in keys]
@@ -148,29 +150,35 @@ def _settings(where: str, given: Any, kind: str) -> dict[str, Any]:
             )
         if len(held) > 1 and held != ["bytes", "path"]:
             raise DataError(f"{where}: {short(given)} has both {held[0]!r} and {held[1]!r}. Remove one.")
-        found = {name: keys[name] for name in names if name in keys} | found
+        settings = {name: keys[name] for name in names if name in keys} | settings
         given = keys[held[0]] if held else None
-    return found
+        if held[:1] == ["bytes"] and isinstance(given, str):
+            given = f"data:;base64,{given}"
+    return given, settings
 
 
-def _source(where: str, given: Any, kind: str, folder: Path) -> str | bytes | tuple[str | bytes, ...]:
-    is_bytes, held = False, given
-    while isinstance(held, dict):
-        is_bytes = held.get("bytes") is not None
-        held = next((held[name] for name in NAMES[kind] if held.get(name) is not None), None)
-    if kind == "video" and isinstance(held, str) and held.startswith(FRAMES_URL):
-        held = [f"data:image/jpeg;base64,{each}" for each in held.removeprefix(FRAMES_URL).split(",")]
-    if kind == "video" and isinstance(held, list) and held:
-        for frame in held:
-            if settings := _settings(where, frame, "image"):
-                raise DataError(f"{where}: frames have no settings, got {settings}. Give them to the clip.")
-        return tuple(_source(where, frame, "image", folder) for frame in held)
+def _frames(held: Any) -> list[Any]:
+    """The frames of a clip that is given as a list of them; none for any other."""
+    if isinstance(held, str) and held.startswith(FRAMES_URL):
+        return [f"data:;base64,{each}" for each in held.removeprefix(FRAMES_URL).split(",")]
+    return held if isinstance(held, list) else []
+
+
+def _frame(where: str, given: Any, folder: Path) -> str | bytes:
+    held, settings = _unwrapped(where, given, "image")
+    if settings:
+        raise DataError(f"{where}: frames have no settings, got {settings}. Give them to the clip.")
+    return _source(where, held, given, "image", folder)
+
+
+def _source(where: str, held: Any, given: Any, kind: str, folder: Path) -> str | bytes:
+    """The absolute path, or the bytes, of what an object holds; `given`: the object, for messages."""
     if isinstance(held, str):
         with suppress(ValueError):
-            held = _decoded(held, is_bytes)
+            held = _decoded(held)
     if isinstance(held, bytes):
         return held
-    if not isinstance(held, str) or not held or held.startswith("data:") or is_bytes:
+    if not isinstance(held, str) or not held or held.startswith("data:"):
         raise DataError(f"{where}: {short(given)} where {WANTED[kind]}.")
     local = _LOCAL.match(held)
     path = unquote(held[local.end() :]) if local else held
@@ -182,11 +190,11 @@ def _source(where: str, given: Any, kind: str, folder: Path) -> str | bytes | tu
     return str(folder.absolute() / Path(path).expanduser())
 
 
-def _decoded(text: str, is_bytes: bool) -> str | bytes:
+def _decoded(text: str) -> str | bytes:
     """Return the bytes that base64 stands for; any other text as it is. ValueError where it is damaged."""
     if text.startswith("data:"):
         head, _, body = text.partition(",")
-        return base64.b64decode(unquote(body)) if head.endswith(";base64") and body else text
-    if is_bytes or (_BASE64.fullmatch(text) and _MAGIC.match(base64.b64decode(text.split()[0][:24]))):
-        return base64.b64decode("".join(text.split()), validate=True)
-    return text
+        text = unquote(body) if head.endswith(";base64") and body else "?"
+    elif not (_BASE64.fullmatch(text) and _MAGIC.match(base64.b64decode(text.split()[0][:24]))):
+        return text
+    return base64.b64decode("".join(text.split()), validate=True)

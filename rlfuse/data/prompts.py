@@ -38,9 +38,9 @@ class LoadReport:
     cut: int = 0
     limit: int = 0
     clips: int = 0
-    """Prompts with one."""
-    images: int = 0
     """Prompts with some."""
+    images: int = 0
+    """The same of images."""
     unusable: list[str] = field(default_factory=list)
     """Rows left out for what they were to show: where they stand, and why."""
 

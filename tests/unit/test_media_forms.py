@@ -166,6 +166,8 @@ REFUSED = [
     ({"videos": [{"video": [["0.png"]]}]}, "where paths of files"),
     ({"videos": [{"bytes": "not base64"}]}, "where paths of files, their bytes"),
     ({"videos": ["data:video/mp4,abc"]}, "where paths of files"),
+    ({"videos": ["data:video/mp4;base64,AAAA-_=="]}, "where paths of files"),
+    ({"videos": [{"bytes": "clips/a1/b.mp4"}]}, "where paths of files"),
     ({"videos": [7]}, "7 where paths of files"),
     ({"videos": ["a.mp4"], "extra_info": {"task": ["motion"]}}, r"extra_info\.task: \['motion'\] is no task"),
     (

@@ -58,7 +58,7 @@ def decode(
     pixels = np.empty((len(times), plan.height, plan.width, 3), dtype=np.uint8) if out is None else out
     if listed := frame_list(path):
         for place, time in enumerate(times):
-            frame = listed.frames[min(int((time + ROUNDING_S) * listed.fps), len(listed.frames) - 1)]
+            frame = listed.frames[round(time * listed.fps)]  # plans name frames by their own times
             pixels[place] = _of_frame(frame, images.read, plan)
         return pixels
     reformatter = VideoReformatter()

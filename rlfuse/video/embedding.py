@@ -33,9 +33,9 @@ def embedding_key(content: str, plan: FramePlan, tower_version: str) -> str:
 
 
 def content_hash(path: str | Path) -> str:
-    """Hash of a file's bytes, or of those of all frames in a list; read once while size and time of change stay."""
+    """Hash of a file's bytes, or of a list's rate and frames; read once while size and time of change stay the same."""
     if listed := frame_list(path):
-        return hashlib.sha256("".join(map(content_hash, listed.frames)).encode()).hexdigest()
+        return hashlib.sha256(" ".join([repr(listed.fps), *map(content_hash, listed.frames)]).encode()).hexdigest()
     status = os.stat(path)
     return _hash(os.path.realpath(path), status.st_size, status.st_mtime_ns)
 

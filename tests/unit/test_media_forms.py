@@ -292,6 +292,8 @@ def test_lists_of_frames_are_known_by_what_their_frames_hold(folder, tmp_path):
         path.write_bytes(packed([str(folder / frame) for frame in frames], 4.0))
         hashes.append(content_hash(path))
     assert hashes[0] == hashes[1] != hashes[2]
+    (tmp_path / "slow.frames").write_bytes(packed([str(folder / frame) for frame in ("0.png", "1.png")], 2.0))
+    assert content_hash(tmp_path / "slow.frames") not in hashes, "the same times are other frames"
     facts = probe(str(tmp_path / "x.frames"))
     assert (facts.frames, facts.fps, facts.duration_s, facts.height, facts.width) == (2, 4.0, 0.5, 32, 128)
     buffer = io.BytesIO()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from test_models import Clip
+from test_mrope import as_in_vllm
 from transformers import AutoProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from rlfuse.config.schema import ModelConfig
@@ -103,6 +104,16 @@ def test_the_prompt_and_its_positions_are_the_processors_and_transformers(whole,
     for wrong in (replace(clip, plan=replace(clip.plan, timestamps=None)), replace(clip, positions=clip.positions[1:])):
         with pytest.raises(ValueError, match=r"of grid \(4, 6, 4\) is (24|6) tokens in one piece, got"):
             m_rope(whole.config).positions(len(ids), [visual[0], wrong])
+
+
+@pytest.mark.slow
+def test_positions_of_several_clips_are_vllms(whole, shown):
+    from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration as Served
+
+    ids, visual = shown
+    features = [as_in_vllm(each, Qwen3VL.written_by_engine(whole.config, ids, each)[0]) for each in visual]
+    expected, _ = Served._get_mrope_input_positions(ids.tolist(), features, whole.config)
+    np.testing.assert_array_equal(m_rope(whole.config).positions(len(ids), visual), expected)
 
 
 def rows_of(shown) -> list[Row]:

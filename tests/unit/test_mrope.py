@@ -1,6 +1,7 @@
 """Qwen2.5-VL on the trainer's side: positions on three axes, language models without tower, and whole models again."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -120,6 +121,26 @@ def test_text_and_clips_behind_a_long_clip_begin_behind_its_last_second(whole):
     assert end == 2 + 8 * 4 and (found[:, 56:60] == end + 1 + np.arange(4)).all()
     alone = rope.positions(70, [clip_at(0, SHORT, 0.25)])
     np.testing.assert_array_equal(found[:, 60:], alone + end + 5)
+
+
+def as_in_vllm(clip: Visual, offset: int) -> SimpleNamespace:
+    """A clip or image as vLLM's models get it."""
+    seconds = torch.tensor(clip.plan.seconds_per_temporal_patch, dtype=torch.float64)
+    data = {f"{clip.plan.modality}_grid_thw": torch.tensor(clip.plan.grid), "second_per_grid_ts": seconds}
+    data = {name: SimpleNamespace(data=each) for name, each in data.items()}
+    return SimpleNamespace(mm_position=SimpleNamespace(offset=offset), modality=clip.plan.modality, data=data)
+
+
+@pytest.mark.slow
+def test_positions_of_several_clips_are_vllms(whole):
+    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as Served
+
+    clips = [clip_at(2, LONG, 1.0), clip_at(60, SHORT, 0.25), clip_at(124, (3, 4, 6), 1.43), clip_at(150, LONG, 0.4)]
+    served = SimpleNamespace(config=whole.config)
+    served.iter_mm_grid_thw = partial(Served.iter_mm_grid_thw, served)
+    features = [as_in_vllm(clip, int(clip.positions[0])) for clip in clips]
+    expected, _ = Served.get_mrope_input_positions(served, [0] * 210, features)
+    np.testing.assert_array_equal(m_rope(whole.config).positions(210, clips), expected)
 
 
 def test_only_models_of_three_axes_count_on_three():

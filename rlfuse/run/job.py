@@ -125,16 +125,13 @@ class Job:
             error = first_of(caught)
             raise error from error.__cause__
         finally:
-            ended = _state(error)
+            ended, is_there = _state(error), (self.folder / status.FILE).exists()
             status.release_reserve(self.folder)
             kept = nullcontext() if error is None else suppress(OSError)  # a full disk; `error` is what matters
             with kept, ExitStack() as ending:  # all of them, the last first, also where a person interrupts one
                 ending.callback(log.close, None if isinstance(error, NodeLeft) else error)
-                logs = self.folder / "logs" if ended == "failed" and self.folder.is_dir() else None
-                ending.callback(placement.stop, logs)
-            if (
-                error is not None and self.folder.is_dir() and not isinstance(error, WorkerLost)
-            ):  # else `restarts` says how it goes on
+                ending.callback(placement.stop, self.folder / "logs" if ended == "failed" and is_there else None)
+            if error is not None and is_there and not isinstance(error, WorkerLost):  # then `restarts` says how
                 print(how_to_resume(self), flush=True)
                 if ended == "failed" and "\nlogs: " not in str(error) and (self.folder / "logs").is_dir():
                     print(f"logs: {self.folder / 'logs'}", flush=True)

@@ -6,11 +6,13 @@ HANDSHAKE_S; `ray.init` alone retries for minutes where the address is wrong or 
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from unittest import mock
 
 import ray
@@ -21,6 +23,7 @@ from ray.exceptions import RayError
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.worker_environment import prepare_worker
 from rlfuse.errors import EngineError
+from rlfuse.user_folders import home
 
 CONNECT_S, HANDSHAKE_S = 10.0, 30.0
 """Limits for the head of the cluster: to accept a connection, and to answer a request."""
@@ -31,6 +34,7 @@ def join_ray(address: str) -> None:
     hook = f"{prepare_worker.__module__}.{prepare_worker.__name__}"
     environment = {"env_vars": watchdog.environment(), "worker_process_setup_hook": hook}
     head = address
+    protected_token()
     try:
         head = services.canonicalize_bootstrap_address_or_die(address)
         _await_head(head)
@@ -44,6 +48,26 @@ def join_ray(address: str) -> None:
             "start the cluster (ray start --head; on other nodes ray start --address=HEAD:6379), give its token "
             "(RAY_AUTH_TOKEN_PATH), or leave cluster.ray_address out for one node."
         ) from error
+
+
+def protected_token() -> Path | None:
+    """Return the user's token of Ray clusters, if there is one, readable by this user alone: who has it can run code.
+
+    Raises EngineError where it belongs to another user.
+    """
+    path = home() / ".ray" / "auth_token"
+    if not os.path.isfile(path):
+        return None
+    facts = path.stat()
+    if facts.st_uid != os.getuid():
+        raise EngineError(
+            f"{path}, the token of Ray clusters, belongs to user {facts.st_uid}, who could run code as you. Remove it, "
+            "or set RAY_AUTH_TOKEN_PATH to a file of your own."
+        )
+    if facts.st_mode & 0o077:
+        with suppress(OSError):  # of a read-only file system
+            path.chmod(0o600)
+    return path
 
 
 def _await_head(address: str) -> None:

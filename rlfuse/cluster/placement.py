@@ -30,12 +30,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlfuse.cluster import cuda, fork_server, forked_worker, scratch, watchdog
 from rlfuse.cluster.child_processes import preserve_sigterm, restore_child_signals
-from rlfuse.cluster.joining import join_ray, without_pages
+from rlfuse.cluster.joining import join_ray, protected_token, without_pages
 from rlfuse.cluster.nodes import Node, alive_nodes, answering_nodes, choose, device_of, holders, this_node_id
 from rlfuse.cluster.worker_environment import QUIET, clear_launcher_variables, worker_environment
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
-from rlfuse.user_folders import home, is_writable
 
 LOOPBACK = "127.0.0.1"
 STARTING_S = 10.0
@@ -310,9 +309,8 @@ def _start_ray(config: Config) -> None:
 
 
 def _have_token() -> None:
-    """Make a token for the run's own cluster where Ray could not save one: it writes a missing one below HOME."""
-    file, given = home() / ".ray" / "auth_token", ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-    if not any(map(os.environ.get, given)) and not os.path.isfile(file) and not is_writable(file):
+    """Give the run's own cluster a token: Ray would write a missing one to a file that follows the umask."""
+    if not any(map(os.environ.get, ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))) and protected_token() is None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 

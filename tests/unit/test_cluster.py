@@ -200,6 +200,34 @@ def node(name, address, slots=4.0, gpus=0.0):
     return Node(name, address, 1, {"slot": slots, "GPU": gpus, "CPU": 8.0})
 
 
+@pytest.mark.parametrize("mode", [0o644, 0o666, 0o600])
+def test_the_token_of_ray_clusters_is_readable_by_its_user_alone(monkeypatch, tmp_path, mode):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setitem(os.environ, "RAY_AUTH_TOKEN", "")  # restored after the test
+    monkeypatch.setitem(os.environ, "RAY_AUTH_TOKEN_PATH", "")
+    placement._have_token()
+    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64 and not [*tmp_path.rglob("auth_token")], "Ray writes one as 0644"
+    os.environ["RAY_AUTH_TOKEN"] = ""
+    file = tmp_path / ".ray" / "auth_token"
+    file.parent.mkdir()
+    file.write_text("t" * 64)
+    file.chmod(mode)
+    placement._have_token()
+    assert os.environ["RAY_AUTH_TOKEN"] == "" and file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+def test_a_token_of_another_user_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / ".ray" / "auth_token"
+    file.parent.mkdir()
+    file.write_text("t" * 64)
+    os.chown(file, 65534, -1)
+    for join in (placement._have_token, lambda: joining.join_ray("127.0.0.1:1")):
+        with pytest.raises(EngineError, match=r"auth_token.* belongs to user 65534.* RAY_AUTH_TOKEN_PATH"):
+            join()
+
+
 def test_nodes_are_taken_from_the_drivers_on_and_only_with_room():
     nodes = [node("c", "10.0.0.10"), node("b", "10.0.0.9"), node("full", "10.0.0.1", slots=1), node("d", "10.0.0.11")]
     bundle = {"slot": 1, "CPU": 0.01}

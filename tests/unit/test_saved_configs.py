@@ -12,7 +12,9 @@ from rlfuse.data.tokenizers import save_tokenizer
 from rlfuse.engines.trainer.models import load_critic, load_policy, load_reward_model
 from rlfuse.engines.trainer.saving import Writing
 from rlfuse.engines.weights.exporting import Exporter
+from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
 from rlfuse.tasks.vocabulary import build_tokenizer
+from rlfuse.video.models.video_llama_3 import VideoLlama3
 
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=128)
 SMALL = SIZES | dict(intermediate_size=48, num_key_value_heads=2)
@@ -161,6 +163,46 @@ def test_files_of_a_hub_name_are_copied_from_the_cache(tmp_path, monkeypatch):
     assert copy_files("org/name", tmp_path) == ["generation_config.json"]
     monkeypatch.chdir(snapshot)
     assert not any(copy_files(source, tmp_path) for source in ("org/other", str(tmp_path / "none"), "", "/none"))
+
+
+def rope_of(config):
+    """What decides about rotary positions, under the names of all versions of transformers."""
+    fields, names = config.get_text_config().to_dict(), ("rope", "rotary", "max_position_embeddings")
+    return {name: value for name, value in fields.items() if any(each in name for each in names)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*SOURCES, "video_llama_3"])
+def test_weights_that_are_pushed_meet_the_rotary_positions_of_their_source(tmp_path, family):
+    """Key by key the same in the source, the trainer whose weights are pushed, its checkpoint, and the engine that
+    takes them, be it started from the source or from the checkpoint."""
+    from vllm.transformers_utils.config import get_config
+
+    source, out = tmp_path / "source", tmp_path / "saved"
+    if family == "video_llama_3":
+        write_small_video_llama3(tmp_path / "whole", SmallModel(heads=2, layers=1, tower_heads=1, tower_layers=1))
+        whole = json.loads((tmp_path / "whole/config.json").read_text())
+        rope = {"rope_theta": 5_000_000.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+        published = {key: value for key, value in whole["text_config"].items() if key != "rope_parameters"} | rope
+        (tmp_path / "whole/config.json").write_text(json.dumps(whole | {"text_config": published}))
+        VideoLlama3.export(tmp_path / "whole", source)
+        kept = json.loads((source / "config.json").read_text())
+        assert {key: kept.get(key, "lost") for key in published if key not in ("dtype", "architectures")} == {
+            key: value for key, value in published.items() if key not in ("dtype", "architectures")
+        }
+    else:
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SOURCES[family])).save_pretrained(source)
+        (source / "config.json").write_text(json.dumps(SOURCES[family] | {"model_type": family}))
+    model = load_policy(str(source), ModelConfig(path=str(source), dtype="float32"))
+    out.mkdir()
+    Exporter(model, 0).save_config(out)
+    wanted = rope_of(AutoConfig.from_pretrained(source))
+    assert len(wanted) >= 1 + (family != "opt")
+    found = model.config, AutoConfig.from_pretrained(out), *(get_config(each, False) for each in (source, out))
+    assert [rope_of(config) for config in found] == [wanted] * 4
+    raw = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
+    before, after = ({key: value for key, value in each.items() if "rope" in key or "rotary" in key} for each in raw)
+    assert before.items() <= after.items()
 
 
 def test_a_saved_tokenizer_has_a_class_that_every_version_knows(tmp_path):

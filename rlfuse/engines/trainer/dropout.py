@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlfuse.config.source_keys import NOISE, is_noise
 from rlfuse.errors import EngineError
 
-NOISE = ("drop", "jitter")
-"""In the names of probabilities and widths of noise: attn_pdrop, layerdrop, drop_path_rate, router_jitter_noise."""
 SAMPLED = 256
 """Elements that are compared of each tensor."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -45,11 +44,6 @@ def zero_dropout(model: PreTrainedModel) -> None:
         for name, value in list(vars(module).items()):
             if is_noise(name, value) and value > 0:
                 setattr(module, name, 0.0)
-
-
-def is_noise(name: str, value: Any) -> bool:
-    """Whether a field is a probability or width of noise."""
-    return isinstance(value, float) and any(word in name for word in NOISE)
 
 
 def check_repeatable(model: PreTrainedModel, run: Callable[[], Any], role: str) -> None:

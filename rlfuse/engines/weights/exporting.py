@@ -8,7 +8,7 @@ writes. Never more than one bucket of weights exists beside the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from rlfuse.config.model_files import copy_files
-from rlfuse.engines.trainer.dropout import is_noise
+from rlfuse.config.source_keys import NOT_KEPT, with_keys_of
 from rlfuse.engines.trainer.saving import Writing
 from rlfuse.engines.trainer.vision_tower import NAME as TOWER
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from rlfuse.engines.trainer.tensor_parallel import Sharers
 
 
-NOT_KEPT = ("auto_map", "quantization_config", "_name_or_path", "transformers_version")
-"""Keys of a source that are not true of what is saved, unless transformers saves them."""
 TRAINED = ("architectures", "auto_map", "id2label", "label2id", "pad_token_id", "tie_word_embeddings")
 """Keys that the trainer may set, or transformers for it."""
 
@@ -133,24 +131,3 @@ class Exporter:
         self.save_config(folder)
         index = {"metadata": {"total_size": sum(size for _, size in self.sizes())}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def with_keys_of(source: Mapping[str, Any], saved: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `saved` with all keys of `source`; `whole`: the same configuration as `saved`, defaults included.
-
-    transformers 5 saves rope_theta, rope_scaling and torch_dtype under new names, which transformers 4 does not read,
-    and leaves defaults out. Dropout is off in training only, so the source's values are saved.
-    """
-    found = {key: value for key, value in saved.items() if key in source or not is_noise(key, value)}
-    for key, value in source.items():
-        if key in NOT_KEPT:
-            continue
-        if isinstance(value, dict) and isinstance(saved.get(key), dict):
-            found[key] = with_keys_of(value, saved[key], whole[key])
-        elif key == "torch_dtype":
-            found[key] = whole.get("dtype") or value
-        elif is_noise(key, value) or key not in whole:
-            found[key] = value
-        else:
-            found[key] = whole[key]
-    return found

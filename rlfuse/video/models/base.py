@@ -14,6 +14,7 @@ Invariant: a family's module is its tower and nothing else, its parameters named
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.modeling_layers import GenericForTokenClassification
 
 from rlfuse.config.own_modules import load
+from rlfuse.config.source_keys import with_keys_of
 from rlfuse.config.valid_values import FAMILY
 from rlfuse.errors import ConfigError
 from rlfuse.samples import Visual
@@ -149,6 +151,9 @@ class VideoFamily(torch.nn.Module, ABC):
         text.save_pretrained(out)
         if head is None:  # transformers would refuse to save many that it loads
             whole.generation_config.to_json_file(out / "generation_config.json")
+        file, source = out / "config.json", config.get_config_dict(folder)[0].get("text_config") or {}
+        saved, every = json.loads(file.read_text()), json.loads(text.config.to_json_string(use_diff=False))
+        file.write_text(json.dumps(with_keys_of(source, saved, every), indent=2, sort_keys=True) + "\n")
         AutoTokenizer.from_pretrained(folder).save_pretrained(out)
         return out
 

@@ -48,15 +48,13 @@ from rlfuse.video.video_model import VideoModel
 T = TypeVar("T")
 MANY = 50
 """Files from which on looking at them shows its progress."""
-
-
 KWARGS = "video.mm_processor_kwargs"
 BLOCK_BYTES = 16 << 20
 """Pixels that are compared at a time."""
 
 
 def sampling_of(video: VideoConfig, model: VideoModel) -> Sampling:
-    """What the configuration says of frames and tokens; ValueError where it contradicts itself."""
+    """Return the sampling that the configuration asks for; ValueError where it contradicts itself."""
     if video.sampling == "family":
         return model.sampling.told(_checked(video.mm_processor_kwargs, model.sampling))
     if video.mm_processor_kwargs:

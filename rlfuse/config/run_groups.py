@@ -17,8 +17,8 @@ class TrainerConfig:
     project_name: str = "rlfuse"
     """wandb project and folder name."""
     experiment_name: str | None = None
-    """wandb run and folder name; null: {job_name}-{algorithm}-{time}, but where a run of the same configuration is in
-    the project, resume_mode=auto goes on with the last of them."""
+    """wandb run and folder name; null: {job_name}-{algorithm}-{time}, but where a run of the same configuration and
+    job_name is in the project, resume_mode=auto goes on with the last of them."""
     job_name: str | None = None
     """What runs without a name of their own are called after; null: the job file's name, else `run`."""
     logger: list[str] = field(default_factory=lambda: ["console", "wandb"])

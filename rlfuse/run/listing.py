@@ -27,7 +27,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.markup import escape
 from rich.table import Table
 
-from rlfuse.errors import RunError, UserError
+from rlfuse.errors import NotWritable, RunError, UserError
 from rlfuse.fusion.selection import STRENGTH
 from rlfuse.progress import Console
 from rlfuse.run_folder import status
@@ -170,7 +170,9 @@ def clean(argv: Sequence[str]) -> None:
         for run in runs:
             if any(path.is_relative_to(run) for path in still):
                 held.callback((lock := RunLock()).release)
-                if not lock.acquire(run):
+                with suppress(NotWritable):  # another user's
+                    lock.acquire(run)
+                if not lock.is_held:
                     still = {path for path in still if not path.is_relative_to(run)}
         kept = [each.path for each in found if each.path not in still or not leftovers.remove(each.path)]
     print(f"{len(found) - len(kept)} removed" + "".join(f"\n{path} stays" for path in kept))

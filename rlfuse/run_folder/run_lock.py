@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlfuse.clock import BOOT
-from rlfuse.errors import RunError
+from rlfuse.errors import NotWritable, RunError
 
 FILE = "driver.lock"
 SIGNS = ("live.json", "metrics.jsonl", "events.jsonl", "status.json")
@@ -62,10 +62,13 @@ class RunLock:
         return self._file in _held
 
     def acquire(self, folder: Path) -> bool:
-        """Lock the folder, which exists; False if another driver works in it."""
+        """Lock the folder, which exists; False if another driver works in it. NotWritable where no lock can be made."""
         path, until = folder / FILE, time.monotonic() + PROBED_S
         while True:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            except OSError as error:
+                raise NotWritable(path, error.strerror) from error
             locked = _flock(file, fcntl.LOCK_EX)
             if locked is not False and _is_at(file, path):
                 break
@@ -91,7 +94,7 @@ class RunLock:
     def _claim(self, file: int, folder: Path) -> bool:
         """Whether the folder is free although no lock proves it: of two that claim it at once, the last to write wins.
 
-        `refuse_running` has watched the folder for SILENT_S before; this closes the gap since.
+        `rlfuse.run.acceptance` has watched the folder for SILENT_S before; this closes the gap since.
         """
         seen = last_write(folder)
         time.sleep(2 * BEAT_S)
@@ -118,8 +121,8 @@ class RunLock:
             return
         if not _is_at(self._file, self.folder / FILE):
             raise RunError(
-                f"{self.folder} was removed or replaced while the run was writing to it. The run has ended, and what "
-                "it wrote there is lost; start it again, and remove run folders only after their runs have ended."
+                f"{self.folder} was removed or replaced while the run was writing to it ({FILE} is gone), so the run "
+                "has ended. Start it again; remove run folders only after their runs have ended."
             )
         if (other := _content(self._file)).get("id") != self._id:
             raise RunError(
@@ -132,6 +135,8 @@ class RunLock:
         if self.is_held:
             self._released.set()
             self._beating.join()
+            if _content(self._file).get("id") == self._id:
+                os.truncate(self._file, 0)  # the next holder has nothing to wait for
             _held.remove(self._file)
             os.close(self._file)
 
@@ -174,8 +179,8 @@ def last_sign(folder: Path) -> float:
 
 
 def _written(path: Path) -> float:
-    with suppress(OSError):
-        return path.stat().st_mtime
+    with suppress(OSError), path.open("rb") as file:  # network file systems ask their server then
+        return os.fstat(file.fileno()).st_mtime
     return 0.0
 
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -97,17 +98,16 @@ def _seconds_before(folder: Path, started: float) -> float:
 
 def release_reserve(folder: Path) -> None:
     """The run ends: what it still writes may take the space that was reserved for that."""
-    (folder / RESERVED).unlink(missing_ok=True)
+    with suppress(OSError):
+        (folder / RESERVED).unlink()
 
 
 def end(folder: Path, state: str, error: str = "", ended: float | None = None) -> None:
     """It is over. `state`: finished, stopped or failed; `ended`: the date by its own clock, the present by default."""
     release_reserve(folder)
     if (status := read(folder)) is not None:
-        _write(
-            folder,
-            replace(status, state=state, ended=time.time() if ended is None else ended, error=hidden_text(error)),
-        )
+        when = time.time() if ended is None else ended
+        _write(folder, replace(status, state=state, ended=when, error=hidden_text(error)))
 
 
 def read(folder: Path) -> Status | None:

@@ -279,16 +279,17 @@ def test_a_used_folder_without_a_checkpoint_is_refused(config, untouched):
         accept(changed(config, trainer__resume_mode="disable"))
 
 
-def test_a_run_that_goes_on_elsewhere_is_not_joined(config, untouched, monkeypatch):
+def test_a_run_that_goes_on_elsewhere_is_not_joined(config, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_S", 60.0)
     folder, lock = leave(config, 2, state="running"), RunLock()
     assert lock.acquire(folder)
     job = open_job(changed(config, trainer__experiment_name="free"))
-    untouched()
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     with pytest.raises(RunRefused, match=f"goes on: process {os.getpid()} on .*rlfuse watch .*mine"):
         accept(config)
     with pytest.raises(RunRefused):
         dataclasses.replace(job, folder=folder).begin(4)  # accepted before the other began
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}, "nothing was touched"
     lock.release()
     assert accept(config).checkpoint.name == "global_step_2", "crashed now"
 

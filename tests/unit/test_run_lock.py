@@ -81,7 +81,8 @@ def test_neither_process_ids_nor_clocks_decide_whether_a_run_is_alive(running, l
     status._write(running, replace(status.read(running), **change))
     assert state(running) == "running" and not RunLock().acquire(running)
     lock.release()
-    assert state(running) == "crashed" and lock.acquire(running)
+    assert state(running) == "crashed" and (running / run_lock.FILE).read_bytes() == b"", "no host has to wait"
+    assert lock.acquire(running)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import psutil
@@ -300,21 +301,20 @@ def two_nodes() -> Iterator[tuple[str, list[psutil.Process], Callable[[], None]]
         process.wait()
 
 
-def disturbed(job: str, folder: Path, steps: int, times: int, seed: int) -> list[str]:
-    """Run a job undisturbed and struck; what is wrong with the second."""
-    kinds = KINDS[job]
-    with two_nodes() if "node" in kinds else _no_cluster() as (address, raylets, add):
+def disturbed(job: str, kinds: Sequence[str], folder: Path, steps: int, times: int, seed: int) -> list[str]:
+    """Run a job undisturbed and with kills of these kinds; return what is wrong with the second."""
+    with two_nodes() if job == "quickstart" else _no_cluster() as (address, raylets, add):
         settings = quickstart(folder, steps, address) if job == "quickstart" else video(folder, steps)
         runs = folder / "rlfuse"
-        began = time.monotonic()
         calm = Chaos(command_of(settings, f"{job}_calm"), runs / f"{job}_calm", raylets)
         calm.run([])
-        each = (time.monotonic() - began) / steps
-        print(f"{job}: undisturbed in {each * steps:.0f} s", flush=True)
+        took = [row["perf/time_per_step"] for row in read_metrics(calm.folder / "metrics.jsonl") if row["step"]]
+        print(f"{job}: undisturbed, {median(took):.1f} s a step", flush=True)
         name = f"{job}_{seed}"
         chaos = Chaos(command_of(settings, name), runs / name, raylets, add)
-        chaos.run(plan(kinds, times, steps, seed, longest_s=each))
-        print(f"{job}: {len(chaos.kills)} kills, {time.monotonic() - began - each * steps:.0f} s", flush=True)
+        began = time.monotonic()
+        chaos.run(plan(kinds, times, steps, seed, longest_s=median(took)))
+        print(f"{job}: {len(chaos.kills)} kills, {time.monotonic() - began:.0f} s", flush=True)
         return differences(calm.folder, chaos.folder) + [f"left: {what}" for what in chaos.left()]
 
 
@@ -328,13 +328,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--times", type=int, default=2, help="kills of each kind")
     parser.add_argument("--jobs", nargs="+", choices=[*KINDS], default=[*KINDS])
+    parser.add_argument("--kinds", nargs="+", default=sum(KINDS.values(), ()), help="of processes; default: all")
     parser.add_argument("--steps", nargs="+", type=int, default=[60, 20], help="of each job")
     parser.add_argument("--folder", type=Path, default=Path("chaos"))
     arguments = parser.parse_args()
     wrong = []
     for job, steps in zip(arguments.jobs, arguments.steps, strict=False):
         print(f"{job}: {steps} steps, seed {arguments.seed}", flush=True)
-        wrong += disturbed(job, arguments.folder.absolute(), steps, arguments.times, arguments.seed)
+        kinds = [kind for kind in KINDS[job] if kind in arguments.kinds]
+        wrong += disturbed(job, kinds, arguments.folder.absolute(), steps, arguments.times, arguments.seed)
     print("\n".join(wrong) or "no difference, nothing left")
     return 1 if wrong else 0
 

@@ -23,6 +23,7 @@ from rlfuse.config.valid_values import METRICS, OPEN
 from rlfuse.errors import ConfigError
 from rlfuse.evaluation.source import Source, find
 from rlfuse.run.acceptance import named
+from rlfuse.run_folder.code import add_option, model_code, refuse_code, reward_code
 
 REWARD = ("reward.functions", "reward.model_path")
 TRAINING = ("data.train_files: `", f"{METRICS}:", *(f"{key}=" for key in (*OPEN, METRICS)))
@@ -41,6 +42,7 @@ def parser(name: str, usage: str, **more: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog=f"rlfuse {name}", usage=f"rlfuse {name} {usage}", allow_abbrev=False, **more)
     for option in ("--config-dir", "--config-name"):
         made.add_argument(option, metavar="NAME", help="as of rlfuse train")
+    add_option(made)
     return made
 
 
@@ -53,16 +55,23 @@ def parsed(made: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse
     return arguments, [*(f"{option}={value}" for option, value in given.items() if value is not None), *words]
 
 
-def read(words: Sequence[str], files: Sequence[str] = (), scored: bool = True) -> tuple[Config, Source]:
+def read(
+    words: Sequence[str], files: Sequence[str] = (), scored: bool = True, run_code: bool = False
+) -> tuple[Config, Source]:
     """`my_job.yaml [CHECKPOINT] key=value ...` as a checked configuration, and the model it is about.
 
     `files`: of prompts, in the place of data.val_files. `scored`: whether rewards are asked for. Without a job file a
-    checkpoint's run has its own.
+    checkpoint's run has its own; what that names as code is refused without `run_code`.
     """
     given, settings = checkpoint_among(words)
-    if given is not None and not any(names_job(word) for word in settings):
-        settings = [*own_job(given), *settings]
-    job = compose_job(settings)
+    folder = own_job(given) if given is not None and not any(names_job(word) for word in settings) else []
+    job = compose_job([*folder, *settings])
+    if folder:
+        content = OmegaConf.to_container(job)
+        code = model_code(content) + (reward_code(content) if scored else [])
+        words = {word.partition("=")[0].lstrip("+") for word in settings}
+        refuse_code(Path(folder[0]), [each for each in code if each.partition("=")[0] not in words], run_code)
+    settings = [*folder, *settings]
     source = find(given, run_of(settings, job), job.model.path if not OmegaConf.is_missing(job.model, "path") else "")
     if not source.answers:
         raise ConfigError([f"CHECKPOINT {source.path}: is a reward model, which answers nothing; give a policy's"])

@@ -42,7 +42,7 @@ FIGURES, RESPONSES = "eval.json", "responses.jsonl"
 def main(argv: Sequence[str]) -> None:
     """Evaluate, print, write. Raises ConfigError, DataError, RewardError or EngineError."""
     arguments, words = parsed(_parser(), argv)
-    config, source = read(words)
+    config, source = read(words, run_code=arguments.run_code)
     settings = made_from(config, source, scored=True)
     folder = arguments.out or folder_of(source, config, settings)
     with claimed(folder / RESPONSES):

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
     out: Path = arguments.out
     if out.suffix not in ENDINGS or out.is_dir():
         raise ConfigError([f"--out {out}: must be a file whose name ends in {' or '.join(ENDINGS)}"])
-    config, source = read(words, arguments.prompts or (), arguments.score)
+    config, source = read(words, arguments.prompts or (), arguments.score, arguments.run_code)
     with claimed(out):
         _write(out, config, source, arguments.score)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import csv
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -34,6 +35,7 @@ from rlfuse.observe.live import figure
 from rlfuse.observe.tracking import sample_of_row
 from rlfuse.progress import Console
 from rlfuse.rewards.table import as_columns
+from rlfuse.run_folder.code import add_option, refuse_code, reward_code
 from rlfuse.run_folder.reader import RunFolder, open_run
 from rlfuse.samples import Reward, RewardFailure, Sample
 
@@ -53,6 +55,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "settings", nargs="*", metavar="reward.KEY=VALUE", help="the other reward, as in a job; none: the run's own"
     )
+    add_option(parser)
     parser.add_argument("--out", type=Path, help="beginning of the files' names (RUN_DIR/replay: replay.json, .csv)")
     parser.add_argument("--examples", type=int, default=5, help="samples to show (%(default)s)")
     arguments = parser.parse_args(argv)
@@ -66,11 +69,14 @@ def main(argv: Sequence[str]) -> None:
 
 def _replay(run: RunFolder, arguments: argparse.Namespace, out: Path) -> None:
     reward = reward_of(run, arguments.settings)
+    of_folder = {**run.config, "reward": _kept(run, arguments.settings)}
+    refuse_code(run.path / "config.yaml", reward_code(of_folder), arguments.run_code)
+    trusts = trusts_code(run, arguments.settings, arguments.run_code)
     rows = list(run.samples())
     if not rows:
         raise RewardError(f"{run.path}: samples.jsonl has no samples; run with trainer.log_samples above 0")
     prompt_key = run.config.get("data", {}).get("prompt_key", "prompt")
-    samples, trusts = [sample_of_row(row, prompt_key) for row in rows], trusts_code(run, arguments.settings)
+    samples = [sample_of_row(row, prompt_key) for row in rows]
     rewards = asyncio.run(scored(samples, reward, prompt_key, trusts))
     table = sample_table(rows)
     after = pd.DataFrame([as_columns(each, PART) for each in rewards], table.index)
@@ -84,22 +90,29 @@ def reward_of(run: RunFolder, settings: Sequence[str]) -> RewardConfig:
     """The group `reward` with these settings; limits that they don't name are the run's."""
     if wrong := [word for word in settings if not word.lstrip("+").startswith(("reward.", TRUST))]:
         raise RewardError(f"{wrong[0]}: only the reward can be another one; settings are reward.KEY=VALUE, and {TRUST}")
-    given = {word.partition("=")[0].lstrip("+").split(".")[1] for word in settings if not word.startswith(TRUST)}
-    kept = dict(run.config.get("reward", {}))
-    if given.intersection(TOGETHER):
-        kept = {name: value for name, value in kept.items() if name not in TOGETHER}
     wanted = compose_job(list(settings)).reward
-    base = OmegaConf.merge(OmegaConf.structured(RewardConfig), kept)
-    found = OmegaConf.to_object(OmegaConf.merge(base, {name: wanted[name] for name in given}))
+    base = OmegaConf.merge(OmegaConf.structured(RewardConfig), _kept(run, settings))
+    found = OmegaConf.to_object(OmegaConf.merge(base, {name: wanted[name] for name in _given(settings)}))
     remember(asdict(found))
     return found
 
 
-def trusts_code(run: RunFolder, settings: Sequence[str]) -> bool:
-    """Whether modelling code that ships with the reward model may run: as the settings say, else as in the run."""
+def _given(settings: Sequence[str]) -> set[str]:
+    return {word.partition("=")[0].lstrip("+").split(".")[1] for word in settings if not word.startswith(TRUST)}
+
+
+def _kept(run: RunFolder, settings: Sequence[str]) -> dict[str, Any]:
+    """Return what is left of the run's reward under these settings."""
+    given = _given(settings)
+    replaced = given.union(TOGETHER) if given.intersection(TOGETHER) else given
+    return {name: value for name, value in (run.config.get("reward") or {}).items() if name not in replaced}
+
+
+def trusts_code(run: RunFolder, settings: Sequence[str], run_code: bool = False) -> bool:
+    """Return whether a reward model's own modelling code may run: as the settings say, else as in the run."""
     if any(word.startswith(TRUST) for word in settings):
         return compose_job(list(settings)).model.trust_remote_code
-    return run.config.get("model", {}).get("trust_remote_code", False)
+    return run_code and run.config.get("model", {}).get("trust_remote_code", False)
 
 
 async def scored(
@@ -188,8 +201,15 @@ def write(
     whole = table[list(TEXTS)].assign(before=table["reward"], after=after["reward"])
     whole = whole.assign(shift=found.samples["shift"], turned=found.samples["turned"])
     with replacing(paths[1]) as aside:
-        whole.join(after.drop(columns=["reward", "traceback"])).to_csv(aside, index=False)
+        whole = whole.join(after.drop(columns=["reward", "traceback"]))
+        # All texts quoted: one with a carriage return would else begin a row.
+        whole.rename(columns=_as_text).map(_as_text).to_csv(aside, index=False, quoting=csv.QUOTE_NONNUMERIC)
     return paths
+
+
+def _as_text(cell: Any) -> Any:
+    """Return a cell that no spreadsheet takes for a formula."""
+    return f"'{cell}" if isinstance(cell, str) and cell.lstrip().startswith(("=", "+", "-", "@")) else cell
 
 
 def _files(out: Path) -> tuple[Path, Path]:

@@ -28,6 +28,7 @@ from rlfuse.planning.measured_links import MeasuredLinks, Pair, write_links
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.plan import shapes_of
 from rlfuse.progress import Console
+from rlfuse.run_folder.code import add_option, refuse_code
 from rlfuse.simulate.recorded import generating
 
 OUT, LINKS_OUT = Path("calibration.yaml"), Path("links.yaml")
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
     if arguments.probe:
         works, sources, missing, speeds = _probed(arguments.model, console)
     else:
-        works, sources, missing, speeds = _recorded(arguments.runs, arguments.model)
+        works, sources, missing, speeds = _recorded(arguments.runs, arguments.model, arguments.run_code)
     hardware = fitted(works)
     found, words = held_out(works)
     calibration = Calibration(
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN_DIR", help="runs of two steps or more on one device")
+    add_option(parser)
     parser.add_argument("--probe", action="store_true", help="measure here and now instead: passes, decoding, copies")
     parser.add_argument("--links", action="store_true", help="measure between a Ray cluster's nodes: writes links.yaml")
     parser.add_argument("--address", default="auto", metavar="HOST:PORT", help="of that cluster; default: auto")
@@ -156,11 +158,11 @@ Measured = tuple[list[Work], list[Source], list[str], dict[str, float]]
 """Work, where it comes from, what is missing, and speeds of the device by themselves."""
 
 
-def _recorded(folders: Sequence[Path], model: str | None) -> Measured:
+def _recorded(folders: Sequence[Path], model: str | None, run_code: bool) -> Measured:
     works, sources, missing = [], [], [LINKS]
     for folder in folders:
         name = str(folder) if len({each.name for each in folders}) < len(folders) else folder.absolute().name
-        found, source = read_works(folder, name, model)
+        found, source = read_works(folder, name, model, run_code)
         works += found
         sources.append(source)
     if len({(source.parameters, source.layers) for source in sources}) == 1:
@@ -172,9 +174,13 @@ def _recorded(folders: Sequence[Path], model: str | None) -> Measured:
     return works, sources, missing, {}
 
 
-def read_works(folder: Path, name: str, model: str | None = None) -> tuple[list[Work], Source]:
+def read_works(folder: Path, name: str, model: str | None = None, run_code: bool = False) -> tuple[list[Work], Source]:
     """The work of one run. Raises CalibrationError where it can't be told."""
     config = generating(folder)
+    if model is None and config.model.trust_remote_code:
+        what = f"model.trust_remote_code=true for model.path={config.model.path}"
+        refuse_code(folder / "config.yaml", [what], run_code)
+    config.model.trust_remote_code &= run_code
     if (stages := config.training.pipeline_parallel_size) > 1:
         raise CalibrationError(
             f"{folder}: a run with pipelines (training.pipeline_parallel_size={stages}); its spans are of stages, and "

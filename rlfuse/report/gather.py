@@ -114,7 +114,7 @@ class Gathered:
         return [row for row in self.rows if row["step"] > 0]
 
 
-def gather(run: RunFolder, name: str, sharing: int = 1) -> Gathered:
+def gather(run: RunFolder, name: str, sharing: int = 1, run_code: bool = False) -> Gathered:
     """Read the folder; raises RunError for damaged files. `sharing`: runs on the page."""
     rows, steps = _rows(run), run.steps()
     chosen = _chosen_steps(steps, max(1, TIMELINES // sharing))
@@ -144,13 +144,13 @@ def gather(run: RunFolder, name: str, sharing: int = 1) -> Gathered:
         _samples(run, budget, [row["step"] for row in rows if row["step"] > 0], max(1, SAMPLES // sharing))
         + _validated(run, budget, max(1, VALIDATED // sharing)),
         _alerts(run, rows),
-        *_examined(run),
+        *_examined(run, run_code),
     )
 
 
-def _examined(run: RunFolder) -> tuple[RunSlowdown | None, list[Answer]]:
+def _examined(run: RunFolder, run_code: bool) -> tuple[RunSlowdown | None, list[Answer]]:
     try:
-        examined = examine(run)
+        examined = examine(run, run_code=run_code)
         return examined.found, list(answers(examined.analysis, examined.simulated))
     except (RunError, WorkloadError, PolicyError):  # too few steps yet, of another version, or its policy is elsewhere
         return None, []

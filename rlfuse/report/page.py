@@ -23,6 +23,7 @@ from plotly.offline import get_plotlyjs
 from rlfuse.files import write_whole
 from rlfuse.report import charts, slowness, tables
 from rlfuse.report.gather import Gathered, gather
+from rlfuse.run_folder.code import add_option, policy_code
 from rlfuse.run_folder.reader import RunFolder, open_run
 
 MOST_ALERTS = 50
@@ -36,13 +37,17 @@ def main(argv: Sequence[str]) -> None:
     help_of_runs = "run folders; of a project's folder all its runs"
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help=help_of_runs)
     help_of_out = "default: report.html in the run folder, of several runs in the folder that they share"
+    add_option(parser)
     parser.add_argument("--out", type=Path, metavar="HTML", help=help_of_out)
     arguments = parser.parse_args(argv)
     folders = find(arguments.runs)
     out = arguments.out or Path(os.path.commonpath([folder.path for folder in folders])) / "report.html"
     named = zip(folders, names([folder.path for folder in folders]), strict=True)
-    page = render([gather(folder, name, len(folders)) for folder, name in named])
+    page = render([gather(folder, name, len(folders), arguments.run_code) for folder, name in named])
     write_whole(out, page)
+    for folder in () if arguments.run_code else folders:
+        for code in policy_code(folder.config["fusion"]["policy"]):
+            print(f"left out   what uneven workers cost {folder.name}: it would run {code} (--run-code)")
     shown = "" if len(folders) == 1 else f"{len(folders)} runs, "
     print(f"report     {out}  ({shown}{len(page.encode()) / 1e6:.1f} MB)")
 

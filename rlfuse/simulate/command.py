@@ -24,6 +24,7 @@ from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.own_policies import load_policy, loaded_policy
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.registry import traits_of
+from rlfuse.run_folder.code import add_option, policy_code, refuse_code
 from rlfuse.simulate.explaining import sources, terms_table
 from rlfuse.simulate.fitting import Fit
 from rlfuse.simulate.recorded import Recording, Step, read_run
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rlfuse simulate", description="What fusion policies make of a workload.")
     parser.add_argument("workload", nargs="?", type=Path, metavar="WORKLOAD.json", help="machine, costs and samples")
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="replay the steps of a recorded run")
+    add_option(parser)
     names = f"{', '.join(POLICIES)} (default: these), or path/file.py:name for your own"
     parser.add_argument(
         "--stress", type=Path, metavar="FOLDER", help="look for the workloads on which a policy does worst, write them"
@@ -239,6 +241,8 @@ def _replay(arguments: argparse.Namespace) -> None:
     for line in slow_slots(recording.rates):
         print(line)
     policies = arguments.policy or [recording.policy]
+    if not arguments.policy:
+        refuse_code(arguments.run / "config.yaml", policy_code(recording.policy), arguments.run_code)
     rows = []
     for step in steps:
         for run in _run(step.workload, policies, arguments.threshold, recording.by_rates):

@@ -20,7 +20,9 @@ from rich.table import Table
 from rlfuse.errors import UserError
 from rlfuse.files import write_whole
 from rlfuse.fusion.own_policies import loaded_policy
+from rlfuse.parsing import parse_yaml
 from rlfuse.progress import Console
+from rlfuse.run_folder.code import add_option
 from rlfuse.run_folder.reader import open_run
 from rlfuse.whatif.of_run import STEPS, examine
 from rlfuse.whatif.operations import Operations
@@ -57,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="rlfuse whatif", description="What uneven workers cost a run or a training job, and who they are."
     )
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN_DIR", help="a run's folder")
+    add_option(parser)
     parser.add_argument(
         "--steps", type=int, default=STEPS, metavar="N", help=f"its last so many steps; default {STEPS}"
     )
@@ -81,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> tuple[list[str | Table], dict[str, An
     for policy in arguments.policy:
         loaded_policy(policy)  # a mistake is told before everything is read
     folder = open_run(arguments.run)
-    run = examine(folder, arguments.steps)
+    run = examine(folder, arguments.steps, arguments.run_code)
     asked = list(answers(run.analysis, run.simulated, arguments.without, arguments.policy))
     if arguments.timeline is not None:
         _write_timeline(arguments.timeline, of_run(run.analysis, run.steps, folder.width))
@@ -121,7 +124,7 @@ def _job(arguments: argparse.Namespace) -> tuple[list[str | Table], dict[str, An
 def check_sizes(job: Operations, path: Path) -> None:
     """TraceError where the metadata is of another job than the table."""
     try:
-        meta = yaml.safe_load(path.read_text())
+        meta = parse_yaml(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise TraceError(f"--meta {path}: {error}") from error
     if not isinstance(meta, dict):

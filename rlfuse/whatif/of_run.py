@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rlfuse.events import Span
 from rlfuse.health.alarms import read_alarms
 from rlfuse.health.detection import Alarm
+from rlfuse.run_folder.code import policy_code, refuse_code
 from rlfuse.run_folder.reader import RunFolder
 from rlfuse.simulate.recorded import config_of
 from rlfuse.whatif.questions import Simulated, ranks_of, simulated
@@ -32,12 +33,13 @@ class Examined:
     """What the run told of slow and faulty workers itself, and when that began."""
 
 
-def examine(run: RunFolder, steps: int = STEPS) -> Examined:
+def examine(run: RunFolder, steps: int = STEPS, run_code: bool = False) -> Examined:
     """RunError or WorkloadError where the folder doesn't tell enough.
 
     Steps on other ranks than the last are left out: a run may have been resumed on more devices, or fewer.
     """
-    config, recorded = config_of(run.path / "config.yaml"), recorded_steps(run, steps)
+    config, recorded = config_of(file := run.path / "config.yaml"), recorded_steps(run, steps)
+    refuse_code(file, policy_code(config.fusion.policy), run_code)
     ranks = ranks_of(recorded[-1][1])
     recorded = [step for step in recorded if ranks_of(step[1]) == ranks]
     spans = [span for _, inside in recorded for span in inside]

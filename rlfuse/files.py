@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlfuse.errors import NotWritable, NotWritten, RunError
+from rlfuse.parsing import parse_json
 
 UNWRITABLE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
 """Errors that mean another place would do; a full disk is none."""
@@ -122,10 +123,7 @@ def _decoded(line: bytes, wanted: Callable[[str], bool] = lambda line: True) -> 
         raise ValueError("the line has no end")
     if not wanted(text):
         return None
-    try:
-        row = json.loads(text)
-    except RecursionError:
-        raise ValueError("brackets are nested too deep") from None
+    row = parse_json(text)
     if not isinstance(row, dict):
         raise ValueError(f"{text[:40].strip()} is no object")
     return row

@@ -25,6 +25,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import yaml
 
 from rlfuse.errors import UserError
+from rlfuse.parsing import parse_json
 
 T = TypeVar("T")
 
@@ -231,11 +232,9 @@ def read_json(path: Path, parse: Callable[[Any], T], kind: str, error: type[Inpu
     text = ""
     try:
         text = path.read_text(encoding="utf-8-sig")
-        return parse(json.loads(text))
+        return parse(parse_json(text))
     except OSError as cause:
         raise error(f"{path}: {cause.strerror}; give the path of a {kind} in JSON") from cause
-    except RecursionError:
-        raise error(f"{path}: brackets are nested too deep to be read; a {kind} needs four levels") from None
     except error as cause:
         lines = lines_of(text)
         raise error(*(f"{path}{line_of(problem, lines)}: {problem}" for problem in cause.problems)) from cause

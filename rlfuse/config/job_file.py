@@ -23,6 +23,7 @@ from rlfuse.config.documentation import as_typed, by_name, groups
 from rlfuse.config.input_files import lines_of
 from rlfuse.config.keys import PRESET_GROUPS, explain_form, explain_name, explain_type, listed, rename
 from rlfuse.errors import ConfigError
+from rlfuse.parsing import parse_yaml
 
 NAME = "given"
 """Name of the file's content in the group `job_file`."""
@@ -64,15 +65,13 @@ def read(path: Path) -> JobFile:
     """The file, its names and types checked. Raises ConfigError for one that holds no settings."""
     try:
         text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
-        content = OmegaConf.to_container(OmegaConf.create(text) if text.strip() else OmegaConf.create({}))
+        content = OmegaConf.to_container(parse_yaml(text, OmegaConf.create) if text.strip() else OmegaConf.create({}))
     except FileNotFoundError:
         raise ConfigError([f"{path}: there is no such job file; correct the path"]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: can't be read ({error})"]) from error
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError([f"{path}: is not valid YAML: {' '.join(str(error).split())}"]) from error
-    except RecursionError:
-        raise ConfigError([f"{path}: brackets or aliases are nested too deep; no setting needs four levels"]) from None
     if not isinstance(content, dict):
         raise ConfigError([f"{path}: holds a {type(content).__name__}; must hold keys, as `rollout: {{n: 4}}`"])
     presets, problems = _presets(content, path)

@@ -28,6 +28,7 @@ from rlfuse.config.documentation import as_typed
 from rlfuse.config.job_file import JobFile, settings_of
 from rlfuse.config.keys import PRESET_GROUPS, parse_override
 from rlfuse.config.options import as_own_group
+from rlfuse.parsing import parse_yaml
 
 EXPERIMENT = "experiment"
 """A whole job, which the other presets of its layer change."""
@@ -188,7 +189,7 @@ def _read(group: str, name: str, folders: list[Path]) -> tuple[list[Any], dict[s
     files = [path for folder in folders if (path := folder / group / f"{name}.yaml").is_file()]
     try:
         text = files[0].read_text(encoding="utf-8") if files else ""
-        content = OmegaConf.to_container(OmegaConf.create(text))
+        content = OmegaConf.to_container(parse_yaml(text, OmegaConf.create))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException):
         return [], {}
     if not isinstance(content, dict):

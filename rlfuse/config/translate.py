@@ -29,6 +29,7 @@ from rlfuse.config.keys import SEVERAL, explain_value, fits, is_free
 from rlfuse.config.shell import Script, Word
 from rlfuse.config.valid_values import CHOICES, RANGES, in_range
 from rlfuse.errors import ConfigError
+from rlfuse.parsing import parse_yaml
 
 USAGE = """\
 A job file from what verl is started with, on stdout:
@@ -122,8 +123,8 @@ def _of_words(origin: str, words: list[Word]) -> VerlCommand:
 
 def _of_yaml(origin: str, text: str) -> VerlCommand:
     try:
-        content = OmegaConf.create(text)
-    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        content = parse_yaml(text, OmegaConf.create)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError([f"{origin}: is not valid YAML: {' '.join(str(error).split())[:300]}"]) from error
     if not isinstance(content, DictConfig):
         raise ConfigError([f"{origin}: holds no keys; a configuration of verl has data, actor_rollout_ref, trainer"])

@@ -33,6 +33,7 @@ from rlfuse.data.messages import (
     tools_of,
 )
 from rlfuse.errors import DataError
+from rlfuse.parsing import parse_json
 from rlfuse.video.plan import TaskKind
 from rlfuse.video.prompt import MARKERS, unquoted
 
@@ -174,11 +175,11 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
     text = _text(file)
     if file.suffix == ".json" and text.lstrip().startswith("["):
         try:
-            rows = ((f"row {i}", row) for i, row in enumerate(json.loads(text)))
+            rows = ((f"row {i}", row) for i, row in enumerate(parse_json(text)))
         except json.JSONDecodeError as error:
             raise DataError(f"{file}, line {error.lineno}: not JSON ({error.msg}, column {error.colno}).") from error
-        except RecursionError:
-            raise DataError(f"{file}: brackets are nested too deep to be read.") from None
+        except ValueError as error:
+            raise DataError(f"{file}: {error}.") from None
     else:
         rows = _json_lines(file, text)
     escaped = re.search(r"\\u[dD][89a-fA-F]", text) is not None
@@ -192,11 +193,11 @@ def _json_lines(file: Path, text: str) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                yield f"line {number}", json.loads(line)
+                yield f"line {number}", parse_json(line)
             except json.JSONDecodeError as error:
                 raise DataError(f"{file}, line {number}: not JSON ({error.msg}, column {error.colno}).") from error
-            except RecursionError:
-                raise DataError(f"{file}, line {number}: brackets are nested too deep to be read.") from None
+            except ValueError as error:
+                raise DataError(f"{file}, line {number}: {error}.") from None
 
 
 def _checked(where: str, row: dict[str, Any], prompt_key: str, file: Path, prompt_is_chat: bool) -> DataRow:

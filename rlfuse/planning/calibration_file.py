@@ -27,6 +27,7 @@ from rlfuse.config.input_files import (
     read,
 )
 from rlfuse.files import write_whole
+from rlfuse.parsing import parse_yaml
 from rlfuse.planning.hardware import Hardware
 
 COUNTED_BEFORE = {
@@ -146,10 +147,10 @@ def read_file(path: Path) -> Calibration:
     """Raises CalibrationError, naming file, line, field, value and what it may be."""
     try:
         text = path.read_text()
-        data = yaml.safe_load(text)
+        data = parse_yaml(text)
     except OSError as error:
         raise CalibrationError(f"{path}: {error.strerror}; `rlfuse calibrate` writes such a file") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise CalibrationError(f"{path}: no YAML: {error}") from error
     given = data.get("hardware") if isinstance(data, dict) else None
     for name in COUNTED_BEFORE.keys() & (given.keys() if isinstance(given, dict) else ()):

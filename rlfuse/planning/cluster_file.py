@@ -15,6 +15,7 @@ import yaml
 
 from rlfuse.config.input_files import AtLeastZero, Count, InputError, Positive, Schema, number, one_of, read
 from rlfuse.config.schema import Config
+from rlfuse.parsing import parse_yaml
 from rlfuse.planning.hardware import KINDS, Hardware, Links, NodeSpeed
 from rlfuse.planning.measured_links import read_links
 from rlfuse.planning.memory import GIB, Budget
@@ -269,7 +270,7 @@ class Cluster:
 def read_cluster(path: Path) -> Cluster:
     """Raises ClusterError, naming the file and each field that is wrong."""
     try:
-        data = yaml.safe_load(path.read_text())
+        data = parse_yaml(path.read_text())
     except FileNotFoundError:
         raise ClusterError(f"--cluster {path}: there is no such file") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

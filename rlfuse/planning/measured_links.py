@@ -15,6 +15,7 @@ import yaml
 
 from rlfuse.config.input_files import AtLeastZero, InputError, Positive, Schema, read
 from rlfuse.files import write_whole
+from rlfuse.parsing import parse_yaml
 from rlfuse.planning.node_order import NodeLinks
 
 Text = Annotated[str, Schema(type="string", minLength=1)]
@@ -87,7 +88,7 @@ def write_links(links: MeasuredLinks, path: Path) -> None:
 def read_links(path: Path) -> MeasuredLinks:
     """Raises LinksError, naming the file and each field that is wrong."""
     try:
-        data = yaml.safe_load(path.read_text())
+        data = parse_yaml(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise LinksError(f"{path}: can't be read: {error}; `rlfuse calibrate --links` writes such a file") from error
     try:

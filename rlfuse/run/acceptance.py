@@ -27,6 +27,7 @@ from rlfuse.config.own_functions import absolute, replaced, with_functions_at, w
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
 from rlfuse.errors import ConfigError, UserError
+from rlfuse.parsing import parse_yaml
 from rlfuse.run import inputs, refusals
 from rlfuse.run_folder import checkpoints, run_lock, status
 from rlfuse.run_folder.reader import RunFolder
@@ -35,7 +36,6 @@ WHERE = ("trainer.project_name", "trainer.experiment_name", "trainer.job_name", 
          "trainer.resume_mode")  # fmt: skip
 """What says where a run is; a folder that was moved is the same run."""
 LENGTH = ("trainer.total_training_steps", "trainer.total_epochs")
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is
 
 
 class RunRefused(UserError):
@@ -193,8 +193,8 @@ def _has_rows(folder: Path) -> bool:
 def _config_of(folder: Path) -> dict[str, Any] | None:
     """Its `config.yaml`; None where there is none, or one that is damaged: nothing can be compared then."""
     try:
-        found = yaml.load((folder / "config.yaml").read_text(), _LOADER)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        found = parse_yaml((folder / "config.yaml").read_text())
+    except (OSError, ValueError, yaml.YAMLError):
         return None
     return found if isinstance(found, dict) else None
 

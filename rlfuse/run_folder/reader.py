@@ -6,7 +6,6 @@ and a last line may be half written. Invariant: events are streamed, a run of th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import yaml
 from rlfuse.errors import RunError
 from rlfuse.events import Span, read_spans
 from rlfuse.files import as_numbers, read_rows
+from rlfuse.parsing import parse_json, parse_yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class RunFolder:
         """Of `summary.json`; empty while the run goes on."""
         path = self.path / "summary.json"
         try:
-            return dict(json.loads(path.read_text())) if path.exists() else {}
-        except (ValueError, TypeError, RecursionError) as error:
+            return dict(parse_json(path.read_text())) if path.exists() else {}
+        except (ValueError, TypeError) as error:
             raise RunError(f"{path}: {error}; remove it, the run's rows and events are read without it") from error
 
     def spans(
@@ -97,7 +97,7 @@ class RunFolder:
 def open_run(path: Path) -> RunFolder:
     """Raises RunError where the folder holds no run, or its configuration can't be read."""
     try:
-        run = RunFolder(path, yaml.safe_load((path / "config.yaml").read_text()))
+        run = RunFolder(path, parse_yaml((path / "config.yaml").read_text()))
         _ = run.slots, run.width  # what every reader asks for
     except OSError as error:
         near = sorted(child.parent.name for child in path.glob("*/config.yaml"))[:5] if path.is_dir() else []
@@ -106,7 +106,7 @@ def open_run(path: Path) -> RunFolder:
             f"{path}: no run folder ({error.strerror}: config.yaml); give the folder that a run's last lines name, "
             f"{{default_local_dir}}/{{project_name}}/{{experiment_name}}{meant}"
         ) from error
-    except (ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
+    except (ValueError, TypeError, KeyError, yaml.YAMLError) as error:
         raise RunError(
             f"{path / 'config.yaml'}: {error!r}, so it is cut short or no run's; take it from a run with the same "
             "settings, or resume the run, which writes it again"

@@ -24,6 +24,7 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span, read_events
 from rlfuse.fusion.costs import Costs
+from rlfuse.parsing import parse_yaml
 from rlfuse.simulate.fitting import Fit, fit
 from rlfuse.simulate.slot_rates import slot_rates
 from rlfuse.simulate.workload import Scoring, Training, Workload, of_costs
@@ -95,13 +96,13 @@ def recorded_workload(config: Config, costs: Costs, rates: Sequence[float], step
 def config_of(path: Path) -> Config:
     """Of a run's `config.yaml`, but for rewards, whose secrets may not be here. WorkloadError if it can't be read."""
     try:
-        written = OmegaConf.load(path)
+        written = parse_yaml(path.read_text(), OmegaConf.create)
         if isinstance(written, DictConfig):
             written.pop("reward", None)
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), written))
     except OSError as error:
         raise WorkloadError(f"{path}: {error.strerror}; give the folder of a run, as its last lines name it") from error
-    except (OmegaConfBaseException, YAMLError, RecursionError) as error:
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise WorkloadError(f"{path}: {error}; was it written by another version?") from error
     assert isinstance(config, Config)
     return config

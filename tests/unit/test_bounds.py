@@ -1,0 +1,113 @@
+"""Small files that would take minutes, or that Python can't hold, are refused in one line that names the file."""
+
+import csv
+import time
+
+import pandas as pd
+import pytest
+import yaml
+
+from rlfuse.cli import main as rlfuse
+from rlfuse.config.input_files import InputError, read_json
+from rlfuse.config.job_file import read as read_job
+from rlfuse.data.rows import read_rows
+from rlfuse.errors import ConfigError, DataError, RunError
+from rlfuse.evaluation.comparison import compare
+from rlfuse.evaluation.replay import write
+from rlfuse.files import read_rows as read_run_rows
+from rlfuse.parsing import parse_json, parse_yaml
+
+DIGITS = "1" * 5000
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
+)
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9))
+JOBS = {
+    LAUGHS: "aliases (*name) stand for more than 100,000 values",
+    MERGES: "aliases (*name) stand for more than 100,000 values",
+    f"reward: {{functions: &f [1, 2, 3]}}\n{LAUGHS}": "aliases",
+    "a: &a [*a]": "nested too deep",
+    "a: &a {b: *a}": "nested too deep",
+    "a: " + "[" * 20_000: "",
+    "{a: " * 20_000: "",
+    f"rollout: {{n: {DIGITS}}}": "an integer has more than 4,300 digits",
+    f"rollout.n: -{DIGITS}": "an integer has more than 4,300 digits",
+    "a: *missing": "",
+    "? [a]\n: b": "",
+}
+
+
+@pytest.mark.parametrize(("text", "words"), JOBS.items(), ids=lambda value: value[:25])
+@pytest.mark.parametrize("command", ["plan", "translate"])
+def test_a_job_file_is_refused_at_once(tmp_path, capsys, command, text, words):
+    (tmp_path / "job.yaml").write_text(text)
+    began = time.process_time()
+    assert rlfuse([command, str(tmp_path / "job.yaml")]) == 2
+    shown = capsys.readouterr().err
+    assert time.process_time() - began < 5 and words in shown and "Traceback" not in shown
+    assert "job.yaml" in shown
+
+
+def test_aliases_that_repeat_little_are_read(tmp_path):
+    text = "trainer: {total_epochs: &n 2}\nrollout: {n: *n}\nx: &x [" + "1, " * 5000 + "1]\ny: [*x, *x, *x, *x, *x]"
+    assert parse_yaml(text)["rollout"] == {"n": 2} and len(parse_yaml(text)["y"][4]) == 5001
+    (tmp_path / "job.yaml").write_text(text.partition("\nx:")[0])
+    assert read_job(tmp_path / "job.yaml").settings["rollout.n"][1] == 2
+    assert parse_yaml("") is None and parse_yaml("a: ${oc.env:HOME}") == {"a": "${oc.env:HOME}"}
+
+
+ROWS = {
+    f'{{"prompt": "a", "n": {DIGITS}}}': "an integer has more than 4,300 digits; write it as a string",
+    f'{{"prompt": "a", "n": [[-{DIGITS}]]}}': "an integer has more than 4,300 digits",
+    '{"prompt": ' + "[" * 100_000 + "}": "brackets are nested too deep",
+    '{"a":' * 100_000: "brackets are nested too deep",
+    '{"prompt": "a"': "not JSON",
+    "\x00": "not JSON",
+    "[NaN": "not JSON",
+}
+
+
+@pytest.mark.parametrize(("row", "words"), ROWS.items(), ids=lambda value: value[:25])
+def test_a_row_is_named_by_its_line(tmp_path, row, words):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{{"prompt": "a"}}\n{row}\n{{"prompt": "b"}}\n')
+    with pytest.raises(DataError, match="line 2: ") as refused:
+        read_rows(str(file), "prompt")
+    assert words in str(refused.value)
+    with pytest.raises(RunError, match="line 2: "):
+        list(read_run_rows(file))
+    (tmp_path / "rows.json").write_text(f"[{row}]")
+    with pytest.raises(DataError, match=r"rows\.json"):
+        read_rows(str(tmp_path / "rows.json"), "prompt")
+    (tmp_path / "input.json").write_text(row)
+    with pytest.raises(InputError, match=r"input\.json: "):
+        read_json(tmp_path / "input.json", lambda data: data, "workload", InputError)
+
+
+def test_numbers_of_the_longest_kind_are_read():
+    assert parse_json("1" * 4300) == int("1" * 4300)
+    with pytest.raises(yaml.YAMLError, match="4,300"):
+        parse_yaml(f"a: {DIGITS}")
+    with pytest.raises(ConfigError):
+        read_job(__file__)
+
+
+FORMULAS = [
+    "=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", " =1", "=HYPERLINK(1)", "-5", "+", "=", "@",
+    "=1\r=2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_a_spreadsheet_takes_no_cell_for_a_formula(tmp_path, text):
+    rows = pd.DataFrame({"reward": [0.0, -1.5], "prompt": text, "response": text, "id": ["1/0/0", "1/0/1"]})
+    rows = rows.assign(step=1, group=text, data_source=text, ground_truth=text)
+    after = pd.DataFrame({"reward": [1.0, -2.5], "failure": [None, text], "traceback": None, text: [0.5, -0.5]})
+    _, path = write(compare(rows, after), rows, after, tmp_path / "replay", {}, 1)
+    with path.open(newline="") as file:
+        table = list(csv.reader(file))
+    cells = [cell for row in table for cell in row]
+    assert f"'{text}" in cells and table[0].count(f"'{text}") == 1
+    for cell in cells:
+        assert not cell.lstrip().startswith(("=", "+", "@")) and (not cell.startswith("-") or float(cell) < 0)
+    assert "-2.5" in cells and "-0.5" in cells, "numbers stay numbers"

@@ -101,13 +101,13 @@ def test_too_many_bad_clips_stop_the_run_with_the_first(folder):
 @pytest.mark.parametrize(
     ("rate", "overlong", "words"),
     [
-        (1.0, 0, "no prompt is left of 18 rows: 18 have clips or images that can't be used:"),
+        (1.0, 0, "no prompt is left of 16 rows: 16 have clips or images that can't be used:"),
         (
             1.0,
             2,
-            "of 20 rows: 18 have clips or images that can't be used; 2 are longer than data.max_prompt_length",
+            "of 18 rows: 16 have clips or images that can't be used; 2 are longer than data.max_prompt_length",
         ),
-        (0.1, 0, "18 of 18 rows have clips or images that can't be used, more than video.max_failure_rate=0.1:"),
+        (0.1, 0, "16 of 16 rows have clips or images that can't be used, more than video.max_failure_rate=0.1:"),
     ],
 )
 def test_where_no_row_is_left_the_reasons_are_given(folder, rate, overlong, words):
@@ -115,7 +115,7 @@ def test_where_no_row_is_left_the_reasons_are_given(folder, rate, overlong, word
     with pytest.raises(DataError) as error:
         load(folder, *rows, data={"filter_overlong_prompts": True}, max_failure_rate=rate)
     first, *lines, last = str(error.value).splitlines()
-    assert words in first and last == "  and 8 more"
+    assert words in first and last == "  and 6 more"
     assert all(reason in line for (_, reason), line in zip(UNUSABLE, lines, strict=False)), lines
 
 

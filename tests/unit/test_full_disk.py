@@ -127,7 +127,7 @@ async def test_room_for_a_checkpoint_is_compared_when_its_save_interval_begins(d
     told, folder = [], config.run_folder
     folder.mkdir(parents=True)
 
-    async def save(partial):
+    async def save(partial, weights):
         (partial / "weights").write_bytes(bytes(MIB))
 
     def checkpointing(parameters, save_freq=2):
@@ -143,6 +143,7 @@ async def test_room_for_a_checkpoint_is_compared_when_its_save_interval_begins(d
         checkpointing(parameters=MIB)
         assert [step for step, _ in told] == [0] and "will not fit: 14.0 MiB needed, " in told[0][1]
         for step in (2, 4, 6):
+            made.remember(step)
             await made.write(step)
             fill(disk, left=MIB // 2)
             made.publish()

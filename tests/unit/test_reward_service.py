@@ -137,7 +137,7 @@ async def test_a_process_that_was_killed_while_it_had_no_request_is_replaced(gra
 
 @pytest.mark.slow
 async def test_processes_whose_memory_is_used_up_are_replaced_and_the_request_scored_again(graded):
-    async with Running(service.application(graded, workers=2, memory_mb=100)) as url:
+    async with Running(service.Service(graded, workers=2, memory_mb=100)) as url:
         for _ in range(3):
             answers = await asyncio.gather(*(outcomes(url, "leak", "4") for _ in range(4)))
             assert [[score.value for score in scores] for scores in answers] == [[0.0, 1.0]] * 4

@@ -19,6 +19,7 @@ from rich.table import Table
 from rlfuse.config.own_functions import replaced
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError, UserError, VideoError
+from rlfuse.planning.planned_job import unset
 from rlfuse.planning.tables import table_of
 
 NO_LIMIT = 1 << 31
@@ -74,8 +75,9 @@ def prompt_tokens(config: Config, lengths: DataLengths | str) -> int:
 
 
 def read_lengths(config: Config) -> DataLengths | str:
-    """Return the lengths of data.train_files, or why they are unknown; nothing where a file is not here."""
-    if not all(Path(file).expanduser().exists() for file in config.data.train_files):
+    """Return the lengths of data.train_files, or why they are unknown: nothing where the job has none, or not here."""
+    files = [] if "data.train_files" in unset(config) else config.data.train_files
+    if not files or not all(Path(file).expanduser().exists() for file in files):
         return ""
     try:
         return _pairs(config) if config.trainer.task == "reward_model" else _prompts(config)

@@ -89,6 +89,12 @@ def test_data_that_can_t_be_read_leaves_the_plan_without_it(folder, model, rows,
     assert prompt_tokens(config, found) == 256
 
 
+def test_a_file_that_happens_to_have_the_name_of_a_stand_in_is_not_read(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "train.parquet").write_bytes(b"no parquet")
+    assert read_lengths(config_of(folder, "text", ROWS, data__train_files=["train.parquet"])) == ""
+
+
 def test_a_plan_shows_tokens_per_prompt_and_per_clip_and_plans_for_their_mean(folder, capsys, tmp_path):
     config = config_of(folder, "video", CLIPS)
     words = [

@@ -31,7 +31,8 @@ class TrainerConfig:
     log_samples: int = 16
     """Samples per step that samples.jsonl keeps; 0 for none."""
     log_samples_freq: int = 10
-    """Log these samples as a table (wandb, TensorBoard) every so many steps, and after the last; -1 or 0: never."""
+    """Log these samples as a table (wandb, TensorBoard) every so many steps, and after the last; -1 or 0: never. Tables
+    of samples whose reward failed are not logged more often either."""
     log_val_generations: int = 64
     """Answers of each validation that validation.jsonl and the wandb table show, from the first prompt on; 0: none."""
     timeline_freq: int = 10

@@ -16,9 +16,13 @@ from rlfuse.observe.tracking import failure_row, write_failures
 
 
 class FailureBudget:
-    """`max_failure_rate`: of a board's samples, as far as they were to be scored."""
+    """`max_failure_rate`: of a board's samples, as far as they were to be scored.
 
-    def __init__(self, max_failure_rate: float, folder: Path, loggers: Loggers):
+    Loggers get a table of the first failures, and another one `table_freq` steps later at the earliest.
+    """
+
+    def __init__(self, max_failure_rate: float, folder: Path, loggers: Loggers, table_freq: int):
+        self._table_freq, self._next_table = table_freq, 0
         self.max_failure_rate, self._file, self._loggers = max_failure_rate, folder / "reward_failures.jsonl", loggers
         self._seen: set[tuple[str, str]] = set()  # of the present board, what is written already
 
@@ -37,7 +41,9 @@ class FailureBudget:
         detail = (
             f"{len(failed)} of {scored} samples have no reward and are left out; the first is {sample.id}: {what}"
         ).rstrip()
-        self._loggers.tell(lambda sink: sink.reward_failures(step, rows))
+        if step >= self._next_table:
+            self._next_table = step + self._table_freq
+            self._loggers.tell(lambda sink: sink.reward_failures(step, rows))
         if len(failed) > self.max_failure_rate * scored:
             raise RewardError(
                 f"{detail}\nThat is more than reward.max_failure_rate={self.max_failure_rate}, so the run stops. Mend "

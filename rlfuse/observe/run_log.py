@@ -79,7 +79,9 @@ class RunLog:
             own_metrics=own_metrics,
             label=label,
         )
-        self.failures = FailureBudget(config.reward.max_failure_rate, folder, self.loggers)
+        self.failures = FailureBudget(
+            config.reward.max_failure_rate, folder, self.loggers, config.trainer.log_samples_freq
+        )
         self.stopping = Stopping(config.trainer.preemption_grace_s, self.say)
 
     def attach(self, engines: Sequence[Recorded], facts: Mapping[str, Any], epoch: Callable[[], int]) -> None:

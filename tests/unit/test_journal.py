@@ -313,6 +313,17 @@ async def test_failures_are_told_once_and_of_their_step(told, tmp_path):
     assert len(read_metrics(tmp_path / "reward_failures.jsonl")) == 1
 
 
+async def test_tables_of_failures_are_logged_at_an_interval(told, tmp_path):
+    log = log_in(tmp_path)
+    for step in range(1, 6):
+        board = board_of([finished(step, 0, Reward(1.0)), finished(step, 1, RewardFailure("judge", "timed out"))])
+        board.purpose = "training"
+        log.failures.check(step, board)
+    log.close()
+    assert [step for step, _ in told.of("reward_failures")] == [1, 3, 5]
+    assert len(read_metrics(tmp_path / "reward_failures.jsonl")) == 5
+
+
 async def test_a_reward_that_raises_is_told_once_whether_the_run_goes_on_or_stops(told, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(Loggers, "say", lambda _, text: said.append(text))

@@ -12,6 +12,7 @@ Waits: for a heartbeat, at most SILENT_S.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -196,10 +197,11 @@ def _flock(file: int, kind: int) -> bool | None:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether the open file is still the one at `path`."""
-    with suppress(OSError):
+    """Whether the open file is still the one at `path`; a file system that does not answer now is not asked again."""
+    try:
         return os.path.samestat(os.fstat(file), path.stat())
-    return False
+    except OSError as error:
+        return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 def _of_this_kernel(file: int) -> bool:

@@ -90,10 +90,7 @@ class Job:
         if step > total_steps or (step == total_steps and state is not None and state.state == "finished"):
             raise NothingToDo(self.folder, refusals.long_enough(self.config, step, total_steps))
         resolved = hidden(dataclasses.asdict(self.config))
-        self.lock.check()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.lock.is_held and not self.lock.acquire(self.folder):
-            raise RunRefused(refusals.goes_on(self.folder))
+        self._lock_folder()
         name = f"{self.config.trainer.project_name}/{self.config.trainer.experiment_name}"
         status.begin(self.folder, name, self.started, total_steps, self.state.get("label", ""))
         _note_changes(self.folder, self.state["step"], self.changes)
@@ -111,6 +108,20 @@ class Job:
                 f"{self.state['step']}. Move what you want to keep to another folder."
             )
         return log
+
+    def _lock_folder(self) -> None:
+        """Hold the lock, of another attempt or anew. RunRefused where another driver works or has worked meanwhile."""
+        if self.lock.is_held:
+            return self.lock.check()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.lock.acquire(self.folder):
+            raise RunRefused(refusals.goes_on(self.folder))
+        if checkpoints.written(self.folder) != self.found:
+            self.lock.release()
+            raise RunRefused(
+                f"{self.folder}: another process has written checkpoints since this one started. Nothing was touched; "
+                "run the command again to go on from the newest."
+            )
 
     def carry_out(self, work: Coroutine[Any, Any, None], log: RunLog) -> float:
         """Run `work`; on any end leave Ray, close the log and say how to go on. Returns seconds since the start.

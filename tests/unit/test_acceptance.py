@@ -8,9 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-import threading
 import time
-from contextlib import nullcontext
 
 import pytest
 import yaml
@@ -314,27 +312,14 @@ def test_of_two_that_begin_at_once_one_does(config):
         process.join()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("writes", [True, False])
-def test_of_another_host_files_tell(config, monkeypatch, writes):
-    folder, alive = leave(config, 2, state="running"), threading.Event()
-    status._write(folder, dataclasses.replace(status.read(folder), host="another"))
-    monkeypatch.setattr(run_lock, "SILENT_S", 1.0)
-
-    def write():
-        while not alive.wait(0.05):
-            (folder / "live.json").write_text("{}")
-
-    writer = threading.Thread(target=write)
-    if writes:
-        writer.start()
-    try:
-        with pytest.raises(RunRefused, match="on another") if writes else nullcontext():
-            assert accept(config).checkpoint.name == "global_step_2"
-    finally:
-        alive.set()
-        if writes:
-            writer.join()
+def test_checkpoints_of_one_that_began_and_ended_meanwhile_are_not_abandoned(config):
+    job, other = open_job(config), open_job(config)
+    begin_and_end(other, 4)
+    leave(config, 4)
+    before = status.read(job.folder)
+    with pytest.raises(RunRefused, match="has written checkpoints since"):
+        job.begin(8)
+    assert status.read(job.folder) == before and not job.lock.is_held
 
 
 def test_a_run_without_a_name_gets_one_and_two_in_a_second_get_two(config):

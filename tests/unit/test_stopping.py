@@ -222,7 +222,7 @@ async def test_a_reward_model_is_saved_after_the_step_in_which_ctrl_c_came(tmp_p
     config.trainer.logger = []
     log = RunLog(config, {}, tmp_path, total_steps=5, start=0)
 
-    async def save(folder):
+    async def save(folder, weights):
         (folder / "weights").write_text("w")
 
     source = SimpleNamespace(epoch=0, next_batch=list)

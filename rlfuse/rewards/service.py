@@ -43,6 +43,7 @@ from rlfuse.parsing import parse_json
 from rlfuse.rewards.api.functions import load_function
 from rlfuse.rewards.api.items import Item, Outcome, item_of_row
 from rlfuse.rewards.api.shapes import RewardFunction, timed_out
+from rlfuse.rewards.sandbox.bounded_worker import USED_UP
 from rlfuse.rewards.workers.reward_worker import Memory, Source, pack, unpack
 from rlfuse.samples import RewardFailure
 
@@ -51,8 +52,6 @@ TOKEN = "RLFUSE_REWARD_TOKEN"
 MOST_BYTES = 256 * 2**20
 MOST_WAITING = 256
 """Requests under way that have been read; more are refused."""
-USED_UP = 76
-"""Exit status of a process whose memory is held by what earlier requests left."""
 MOST_CONNECTIONS = 512
 """Of one peer."""
 MOST_UPLOADS = 128

@@ -114,7 +114,7 @@ def signal_workers(number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_workers_that_are_killed_or_stopped_are_replaced_and_no_file_is_blamed(good, number):
     """At work, and idle for long enough that their death is known."""
     with DecodePool(workers=2, timeout_s=60.0) as pool:

@@ -21,6 +21,10 @@ MOST_REPEATED = 100_000
 NESTED = "brackets are nested too deep to be read"
 
 
+class TooManyAliases(yaml.YAMLError):
+    """A YAML document of which hardly anything is written out."""
+
+
 def parse_json(text: str | bytes) -> Any:
     """Return what JSON text holds. Raises ValueError: json.JSONDecodeError where the text is not JSON."""
     try:
@@ -39,7 +43,7 @@ def parse_yaml(text: str, create: Callable[[str], Any] = SAFE_LOAD) -> Any:
         node = yaml.compose(text, Loader=LOADER)
         sizes: dict[int, int] = {}
         if node is not None and _size(node, sizes) - len(sizes) > MOST_REPEATED:
-            raise yaml.YAMLError(f"its aliases (*name) stand for more than {MOST_REPEATED:,} values; write them out")
+            raise TooManyAliases(f"its aliases (*name) stand for more than {MOST_REPEATED:,} values; write them out")
         return create(text)
     except RecursionError:
         raise yaml.YAMLError(NESTED) from None

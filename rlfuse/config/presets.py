@@ -28,7 +28,8 @@ from rlfuse.config.documentation import as_typed
 from rlfuse.config.job_file import JobFile, settings_of
 from rlfuse.config.keys import PRESET_GROUPS, parse_override
 from rlfuse.config.options import as_own_group
-from rlfuse.parsing import parse_yaml
+from rlfuse.errors import ConfigError
+from rlfuse.parsing import TooManyAliases, parse_yaml
 
 EXPERIMENT = "experiment"
 """A whole job, which the other presets of its layer change."""
@@ -190,6 +191,8 @@ def _read(group: str, name: str, folders: list[Path]) -> tuple[list[Any], dict[s
     try:
         text = files[0].read_text(encoding="utf-8") if files else ""
         content = OmegaConf.to_container(parse_yaml(text, OmegaConf.create))
+    except TooManyAliases as error:  # which Hydra would take minutes to read
+        raise ConfigError([f"{files[0]}: {error}"]) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException):
         return [], {}
     if not isinstance(content, dict):

@@ -48,6 +48,13 @@ def test_a_job_file_is_refused_at_once(tmp_path, capsys, command, text, words):
     assert "job.yaml" in shown
 
 
+def test_a_preset_is_refused_at_once(tmp_path, capsys):
+    (tmp_path / "lengths").mkdir()
+    (tmp_path / "lengths" / "long.yaml").write_text(LAUGHS)
+    assert rlfuse(["plan", "--config-dir", str(tmp_path), "experiment=quickstart", "+lengths=long"]) == 2
+    assert f"{tmp_path}/lengths/long.yaml: its aliases (*name) stand for more" in capsys.readouterr().err
+
+
 def test_aliases_that_repeat_little_are_read(tmp_path):
     text = "trainer: {total_epochs: &n 2}\nrollout: {n: *n}\nx: &x [" + "1, " * 5000 + "1]\ny: [*x, *x, *x, *x, *x]"
     assert parse_yaml(text)["rollout"] == {"n": 2} and len(parse_yaml(text)["y"][4]) == 5001

@@ -5,14 +5,13 @@ where rows become prompts. From there on an image is a clip of one frame, for ca
 Invariants:
 - pixels equal those of transformers' default processor (torchvision) to the bit: upright by EXIF, RGB, bicubic;
 - of an animated file the first picture is shown, as there;
+- a file's format and its number of pixels are judged before it is decoded;
 - a file that can't be read whole is a `VideoError` that names it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +24,10 @@ from rlfuse.video.media_settings import ImageSettings
 from rlfuse.video.plan import Geometry, VideoPlan
 from rlfuse.video.processor_sampling import PixelBounds
 
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
+"""What Pillow may decode; others, as PostScript, start programs or are seldom tested."""
+MOST_PIXELS = 2**26
+"""Of a file, 8192 x 8192: a small file may hold many times as many, which take 1 GiB to decode."""
 REPLACE = "Replace the file, or drop the row"
 
 
@@ -38,8 +41,8 @@ class ImageFacts:
 
 def probe(path: str) -> ImageFacts:
     """What the image is. All of it is decoded, so that what can't be is found here."""
-    with _opened(path) as image:
-        return ImageFacts(image.height, image.width)
+    image = _opened(path)
+    return ImageFacts(image.height, image.width)
 
 
 def plan_image(
@@ -65,19 +68,20 @@ def plan_image(
 
 def read(path: str, plan: VideoPlan) -> np.ndarray:
     """uint8 [1, height, width, 3] (RGB), in the plan's size."""
-    with _opened(path) as image:
-        return resize(np.array(image), plan.height, plan.width)[None]
+    return resize(np.array(_opened(path)), plan.height, plan.width)[None]
 
 
-@contextmanager
-def _opened(path: str) -> Iterator[Image.Image]:
-    """The file's picture, whole; whatever is wrong with the file becomes a VideoError that names it."""
+def _opened(path: str) -> Image.Image:
+    """Return the file's picture, decoded; whatever is wrong with the file becomes a VideoError that names it."""
+    if not Path(path).exists():
+        raise VideoError("there is no such file", "Correct the row's path", path)
     try:
-        if not Path(path).exists():
-            raise VideoError("there is no such file", "Correct the row's path", path)
-        with Image.open(path) as file:
-            yield ImageOps.exif_transpose(file).convert("RGB")
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        if isinstance(error, VideoError):
-            raise
+        with Image.open(path, formats=FORMATS) as file:
+            if file.width * file.height <= MOST_PIXELS:
+                return ImageOps.exif_transpose(file).convert("RGB")
+            problem = f"is {file.width} x {file.height} pixels; at most {MOST_PIXELS:,} are decoded"
+    except Image.DecompressionBombError as error:
+        problem = f"has more than {MOST_PIXELS:,} pixels ({error})"
+    except Exception as error:  # decoders raise anything for a damaged file
         raise VideoError(f"can't be read as an image ({error})", REPLACE, path) from error
+    raise VideoError(problem, "Make it smaller, or drop the row", path)

@@ -37,6 +37,7 @@ JOBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "words"), JOBS.items(), ids=lambda value: value[:25])
 @pytest.mark.parametrize("command", ["plan", "translate"])
 def test_a_job_file_is_refused_at_once(tmp_path, capsys, command, text, words):
@@ -48,6 +49,7 @@ def test_a_job_file_is_refused_at_once(tmp_path, capsys, command, text, words):
     assert "job.yaml" in shown
 
 
+@pytest.mark.slow
 def test_a_preset_is_refused_at_once(tmp_path, capsys):
     (tmp_path / "lengths").mkdir()
     (tmp_path / "lengths" / "long.yaml").write_text(LAUGHS)

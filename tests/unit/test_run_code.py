@@ -57,6 +57,7 @@ TRUSTED = {"model.trust_remote_code": True}
 REPLAY, SIMULATE = ["reward", "replay"], ["simulate", "--from"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "changes", "named"),
     [
@@ -92,6 +93,7 @@ def test_a_command_names_the_code_and_does_not_run_it(folder, capsys, command, c
     assert not (folder.parent / "executed").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -115,6 +117,7 @@ def test_a_folder_that_holds_no_configuration_is_refused(folder, capsys, command
     assert "Traceback" not in capsys.readouterr().err and not (folder.parent / "executed").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "changes"),
     [
@@ -128,6 +131,7 @@ def test_the_code_runs_where_the_folder_is_trusted(folder, command, changes):
     assert (folder.parent / "executed").exists()
 
 
+@pytest.mark.slow
 def test_what_the_person_names_runs_and_what_ships_with_rlfuse_needs_no_permission(folder):
     change(folder, {"reward.functions": ["evil.py:score"], **TRUSTED})
     (folder.parent / "mine.py").write_text("def length(solution_str):\n    return len(solution_str)\n")

@@ -17,7 +17,7 @@ import psutil
 from rlfuse.cluster.watchdog import _current as watching
 from rlfuse.config.compose import load
 from rlfuse.data.prompts import PromptSource
-from rlfuse.errors import EngineError, RewardError, first_of
+from rlfuse.errors import EngineError, NotSaved, RewardError, first_of
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.run import build as running
@@ -117,12 +117,29 @@ class Steps:
             self.keep(case, case, began)
         for kind in (*PARTS, *ENDS):
             await self.killed(kind)
+        await self.refused_at_startup(controller.engines.trainer)
         await self.ended_by_rewards(controller.engines.reward)
         await self.on_a_full_disk()
         began = time.time()
         assert await self.go_on("adaptive", lambda each: setattr(each, "policy", POLICIES["adaptive"]))
         self.keep("adaptive", "adaptive", began)
         await self.stopped(controller)
+
+    async def refused_at_startup(self, trainer) -> None:
+        """A rank can't write what every checkpoint has."""
+
+        async def refuse(folder):
+            assert folder.is_dir()
+            raise NotSaved("trainer/1: PermissionError")
+
+        trainer.describe = refuse
+        try:
+            await self.controller("refused")
+        except NotSaved as error:
+            self.found["refused at startup"] = str(error), [each.name for each in self.folder.glob("refused/global_*")]
+        del trainer.describe
+        self.log.close()
+        shutil.rmtree(self.folder / "refused")
 
     async def ended_by_rewards(self, reward) -> None:
         """In the third step, before any checkpoint was due; the run then resumes to its end."""

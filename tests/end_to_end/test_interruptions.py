@@ -59,6 +59,13 @@ def test_a_run_killed_after_any_stage_goes_on_to_the_last_bit(found):
         assert learned(rows[case]) == expected, case
 
 
+def test_what_no_checkpoint_could_hold_is_found_before_the_first_step(found):
+    error, on_disk = found["refused at startup"]
+    assert (
+        error.startswith("Checkpoints can't be written in ") and "trainer/1: PermissionError" in error and not on_disk
+    )
+
+
 def test_rewards_that_end_the_run_leave_a_checkpoint_of_the_last_complete_step(found):
     """From which the run goes on to the last bit, as from any other: that is compared above."""
     error, on_disk = found["ended by rewards"]

@@ -176,7 +176,6 @@ def save(rank, trained, out):
     if isinstance(rank, TrainerRank):
         assert rank.save(out, {name: [list(rank.exporters[name].tensors)] for name in trained}) is None
     else:
-        out.mkdir(parents=True, exist_ok=True)
         assert rank.describe(out) is None
         dist.barrier()
         for name in trained:

@@ -37,6 +37,7 @@ class Writing:
     def probe(self, folder: Path, rank: int) -> None:
         """Write and remove a file of this rank in `folder`."""
         file = folder / f"rank_{rank}"
+        self.write(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
         self.write(file, file.touch)
         self.write(folder, lambda: file.unlink(missing_ok=True))
 

@@ -1,6 +1,6 @@
 """Kill processes of every kind of a run at random moments, and compare the run with an undisturbed one.
 
-    python tests/benchmarks/chaos.py [--seed 1] [--times 2] [--jobs quickstart video] [--steps 60 20] [--folder chaos]
+    python tests/benchmarks/chaos.py [--seed 1] [--times 2] [--jobs quickstart video] [--steps 60 40] [--folder chaos]
 
 The quickstart runs on two nodes of a Ray cluster on this machine, the video job on two slots of its own. The same
 command restarts a killed driver, and another node replaces a killed one. Compared under `fusion=serial` in float32 are
@@ -45,6 +45,8 @@ TITLES = {
 """Kind -> how the titles of its processes begin; a decode worker is a child of an encoder rank."""
 OF_RAY = re.compile("dashboard|runtime_env|ray::IDLE")
 """In the titles of processes that belong to a node of Ray, not to a run, or stay for a minute."""
+RESTARTING = ("rank", "node", "driver")
+"""Kinds without which the run restarts; others are replaced while it goes on."""
 EXACT = {"fusion": "serial", "model.dtype": "float32", "trainer.deterministic": "true"}
 """Settings under which the final weights do not depend on time."""
 LOGGED = {
@@ -72,7 +74,7 @@ def plan(kinds: Sequence[str], times: int, steps: int, seed: int, longest_s: flo
     chance = random.Random(seed)
     order = [kind for kind in kinds for _ in range(times)]
     chance.shuffle(order)
-    after = sorted(chance.sample(range(1, steps), len(order)))
+    after = sorted(chance.sample(range(1, 3 * steps // 4), len(order)))
     return [Strike(kind, step, chance.uniform(0, longest_s)) for kind, step in zip(order, after, strict=True)]
 
 
@@ -95,9 +97,10 @@ class Chaos:
         reached = 0
         self._start()
         for strike in strikes:
-            reached = self._wait_for(max(strike.step, reached + 1))
+            self._wait(lambda: self._done() >= max(strike.step, reached + 1), f"step {strike.step}")  # noqa: B023
             time.sleep(strike.delay_s)
-            self._kill(strike, reached)
+            self._kill(strike)
+            reached = self._done()
         self._wait(lambda: self._driver.poll() is not None, "its end")
         if self._driver.returncode != 0:
             raise RuntimeError(f"the run failed; see {self._log}")
@@ -113,11 +116,13 @@ class Chaos:
                 self.command, stdout=log, stderr=log, env=os.environ | self.environment, start_new_session=True
             )
 
-    def _wait_for(self, step: int) -> int:
-        """The last step that is done, once that is `step` or a later one."""
-        metrics = self.folder / "metrics.jsonl"
-        self._wait(lambda: any(row["step"] >= step for row in read_metrics(metrics)), f"step {step}")
-        return max(row["step"] for row in read_metrics(metrics))
+    def _done(self) -> int:
+        """The last step that is done; 0 for none."""
+        return max((row["step"] for row in read_metrics(self.folder / "metrics.jsonl")), default=0)
+
+    def _starts(self) -> int:
+        """How often the run's workers have started: with each, the first weights go to the engines."""
+        return self._log.read_text().count("first weights to the engines")
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         until = time.monotonic() + STEP_S
@@ -128,19 +133,23 @@ class Chaos:
             self._living()
             time.sleep(0.2)
 
-    def _kill(self, strike: Strike, done: int) -> None:
+    def _kill(self, strike: Strike) -> None:
+        """Kill a process; returns once the run has restarted, if it has to: a loss in a start ends it, by design."""
+        starts = self._starts()
         self._wait(lambda: bool(self._processes(strike.kind)), f"a moment with a {strike.kind}")
         found = sorted(self._processes(strike.kind), key=lambda each: each.pid)
         victim = random.Random(strike.delay_s).choice(found)
         with suppress(psutil.NoSuchProcess):
             victim.kill()
-        self.kills.append(f"{strike.kind} (process {victim.pid}), {strike.delay_s:.2f} s after step {done}")
+        self.kills.append(f"{strike.kind} (process {victim.pid}), after step {self._done()}")
         print(f"killed {self.kills[-1]}", flush=True)
         if strike.kind == "node":
             self.replace_node()
         if strike.kind == "driver":
             self._driver.wait(END_S)
             self._start()
+        if strike.kind in RESTARTING:
+            self._wait(lambda: self._starts() > starts or self._driver.poll() == 0, "another start")
 
     def _processes(self, kind: str) -> list[psutil.Process]:
         """Those of a kind that live."""
@@ -329,7 +338,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=2, help="kills of each kind")
     parser.add_argument("--jobs", nargs="+", choices=[*KINDS], default=[*KINDS])
     parser.add_argument("--kinds", nargs="+", default=sum(KINDS.values(), ()), help="of processes; default: all")
-    parser.add_argument("--steps", nargs="+", type=int, default=[60, 20], help="of each job")
+    parser.add_argument("--steps", nargs="+", type=int, default=[60, 40], help="of each job")
     parser.add_argument("--folder", type=Path, default=Path("chaos"))
     arguments = parser.parse_args()
     wrong = []

@@ -312,12 +312,12 @@ def test_a_job_that_is_told_to_stop_saves_where_it_is_and_leaves(resumed):
 
 def test_a_run_whose_processes_are_killed_ends_with_the_bits_of_an_undisturbed_one(train, job):
     """Each at a moment that the seed decides; tests/benchmarks/chaos.py kills more kinds, more often."""
-    changed = EXACT | LOGGED | {"trainer.total_training_steps": 5, "trainer.val_before_train": "false"}
+    changed = EXACT | LOGGED | {"trainer.total_training_steps": 8, "trainer.val_before_train": "false"}
     calm, status, text = train("calm", **changed)
     assert status == 0, text
     words = [f"{key}={value}" for key, value in (job[1] | changed | {"trainer.experiment_name": "chaos"}).items()]
     chaos = Chaos([sys.executable, "-m", "rlfuse.train", *words], calm.with_name("chaos"), environment=ENVIRONMENT)
-    chaos.run(plan(("engine", "rank", "reward worker"), times=1, steps=5, seed=1, longest_s=1.0))
+    chaos.run(plan(("engine", "rank", "reward worker"), times=1, steps=8, seed=1, longest_s=1.0))
     assert len(chaos.kills) == 3
     assert differences(calm, chaos.folder) == [], chaos.kills
     assert chaos.left() == [], chaos.kills

@@ -211,11 +211,14 @@ class Service:
         try:
             async with asyncio.timeout(READ_S) as limit:
                 uploads[limit] = None
+                if request.headers.get("Expect", "").lower() == "100-continue":
+                    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    request.writer.output_size = 0
                 return await request.clone(client_max_size=MOST_BYTES).read()
         finally:
             uploads.pop(limit, None)
-            if not uploads:
-                self._uploads.pop(request.remote, None)
+            if not uploads and self._uploads.get(request.remote) is uploads:
+                del self._uploads[request.remote]
 
 
 class _Server(web.Server):

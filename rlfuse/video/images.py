@@ -80,8 +80,6 @@ def _opened(path: str) -> Image.Image:
             if file.width * file.height <= MOST_PIXELS:
                 return ImageOps.exif_transpose(file).convert("RGB")
             problem = f"is {file.width} x {file.height} pixels; at most {MOST_PIXELS:,} are decoded"
-    except Image.DecompressionBombError as error:
-        problem = f"has more than {MOST_PIXELS:,} pixels ({error})"
     except Exception as error:  # decoders raise anything for a damaged file
         raise VideoError(f"can't be read as an image ({error})", REPLACE, path) from error
     raise VideoError(problem, "Make it smaller, or drop the row", path)

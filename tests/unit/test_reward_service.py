@@ -177,6 +177,7 @@ async def test_a_request_that_is_no_payload_is_told_what_one_is(graded):
     "token, method, headers, status",
     [
         (None, "POST", JSON, 200),
+        (None, "POST", JSON | {"Expect": "100-continue"}, 200),
         (None, "POST", JSON | {"Host": "localhost:99"}, 200),
         (None, "POST", JSON | {"Host": "[::1]:99"}, 200),
         (None, "POST", JSON | {"Host": "evil.example"}, 403),

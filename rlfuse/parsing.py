@@ -47,7 +47,9 @@ def parse_yaml(text: str, create: Callable[[str], Any] = SAFE_LOAD) -> Any:
         return create(text)
     except RecursionError:
         raise yaml.YAMLError(NESTED) from None
-    except yaml.YAMLError:
+    except yaml.YAMLError as error:
+        if "maximum nesting depth" in str(error):  # libyaml's own
+            raise yaml.YAMLError(NESTED) from None
         raise
     except ValueError as error:  # of a number or a date; OmegaConf's own errors may be ValueErrors too
         if type(error) is not ValueError:

@@ -49,7 +49,8 @@ def reads(column, marker):
     def read(tmp_path):
         row = {"prompt": f"{marker} a", column: ["a"], "data_source": "x", "reward_model": {"ground_truth": "1"}}
         (tmp_path / "a.jsonl").write_text(json.dumps(row))
-        return getattr(read_rows(str(tmp_path / "a.jsonl"), "prompt")[0], column) == (str(tmp_path / "a"),)
+        (media,) = getattr(read_rows(str(tmp_path / "a.jsonl"), "prompt")[0], column)
+        return media.source == str(tmp_path / "a")
 
     return read
 

@@ -209,7 +209,7 @@ def load(folder, *rows):
     config = Config()
     config.model.path, config.data.max_prompt_length, config.video.max_failure_rate = str(folder / "model"), 2000, 1.0
     tokenizer, model = load_tokenizer(config.model), VideoModel.at(config.model.path)
-    reader = ClipReader(model, config.video, tokenizer, config.data.max_prompt_length, 1, folder / ".images")
+    reader = ClipReader(model, config.video, tokenizer, 1, folder / ".images")
     return load_prompts([str(rows_of(folder, *rows))], tokenizer, config.data, reader)
 
 

@@ -1,7 +1,8 @@
 """Folders that belong to another user: HOME, and an installation with DeepSpeed's compiled operations."""
 
 import os
-import stat
+import tempfile
+from pathlib import Path
 
 import pytest
 from other_user import NEEDS_ROOT, UID, as_other_user
@@ -13,14 +14,14 @@ pytestmark = NEEDS_ROOT
 
 
 @pytest.fixture
-def plain(monkeypatch, tmp_path):
+def plain(monkeypatch):
     """No variable of a cache is set; a folder for temporary files that all users write."""
     for name in (*user_folders.FOLDERS, "HF_HOME", "RLFUSE_CACHE", "USER", "TORCH_EXTENSIONS_DIR", "RAY_TMPDIR"):
         monkeypatch.delenv(name, raising=False)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(folder.stat().st_mode | stat.S_IRWXO)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # pytest's own are closed to others
+        os.chmod(name, 0o777)
+        monkeypatch.setattr("tempfile.tempdir", name)
+        yield Path(name)
 
 
 def redirected():

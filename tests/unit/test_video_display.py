@@ -120,8 +120,16 @@ def test_hdr_files_are_told_by_their_tags(tmp_path, kind, codec):
     assert decode(path, VideoPlan((0.0, 0.2), 28, 28, 10.0, 1)).mean() > 210  # untold: 148
 
 
-@pytest.mark.parametrize("size", [(96, 160), (123, 217), (40, 48)], ids=["smaller", "odd sides", "larger"])
-def test_pixels_of_clips_are_the_processors(tmp_path, size):
+@pytest.mark.parametrize(
+    ("size", "form"),
+    [
+        ((96, 160), "yuv420p"), ((123, 217), "yuv420p"), ((40, 48), "yuv420p"), ((84, 112), "yuv420p"),
+        ((64, 200), "yuv420p"), ((301, 57), "yuv420p"), ((480, 640), "yuv420p"), ((96, 160), "yuv444p"),
+        ((97, 161), "yuv444p"), ((96, 160), "yuv422p"), ((96, 160), "yuv420p10le"), ((96, 160), "gray"),
+        ((96, 160), "bgr0"),
+    ],
+)  # fmt: skip
+def test_pixels_of_clips_are_the_processors(tmp_path, size, form):
     """Edges between saturated colours, which FFmpeg's conversion in one call with scaling misses widely."""
     from transformers import Qwen2VLVideoProcessor
 
@@ -129,10 +137,10 @@ def test_pixels_of_clips_are_the_processors(tmp_path, size):
     path = str(tmp_path / "clip.mkv")
     with av.open(path, "w") as container:
         stream = container.add_stream("ffv1", rate=10)
-        stream.height, stream.width, stream.pix_fmt = *size, "yuv420p"
+        stream.height, stream.width, stream.pix_fmt = *size, form
         for number in range(2):
             pixels = (255 * np.roll(picture, number, axis=1)[: size[0], : size[1]]).astype(np.uint8)
-            frame = av.VideoFrame.from_ndarray(pixels, "rgb24").reformat(format="yuv420p")
+            frame = av.VideoFrame.from_ndarray(pixels, "rgb24").reformat(format=form)
             frame.pts, frame.time_base = number, Fraction(1, 10)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))

@@ -64,6 +64,37 @@ def test_a_response_is_scored_by_the_tokens_of_training(tmp_path, template, padd
             assert ids[-1] != tokenizer.pad_token_id
 
 
+CONVERSATIONS = {
+    "a system message": ([{"role": "system", "content": "count"}, PROMPT], GOOD),
+    "two turns": ([PROMPT, said(BAD), PROMPT], GOOD),
+    "three turns": ([PROMPT, said(BAD), PROMPT, said(GOOD), PROMPT], BAD),
+    "a question with line breaks": ([PROMPT | {"content": "\n 20 mod 6 =\n\n"}], GOOD),
+    "an empty question": ([PROMPT | {"content": ""}], GOOD),
+    "two numbers": ([PROMPT], "12 34"),
+    "spaces": ([PROMPT], "  2  "),
+    "line breaks": ([PROMPT], "\n2\n\n"),
+    "the text of the padding token": ([PROMPT], "2 <pad>"),
+    "the text of the end of a sequence": ([PROMPT], "2 <eos>"),
+    "an equation": ([PROMPT], "20 mod 6 = 2"),
+    "a long answer": ([PROMPT], GOOD * 30),
+}
+
+
+@pytest.mark.parametrize("template", ["as it is", "none"])
+@pytest.mark.parametrize("padding", ["another token", "end of sequence"])
+@pytest.mark.parametrize("case", CONVERSATIONS)
+def test_other_conversations_are_scored_by_the_tokens_of_training(tmp_path, case, template, padding):
+    tokenizer, (prompt, answer) = build_tokenizer(), CONVERSATIONS[case]
+    if template == "none":
+        tokenizer.chat_template = None
+    if padding == "end of sequence":
+        tokenizer.pad_token = tokenizer.eos_token
+    row = {"prompt": prompt, "chosen": [said(answer)], "rejected": [said(" 7 7 7")]}
+    (pair,), _ = load(tmp_path, tokenizer, row, max_prompt_length=2000, max_response_length=2000)
+    item = replace(item_of_row({"prompt": prompt, "response": answer}), prompt_text="<the policy's>")
+    assert Transformers.asked(None, item, tokenizer).tokens == (*pair.shared_ids, *pair.chosen_ids)
+
+
 def test_every_shape_of_a_conversation_gives_the_same_tokens(tmp_path, tokenizer):
     pairs, report = load(
         tmp_path,

@@ -141,9 +141,8 @@ def test_contact_sheets_show_what_was_seen(run):
     assert len(sheets) == 2 * STEPS
     with Image.open(sheets[0]) as image:
         assert image.width > 400 and image.height > 100
-    tables = sorted(folder.glob("wandb/**/table/samples_*.json"), key=lambda path: int(path.name.split("_")[1]))
-    assert len(tables) == STEPS
-    content = json.loads(tables[0].read_text())
+    (table,) = folder.glob("wandb/**/table/samples_*.json")  # after the last step; trainer.log_samples_freq is 10
+    content = json.loads(table.read_text())
     assert content["columns"][-1] == "clip" and any(row[-1] for row in content["data"])
 
 

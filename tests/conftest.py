@@ -10,12 +10,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-@pytest.fixture(autouse=True)
-def hangups_are_received():
-    """`rlfuse train` blocks SIGHUP in its thread. In a test that thread is also the thread of all later tests."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
-
-
 def pytest_testnodedown(node, error):
     """Remember that an xdist worker died: the tests that were assigned to it did not run."""
     node.config.worker_died = getattr(node.config, "worker_died", False) or bool(error)

@@ -100,7 +100,13 @@ def functions(tmp_path_factory):
 
 def samples(*texts, columns=None):
     prompt = Prompt(
-        4, np.array([3, 4, 5], np.int32), "w3 w4 w5 ", ({"role": "user", "content": "w3"},), "", "", columns or {}
+        4,
+        np.array([3, 4, 5], np.int32),
+        "w3 w4 w5 ",
+        ({"role": "user", "content": "w3 w4 w5 "},),
+        "",
+        "",
+        columns or {},
     )
     return [
         Sample(prompt, 2, k, k, Response(np.array([6, 1], np.int32), np.zeros(2, np.float32), "stop", 0, text))
@@ -384,7 +390,7 @@ def test_reward_model_uses_its_own_chat_template(reward_model, tmp_path):
     model = Classifier(str(folder))
     model.start()
     scores = model.score([item_of_sample(one) for one in samples("w8 w9", "w10")])
-    expected = direct_scores(folder, ["w100 w3 w101 w8 w9 ", "w100 w3 w101 w10 "])
+    expected = direct_scores(folder, ["w100 w3 w4 w5  w101 w8 w9 ", "w100 w3 w4 w5  w101 w10 "])
     np.testing.assert_allclose(scores, expected, atol=1e-5)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import sys
 import types
 
@@ -38,6 +39,12 @@ trainer:
 def weights_may_be_unpickled(monkeypatch):
     """A rank forbids it to the process that it is made in; other tests' files are their own."""
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
+
+
+@pytest.fixture(autouse=True)
+def hangups_are_received():
+    """`rlfuse train` blocks SIGHUP in its thread. In a test that thread is also the thread of all later tests."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
 
 @pytest.fixture(autouse=True)

@@ -99,15 +99,8 @@ def functions(tmp_path_factory):
 
 
 def samples(*texts, columns=None):
-    prompt = Prompt(
-        4,
-        np.array([3, 4, 5], np.int32),
-        "w3 w4 w5 ",
-        ({"role": "user", "content": "w3 w4 w5 "},),
-        "",
-        "",
-        columns or {},
-    )
+    question = {"role": "user", "content": "w3 w4 w5 "}
+    prompt = Prompt(4, np.array([3, 4, 5], np.int32), question["content"], (question,), "", "", columns or {})
     return [
         Sample(prompt, 2, k, k, Response(np.array([6, 1], np.int32), np.zeros(2, np.float32), "stop", 0, text))
         for k, text in enumerate(texts)

@@ -18,7 +18,7 @@ import psutil
 
 POOL_WORKER = "pebble_pool_worker"
 LOOK_S = 1.0
-"""Between two looks at the workers of pools: one that both find stopped is not only about to go on."""
+"""Seconds between two checks of the workers of a pool; one that is stopped in both is killed and replaced."""
 
 
 def restore_child_signals() -> None:

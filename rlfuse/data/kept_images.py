@@ -1,6 +1,6 @@
 """Images and clips that rows bring as bytes, and lists of frames, kept as files, which decoders on all nodes read.
 
-Role: `clips.ClipReader` asks for the file of each. The folder lies beside the runs, where all nodes see it; all
+Role: `clips.ClipReader` requests the file of each. The folder is next to the runs, where all nodes see it; all jobs
 that read the same data share its files, which are named by their content.
 Invariants: a file appears whole; it stays until it was neither asked for nor read for `UNUSED_S`. Waits for the disk.
 """

@@ -2,16 +2,18 @@
 
 Role: every command calls `prepare_streams` before it prints, and draws with `progress.Console`. Texts of data, models
 and other people's folders may hold escape sequences, which a terminal obeys: only Rich's own reach it. Characters that
-the encoding lacks are replaced, where Python's streams raise UnicodeEncodeError.
+the encoding lacks are replaced, where Python's streams raise UnicodeEncodeError. A closed terminal is no error.
 """
 
 from __future__ import annotations
 
 import codecs
+import errno
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 ASCII = {"✓": "+", "…": "...", "·": "-", "→": "->", "±": "+-", "≥": ">=", "≤": "<=", "∞": "inf", "÷": "/"}
@@ -28,23 +30,48 @@ def plain(text: str) -> str:
     return text if text.isprintable() else CONTROL.sub("", text.replace("\r", "\n"))
 
 
-class _Plain:
-    """A text stream that shows no control character; a progress bar may return to the start of its line."""
+class _Stream:
+    """A text stream. Writing to a terminal that was closed is no error: SIGHUP follows, and stops the run."""
 
     def __init__(self, stream: TextIO):
-        self.rich_proxied_file = stream  # to which Rich writes directly
+        self._stream, self._is_terminal = stream, stream.isatty()
 
     def write(self, text: str) -> int:
-        start = "\r" if text.startswith("\r") else ""
-        self.rich_proxied_file.write(start + plain(text.removeprefix(start)))
+        with self._may_be_closed():
+            self._stream.write(text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
+    def flush(self) -> None:
+        with self._may_be_closed():
+            self._stream.flush()
+
+    @contextmanager
+    def _may_be_closed(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._is_terminal or error.errno != errno.EIO:
+                raise
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.rich_proxied_file, name)
+        return getattr(self._stream, name)
+
+
+class _Plain(_Stream):
+    """A stream that shows no control character; a progress bar may return to the start of its line."""
+
+    def __init__(self, stream: TextIO):
+        super().__init__(stream)
+        self.rich_proxied_file = _Stream(stream)  # to which Rich writes directly
+
+    def write(self, text: str) -> int:
+        start = "\r" if text.startswith("\r") else ""
+        super().write(start + plain(text.removeprefix(start)))
+        return len(text)
 
 
 def prepare_streams() -> None:

@@ -6,7 +6,6 @@ later by `RunLog.part`. Waits for nothing; where it takes long a line says so no
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sys
@@ -53,12 +52,8 @@ def quiet_libraries() -> None:
 
 
 def say(console: Console, text: str) -> None:
-    """Print a line as it is. A terminal that was just closed is no error: SIGHUP follows, and stops the run."""
-    try:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
+    """Print a line as it is."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def watched(console: Console) -> bool:

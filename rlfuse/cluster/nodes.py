@@ -26,7 +26,7 @@ ENOUGH_OF_AN_ID = 8
 """Letters; as many are shown."""
 OF_A_JOB = 8
 """Letters of a job's id, with which those of its placement groups end."""
-SHOWN = 80
+SHOWN = 200
 """Letters of a job's command."""
 T = TypeVar("T")
 

@@ -1,11 +1,15 @@
 """Consoles that can't show every character: commands print what they can, and go on."""
 
+import errno
 import io
 import os
+import pty
 import re
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -162,3 +166,26 @@ def test_a_console_and_progress_bars_still_move_the_cursor(monkeypatch):
     sys.stdout.write("\r 50%")
     print("a\tb\r\nc", "中 é 🙂")
     assert stream.getvalue() == "\x1b[1mx\x1b[0m\n\r 50%a\tb\n\nc 中 é 🙂\n"
+
+
+def test_a_terminal_that_was_closed_is_no_error(monkeypatch):
+    outer, inner = pty.openpty()
+    terminal = os.fdopen(inner, "w")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    prepare_streams()
+    console = Console(force_terminal=True)
+    os.close(outer)
+    with pytest.raises(OSError, match="Input/output"):
+        os.write(inner, b"closed")
+    print("a line", flush=True)
+    with part("a part"), Live("a view", console=console):
+        console.print("a line above it")
+    sys.stdout.flush()
+    with suppress(OSError):
+        terminal.close()  # flushes it
+    file = io.StringIO()
+    file.flush = Mock(side_effect=OSError(errno.EIO, "of a disk"))
+    monkeypatch.setattr(sys, "stdout", file)
+    prepare_streams()
+    with pytest.raises(OSError, match="of a disk"):
+        print("a line", flush=True)

@@ -73,6 +73,7 @@ def command(folder: Path, overrides: list[str]) -> list[str]:
         "trainer.save_freq": 200,
         "trainer.val_before_train": "false",
         "trainer.default_local_dir": folder / "runs",
+        "trainer.experiment_name": "soak",
     }
     return [sys.executable, "-m", "rlfuse.train", *(f"{key}={value}" for key, value in settings.items()), *overrides]
 
@@ -170,7 +171,7 @@ def main() -> None:
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(command(folder, overrides), stdout=log, stderr=subprocess.STDOUT)
         try:
-            seen = watch(process, folder / "runs/rlfuse/run/metrics.jsonl", arguments.steps, arguments.every)
+            seen = watch(process, folder / "runs/rlfuse/soak/metrics.jsonl", arguments.steps, arguments.every)
         except BaseException:
             print((folder / "log").read_text()[-3000:])
             raise

@@ -129,6 +129,9 @@ class EngineError(RlfuseError, RuntimeError):
 class WorkerLost(EngineError):
     """A process died, hangs or ran out of memory, nothing is wrong with what it was asked: another may do it."""
 
+    before_first_step = False
+    """Whether the run, or its restart, had begun no step."""
+
 
 class NodeLost(WorkerLost):
     """Nodes are gone, with what lived there; `nodes`: their ids."""

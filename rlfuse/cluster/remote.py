@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from rlfuse.cluster import host_memory, process_logs, scratch, tracebacks, watchdog
-from rlfuse.errors import EngineError, WorkerLost
+from rlfuse.errors import EngineError, EngineLost, NodeLost, WorkerLost
 
 GRACE_S = 5.0
 """Time for the death of a worker to show, once peers that waited for it have failed."""
@@ -54,19 +54,21 @@ async def all_of(calls: Sequence[Awaitable[Any]]) -> list[Any]:
     calls = [asyncio.ensure_future(each) for each in calls]
     try:
         done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-        if pending and not any(_dead(each.exception()) for each in done):
+        if pending and not any(is_death(each.exception()) for each in done):
             await asyncio.wait(pending, timeout=GRACE_S)
         errors = [error for each in calls if each.done() and (error := each.exception())]
         if errors:
-            raise min(errors, key=lambda error: not _dead(error))
+            raise min(errors, key=lambda error: not is_death(error))
         return [each.result() for each in calls]
     finally:
         for each in calls:
             each.cancel()
 
 
-def _dead(error: BaseException | None) -> bool:
-    return isinstance(getattr(error, "__cause__", None), ActorDiedError)
+def is_death(error: BaseException | None) -> bool:
+    """Whether a process has died, and is not only late or out of memory."""
+    died = isinstance(getattr(error, "__cause__", None), ActorDiedError | ActorUnavailableError)
+    return isinstance(error, WorkerLost) and (died or isinstance(error, EngineLost | NodeLost))
 
 
 def explain(error: BaseException, worker: str, action: str, timeout: float) -> BaseException:

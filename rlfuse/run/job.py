@@ -134,6 +134,8 @@ class Job:
                 asyncio.run(log.stopping.listen_during(work))
         except BaseException as caught:
             error = first_of(caught)
+            if isinstance(error, WorkerLost):
+                error.before_first_step = log.stopping.step is None
             raise error from error.__cause__
         finally:
             ended, is_there = _state(error), (self.folder / status.FILE).exists()

@@ -2,19 +2,21 @@
 
 Role: `recovered` makes the attempts of `rlfuse.run.build` and `rlfuse.run.reward_model`; each has Ray, engines and
 log of its own, so that nothing of the lost one is left. Rollout engines and reward workers are replaced within an
-attempt. Invariants: only a `WorkerLost` is tried again, never an error of the configuration, of the user's code or of a
-start; an attempt that got no further than the one before is the last. A node that left as planned (`slot_desk`) counts
-as no loss. Steps after the checkpoint are logged again, as when an interrupted run resumes.
+attempt. Invariants: only a `WorkerLost` is tried again, never an error of the configuration or of the user's code, and
+at startup only the death of a process; an attempt that got no further than the one before is the last, as is the second
+start in a row that lost a worker. A node that left as planned (`slot_desk`) counts as no loss. Steps after the
+checkpoint are logged again, as when an interrupted run resumes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rlfuse import clock
+from rlfuse.cluster.remote import is_death
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden_text
 from rlfuse.errors import EngineError, NodeLeft, WorkerLost
@@ -41,7 +43,7 @@ def recovered(config: Config, attempt: Callable[[Job], Path]) -> Path:
 
 
 def _recovered(job: Job, attempt: Callable[[Job], Path]) -> Path:
-    reached: list[int] = []
+    reached: list[int | None] = []
     while True:
         try:
             return attempt(job)
@@ -50,7 +52,8 @@ def _recovered(job: Job, attempt: Callable[[Job], Path]) -> Path:
             print(hidden_text(f"{left}\nThe run goes on {_from(job)} on other nodes; nothing failed."), flush=True)
         except WorkerLost as error:
             rows = read_metrics(job.folder / "metrics.jsonl")
-            reached.append(max((row["step"] for row in rows), default=0))
+            last = max((row["step"] for row in rows), default=0)
+            reached.append(None if error.before_first_step else last)
             if why := futile(reached, job.config.cluster.max_restarts):
                 print(how_to_resume(job), flush=True)
                 raise EngineError(f"{error}\n{why}") from error
@@ -65,20 +68,27 @@ def _from(job: Job) -> str:
 
 @contextmanager
 def starting(log: RunLog) -> Iterator[None]:
-    """The start of workers: one that is lost here would be so again."""
+    """The start of workers: one that is late or out of memory here would be so again, one that was killed need not."""
     with log.journal.recorder.span("start", cause="run"):
         try:
             yield
         except WorkerLost as error:
+            if is_death(error):
+                raise
             raise EngineError(str(error)) from error
 
 
-def futile(reached: list[int], limit: int) -> str | None:
-    """Why another attempt is not made, if so. `reached`: the last step that was done, at each loss so far."""
-    made = len(reached) - 1
+def futile(reached: Sequence[int | None], limit: int) -> str | None:
+    """Why another attempt is not made, if so.
+
+    `reached`: the last step that was done, at each loss so far; None for an attempt that had begun no step.
+    """
+    made, steps = len(reached) - 1, [step for step in reached if step is not None]
     if made >= limit:
         return f"No restart: {made} of at most cluster.max_restarts={limit} were made."
-    if made and max(reached[:-1]) >= reached[-1]:
+    if [*reached[-2:]] == [None, None]:
+        return "No restart: two starts in a row lost a worker before their first step."
+    if reached[-1] is not None and steps[-1] <= max(steps[:-1], default=-1):
         return f"No restart: the last of {made} completed no step that was not completed before it."
     return None
 

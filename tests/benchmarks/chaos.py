@@ -1,12 +1,14 @@
 """Kill processes of every kind of a run at random moments, and compare the run with an undisturbed one.
 
-    python tests/benchmarks/chaos.py [--seed 1] [--times 2] [--jobs quickstart video] [--steps 60 40] [--folder chaos]
+    python tests/benchmarks/chaos.py [--seed 1] [--times 2] [--jobs quickstart video] [--steps 60 20] [--folder chaos]
 
 The quickstart runs on two nodes of a Ray cluster on this machine, the video job on two slots of its own. The same
-command restarts a killed driver, and another node replaces a killed one. Compared under `fusion=serial` in float32 are
-the bits of the final weights, and the samples of every step, each of which must occur once. Nothing of the run may be
-left afterwards: processes, files in its folder, shared memory, temporary files, locks. Prints the seed, every kill and
-the differences; status 1 if there is one. `tests/end_to_end/test_job.py` has a short form.
+command restarts a killed driver, and another node replaces a killed one. In some restarts, as the seed decides, another
+process is killed before they are over. An undisturbed run that `--folder` has is used again. Compared under
+`fusion=serial` in float32 are the bits of the final weights, and the samples of every step, each of which must occur
+once. Nothing of the run may be left afterwards: processes, files in its folder, shared memory, temporary files, locks.
+Prints the seed, every kill and the differences; status 1 if there is one. `tests/end_to_end/test_job.py` has a short
+form.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from safetensors.numpy import load_file
 from rlfuse.cluster import scratch
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.run import leftovers
+from rlfuse.run_folder import status
 
 END_TO_END = Path(__file__).resolve().parents[1] / "end_to_end"
 TITLES = {
@@ -46,7 +49,9 @@ TITLES = {
 OF_RAY = re.compile("dashboard|runtime_env|ray::IDLE")
 """In the titles of processes that belong to a node of Ray, not to a run, or stay for a minute."""
 RESTARTING = ("rank", "node", "driver")
-"""Kinds without which the run restarts; others are replaced while it goes on."""
+"""Kinds without which the run restarts; others are replaced while it continues."""
+STARTING_S = 30.0
+"""How long after such a kill the restart may be struck, too."""
 EXACT = {"fusion": "serial", "model.dtype": "float32", "trainer.deterministic": "true"}
 """Settings under which the final weights do not depend on time."""
 LOGGED = {
@@ -56,26 +61,31 @@ LOGGED = {
     "trainer.logger": "[console]",
     "cluster.max_restarts": 100,
 }
-STEP_S, END_S = 600.0, 60.0
+STEP_S, END_S = 900.0, 60.0
 """Limits for a step, restarts included, and for processes to end."""
 
 
 @dataclass(frozen=True)
 class Strike:
-    """A process of this kind is killed `delay_s` after this step, or after a later one."""
+    """A process of this kind is killed `delay_s` after this step, or a later one; after the last strike where None."""
 
     kind: str
-    step: int
+    step: int | None
     delay_s: float
 
 
 def plan(kinds: Sequence[str], times: int, steps: int, seed: int, longest_s: float) -> list[Strike]:
-    """Return the strikes of a run, `times` of each kind, each after another step."""
+    """Return the strikes of a run: `times` of each kind, each after another step, and more of them in restarts."""
     chance = random.Random(seed)
     order = [kind for kind in kinds for _ in range(times)]
     chance.shuffle(order)
     after = sorted(chance.sample(range(1, 3 * steps // 4), len(order)))
-    return [Strike(kind, step, chance.uniform(0, longest_s)) for kind, step in zip(order, after, strict=True)]
+    strikes = []
+    for kind, step in zip(order, after, strict=True):
+        strikes.append(Strike(kind, step, chance.uniform(0, longest_s)))
+        if kind in RESTARTING and chance.random() < 0.5:
+            strikes.append(Strike(chance.choice(kinds), None, chance.uniform(0, STARTING_S)))
+    return strikes
 
 
 @dataclass
@@ -90,6 +100,8 @@ class Chaos:
     kills: list[str] = field(default_factory=list)
     seen: set[psutil.Process] = field(default_factory=set)
     files: set[Path] = field(default_factory=set)
+    _before: set[psutil.Process] = field(default_factory=set)
+    """Workers that lived when the last process was killed."""
     _driver: subprocess.Popen | None = None
 
     def run(self, strikes: Sequence[Strike]) -> None:
@@ -97,7 +109,8 @@ class Chaos:
         reached = 0
         self._start()
         for strike in strikes:
-            self._wait(lambda: self._done() >= max(strike.step, reached + 1), f"step {strike.step}")  # noqa: B023
+            if strike.step is not None:
+                self._wait(lambda: self._done() >= max(strike.step, reached + 1), f"step {strike.step}")  # noqa: B023
             time.sleep(strike.delay_s)
             self._kill(strike)
             reached = self._done()
@@ -120,10 +133,6 @@ class Chaos:
         """The last step that is done; 0 for none."""
         return max((row["step"] for row in read_metrics(self.folder / "metrics.jsonl")), default=0)
 
-    def _starts(self) -> int:
-        """How often the run's workers have started: with each, the first weights go to the engines."""
-        return self._log.read_text().count("first weights to the engines")
-
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         until = time.monotonic() + STEP_S
         while not condition():
@@ -134,22 +143,27 @@ class Chaos:
             time.sleep(0.2)
 
     def _kill(self, strike: Strike) -> None:
-        """Kill a process; returns once the run has restarted, if it has to: a loss in a start ends it, by design."""
-        starts = self._starts()
-        self._wait(lambda: bool(self._processes(strike.kind)), f"a moment with a {strike.kind}")
-        found = sorted(self._processes(strike.kind), key=lambda each: each.pid)
-        victim = random.Random(strike.delay_s).choice(found)
+        """Kill a process; in a restart, one that began with it."""
+        old = self._before if strike.step is None else set()
+        found: list[psutil.Process] = []
+
+        def find() -> bool:
+            found[:] = [each for each in self._processes(strike.kind) if each not in old]
+            return bool(found)
+
+        self._wait(find, f"a moment with a {strike.kind}")
+        self._before = {each for each in self._living() if each.pid != self._driver.pid} - {*self.others}
+        victim = random.Random(strike.delay_s).choice(sorted(found, key=lambda each: each.pid))
         with suppress(psutil.NoSuchProcess):
             victim.kill()
-        self.kills.append(f"{strike.kind} (process {victim.pid}), after step {self._done()}")
+        when = " in a restart" if strike.step is None else ""
+        self.kills.append(f"{strike.kind} (process {victim.pid}), after step {self._done()}{when}")
         print(f"killed {self.kills[-1]}", flush=True)
         if strike.kind == "node":
             self.replace_node()
         if strike.kind == "driver":
             self._driver.wait(END_S)
             self._start()
-        if strike.kind in RESTARTING:
-            self._wait(lambda: self._starts() > starts or self._driver.poll() == 0, "another start")
 
     def _processes(self, kind: str) -> list[psutil.Process]:
         """Those of a kind that live."""
@@ -316,7 +330,8 @@ def disturbed(job: str, kinds: Sequence[str], folder: Path, steps: int, times: i
         settings = quickstart(folder, steps, address) if job == "quickstart" else video(folder, steps)
         runs = folder / "rlfuse"
         calm = Chaos(command_of(settings, f"{job}_calm"), runs / f"{job}_calm", raylets)
-        calm.run([])
+        if (found := status.read(calm.folder)) is None or (found.state, found.total) != ("finished", steps):
+            calm.run([])
         took = [row["perf/time_per_step"] for row in read_metrics(calm.folder / "metrics.jsonl") if row["step"]]
         print(f"{job}: undisturbed, {median(took):.1f} s a step", flush=True)
         name = f"{job}_{seed}"
@@ -338,7 +353,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=2, help="kills of each kind")
     parser.add_argument("--jobs", nargs="+", choices=[*KINDS], default=[*KINDS])
     parser.add_argument("--kinds", nargs="+", default=sum(KINDS.values(), ()), help="of processes; default: all")
-    parser.add_argument("--steps", nargs="+", type=int, default=[60, 40], help="of each job")
+    parser.add_argument("--steps", nargs="+", type=int, default=[60, 20], help="of each job")
     parser.add_argument("--folder", type=Path, default=Path("chaos"))
     arguments = parser.parse_args()
     wrong = []

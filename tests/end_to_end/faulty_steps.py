@@ -8,6 +8,7 @@ import math
 import os
 import resource
 import signal
+import threading
 import time
 
 import psutil
@@ -25,6 +26,7 @@ class Saboteur(Steps):
     def __init__(self, folder):
         super().__init__(folder)
         self.faults = [self.kill_an_engine, self.stop_all_engines, self.hang_a_rank, self.starve_a_rank]
+        self.logs = folder / "faulty" / "logs"
 
     async def drive(self, controller, step):
         """The run, watched; before its first attempt, on the same engines, the calm one."""
@@ -75,8 +77,22 @@ class Saboteur(Steps):
 
     async def hang_a_rank(self):
         await self.generating(step=3, slots=[0, 1])
+        begun = self.begun()
+        threading.Thread(target=self.kill_a_rank_that_starts, args=(begun,), daemon=True).start()
         await self.controller.engines.trainer.ranks[1].__ray_call__.remote(hang)
         await asyncio.sleep(math.inf)
+
+    def kill_a_rank_that_starts(self, begun):
+        """In the restart that follows, once all its processes have begun; no engine is ready that early."""
+        while any(count == before for count, before in zip(self.begun(), begun, strict=True)):
+            time.sleep(0.02)
+        mine = psutil.Process().children(recursive=True)
+        max((each for each in mine if each.name().startswith("ray::TrainerRan")), key=psutil.Process.create_time).kill()
+
+    def begun(self):
+        """How many processes each log is of."""
+        names = ("rollout-0", "rollout-1", "trainer-0", "trainer-1", "reward-0")
+        return [(self.logs / f"{name}.log").read_text().count(": process ") for name in names]
 
     async def starve_a_rank(self):
         await self.generating(step=4, slots=[0, 1])

@@ -56,16 +56,16 @@ def test_the_run_ends_with_the_samples_numbers_and_weights_of_an_undisturbed_one
 def test_each_process_keeps_what_it_writes_over_restarts(runs):
     began = {path.name: path.read_text().count(": process ") for path in (runs[1] / "logs").glob("*.log")}
     assert (began["rollout-0.log"], began["rollout-1.log"]) == (
+        6,
         5,
-        4,
-    )  # in three attempts, and in the places of lost ones
-    assert began["trainer-0.log"] == began["trainer-1.log"] == 3 and began["reward-0.log"] == 4
+    )  # in four attempts, and in the places of lost ones
+    assert began["trainer-0.log"] == began["trainer-1.log"] == 4 and began["reward-0.log"] == 5
 
 
 def test_every_loss_is_counted_explained_and_repaired(runs):
     faults = json.loads((runs[1] / "summary.json").read_text())["faults"]
     assert faults.pop("samples_reissued") > 0
-    assert faults == {"engines_lost": 3, "engines_replaced": 3, "reward_workers_replaced": 1, "restarts": 2}
+    assert faults == {"engines_lost": 3, "engines_replaced": 3, "reward_workers_replaced": 1, "restarts": 3}
     spans = read_events(runs[1] / "events.jsonl")
     lost = [span for span in spans if span.kind == "lost"]
     assert sorted((span.step, span.where) for span in lost) == [(1, "rollout/0"), (2, "rollout/0"), (2, "rollout/1")]
@@ -77,17 +77,18 @@ def test_every_loss_is_counted_explained_and_repaired(runs):
     assert re.search("rollout/1.* stood still for 6 s .* samples at hand; .* a step of .* samples at", still)
     for span in lost:  # all of its step, and all of them generated elsewhere
         assert span.samples and all(int(name.split("/")[0]) == span.step for name in span.samples)
-    hung, starved = [span.cause for span in spans if span.kind == "restart" and span.where == "driver"]
+    hung, dead, starved = [span.cause for span in spans if span.kind == "restart" and span.where == "driver"]
     assert re.match(r"trainer/1 hangs: asked to update the actor it has stood still for \d\.\d s \(cluster\.", hung)
     assert re.search(
         r'It stands in, the innermost call first:\n  File ".*faulty_steps\.py", line \d+ in asleep_for_e', hung
     )
     assert "For it trainer/0 waited." in hung and "Stacks of all processes: " in hung
+    assert re.match(r"trainer/[01] died while it was asked to", dead), dead
     assert "trainer/1" in starved and "It is out of memory. Lower actor.ppo_max" in starved
     for cause in (hung, starved):
         assert f"logs: {runs[1]}/logs (trainer-1.log has the error)" in cause
     (reward,) = [span.cause for span in spans if span.kind == "restart" and span.where == "reward/0"]
     assert re.fullmatch(f"the process of .* ended while it scored this sample: {KILLED}", reward), reward
     last = read_metrics(runs[1] / "metrics.jsonl")[-1]
-    assert last["fault/restarts"] == 2 and last["fault/engines_lost"] == 3
+    assert last["fault/restarts"] == 3 and last["fault/engines_lost"] == 3
     assert not (runs[1] / "reward_failures.jsonl").exists()

@@ -4,16 +4,16 @@ import os
 import threading
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from rlfuse.cluster.remote import all_of, explain
 from rlfuse.config.schema import Config
 from rlfuse.engines.rollout.liveness import Liveness
-from rlfuse.errors import ConfigError, EngineError, EngineLost, NodeLeft, RunError, WorkerLost
+from rlfuse.errors import ConfigError, EngineError, EngineLost, NodeLeft, NodeLost, RunError, WorkerLost
 from rlfuse.events import Span
 from rlfuse.observe.faults import count_faults, fault_metrics
 from rlfuse.run.job import how_to_resume, open_job
-from rlfuse.run.restarts import futile, recovered
+from rlfuse.run.restarts import futile, recovered, starting
 from rlfuse.run_folder import checkpoints, status
 
 
@@ -167,6 +167,11 @@ def test_attempts_end_with_their_number_or_when_they_get_no_further(config, caps
     assert futile([2, 5, 7, 8], limit=3) == "No restart: 3 of at most cluster.max_restarts=3 were made."
     assert "the last of 1 completed no step" in futile([7, 7], limit=3)
     assert "the last of 2 completed no step" in futile([2, 7, 5], limit=3)
+    assert futile([None], limit=1) is None and futile([7, None], limit=3) is None
+    assert futile([7, None, 8, None], limit=9) is None
+    assert "the last of 2 completed no step" in futile([7, None, 7], limit=3)
+    assert "two starts in a row" in futile([7, None, None], limit=3)
+    assert "1 of at most cluster.max_restarts=1" in futile([7, None], limit=1)
     dying = Attempts((3, WorkerLost("trainer/1 died")), (3, WorkerLost("trainer/1 died")))
     with pytest.raises(EngineError, match="trainer/1 died\nNo restart: the last of 1 completed no step"):
         recovered(config, dying)
@@ -176,6 +181,39 @@ def test_attempts_end_with_their_number_or_when_they_get_no_further(config, caps
     assert how_to_resume(again).endswith(
         f"with trainer.experiment_name={again.folder.name} trainer.resume_mode=auto goes on from there"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "restarts"),
+    [
+        (WorkerLost("trainer/1 died"), ActorDiedError(), True),
+        (WorkerLost("trainer/1 died"), ActorUnavailableError("no answer", None), True),
+        (NodeLost("lost node b", ("b",)), None, True),
+        (EngineLost("rollout/0 could not start vLLM. Its process was killed"), None, True),
+        (WorkerLost("trainer/1 did not load within 5 s"), TimeoutError(), False),
+        (WorkerLost("trainer/1 failed to load: it is out of memory"), RayTaskError("f", "", MemoryError()), False),
+        (EngineError("trainer/1 failed to load: no such file"), None, False),
+    ],
+)
+def test_only_the_death_of_a_process_at_startup_restarts_a_run(config, capsys, error, cause, restarts):
+    """Once: the second start in a row that loses a worker ends the run."""
+    config.trainer.logger = ["console"]
+    attempts = []
+
+    def attempt(job):
+        attempts.append(job)
+        log = job.begin(8)
+
+        async def start():
+            with starting(log):
+                raise error from cause
+
+        job.carry_out(start(), log)
+
+    with pytest.raises(EngineError, match="two starts in a row" if restarts else str(error)):
+        recovered(config, attempt)
+    assert len(attempts) == 1 + restarts
+    assert ("(restart 1 of at most 3)" in capsys.readouterr().out) == restarts
 
 
 # Signs of life -------------------------------------------------------------------------------------------------------

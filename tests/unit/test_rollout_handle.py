@@ -57,7 +57,8 @@ class Actor:
         self.asked.append(method)
         reference = Reference()
         if method in self.answers:
-            reference.result.set_result(self.answers[method])
+            answer = self.answers[method]
+            (reference.result.set_exception if isinstance(answer, Exception) else reference.result.set_result)(answer)
         else:
             self.waiting.append(reference)
         return reference
@@ -259,6 +260,25 @@ async def test_an_engine_is_not_asked_to_do_what_it_has_done(engine):
     handle._lose(engine.actors[0], "rollout/1: it did not answer")
     await engine.push()
     assert await asked(handle.wake()) == 0 and await asked(handle.sleep()) == 1, "the next one starts awake, too"
+
+
+async def test_a_successor_that_dies_while_it_starts_is_replaced_as_often_as_may_be(engine):
+    create, deaths = engine.handle._create, [True, False, True]
+
+    def next_one():
+        actor = create()
+        actor.answers["start"] = ActorDiedError() if deaths.pop(0) else {}
+        return actor
+
+    engine.handle._create, engine.handle._max_restarts = next_one, 3
+    engine.handle._lose(engine.actors[0], "rollout/1: the first loss")
+    await engine.push()
+    assert len(engine.actors) == 3 and await engine.handle.version() == 3
+    lost, *restarts = engine.recorder.drain()
+    assert (lost.kind, ["error" in span.attributes for span in restarts]) == ("lost", [True, False])
+    engine.handle._lose(engine.actors[2], "rollout/1: the second loss")
+    with pytest.raises(EngineError, match=r"the second loss\nrollout/1 is not replaced: .* 3 of at most .*=3 times"):
+        await engine.handle.wait_ready()
 
 
 async def test_nothing_is_asked_of_a_successor_that_did_not_start(engine):

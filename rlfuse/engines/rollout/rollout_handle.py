@@ -27,7 +27,7 @@ import ray
 
 from rlfuse import clock
 from rlfuse.cluster import watchdog
-from rlfuse.cluster.remote import call, explain
+from rlfuse.cluster.remote import call, explain, is_death
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.rollout.liveness import Pulse
 from rlfuse.engines.rollout.vllm_setup import NOTHING, Request
@@ -290,17 +290,22 @@ class RolloutHandle:
         return self._restart
 
     async def _replacement(self) -> None:
-        if why := self._no_other:
-            raise EngineError(f"{self._lost}\n{self.name} is not replaced: {why}.")
-        self.restarts += 1
-        with self._recorder.span("restart", cause=str(self._lost)) as span:
-            span.where = self.name
-            self.actor, self._calls = self._create(), 0
+        while True:
+            if why := self._no_other:
+                raise EngineError(f"{self._lost}\n{self.name} is not replaced: {why}.")
+            self.restarts += 1
             try:
-                await self._begin()
+                with self._recorder.span("restart", cause=str(self._lost)) as span:
+                    span.where = self.name
+                    self.actor, self._calls = self._create(), 0
+                    await self._begin()
+                return self._say(f"{self.name}: another engine stands")
             except WorkerLost as error:
-                raise EngineError(f"{error}\nIt was to replace an engine that was lost: {self._lost}") from error
-        self._say(f"{self.name}: another engine stands")
+                ray.kill(self.actor)
+                why = f"{error}\nIt was to replace an engine that was lost: {self._lost}"
+                if not is_death(error):
+                    raise EngineError(why) from error
+                self._lost = EngineLost(why)
 
     async def _watch(self, actor: ray.actor.ActorHandle) -> None:
         """Notice that the engine is gone or hangs, also while nobody waits for it."""

@@ -1,51 +1,71 @@
 """Checkpoints of a run that is under way: written whole or not at all, counted once the step's rows are on disk.
 
 Role: the controller has one written and, after the step is logged, published. Waits for the trainer to write its state.
+Invariant: no step begins that can't be saved: where the next checkpoint will not fit, a run ends when the last one
+counts; where the disk fills up within a save interval, one is written early, as long as it fits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlfuse.config.schema import Config
 from rlfuse.errors import NotSaved
 from rlfuse.observe.alerts import Alert
 from rlfuse.observe.run_log import RunLog
+from rlfuse.progress import due
 from rlfuse.run_folder import checkpoints
+from rlfuse.run_folder.checkpoints import MIB
 
 BYTES_PER_PARAMETER = 14
 """Of a checkpoint, at least: a float32 copy, Adam's two moments, and 2 bytes of the model as other programs load it."""
 
 
-def first_bytes(config: Config, parameters: int) -> int | None:
-    """Return what a checkpoint takes at least, None where the run writes none; `parameters`: that are trained."""
-    return BYTES_PER_PARAMETER * parameters if config.trainer.save_freq > 0 else None
+STEPS_AHEAD = 2
+"""Free space has to last so many steps more, each of which takes as much as the last one."""
+
+
+def next_save(
+    needed: int, free: int, taken: int, *, is_saved: bool, missed: bool
+) -> Literal["wait", "save", "alert", "end"]:
+    """What to do after a step about a checkpoint that is not due yet; all in bytes.
+
+    `taken`: by the last step; `is_saved`: this step is; `missed`: since the last checkpoint there was no room for one.
+    """
+    if free < needed:
+        return "end" if is_saved else "alert"
+    if not is_saved and (missed or free - STEPS_AHEAD * taken < needed):
+        return "save"
+    return "wait"
 
 
 class Checkpointing:
     """`save` writes the models into a folder, if not `weights` then all but these; `state` is the rest after a step.
 
-    `start`: the step that the run goes on after; `keep`: trainer.max_ckpt_to_keep; `first_bytes`: of a checkpoint, as
-    long as there is none to compare with, None where none is to be written.
+    `start`: the step that the run resumes after; `parameters`: how many are trained.
     """
 
     def __init__(
         self,
         log: RunLog,
+        config: Config,
         *,
         start: int,
-        keep: int | None,
         save: Callable[[Path, bool], Awaitable[None]],
         state: Callable[[int], dict[str, Any]],
-        first_bytes: int | None = None,
+        parameters: int,
     ):
-        self._log, self._keep, self._save, self._state = log, keep, save, state
-        self._first_bytes = first_bytes
+        self._log, self._save, self._state = log, save, state
+        self._keep, self._every = config.trainer.max_ckpt_to_keep, config.trainer.save_freq
+        self._first_bytes = BYTES_PER_PARAMETER * parameters
         self.step = self._written = start
         self._remembered: dict[int, dict[str, Any]] = {}
-        self._check_room()
+        self._missed = False
+        """Since the last checkpoint there was no room for one."""
+        self._free: int | None = None
+        """After the step before."""
 
     def folder(self, step: int) -> Path | None:
         """The checkpoint that runs resume from, if it is that of this step."""
@@ -53,11 +73,50 @@ class Checkpointing:
 
     async def rehearse(self) -> None:
         """Try at startup what each save will do, so that none fails after hours. NotSaved with the cause."""
+        self.check_room(self.step)
         await checkpoints.rehearse(self._log.folder, self._state(self.step), lambda folder: self._save(folder, False))
 
     def remember(self, step: int) -> None:
         """Keep the state after this step, so that it can be saved even when the next one has begun."""
         self._remembered = {step: self._state(step)}
+
+    def due(self, step: int) -> bool:
+        """Whether to write one after this step: by trainer.save_freq, or since it would not fit later."""
+        if due(self._every, step, self._log.total_steps):
+            return True
+        needed, free = self._room()
+        taken, self._free = max(0, (self._free or free) - free), free
+        return self._every > 0 and self._decide(needed, free, taken, step) == "save"
+
+    def check_room(self, step: int) -> None:
+        """After this step, before the next: NotSaved where nothing is lost yet and the next checkpoint will not fit.
+
+        Where steps may be lost, an alert.
+        """
+        if self._every <= 0 or step >= self._log.total_steps:
+            return
+        needed, free = self._room()
+        lacking = f"{needed / MIB:,.1f} MiB needed, {free / MIB:,.1f} MiB free in {self._log.folder}"
+        match self._decide(needed, free, 0, step):
+            case "end":
+                raise NotSaved(
+                    f"The next checkpoint will not fit: {lacking}. The run ends after step {step}, because later steps "
+                    "could not be saved. Free disk space and rerun the command, or set trainer.save_freq=-1 to save "
+                    "nothing."
+                )
+            case "alert" if not self._missed:
+                self._missed = True
+                text = (
+                    f"The next checkpoint does not fit any more: {lacking}. Free disk space, or steps after "
+                    f"{self.step} may be lost; one is written as soon as there is room."
+                )
+                self._log.loggers.alert(step, Alert("no room for a checkpoint", text))
+
+    def _room(self) -> tuple[int, int]:
+        return checkpoints.room(self._log.folder, self.step, self._keep, self._first_bytes)
+
+    def _decide(self, needed: int, free: int, taken: int, step: int) -> str:
+        return next_save(needed, free, taken, is_saved=step == self.step, missed=self._missed)
 
     async def write(self, step: int, required: bool = False) -> None:
         """Write one; `publish` makes it count.
@@ -66,12 +125,14 @@ class Checkpointing:
         after the last step, and when told to end.
         """
         try:
-            state = self._remembered[step]
-            await checkpoints.write(self._log.folder, step, state, lambda folder: self._save(folder, True))
+            state, models = self._remembered[step], lambda folder: self._save(folder, True)
+            await checkpoints.write(self._log.folder, step, state, models, self.step, self._keep)
         except NotSaved as error:
             if required or step == self._log.total_steps or self._log.stopping.by is not None:
                 raise
-            text = f"{error} The run goes on, and tries again at the next one."
+            needed, free = self._room()
+            self._missed = free < needed
+            text = f"{error} The run continues, and writes the next one when it is due or there is room again."
             self._log.loggers.alert(step, Alert("no checkpoint", text))
         else:
             self._written = step
@@ -81,17 +142,4 @@ class Checkpointing:
         if self._written != self.step:
             self._log.sync()
             checkpoints.publish(self._log.folder, self._written, self._keep)
-            self.step = self._written
-            self._check_room()
-
-    def _check_room(self) -> None:
-        """At the start of a save interval, alert where its checkpoint will not fit."""
-        log = self._log
-        if self._first_bytes is None or self.step >= log.total_steps:
-            return
-        if lacking := checkpoints.lacks_room(log.folder, self._first_bytes):
-            text = (
-                f"The next checkpoint will not fit: {lacking}. Free disk space before it is due, or steps after "
-                f"{self.step} may be lost."
-            )
-            log.loggers.alert(self.step, Alert("no room for a checkpoint", text))
+            self.step, self._missed, self._free = self._written, False, None

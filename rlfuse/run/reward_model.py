@@ -33,7 +33,7 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.observe.pairs import PICTURE, summarise_pairs
 from rlfuse.observe.run_log import RunLog
 from rlfuse.progress import due
-from rlfuse.run.checkpointing import Checkpointing, first_bytes
+from rlfuse.run.checkpointing import Checkpointing
 from rlfuse.run.job import Job, looked_after, training_steps
 from rlfuse.run.restarts import recovered, starting
 from rlfuse.step.protocols import Health
@@ -82,11 +82,11 @@ async def _run(
     log.attach([trainer], facts, lambda: source.epoch)
     checkpointing = Checkpointing(
         log,
+        job.config,
         start=job.state["step"],
-        keep=job.config.trainer.max_ckpt_to_keep,
         save=save,
         state=lambda _: {"pairs": source.state_dict()},
-        first_bytes=first_bytes(job.config, facts["parameters"]),
+        parameters=facts["parameters"],
     )
     await checkpointing.rehearse()
     if job.checkpoint is not None:
@@ -124,6 +124,7 @@ class Training:
         if step == 0 and self.held_out and settings.val_before_train:
             await self._end(0, await self.evaluate(0))
         while step < total:
+            self.checkpointing.check_room(step)
             step += 1
             stopping.step = step
             with self.log.journal.recorder.span("step", step=step):
@@ -132,7 +133,7 @@ class Training:
                 values |= await self.trainer.learn(self.source.next_batch(), factor)
             if self.held_out and due(settings.test_freq, step, total) and not stopping.asked:
                 values |= await self.evaluate(step)
-            if due(settings.save_freq, step, total):
+            if self.checkpointing.due(step):
                 await self._save(step)
             await self._end(step, values)
             if stopping.asked and step < total:

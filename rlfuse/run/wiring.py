@@ -30,7 +30,7 @@ from rlfuse.fusion.tuning import Tuning
 from rlfuse.observe.run_log import RunLog
 from rlfuse.protocols import Engines, Trainer
 from rlfuse.rewards.workers.pool import RewardPool
-from rlfuse.run.checkpointing import Checkpointing, first_bytes
+from rlfuse.run.checkpointing import Checkpointing
 from rlfuse.run.job import Job
 from rlfuse.samples import Prompt
 from rlfuse.simulate.learning import Learning
@@ -142,7 +142,7 @@ def _checkpointing(
     state: Callable[[int], dict[str, Any]],
     facts: Mapping[str, Any],
 ) -> Checkpointing:
-    model, keep = loaded.video_model, loaded.config.trainer.max_ckpt_to_keep
+    model = loaded.video_model
 
     async def save(folder: Path, weights: bool) -> None:
         await (trainer.save if weights else trainer.describe)(folder)
@@ -154,11 +154,11 @@ def _checkpointing(
 
     return Checkpointing(
         log,
+        loaded.config,
         start=job.state["step"],
-        keep=keep,
         save=save,
         state=state,
-        first_bytes=first_bytes(loaded.config, sum(map(sum, facts["parameters"].values()))),
+        parameters=sum(map(sum, facts["parameters"].values())),
     )
 
 

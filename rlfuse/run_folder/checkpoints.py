@@ -35,12 +35,18 @@ MIB = 1 << 20
 Fill = Callable[[Path], Awaitable[None]]
 
 
-async def write(run: Path, step: int, state: dict[str, Any], fill: Fill) -> None:
+async def write(
+    run: Path, step: int, state: dict[str, Any], fill: Fill, last: int = 0, keep: int | None = None
+) -> None:
     """Write one checkpoint, whole or not at all: `fill` writes the models. It counts once it is `publish`ed.
 
+    `last`: the step of the one before; of those up to it, the oldest beyond `keep` are removed first where room lacks.
     NotSaved with the cause where a file could not be written, or where there clearly is no room.
     """
     partial = _new_partial(run, step)
+    for old in _outdated(run, last, keep):
+        if lacks_room(run):
+            _remove(old)
     if lacks_room(run):
         raise _not_saved(run, step, None)
     try:
@@ -111,11 +117,25 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint)
 
 
-def lacks_room(run: Path, first_bytes: int = 0) -> str:
-    """What the next checkpoint needs and the disk has, where that is less; `first_bytes`: of a run's first one."""
-    last, free = complete(run)[-1:], shutil.disk_usage(run).free
-    needed = _size(last) if last else first_bytes
-    return f"{needed / MIB:,.1f} MiB needed, {free / MIB:,.1f} MiB free in {run}" if free < needed else ""
+def lacks_room(run: Path) -> bool:
+    """Whether the disk has less free space than the last checkpoint takes."""
+    return shutil.disk_usage(run).free < _size(complete(run)[-1:])
+
+
+def room(run: Path, last: int, keep: int | None, first_bytes: int) -> tuple[int, int]:
+    """Return the bytes that the next checkpoint needs, and those that it may have: free, or of ones that it replaces.
+
+    `last`: the step of the one before; `first_bytes`: what a run's first one needs.
+    """
+    newest = complete(run)[-1:]
+    needed = _size(newest) if newest else first_bytes
+    return needed, shutil.disk_usage(run).free + _size(_outdated(run, last, keep))
+
+
+def _outdated(run: Path, last: int, keep: int | None) -> list[Path]:
+    """Those up to the step `last`, oldest first, that go once the next one counts; never that of `last` itself."""
+    whole = [path for path in complete(run) if _step(path) <= last]
+    return whole[: max(0, len(whole) - max(keep - 1, 1))] if keep else []
 
 
 def _size(folders: list[Path]) -> int:

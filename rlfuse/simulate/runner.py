@@ -333,6 +333,13 @@ class _NoCheckpoints:
         """None."""
         return None
 
+    def due(self, step: int) -> bool:
+        """Never."""
+        return False
+
+    def check_room(self, step: int) -> None:
+        """None is needed."""
+
     def remember(self, step: int) -> None:
         """There is no state."""
 

@@ -81,17 +81,19 @@ class Controller:
 
     async def train(self, step: int) -> None:
         """The steps after this one; the engines have its weights."""
-        trainer, total = self.config.trainer, self.total_steps
+        total = self.total_steps
         while step < total:
+            self.checkpoints.check_room(step)
             step += 1
             self.stopping.step = step
             with self.journal.recorder.span("step", step=step):
                 board = await self.learn(step)
                 await self.update_weights(step)
             self.checkpoints.remember(step)
-            if ended := await self._validated(step):
+            ended, saved = await self._validated(step), False
+            if ended:
                 await self._save_at_end(step)
-            elif due(trainer.save_freq, step, total):
+            elif saved := self.checkpoints.due(step):
                 await self.save(step)
             spans = await self.journal.collect(step)
             self.metrics.note(await self.health.look(step, spans, self.tuning.costs))
@@ -101,7 +103,7 @@ class Controller:
                 raise ended
             self.tuning.learn(board, spans)
             if step < total and not self.stopping.asked:
-                await self.replan(step)
+                await self.replan(step, saved)
             if step < total and self.stopping.asked:
                 await self.leave(step)
 
@@ -203,10 +205,10 @@ class Controller:
         with self.journal.recorder.span("save_checkpoint", step=step, cause="step"):
             await self.checkpoints.write(step, required)
 
-    async def replan(self, step: int) -> None:
+    async def replan(self, step: int, saved: bool) -> None:
         """Work goes by how slow slots are, layers too where the step is saved; then the engines have the devices."""
         await self.engines.trainer.replan(self.tuning.rates.current, self.checkpoints.folder(step))
-        if due(self.config.trainer.save_freq, step, self.total_steps):
+        if saved:
             await all_to(to_engine, self.engines.rollout, self.engines.trainer)
 
     async def leave(self, step: int) -> None:

@@ -116,6 +116,12 @@ class Checkpoints(Protocol):
     def folder(self, step: int) -> Path | None:
         """Where it is, if it is that of this step."""
 
+    def due(self, step: int) -> bool:
+        """Whether to write one after this step."""
+
+    def check_room(self, step: int) -> None:
+        """After this step, which is saved or not, and before the next. NotSaved where no later one can be saved."""
+
     def remember(self, step: int) -> None:
         """The step is complete: keep the state after it, for a checkpoint of it that may be written later."""
 

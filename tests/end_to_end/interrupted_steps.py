@@ -152,7 +152,7 @@ class Steps:
             return await score(samples)
 
         def save_rarely(controller):
-            controller.config = replace(controller.config, trainer=replace(controller.config.trainer, save_freq=9))
+            controller.checkpoints._every = 9
 
         reward.score = fail
         try:

@@ -30,6 +30,7 @@ from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.selection import Selection
 from rlfuse.fusion.states import SampleState
 from rlfuse.fusion.tuning import Tuning
+from rlfuse.progress import due
 from rlfuse.protocols import Engines
 from rlfuse.samples import Group, Partial, Prompt, Reward, RewardFailure
 from rlfuse.simulate.clock import run_virtual
@@ -264,6 +265,12 @@ class World:
         return None
 
     step = 0
+
+    def due(self, step) -> bool:
+        return due(self.config().trainer.save_freq, step, self.scene.steps)
+
+    def check_room(self, step) -> None:
+        pass
 
     def remember(self, step) -> None:
         pass

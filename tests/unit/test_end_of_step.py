@@ -9,7 +9,7 @@ import pytest
 
 from rlfuse.cluster.stopping import Stopped, Stopping
 from rlfuse.config.schema import Config
-from rlfuse.errors import NodeLeft
+from rlfuse.errors import NodeLeft, NotSaved
 from rlfuse.step.controller import Controller
 
 
@@ -17,6 +17,7 @@ class Parts:
     """All that a controller calls between two steps; each call is a word in `order`."""
 
     lost = False
+    due_at, full_after = (2, 3), None
 
     def __init__(self, told):
         self.order, self.told, self.stopping = [], told, Stopping(0.0, print)
@@ -57,6 +58,13 @@ class Parts:
     def log_step(self, step, board, spans):
         assert spans is self.spans
         self.did(f"rows {step}")
+
+    def due(self, step):
+        return step in self.due_at
+
+    def check_room(self, step):
+        if step == self.full_after:
+            raise NotSaved(f"no room after step {step}")
 
     def remember(self, step):
         """State."""
@@ -145,6 +153,15 @@ def test_clips_of_the_next_step_are_made_beside_this_one_unless_a_validation_wit
         controller._prefetch(step, beside)
     second = held_out if visual else upcoming
     assert made == [(upcoming, "training"), (second, "training"), (upcoming, "testing")]
+
+
+def test_a_checkpoint_is_early_where_it_will_not_fit_later_and_no_step_begins_that_cannot_be_saved():
+    parts = Parts("")
+    parts.due_at, parts.full_after = (1,), 2
+    with pytest.raises(NotSaved, match="no room after step 2"):
+        asyncio.run(played(parts).train(0))
+    saved = "learn 1, push 1, asleep, ranks on, write 1, rows 1, publish 1, replan saved 1, ranks off, awake"
+    assert ", ".join(parts.order) == f"{saved}, learn 2, push 2, validate 2, rows 2, replan None"
 
 
 class Full(Parts):

@@ -3,18 +3,20 @@
 import errno
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
+from math import inf
 from pathlib import Path
 
 import pytest
 
 from rlfuse.config.schema import Config
-from rlfuse.errors import FAILED
+from rlfuse.errors import FAILED, NotSaved
 from rlfuse.events import Span, read_events
 from rlfuse.observe.run_log import RunLog
-from rlfuse.run.checkpointing import Checkpointing, first_bytes
+from rlfuse.run.checkpointing import BYTES_PER_PARAMETER, Checkpointing, next_save
 from rlfuse.run.restarts import recovered
 from rlfuse.run_folder import checkpoints, status
 from rlfuse.train import reported
@@ -122,32 +124,97 @@ def test_no_run_begins_where_its_end_would_find_no_room(disk, config, capsys):
     assert status.read(config.run_folder) is None and not (config.run_folder / status.RESERVED).exists()
 
 
-async def test_room_for_a_checkpoint_is_compared_when_its_save_interval_begins(disk, config):
-    """By what is known of a first one, then by the last; not behind the last step, and not where none is written."""
-    told, folder = [], config.run_folder
-    folder.mkdir(parents=True)
+class Disk:
+    """Checkpoints of 1 MiB of a run of 9 steps, saved every fourth, on a disk with `free` bytes."""
 
-    async def save(partial, weights):
-        (partial / "weights").write_bytes(bytes(MIB))
+    def __init__(self, config: Config, log: RunLog):
+        self.log, self.told = log, []
+        config.trainer.save_freq = 4
+        log.loggers.alert = lambda step, alert: self.told.append((step, alert.text))
+        self.checkpointing = Checkpointing(
+            log, config, start=0, save=self.save, state=lambda _: {}, parameters=MIB // BYTES_PER_PARAMETER
+        )
 
-    def checkpointing(parameters, save_freq=2):
-        config.trainer.save_freq = save_freq
-        first = first_bytes(config, parameters)
-        return Checkpointing(log, start=0, keep=None, save=save, state=lambda _: {}, first_bytes=first)
+    async def save(self, partial: Path, weights: bool) -> None:
+        (partial / "weights").write_bytes(bytes(MIB if weights else 0))
 
-    with closing(RunLog(config, {}, folder, total_steps=6, start=0)) as log:
-        log.loggers.alert = lambda step, alert: told.append((step, alert.text))
-        checkpointing(parameters=MIB, save_freq=0)
-        made = checkpointing(parameters=1000)
-        assert told == []
-        checkpointing(parameters=MIB)
-        assert [step for step, _ in told] == [0] and "will not fit: 14.0 MiB needed, " in told[0][1]
-        for step in (2, 4, 6):
-            made.remember(step)
-            await made.write(step)
-            fill(disk, left=MIB // 2)
-            made.publish()
-            made.publish()
-            (disk / "filler").unlink()
-    assert [step for step, _ in told] == [0, 2, 4]
-    assert "will not fit: 1.0 MiB needed, 0.5 MiB free" in told[1][1] and "steps after 2 may be lost" in told[1][1]
+    async def step(self, step: int, free: float = inf) -> bool:
+        """Whether it was saved. `free`: MiB on the disk when it ends, if it has more."""
+        self.checkpointing.check_room(step - 1)
+        (self.log.folder / "filler").unlink(missing_ok=True)
+        if free < inf:
+            fill(self.log.folder, left=int(free * MIB))
+        self.checkpointing.remember(step)
+        if due := self.checkpointing.due(step):
+            await self.checkpointing.write(step)
+        self.checkpointing.publish()
+        return due and self.checkpointing.step == step
+
+    @property
+    def saved(self) -> list[str]:
+        return [path.name for path in checkpoints.complete(self.log.folder)]
+
+
+@pytest.fixture
+def run(disk, config) -> Iterator[Disk]:
+    config.run_folder.mkdir(parents=True)
+    with closing(RunLog(config, {}, config.run_folder, total_steps=9, start=0)) as log:
+        yield Disk(config, log)
+    shutil.rmtree(config.run_folder)
+
+
+@pytest.mark.parametrize(
+    ("needed", "free", "taken", "is_saved", "missed", "expected"),
+    [
+        (100, 100, 0, True, False, "wait"),
+        (100, 99, 0, True, False, "end"),  # nothing is lost yet
+        (100, 99, 0, False, False, "alert"),  # too late
+        (100, 150, 25, False, False, "wait"),
+        (100, 149, 25, False, False, "save"),  # the last chance
+        (100, 149, 25, True, False, "wait"),
+        (100, 500, 0, False, True, "save"),  # as soon as there is room again
+    ],
+)
+def test_when_a_checkpoint_is_written_that_is_not_due(needed, free, taken, is_saved, missed, expected):
+    assert next_save(needed, free, taken, is_saved=is_saved, missed=missed) == expected
+
+
+async def test_no_run_begins_whose_first_checkpoint_will_not_fit(run, config):
+    fill(run.log.folder, left=MIB // 2)
+    with pytest.raises(
+        NotSaved, match=r"will not fit: 1\.0 MiB needed, 0\.5 MiB free.*ends after step 0.*save_freq=-1"
+    ):
+        await run.checkpointing.rehearse()
+    run.checkpointing._every = 0
+    await run.checkpointing.rehearse()
+
+
+async def test_a_run_ends_with_its_last_step_saved_where_the_next_checkpoint_will_not_fit(run):
+    run.checkpointing._keep = None
+    assert [await run.step(step) for step in (1, 2, 3)] == [False] * 3
+    assert await run.step(4, free=1.5)
+    with pytest.raises(NotSaved, match=r"1\.0 MiB needed, 0\.5 MiB free.*ends after step 4"):
+        await run.step(5)
+    assert run.saved == ["global_step_4"] and run.told == []
+
+
+async def test_the_oldest_checkpoint_beyond_the_limit_makes_room_for_the_next(run):
+    assert await run.step(4) and await run.step(8)
+    await run.step(9, free=0.5)
+    assert run.saved == ["global_step_8", "global_step_9"] and run.told == []
+
+
+async def test_where_the_disk_fills_up_a_checkpoint_is_written_before_it_is_due(run):
+    assert not await run.step(1, free=3)
+    assert not await run.step(2, free=2.6)
+    assert await run.step(3, free=1.8), "0.8 MiB a step: none would fit two steps later"
+    assert run.saved == ["global_step_3"]
+
+
+async def test_one_that_found_no_room_is_written_as_soon_as_there_is_some(run):
+    assert await run.step(4)
+    assert not await run.step(5, free=0.5) and run.told == []
+    assert not await run.step(6, free=0.6)
+    [(step, text)] = run.told
+    assert step == 5 and "1.0 MiB needed, 0.5 MiB free" in text and "steps after 4 may be lost" in text
+    assert await run.step(7) and len(run.told) == 1

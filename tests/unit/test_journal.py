@@ -250,7 +250,9 @@ async def go_on(folder):
     async def save(partial, weights):
         (partial / "weights").write_text("w")
 
-    checkpointing = Checkpointing(log, start=start, keep=1, save=save, state=lambda _: {})
+    config = Config()
+    config.trainer.max_ckpt_to_keep = 1
+    checkpointing = Checkpointing(log, config, start=start, save=save, state=lambda _: {}, parameters=1)
     await checkpointing.rehearse()
     for step in range(start + 1, 3):
         checkpointing.remember(step)

@@ -233,7 +233,7 @@ async def test_a_reward_model_is_saved_after_the_step_in_which_ctrl_c_came(tmp_p
         held_out=[],
         log=log,
         health=NoHealth(),
-        checkpointing=Checkpointing(log, start=0, keep=None, save=save, state=lambda _: {}),
+        checkpointing=Checkpointing(log, config, start=0, save=save, state=lambda _: {}, parameters=1),
     )
     default = signal.signal(SIGINT, signal.default_int_handler)
     try:

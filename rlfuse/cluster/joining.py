@@ -10,9 +10,11 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import TypeVar
 from unittest import mock
 
 import ray
@@ -27,6 +29,7 @@ from rlfuse.user_folders import home
 
 CONNECT_S, HANDSHAKE_S = 10.0, 30.0
 """Limits for the head of the cluster: to accept a connection, and to answer a request."""
+T = TypeVar("T")
 
 
 def join_ray(address: str) -> None:
@@ -72,7 +75,7 @@ def protected_token() -> Path | None:
 
 def _await_head(address: str) -> None:
     """Return when a Ray head answers at host:port. Raises OSError: `ray.init` alone would retry for minutes."""
-    until, answer = time.monotonic() + CONNECT_S, Future[GcsClient]()
+    until = time.monotonic() + CONNECT_S
     while True:
         try:
             socket.create_connection(services.parse_address(address), CONNECT_S).close()
@@ -81,18 +84,24 @@ def _await_head(address: str) -> None:
             if time.monotonic() > until:
                 raise ConnectionError(f"nothing accepts connections there within {CONNECT_S:g} s: {error}") from error
         time.sleep(0.1)
+    try:
+        request(lambda: GcsClient(address=address)).result(HANDSHAKE_S)
+    except TimeoutError as error:
+        raise ConnectionError(f"what listens there did not answer as a Ray head within {HANDSHAKE_S:g} s") from error
+
+
+def request(function: Callable[[], T]) -> Future[T]:
+    """Call a function that sends a request to Ray's head, in a thread, as nothing can interrupt it."""
+    answer = Future[T]()
 
     def ask() -> None:
         try:
-            answer.set_result(GcsClient(address=address))
+            answer.set_result(function())
         except Exception as error:
             answer.set_exception(error)
 
-    threading.Thread(target=ask, daemon=True, name="head of Ray").start()  # it can't be interrupted
-    try:
-        answer.result(HANDSHAKE_S)
-    except TimeoutError as error:
-        raise ConnectionError(f"what listens there did not answer as a Ray head within {HANDSHAKE_S:g} s") from error
+    threading.Thread(target=ask, daemon=True, name="head of Ray").start()
+    return answer
 
 
 def without_pages() -> AbstractContextManager:

@@ -4,7 +4,7 @@ Role: `device_of` and `choose` (pure) give `placement.start` the device, and the
 `planning.placing` shows; `watched` does a run's work while it looks after the nodes. A node is lost when Ray says so,
 or when its port has refused or not answered `LOOKS` times: at most LOOKS * (LOOK_S + ANSWER_S) = 15 s after it went.
 Ray alone takes up to 30 s, in which `answering_nodes` leaves it out. Waits for the work, with a look at every other
-node each `LOOK_S`; the driver's own node is not looked at.
+node each `LOOK_S`; the driver's own node is not looked at, but the cluster's head is (`from_head`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, TypeVar
 
 import ray
+from ray._private.services import parse_address
 
-from rlfuse.errors import NodeLost
+from rlfuse.cluster.joining import request
+from rlfuse.errors import NodeLost, WorkerLost
 
 LOOK_S, ANSWER_S, LOOKS = 2.0, 3.0, 3
 ENOUGH_OF_AN_ID = 8
@@ -128,20 +130,18 @@ async def watched(work: Coroutine[Any, Any, T], occupants: Mapping[Node, str]) -
     """The result of `work`. `occupants`: of each node of the run, who lives there.
 
     Raises NodeLost that names a lost node and who lived there; whatever failed because of that is its cause.
+    WorkerLost where the cluster's head is gone.
     """
     away = [node for node in occupants if node.id != this_node_id()]
-    if not away:
-        return await work
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_watch(away))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
+        if not task.done():
+            gone, cause = watch.result(), None
+        elif (cause := task.exception()) is None:
             return task.result()
-        gone, cause = watch.result(), None
-    except Exception as error:  # peers of what lived there are often the first to fail
-        gone, cause = await _lost(away), error
-        if not gone:
-            raise
+        elif not (away and isinstance(cause, Exception) and (gone := await _lost(away))):
+            raise cause  # else peers of what lived there were the first to fail
     finally:
         for each in (task, watch):
             each.cancel()
@@ -182,7 +182,7 @@ async def _lost(nodes: Sequence[Node]) -> list[Node]:
 
 async def _look(nodes: Sequence[Node]) -> list[str]:
     """Of each node: `` (there), `silent` (its port does not answer), `dead` (Ray says so)."""
-    alive = {each["NodeID"] for each in await asyncio.to_thread(ray.nodes) if each["Alive"]}
+    alive = {each["NodeID"] for each in await from_head(ray.nodes) if each["Alive"]}
     answered = await asyncio.gather(*(asyncio.to_thread(answers, node) for node in nodes))
     return [
         "dead" if node.id not in alive else "" if answer else "silent"
@@ -192,8 +192,28 @@ async def _look(nodes: Sequence[Node]) -> list[str]:
 
 def answers(node: Node) -> bool:
     """Whether somebody listens at its port."""
+    return not _refusal(node.address, node.port)
+
+
+async def from_head(function: Callable[[], T]) -> T:
+    """Return what a function gets from Ray's head. WorkerLost where the head accepts no connection meanwhile.
+
+    Without the head it would wait, until Ray ends this process.
+    """
+    address = ray.get_runtime_context().gcs_address
+    answer, missed = asyncio.wrap_future(request(function)), 0
+    while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:
+        why = await asyncio.to_thread(_refusal, *parse_address(address))
+        missed = missed + 1 if why else 0
+        if missed == LOOKS:
+            raise WorkerLost(f"lost the head of the Ray cluster at {address}: it accepts no connection ({why}).")
+    return answer.result()
+
+
+def _refusal(address: str, port: int | str) -> str:
+    """Why nothing accepts connections there; empty where something does."""
     try:
-        socket.create_connection((node.address, node.port), ANSWER_S).close()
-    except OSError:
-        return False
-    return True
+        socket.create_connection((address, port), ANSWER_S).close()
+    except OSError as error:
+        return str(error)
+    return ""

@@ -18,6 +18,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlfuse.cluster import cuda, fork_server, forked_worker, scratch, watchdog
 from rlfuse.cluster.child_processes import preserve_sigterm, restore_child_signals
 from rlfuse.cluster.joining import join_ray, protected_token, without_pages
-from rlfuse.cluster.nodes import Node, alive_nodes, answering_nodes, choose, device_of, holders, this_node_id
+from rlfuse.cluster.nodes import (
+    Node,
+    alive_nodes,
+    answering_nodes,
+    choose,
+    device_of,
+    from_head,
+    holders,
+    this_node_id,
+)
 from rlfuse.cluster.worker_environment import QUIET, clear_launcher_variables, worker_environment
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
@@ -141,6 +151,8 @@ async def start(config: Config, again: bool = False, without: Collection[str] = 
     # Ray's own is 15: beside two busy programs on two cores, an engine's start took minutes instead of seconds.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")  # 60: cold imports of a network's storage
+    # After 60 s without a head, Ray would end this process with a message of its own: `nodes.from_head` is earlier.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
     with preserve_sigterm():
         if config.cluster.ray_address is None:
             for kind in scratch.KINDS:
@@ -158,19 +170,15 @@ async def _reserve(config: Config, again: bool, without: Collection[str]) -> Slo
     began, per_node, order = time.monotonic(), config.trainer.n_gpus_per_node, config.cluster.node_order
     notice = FIRST_NOTICE_S
     while True:  # nodes may be joining
-        found = [node for node in answering_nodes() if node.id not in without]
+        found = [node for node in await from_head(answering_nodes) if node.id not in without]
         device, why = device_of(config.cluster.device, found)
         bundle = _bundle(device)
         absent = [name for name in needed if not any(node.is_called(name) for node in found)]
         taken = None if absent else choose(found, config.trainer.nnodes, per_node, bundle, this_node_id(), order)
-        if taken:
-            selectors = [{"ray.io/node-id": node.id} for node in taken for _ in range(per_node)]
-            group = placement_group([bundle] * config.slots, strategy="PACK", bundle_label_selector=selectors)
-            if group.wait(PLACING_S):
-                told = f"{'GPUs' if device == 'cuda' else 'CPUs'} of {', '.join(map(str, taken))}: {why}"
-                return Slots(group, config.slots, device, _cores(config, device), tuple(taken), told)
-            remove_placement_group(group)
-        waited, nodes = time.monotonic() - began, alive_nodes()
+        if taken and (group := await from_head(partial(_place, taken, per_node, bundle))):
+            told = f"{'GPUs' if device == 'cuda' else 'CPUs'} of {', '.join(map(str, taken))}: {why}"
+            return Slots(group, config.slots, device, _cores(config, device), tuple(taken), told)
+        waited, nodes = time.monotonic() - began, await from_head(alive_nodes)
         limit = _patience(config, again, not absent and _have_enough(nodes, config, bundle))
         if waited > limit and absent:
             raise EngineError(
@@ -178,13 +186,23 @@ async def _reserve(config: Config, again: bool, without: Collection[str]) -> Slo
                 "Correct the names, or leave them out"
             )
         if waited > limit:
-            raise EngineError(no_room(config, bundle, nodes, why, holders(), again))
+            raise EngineError(no_room(config, bundle, nodes, why, await from_head(holders), again))
         if waited > notice:
             notice = waited + NOTICE_S
             lacking = f"nodes called {', '.join(absent)} (cluster.node_order)"
-            lacking = lacking if absent else shortage(config, bundle, nodes, why, holders())
+            lacking = lacking if absent else shortage(config, bundle, nodes, why, await from_head(holders))
             watchdog.say(f"Waited {waited:.0f} of at most {limit:g} s for {lacking}")
         await asyncio.sleep(0.2)
+
+
+def _place(nodes: Sequence[Node], per_node: int, bundle: Mapping[str, float]) -> PlacementGroup | None:
+    """Reserve bundles on these nodes; None where that takes too long."""
+    selectors = [{"ray.io/node-id": node.id} for node in nodes for _ in range(per_node)]
+    group = placement_group([dict(bundle)] * len(selectors), strategy="PACK", bundle_label_selector=selectors)
+    if group.wait(PLACING_S):
+        return group
+    remove_placement_group(group)
+    return None
 
 
 def _patience(config: Config, again: bool, exist: bool) -> float:

@@ -10,7 +10,7 @@ import sys
 
 import ray
 
-from rlfuse.cluster import joining, placement
+from rlfuse.cluster import joining, nodes, placement
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
 
@@ -30,12 +30,19 @@ def job(address):
 
 
 async def hold(address):
-    """Take all slots until the input ends."""
+    """Take all slots until the input ends. Prints the message of what ends the hold earlier."""
     config = job(address)
     config.trainer.n_gpus_per_node = 2
-    await placement.start(config)
+    slots = await placement.start(config)
     print("held", flush=True)
-    sys.stdin.read()
+    try:
+        await nodes.watched(ended(joining.request(sys.stdin.read)), slots.occupants())
+    except EngineError as error:
+        print(error)
+
+
+async def ended(answer):
+    await asyncio.wrap_future(answer)
 
 
 async def refused(config):

@@ -23,6 +23,7 @@ from rlfuse.cluster import scratch
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.planning.measured_links import read_links
+from rlfuse.run_folder import status
 from rlfuse.tasks.clips import SIGNS, WORDS, Clips, Kind, write_task
 from rlfuse.tasks.small_video_models import SmallModel, byte_tokenizer, write_small_video_llama3
 
@@ -331,3 +332,26 @@ def test_a_job_outlives_the_loss_of_nodes_drained_or_not_and_ends_with_a_rank(
     while (left := inhabitants(raylets[0]) + inhabitants(successor)) and time.monotonic() < until:
         time.sleep(0.1)
     assert left == [], "the nodes are free again"
+
+
+def test_a_head_that_dies_ends_runs_with_a_message_of_ours(cluster, started, tiny_model, tmp_path):
+    """Of a run that waits for slots, and of one that has them. Ray alone would end both processes after 60 s."""
+    address, raylets, _ = cluster
+    command = [sys.executable, Path(__file__).with_name("ordered_nodes.py"), address, "hold"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    holder = subprocess.Popen(command, env=os.environ | AUTHENTICATED, **pipes)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        process, run = started(tmp_path, "waiting", on_two_nodes(tmp_path, tiny_model, address))
+        lines = iter(process.stdout.readline, "")
+        assert any(line.startswith("Waited ") for line in lines)
+        [head] = [each for each in raylets[0].parent().children() if each.name() == "gcs_server"]
+        head.kill()
+        text = finish(process, expected=1, timeout=240)
+        lost = f"lost the head of the Ray cluster at {address}: it accepts no connection"
+        assert lost in text and "Traceback" not in text and "Failed to connect to GCS" not in text, text
+        assert f"Ray could not join the cluster at cluster.ray_address={address} (nothing accepts" in text, text
+        assert status.read(run).state == "failed"
+        assert holder.wait(60) == 0 and lost in holder.stdout.read()
+    finally:
+        holder.kill()

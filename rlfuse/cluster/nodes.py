@@ -202,6 +202,7 @@ async def from_head(function: Callable[[], T]) -> T:
     """
     address = ray.get_runtime_context().gcs_address
     answer, missed = asyncio.wrap_future(request(function)), 0
+    answer.add_done_callback(lambda each: each.cancelled() or each.exception())  # it may come when nothing waits for it
     while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:
         why = await asyncio.to_thread(_refusal, *parse_address(address))
         missed = missed + 1 if why else 0

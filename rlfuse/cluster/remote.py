@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from rlfuse.cluster import host_memory, process_logs, scratch, tracebacks, watchdog
 from rlfuse.errors import EngineError, EngineLost, NodeLost, WorkerLost
@@ -24,6 +33,8 @@ from rlfuse.errors import EngineError, EngineLost, NodeLost, WorkerLost
 GRACE_S = 5.0
 """Time for the death of a worker to show, once peers that waited for it have failed."""
 MEMORY = "Lower actor.ppo_max_token_len_per_gpu, rollout.max_num_seqs or the KV cache."
+DEATHS = RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError
+"""Errors of Ray where a process is gone: it died, its node went, or Ray killed it as the node was short of memory."""
 PEER_GONE = re.compile(r"connection (closed|reset) by peer|timed out waiting", re.I)
 """What torch says where a peer in a collective is gone."""
 COLLECTIVE = re.compile(r"collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+).*?Timeout\(ms\)=(\d+)")
@@ -67,7 +78,7 @@ async def all_of(calls: Sequence[Awaitable[Any]]) -> list[Any]:
 
 def is_death(error: BaseException | None) -> bool:
     """Whether a process has died, and is not only late or out of memory."""
-    died = isinstance(getattr(error, "__cause__", None), ActorDiedError | ActorUnavailableError)
+    died = isinstance(getattr(error, "__cause__", None), DEATHS)
     return isinstance(error, WorkerLost) and (died or isinstance(error, EngineLost | NodeLost))
 
 
@@ -87,7 +98,7 @@ def explain(error: BaseException, worker: str, action: str, timeout: float) -> B
     if isinstance(error, ActorDiedError) and "creation task" in str(error):
         process_logs.append(worker, COLOUR.sub("", str(error)))
         return EngineError(_with_logs(f"{worker} could not be created: {_raised(error)}", worker))
-    if isinstance(error, ActorDiedError | ActorUnavailableError):
+    if isinstance(error, DEATHS):
         return WorkerLost(f"{worker} died while it was asked to {action}: {why_it_ended(error, worker)}")
     if isinstance(error, TimeoutError | GetTimeoutError):
         text = f"{worker} did not {action} within {timeout:g} s. If that is a normal duration for this model, raise "
@@ -110,7 +121,7 @@ def _told(error: BaseException, worker: str, pid: str, words: str) -> str:
     """The cause of a death, and what was seen of the process and its host."""
     cause, lacked = _cause(error, words), host_memory.oom_kills()
     own = " It is out of memory." if host_memory.NO_MEMORY.search(cause) or NO_PAGES in words else ""
-    remedy = f" {MEMORY}" if own or lacked else ""
+    remedy = f" {MEMORY}" if own or lacked or isinstance(error, OutOfMemoryError) else ""
     return f"{cause}{own}{lacked}{remedy}{watchdog.last_report(worker, pid)}{host_memory.free_memory()}"
 
 

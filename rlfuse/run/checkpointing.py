@@ -82,11 +82,11 @@ class Checkpointing:
 
     def due(self, step: int) -> bool:
         """Whether to write one after this step: by trainer.save_freq, or since it would not fit later."""
-        if due(self._every, step, self._log.total_steps):
-            return True
+        if self._every <= 0 or due(self._every, step, self._log.total_steps):
+            return self._every > 0
         needed, free = self._room()
         taken, self._free = max(0, (self._free or free) - free), free
-        return self._every > 0 and self._decide(needed, free, taken, step) == "save"
+        return self._decide(needed, free, taken, step) == "save"
 
     def check_room(self, step: int) -> None:
         """After this step, before the next: NotSaved where nothing is lost yet and the next checkpoint will not fit.

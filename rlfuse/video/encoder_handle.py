@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError
 
 from rlfuse.cluster import remote, watchdog
 from rlfuse.errors import EngineError, WorkerLost
@@ -83,7 +82,7 @@ class EncoderHandle:
         except EngineError as error:
             alone = not (upcoming or self._prefetching)
             await self._replace(error)
-            if not alone and isinstance(error.__cause__, ActorDiedError):
+            if not alone and remote.is_death(error):
                 return await self.encode(part, None)
             return PartFailure(str(error))
 

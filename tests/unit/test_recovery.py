@@ -4,7 +4,7 @@ import os
 import threading
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError, OutOfMemoryError, RayTaskError
 
 from rlfuse.cluster.remote import all_of, explain
 from rlfuse.config.schema import Config
@@ -188,6 +188,7 @@ def test_attempts_end_with_their_number_or_when_they_get_no_further(config, caps
     [
         (WorkerLost("trainer/1 died"), ActorDiedError(), True),
         (WorkerLost("trainer/1 died"), ActorUnavailableError("no answer", None), True),
+        (WorkerLost("trainer/1 died"), OutOfMemoryError("the node is running low on memory"), True),
         (NodeLost("lost node b", ("b",)), None, True),
         (EngineLost("rollout/0 could not start vLLM. Its process was killed"), None, True),
         (WorkerLost("trainer/1 did not load within 5 s"), TimeoutError(), False),
@@ -240,6 +241,8 @@ def test_an_engine_stands_still_only_while_it_has_work_and_neither_ends_steps_no
     ("error", "kind"),
     [
         (ActorDiedError(), WorkerLost),
+        (OutOfMemoryError("4 worker(s) were killed due to the node running low on memory. 21 GB used"), WorkerLost),
+        (NodeDiedError("the node is gone"), WorkerLost),
         (TimeoutError(), WorkerLost),
         (RayTaskError("f", "", MemoryError()), WorkerLost),
         (RayTaskError("f", "", RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")), WorkerLost),

@@ -2,23 +2,79 @@
 
 Role: `restore_child_signals` is called by the driver once Ray is up, and by processes that run users' code;
 `preserve_sigterm` by the driver around Ray's start, `keep_hangup_from_children` before it starts anything;
-`end_with_parent` by the workers of process pools and by engines; `kill_stopped_workers` by those who have such pools.
+`end_with_parent` by the workers of process pools and by engines; `kill_stopped_workers` and `PoolContext` by those who
+have such pools.
 """
 
 import ctypes
+import fcntl
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 from multiprocessing.connection import wait
+from multiprocessing.context import SpawnContext
 
 import psutil
 
 POOL_WORKER = "pebble_pool_worker"
+POLL_S = 0.002
+"""Between two attempts to get a lock that another process holds, for as long as it reads or writes a message."""
 LOOK_S = 1.0
 """Seconds between two checks of the workers of a pool; one that is stopped in both is killed and replaced."""
+
+
+class PoolLock:
+    """A reentrant lock between a process and its pool's workers, released when its holder dies.
+
+    It has no name: Python's own locks leave files in shared memory where a process is killed with its helpers, as Ray
+    ends actors.
+    """
+
+    def __init__(self, path: str = "") -> None:
+        self._file = os.open(path, os.O_RDWR) if path else os.memfd_create("lock")
+        self._threads, self._depth = threading.RLock(), 0
+
+    def __reduce__(self) -> tuple:
+        return PoolLock, (f"/proc/{os.getpid()}/fd/{self._file}",)
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
+        until = time.monotonic() + (inf if timeout is None else timeout) if block else 0.0
+        if not self._threads.acquire(block, timeout if block and timeout is not None else -1):
+            return False
+        while self._depth == 0 and not self._acquire_file():
+            if time.monotonic() > until:
+                self._threads.release()
+                return False
+            time.sleep(POLL_S)
+        self._depth += 1
+        return True
+
+    def _acquire_file(self) -> bool:
+        with suppress(BlockingIOError):
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    def release(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._threads.release()
+
+
+class PoolContext(SpawnContext):
+    """How pools start their workers: spawned, with locks that no crash leaves behind."""
+
+    def RLock(self) -> PoolLock:
+        return PoolLock()
 
 
 def restore_child_signals() -> None:

@@ -20,7 +20,6 @@ import asyncio
 import base64
 import hmac
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -36,7 +35,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from pebble import ProcessExpired, ProcessPool
 
-from rlfuse.cluster.child_processes import end_with_parent, kill_stopped_workers, restore_child_signals
+from rlfuse.cluster.child_processes import PoolContext, end_with_parent, kill_stopped_workers, restore_child_signals
 from rlfuse.config.own_errors import headline
 from rlfuse.errors import RewardError
 from rlfuse.parsing import parse_json
@@ -308,7 +307,7 @@ class _Processes:
             workers,
             initializer=_begin,
             initargs=(source, memory_mb),
-            context=multiprocessing.get_context("spawn"),
+            context=PoolContext(),
         )
         self.pool, self.ended = self._start(), threading.Event()
         kill_stopped_workers(self.ended)

@@ -22,7 +22,6 @@ a time. Workers are spawned, so a script that uses this needs `if __name__ == "_
 from __future__ import annotations
 
 import mmap
-import multiprocessing
 import os
 import signal
 import threading
@@ -36,7 +35,7 @@ from typing import Any
 import numpy as np
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from rlfuse.cluster.child_processes import end_with_parent, kill_stopped_workers, restore_child_signals
+from rlfuse.cluster.child_processes import PoolContext, end_with_parent, kill_stopped_workers, restore_child_signals
 from rlfuse.errors import EngineError, VideoError
 from rlfuse.video import decoding, images
 from rlfuse.video.clip_facts import ClipFacts
@@ -232,8 +231,7 @@ class DecodePool:
 
     def _start(self) -> None:
         restore_child_signals()
-        context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPool(self.workers, initializer=_start_worker, context=context)
+        self._pool = ProcessPool(self.workers, initializer=_start_worker, context=PoolContext())
         self._ended = threading.Event()
         kill_stopped_workers(self._ended)
 

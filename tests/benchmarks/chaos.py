@@ -46,7 +46,7 @@ TITLES = {
     "encoder rank": "ray::EncoderRank",
 }
 """Kind -> how the titles of its processes begin; a decode worker is a child of an encoder rank."""
-OF_RAY = re.compile("dashboard|runtime_env|ray::IDLE")
+OF_RAY = re.compile("dashboard|runtime_?env|ray::IDLE", re.IGNORECASE)
 """In the titles of processes that belong to a node of Ray, not to a run, or stay for a minute."""
 RESTARTING = ("rank", "node", "driver")
 """Kinds without which the run restarts; others are replaced while it continues."""
@@ -271,8 +271,8 @@ def video(folder: Path, steps: int) -> dict:
     task.mkdir(parents=True, exist_ok=True)
     files, _ = write_task(task, Clips(train=16, val=2, kinds=(Kind.ORDER,), shortest_s=10, longest_s=30))
     small = SmallModel(heads=4, layers=2, tower_heads=2)
-    (task / "reward.py").write_text(
-        "def early(data_source, solution_str, ground_truth, extra_info=None):\n"
+    (task / "reward.py").write_text(  # steps take seconds, or the run would be over before it is struck
+        "import time\n\n\ndef early(data_source, solution_str, ground_truth, extra_info=None):\n    time.sleep(0.25)\n"
         "    return (ord(solution_str[0]) % 7) / 7 if solution_str else 0.0\n"
     )
     return {

@@ -18,11 +18,31 @@ import psutil
 import pytest
 from clip_files import numbers, plan_of, steady, write_video
 
+from rlfuse.cluster import scratch
 from rlfuse.cluster.child_processes import POOL_WORKER
 from rlfuse.errors import EngineError, VideoError
 from rlfuse.video import decode_pool, decoding
 from rlfuse.video.decode_pool import Clip, DecodePool
 
+LOCKS = """
+import sys, time
+from rlfuse.cluster.child_processes import PoolContext
+
+def hold(lock, pipe):
+    with_timeout = lock.acquire(timeout=5)
+    lock.acquire()  # again, in the same thread
+    pipe.send(with_timeout)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    context = PoolContext()
+    lock, (here, there) = context.RLock(), context.Pipe()
+    process = context.Process(target=hold, args=(lock, there))
+    process.start()
+    held = here.recv(), lock.acquire(timeout=0.1), lock.acquire(block=False)
+    process.kill()
+    print(held, lock.acquire(timeout=5))
+"""
 PLAN = plan_of(steady(6, 2))
 BYTES = 6 * 28 * 224 * 3
 
@@ -235,3 +255,13 @@ def test_settings_are_checked(setting):
 def test_an_empty_part_is_refused(good):
     with pytest.raises(ValueError, match="frames 6 to None of 6"):
         Clip(good, PLAN, 6)
+
+
+def test_no_lock_of_a_pool_is_left_in_shared_memory_or_held_where_its_process_is_killed(good, tmp_path):
+    before = scratch.held_by([psutil.Process()])
+    with DecodePool() as pool:
+        list(pool.probe([good]))
+        assert scratch.held_by([psutil.Process(), *psutil.Process().children(recursive=True)]) <= before
+    (script := tmp_path / "locks.py").write_text(LOCKS)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "(True, False, False) True\n", done.stderr

@@ -83,7 +83,7 @@ def test_without_the_switch_sums_differ_in_their_last_bits_at_most(found):
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(found):
     alert, on_disk, later = found["told of a full disk"]
     assert "step 2 could not be written" in alert and "global_step_2.partial" in alert and "MiB free" in alert
-    assert "global_step_1 is still there" in alert and "The run goes on" in alert
+    assert "global_step_1 is still there" in alert and "The run continues" in alert
     assert on_disk == ["global_step_1"] and sorted(later) == ["global_step_1", "global_step_3"]
 
 

@@ -196,7 +196,8 @@ class Chaos:
         living = [title for each in alive if (title := _title(each)) and not OF_RAY.search(title)]
         files = [
             *(path for path in self.files if path.exists()),
-            *(each.path for each in leftovers.of_run(self.folder)),
+            # Every run of a video model keeps text_parts.
+            *(each.path for each in leftovers.of_run(self.folder) if each.path.name != "text_parts"),
         ]
         return living + [str(path) for path in files]
 

@@ -196,19 +196,17 @@ def answers(node: Node) -> bool:
 
 
 async def from_head(function: Callable[[], T]) -> T:
-    """Return what a function gets from Ray's head. WorkerLost where the head accepts no connection meanwhile.
+    """Return what a function gets from Ray's head. WorkerLost where the head has accepted no connection LOOKS times.
 
-    Without the head it would wait, until Ray ends this process.
+    Nothing is requested of a head that is gone: Ray would wait for it, and end this process after a minute.
     """
-    address = ray.get_runtime_context().gcs_address
-    answer, missed = asyncio.wrap_future(request(function)), 0
-    answer.add_done_callback(lambda each: each.cancelled() or each.exception())  # it may come when nothing waits for it
-    while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:
-        why = await asyncio.to_thread(_refusal, *parse_address(address))
-        missed = missed + 1 if why else 0
+    address, missed = ray.get_runtime_context().gcs_address, 0
+    while why := await asyncio.to_thread(_refusal, *parse_address(address)):
+        missed += 1
         if missed == LOOKS:
             raise WorkerLost(f"lost the head of the Ray cluster at {address}: it accepts no connection ({why}).")
-    return answer.result()
+        await asyncio.sleep(LOOK_S)
+    return await asyncio.wrap_future(request(function))
 
 
 def _refusal(address: str, port: int | str) -> str:

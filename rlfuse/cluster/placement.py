@@ -151,8 +151,6 @@ async def start(config: Config, again: bool = False, without: Collection[str] = 
     # Ray's own is 15: beside two busy programs on two cores, an engine's start took minutes instead of seconds.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")  # 60: cold imports of a network's storage
-    # After 60 s without a head, Ray would end this process with a message of its own: `nodes.from_head` is earlier.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
     with preserve_sigterm():
         if config.cluster.ray_address is None:
             for kind in scratch.KINDS:

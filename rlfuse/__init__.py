@@ -1,5 +1,10 @@
 """rlfuse: RLHF post-training whose generation, reward and training overlap sample by sample."""
 
+import sys
+
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:  # the working folder, whose files would shadow installed modules
+    del sys.path[0]  # `rlfuse.train.reported` appends it
+
 
 def version_of(package: str) -> str | None:
     """The version of an installed package, by its metadata: nothing of it is imported. None where it is missing."""

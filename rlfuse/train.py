@@ -21,7 +21,7 @@ from rlfuse.cluster.stopping import Stopped, stop_signal
 from rlfuse.config.secrets import hidden_text
 from rlfuse.console import prepare_streams
 from rlfuse.errors import FAILED, INTERRUPTED, OK, PREEMPTED, USER_ERROR, RlfuseError
-from rlfuse.user_folders import redirect_caches
+from rlfuse.user_folders import append_modules, redirect_caches
 
 HELP = """\
 Train a job:
@@ -180,6 +180,7 @@ def check_sweeper(sweeper, config) -> None:
 def reported(action: Callable[[], None]) -> int:
     """Do `action`; a known failure becomes one message on stderr and an exit status, a defect keeps its traceback."""
     prepare_streams()
+    append_modules(os.getcwd())
     if redirected := redirect_caches():
         print(redirected, file=sys.stderr, flush=True)
     try:

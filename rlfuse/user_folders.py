@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import os
 import pwd
+import sys
 import tempfile
 from pathlib import Path
 
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""As `python -P`: modules in the working folder shadow no installed ones in any process that has this variable."""
 FOLDERS = {
     "XDG_CACHE_HOME": ".cache",
     "XDG_CONFIG_HOME": ".config",
@@ -27,6 +30,12 @@ def home() -> Path:
     """Return the home folder; / where neither HOME nor the user database has one."""
     found = Path(os.path.expanduser("~"))
     return found if found.is_absolute() else Path("/")
+
+
+def append_modules(*folders: str) -> None:
+    """Make the modules in these folders importable, after installed ones; child processes get SAFE_PATH."""
+    os.environ.update(SAFE_PATH)
+    sys.path.extend(folder for folder in folders if folder not in sys.path)
 
 
 def is_writable(folder: Path) -> bool:

@@ -1,6 +1,11 @@
 """Shared by all tests."""
 
+import os
 import signal
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +13,33 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # nohup ignores SIGHUP in what it starts: tests that close a terminal would see no signal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def _scripts_find_their_neighbours():
+    """Commands set this for their child processes; scripts of later tests import modules next to them."""
+    yield
+    os.environ.pop("PYTHONSAFEPATH", None)
+
+
+@pytest.fixture(scope="session")
+def write_shadows():
+    """Writes modules with the names of all that is installed to a folder; returns the file that lists those imported.
+
+    Not of namespace packages, to which Python prefers any module.
+    """
+    installed = Path(sysconfig.get_path("purelib"))
+    names = {path.parent.name for path in installed.glob("*/__init__.py")}
+    names |= {path.stem for path in installed.glob("*.py")} | {*filter(find_spec, sys.stdlib_module_names)}
+
+    def write(folder):
+        marker = folder / "imported.txt"
+        for name in names - {"rlfuse", "__future__"}:
+            text = f"open({str(marker)!r}, 'a').write(f'{{__name__}}\\n'); raise ImportError"
+            (folder / f"{name}.py").write_text(text)
+        return marker
+
+    return write
 
 
 def pytest_testnodedown(node, error):

@@ -70,7 +70,7 @@ def start() -> None:
         return
     with path.with_suffix(".log").open("w") as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(path)],
+            [sys.executable, "-P", "-m", __name__, str(path)],
             env=os.environ | worker_environment("cpu") | {"TMPDIR": str(folder)},
             stdin=subprocess.PIPE,
             stdout=log,
@@ -114,8 +114,6 @@ class Wanted:
         os.environ.update(self.environment)
         _forget()
         sys.argv = self.words
-        if not sys.flags.safe_path:
-            sys.path[0] = os.path.dirname(self.words[0])
         runpy.run_path(self.words[0], run_name="__main__")
 
 

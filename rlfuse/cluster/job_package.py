@@ -1,6 +1,7 @@
 """What goes to a cluster with a job: one YAML file and the files of the user's functions; never data or models.
 
-Role: called by `submission`. The package is the job's working folder there, which Ray deletes when the job has ended.
+Role: called by `submission`. The package's `job` folder is the job's working folder there; Ray deletes the package when
+the job has ended. Next to it is only the checkout, if it is sent: Ray puts the package first on every process's path.
 So paths are made to stand: reward files travel and keep their place below the folder; data, models and the run folder
 become absolute, for they are read and written through storage that the nodes share.
 Invariant: writes only into the package's folder; everything that was decided about a path is told in `notes`.
@@ -18,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from rlfuse.cluster.worker_environment import SUBMITTED
 from rlfuse.config.facts import reward_file
 from rlfuse.config.own_functions import replaced, with_functions_at, with_models_at
 from rlfuse.config.rewards import names_code
@@ -42,19 +44,23 @@ class Package:
 
 
 def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (), with_code: bool = False) -> Package:
-    """Fill `folder`. `here`: where relative paths start; `include`: more files or folders, below `here`.
+    """Fill `folder`, and SUBMITTED below it with the job's files.
+
+    `here`: where relative paths start; `include`: more files or folders, below `here`.
 
     Raises ConfigError for files that are missing, and packages that are too large.
     """
     problems: list[str] = []
     shared: list[str] = []
+    root, folder = folder, folder / SUBMITTED
+    folder.mkdir(exist_ok=True)
     functions = [_entry(given, folder, here, problems) for given in config.reward.functions]
     sent = with_functions_at(config, lambda key, function: _function(key, function, folder, here, problems))
     for path in include:
         _include(path, folder, here, problems)
     if with_code:
-        shutil.copytree(CODE, folder / CODE.name, ignore=shutil.ignore_patterns("__pycache__"))
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        shutil.copytree(CODE, root / CODE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
     if size > LARGEST:
         problems.append(
             f"--include: {size >> 20} MiB in all, at most {LARGEST >> 20}; put large files where nodes share"
@@ -65,14 +71,13 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
     sent = _with_absolute_paths(sent, here, shared)
     (folder / "job.yaml").write_text(job := yaml.safe_dump(by_name(dataclasses.asdict(sent)), sort_keys=False))
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    shown = [name for name in files if not name.startswith("rlfuse/")]
-    notes = [f"sending {size / 1024:,.0f} KiB and the job: {', '.join(shown)}{' and rlfuse' if with_code else ''}"]
+    notes = [f"sending {size / 1024:,.0f} KiB and the job: {', '.join(files)}{' and rlfuse' if with_code else ''}"]
     if shared:
         notes.append(f"every node has to see: {', '.join(dict.fromkeys(shared))}")
     if named := sorted(set(re.findall(r"\$\{oc\.env:(\w+)\}", job))):
         notes.append(f"not sent but by name: {', '.join(named)}; the job needs --env {' --env '.join(named)}")
     trainer = config.trainer
-    return Package(folder, f"{trainer.project_name}/{trainer.experiment_name}", tuple(notes))
+    return Package(root, f"{trainer.project_name}/{trainer.experiment_name}", tuple(notes))
 
 
 def _entry(given: Any, folder: Path, here: Path, problems: list[str]) -> Any:

@@ -21,9 +21,10 @@ import ray
 from ray._private import services
 from ray._raylet import GcsClient
 from ray.exceptions import RayError
+from ray.job_config import JobConfig
 
 from rlfuse.cluster import watchdog
-from rlfuse.cluster.worker_environment import prepare_worker
+from rlfuse.cluster.worker_environment import job_environment
 from rlfuse.errors import EngineError
 from rlfuse.user_folders import home
 
@@ -34,14 +35,14 @@ T = TypeVar("T")
 
 def join_ray(address: str) -> None:
     """Connect to a running cluster. Raises EngineError with the address and the reason."""
-    hook = f"{prepare_worker.__module__}.{prepare_worker.__name__}"
-    environment = {"env_vars": watchdog.environment(), "worker_process_setup_hook": hook}
+    environment = job_environment()
+    environment["env_vars"] |= watchdog.environment()
     head = address
     protected_token()
     try:
         head = services.canonicalize_bootstrap_address_or_die(address)
         _await_head(head)
-        with without_pages():
+        with without_pages(), without_shadowing():
             ray.init(address=head, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
     except (OSError, RayError, RuntimeError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
@@ -107,3 +108,8 @@ def request(function: Callable[[], T]) -> Future[T]:
 def without_pages() -> AbstractContextManager:
     """Ray prints a page on every worker that dies, wherever logs go; `remote` tells it shorter."""
     return mock.patch.object(ray._private.worker, "listen_error_messages", lambda *_: None)
+
+
+def without_shadowing() -> AbstractContextManager:
+    """Ray puts the driver's working folder before installed packages; `prepare_worker` appends it instead."""
+    return mock.patch.object(JobConfig, "_runtime_env_has_working_dir", lambda _: True)

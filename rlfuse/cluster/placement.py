@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlfuse.cluster import cuda, fork_server, forked_worker, scratch, watchdog
 from rlfuse.cluster.child_processes import preserve_sigterm, restore_child_signals
-from rlfuse.cluster.joining import join_ray, protected_token, without_pages
+from rlfuse.cluster.joining import join_ray, protected_token, without_pages, without_shadowing
 from rlfuse.cluster.nodes import (
     Node,
     alive_nodes,
@@ -42,7 +42,7 @@ from rlfuse.cluster.nodes import (
     holders,
     this_node_id,
 )
-from rlfuse.cluster.worker_environment import QUIET, clear_launcher_variables, worker_environment
+from rlfuse.cluster.worker_environment import QUIET, clear_launcher_variables, job_environment, worker_environment
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
 
@@ -295,6 +295,7 @@ def _start_ray(config: Config) -> None:
             with (
                 _loopback(),
                 without_pages(),
+                without_shadowing(),
                 _without_onlookers(),
                 _forked_workers(config),
                 mock.patch.dict(os.environ, TMPDIR=folder),
@@ -309,6 +310,7 @@ def _start_ray(config: Config) -> None:
                     num_gpus=_gpus(),
                     _node_ip_address=LOOPBACK,
                     _temp_dir=f"{folder}/{SESSIONS}",
+                    runtime_env=job_environment(),
                 )
             return
         except Exception as error:

@@ -78,7 +78,7 @@ def _show(where: str, recorder: Recorder | None, chain: bool = False) -> None:
     path = folder / f"{where.replace('/', '-')}.{os.getpid()}"
     stacks = path.with_name(path.name + ".txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=chain)
-    slate = os.open(path, os.O_CREAT | os.O_RDWR)
+    slate = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
     head = {"where": where, "pid": os.getpid(), "host": socket.gethostname(), "device": device}
     head |= {"started": clock.started(os.getpid()), "at": clock.now()}

@@ -2,16 +2,23 @@
 
 import os
 import re
+import sys
+from typing import Any
 
 from rlfuse.cluster import cuda
 from rlfuse.progress import QUIET_LIBRARIES
-from rlfuse.user_folders import redirect_caches
+from rlfuse.user_folders import SAFE_PATH, append_modules, redirect_caches
 
 # One thread per process: slots share the cores of a CPU host, and two OpenMP pools on one core cost 10x (measured).
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+MODULES = "RLFUSE_MODULES"
+"""Environment variable of workers: folders of the user's modules, by default the driver's working folder."""
+SUBMITTED = "job"
+"""Folder below the root of a submitted package, which Ray puts first on the path of every process."""
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_enable_metrics_collection": "0",  # Ray would show them to anyone, on a port without a token
     "RAY_task_events_report_interval_ms": "0",  # every call of a run would be kept, for Ray's dashboard
     # A worker for each core before anybody asks: most here have an environment of their own, and Ray starts others.
     "RAY_prestart_worker_first_driver": "0",
@@ -25,10 +32,24 @@ LAUNCHER = re.compile(
 compares them with the run's own ranks, torch connects to torchrun's store, and Transformers leaves out weights."""
 
 
+def job_environment() -> dict[str, Any]:
+    """Return the `runtime_env` of a run's workers, which find modules where the driver does."""
+    script = os.path.dirname(os.path.realpath(sys.argv[0]))
+    folders = os.pathsep.join([os.getcwd(), *([script] if script in sys.path else [])])
+    given = {} if MODULES in os.environ else {MODULES: folders}  # Ray adds that of `rlfuse submit`
+    hook = f"{prepare_worker.__module__}.{prepare_worker.__name__}"
+    return {"env_vars": SAFE_PATH | given, "worker_process_setup_hook": hook}
+
+
 def prepare_worker() -> None:
-    """Set up the environment of a worker on a node of a running Ray cluster, which may have been started anyhow."""
+    """Set up a worker, whose node may be one of a running Ray cluster and have any environment."""
     clear_launcher_variables()
     redirect_caches()
+    folders = os.environ[MODULES].split(os.pathsep)
+    if folders == [SUBMITTED]:
+        os.chdir(SUBMITTED)
+        folders = [os.getcwd()]
+    append_modules(*folders)
 
 
 def clear_launcher_variables() -> None:
@@ -41,4 +62,5 @@ def worker_environment(device: str) -> dict[str, str]:
     """Environment of every worker process."""
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache = {"TORCH_EXTENSIONS_DIR": extensions} if extensions else {}
-    return QUIET | (CPU_ENVIRONMENT if device == "cpu" else cuda.environment(cuda.worker_settings())) | cache
+    own = CPU_ENVIRONMENT if device == "cpu" else cuda.environment(cuda.worker_settings())
+    return QUIET | SAFE_PATH | own | cache

@@ -138,7 +138,7 @@ def start(*words: str) -> Job:
     name = folder.name.replace("'", "\\'")
     # Said again: a name made of the time would be another one in the job's process.
     named = f"trainer.experiment_name='{name}'"
-    return Job(folder, [sys.executable, "-m", "rlfuse.train", *words, named])
+    return Job(folder, [sys.executable, "-P", "-m", "rlfuse.train", *words, named])
 
 
 def train(*words: str, timeout_s: float = 3600.0) -> Path:

@@ -1,7 +1,7 @@
 """`rlfuse submit`: the job that `rlfuse train` would run, sent to a running Ray cluster; and what became of it.
 
 Role: called by `rlfuse.cli`. The job is composed and judged here, packed (`cluster.job_package`), and started by Ray
-Jobs on the cluster's head as `python -m rlfuse.train job.yaml`. Nothing of it depends on this terminal: leaving only
+Jobs on the cluster's head as ENTRYPOINT. Nothing of it depends on this terminal: leaving only
 ends the following of its log.
 
     rlfuse submit --compose, check, pack--> Ray Jobs (HTTP, token) --> driver on the head: rlfuse.train --> slots
@@ -27,6 +27,7 @@ from threading import Thread
 from typing import Any
 
 from rlfuse.cluster.job_package import Package, pack
+from rlfuse.cluster.worker_environment import MODULES, SUBMITTED
 from rlfuse.config.compose import compose_job, read_command, to_config
 from rlfuse.config.facts import Facts
 from rlfuse.errors import ConfigError, UserError
@@ -44,7 +45,7 @@ LOOK_S = 10.0
 AGAIN_S = 2.0
 PORT = 8265
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-ENTRYPOINT = "python -m rlfuse.train job.yaml"
+ENTRYPOINT = f"cd {SUBMITTED} && python -P -m rlfuse.train job.yaml"
 KEY = "rlfuse_experiment"
 """In a job's metadata: its project and experiment."""
 
@@ -173,7 +174,8 @@ def _bounded(call: Callable[[], Any], what: str) -> Any:
 def _send(client: Any, package: Package, variables: dict[str, str], experiment: str) -> str:
     name = re.sub(r"[^\w.-]+", "_", experiment)
     job = f"{name}-{secrets.token_hex(3)}"
-    environment = {"working_dir": str(package.folder), "env_vars": {"PYTHONUNBUFFERED": "1"} | variables}
+    variables = {"PYTHONUNBUFFERED": "1", MODULES: SUBMITTED} | variables
+    environment = {"working_dir": str(package.folder), "env_vars": variables}
     return _bounded(
         lambda: client.submit_job(
             entrypoint=ENTRYPOINT, submission_id=job, runtime_env=environment, metadata={KEY: package.experiment}

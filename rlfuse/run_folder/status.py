@@ -125,6 +125,8 @@ def _write(folder: Path, status: Status) -> None:
 def typed_command() -> str:
     """How this process was started, for a shell; empty where a program calls."""
     words = list(sys.orig_argv)
+    if words[1:2] == ["-P"]:
+        del words[1]
     for number, word in enumerate(words):
         if Path(word).name == "rlfuse":
             return shlex.join(["rlfuse", *words[number + 1 :]])

@@ -28,13 +28,14 @@ ENVIRONMENT = {"WANDB_MODE": "offline", "JUDGE_TOKEN": "marked-secret-2"}
 SECRETS = "kwargs: {api_key: marked-secret-1, judge: ${oc.env:JUDGE_TOKEN}}"
 
 
-def start(command, name, *more, **variables):
+def start(command, name, *more, cwd=None, **variables):
     return subprocess.Popen(
         [*command, f"trainer.experiment_name={name}", *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | ENVIRONMENT | variables,
+        cwd=cwd,
         start_new_session=True,
     )
 

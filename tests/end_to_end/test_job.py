@@ -10,9 +10,11 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 from curves import assert_same_curves
 from driven_job import settings_of
+from intruder import reached
 from job_processes import (
     ENVIRONMENT,
     SECRETS,
@@ -242,16 +244,19 @@ def found_rows(run):
 
 
 @pytest.fixture(scope="module")
-def resumed(job, command, temporary):
+def resumed(job, command, temporary, write_shadows):
     """A longer adaptive job, on one slot, that was killed after its checkpoint, resumed, and got Ctrl-C, as terminals
     send it, then SIGTERM: (folder, what it printed), once all that is asked on the way has been."""
     folder, _ = job
+    shadows = write_shadows(folder)
+    temporary.chmod(0o1777)  # as /tmp
     more = ("fusion=adaptive", "trainer.total_training_steps=500", "trainer.n_gpus_per_node=1")
     run = folder / "runs" / "rlfuse" / "adaptive"
-    process = start(command, "adaptive", *more, TMPDIR=str(temporary))
+    process = start(command, "adaptive", *more, TMPDIR=str(temporary), cwd=folder)
     wait_for_step(run, 1, process)
     everybody = descendants(process)
     semaphores = scratch.held_by(everybody)
+    assert reached([psutil.Process(process.pid), *everybody], folder) == []
     workers = [each for each in everybody if "Agent" not in each.name()]  # Ray's stay for a minute
     assert heard_beyond_this_machine([process, *workers]) == []
     assert next(each for each in workers if each.name() == "raylet").environ()["RAY_AUTH_MODE"] == "token"
@@ -270,7 +275,7 @@ def resumed(job, command, temporary):
     (extensions / "rlfuse.lock").write_text("process 1 of nowhere")
     places = {"TORCH_EXTENSIONS_DIR": str(extensions), "TMPDIR": str(temporary)}
     launcher = {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "RANK": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    process = start(command, "adaptive", *more, **places, **launcher)
+    process = start(command, "adaptive", *more, **places, **launcher, cwd=folder)
     wait_for_step(run, STEPS, process)
     workers = descendants(process)
     os.killpg(process.pid, signal.SIGINT)
@@ -278,6 +283,7 @@ def resumed(job, command, temporary):
     text = finish(process, expected=130, timeout=240)  # a loaded machine takes a minute
     assert not all_gone(workers)
     assert not all_gone(everybody, timeout=120), "nor do those of Ray that stay for a minute"
+    assert not shadows.exists(), shadows.read_text()
     assert not any(path.exists() for path in semaphores)  # engines that are forks have none by name
     return run, text
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from driven_job import settings_of
-from job_processes import finish, wait_for_step
+from intruder import reached
+from job_processes import descendants, finish, wait_for_step
 from leftovers import weights_left
 
 from rlfuse.cli import main as rlfuse
@@ -52,7 +54,8 @@ ASKED_FOR = {"RAY_prestart_worker_first_driver": "0"}
 def cluster():
     """(address, the raylets' processes, what adds a node and returns its raylet)."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    command = [sys.executable, Path(__file__).with_name("two_nodes.py")]
+    folder = tempfile.TemporaryDirectory(dir="/tmp")  # private, and short for sockets
+    command = [sys.executable, Path(__file__).with_name("two_nodes.py"), folder.name]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(
         command, env=plain | OF_A_LAUNCHER | AUTHENTICATED | ASKED_FOR, start_new_session=True, **pipes
@@ -71,6 +74,7 @@ def cluster():
         with suppress(psutil.NoSuchProcess):
             each.kill()
     process.wait()
+    folder.cleanup()
 
 
 def title(process) -> str:
@@ -110,7 +114,7 @@ def started():
         words = [f"{key}={value}" for key, value in (settings | {"trainer.experiment_name": name}).items()]
         command = [sys.executable, "-m", "rlfuse.train", *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        processes.append(subprocess.Popen(command, env=os.environ | AUTHENTICATED, **pipes))
+        processes.append(subprocess.Popen(command, env=os.environ | AUTHENTICATED, cwd=folder, **pipes))
         return processes[-1], folder / "runs" / "rlfuse" / name
 
     yield start
@@ -174,7 +178,7 @@ def with_clips(folder, address):
         "data.train_batch_size": 8,
         "actor.ppo_mini_batch_size": 8,
         "fusion": "serial",
-        "reward.functions": f"[{folder}/early.py:early]",
+        "reward.functions": "[early:early]",
         "rollout.kv_cache_memory_mb": 64,
         "video.levels": "[4]",
         "video.sampling": "seed_vl",
@@ -210,12 +214,12 @@ def test_links_between_the_nodes_are_measured(cluster, tmp_path):
     assert "fastest: " in done.stdout and "1 of 1 rounds" in done.stdout
 
 
-def test_a_job_with_clips_learns_on_two_nodes_what_it_learns_on_one(cluster, started, tmp_path):
+def test_a_job_with_clips_learns_on_two_nodes_what_it_learns_on_one(cluster, started, tmp_path, write_shadows):
     """On one by a single slot, for which the other node decodes. On two with clips encoded ahead, the long ones cut
     over both ranks while each runs short rows of its own; and until Ctrl-C, which a job whose Ray is another's answers,
     too."""
     address, raylets, _ = cluster
-    settings, seen = with_clips(tmp_path, address), {}
+    settings, seen, shadows = with_clips(tmp_path, address), {}, write_shadows(tmp_path)
     shared = {
         "training.ulysses_sequence_parallel_size": 2,
         "actor.ppo_max_token_len_per_gpu": 256,
@@ -228,11 +232,14 @@ def test_a_job_with_clips_learns_on_two_nodes_what_it_learns_on_one(cluster, sta
         lives, folders = [inhabitants(raylet) for raylet in raylets], embeddings(raylets)
         assert len(folders) == nodes and all(folder.exists() for folder in folders)
         if steps > STEPS:
+            everybody = [*descendants(process), *raylets[0].parent().children(recursive=True)]
+            assert reached([psutil.Process(process.pid), *everybody], tmp_path) == []
             wait_for_step(run, STEPS, process)
             process.send_signal(signal.SIGINT)
         finish(process, expected=130 if steps > STEPS else 0, timeout=300)
         assert not any(folder.exists() for folder in folders)
         seen[nodes] = [row for row in read_metrics(run / "metrics.jsonl") if row["step"]]
+    assert not shadows.exists(), shadows.read_text()
     for kind in ("EmbeddingCache", "EncoderRank", "RolloutWorker", "TrainerRank"):
         assert all(names.count(kind) == 1 for names in lives), (kind, lives)
     assert any(row["actor/grad_norm"] > 0 for row in seen[1])

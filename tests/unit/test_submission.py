@@ -11,6 +11,7 @@ import yaml
 from rlfuse import cli
 from rlfuse.cluster import job_package
 from rlfuse.cluster.job_package import CODE, pack
+from rlfuse.cluster.worker_environment import SUBMITTED
 from rlfuse.config.compose import compose_job, load, to_config
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
@@ -45,8 +46,8 @@ def test_a_package_is_the_job_and_its_reward_files(here, tmp_path):
     (tmp_path / "package").mkdir()
     (here / "checkpoint.safetensors").write_bytes(bytes(1000))
     package = pack(config_of("trainer.experiment_name=run-${now:%Y}"), tmp_path / "package", here)
-    assert files(package.folder) == ["job.yaml", "mine/reward.py"]
-    sent = yaml.safe_load((package.folder / "job.yaml").read_text())
+    assert files(package.folder / SUBMITTED) == ["job.yaml", "mine/reward.py"]
+    sent = yaml.safe_load((package.folder / SUBMITTED / "job.yaml").read_text())
     assert sent["data"]["train_files"] == [f"{here}/data.jsonl"] and sent["model"]["path"] == "Qwen/Qwen2.5-0.5B"
     assert sent["trainer"]["default_local_dir"] == f"{here}/runs", "the job's own folder is deleted with it"
     assert sent["cluster"]["ray_address"] == "auto" and "$" not in sent["trainer"]["experiment_name"]
@@ -58,9 +59,9 @@ def test_entries_travel_with_their_code_and_judges_by_their_place(here, tmp_path
     (tmp_path / "package").mkdir()
     given = "{path: mine/reward.py:score, weight: 0.5}, {path: judge, kwargs: {model: ./judge}}, 'http://host:80/get'"
     package = pack(config_of(f"reward.functions=[{given}]"), tmp_path / "package", here)
-    code, judge, service = yaml.safe_load((package.folder / "job.yaml").read_text())["reward"]["functions"]
+    code, judge, service = yaml.safe_load((package.folder / SUBMITTED / "job.yaml").read_text())["reward"]["functions"]
     assert code == {"path": "mine/reward.py:score", "weight": 0.5} and service == "http://host:80/get"
-    assert judge["kwargs"]["model"] == f"{here}/judge" and "mine/reward.py" in files(package.folder)
+    assert judge["kwargs"]["model"] == f"{here}/judge" and "mine/reward.py" in files(package.folder / SUBMITTED)
 
 
 def test_a_users_own_algorithms_and_policy_travel_too(here, tmp_path):
@@ -70,8 +71,8 @@ def test_a_users_own_algorithms_and_policy_travel_too(here, tmp_path):
     keys = ("actor.loss_mode=mine/own.py:loss", "fusion.policy=mine/own.py:policy")
     config = config_of(*keys, "trainer.metrics=[mine/figures.py:longest]")
     package = pack(config, tmp_path / "package", here)
-    sent = yaml.safe_load((package.folder / "job.yaml").read_text())
-    assert files(package.folder) == ["job.yaml", "mine/figures.py", "mine/own.py", "mine/reward.py"]
+    sent = yaml.safe_load((package.folder / SUBMITTED / "job.yaml").read_text())
+    assert files(package.folder / SUBMITTED) == ["job.yaml", "mine/figures.py", "mine/own.py", "mine/reward.py"]
     assert (sent["actor"]["loss_mode"], sent["fusion"]["policy"]) == ("mine/own.py:loss", "mine/own.py:policy")
     assert sent["trainer"]["metrics"] == ["mine/figures.py:longest"]
 
@@ -83,7 +84,7 @@ def test_the_cluster_composes_the_same_job(here, tmp_path, monkeypatch):
     (here / "model" / "config.json").write_text('{"max_position_embeddings": 4096, "num_attention_heads": 4}')
     (here / "model" / "tokenizer.json").touch()
     config = config_of("model.path=model", "rollout.n=6", "rollout.engine_kwargs.enforce_eager=true")
-    monkeypatch.chdir(pack(config, tmp_path / "package", here).folder)
+    monkeypatch.chdir(pack(config, tmp_path / "package", here).folder / SUBMITTED)
     there = load(["job.yaml"])
     assert there.rollout == config.rollout and there.actor == config.actor and there.fusion == config.fusion
     assert there.model.path == f"{here}/model" and there.reward.functions == ["mine/reward.py:score"]
@@ -96,8 +97,9 @@ def test_files_from_elsewhere_and_what_they_need(here, tmp_path, monkeypatch):
     outside.write_text("def f(): ...\n")
     names = f"reward.functions=[{outside}:f,/on/the/cluster.py:g,json:loads,mine/reward.py:score]"
     package = pack(config_of(names), tmp_path / "package", here, [Path("mine/words")])
-    assert files(package.folder) == ["job.yaml", "mine/reward.py", "mine/words/list.txt", "rewards/other.py"]
-    sent = yaml.safe_load((package.folder / "job.yaml").read_text())["reward"]["functions"]
+    sent = ["job.yaml", "mine/reward.py", "mine/words/list.txt", "rewards/other.py"]
+    assert files(package.folder / SUBMITTED) == sent
+    sent = yaml.safe_load((package.folder / SUBMITTED / "job.yaml").read_text())["reward"]["functions"]
     assert sent == ["rewards/other.py:f", "/on/the/cluster.py:g", "json:loads", "mine/reward.py:score"]
     with pytest.raises(ConfigError) as error:
         functions = "reward.functions=[absent.py:f]"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copyreg
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -102,7 +103,12 @@ class Rank:
         return resident_mib() + (0 if self.device == "cpu" else torch.cuda.memory_allocated() >> 20)
 
     def meeting_place(self) -> tuple[str, int]:
-        """Where rank 0 waits for the others: on its node's address alone, in a run on one machine the loopback one."""
+        """Return where rank 0 meets the others: its node's address and a port; on one machine a file, and port 0.
+
+        Other users can't change the file, by which ranks learn whom to connect to and unpickle from.
+        """
+        if self.config.cluster.ray_address is None:
+            return f"{tempfile.mkdtemp()}/ranks", 0
         host = ray.util.get_node_ip_address()
         self.listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         return self.listener.getsockname()[:2]
@@ -121,8 +127,12 @@ class Rank:
         # Groups that DeepSpeed makes later take these: their collectives would wait 30 minutes (gloo) or 10 (nccl).
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
         backend = "gloo" if self.device == "cpu" else "nccl"
-        listening = {"is_master": True, "master_listen_fd": self.listener.detach()} if self.rank == 0 else {}
-        store = dist.TCPStore(host, port, self.world, timeout=limit, **listening)
+        if port == 0:
+            store = dist.FileStore(host, self.world)
+            store.set_timeout(limit)
+        else:
+            listening = {"is_master": True, "master_listen_fd": self.listener.detach()} if self.rank == 0 else {}
+            store = dist.TCPStore(host, port, self.world, timeout=limit, **listening)
         device = None if self.device == "cpu" else torch.device(self.device, torch.cuda.current_device())
         dist.init_process_group(backend, None, limit, self.world, self.rank, store, device_id=device)
         deepspeed.init_distributed(backend, timeout=limit, verbose=False)  # takes the group that is there

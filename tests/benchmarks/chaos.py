@@ -21,7 +21,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -308,8 +307,7 @@ KINDS = {
 def two_nodes() -> Iterator[tuple[str, list[psutil.Process], Callable[[], None]]]:
     """A Ray cluster: its address, the processes of its raylets, and what adds a node."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-    folder = tempfile.TemporaryDirectory(dir="/tmp")
-    process = subprocess.Popen([sys.executable, END_TO_END / "two_nodes.py", folder.name], **pipes)
+    process = subprocess.Popen([sys.executable, END_TO_END / "two_nodes.py"], **pipes)
     found = json.loads(process.stdout.readline())
     raylets = [psutil.Process(pid) for pid in found["raylets"]]
 
@@ -325,7 +323,6 @@ def two_nodes() -> Iterator[tuple[str, list[psutil.Process], Callable[[], None]]
             with suppress(psutil.Error):
                 each.send_signal(signal.SIGKILL)
         process.wait()
-        folder.cleanup()
 
 
 def disturbed(job: str, kinds: Sequence[str], folder: Path, steps: int, times: int, seed: int) -> list[str]:

@@ -55,11 +55,12 @@ def cluster():
     """(address, the raylets' processes, what adds a node and returns its raylet)."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     folder = tempfile.TemporaryDirectory(dir="/tmp")  # private, and short for sockets
-    command = [sys.executable, Path(__file__).with_name("two_nodes.py"), folder.name]
+    command = [sys.executable, Path(__file__).with_name("two_nodes.py")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(
-        command, env=plain | OF_A_LAUNCHER | AUTHENTICATED | ASKED_FOR, start_new_session=True, **pipes
+    environment = (
+        plain | OF_A_LAUNCHER | AUTHENTICATED | ASKED_FOR | dict.fromkeys(("TMPDIR", "RAY_TMPDIR"), folder.name)
     )
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
     found = json.loads(process.stdout.readline())
     everyone = psutil.Process(process.pid).children(recursive=True)
 

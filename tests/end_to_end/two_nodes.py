@@ -1,7 +1,7 @@
 """A Ray cluster of two nodes with two slots each on this machine, and of one more for each line of its input.
 
 Prints a line: its address and the process ids of both nodes' raylets; then a line with that of each further node.
-Ends with its input. Ray's files are in the folder that is its argument.
+Ends with its input.
 """
 
 import json
@@ -22,7 +22,7 @@ def raylet(node):
 
 
 if __name__ == "__main__":
-    cluster = Cluster(initialize_head=True, head_node_args=NODE | {"temp_dir": f"{sys.argv[1]}/ray"})
+    cluster = Cluster(initialize_head=True, head_node_args=NODE)
     raylets = [raylet(node) for node in (cluster.head_node, cluster.add_node(**NODE))]
     print(json.dumps({"address": cluster.address, "raylets": raylets}), flush=True)
     for _ in sys.stdin:

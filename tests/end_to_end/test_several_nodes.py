@@ -57,9 +57,7 @@ def cluster():
     folder = tempfile.TemporaryDirectory(dir="/tmp")  # private, and short for sockets
     command = [sys.executable, Path(__file__).with_name("two_nodes.py")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    environment = (
-        plain | OF_A_LAUNCHER | AUTHENTICATED | ASKED_FOR | dict.fromkeys(("TMPDIR", "RAY_TMPDIR"), folder.name)
-    )
+    environment = plain | OF_A_LAUNCHER | AUTHENTICATED | ASKED_FOR | {"TMPDIR": folder.name}
     process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
     found = json.loads(process.stdout.readline())
     everyone = psutil.Process(process.pid).children(recursive=True)

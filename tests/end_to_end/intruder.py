@@ -4,6 +4,7 @@ import http.client
 import os
 import re
 import socket
+import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -106,7 +107,7 @@ def _files(paths, shared):
             yield f"{path} can be written"
         if os.access(folder, os.W_OK | os.X_OK) and not os.stat(folder).st_mode & 0o1000:
             yield f"{path} can be replaced"
-        known = path.startswith(INSTALLED) or "/site-packages/" in path or "/lib/python3" in path
+        known = path.startswith((*INSTALLED, sys.prefix, sys.base_prefix))
         if os.access(path, os.R_OK) and not known and not path.startswith(f"{shared}/"):
             yield f"{path} can be read"
 

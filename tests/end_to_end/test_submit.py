@@ -22,6 +22,8 @@ from helpers.parity import is_even
 def even(completions, **columns):
     return [sum(is_even(word) for word in text.split()) / 16 for text in completions]
 """
+SHADOWS = ("deepspeed.py", "json.py", "ray.py", "torch.py", "vllm.py")
+"""Of modules with the names of installed ones, those that a package holds."""
 PARITY = "def is_even(word):\n    return word[1:].isdigit() and int(word[1:]) % 2 == 0\n"
 
 
@@ -134,14 +136,16 @@ def submitted(line: str) -> str:
     return re.search(r"submitted (\S+)", line)[1]
 
 
-def test_a_job_outlives_the_terminal_that_sent_it(submit, job, cluster):
+def test_a_job_outlives_the_terminal_that_sent_it(submit, job, cluster, write_shadows):
     folder, words = job
-    sender = submit("--include", "helpers", *words, "trainer.experiment_name=far")
+    shadows = write_shadows(folder)
+    included = [word for name in ("helpers", *SHADOWS) for word in ("--include", name)]
+    sender = submit(*included, *words, "trainer.experiment_name=far")
     lines = []
     while not (lines and lines[-1].startswith("submitted ")):
         lines.append(sender.stdout.readline())
         assert lines[-1], "".join(lines)
-    assert "the job: helpers/parity.py, job.yaml, reward.py" in lines[0]
+    assert f"the job: {', '.join(sorted(['helpers/parity.py', 'job.yaml', 'reward.py', *SHADOWS]))}" in lines[0]
     os.killpg(sender.pid, signal.SIGKILL)
     sender.communicate()
     name = submitted(lines[-1])
@@ -159,6 +163,7 @@ def test_a_job_outlives_the_terminal_that_sent_it(submit, job, cluster):
     assert f"{name} succeeded" in out
     (metrics,) = read_metrics(folder / "runs" / "rlfuse" / "far" / "metrics.jsonl")
     assert 0 <= metrics["critic/score/mean"] <= 1, "the helpers' code scored on the cluster"
+    assert not shadows.exists(), shadows.read_text()
     status, out = finish(submit("status"))
     assert status == 0 and re.search(rf"{name}  succeeded  [\d,]+ s  rlfuse/far", out)
 

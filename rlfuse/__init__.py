@@ -2,8 +2,8 @@
 
 import sys
 
-if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:  # the working folder, whose files would shadow installed modules
-    del sys.path[0]  # `rlfuse.train.reported` appends it
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
+    del sys.path[0]  # the working folder, which would shadow installed modules; `rlfuse.train.reported` appends it
 
 
 def version_of(package: str) -> str | None:

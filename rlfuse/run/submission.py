@@ -1,8 +1,8 @@
 """`rlfuse submit`: the job that `rlfuse train` would run, sent to a running Ray cluster; and what became of it.
 
 Role: called by `rlfuse.cli`. The job is composed and judged here, packed (`cluster.job_package`), and started by Ray
-Jobs on the cluster's head as ENTRYPOINT. Nothing of it depends on this terminal: leaving only
-ends the following of its log.
+Jobs on the cluster's head as ENTRYPOINT. Nothing of it depends on this terminal: leaving only ends the following of
+its log.
 
     rlfuse submit --compose, check, pack--> Ray Jobs (HTTP, token) --> driver on the head: rlfuse.train --> slots
           <--log lines, status-------------------/

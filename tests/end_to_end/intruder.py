@@ -32,6 +32,10 @@ REQUESTS = (("POST", "/api/job_agent/jobs/"), ("POST", "/get_or_create_runtime_e
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 STORE = bytes([0]) + 0x3C85F7CE.to_bytes(4, "little") + bytes([13]) + bytes(4)
 """To torch's TCPStore: who asks, and whether it is there."""
+STORE_OF_TORCH = "torch's store, which asks for no token"
+GLOO = re.compile("TrainerRank|EncoderRank|EngineCore")
+"""Processes whose collectives listen, for peers that are connected already, and say nothing."""
+"127.0.0.1".encode("idna")  # for sockets: as another user it may not be imported
 ANSWER_S, SILENT_S = 60.0, 3.0
 INSTALLED = (
     "/usr/",
@@ -129,12 +133,12 @@ def _memory(pids):
 def _ports(ports):
     """Those that answer a stranger, or listen beyond this machine."""
     with ThreadPoolExecutor(32) as pool:
-        answers = zip(ports.items(), pool.map(_answer, ports), strict=True)
+        answers = zip(ports.items(), pool.map(_answer, ports, ports.values()), strict=True)
         return [f"{port} of {sorted(names)}: {said}" for (port, names), said in answers if said]
 
 
-def _answer(port):
-    """What a server tells or does for one without a token; None if nothing."""
+def _answer(port, names):
+    """What a server of processes of these names tells or does for one without a token; None if nothing."""
     if not port[0].startswith("127.") and port[0] != "::1":
         return "listens beyond this machine"
     greeting = _said(port, HTTP2)
@@ -149,7 +153,9 @@ def _answer(port):
         return f"gRPC {codes}" if others or not refused else None
     if greeting:
         return repr(greeting)
-    return "torch's store" if _said(port, STORE) else None
+    if _said(port, STORE):
+        return STORE_OF_TORCH
+    return None if any(map(GLOO.search, names)) else "does not answer"
 
 
 def _said(port, words):

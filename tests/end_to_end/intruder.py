@@ -66,13 +66,10 @@ def reached(processes, shared):
         with suppress(psutil.NoSuchProcess, FileNotFoundError):
             for each in process.net_connections("inet"):
                 if each.status == psutil.CONN_LISTEN:
-                    ports[each.laddr.ip.removeprefix("::ffff:"), each.laddr.port].add(process.name())
+                    host = each.laddr.ip.removeprefix("::ffff:")
+                    ports["127.0.0.1" if host in ("::", "0.0.0.0") else host, each.laddr.port].add(process.name())
             opened = [os.readlink(entry) for entry in _entries(f"/proc/{process.pid}/fd")]
-            sockets |= {
-                names[found[1]]
-                for each in opened
-                if (found := re.match(r"socket:\[(\d+)\]", each)) and found[1] in names
-            }
+            sockets |= {names[each[8:-1]] for each in opened if each.startswith("socket:[") and each[8:-1] in names}
             mapped = [line.split(maxsplit=5)[5] for line in _lines(f"/proc/{process.pid}/maps") if line.count("/")]
             paths |= {each for each in (*opened, *mapped) if each.startswith("/") and not each.endswith(" (deleted)")}
     private = {folder for path in paths | sockets if (folder := _private(path))}
@@ -131,7 +128,7 @@ def _memory(pids):
 
 
 def _ports(ports):
-    """Those that answer a stranger, or listen beyond this machine."""
+    """Those that answer a stranger."""
     with ThreadPoolExecutor(32) as pool:
         answers = zip(ports.items(), pool.map(_answer, ports, ports.values()), strict=True)
         return [f"{port} of {sorted(names)}: {said}" for (port, names), said in answers if said]
@@ -139,8 +136,6 @@ def _ports(ports):
 
 def _answer(port, names):
     """What a server of processes of these names tells or does for one without a token; None if nothing."""
-    if not port[0].startswith("127.") and port[0] != "::1":
-        return "listens beyond this machine"
     greeting = _said(port, HTTP2)
     if greeting.startswith(b"HTTP/1"):
         codes = {request: _status(port, *request) for request in REQUESTS}

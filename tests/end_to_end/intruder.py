@@ -33,6 +33,7 @@ HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 STORE = bytes([0]) + 0x3C85F7CE.to_bytes(4, "little") + bytes([13]) + bytes(4)
 """To torch's TCPStore: who asks, and whether it is there."""
 STORE_OF_TORCH = "torch's store, which asks for no token"
+METRICS = "a server of Prometheus, of which everyone can read Ray's metrics"
 GLOO = re.compile("TrainerRank|EncoderRank|EngineCore")
 """Processes whose collectives listen, for peers that are connected already, and say nothing."""
 "127.0.0.1".encode("idna")  # for sockets: as another user it may not be imported
@@ -147,7 +148,7 @@ def _answer(port, names):
         others = set(codes.values()) - {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED}
         return f"gRPC {codes}" if others or not refused else None
     if greeting:
-        return repr(greeting)
+        return METRICS if greeting.startswith(b"<!DOCTYPE HTML>") else repr(greeting)
     if _said(port, STORE):
         return STORE_OF_TORCH
     return None if any(map(GLOO.search, names)) else "does not answer"

@@ -134,13 +134,14 @@ def _with_absolute_paths(config: Config, here: Path, shared: list[str]) -> Confi
         local = path and (path.startswith((".", "/", "~")) or path.count("/") > 1 or (here / path).exists())
         return absolute(path) if local else path
 
-    data, trainer, cache = config.data, config.trainer, config.video.disk_cache
+    data, trainer = config.data, config.trainer
     files = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     config = replaced(config, {key: [absolute(path) for path in paths] for key, paths in files.items()})
     config = with_models_at(config, model)
     resume = trainer.resume_mode
+    optional = {"data.media_root": data.media_root, "video.disk_cache": config.video.disk_cache}
     others = {
-        "video.disk_cache": cache and absolute(cache),
+        **{key: path and absolute(path) for key, path in optional.items()},
         "trainer.default_local_dir": absolute(trainer.default_local_dir),
         "trainer.resume_mode": resume if resume in ("auto", "disable") else absolute(resume),
     }

@@ -74,8 +74,8 @@ TABLE: tuple[tuple[Effect, str, str], ...] = (
      "actor.optimizer_residency"),
     (Effect.NEXT_STEP, "the same numbers to rounding", "reward.model_backend trainer.deterministic"),
     (Effect.NEXT_STEP, "the same tokens in distribution only", "fusion.tail_speculation"),
-    (Effect.EXPERIMENT, "other prompts, from the same count of batches on", "data.train_files data.prompt_key "
-     "data.prompt_is_chat data.apply_chat_template_kwargs data.truncation data.filter_overlong_prompts "
+    (Effect.EXPERIMENT, "other prompts, from the same count of batches on", "data.train_files data.media_root "
+     "data.prompt_key data.prompt_is_chat data.apply_chat_template_kwargs data.truncation data.filter_overlong_prompts "
      "data.max_prompt_length"),
     (Effect.EXPERIMENT, "another order: some prompts of this epoch come twice, others not at all",
      "data.shuffle data.seed"),
@@ -109,7 +109,7 @@ WHERE_VALUES_DECIDE = {
     "algorithm.adv_estimator": (Effect.FIXED, "with a critic or without: the checkpoint is of the other"),
 }
 """What some changes of a key mean, by its value before and after, in place of the table's."""
-_PATHS = ("data.train_files", "data.val_files", "video.disk_cache", "trainer.default_local_dir")
+_PATHS = ("data.train_files", "data.val_files", "data.media_root", "video.disk_cache", "trainer.default_local_dir")
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,8 @@ def _files(config: Config, facts: Facts) -> Iterator[str]:
             if path in facts.missing:
                 remedy = _made_by(path) or "correct the path (relative ones start at the working folder)"
                 yield f"{name}: `{path}` does not exist; {remedy}"
+    if config.data.media_root in facts.missing:
+        yield _problem(config, "data.media_root", "does not exist", "give the folder of the clips and images of rows")
     if not config.model.path:
         yield "model.path: is required; give a Hugging Face folder or a hub name"
     for name, why in facts.model_problems.items():

@@ -163,7 +163,7 @@ def facts_of_a_plan(config: Config) -> Facts:
 
 def missing_for_run(config: Config) -> list[str]:
     """Return the data files, reward files and reward packages that a run of the job needs and this machine lacks."""
-    missing = _missing(paths := [*config.data.train_files, *config.data.val_files, *_reward_files(config)])
+    missing = _missing(paths := [*_data_paths(config), *_reward_files(config)])
     packages = (f"the package {name}" for name in _unknown_modules(reward_functions(config)))
     return [*dict.fromkeys(path for path in paths if path in missing), *packages]
 
@@ -202,10 +202,15 @@ def reward_functions(config: Config) -> list[str]:
 
 def _named_paths(config: Config) -> list[str]:
     """Beside models and files of functions."""
-    paths = [*config.data.train_files, *config.data.val_files]
+    paths = _data_paths(config)
     if config.trainer.resume_mode not in ("auto", "disable"):
         paths.append(config.trainer.resume_mode)
     return paths
+
+
+def _data_paths(config: Config) -> list[str]:
+    data = config.data
+    return [*data.train_files, *data.val_files, *([] if data.media_root is None else [data.media_root])]
 
 
 def _reward_files(config: Config) -> list[str]:

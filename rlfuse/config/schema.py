@@ -28,6 +28,9 @@ class DataConfig:
     """Parquet, JSON, JSONL, CSV files or Hugging Face data-set folders with verl or TRL rows."""
     val_files: list[str] = field(default_factory=list)
     """Held-out rows; empty turns validation off."""
+    media_root: str | None = None
+    """Folder in which all clip and image files of rows must lie, symbolic links resolved; relative paths start there.
+    null: rows may name any file, and relative paths start at their data file. Set it for third-party data."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string or a list of chat messages."""
     prompt_is_chat: bool = True

@@ -1,12 +1,13 @@
 """Clips and images of a row, in every form that data sets have, and their settings.
 
-Role: `rows` calls it for every row. Pure: no file is opened, so whether one can be decoded is not checked here.
+Role: `rows` calls it for every row. No file is opened, so whether one can be decoded is not checked here.
 Invariant: an unknown key of an object, form or URL scheme is an error that names it; none is ignored.
 """
 
 from __future__ import annotations
 
 import base64
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from urllib.parse import unquote
 
 from rlfuse.data.messages import Message, modality, short
 from rlfuse.errors import DataError
+from rlfuse.video.frame_list import SUFFIX
 from rlfuse.video.media_settings import ClipSettings, ImageSettings
 
 NAMES = {
@@ -61,8 +63,43 @@ class Media:
         return any(isinstance(each, bytes) for each in sources)
 
 
+@dataclass(frozen=True, slots=True)
+class MediaFolder:
+    """Where relative paths of rows start."""
+
+    path: Path
+    is_root: bool = False
+    """It is data.media_root: no path of a row may lead out of it."""
+
+    def file_of(self, where: str, given: Any, path: str) -> str:
+        """Return a path of a row, `given` there, as an absolute one. DataError where the row may not name it."""
+        if "\0" in path:
+            raise DataError(f"{where}: {short(given)} is not a path: it contains a null character. Correct it.")
+        file = str(self.path.absolute() / os.path.expanduser(path))
+        if not self.is_root:
+            return file
+        root, file = os.path.realpath(self.path), os.path.realpath(file)
+        if not Path(file).is_relative_to(root):
+            raise DataError(
+                f"{where}: {short(given)} is {file}, outside of data.media_root={root}. Move the file into that folder "
+                "and correct the path, or leave the row out."
+            )
+        if file.endswith(SUFFIX):
+            raise DataError(
+                f"{where}: {short(given)} is a file that names other files, which data.media_root={root} does not "
+                "allow. Give the list of frames in the row, as [{'video': ['0.png', '1.png']}]."
+            )
+        return file
+
+
 def media_of(
-    where: str, row: Mapping[str, Any], prompt_key: str, parts: Sequence[Any], kind: str, folder: Path, is_marked: bool
+    where: str,
+    row: Mapping[str, Any],
+    prompt_key: str,
+    parts: Sequence[Any],
+    kind: str,
+    folder: MediaFolder,
+    is_marked: bool,
 ) -> tuple[Media, ...]:
     """Return the clips or images of a row, in order: those in `parts` of its messages; for parts without one, and for
     markers in text, those in the column `videos` or `images`, else `video` or `image`.
@@ -116,7 +153,7 @@ def _inside(given: Any, kind: str) -> Any:
     return given
 
 
-def _media(where: str, given: Sequence[Any], kind: str, folder: Path) -> Media:
+def _media(where: str, given: Sequence[Any], kind: str, folder: MediaFolder) -> Media:
     """`given`: an object, and the message part that it was given for, if any, whose settings take precedence."""
     held, settings = _unwrapped(where, given[0], kind)
     for part in given[1:]:
@@ -164,14 +201,14 @@ def _frames(held: Any) -> list[Any]:
     return held if isinstance(held, list) else []
 
 
-def _frame(where: str, given: Any, folder: Path) -> str | bytes:
+def _frame(where: str, given: Any, folder: MediaFolder) -> str | bytes:
     held, settings = _unwrapped(where, given, "image")
     if settings:
         raise DataError(f"{where}: frames have no settings, got {settings}. Give them to the clip.")
     return _source(where, held, given, "image", folder)
 
 
-def _source(where: str, held: Any, given: Any, kind: str, folder: Path) -> str | bytes:
+def _source(where: str, held: Any, given: Any, kind: str, folder: MediaFolder) -> str | bytes:
     """The absolute path, or the bytes, of what an object holds; `given`: the object, for messages."""
     if isinstance(held, str):
         with suppress(ValueError):
@@ -187,7 +224,7 @@ def _source(where: str, held: Any, given: Any, kind: str, folder: Path) -> str |
             f"{where}: {short(given)} where {WANTED[kind]}: {remote[1]} is not read. Copy the file to a folder that "
             "all nodes see, and give its path."
         )
-    return str(folder.absolute() / Path(path).expanduser())
+    return folder.file_of(where, given, path)
 
 
 def _decoded(text: str) -> str | bytes:

@@ -84,7 +84,7 @@ def load_prompts(
     prompts: list[Prompt] = []
     report = LoadReport([str(file) for file in files], limit=data.max_prompt_length)
     for file in files:
-        rows = read_rows(file, data.prompt_key, data.prompt_is_chat)
+        rows = read_rows(file, data.prompt_key, data.prompt_is_chat, data.media_root)
         if clips is not None:
             clips.look_at(rows)
         for number, row in enumerate(rows):

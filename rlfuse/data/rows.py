@@ -20,7 +20,7 @@ from typing import Any
 
 import pyarrow.parquet
 
-from rlfuse.data.media import Media, content_parts, in_front, media_of
+from rlfuse.data.media import Media, MediaFolder, content_parts, in_front, media_of
 from rlfuse.data.messages import (
     Message,
     chat_messages,
@@ -68,7 +68,7 @@ class DataRow:
     """False for a string that is the prompt itself, to be tokenised without a chat template."""
 
 
-def read_rows(path: str, prompt_key: str, prompt_is_chat: bool = True) -> list[DataRow]:
+def read_rows(path: str, prompt_key: str, prompt_is_chat: bool = True, media_root: str | None = None) -> list[DataRow]:
     """Return all rows of a file, in order. `prompt_is_chat`: a string prompt is a user message or encoded messages."""
     file, rows = Path(path).expanduser(), raw_rows(path)
     if not any(prompt_key in row for _, row in rows):
@@ -76,7 +76,10 @@ def read_rows(path: str, prompt_key: str, prompt_is_chat: bool = True) -> list[D
         likely = _prompt_column(prompt_key, rows[0][1])
         remedy = f"Set data.prompt_key={likely}" if likely else "None is known to hold prompts; set data.prompt_key"
         raise DataError(f"{path} has no column {prompt_key!r}; its columns are {', '.join(columns)}. {remedy}.")
-    return [_checked(f"{path}, {where}", row, prompt_key, file, prompt_is_chat) for where, row in rows]
+    folder = (
+        MediaFolder(Path(media_root).expanduser(), is_root=True) if media_root is not None else MediaFolder(file.parent)
+    )
+    return [_checked(f"{path}, {where}", row, prompt_key, file.stem, folder, prompt_is_chat) for where, row in rows]
 
 
 def _prompt_column(wanted: str, row: dict[str, Any]) -> str | None:
@@ -200,7 +203,9 @@ def _json_lines(file: Path, text: str) -> Iterator[tuple[str, Any]]:
                 raise DataError(f"{file}, line {number}: {error}.") from None
 
 
-def _checked(where: str, row: dict[str, Any], prompt_key: str, file: Path, prompt_is_chat: bool) -> DataRow:
+def _checked(
+    where: str, row: dict[str, Any], prompt_key: str, source: str, folder: MediaFolder, prompt_is_chat: bool
+) -> DataRow:
     field, prompt = f"{where}, field {prompt_key}", row.get(prompt_key)
     is_chat = prompt_is_chat or not isinstance(prompt, str)
     prompt = decoded(field, prompt) if is_chat else prompt
@@ -209,13 +214,13 @@ def _checked(where: str, row: dict[str, Any], prompt_key: str, file: Path, promp
     shown: dict[str, tuple[Media, ...]] = {}
     for kind in ("image", "video"):
         marked = any(MARKERS[kind] in message["content"] for message in messages)
-        shown[kind] = media_of(where, row, prompt_key, parts, kind, file.parent, marked)
+        shown[kind] = media_of(where, row, prompt_key, parts, kind, folder, marked)
         messages = messages if marked else in_front(messages, MARKERS[kind] * len(shown[kind]))
     shows = {*(kind for kind, media in shown.items() if media), *filter(None, map(modality, parts))}
     columns = row if isinstance(prompt, str) else row | {prompt_key: [map_texts(unquoted, each) for each in messages]}
     return DataRow(
         messages,
-        str(row.get("data_source") or file.stem),
+        str(row.get("data_source") or source),
         _ground_truth(where, row),
         columns,
         shown["video"],

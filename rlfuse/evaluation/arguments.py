@@ -107,6 +107,7 @@ def made_from(config: Config, source: Source, scored: bool) -> dict[str, Any]:
             "video_family": config.model.video_family,
             "step": source.step,
             "files": list(data.val_files),
+            "media_root": data.media_root,
             "prompt_key": data.prompt_key,
             "prompt_is_chat": data.prompt_is_chat,
             "apply_chat_template_kwargs": dict(data.apply_chat_template_kwargs),

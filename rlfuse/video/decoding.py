@@ -28,7 +28,7 @@ from rlfuse.video import display, images
 from rlfuse.video.clip_facts import ROUNDING_S, STILL_S, ClipFacts
 from rlfuse.video.frame_list import FrameList, frame_list
 from rlfuse.video.plan import VideoPlan
-from rlfuse.video.timeline import AVI, FETCH_AGAIN, REWRITE, STAMPLESS, timeline_of
+from rlfuse.video.timeline import AVI, FETCH_AGAIN, REWRITE, STAMPLESS, open_container, timeline_of
 
 REPLACE = "Replace the file, or drop the row"
 MOST_SQUEEZED = 0.02
@@ -102,7 +102,7 @@ class _Video:
 
     def __init__(self, path: str):
         self._path = path
-        self._container = av.open(path, metadata_errors="ignore")
+        self._container = open_container(path)
         self.timeline = timeline_of(path, self._container)
         self._prepare()
         self._tick_s = float(self.stream.time_base)
@@ -169,7 +169,7 @@ class _Video:
                 self._container.seek(self.timeline.keyframes[start], stream=self.stream)
             elif not self._at_start:  # not every container can seek to its very start
                 self.close()
-                self._container = av.open(self._path, metadata_errors="ignore")
+                self._container = open_container(self._path)
                 self._prepare()
             frames = self.frames()
             ahead = self._arrival(frames, tick) if start else self._next(frames, self._seconds(tick))

@@ -34,8 +34,12 @@ from rlfuse.video.clip_facts import ROUNDING_S, STILL_S
 
 COVERS = {"mjpeg", "png", "bmp", "gif", "webp", "tiff"}
 """Codecs of cover pictures; some are also those of cameras."""
-REFERRING = {"concat", "hls", "dash", "imf", "sdp", "rtsp", "webm_dash_manifest"}
-"""Formats of text that names other files or places, whatever the file is called."""
+CONTAINERS = (
+    "mov,matroska,webm,avi,flv,mpegts,mpeg,asf,ogg,mxf,gif,apng,ivf,nut,wtv,dv,rm,gxf,yuv4mpegpipe,"
+    "h264,hevc,m4v,mpegvideo,mjpeg,h263,vc1,av1,obu"
+)
+"""What FFmpeg may open, whatever a file is called; the second line are bare streams. Of others some open further files
+or addresses (playlists, concat lists, numbered images, MLV), and many are seldom tested."""
 MP4, AVI = "mov,mp4,m4a,3gp,3g2,mj2", "avi"
 STORES_LENGTH = (MP4, AVI, "matroska,webm", "flv")
 """Containers whose header says how long they are; of others FFmpeg estimates it from time stamps."""
@@ -97,11 +101,18 @@ class _Packet(NamedTuple):
     is_corrupt: bool
 
 
+def open_container(path: str) -> InputContainer:
+    """Open a file, and no other that it names; av.FFmpegError or VideoError where it can't be read."""
+    try:
+        return av.open(path, metadata_errors="ignore", container_options={"format_whitelist": CONTAINERS})
+    except av.ArgumentError as error:
+        problem = "has a damaged header, or a format that is not read: playlists and other lists of files never are"
+        remedy = "Convert it to mp4 or mkv, give the files of a list as clips of their own, or drop the row"
+        raise VideoError(problem, remedy) from error
+
+
 def timeline_of(path: str, container: InputContainer) -> Timeline:
     """The stream to show of an open file."""
-    if container.format.name in REFERRING:
-        remedy = "Give the files that it lists as clips of their own, or joined into one file"
-        raise VideoError(f"is no video but a list of other files ({container.format.name})", remedy)
     if container.format.flags & Flags.no_timestamps.value:
         raise VideoError("is a bare stream, which doesn't say when its pictures are shown", STAMPLESS)
     streams, facts = _moving(container), os.stat(path)
@@ -149,7 +160,7 @@ def _index(container: InputContainer, stream: VideoStream, size: int) -> Timelin
 @lru_cache(maxsize=64)
 def _read_through(path: str, size: int, modified_ns: int) -> Timeline:
     """From every packet; once for all parts of a clip."""
-    with av.open(path, metadata_errors="ignore") as container:
+    with open_container(path) as container:
         name, streams, read = container.format.name, _moving(container), defaultdict(list)
         latest, stampless = defaultdict(lambda: -math.inf), Counter()
         for packet in container.demux(streams) if streams else ():

@@ -227,11 +227,9 @@ LISTS = {
 
 @pytest.mark.parametrize("name", ["clip.mp4", "clip.ffconcat", "clip.m3u8"])
 @pytest.mark.parametrize("kind", LISTS)
-def test_lists_of_other_files_are_refused_whatever_they_are_called(tmp_path, kind, name):
-    write_video(tmp_path / "other.ts", steady(6))
-    (tmp_path / name).write_text(LISTS[kind].format("other.ts"))
+def test_lists_of_other_files_are_refused_before_one_of_these_is_opened(tmp_path, kind, name):
+    (tmp_path / name).write_text(LISTS[kind].format("absent.ts"))
+    refused = r"has a damaged header, or a format that is not read|can't be read as a video \(Invalid data"
     for read in (probe, lambda path: decode(path, plan_of([0.0]))):
-        with pytest.raises(
-            VideoError, match=rf"{name}: (is no video but a list of other files|can't be read as a video)"
-        ):
+        with pytest.raises(VideoError, match=rf"{name}: ({refused})"):
             read(str(tmp_path / name))

@@ -12,6 +12,8 @@ import pytest
 from clip_files import numbered, numbers, plan_of, steady, write_video
 from PIL import Image
 
+from rlfuse.config.checks import check
+from rlfuse.config.facts import read_facts
 from rlfuse.config.schema import Config
 from rlfuse.data.clips import ClipReader
 from rlfuse.data.prompts import load_prompts
@@ -182,6 +184,77 @@ REFUSED = [
 def test_what_can_not_be_shown_is_named_with_file_row_and_field(tmp_path, row, words):
     with pytest.raises(DataError, match=rf"rows\.jsonl, line 1, field .*{words}"):
         read_rows(str(rows_of(tmp_path, {"prompt": "?"} | row)), "prompt")
+
+
+ROOTED = {  # a path in a row -> the file that it names; None where it is outside of data.media_root
+    "a.mp4": "root/a.mp4",
+    "./in/../a.mp4": "root/a.mp4",
+    "file://{0}/root/in/a%20b.mp4": "root/in/a b.mp4",
+    "{0}/root/absent.mp4": "root/absent.mp4",
+    "inner.mp4": "root/a.mp4",
+    "loop.mp4": "root/loop.mp4",
+    "../secret.mp4": None,
+    "in/../../secret.mp4": None,
+    "%2e%2e/secret.mp4": "root/%2e%2e/secret.mp4",
+    "file://{0}/root/%2e%2e/secret.mp4": None,
+    "{0}/secret.mp4": None,
+    "/etc/passwd": None,
+    "file:///etc/passwd": None,
+    "~/a.mp4": None,
+    "outer.mp4": None,
+    "folder/secret.mp4": None,
+    "{0}/root2/a.mp4": None,
+    "..": None,
+}
+FRAMES = {"list.frames": "names other files", "renamed.mp4": "names other files", "a\0.mp4": "a null character"}
+HOLDERS = [
+    ("video", lambda path: {"prompt": "?", "videos": [path]}),
+    ("video", lambda path: {"prompt": "?", "video": {"path": path}}),
+    ("video", lambda path: user(clip(video=path))),
+    ("video", lambda path: user({"type": "video_url", "video_url": {"url": path}})),
+    ("video", lambda path: {"prompt": "?", "videos": [["0.png", {"image": path}]]}),
+    ("image", lambda path: {"prompt": "?", "images": [{"image": path}]}),
+    ("image", lambda path: {"prompt": "<image>?", "image": path}),
+]
+
+
+@pytest.fixture
+def rooted(tmp_path):
+    """A media root with links that stay in it and links that lead out of it, next to files that no row may name."""
+    for name in ("root/in", "root2", "data"):
+        (tmp_path / name).mkdir(parents=True)
+    links = {"inner.mp4": "a.mp4", "outer.mp4": "../secret.mp4", "folder": "..", "loop.mp4": "loop.mp4"}
+    for name, target in (links | {"renamed.mp4": "list.frames"}).items():
+        (tmp_path / "root" / name).symlink_to(target)
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", [*ROOTED, *FRAMES])
+@pytest.mark.parametrize(("kind", "row"), HOLDERS)
+def test_no_row_names_a_file_outside_of_the_media_root(rooted, kind, row, path):
+    file = rows_of(rooted / "data", row(path.format(rooted)))
+    if found := ROOTED.get(path):
+        [read] = read_rows(str(file), "prompt", media_root=str(rooted / "root"))
+        [media] = read.videos if kind == "video" else read.images
+        assert (media.source[-1] if isinstance(media.source, tuple) else media.source) == str(rooted / found)
+        return
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1, field .*") as refused:
+        read_rows(str(file), "prompt", media_root=str(rooted / "root"))
+    words = FRAMES.get(path) or f"outside of data.media_root={rooted}/root. Move the file into that folder"
+    assert words in str(refused.value)
+
+
+def test_a_media_root_is_checked_before_the_run_starts_and_reaches_it(rooted, monkeypatch):
+    config = Config()
+    config.model.path, config.data.train_files = str(rooted), [str(rows_of(rooted / "data", HOLDERS[0][1]("../x")))]
+    for root in ("", str(rooted / "absent")):
+        config.data.media_root = root
+        problem = f"data.media_root={root}: does not exist; give the folder of the clips and images of rows"
+        assert problem in check(config, read_facts(config))
+    config.data.media_root = str(rooted / "root")
+    monkeypatch.setattr("rlfuse.data.prompts.check_template", lambda *_: None)
+    with pytest.raises(DataError, match=r"outside of data\.media_root"):
+        load_prompts(config.data.train_files, None, config.data)
 
 
 def test_a_task_is_only_read_of_rows_with_clips(tmp_path):

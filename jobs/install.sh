@@ -4,6 +4,10 @@
 #
 #   bash jobs/install.sh            PYTHON=/path/to/python3.12 bash jobs/install.sh
 #   RLFUSE_EXTRA=gpu bash jobs/install.sh       for GPUs where none is: login nodes, image builds (or =cpu)
+#   RLFUSE_RESOLVE=1 bash jobs/install.sh       the newest versions that pyproject.toml allows
+#
+# Versions are those of jobs/constraints, with which the tests ran. All files but torch's and torchvision's, whose build
+# depends on the platform, are checked against the hashes there.
 #
 # On CPUs torch should be the CPU build, which the ordinary package index does not carry. It comes from the folder that
 # PIP_FIND_LINKS names, if that holds such a wheel, else from PyTorch's own CPU index. Where neither has it, the
@@ -55,7 +59,10 @@ installed_extra() { # what .venv was installed for, also if that was cut short; 
 has_cpu_torch() { compgen -G ".venv/lib/python3*/site-packages/torch-$1+cpu.dist-info" >/dev/null; }
 
 wanted() { # everything that makes an earlier install out of date, the folder's own path among it
-    { pwd && echo "$extra" && cat pyproject.toml jobs/install.sh jobs/torchvision_cpu.py; } | sha256sum
+    {
+        pwd && echo "$extra ${RLFUSE_RESOLVE:-}"
+        cat pyproject.toml jobs/install.sh jobs/torchvision_cpu.py jobs/constraints/*.txt
+    } | sha256sum
 }
 
 find_python() {
@@ -92,8 +99,26 @@ cpu_wheel_folder() { # the folder of PIP_FIND_LINKS that holds torch's CPU build
     done
 }
 
+choose_constraints() { # sets `exact`, the file of versions and hashes for this kind and Python; empty to resolve them
+    exact=
+    [ -z "${RLFUSE_RESOLVE:-}" ] || return 0
+    exact=jobs/constraints/$extra-$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
+}
+
+install_uv() {
+    [ ! -x .venv/bin/uv ] || return 0
+    say "installing uv"
+    if [ -n "$exact" ]; then
+        .venv/bin/python -m pip install --quiet --no-deps --require-hashes -r <(grep '^uv==' "$exact")
+    else
+        .venv/bin/python -m pip install --quiet 'uv>=0.13,<0.14'
+    fi || fail "pip could not install uv (its message is above); if .venv is a half-made one, delete it and run again"
+}
+
 uv_install() { # torchaudio and torchcodec are left out by [tool.uv] in pyproject.toml
-    timeout "$INSTALL_WAIT_S" .venv/bin/uv pip install --python .venv/bin/python "$@" -e ".[$extra,dev]" ||
+    [ -n "$exact" ] || set -- --upgrade "$@"
+    timeout "$INSTALL_WAIT_S" .venv/bin/uv pip install --python .venv/bin/python \
+        ${exact:+--constraints "$exact" --build-constraints "$exact"} "$@" -e ".[$extra,dev]" ||
         fail "uv could not install the packages (its message is above); run the same command again to go on"
 }
 
@@ -106,10 +131,11 @@ pytorch_index_answers() {
 install_packages() {
     local folder
     folder=$(cpu_wheel_folder)
+    say "versions of ${exact:-today, as RLFUSE_RESOLVE says}"
     if [ "$extra" = gpu ]; then
         say "installing vLLM, torch, DeepSpeed, Ray and their bytecode (some minutes on a first run)"
         uv_install --compile-bytecode # nothing runs them here, and jobs may find .venv read-only or on a slow disk
-    elif has_cpu_torch "$TORCH"; then
+    elif [ -n "$exact" ] && has_cpu_torch "$TORCH"; then
         say "installing, with the torch that is here"
         uv_install "torch==$TORCH+cpu"
     elif [ -n "$folder" ]; then
@@ -117,6 +143,10 @@ install_packages() {
         UV_FIND_LINKS=$folder uv_install "torch==$TORCH+cpu"
     elif pytorch_index_answers; then
         say "installing, torch from PyTorch's CPU index (a minute or two on a first run)"
+        if [ -n "$exact" ]; then # that index has a build of triton of its own
+            sed -E 's/^(triton==[^ ]+) .*/\1/' "$exact" >.venv/constraints.txt
+            exact=.venv/constraints.txt
+        fi
         uv_install --torch-backend cpu
     else
         say "no answer: taking the ordinary index's torch, which is built for CUDA and runs on CPUs too. It is 2.4 GiB to" \
@@ -176,11 +206,8 @@ if [ "$(cat "$STAMP" 2>/dev/null)" = "$(wanted)" ]; then
     exit 0
 fi
 make_venv
-if [ ! -x .venv/bin/uv ]; then
-    say "installing uv"
-    .venv/bin/python -m pip install --quiet 'uv>=0.9,<1' ||
-        fail "pip could not install uv (its message is above); if .venv is a half-made one, delete it and run again"
-fi
+choose_constraints
+install_uv
 install_packages
 set_up_interpreter
 warm_deepspeed

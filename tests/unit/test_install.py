@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "jobs"
 
 
-TOOLS = "bash cat dirname head sha256sum timeout uname"
+TOOLS = "bash cat dirname grep head sed sha256sum timeout uname"
 
 
 @pytest.fixture
@@ -25,6 +25,7 @@ def checkout(tmp_path):
         (tmp_path / folder).mkdir()
     for name in ("pyproject.toml", "jobs/install.sh", "jobs/torchvision_cpu.py"):
         shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "jobs/constraints", tmp_path / "jobs/constraints")
     for name in TOOLS.split():
         (tmp_path / "tools" / name).symlink_to(shutil.which(name))
     return tmp_path

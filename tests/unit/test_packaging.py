@@ -1,13 +1,17 @@
 """What the package says of itself: versions, licence, presets, metadata; tests/end_to_end/test_wheel.py installs it."""
 
 import hashlib
+import os
+import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import distribution, distributions, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import rlfuse
 from rlfuse import cli, version_of
@@ -65,3 +69,65 @@ def test_presets_stand_in_one_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(compose, "CONF", tmp_path)
     with pytest.raises(ConfigError, match=f"{tmp_path}: the presets are missing; install rlfuse again"):
         compose.load(["algorithm=grpo"])
+
+
+# Supply chain --------------------------------------------------------------------------------------------------------
+
+CONSTRAINTS = ROOT / "jobs" / "constraints"
+SETS = [f"{extra}-{python}" for extra in ("cpu", "gpu") for python in ("3.11", "3.12")]
+HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
+
+
+def constraints(name):
+    """Package -> (version, hashes)."""
+    lines = (CONSTRAINTS / f"{name}.txt").read_text().splitlines()
+    split = [line.split() for line in lines if not line.startswith("#")]
+    return {words[0].partition("==")[0]: (words[0].partition("==")[2], words[1:]) for words in split}
+
+
+def direct(extra):
+    """The project's own requirements in such an installation."""
+    optional = PROJECT["optional-dependencies"]
+    return [Requirement(text) for text in (*PROJECT["dependencies"], *optional[extra], *optional["dev"])]
+
+
+def test_every_direct_dependency_has_an_upper_bound():
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    given = [*PROJECT["dependencies"], *(each for extra in PROJECT["optional-dependencies"].values() for each in extra)]
+    unbound = [
+        text
+        for text in (*given, *build)
+        if not any(each.operator in ("<", "==") for each in Requirement(text).specifier)
+    ]
+    assert unbound == []
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_constraints_match_the_project_and_have_hashes(name):
+    found = constraints(name)
+    for requirement in direct(name.partition("-")[0]):
+        version, _ = found[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), f"{requirement} but {version}: run jobs/constraints/renew.py"
+    assert {package for package, (_, hashes) in found.items() if not hashes} == {"torch", "torchvision"}
+    assert all(HASH.fullmatch(each) for _, hashes in found.values() for each in hashes)
+
+
+@pytest.mark.skipif("RLFUSE_RESOLVE" in os.environ, reason="the versions of this environment were resolved anew")
+def test_the_tests_run_with_the_versions_of_the_constraints():
+    names = {canonicalize_name(each.metadata["Name"]) for each in distributions()}
+    installed = {name: version(name) for name in names}  # the first on the path: setuptools adds copies behind it
+    extra = "gpu" if "vllm" in installed else "cpu"
+    found = constraints(f"{extra}-{sys.version_info.major}.{sys.version_info.minor}")
+    needed, known = ["rlfuse"], set()
+    while needed:
+        name = canonicalize_name(needed.pop())
+        if name in known or name not in installed:
+            continue
+        known.add(name)
+        assert name == "rlfuse" or found[name][0] == installed[name].partition("+")[0], name
+        for text in distribution(name).requires or ():
+            requirement = Requirement(text)
+            extras = [extra, "dev"] if name == "rlfuse" else [""]
+            if requirement.marker is None or any(requirement.marker.evaluate({"extra": each}) for each in extras):
+                needed.append(requirement.name)
+    assert len(known) > 200

@@ -20,7 +20,7 @@ from rlfuse.config.documentation import Key, as_typed, by_name
 from rlfuse.config.estimators import ESTIMATORS, Traits
 from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, Facts, reward_file
 from rlfuse.config.keys import did_you_mean
-from rlfuse.config.parallelism import pipelines, shares, slices
+from rlfuse.config.parallelism import divisors, pipelines, shares, slices
 from rlfuse.config.prepared import command_for
 from rlfuse.config.problems import problem as _problem
 from rlfuse.config.problems import value_of
@@ -112,9 +112,9 @@ def _batches(config: Config, facts: Facts) -> Iterator[str]:
     batch, mini, n = config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n
     if min(batch, mini, n, config.slots) < 1:
         return  # reported as single values
-    divisors = [d for d in range(1, batch + 1) if batch % d == 0]
-    name, enough = "actor.ppo_mini_batch_size", [d for d in divisors if d * n >= config.slots]
-    near = f"{name}={min(enough or divisors, key=lambda d: abs(d - mini))}"
+    sizes = divisors(batch)
+    name, enough = "actor.ppo_mini_batch_size", [d for d in sizes if d * n >= config.slots]
+    near = f"{name}={min(enough or sizes, key=lambda d: abs(d - mini))}"
     if batch % mini:
         yield _problem(config, name, f"must divide data.train_batch_size={batch}", f"for instance {near}")
     if mini * n < config.slots:

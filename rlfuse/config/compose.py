@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -52,6 +53,10 @@ from rlfuse.errors import ConfigError
 
 CONF = (Path(__file__).resolve().parents[1] / "conf").resolve()
 """The presets: inside an installed package; in a checkout that is a link to the folder beside the package."""
+
+MOST_TEXT = 10_000_000
+"""Characters that a job may have once its references are resolved."""
+_REFERENCES = re.compile(r"\$\{(\.*)([\w.\[\]-]+)\}")
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -179,16 +184,49 @@ def _composed(overrides: list[str]) -> DictConfig:
         raise ConfigError([explain_failure(error, overrides)]) from error
 
 
+def _check_references(job: DictConfig) -> None:
+    """Raise ConfigError where references (`${key}`) to references stand for more than `MOST_TEXT` characters."""
+    whole, known = OmegaConf.to_container(job), dict[str, int]()
+
+    def size(value: Any, path: list[str]) -> int:
+        if isinstance(value, dict | list):
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            return sum(size(each, [*path, str(key)]) for key, each in entries)
+        found = _REFERENCES.findall(value) if isinstance(value, str) else []
+        return len(str(value)) + sum(referred([*path[: -len(dots)], name] if dots else [name]) for dots, name in found)
+
+    def referred(path: list[str]) -> int:
+        parts = re.split(r"[.\[\]]+", ".".join(path).rstrip("]"))
+        name, node = ".".join(parts), whole
+        if name not in known:
+            known[name] = 0  # one that refers to itself is OmegaConf's to refuse
+            for part in parts:
+                key = int(part) if isinstance(node, list) and part.isdecimal() else part
+                held = range(len(node)) if isinstance(node, list) else node
+                node = node[key] if isinstance(node, dict | list) and key in held else ""
+            known[name] = size(node, parts)
+        return known[name]
+
+    if (characters := size(whole, [])) > MOST_TEXT:
+        about = "more than a million million" if characters > 10**12 else f"{characters:,}"
+        raise ConfigError([f"references (${{key}}) of the job stand for {about} characters, {MOST_TEXT:,} at most"])
+
+
 def to_config(job: DictConfig, look: Callable[[Config], Facts] = read_facts) -> Config:
     """Real dataclasses, checked: all problems are raised together.
 
     `look`: at what the configuration names; less where the job will run on another machine.
     """
     try:
+        _check_references(job)
         missing = OmegaConf.missing_keys(job)
         for name in missing & by_name().keys():  # `check` reports them beside all others
             OmegaConf.update(job, name, [] if by_name()[name].type.startswith("list") else "")
         config = OmegaConf.to_object(job) if missing <= by_name().keys() else None
+    except RecursionError:
+        raise ConfigError(
+            ["references (${key}) of the job are nested too deep to be read; write their values"]
+        ) from None
     except OmegaConfBaseException as error:
         raise ConfigError([explain_failure(error, [])]) from error
     if config is None:

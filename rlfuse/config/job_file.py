@@ -31,6 +31,12 @@ NAME = "given"
 SWEPT = "hydra.sweeper.params"
 """Names with several values each, for a sweep."""
 
+LARGEST_FILE = 1 << 20
+"""Characters of a job file."""
+
+MOST_SETTINGS = 2000
+"""Settings of a job file."""
+
 BASES = ("config", "schema", "_self_")
 """Entries of a Hydra defaults list that a job file has without asking."""
 
@@ -64,7 +70,10 @@ class JobFile:
 def read(path: Path) -> JobFile:
     """The file, its names and types checked. Raises ConfigError for one that holds no settings."""
     try:
-        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+        with open(os.path.expanduser(path), encoding="utf-8") as file:
+            text = file.read(LARGEST_FILE + 1)
+        if len(text) > LARGEST_FILE:
+            raise ConfigError([f"{path}: is longer than {LARGEST_FILE:,} characters; a job file only holds settings"])
         content = OmegaConf.to_container(parse_yaml(text, OmegaConf.create) if text.strip() else OmegaConf.create({}))
     except FileNotFoundError:
         raise ConfigError([f"{path}: there is no such job file; correct the path"]) from None
@@ -75,7 +84,10 @@ def read(path: Path) -> JobFile:
     if not isinstance(content, dict):
         raise ConfigError([f"{path}: holds a {type(content).__name__}; must hold keys, as `rollout: {{n: 4}}`"])
     presets, problems = _presets(content, path)
-    lines, settings = lines_of(text), settings_of(content)
+    settings = settings_of(content)
+    if len(settings) > MOST_SETTINGS:
+        raise ConfigError([f"{path}: holds {len(settings):,} settings, {MOST_SETTINGS:,} at most; a job needs fewer"])
+    lines = lines_of(text)
     renames = rename({name: as_typed(value) for name, value in settings})
     valid = {}
     for name, value in settings:

@@ -13,6 +13,12 @@ from rlfuse.config.problems import problem
 from rlfuse.config.schema import Config
 
 
+def divisors(number: int) -> list[int]:
+    """All divisors, rising; of a number above 10^12 those up to 10^6 and their counterparts."""
+    small = [each for each in range(1, math.isqrt(min(number, 10**12)) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
 def pipelines(config: Config, facts: Facts) -> Iterator[str]:
     """What speaks against stages."""
     stages, name, slots = config.training.pipeline_parallel_size, "training.pipeline_parallel_size", config.slots
@@ -31,7 +37,7 @@ def pipelines(config: Config, facts: Facts) -> Iterator[str]:
     if stages <= 1:
         return
     most = min(stages, facts.layers or stages)
-    fitting = f"{name}={max(degree for degree in range(1, most + 1) if max(1, slots // width) % degree == 0)}"
+    fitting = f"{name}={max(degree for degree in divisors(max(1, slots // width)) if degree <= most)}"
     if slots >= width and slots // width % stages:
         groups = f" / {width} ({shared_layers}={width} ranks are one device)" if width > 1 else ""
         yield problem(config, name, f"must divide the {slots}{groups} slots", f"set {fitting}")

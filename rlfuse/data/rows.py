@@ -42,6 +42,8 @@ PROMPTS = ("prompt", "messages", "conversation", "question", "problem", "instruc
 """What the column of prompts is called elsewhere, the most likely first."""
 COMPLETIONS = ("chosen", "rejected", "completion", "response")
 """Columns of messages that are answers."""
+LARGEST, MOST_COMPRESSED = 256 << 20, 1000
+"""Bytes of a parquet file's rows; above them, how many each byte of the file may stand for."""
 BATCH = 1000
 """Rows of a data set that are read at a time."""
 
@@ -126,7 +128,15 @@ def _read(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
     try:
-        table = pyarrow.parquet.read_table(file)
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            facts, size = opened.metadata, file.stat().st_size
+            expanded = sum(facts.row_group(number).total_byte_size for number in range(facts.num_row_groups))
+            if facts.num_rows > size or expanded > max(LARGEST, MOST_COMPRESSED * size):
+                raise DataError(
+                    f"{file}: its {size:,} bytes stand for {facts.num_rows:,} rows of {expanded:,} bytes, more than "
+                    "data of different rows. Write it again from its source."
+                )
+            table = opened.read()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file} can't be read as parquet: {error}") from error
     return ((f"row {i}", row) for i, row in enumerate(table.to_pylist()))

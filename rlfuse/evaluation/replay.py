@@ -36,7 +36,7 @@ from rlfuse.observe.tracking import sample_of_row
 from rlfuse.progress import Console
 from rlfuse.rewards.table import as_columns
 from rlfuse.run_folder.code import add_option, refuse_code, reward_code
-from rlfuse.run_folder.reader import RunFolder, open_run
+from rlfuse.run_folder.reader import RunFolder, open_run, reading
 from rlfuse.samples import Reward, RewardFailure, Sample
 
 TOGETHER = ("functions", "weights", "model_path")
@@ -72,13 +72,13 @@ def _replay(run: RunFolder, arguments: argparse.Namespace, out: Path) -> None:
     of_folder = {**run.config, "reward": _kept(run, arguments.settings)}
     refuse_code(run.path / "config.yaml", reward_code(of_folder), arguments.run_code)
     trusts = trusts_code(run, arguments.settings, arguments.run_code)
-    rows = list(run.samples())
-    if not rows:
-        raise RewardError(f"{run.path}: samples.jsonl has no samples; run with trainer.log_samples above 0")
-    prompt_key = run.config.get("data", {}).get("prompt_key", "prompt")
-    samples = [sample_of_row(row, prompt_key) for row in rows]
+    with reading(run.path):
+        rows = list(run.samples())
+        if not rows:
+            raise RewardError(f"{run.path}: samples.jsonl has no samples; run with trainer.log_samples above 0")
+        prompt_key = run.config.get("data", {}).get("prompt_key", "prompt")
+        samples, table = [sample_of_row(row, prompt_key) for row in rows], sample_table(rows)
     rewards = asyncio.run(scored(samples, reward, prompt_key, trusts))
-    table = sample_table(rows)
     after = pd.DataFrame([as_columns(each, PART) for each in rewards], table.index)
     found = compare(table, after)
     show(found, after, arguments.examples)

@@ -22,7 +22,7 @@ from typing import Any
 
 from rlfuse.events import Span
 from rlfuse.files import replacing
-from rlfuse.run_folder.reader import RunError, RunFolder, open_run
+from rlfuse.run_folder.reader import RunError, RunFolder, open_run, reading
 
 STEPS = 50
 """Steps of a trace where nobody says which: a few hundred events each, and viewers slow down beyond a million."""
@@ -195,9 +195,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--steps", metavar="A-B", help=f"of the run; default: the last {STEPS}")
     arguments = parser.parse_args(argv)
     run = open_run(arguments.run)
-    spans, said = _chosen(run, arguments.steps)
+    with reading(run.path):
+        spans, said = _chosen(run, arguments.steps)
+        text = json.dumps(trace(spans, run.width), separators=(",", ":"))
     out = arguments.out or run.path / "trace.json.gz"
-    text = json.dumps(trace(spans, run.width), separators=(",", ":"))
     with replacing(out) as aside, gzip.open(aside, "wt") if out.suffix == ".gz" else aside.open("w") as file:
         file.write(text)
     print(f"{said}: {len(spans):,} events in {out}; open it at https://ui.perfetto.dev")

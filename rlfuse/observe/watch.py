@@ -10,7 +10,6 @@ Waits: as long as the run goes on; Ctrl-C leaves it to itself. It says when it w
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -26,9 +25,10 @@ from rlfuse.files import as_numbers
 from rlfuse.observe.live import Stage, View, clock, log_line, render
 from rlfuse.observe.summary import summary_text
 from rlfuse.observe.terminal import FILE, LOOK_S, step_line
+from rlfuse.parsing import parse_json
 from rlfuse.progress import SILENT_S, Console, watched
 from rlfuse.run_folder import status
-from rlfuse.run_folder.reader import open_run
+from rlfuse.run_folder.reader import check_files, open_run, reading
 from rlfuse.run_folder.status import Status
 
 LATE_S = 10.0
@@ -44,12 +44,14 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("run", type=Path, help="its folder")
     folder = parser.parse_args(argv).run
+    check_files(folder)
     if (now := status.read(folder)) is None:
         open_run(folder)  # says why it is none
         raise RunError(f"{folder}: has no {status.FILE}, so nobody can tell whether it goes on; rlfuse report shows it")
     console = Console()
     try:
-        watch(folder, now, console)
+        with reading(folder):
+            watch(folder, now, console)
     except KeyboardInterrupt:
         console.print(f"Left; the run goes on. Again: rlfuse watch {folder}", highlight=False)
 
@@ -82,7 +84,7 @@ def watch(folder: Path, now: Status, console: Console) -> None:
 
 def read_view(path: Path) -> tuple[float, View]:
     """(when it was written, the view). OSError or ValueError where there is none."""
-    content = json.loads(path.read_text())
+    content = parse_json(path.read_text())
     given = content["view"]
     given["stages"] = [Stage(**stage) for stage in given["stages"]]
     return content["at"], View(**given)
@@ -129,7 +131,9 @@ class _Rows:
         self._read = start + len(whole)
         for line in whole.splitlines():
             try:
-                yield as_numbers(json.loads(line))
+                row = parse_json(line)
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                    yield as_numbers(row)
             except ValueError:
                 if start:  # it went back and on between two looks, so that this began within a row
                     self._read = 0

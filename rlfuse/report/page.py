@@ -24,7 +24,7 @@ from rlfuse.files import write_whole
 from rlfuse.report import charts, slowness, tables
 from rlfuse.report.gather import Gathered, gather
 from rlfuse.run_folder.code import add_option, policy_code
-from rlfuse.run_folder.reader import RunFolder, open_run
+from rlfuse.run_folder.reader import RunFolder, open_run, reading
 
 MOST_ALERTS = 50
 TURNED = 3
@@ -42,8 +42,12 @@ def main(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     folders = find(arguments.runs)
     out = arguments.out or Path(os.path.commonpath([folder.path for folder in folders])) / "report.html"
-    named = zip(folders, names([folder.path for folder in folders]), strict=True)
-    page = render([gather(folder, name, len(folders), arguments.run_code) for folder, name in named])
+    named, gathered = zip(folders, names([folder.path for folder in folders]), strict=True), []
+    for folder, name in named:
+        with reading(folder.path):
+            gathered.append(gather(folder, name, len(folders), arguments.run_code))
+    with reading(folders[0].path):
+        page = render(gathered)
     write_whole(out, page)
     for folder in () if arguments.run_code else folders:
         for code in policy_code(folder.config["fusion"]["policy"]):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,10 +26,10 @@ from rlfuse.config.own_functions import absolute, replaced, with_functions_at, w
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
 from rlfuse.errors import ConfigError, UserError
-from rlfuse.parsing import parse_yaml
+from rlfuse.parsing import parse_json, parse_yaml
 from rlfuse.run import inputs, refusals
 from rlfuse.run_folder import checkpoints, run_lock, status
-from rlfuse.run_folder.reader import RunFolder
+from rlfuse.run_folder.reader import RunFolder, check_files, reading
 
 WHERE = ("trainer.project_name", "trainer.experiment_name", "trainer.job_name", "trainer.default_local_dir",
          "trainer.resume_mode")  # fmt: skip
@@ -80,14 +79,17 @@ def accept(config: Config) -> Accepted:
         )
     given, config = config.trainer.experiment_name, named(with_local_paths(config), _keep)
     folder, mode = config.run_folder, config.trainer.resume_mode
+    check_files(folder)
     if _runs_elsewhere(folder):
         raise RunRefused(refusals.goes_on(folder))
     checkpoint = checkpoints.find(folder, mode)
     of = checkpoint.parent if checkpoint else folder
-    step = checkpoints.read_state(checkpoint)["step"] if checkpoint else None
-    before, had, now = _config_after(of, step), inputs.known(of, step), inputs.digests(config)
-    found = differences(before, _resolved(config)) if before else []
-    changes = tuple(inputs.judged([change for change in found if change.key not in WHERE], had, now))
+    check_files(of)
+    with reading(of):
+        step = int(checkpoints.read_state(checkpoint)["step"]) if checkpoint else None
+        before, had, now = _config_after(of, step), inputs.known(of, step), inputs.digests(config)
+        found = differences(before, _resolved(config)) if before else []
+        changes = tuple(inputs.judged([change for change in found if change.key not in WHERE], had, now))
     all_changes = (*changes, *inputs.edited(config, had, now))
     if mode == "auto" and _finished(folder):
         _judge_finished(config, checkpoint, all_changes, given is None)
@@ -244,6 +246,6 @@ def _longer(config: Config, was: Mapping[str, Any], steps: int) -> bool:
 def _steps(folder: Path) -> int:
     """That a finished run without a checkpoint took."""
     try:
-        return int(json.loads((folder / "summary.json").read_text())["steps"])
+        return int(parse_json((folder / "summary.json").read_text())["steps"])
     except (OSError, ValueError, TypeError, KeyError):
         return 0

@@ -29,8 +29,10 @@ from rich.table import Table
 
 from rlfuse.errors import NotWritable, RunError, UserError
 from rlfuse.fusion.selection import STRENGTH
+from rlfuse.parsing import parse_json
 from rlfuse.progress import Console
 from rlfuse.run_folder import status
+from rlfuse.run_folder.reader import check_files
 from rlfuse.run_folder.run_lock import RunLock, last_sign
 
 if TYPE_CHECKING:
@@ -217,6 +219,11 @@ def read(path: Path, top: Path | None = None) -> Run:
     name = path.relative_to(top).as_posix() if top is not None and path != top else path.name
     run = Run(str(path), name)
     run.heard = last_sign(path)
+    try:
+        check_files(path)
+    except RunError as error:
+        run.problems.append(str(error))
+        return run
     sources = {status.FILE: _from_status, "metrics.jsonl": _from_metrics, "summary.json": _from_summary}
     for file, fill in sources.items():
         try:
@@ -249,8 +256,8 @@ def _from_metrics(run: Run, path: Path) -> None:
 def _from_status(run: Run, path: Path) -> None:
     found = status.read(path.parent)
     if found is None:
-        json.loads(path.read_text())  # says what is wrong with it, or that there is none
-        raise ValueError("keys of a status are missing")
+        parse_json(path.read_text())  # says what is wrong with it, or that there is none
+        raise ValueError("keys of a status are missing, or have values of another kind")
     run.state, run.sweep, run.error = status.state_now(path.parent, found), found.sweep, found.error
     run.started, run.total = found.started, found.total or None
     run.label = found.label
@@ -259,7 +266,7 @@ def _from_status(run: Run, path: Path) -> None:
 
 
 def _from_summary(run: Run, path: Path) -> None:
-    summary = json.loads(path.read_text())
+    summary = parse_json(path.read_text())
     seconds, label = float(summary["seconds"]), str(summary.get("label", ""))  # reward models have none
     if run.state in ("finished", "unknown"):
         run.label = label
@@ -270,7 +277,7 @@ def _from_summary(run: Run, path: Path) -> None:
 def _row_at(content: mmap.mmap, position: int) -> dict[str, Any]:
     """The row around this byte."""
     start = content.rfind(b"\n", 0, position) + 1
-    row = json.loads(content[start : content.find(b"\n", position) + 1].decode())
+    row = parse_json(content[start : content.find(b"\n", position) + 1].decode())
     if not isinstance(row, dict):
         raise ValueError(f"the row at byte {start} is no object")
     return row

@@ -26,6 +26,7 @@ from typing import Any
 
 from rlfuse.errors import ConfigError, NotSaved, RlfuseError
 from rlfuse.files import sync, sync_all, write_whole
+from rlfuse.parsing import parse_json
 
 MARKER = "COMPLETE"
 LATEST = "latest_checkpointed_iteration.txt"
@@ -211,4 +212,4 @@ def find(run: Path, resume_mode: str) -> Path | None:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """What `write` was given as state, and the step."""
-    return json.loads((folder / "run.json").read_text())
+    return parse_json((folder / "run.json").read_text())

@@ -6,7 +6,10 @@ and a last line may be half written. Invariant: events are streamed, a run of th
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import reduce
@@ -15,10 +18,13 @@ from typing import Any
 
 import yaml
 
-from rlfuse.errors import RunError
+from rlfuse.errors import RlfuseError, RunError
 from rlfuse.events import Span, read_spans
 from rlfuse.files import as_numbers, read_rows
 from rlfuse.parsing import parse_json, parse_yaml
+
+MOST_SLOTS = 1_000_000
+"""Of a run: readers make lists of as many entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +100,44 @@ class RunFolder:
         return {span.step: span for span in found}
 
 
+def check_files(folder: Path) -> None:
+    """Raise RunError where reading a file of a run folder would wait for a pipe or read what is outside of the folder.
+
+    Sub-folders, as checkpoints, may be elsewhere.
+    """
+    root = folder.resolve()
+    for path in [*folder.glob("*"), *folder.glob("*/*.json*")]:
+        if os.path.isdir(path) or not os.path.exists(path):
+            continue
+        if not os.path.isfile(path):
+            raise RunError(f"{path}: is a pipe or a device, and a run writes files only. Remove it.")
+        if path.is_symlink() and not path.resolve().is_relative_to(root):
+            raise RunError(f"{path}: is a link to {path.resolve()}, outside of the run. Put the file in its place.")
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Raise RunError in place of what damaged or forged files of a run folder make their readers raise."""
+    try:
+        yield
+    except RlfuseError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise RunError(
+            f"{folder}: its files can't be read ({type(error).__name__}: {error}, {Path(place.filename).name}:"
+            f"{place.lineno}). They are damaged, or another version of rlfuse wrote them; RLFUSE_TRACEBACK=1 shows "
+            "where."
+        ) from error
+
+
 def open_run(path: Path) -> RunFolder:
     """Raises RunError where the folder holds no run, or its configuration can't be read."""
+    check_files(path)
     try:
         run = RunFolder(path, parse_yaml((path / "config.yaml").read_text()))
-        _ = run.slots, run.width  # what every reader asks for
+        if not 1 <= run.width <= run.slots <= MOST_SLOTS:  # what every reader asks for
+            raise ValueError(f"{run.slots} slots, {run.width} for each engine")
     except OSError as error:
         near = sorted(child.parent.name for child in path.glob("*/config.yaml"))[:5] if path.is_dir() else []
         meant = f"; runs below it: {', '.join(near)}" if near else ""

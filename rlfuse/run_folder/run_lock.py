@@ -25,6 +25,7 @@ from pathlib import Path
 
 from rlfuse.clock import BOOT
 from rlfuse.errors import NotWritable, RunError
+from rlfuse.parsing import parse_json
 
 FILE = "driver.lock"
 SIGNS = ("live.json", "metrics.jsonl", "events.jsonl", "status.json")
@@ -212,6 +213,6 @@ def _of_this_kernel(file: int) -> bool:
 
 def _content(file: int) -> dict[str, object]:
     with suppress(ValueError):
-        found = json.loads(os.pread(file, 4096, 0) or b"{}")
+        found = parse_json(os.pread(file, 4096, 0) or b"{}")
         return found if isinstance(found, dict) else {}
     return {}

@@ -25,6 +25,7 @@ from typing import Any
 
 from rlfuse.errors import RunError, SlotRefused
 from rlfuse.files import write_whole
+from rlfuse.parsing import parse_json
 
 FOLDER = "slots"
 STATE, REQUEST, ANSWER = "state.json", ".request.json", ".answer.json"
@@ -81,7 +82,7 @@ def ask(folder: Path, do: str, slot: int, until_well: bool = False, patience: fl
             raise SlotRefused(
                 f"the run took the request, but for {patience:g} s did not say what became of it: rlfuse slots {folder}"
             )
-        given = json.loads(answer.read_text())
+        given = parse_json(answer.read_text())
     finally:
         for file in (request, answer):
             file.unlink(missing_ok=True)
@@ -113,7 +114,7 @@ def read(folder: Path) -> list[SlotState]:
     """How the slots are, as the run said last. RunError where it has said nothing."""
     path = folder / FOLDER / STATE
     try:
-        return [SlotState(**each) for each in json.loads(path.read_text())]
+        return [SlotState(**each) for each in parse_json(path.read_text())]
     except FileNotFoundError:
         raise RunError(
             f"{path}: there is none; a run has it once its engines stand. One that trains a reward model has no slots"
@@ -143,7 +144,7 @@ def take(folder: Path) -> list[Request]:
     taken = []
     for file in (folder / FOLDER).glob(f"*{REQUEST}"):
         with suppress(OSError, ValueError, TypeError):  # withdrawn meanwhile, or another program's
-            request = Request(**json.loads(file.read_text()))
+            request = Request(**parse_json(file.read_text()))
             if _removed(file):
                 taken.append(request)
     return sorted(taken, key=lambda each: each.until)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rlfuse.config.secrets import hidden, hidden_command, hidden_text
 from rlfuse.files import not_written, sync, write_whole
+from rlfuse.parsing import parse_json
 from rlfuse.run_folder import run_lock
 
 FILE = "status.json"
@@ -113,9 +114,14 @@ def end(folder: Path, state: str, error: str = "", ended: float | None = None) -
 def read(folder: Path) -> Status | None:
     """None where there is none, or one that can't be read."""
     try:
-        return Status(**json.loads((folder / FILE).read_text()))
-    except (OSError, ValueError, TypeError):
+        found = Status(**parse_json((folder / FILE).read_text()))
+        time.localtime(found.started), time.localtime(found.ended or 0.0)
+    except (OSError, ValueError, TypeError, OverflowError):
         return None
+    texts = (found.state, found.name, found.command, found.commit, found.sweep, found.host, found.error, found.label)
+    numbers = (found.pid, found.total, found.started, found.ended or 0.0, found.earlier_s)
+    is_whole = all(isinstance(each, str) for each in texts) and all(isinstance(each, int | float) for each in numbers)
+    return found if is_whole else None
 
 
 def _write(folder: Path, status: Status) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rlfuse.parsing import parse_json
+
 SUFFIX = ".frames"
 
 
@@ -30,5 +32,5 @@ def frame_list(path: str | Path) -> FrameList | None:
     """Read the list in this file; None for any other file."""
     if Path(path).suffix != SUFFIX:
         return None
-    held = json.loads(Path(path).read_bytes())
+    held = parse_json(Path(path).read_bytes())
     return FrameList(tuple(held["frames"]), held["fps"])

@@ -114,7 +114,7 @@ def test_hundreds_of_long_runs_are_read_by_their_ends(tmp_path):
         ("metrics.jsonl", '{"step": 1, "critic/score/mean": "high"}\n', "high"),
         (status.FILE, "{", "status.json"),
         (status.FILE, '{"state": "running"}', "keys of a status"),
-        (status.FILE, "[" * 100_000, "Recursion"),
+        (status.FILE, "[" * 100_000, "nested too deep"),
         ("summary.json", "{}", "seconds"),
     ],
 )

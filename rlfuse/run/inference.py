@@ -67,7 +67,7 @@ def rollout_handles(
         options = slots.engine_options(first, width, environment) | {"max_concurrency": 1000}
         return ray.remote(RolloutWorker).options(**options).remote(first // width)
 
-    return [
+    handles = [
         RolloutHandle(
             partial(create, first),
             f"rollout/{first // width}",
@@ -80,6 +80,10 @@ def rollout_handles(
         )
         for first in range(0, slots.count, width)
     ]
+    if slots.device == "cuda":  # engines start after the ranks there; a failed import is reported by `start`
+        for handle in handles:
+            handle.actor.prepare.remote(config.model)
+    return handles
 
 
 def engine_starts(

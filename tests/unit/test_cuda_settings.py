@@ -10,6 +10,7 @@ import sys
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,6 +100,26 @@ def rollout_engine(monkeypatch, device, config):
 
     monkeypatch.setattr(Slots, "engine_options", options)
     inference.rollout_handles(config, Slots(None, 1, device), Recorder("controller"), print)
+
+
+@pytest.mark.parametrize("device, prepared", [("cuda", ["slot 0", "slot 2"]), ("cpu", [])])
+def test_engine_actors_import_vllm_while_the_ranks_of_a_gpu_job_load(monkeypatch, device, prepared):
+    called = []
+
+    class Actor:
+        def options(self, **options):
+            return self
+
+        def remote(self, slot):
+            prepare = SimpleNamespace(remote=lambda model: called.append((f"slot {2 * slot}", model)))
+            return SimpleNamespace(prepare=prepare)
+
+    monkeypatch.setattr(inference.ray, "remote", lambda kind: Actor())
+    monkeypatch.setattr(Slots, "engine_options", lambda *arguments: {})
+    config = Config()
+    config.rollout.tensor_model_parallel_size = 2
+    inference.rollout_handles(config, Slots(None, 4, device), Recorder("controller"), print)
+    assert called == [(name, config.model) for name in prepared]
 
 
 def reward_engine(monkeypatch, device, config):

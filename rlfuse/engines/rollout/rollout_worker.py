@@ -104,12 +104,9 @@ class RolloutWorker:
         try:
             with self._recorder.span("start", cause="run"):
                 bind(core)  # first, so that the engine's processes inherit it
-                with importing():
-                    from rlfuse.engines.rollout.prompts import Prompts
-                    from rlfuse.video.models.base import bring_along
+                await self.prepare(model)
+                from rlfuse.engines.rollout.prompts import Prompts
 
-                    bring_along(model.video_family)
-                    import_vllm()
                 arguments = engine_arguments(model, rollout, max_model_len, device, tail_speculation)
                 with forking(device):
                     self._engine, self._kv_store = build(arguments, rollout, device, self._note)
@@ -127,6 +124,15 @@ class RolloutWorker:
         self._meter, self._liveness = StepMeter(self._recorder, kv_tokens), Liveness(children_cpu)
         bytes_per_token = token_bytes(self._engine.vllm_config)
         return {"start_s": time.perf_counter() - began, "kv_tokens": kv_tokens, "kv_bytes_per_token": bytes_per_token}
+
+    async def prepare(self, model: ModelConfig) -> None:
+        """Import what `start` needs. Takes about ten seconds and does not touch the device."""
+        with importing():
+            import rlfuse.engines.rollout.prompts  # noqa: F401
+            from rlfuse.video.models.base import bring_along
+
+            bring_along(model.video_family)
+            import_vllm()
 
     def _note(self, scheduler_stats: Any, iteration_stats: Any) -> None:
         """vLLM calls this after every engine step."""

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from rlfuse.algorithms import losses
+from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.passes import scale_logits
 
 LENGTHS = [3, 1, 5, 4, 2, 5]
 MASK = torch.tensor([[float(t < n) for t in range(5)] for n in LENGTHS])
@@ -241,6 +243,20 @@ def test_bfloat16_logits_are_computed_in_float32_and_kept_in_bfloat16():
     torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(-1), rtol=1e-6, atol=1e-6)
     log_probs.sum().backward()
     assert logits.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("temperature, entropy_coeff, copied", [(1.0, 0.0, False), (0.7, 0.0, True), (1.0, 0.1, True)])
+def test_logits_are_copied_only_where_that_changes_a_number(monkeypatch, temperature, entropy_coeff, copied):
+    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", 100)
+    config, targets = Config(), torch.tensor([0, 7, 49, 3])
+    config.rollout.temperature, config.actor.entropy_coeff = temperature, entropy_coeff
+    ours, theirs = (randn(19, 4, 50).to(torch.bfloat16).requires_grad_() for _ in range(2))
+    scaled = scale_logits(config, ours)
+    assert (scaled is not ours) == copied and scaled.dtype == (torch.float32 if copied else torch.bfloat16)
+    found, expected = (losses.log_probs_from_logits(each, targets) for each in (scaled, theirs.float() / temperature))
+    (found * torch.arange(4)).sum().backward()
+    (expected * torch.arange(4)).sum().backward()
+    assert torch.equal(found, expected) and torch.equal(ours.grad, theirs.grad) and ours.grad.any()
 
 
 def test_forbidden_tokens_do_not_spoil_entropy():

@@ -204,7 +204,7 @@ def test_the_smallest_are_tried_without_telling_their_sizes_again(shape, monkeyp
         return really(self, settings)
 
     monkeypatch.setattr(Job, "lean", slow)
-    axes = SMALL | {"model.enable_gradient_checkpointing": (False,), "actor.ppo_max_token_len_per_gpu": (4096,)}
+    axes = SMALL | {"model.enable_gradient_checkpointing": (False,), "actor.ppo_max_token_len_per_gpu": (8192,)}
     job, facts = job_of(shape, axes=axes, device_memory_gb=6.8), facts_of(shape)
     found = search(job, facts, seconds=6, clock=lambda: clock.now)
     assert not found.plans and found.structures > 3 and clock.now <= 6

@@ -24,7 +24,16 @@ from rlfuse.engines.pipeline.partition import Part
 from rlfuse.engines.trainer.dropout import check_repeatable
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.engines.trainer.models import response_values, visual_embeddings
-from rlfuse.engines.trainer.passes import Loss, actor_loss, critic_loss, log_probs, log_probs_gained, loss_of, weighed
+from rlfuse.engines.trainer.passes import (
+    Loss,
+    actor_loss,
+    critic_loss,
+    log_probs,
+    log_probs_gained,
+    loss_of,
+    scale_logits,
+    weighed,
+)
 from rlfuse.errors import EngineError
 from rlfuse.samples import MicroBatch, Row
 
@@ -143,7 +152,7 @@ class Stage:
         batch, coefficient = self._batch(micro_batch), self.config.actor.entropy_coeff
         with torch.set_grad_enabled(training):
             hidden = hidden.requires_grad_(training)
-            logits = self.model.lm_head(hidden).float() / self.config.rollout.temperature
+            logits = scale_logits(self.config, self.model.lm_head(hidden))
             found, entropy = share_log_probs(logits, batch.targets, self.model.lm_head.first_id, gather)
             if not training:
                 self._batches.pop(micro_batch)

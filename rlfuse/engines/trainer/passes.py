@@ -24,8 +24,18 @@ Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 def log_probs(config: Config, model: Callable, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 [R] of the response tokens at the sampling temperature, and the [r, V] logits of this rank's."""
-    logits = response_logits(model, batch).float() / config.rollout.temperature
+    logits = scale_logits(config, response_logits(model, batch))
     return batch.whole(log_probs_from_logits(logits, batch.targets)), logits
+
+
+def scale_logits(config: Config, logits: torch.Tensor) -> torch.Tensor:
+    """Return `logits / rollout.temperature` in float32, or `logits` without a copy where that changes no number.
+
+    Losses convert a slice of rows at a time to float32 and round its gradient once. An entropy bonus adds a second
+    gradient, and their sum has to be rounded once too.
+    """
+    temperature = config.rollout.temperature
+    return logits if temperature == 1.0 and not config.actor.entropy_coeff else logits.float() / temperature
 
 
 def actor_loss(config: Config, model: Callable, batch: Batch) -> Loss:

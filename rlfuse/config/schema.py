@@ -130,6 +130,8 @@ class RolloutConfig:
     """How a moved sample's KV cache reaches its engine:"""
     disaggregate: str = "auto"
     """Whether some engines read prompts and hand them on, with their KV caches, to others that only decode:"""
+    scheduler: str = "fast"
+    """The engines' scheduler. Tokens and log-probs are the same:"""
     update_weights_bucket_mb: int = 512
     """Weights travel in buckets of this many MiB; the trainer never holds more than two of them extra."""
     quantization: str | None = None

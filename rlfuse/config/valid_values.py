@@ -24,6 +24,7 @@ _NAMED: dict[str, str] = {
     "only) | fp8_per_block (GPUs only) | int8_per_channel_weight_only (experts alone; GPUs only)",
     "rollout.on_mismatch": "stop | alert",
     "rollout.kv_transfer": "auto (which is shm) | shm | nixl (CPU hosts only)",
+    "rollout.scheduler": "fast (short path for decode steps, one message per sample) | vllm (its own)",
     "rollout.disaggregate": "auto (where the simulated step gains more than the measured costs may be wrong by) | off "
     "| on (two engines or more on one node)",
     "reward.model_backend": "hf (transformers) | vllm (its pooling)",

@@ -195,6 +195,7 @@ async def test_the_response_ends_where_the_context_does(engine):
 async def test_evicted_samples_leave_with_what_they_have(engine):
     samples = [sample(20 + i, length=10) for i in range(20)]  # 16 run, 4 wait
     arrived = {}
+    await engine.drain()
 
     async def take():
         async for sample_id, response in engine.generate(samples, Sampling(1.0, 1.0, -1, 500)):
@@ -214,6 +215,8 @@ async def test_evicted_samples_leave_with_what_they_have(engine):
     assert all(len(result.token_ids) == len(result.log_probs) for result in arrived.values())
     assert any(0 < len(partial.token_ids) < 490 for partial in evicted)
     assert {partial.kv_key for partial in evicted} == {None}
+    decoded = sum(span.tokens for span in await drained(engine, "decode"))
+    assert decoded == sum(len(result.token_ids) for result in arrived.values()), "no sample lost a token"
     assert await engine.load() == Load(0, 0, 0.0)
 
 
@@ -323,8 +326,8 @@ async def test_a_failed_start_says_why(drafting, tiny_model, tmp_path):
 
 
 async def test_tail_speculation_keeps_greedy_tokens(engine, drafting, tiny_model):
-    """In the process where starts have failed, too."""
-    await drafting.start(model_config(tiny_model), settings(), 512, "cpu", tail_speculation=2)
+    """In the process where starts have failed, too, and next to vLLM's own scheduler."""
+    await drafting.start(model_config(tiny_model), settings(scheduler="vllm"), 512, "cpu", tail_speculation=2)
     samples = [sample(80 + i) for i in range(4)]
     greedy = Sampling(0.0, 1.0, -1, 60)
     expected, tail = await collect(engine, samples, greedy), await collect(drafting, samples[:2], greedy)
@@ -334,6 +337,8 @@ async def test_tail_speculation_keeps_greedy_tokens(engine, drafting, tiny_model
     }
     undrafted = await collect(engine, samples, WARM)  # four are too many to draft: drawn tokens are the same too
     assert all(crowd[key].token_ids.tolist() == undrafted[key].token_ids.tolist() for key in undrafted)
+    for key, response in undrafted.items():
+        np.testing.assert_allclose(crowd[key].log_probs, response.log_probs, atol=1e-5)
 
 
 # Failures --------------------------------------------------------------------------------------------------------

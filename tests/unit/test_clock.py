@@ -70,7 +70,7 @@ def span(tmp_path):
 def engine_step(tmp_path):
     meter = StepMeter(Recorder("rollout/0"), 1000)
     meter.pause()
-    scheduler = SimpleNamespace(kv_cache_usage=0.1, num_running_reqs=1, num_waiting_reqs=0)
+    scheduler = SimpleNamespace(kv_cache_usage=0.1, num_running_reqs=1, num_waiting_reqs=0, iteration_details=None)
     more = {"num_generation_tokens": 1, "prompt_token_stats": SimpleNamespace(computed=8)}
     for begun in (-3600.0, 0.01):  # vLLM subtracts two dates
         iteration = {"inter_token_latencies_iter": [], "time_to_first_tokens_iter": [begun]}

@@ -11,7 +11,7 @@ from rlfuse.events import Recorder
 def step(meter, now, usage, decoding=0, begun=0, running=1):
     """One engine step of 1 s with this share of the KV cache used after it."""
     meter.record(
-        SimpleNamespace(kv_cache_usage=usage, num_running_reqs=running, num_waiting_reqs=0),
+        SimpleNamespace(kv_cache_usage=usage, num_running_reqs=running, num_waiting_reqs=0, iteration_details=None),
         SimpleNamespace(
             iteration_timestamp=now,
             inter_token_latencies_iter=[1.0] * decoding,
@@ -43,3 +43,18 @@ def test_samples_aborted_between_two_steps_count_in_neither(meter):
     before, after = meter._recorder.drain()
     assert (before.attributes["context"], after.attributes["context"]) == (900, 100)
     assert (after.start, after.end) == pytest.approx((109.0, 110.0))
+
+
+def test_tokens_that_the_engine_holds_back_count_in_their_steps(meter):
+    for _ in range(3):
+        details = SimpleNamespace(
+            num_ctx_requests=0, num_ctx_tokens=0, num_generation_requests=2, num_generation_tokens=2, elapsed_ms=20.0
+        )
+        stats = SimpleNamespace(kv_cache_usage=0.5, num_running_reqs=2, num_waiting_reqs=0, iteration_details=details)
+        assert meter.record(stats, None)
+    details.num_generation_requests = 0
+    assert not meter.record(stats, None), "no request had a token"
+    meter.close()
+    [span] = meter._recorder.drain()
+    assert (span.tokens, span.attributes["steps"], span.attributes["context"]) == (6, 3, 500)
+    assert span.end - span.start >= 0.04

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -47,6 +47,7 @@ from rlfuse.engines.rollout.vllm_setup import (
     build,
     engine_arguments,
     extend,
+    holds_tokens,
     sampling_params,
     token_bytes,
 )
@@ -81,6 +82,7 @@ class RolloutWorker:
         self._liveness: Liveness | None = None
         self._asleep: set[Part] = set()
         self._frozen = False
+        self._holds_tokens = False
         self._asked = 0
         """Calls of the engine under way, but for those that generate."""
         self._calls = 0
@@ -108,6 +110,7 @@ class RolloutWorker:
                 from rlfuse.engines.rollout.prompts import Prompts
 
                 arguments = engine_arguments(model, rollout, max_model_len, device, tail_speculation)
+                self._holds_tokens = holds_tokens(arguments)
                 with forking(device):
                     self._engine, self._kv_store = build(arguments, rollout, device, self._note)
                 bind(core)
@@ -137,9 +140,10 @@ class RolloutWorker:
     def _note(self, scheduler_stats: Any, iteration_stats: Any) -> None:
         """vLLM calls this after every engine step."""
         self._stats = scheduler_stats or self._stats
-        if self._meter is not None and scheduler_stats is not None and iteration_stats is not None:
+        if self._meter is None or scheduler_stats is None:
+            return
+        if self._meter.record(scheduler_stats, iteration_stats):
             self._steps += 1
-            self._meter.record(scheduler_stats, iteration_stats)
             self._liveness.did(f"a step of {scheduler_stats.num_running_reqs} samples")
 
     async def pulse(self) -> Pulse:
@@ -272,9 +276,17 @@ class RolloutWorker:
                     self._kv_store.want(base)
             while pending:
                 # Again until gone: a sample that vLLM is only just admitting is not yet known to it by its id.
-                await self._engine.abort(list(pending.values()))
+                await self._abort(pending.values())
                 await asyncio.wait(pending, timeout=0.01)
                 pending = {task: sample_id for task, sample_id in pending.items() if not task.done()}
+
+    async def _abort(self, sample_ids: Iterable[str]) -> None:
+        if self._holds_tokens:
+            from rlfuse.engines.rollout.front_end import abort
+
+            await abort(self._engine, sample_ids)
+        else:
+            await self._engine.abort(list(sample_ids))
 
     def _kv_transfer_params(self, request: Request) -> dict[str, str]:
         """For vLLM's connector: where the request's KV cache is to be put when it is wanted, and from where loaded."""

@@ -31,6 +31,7 @@ from rlfuse.protocols import Sampling
 from rlfuse.samples import Partial, Sample, Visual
 
 STEPS_PER_SPAN = 64
+DECODE_SCHEDULER = "rlfuse.engines.rollout.decode_scheduler"
 NOTHING = Partial(np.empty(0, np.int32), np.empty(0, np.float32), weight_version=-1)
 """What a sample that no engine has begun has."""
 
@@ -112,7 +113,24 @@ def engine_arguments(
             "block_size": 32,  # default 128 would leave short prompts without a block to share
         }
     arguments |= speculation.arguments(tail_speculation, model, rollout, bool(placeholder_ids(served)), device)
-    return arguments | prompt_arguments(served, max_model_len) | rollout.engine_kwargs
+    arguments |= prompt_arguments(served, max_model_len) | rollout.engine_kwargs
+    return {"scheduler_cls": _scheduler(rollout, arguments, device)} | arguments
+
+
+def _scheduler(rollout: RolloutConfig, arguments: dict[str, Any], device: str) -> str | None:
+    """Return the name of the scheduler's class, None for vLLM's own."""
+    if rollout.scheduler == "vllm":
+        return None
+    if device == "cpu":
+        return f"{DECODE_SCHEDULER}.DecodeScheduler"
+    if "async_scheduling" not in arguments:  # vLLM decides
+        return None
+    return f"{DECODE_SCHEDULER}.{'Async' * arguments['async_scheduling']}DecodeScheduler"
+
+
+def holds_tokens(arguments: dict[str, Any]) -> bool:
+    """Whether the engine's scheduler is `decode_scheduler`'s."""
+    return str(arguments["scheduler_cls"]).startswith(DECODE_SCHEDULER)
 
 
 def token_bytes(vllm_config: Any) -> int:
@@ -145,17 +163,13 @@ def build(
     from vllm.config import KVTransferConfig, WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.metrics.loggers import StatLoggerBase
 
     from rlfuse.engines.kv_transfer.store import KVCacheStore, connector_arguments
+    from rlfuse.engines.rollout.front_end import StepListener, keep_log_probs
 
-    class Probe(StatLoggerBase):
-        def __init__(self, vllm_config: Any, engine_index: int = 0): ...
-
+    class Probe(StepListener):
         def record(self, scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0):
             on_step(scheduler_stats, iteration_stats)
-
-        def log_engine_initialized(self) -> None: ...
 
     if unknown := set(arguments) - {field.name for field in fields(AsyncEngineArgs)}:
         raise ValueError(f"rollout.engine_kwargs has {sorted(unknown)}, which vLLM's AsyncEngineArgs has not")
@@ -165,6 +179,7 @@ def build(
         "kv_transfer_config": KVTransferConfig(**connector),
     }
     chosen = AsyncEngineArgs(**(ours | arguments))
+    keep_log_probs(fast=holds_tokens(arguments))
     if "kv_transfer_config" in arguments:
         return AsyncLLM.from_engine_args(chosen, stat_loggers=[Probe]), None
     store = KVCacheStore()
@@ -214,9 +229,10 @@ def extend(partial: Partial, output: Any, version: int, record: Span) -> tuple[P
     drawn = output.outputs[0]
     if drawn.finish_reason not in ("stop", "length", "abort"):
         raise EngineError(f"{record.where}: vLLM ended a request with finish_reason={drawn.finish_reason!r}")
-    entries = drawn.logprobs or []
-    token_ids = drawn.token_ids[len(drawn.token_ids) - len(entries) :]  # without those that `stop_texts` read again
-    log_probs = [entry[token].logprob for entry, token in zip(entries, token_ids, strict=True)]
+    log_probs = drawn.logprobs or []
+    token_ids = drawn.token_ids[len(drawn.token_ids) - len(log_probs) :]  # without those that `stop_texts` read again
+    if log_probs and isinstance(log_probs[0], dict):  # as vLLM's own front end keeps them
+        log_probs = [entry[token].logprob for entry, token in zip(log_probs, token_ids, strict=True)]
     versions = [int(span.version) for span in drawn.weight_versions or []] or [version]
     record.tokens = len(token_ids)
     record.attributes["finish_reason"] = "evicted" if drawn.finish_reason == "abort" else drawn.finish_reason
@@ -250,6 +266,38 @@ def bind(core: int | None) -> None:
                 os.sched_setaffinity(thread.id, {core})
 
 
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """What `StepMeter` reads of one step."""
+
+    now: float
+    decoded: int
+    """Samples that had tokens before."""
+    length_s: float
+    begun: int
+    """Samples that got their first token."""
+    waited_s: float
+    """The longest that one of them waited for it."""
+    prefilled: int
+    tokens: int
+
+    @classmethod
+    def of(cls, scheduler: Any, iteration: Any) -> EngineStep:
+        """Read vLLM's statistics; those of `decode_scheduler` count tokens that are held back, too."""
+        first = [] if iteration is None else iteration.time_to_first_tokens_iter
+        now = clock.now() if iteration is None else clock.of_date(iteration.iteration_timestamp)
+        waited_s = max([0.0, *first])
+        if (counted := scheduler.iteration_details) is not None:
+            length_s, begun = counted.elapsed_ms / 1e3, counted.num_ctx_requests
+            prefilled, tokens = counted.num_ctx_tokens, counted.num_generation_tokens
+            return cls(now, counted.num_generation_requests, length_s, begun, waited_s, prefilled, tokens)
+        if iteration is None:
+            return cls(now, 0, 0.0, 0, 0.0, 0, 0)
+        gaps = iteration.inter_token_latencies_iter
+        prefilled, tokens = iteration.prompt_token_stats.computed, iteration.num_generation_tokens
+        return cls(now, len(gaps), min(gaps, default=0.0), len(first), waited_s, prefilled, tokens)
+
+
 class StepMeter:
     """`decode` spans from vLLM's statistics of each engine step: one per stretch of steps with as many samples.
 
@@ -267,41 +315,42 @@ class StepMeter:
         self._ready = 0.0
         """When nothing was under way any more."""
 
-    def record(self, scheduler: Any, iteration: Any) -> None:
-        decoded, begun = iteration.inter_token_latencies_iter, iteration.time_to_first_tokens_iter
-        if not decoded and not begun:
-            return
-        now = clock.of_date(iteration.iteration_timestamp)
-        start, end = self._ready if self._clock is None else self._clock, now
-        if not decoded:  # the last step may have been long ago, if what it decoded was aborted since
-            start = max(start, now - max(0.0, *begun))
+    def record(self, scheduler: Any, iteration: Any) -> bool:
+        """Add a step; False if it had no tokens."""
+        step = EngineStep.of(scheduler, iteration)
+        if not step.decoded and not step.begun:
+            return False
+        start, end = self._ready if self._clock is None else self._clock, step.now
+        if not step.decoded:  # the last step may have been long ago, if what it decoded was aborted since
+            start = max(start, step.now - step.waited_s)
         elif self._clock is not None:
-            end = start + min(decoded)
+            end = start + step.length_s
         self._clock = end = max(start, end)
-        self._add(start, end, len(decoded) + len(begun), iteration)
+        self._add(start, end, step)
         # What the step's finished samples had is free already, what its new ones have was not there before. Where
         # nothing decoded, what was there is gone: it may have been aborted after the last step, and no statistics said
         # so.
-        before = self._usage if decoded else 0.0
+        before = self._usage if step.decoded else 0.0
         self._context += max(before, scheduler.kv_cache_usage) * self._kv_tokens
         self._usage = scheduler.kv_cache_usage
         if not scheduler.num_running_reqs and not scheduler.num_waiting_reqs:
-            self.pause(now)
+            self.pause(step.now)
+        return True
 
-    def _add(self, start: float, end: float, batch: int, iteration: Any) -> None:
-        span, prefilled = self._span, iteration.prompt_token_stats.computed
+    def _add(self, start: float, end: float, step: EngineStep) -> None:
+        span, batch = self._span, step.decoded + step.begun
         if span is not None:
             seen = span.attributes
-            alike = seen["batch"] == batch and bool(seen["prefill_tokens"]) == bool(prefilled)
+            alike = seen["batch"] == batch and bool(seen["prefill_tokens"]) == bool(step.prefilled)
             if not alike or seen["steps"] == STEPS_PER_SPAN:
                 self.close()
         if self._span is None:
             attributes = {"steps": 0, "batch": batch, "context": 0, "prefill_tokens": 0}
             self._span = Span("decode", self._recorder.where, start, step=self._recorder.step, attributes=attributes)
         self._span.end = end
-        self._span.tokens += iteration.num_generation_tokens
+        self._span.tokens += step.tokens
         self._span.attributes["steps"] += 1
-        self._span.attributes["prefill_tokens"] += prefilled
+        self._span.attributes["prefill_tokens"] += step.prefilled
 
     def close(self) -> None:
         """End the present stretch here."""

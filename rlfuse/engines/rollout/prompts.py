@@ -91,7 +91,7 @@ class Prompts:
     def prompt(self, ids: np.ndarray, visual: Sequence[Visual]) -> dict[str, Any]:
         """For vLLM: `ids`, the prompt and what was drawn already, with the clips at their places."""
         if not visual:
-            return {"prompt_token_ids": ids.tolist()}
+            return {"type": "token", "prompt_token_ids": ids.tolist()}  # as vLLM's renderer would return it
         if hand_over(self._config) is Route.PROMPT_EMBEDS:
             text = np.ones(len(ids), bool)
             text[np.concatenate([each.positions for each in visual])] = False

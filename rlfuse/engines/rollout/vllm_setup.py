@@ -217,6 +217,7 @@ def sampling_params(
         skip_special_tokens=False,  # one of them may be a stop text
         detokenize=bool(sampling.stop),  # else once at the end, and exactly as the tokenizer decodes
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # no other request has it
         extra_args={DRAWN: len(request.partial.token_ids), "kv_transfer_params": kv_params},
     )
 

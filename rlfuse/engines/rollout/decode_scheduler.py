@@ -135,13 +135,14 @@ class DecodeScheduler(Scheduler):
 
     def _schedule_decode(self, requests: list[Request]) -> SchedulerOutput:
         self.current_step += 1
-        manager, edges = self.kv_cache_manager, (0, self.block_size - 1)
-        blocks = [
-            manager.allocate_slots(request, 1).get_block_ids(allow_none=True)  # a new block, or one to be cached
-            if request.num_computed_tokens % self.block_size in edges
-            else None
-            for request in requests
-        ]
+        manager, last = self.kv_cache_manager, self.block_size - 1
+        blocks: list[tuple[list[int], ...] | None] = []
+        for request in requests:
+            place = request.num_computed_tokens % self.block_size
+            if place and (place != last or request.num_output_placeholders):
+                blocks.append(None)
+            else:  # it needs a block, or all tokens of its last one are known, which can be cached
+                blocks.append(manager.allocate_slots(request, 1).get_block_ids(allow_none=True))
         manager.take_new_block_ids()
         names = [request.request_id for request in requests]
         computed = [request.num_computed_tokens for request in requests]

@@ -328,6 +328,35 @@ def test_the_tokens_of_a_sample_leave_with_its_first_and_its_last(model):
     assert sizes == [[1] * 4, [19], [20], [21], [22]]
 
 
+@pytest.mark.parametrize(
+    "device, rollout, expected",
+    [
+        ("cpu", {}, "DecodeScheduler"),
+        ("cuda", {}, "AsyncDecodeScheduler"),
+        ("cuda", {"engine_kwargs": {"async_scheduling": False}}, "DecodeScheduler"),
+        ("cuda", {"engine_kwargs": {"speculative_config": {"method": "suffix"}}}, None),
+        ("cuda", {"engine_kwargs": {"scheduler_cls": "mine.Scheduler"}}, "mine.Scheduler"),
+        ("cuda", {"scheduler": "vllm"}, None),
+        ("cpu", {"scheduler": "vllm"}, None),
+    ],
+)
+def test_a_key_selects_vllm_s_own_scheduler_and_front_end(model, device, rollout, expected):
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.engine import output_processor
+
+    from rlfuse.config.schema import ModelConfig, RolloutConfig
+    from rlfuse.engines.rollout.front_end import keep_log_probs
+    from rlfuse.engines.rollout.vllm_setup import engine_arguments, holds_tokens
+
+    arguments = engine_arguments(ModelConfig(path=model), RolloutConfig(**rollout), 256, device)
+    is_ours, name = holds_tokens(arguments), arguments["scheduler_cls"]
+    assert (resolve_obj_by_qualname(name).__name__ if is_ours else name) == expected
+    keep_log_probs(fast=is_ours)
+    kept = output_processor.LogprobsProcessor.__name__
+    keep_log_probs(fast=False)
+    assert kept == ("SampledLogProbs" if is_ours else "LogprobsProcessor")
+
+
 REPLACED = {
     "vllm.v1.core.sched.scheduler.Scheduler": (
         "schedule _make_cached_request_data _update_after_schedule update_from_output _update_request_with_output "

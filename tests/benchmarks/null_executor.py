@@ -1,0 +1,116 @@
+"""An executor for vLLM that computes nothing: what is left of an engine's time is scheduling and output processing.
+
+Imported by name in vLLM's processes (`distributed_executor_backend="null_executor.NullExecutor"`). Tokens and log-probs
+depend on a request's seed and position alone. `as_on_gpus` lets an engine on a CPU host have asynchronous scheduling
+and vLLM's second model runner, as it has on GPUs.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, LogprobsLists, ModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes
+
+FIRST, VOCABULARY = 3, 1000
+"""Tokens that are sampled: none of them ends a response."""
+
+
+def as_on_gpus() -> None:
+    import vllm.config.vllm as vllm_config
+    from vllm.platforms.cpu import CpuPlatform
+
+    vllm_config.HAS_TRITON = True
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def checked(cls: type, config: Any) -> None:
+        check(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(checked)
+
+
+class NullExecutor(Executor):
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        return True
+
+    def _init_executor(self) -> None:
+        from vllm.platforms import current_platform
+
+        self.seeds: dict[str, int] = {}
+        self.lengths: dict[str, int] = {}
+        self.step = SimpleNamespace()
+        current_platform.update_block_size_for_backend(self.vllm_config)
+
+    def check_health(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def collective_rpc(
+        self, method: Any, timeout=None, args=(), kwargs=None, non_block=False, single_value=False
+    ) -> Any:
+        answer = self._answer(method)
+        return _done(answer) if non_block else answer
+
+    def _answer(self, method: Any) -> list[Any]:
+        model, parallel = self.model_config, self.parallel_config
+        if method == "get_kv_cache_spec":
+            spec = FullAttentionSpec(
+                block_size=self.cache_config.block_size,
+                num_kv_heads=model.get_num_kv_heads(parallel),
+                head_size=model.get_head_size(),
+                dtype=model.dtype,
+            )
+            return [{f"model.layers.{i}.self_attn.attn": spec for i in range(model.get_num_layers(parallel))}]
+        answers = {
+            "get_supported_kv_cache_layouts": ["LBNHC"],
+            "determine_available_memory": self.cache_config.kv_cache_memory_bytes,
+            "compile_or_warm_up_model": CompilationTimes(0.0, 0.0),
+            "get_supported_tasks": ("generate",),
+        }
+        return [answers.get(method)]
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        for name in scheduler_output.finished_req_ids:
+            self.seeds.pop(name, None)
+            self.lengths.pop(name, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            self.seeds[new.req_id] = new.sampling_params.seed or 0
+            self.lengths[new.req_id] = len(new.prefill_token_ids)
+        self.scheduled = scheduler_output
+        found = None if scheduler_output.total_num_scheduled_tokens else EMPTY_MODEL_RUNNER_OUTPUT
+        return _done(found) if non_block else found
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        scheduled, cached = self.scheduled, self.scheduled.scheduled_cached_reqs
+        names = list(scheduled.num_scheduled_tokens)
+        new = {each.req_id: each.num_computed_tokens for each in scheduled.scheduled_new_reqs}
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True)) | new
+        rows = []
+        for name, count in scheduled.num_scheduled_tokens.items():
+            end = computed[name] + count
+            token = FIRST + (self.seeds[name] * 31 + end * 17) % VOCABULARY
+            rows.append([token] if end >= self.lengths[name] else [])
+        ids = np.zeros((len(names), 1), np.int32)
+        ids[:, 0] = [row[0] if row else 0 for row in rows]
+        log_probs = ids.astype(np.float32) / -VOCABULARY
+        output = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: row for row, name in enumerate(names)},
+            sampled_token_ids=rows,
+            logprobs=LogprobsLists(ids, log_probs, np.ones(len(names), np.int32)),
+            kv_connector_output=KVConnectorOutput(),
+        )
+        return _done(output) if non_block else output
+
+
+def _done(value: Any) -> Future:
+    future: Future = Future()
+    future.set_result(value)
+    return future

@@ -169,7 +169,7 @@ class TrainerProfile:
         self.config.model.path, self.config.model.dtype = str(folder), dtype
         self.config.actor.use_kl_loss, self.config.data.max_response_length = False, options.tokens
         model = load_policy(str(folder), self.config.model)
-        self.engine = trainable(model, self.config.actor, 1e-6, 100, device)
+        self.engine = trainable(model, self.config.actor, 1e-6, device)
         self.engine.train()
         self.synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
         self.took: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0, 0])

@@ -128,7 +128,7 @@ class Rank:
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
         backend = "gloo" if self.device == "cpu" else "nccl"
         if port == 0:
-            store = dist.FileStore(host, self.world)
+            store: dist.Store = dist.FileStore(host, self.world)
             store.set_timeout(limit)
         else:
             listening = {"is_master": True, "master_listen_fd": self.listener.detach()} if self.rank == 0 else {}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -176,8 +175,8 @@ def main() -> None:
             print((folder / "log").read_text()[-3000:])
             raise
         finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(120)
+            process.terminate()  # SIGINT is ignored by what a script starts in the background
+            process.wait()
     quarters = ", ".join(f"{each:.2f}" for each in seconds_per_step(seen["driver"]))
     print(f"{seen['driver'][-1][0]} steps; seconds per step in each quarter: {quarters}")
     report(seen)

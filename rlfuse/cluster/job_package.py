@@ -53,7 +53,7 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
     problems: list[str] = []
     shared: list[str] = []
     root, folder = folder, folder / SUBMITTED
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     functions = [_entry(given, folder, here, problems) for given in config.reward.functions]
     sent = with_functions_at(config, lambda key, function: _function(key, function, folder, here, problems))
     for path in include:

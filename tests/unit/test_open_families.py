@@ -162,8 +162,8 @@ def test_the_file_travels_with_the_job_and_is_known_by_its_text(own, folder, tmp
     assert with_local_paths(config).model.video_family == own
     assert "mine.py" in digests(config)
     pack(replace(config), tmp_path / "sent", tmp_path)
-    assert (tmp_path / "sent/mine.py").read_text() == (tmp_path / "mine.py").read_text()
-    assert "video_family: mine.py:Qwen2VL" in (tmp_path / "sent/job.yaml").read_text()
+    assert (tmp_path / "sent/job/mine.py").read_text() == (tmp_path / "mine.py").read_text()
+    assert "video_family: mine.py:Qwen2VL" in (tmp_path / "sent/job/job.yaml").read_text()
 
 
 def test_without_it_the_model_is_refused_with_what_is_known(folder):

@@ -1,9 +1,11 @@
 """What goes wrong on a cluster, told in one message."""
 
+import asyncio
 import os
 import re
 import shutil
 import socket
+import threading
 import time
 from collections import namedtuple
 from types import SimpleNamespace
@@ -191,6 +193,19 @@ def test_an_address_where_no_ray_head_is_fails_soon_with_the_reason(monkeypatch,
     with pytest.raises(EngineError, match=rf"cluster.ray_address={re.escape(given)}.*{reason}"):
         joining.join_ray(given)
     assert time.monotonic() - began < 10
+
+
+async def test_a_request_to_the_head_ends_quietly_whose_reader_is_cancelled(monkeypatch):
+    uncaught, go = [], threading.Event()
+    monkeypatch.setattr(threading, "excepthook", uncaught.append)
+    answer = joining.request(lambda: go.wait(60))
+    waiting = asyncio.wrap_future(answer)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await asyncio.sleep(0.01)  # its callbacks
+    go.set()
+    assert answer.result(60) and not uncaught
 
 
 # Nodes ---------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Where the milliseconds of a decode step and of a training step go on a GPU, in about three minutes.
+"""Profile a decode step and a training step on a GPU, in about three minutes.
 
     python tests/benchmarks/card_profile.py [--sequences 256] [--tokens 256] [--shape 0.5b|tiny]
         [--parts engine trainer] [--kwargs '{"max_num_batched_tokens": 4096}']

@@ -210,7 +210,7 @@ class DecodeScheduler(Scheduler):
         return outputs
 
     def _append_tokens(self, scheduled: dict[str, int], output: ModelRunnerOutput) -> dict[str, int]:
-        """Give requests that only go on decoding their tokens; return the others, which are left to vLLM."""
+        """Append the tokens of requests that continue decoding; return the others, which vLLM handles."""
         sampled, rows = output.sampled_token_ids, output.req_id_to_index
         log_probs, others = output.logprobs.logprobs[:, 0].tolist(), {}
         held_tokens, block, is_async = self.held, self.block_size, self._is_async

@@ -299,10 +299,10 @@ class RolloutHandle:
                     span.where = self.name
                     self.actor, self._calls = self._create(), 0
                     await self._begin()
-                return self._say(f"{self.name}: another engine stands")
+                return self._say(f"{self.name}: replacement engine is up")
             except WorkerLost as error:
                 ray.kill(self.actor)
-                why = f"{error}\nIt was to replace an engine that was lost: {self._lost}"
+                why = f"{error}\nIt was to replace a lost engine: {self._lost}"
                 if not is_death(error):
                     raise EngineError(why) from error
                 self._lost = EngineLost(why)

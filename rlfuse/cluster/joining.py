@@ -92,7 +92,7 @@ def _await_head(address: str) -> None:
 
 
 def request(function: Callable[[], T]) -> Future[T]:
-    """Call a function that sends a request to Ray's head, in a thread, as nothing can interrupt it."""
+    """Call in a thread a function that sends a request to Ray's head, as Ray's clients wait without a limit."""
     answer = Future[T]()
     answer.set_running_or_notify_cancel()  # from here on nothing cancels it, also when its reader is cancelled
 

@@ -21,9 +21,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from rlfuse.cluster.job_package import Package, pack
@@ -147,19 +145,12 @@ def _connect(arguments: argparse.Namespace) -> Any:
 
 def _bounded(call: Callable[[], Any], what: str) -> Any:
     """Its result within CALL_S: Ray's client waits without a limit. Raises SubmitError."""
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
     from ray.exceptions import RayError
 
-    Thread(target=run, daemon=True).start()
+    from rlfuse.cluster.joining import request
+
     try:
-        return future.result(CALL_S)
+        return request(call).result(CALL_S)
     except TimeoutError as error:
         raise SubmitError(f"could not {what}: no answer in {CALL_S:g} s; is the address right?") from error
     except (RayError, RuntimeError, OSError, ValueError) as error:

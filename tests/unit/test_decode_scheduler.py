@@ -334,6 +334,7 @@ def test_the_tokens_of_a_sample_leave_with_its_first_and_its_last(model):
         ("cpu", {}, "DecodeScheduler"),
         ("cuda", {}, "AsyncDecodeScheduler"),
         ("cuda", {"engine_kwargs": {"async_scheduling": False}}, "DecodeScheduler"),
+        ("cuda", {"engine_kwargs": {"async_scheduling": None}}, None),
         ("cuda", {"engine_kwargs": {"speculative_config": {"method": "suffix"}}}, None),
         ("cuda", {"engine_kwargs": {"scheduler_cls": "mine.Scheduler"}}, "mine.Scheduler"),
         ("cuda", {"scheduler": "vllm"}, None),

@@ -123,7 +123,7 @@ def _scheduler(rollout: RolloutConfig, arguments: dict[str, Any], device: str) -
         return None
     if device == "cpu":
         return f"{DECODE_SCHEDULER}.DecodeScheduler"
-    if "async_scheduling" not in arguments:  # vLLM decides
+    if arguments.get("async_scheduling") is None:  # vLLM decides
         return None
     return f"{DECODE_SCHEDULER}.{'Async' * arguments['async_scheduling']}DecodeScheduler"
 

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig
 
 from rlfuse.errors import VideoError
 from rlfuse.samples import FramePlan
+from rlfuse.tensor_files import map_tensors
 from rlfuse.video.models.base import VideoFamily, embedding_width, family_of, known_families
 from rlfuse.video.sharding import CostModel
 
@@ -162,7 +162,7 @@ class Tower:
 
     def update(self, weights: Path, updates: int) -> None:
         """Take weights written by a trainer (safetensors, checkpoint names) as the tower after `updates` updates."""
-        self.module.load_state_dict({_own(name): tensor for name, tensor in load_file(weights).items()})
+        self.module.load_state_dict({_own(name): tensor for name, tensor in map_tensors(weights)})
         self._updates = updates
 
     def _run(self, frames: torch.Tensor, merge: int) -> torch.Tensor:

@@ -35,6 +35,13 @@ def hang(path):
     time.sleep(600)
 
 
+def write_memory(path):
+    """MiB resident, after allocations as a picture makes them: objects in cycles, and small blocks between them."""
+    figure = [[bytearray(200 + number % 900) for number in range(20_000)]]
+    figure.append(figure)
+    Path(path).write_text(str(psutil.Process().memory_info().rss >> 20))
+
+
 @pytest.fixture
 def told():
     return []
@@ -126,3 +133,15 @@ def test_the_process_ends_with_the_run_that_is_killed_and_not_by_what_its_termin
     run.kill()
     run.wait()
     process.wait(60)
+
+
+@pytest.mark.slow
+def test_the_process_that_draws_does_not_grow_with_the_number_of_pictures(pictures, tmp_path):
+    def draw(number):
+        pictures.ask("memory", lambda: None, f"{HERE}:write_memory", tmp_path / str(number))
+        wait_for((tmp_path / str(number)).exists)
+
+    for number in range(8):
+        draw(number)
+        pictures.tell()
+    assert int((tmp_path / "7").read_text()) < int((tmp_path / "1").read_text()) + 8

@@ -5,12 +5,14 @@ writes them.
 """
 
 import inspect
+import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from rlfuse.config.quantization import EXPERTS_ALONE, OF_VLLM, ON_CPUS
 from rlfuse.config.schema import ModelConfig, RolloutConfig
@@ -19,6 +21,7 @@ from rlfuse.engines.rollout.vllm_setup import engine_arguments
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.engines.weights.sync import check_pushable
 from rlfuse.errors import EngineError
+from rlfuse.tensor_files import map_tensors
 
 pytestmark = pytest.mark.xdist_group("vllm")  # importing it takes long: by one process
 
@@ -183,3 +186,23 @@ def test_what_engines_can_not_take_is_refused_before_anything_starts(config, rea
 def test_other_models_are_not():
     for kind in (transformers.MixtralConfig, transformers.Qwen2_5_VLConfig):
         assert check_pushable(kind()) is None
+
+
+def test_reading_pushed_tensors_leaves_no_memory_behind(tmp_path):
+    written = {
+        "matrix": torch.randn(3, 5),
+        "scalar": torch.tensor(2.5),
+        "none": torch.zeros(0, 4),
+        "small": torch.randn(7).bfloat16(),
+        "scales": torch.randn(3).to(torch.float8_e4m3fn),
+    }
+    save_file(written, tmp_path / "bucket", {"format": "pt"})
+    read = dict(map_tensors(tmp_path / "bucket"))
+    assert read.keys() == written.keys()
+    for name, tensor in written.items():
+        assert read[name].dtype == tensor.dtype and read[name].shape == tensor.shape
+        assert torch.equal(read[name].float(), tensor.float())
+    before = sys.getallocatedblocks()
+    for _ in range(500):
+        dict(map_tensors(tmp_path / "bucket"))
+    assert sys.getallocatedblocks() < before + 500, "safetensors' safe_open leaves two integers behind for each tensor"

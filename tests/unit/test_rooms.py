@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlfuse"
 ROOMS = [line.split() for line in """
-    errors clock parsing files events samples protocols progress console user_folders
+    errors clock parsing files events samples protocols progress console user_folders tensor_files
     config
     algorithms
     cluster

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from safetensors import safe_open
 from torch.nn import Module
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -32,6 +31,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rlfuse.errors import EngineError
+from rlfuse.tensor_files import map_tensors
 
 
 @dataclass
@@ -63,9 +63,7 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedInit, SharedBucket]):
                 _build_experts_anew(layer)
 
     def receive_weights(self, update_info: SharedBucket) -> None:
-        with safe_open(update_info.path, "pt") as bucket:
-            loaded = self.model.load_weights((name, bucket.get_tensor(name)) for name in bucket.keys())  # noqa: SIM118
-        _check_reached(self.model, loaded or ())
+        _check_reached(self.model, self.model.load_weights(map_tensors(update_info.path)) or ())
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

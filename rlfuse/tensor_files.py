@@ -1,0 +1,25 @@
+"""Read the weights that this program pushes: safetensors files, mapped into memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import _TYPES
+
+
+def map_tensors(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and tensors of a file that `safetensors.torch.save_file` wrote.
+
+    safetensors' own `safe_open` never frees two integers per tensor (0.6 to 0.8): 64 bytes, for every tensor of a push.
+    """
+    data = torch.from_file(str(path), size=os.path.getsize(path), dtype=torch.uint8)
+    start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
+    header = json.loads(data[8:start].numpy().tobytes())
+    for name, entry in header.items():
+        if name != "__metadata__":
+            first, end = entry["data_offsets"]
+            yield name, data[start + first : start + end].view(_TYPES[entry["dtype"]]).view(entry["shape"])

@@ -7,7 +7,6 @@ Waits for each round at most `ROUND_S`, and names the pairs that it waited for; 
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,10 +14,13 @@ from statistics import median
 
 import numpy as np
 import ray
+import torch
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch import distributed
 
 from rlfuse.cluster.nodes import Node
+from rlfuse.cluster.rank_store import STORE, RankStore, StoreServer
 from rlfuse.errors import EngineError
 
 SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 25)
@@ -45,7 +47,7 @@ def rounds_of(count: int) -> list[list[tuple[int, int]]]:
 def measure(nodes: Sequence[Node], device: str, tell: Callable[[str], None]) -> dict[tuple[int, int], Link]:
     """Of every two nodes. Raises EngineError that names the pair that did not answer."""
     options = {"num_cpus": 0, "num_gpus": 1 if device == "cuda" else 0}
-    remote = ray.remote(_End)
+    remote = ray.remote(concurrency_groups={STORE: 1})(_End)
     ends = [
         remote.options(**options, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
         for node in nodes
@@ -67,10 +69,10 @@ def _round(ends: Sequence, nodes: Sequence[Node], pairs: Sequence[tuple[int, int
     """Seconds of each size, of each pair."""
     names = ", ".join(f"{nodes[a]} and {nodes[b]}" for a, b in pairs)
     try:
-        where = ray.get([ends[a].address.remote() for a, _ in pairs], timeout=ROUND_S)
+        ray.get([ends[a].open_store.remote() for a, _ in pairs], timeout=ROUND_S)
         calls = {
-            pair: [ends[each].exchange.remote(rank, address, device) for rank, each in enumerate(pair)]
-            for pair, address in zip(pairs, where, strict=True)
+            pair: [ends[each].exchange.remote(rank, ends[pair[0]], device) for rank, each in enumerate(pair)]
+            for pair in pairs
         }
         return {pair: ray.get(call, timeout=ROUND_S)[0] for pair, call in calls.items()}
     except (RayError, TimeoutError) as error:
@@ -89,31 +91,20 @@ def _fitted(seconds: Sequence[float]) -> Link:
     return max(0.0, float(first)), 1 / max(float(byte), 1e-15)
 
 
-class _End:
+class _End(StoreServer):
     """One of a pair."""
 
-    def address(self) -> str:
-        """Where the other finds it."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
-
-    def exchange(self, rank: int, address: str, device: str) -> list[float]:
+    def exchange(self, rank: int, first: ray.actor.ActorHandle, device: str) -> list[float]:
         """Seconds of each of `SIZES`, sent and received at the same time."""
-        import torch
-        from torch import distributed
-
-        backend, wait = ("nccl" if device == "cuda" else "gloo"), timedelta(seconds=ROUND_S / 2)
-        distributed.init_process_group(backend, init_method=address, rank=rank, world_size=2, timeout=wait)
+        backend, limit = ("nccl" if device == "cuda" else "gloo"), timedelta(seconds=ROUND_S / 2)
+        store = RankStore(first, limit) if rank else self.store
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)
         try:
             return [self._seconds(torch.ones(size // 4, device=device), 1 - rank) for size in SIZES]
         finally:
             distributed.destroy_process_group()
 
-    def _seconds(self, mine, peer: int) -> float:
-        import torch
-        from torch import distributed
-
+    def _seconds(self, mine: torch.Tensor, peer: int) -> float:
         theirs, taken = torch.empty_like(mine), []
         for _ in range(REPEATS + 1):
             distributed.barrier()

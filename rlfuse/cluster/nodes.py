@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -24,6 +25,8 @@ from rlfuse.cluster.joining import request
 from rlfuse.errors import NodeLost, WorkerLost
 
 LOOK_S, ANSWER_S, LOOKS = 2.0, 3.0, 3
+HEAD_S = 12.0
+"""For the head to accept a connection again; it may be restarting."""
 ENOUGH_OF_AN_ID = 8
 """Letters; as many are shown."""
 OF_A_JOB = 8
@@ -196,14 +199,13 @@ def answers(node: Node) -> bool:
 
 
 async def from_head(function: Callable[[], T]) -> T:
-    """Return what a function gets from Ray's head. WorkerLost where the head has accepted no connection LOOKS times.
+    """Return what a function gets from Ray's head. WorkerLost where the head accepts no connection within HEAD_S.
 
     Nothing is requested of a head that is gone: Ray would wait for it, and end this process after a minute.
     """
-    address, missed = ray.get_runtime_context().gcs_address, 0
+    address, until = ray.get_runtime_context().gcs_address, time.monotonic() + HEAD_S
     while why := await asyncio.to_thread(_refusal, *parse_address(address)):
-        missed += 1
-        if missed == LOOKS:
+        if time.monotonic() > until:
             raise WorkerLost(f"lost the head of the Ray cluster at {address}: it accepts no connection ({why}).")
         await asyncio.sleep(LOOK_S)
     return await asyncio.wrap_future(request(function))

@@ -36,7 +36,8 @@ def job_environment() -> dict[str, Any]:
     """Return the `runtime_env` of a run's workers, which find modules where the driver does."""
     script = os.path.dirname(os.path.realpath(sys.argv[0]))
     folders = os.pathsep.join([os.getcwd(), *([script] if script in sys.path else [])])
-    given = {} if MODULES in os.environ else {MODULES: folders}  # Ray adds that of `rlfuse submit`
+    set_by_user = os.environ.get(MODULES, folders)
+    given = {} if set_by_user == SUBMITTED else {MODULES: set_by_user}  # Ray adds that of `rlfuse submit`
     hook = f"{prepare_worker.__module__}.{prepare_worker.__name__}"
     return {"env_vars": SAFE_PATH | given, "worker_process_setup_hook": hook}
 

@@ -117,7 +117,7 @@ def _updated(config: Config, tokens: int) -> dict[str, Any]:
 
     rank = TrainerRank(config, 0, 1, "cpu")
     rank.load_extensions()
-    rank.join(*rank.meeting_place())
+    rank.join(rank.meeting_place())
     _warm_up()
     before = _reset_peak()
     rank.setup()

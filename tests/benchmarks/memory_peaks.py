@@ -177,7 +177,7 @@ def _rank(config: Config, number: int, meeting: Any) -> float:
             meeting.put(where)
     else:
         where = meeting.get(timeout=SECONDS)
-    rank.join(*where)
+    rank.join(where)
     _warm_up()
     before = _reset_peak()
     rank.setup()

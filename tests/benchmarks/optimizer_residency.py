@@ -86,7 +86,7 @@ def main() -> int:
 def _rank(config: Config) -> MovingRank:
     rank = MovingRank(config, 0, 1, "cpu")
     rank.load_extensions()
-    rank.join(*rank.meeting_place())
+    rank.join(rank.meeting_place())
     rank.setup()
     rank.accumulate("actor", [_micro_batch(8, 0)])
     rank.step("actor", 8.0)

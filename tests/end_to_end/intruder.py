@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import sys
+import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -32,8 +33,6 @@ REQUESTS = (("POST", "/api/job_agent/jobs/"), ("POST", "/get_or_create_runtime_e
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 STORE = bytes([0]) + 0x3C85F7CE.to_bytes(4, "little") + bytes([13]) + bytes(4)
 """To torch's TCPStore: who asks, and whether it is there."""
-STORE_OF_TORCH = "torch's store, which asks for no token"
-METRICS = "a server of Prometheus, of which everyone can read Ray's metrics"
 GLOO = re.compile("TrainerRank|EncoderRank|EngineCore")
 """Processes whose collectives listen, for peers that are connected already, and say nothing."""
 "127.0.0.1".encode("idna")  # for sockets: as another user it may not be imported
@@ -53,11 +52,12 @@ INSTALLED = (
 
 
 def reached(processes, shared):
-    """What another user can read, replace or connect to, a line each; nothing where this one can't become another.
+    """What another user can read, replace or connect to, a line each. Only root can become one: others get a warning.
 
     Files of the installation may be read, and those in the folder `shared`, whose parents this opens to all users.
     """
     if os.geteuid() != 0:
+        warnings.warn("not tested what other users can reach: only root can become one", stacklevel=2)
         return []
     for folder in (shared, *shared.parents[:2]):
         folder.chmod(0o755)
@@ -148,9 +148,9 @@ def _answer(port, names):
         others = set(codes.values()) - {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED}
         return f"gRPC {codes}" if others or not refused else None
     if greeting:
-        return METRICS if greeting.startswith(b"<!DOCTYPE HTML>") else repr(greeting)
+        return repr(greeting)
     if _said(port, STORE):
-        return STORE_OF_TORCH
+        return "torch's TCPStore"
     return None if any(map(GLOO.search, names)) else "does not answer"
 
 

@@ -11,16 +11,20 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import ray
+import torch
+import torch.distributed as dist
 from ray.util.placement_group import get_current_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlfuse.cluster import forked_worker, scratch
+from rlfuse.cluster.rank_store import STORE, RankStore, StoreServer
 from rlfuse.cluster.remote import call
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.engines.weights.staging import WeightStaging
@@ -43,6 +47,37 @@ def test_a_job_takes_the_cluster_s_gpus_from_a_head_without_any():
     refused = found["two GPUs"][1]
     assert "1 of 1 slot, 1 of 1 CPU, 0 of 0 GPU" in refused and "cluster.device=cpu" in refused
     assert found["CPUs"][0] == "cpu" and sorted(found["CPUs"][2]) == [0, 1]
+
+
+def test_ranks_of_several_nodes_meet_through_ray_without_a_port_of_torch(ray_cluster):
+    class Meeting(StoreServer):
+        def join(self, rank, world, first):
+            limit = timedelta(seconds=60)
+            store = RankStore(first, limit) if rank else self.store
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+            pair, seen = dist.new_group([0, world - 1]), torch.tensor([float(rank)])
+            dist.all_reduce(seen)
+            if rank in (0, world - 1):
+                dist.all_reduce(seen, group=pair)
+            added = store.add("calls", 1)
+            store.set(f"rank {rank}", b"\xff\x00")
+            return seen.item(), added, store.get(f"rank {world - 1 - rank}")
+
+        def wait_in_vain(self, first):
+            RankStore(first, timedelta(seconds=0.3)).wait(["rank 0", "rank 7"])
+
+    environment = {"env_vars": worker_environment("cpu") | {"GLOO_SOCKET_IFNAME": "lo"}}
+    remote = ray.remote(concurrency_groups={STORE: 1})(Meeting).options(num_cpus=0, runtime_env=environment)
+    ranks = [remote.remote() for _ in range(3)]
+    ray.get(ranks[0].open_store.remote(), timeout=60)
+    found = ray.get([rank.join.remote(i, 3, ranks[0]) for i, rank in enumerate(ranks)], timeout=120)
+    assert [seen for seen, _, _ in found] == [6.0, 3.0, 6.0]
+    assert sorted(added for _, added, _ in found) == [1, 2, 3]
+    assert {value for _, _, value in found} == {b"\xff\x00"}
+    with pytest.raises(dist.DistStoreError, match=r"waited 0\.3 s for the other ranks to set rank 0, rank 7"):
+        ray.get(ranks[1].wait_in_vain.remote(ranks[0]), timeout=60)
+    for rank in ranks:
+        ray.kill(rank)
 
 
 def test_a_run_s_own_ray_has_no_process_that_nobody_asks(ray_cluster):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copyreg
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from rlfuse.cluster import watchdog
 from rlfuse.cluster.cuda import collective_limit_s
 from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.cluster.host_memory import resident_mib
+from rlfuse.cluster.rank_store import RankStore, StoreServer
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer import deepspeed_ops
 from rlfuse.engines.trainer.liveness import WATCH, Progress, Pulse
@@ -61,7 +61,7 @@ def needs_models(method: Callable) -> Callable:
     return checked
 
 
-class Rank:
+class Rank(StoreServer):
     """One of `world` processes, bound to `core` if given: `load_extensions`, then `join` meets the others."""
 
     def __init__(self, config: Config, rank: int, world: int, device: str, core: int | None = None):
@@ -102,23 +102,22 @@ class Rank:
         """Of the host's memory and the device's."""
         return resident_mib() + (0 if self.device == "cpu" else torch.cuda.memory_allocated() >> 20)
 
-    def meeting_place(self) -> tuple[str, int]:
-        """Return where rank 0 meets the others: its node's address and a port; on one machine a file, and port 0.
+    def meeting_place(self) -> str | None:
+        """Return the file in which the ranks of one machine find one another; None where they meet in rank 0's memory.
 
-        Other users can't change the file, by which ranks learn whom to connect to and unpickle from.
+        Other users can change neither: by these ranks learn whom to connect to and unpickle from.
         """
         if self.config.cluster.ray_address is None:
-            return f"{tempfile.mkdtemp()}/ranks", 0
-        host = ray.util.get_node_ip_address()
-        self.listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        return self.listener.getsockname()[:2]
+            return f"{tempfile.mkdtemp()}/ranks"
+        self.open_store()
+        return None
 
-    def join(self, host: str, port: int) -> None:
-        """Meet the other ranks; waits for all of them, at most `limit_s`."""
+    def join(self, place: str | ray.actor.ActorHandle) -> None:
+        """Meet the other ranks in a file, or in the memory of rank 0's actor; waits for them, at most `limit_s`."""
         self.garbage.keep()  # imports: under ZeRO-3 DeepSpeed collects all garbage for each model
         self.progress.calls_come_here()
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(self.world)}
-        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # DeepSpeed asks MPI where they are not set
         if interface := interface_of(ray.util.get_node_ip_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         limit = timedelta(seconds=self.limit_s)
@@ -127,12 +126,11 @@ class Rank:
         # Groups that DeepSpeed makes later take these: their collectives would wait 30 minutes (gloo) or 10 (nccl).
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
         backend = "gloo" if self.device == "cpu" else "nccl"
-        if port == 0:
-            store: dist.Store = dist.FileStore(host, self.world)
-            store.set_timeout(limit)
+        if isinstance(place, str):
+            store: dist.Store = dist.FileStore(place, self.world)
         else:
-            listening = {"is_master": True, "master_listen_fd": self.listener.detach()} if self.rank == 0 else {}
-            store = dist.TCPStore(host, port, self.world, timeout=limit, **listening)
+            store = self.store if self.rank == 0 else RankStore(place, limit)
+        store.set_timeout(limit)
         device = None if self.device == "cpu" else torch.device(self.device, torch.cuda.current_device())
         dist.init_process_group(backend, None, limit, self.world, self.rank, store, device_id=device)
         deepspeed.init_distributed(backend, timeout=limit, verbose=False)  # takes the group that is there

@@ -25,6 +25,7 @@ from rlfuse.algorithms.losses import loss_count
 from rlfuse.algorithms.objectives import means
 from rlfuse.cluster import cuda, process_logs, watchdog
 from rlfuse.cluster.placement import Slots
+from rlfuse.cluster.rank_store import STORE
 from rlfuse.cluster.remote import all_of, call
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.deepspeed_ops import load_everywhere
@@ -37,6 +38,7 @@ HOST_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(KEPT),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_ARENA_MAX": "1",
+    "TORCH_FR_BUFFER_SIZE": "0",  # else torch keeps the Python stacks of the last 2,000 collectives
 }
 """Up to these bytes glibc keeps what a rank frees. By default it hands a micro-batch's activations back to the system
 and takes them anew; the page faults are 5 % of a split backward's time. Only the main arena heeds that, and Ray has a
@@ -253,7 +255,7 @@ async def start_ranks(
     kind: type, config: Config, slots: Slots, cores: Sequence[int] | None
 ) -> list[ray.actor.ActorHandle]:
     """One actor of this kind of rank on every slot; they have met one another."""
-    remote, limit = ray.remote(concurrency_groups={WATCH: 1})(kind), config.cluster.timeout_s
+    remote, limit = ray.remote(concurrency_groups={WATCH: 1, STORE: 1})(kind), config.cluster.timeout_s
     variables = NOT_COMPILED | HOST_MEMORY
     if slots.device != "cpu":
         chosen = [*cuda.deterministic_settings(config), *cuda.rank_settings(config, slots.threads)]
@@ -264,12 +266,9 @@ async def start_ranks(
         for rank, core in zip(range(slots.count), cores or [None] * slots.count, strict=True)
     ]
     await load_everywhere(ranks, limit, slots.device, config.actor.offload_optimizer)
-    host, port = await call(ranks[0].meeting_place.remote(), "trainer/0", "start", limit)
+    place = await call(ranks[0].meeting_place.remote(), "trainer/0", "start", limit) or ranks[0]
     await all_of(
-        [
-            call(rank.join.remote(host, port), f"trainer/{i}", "join the other ranks", limit)
-            for i, rank in enumerate(ranks)
-        ]
+        [call(rank.join.remote(place), f"trainer/{i}", "join the other ranks", limit) for i, rank in enumerate(ranks)]
     )
     return ranks
 

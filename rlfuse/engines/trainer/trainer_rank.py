@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel
@@ -80,9 +81,9 @@ class TrainerRank(Rank):
     activations: RankActivations | None = None
     """Where they don't simply stay."""
 
-    def join(self, host: str, port: int) -> None:
+    def join(self, place: str | ray.actor.ActorHandle) -> None:
         """Meet the other ranks, all of them and those of each group that shares layers or sequences."""
-        super().join(host, port)
+        super().join(place)
         self.meet_groups()
 
     def meet_groups(self) -> None:

@@ -1,0 +1,73 @@
+"""The store through which the ranks of a process group on several nodes meet: rank 0's memory, over Ray's calls.
+
+Role: torch's process groups exchange addresses and NCCL ids through a store. torch's own store for several nodes is a
+TCP server that answers everyone who connects; Ray's calls carry the cluster's token. Rank 0 uses its memory directly.
+Waits for: keys that other ranks set, at most the store's timeout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch.distributed as dist
+
+STORE = "store"
+"""Ray's concurrency group of `store_call`: rank 0 answers while it waits for the others itself."""
+FIRST_POLL_S, LAST_POLL_S = 0.005, 0.2
+
+
+class StoreServer:
+    """Base of rank actors. Rank 0 opens the store before the others use it."""
+
+    def open_store(self) -> None:
+        self.store = dist.HashStore()
+
+    @ray.method(concurrency_group=STORE)
+    def store_call(self, method: str, *arguments: Any) -> Any:
+        """Call rank 0's store for another rank."""
+        return getattr(self.store, method)(*arguments)
+
+
+class RankStore(dist.Store):
+    """The store of every rank but the first; `first` is rank 0's actor. torch calls the methods by these names."""
+
+    def __init__(self, first: ray.actor.ActorHandle, timeout: timedelta):
+        super().__init__()
+        self._first = first
+        self.set_timeout(timeout)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._call("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._call("get", key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._call("add", key, value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._call("check", [*keys])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Raise DistStoreError where another rank has not set one of the keys within the timeout."""
+        limit_s = (timeout or self.timeout).total_seconds()
+        until, pause_s = time.monotonic() + limit_s, FIRST_POLL_S
+        while not self.check(keys):
+            if time.monotonic() > until:
+                raise dist.DistStoreError(f"waited {limit_s:g} s for the other ranks to set {', '.join(keys)}")
+            time.sleep(pause_s)
+            pause_s = min(LAST_POLL_S, pause_s * 1.5)
+
+    def deleteKey(self, key: str) -> bool:
+        return self._call("delete_key", key)
+
+    def clone(self) -> RankStore:
+        return RankStore(self._first, self.timeout)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return ray.get(self._first.store_call.remote(method, *arguments), timeout=self.timeout.total_seconds())

@@ -218,6 +218,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="write the medians as JSON, for h200_estimate.py --speed")
     parser.add_argument("--mode", choices=MODES)
     options = parser.parse_args()
     if options.mode:
@@ -228,10 +229,13 @@ def main() -> None:
         runs.append({mode: in_process(mode, options) for mode in MODES})
         assert len({run["sampled"] for run in runs[-1].values()}) == 1, "tokens or log-probs differ"
     print("| CPU us per token | core | front end | both | x rlfuse |\n|---|---|---|---|---|")
-    for mode in MODES:
-        core, front, total = (statistics.median(run[mode][part] for run in runs) for part in ("core", "front", "total"))
+    parts = ("core", "front", "total")
+    medians = {mode: {part: statistics.median(run[mode][part] for run in runs) for part in parts} for mode in MODES}
+    for mode, us in medians.items():
         ratio = statistics.median(run[mode]["total"] / run["rlfuse"]["total"] for run in runs)
-        print(f"| {mode} | {core:.2f} | {front:.2f} | {total:.2f} | {ratio:.2f} |")
+        print(f"| {mode} | {us['core']:.2f} | {us['front']:.2f} | {us['total']:.2f} | {ratio:.2f} |")
+    if options.out:
+        options.out.write_text(json.dumps(medians, indent=1) + "\n")
     for part, (other, target) in TARGETS.items():
         ratio = statistics.median(run[other][part] / run["rlfuse"][part] for run in runs)
         print(f"{part}: {ratio:.2f}x less than {other} (target {target:g}x)")

@@ -1,16 +1,18 @@
 """The user's folders, and where libraries write instead if HOME is not writable, as under an arbitrary user id.
 
 Role: `redirect_caches` is called by every command at startup, and by workers on the nodes of a running Ray cluster,
-before a library is imported that looks for its folders then. Invariant: a variable that is set, and a folder that is
-writable, stay as they are; what is read from HOME is still read there.
+before a library is imported that looks for its folders then; workers also call `keep_compiled_kernels`. Invariant: a
+variable that is set, and a folder that is writable, stay as they are; what is read from HOME is still read there.
 """
 
 from __future__ import annotations
 
 import os
 import pwd
+import stat
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
@@ -50,11 +52,30 @@ def cache_folder() -> Path:
     if given := os.environ.get("RLFUSE_CACHE"):
         return Path(given)
     folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / f"rlfuse-cache-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():  # made by another user, who could change it
+    if not _made_private(folder):
         os.environ["RLFUSE_CACHE"] = tempfile.mkdtemp(prefix=f"{folder.name}-")
         return cache_folder()
     return folder
+
+
+def keep_compiled_kernels() -> None:
+    """Have torch keep compiled kernels for the next run, as vLLM and Triton do, unless a variable says where.
+
+    Its default is the folder for temporary files, which a run removes when it ends. Kernels are loaded and executed, so
+    no other user may be able to write them; without a folder of this user's nothing is kept.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / f"rlfuse-inductor-{os.getuid()}"
+    with suppress(OSError):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if _made_private(folder):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+def _made_private(folder: Path) -> bool:
+    """Make a folder that only this user can change; False where there is one that others own or can write to."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def redirect_caches() -> str:

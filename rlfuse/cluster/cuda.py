@@ -24,7 +24,8 @@ COLLECTIVE_SHARE = 0.8
 """Of cluster.timeout_s: the longest that a collective waits on a GPU."""
 BATCHED_TOKENS = 8192
 GRAPHS = 512
-"""Sequences that vLLM captures CUDA graphs for by default, where rollout.max_num_seqs is as large."""
+"""Tokens of a step that CUDA graphs are captured for where rollout.max_num_seqs is smaller, as vLLM has it."""
+SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch reads it before PYTORCH_ALLOC_CONF, and vLLM's checks read it alone
 DETERMINISTIC = ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC", "VLLM_BATCH_INVARIANT")
 STREAMS = (
@@ -201,11 +202,26 @@ def engine_arguments(rollout: RolloutConfig, max_model_len: int) -> dict[str, An
     }
     if "speculative_config" not in rollout.engine_kwargs:  # of which vLLM knows whether it goes with it
         arguments["async_scheduling"] = True
-    if rollout.max_num_seqs > GRAPHS and not {"compilation_config", "cudagraph_capture_sizes"} & set(
-        rollout.engine_kwargs
-    ):
-        arguments["max_cudagraph_capture_size"] = rollout.max_num_seqs
+    if not GRAPH_ARGUMENTS & set(rollout.engine_kwargs):
+        arguments["cudagraph_capture_sizes"] = graph_sizes(rollout.max_num_seqs)
     return arguments
+
+
+GRAPH_ARGUMENTS = frozenset(
+    {"compilation_config", "cudagraph_capture_sizes", "enforce_eager", "max_cudagraph_capture_size", "max_num_seqs"}
+    | {"performance_mode", "speculative_config"}
+)
+"""Keys of rollout.engine_kwargs by which a user chooses the sizes of CUDA graphs, or what they depend on."""
+
+
+def graph_sizes(sequences: int) -> list[int]:
+    """Return the batch sizes to capture CUDA graphs for: `SIZES`, then every 128th, and `sequences`.
+
+    A batch in between is padded to the next size. Steps that also prefill have more tokens than sequences, so the
+    largest size is up to twice `sequences`.
+    """
+    largest = max(sequences, min(2 * sequences, GRAPHS))
+    return sorted({size for size in (*SIZES, *range(384, largest, 128)) if size < largest} | {sequences, largest})
 
 
 WHY = {
@@ -218,8 +234,8 @@ WHY = {
     "max_num_batched_tokens": "tokens of a step: vLLM takes 2048 for an engine inside another program, 8192 or more "
     "for its own offline use; the memory plan counts as many",
     "async_scheduling": "the next step is scheduled while the device computes",
-    "max_cudagraph_capture_size": f"rollout.max_num_seqs: vLLM captures up to {GRAPHS} sequences by itself, and runs "
-    "wider batches without graphs",
+    "cudagraph_capture_sizes": f"a quarter as many as vLLM captures, which takes seconds at startup; vLLM's end at "
+    f"{GRAPHS} tokens, and wider batches run without graphs",
 }
 
 

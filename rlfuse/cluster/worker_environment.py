@@ -7,7 +7,7 @@ from typing import Any
 
 from rlfuse.cluster import cuda
 from rlfuse.progress import QUIET_LIBRARIES
-from rlfuse.user_folders import SAFE_PATH, append_modules, redirect_caches
+from rlfuse.user_folders import SAFE_PATH, append_modules, keep_compiled_kernels, redirect_caches
 
 # One thread per process: slots share the cores of a CPU host, and two OpenMP pools on one core cost 10x (measured).
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -46,6 +46,7 @@ def prepare_worker() -> None:
     """Set up a worker, whose node may be one of a running Ray cluster and have any environment."""
     clear_launcher_variables()
     redirect_caches()
+    keep_compiled_kernels()
     folders = os.environ[MODULES].split(os.pathsep)
     if folders == [SUBMITTED]:
         os.chdir(SUBMITTED)

@@ -171,7 +171,7 @@ def test_vllm_knows_every_argument_and_says_of_each_why():
     arguments = cuda.engine_arguments(rollout, 4096)
     assert arguments.keys() <= known
     assert arguments.keys() == cuda.WHY.keys()
-    assert arguments["max_cudagraph_capture_size"] == 1024, "a full batch decodes by CUDA graphs"
+    assert arguments["cudagraph_capture_sizes"][-1] == 1024, "a full batch decodes by CUDA graphs"
 
 
 @pytest.mark.parametrize(
@@ -245,3 +245,20 @@ def test_all_who_live_on_a_slot_fit_ray_s_shares_of_it(slots, encoders, models):
 def test_few_encoder_ranks_are_on_all_nodes():
     slots_of = {ranks: [cuda.encoder_place(rank, ranks, 8)[0] for rank in range(ranks)] for ranks in (1, 2, 4, 8)}
     assert slots_of == {1: [0], 2: [0, 4], 4: [0, 2, 4, 6], 8: list(range(8))}
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 64, 100, 256, 300, 512, 1024, 5000])
+def test_cuda_graphs_of_few_sizes_cover_every_batch(sequences):
+    sizes = cuda.graph_sizes(sequences)
+    assert sizes == sorted(set(sizes)) and {1, sequences} <= set(sizes)
+    assert sizes[-1] == max(sequences, min(2 * sequences, cuda.GRAPHS)), "steps that also prefill have graphs as well"
+    wider = [next(size for size in sizes if size >= batch) for batch in range(1, sequences + 1)]
+    assert all(size <= max(2 * batch, batch + 127) for batch, size in enumerate(wider, 1))
+    own = [1, 2, 4, *range(8, 256, 8), *range(256, max(513, sequences + 1), 16)]
+    assert len(sizes) <= 14 or len(sizes) < len(own) / 4, "vLLM captures four times as many"
+
+
+@pytest.mark.parametrize("key", sorted(cuda.GRAPH_ARGUMENTS))
+def test_a_user_s_cuda_graphs_are_left_alone(key):
+    rollout = replace(Config().rollout, engine_kwargs={key: 1})
+    assert "cudagraph_capture_sizes" not in cuda.engine_arguments(rollout, 4096)

@@ -5,6 +5,7 @@ import gc
 import inspect
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,8 +15,8 @@ import psutil
 import pytest
 import ray
 
-from rlfuse.engines.rollout import vllm_setup
-from rlfuse.engines.rollout.engine_fork import EngineFork, Forks, forking
+from rlfuse.engines.rollout import engine_fork, vllm_setup
+from rlfuse.engines.rollout.engine_fork import EngineFork, Forks, can_fork, forking
 
 ENDLESS = """
 import time
@@ -89,7 +90,7 @@ def test_a_fork_ends_with_its_actor():
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
-def test_engines_on_cpus_are_forks_and_on_gpus_vllm_s_own():
+def test_engines_are_forks_where_no_device_is_open_and_else_vllm_s_own(monkeypatch, tmp_path):
     """Its manager of processes takes what makes them from the place that is replaced, and the process from that; and
     what looks at a class of models is asked in a place that is replaced."""
     from vllm.model_executor.models import registry
@@ -108,9 +109,36 @@ def test_engines_on_cpus_are_forks_and_on_gpus_vllm_s_own():
         context = utils.get_mp_context()
         assert context.get_start_method() == "fork" and context.Process is EngineFork
         assert registry._run_in_subprocess(os.getpid) == os.getpid()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with forking("cuda"):
-        assert utils.get_mp_context is get_mp_context and registry._run_in_subprocess is look_elsewhere
+        assert isinstance(utils.get_mp_context(), Forks) and isinstance(multiproc_executor.get_mp_context(), Forks)
+        assert registry._run_in_subprocess is look_elsewhere, "a class of models may ask for CUDA devices"
+        (tmp_path / "nvidiactl").touch()
+        monkeypatch.setattr(engine_fork, "DRIVER", re.compile(str(tmp_path)))
+        with (tmp_path / "nvidiactl").open():
+            assert not isinstance(utils.get_mp_context(), Forks)
+    with forking("cuda", "ray"):
+        assert not isinstance(utils.get_mp_context(), Forks)
     assert utils.get_mp_context is get_mp_context and registry._run_in_subprocess is look_elsewhere
+
+
+@pytest.mark.parametrize(
+    ("device", "executor", "threads", "files", "expected"),
+    [
+        ("cpu", "mp", None, ["/dev/nvidiactl"], True),
+        ("cuda", None, "1", ["/dev/null", "/home/nvidia/log", "pipe:[5]"], True),
+        ("cuda", "mp", "1", [], True),
+        ("cuda", "ray", "1", [], False),
+        ("cuda", None, "8", [], False),
+        ("cuda", None, None, [], False),
+        ("cuda", None, "1", ["/dev/nvidiactl"], False),
+        ("cuda", None, "1", ["/dev/nvidia0"], False),
+        ("cuda", None, "1", ["/dev/nvidia-uvm"], False),
+        ("cuda", None, "1", ["/dev/dxg"], False),
+    ],
+)
+def test_a_process_is_forked_where_neither_cuda_ray_nor_threads_are_lost(device, executor, threads, files, expected):
+    assert can_fork(device, executor, threads, files) is expected
 
 
 def test_a_thread_that_ends_while_others_are_bound_to_a_core_is_no_fault(monkeypatch):

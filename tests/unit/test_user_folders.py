@@ -62,6 +62,54 @@ def test_the_cache_folder_is_never_one_that_another_user_made(plain):
     assert found[0].startswith(f"{plain}/rlfuse-cache-{UID}-") and found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    ("mode", "of_root", "expected"),
+    [(None, False, True), (0o700, False, True), (0o777, False, False), (0o770, False, False), (0o755, True, False)],
+)
+def test_compiled_kernels_are_kept_for_the_next_run_where_no_other_user_can_write(plain, mode, of_root, expected):
+    kept = plain / "cache" / f"rlfuse-inductor-{UID}"
+    (plain / "cache").mkdir()
+    os.chown(plain / "cache", UID, UID)
+    if mode is not None:
+        kept.mkdir()
+        kept.chmod(mode)
+        os.chown(kept, 0 if of_root else UID, UID)
+
+    def runs():
+        found = []
+        for _ in range(2):
+            os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+            user_folders.keep_compiled_kernels()
+            found.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+        return found
+
+    assert as_other_user(runs, XDG_CACHE_HOME=str(kept.parent)) == [str(kept) if expected else None] * 2
+    if mode is None:
+        assert kept.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_user_s_own_folder_for_compiled_kernels_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/given")
+    user_folders.keep_compiled_kernels()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/given"
+
+
+def test_kernels_that_a_worker_compiles_outlive_its_temporary_files(monkeypatch, tmp_path):
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    from rlfuse.cluster.worker_environment import MODULES, prepare_worker
+
+    for name, value in {"XDG_CACHE_HOME": "cache", "TMPDIR": "temporary", MODULES: "modules"}.items():
+        monkeypatch.setenv(name, str(tmp_path / value))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr("sys.path", [])
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    prepare_worker()
+    assert Path(cache_dir()).parent == tmp_path / "cache"
+
+
 @pytest.mark.parametrize("lock", ["", "process 1 of nowhere"])
 def test_operations_that_another_user_compiled_are_copied_and_loaded(plain, lock):
     compiled = plain / "installation" / "deepspeed_shm_comm"

@@ -1,8 +1,9 @@
-"""vLLM's engine process on CPU hosts: a fork of its actor, which has imported already what both run.
+"""vLLM's engine process: a fork of its actor, which has already imported what both run.
 
 Role: `RolloutWorker` starts its engine within `forking`. vLLM would start a new process, a third of whose start is the
-import of vLLM: on GPUs it has to, as CUDA does not outlive a fork; on CPU hosts so that OpenMP's threads take what is
-preloaded for them, and an engine here has one thread. Before it starts its processes it has no Python thread at work.
+import of vLLM: on CPU hosts so that OpenMP's threads take what is preloaded for them, and an engine here has one; on
+GPUs because it is in a Ray actor, although a fork works until that has opened the device (`can_fork`). Before it starts
+its processes it has no Python thread at work.
 Invariants, all of them true of a new process by itself:
 - it holds none of the actor's sockets, files and locks, so that whoever waits for the actor's end learns of it;
 - it does not know of Ray, answers signals as a new process does, and collects its own garbage;
@@ -17,16 +18,20 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.context import ForkContext, ForkProcess
+from multiprocessing.context import BaseContext, ForkContext, ForkProcess
 from unittest import mock
 
 import ray
 
 from rlfuse.cluster.child_processes import end_with_parent
+
+DRIVER = re.compile("/dev/(nvidia|dxg)")
+"""Device files of NVIDIA's driver, on Windows hosts of what stands in for it."""
 
 
 class EngineFork(ForkProcess):
@@ -49,25 +54,41 @@ class Forks(ForkContext):
     Process = EngineFork
 
 
+def can_fork(device: str, executor: str | None, threads: str | None, files: Iterable[str]) -> bool:
+    """Return whether an engine's process can be a fork of this one, which has `threads` of OpenMP and opened `files`.
+
+    CUDA and NVML do not survive a fork once they are initialised, and then they have opened a device file. Workers that
+    are Ray actors (`executor`) need an engine that knows of Ray.
+    """
+    return device == "cpu" or (executor != "ray" and threads == "1" and not any(map(DRIVER.match, files)))
+
+
+def _open_files() -> list[str]:
+    return [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+
+
 @contextmanager
-def forking(device: str) -> Iterator[None]:
-    """Engines that start within are forks of this process on `cpu`, and what vLLM makes them on `cuda`; so are the
+def forking(device: str, executor: str | None = None) -> Iterator[None]:
+    """Engines that start within are forks of this process where it `can_fork`, else what vLLM makes them; so are the
     workers of a tensor-parallel one, forks of its fork.
 
-    There a class of models is looked at in this process, too. vLLM imports it in another, once on a machine, lest it
+    On `cpu` a class of models is looked at in this process, too. vLLM imports it in another, once on a machine, lest it
     asks for CUDA devices; a fork finds it imported.
     """
-    if device != "cpu":
-        yield
-        return
     from vllm.model_executor.models import registry
+    from vllm.utils.system_utils import get_mp_context
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
+    def context() -> BaseContext:
+        threads = os.environ.get("OMP_NUM_THREADS")
+        return Forks() if can_fork(device, executor, threads, _open_files()) else get_mp_context()
+
+    inspect = (lambda look: look()) if device == "cpu" else registry._run_in_subprocess
     with (
-        mock.patch.object(utils, "get_mp_context", Forks),
-        mock.patch.object(multiproc_executor, "get_mp_context", Forks),
-        mock.patch.object(registry, "_run_in_subprocess", lambda look: look()),
+        mock.patch.object(utils, "get_mp_context", context),
+        mock.patch.object(multiproc_executor, "get_mp_context", context),
+        mock.patch.object(registry, "_run_in_subprocess", inspect),
     ):
         yield
 

@@ -117,6 +117,7 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
                     engines=inference.engine_starts(rollouts, config, slots, log.part),
                     towers=[within(log.part("encoder ranks"), video.clips.start)] if video else [],
                     rewards=[within(log.part("rewards"), loaded.reward.start, slots)],
+                    part=log.part,
                 ),
                 occupants,
             )

@@ -23,6 +23,7 @@ from rlfuse.errors import EngineError, NodeLeft, WorkerLost
 from rlfuse.events import Span
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.tracking import read_metrics
+from rlfuse.progress import timed
 from rlfuse.run.acceptance import NothingToDo
 from rlfuse.run.job import Job, how_to_resume, noting_the_end, open_job
 from rlfuse.run_folder import checkpoints
@@ -69,7 +70,7 @@ def _from(job: Job) -> str:
 @contextmanager
 def starting(log: RunLog) -> Iterator[None]:
     """The start of workers: one that is late or out of memory here would be so again, one that was killed need not."""
-    with log.journal.recorder.span("start", cause="run"):
+    with timed("all workers", log.say), log.journal.recorder.span("start", cause="run"):
         try:
             yield
         except WorkerLost as error:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 Facts = dict[str, Any]
+MEASURING = "speed of the ranks"
 
 
 class Ranks(Protocol):
@@ -48,15 +49,19 @@ async def start_parts(
     engines: Sequence[Callable[[], Awaitable[Facts]]],
     towers: Sequence[Start] = (),
     rewards: Sequence[Start] = (),
+    part: Callable[[str], AbstractContextManager[None]] = nullcontext,
 ) -> Started:
-    """Start all of them, in the order that the device needs."""
+    """Start all of them, in the order that the device needs; `part`: by which the user sees what else takes time."""
     if device == "cpu":
         # Engines take longest, and the driver stands still when it starts ranks: it imports DeepSpeed.
         *found, (ranks, facts) = await _together(*engines, *rewards, *towers, trainer)
-        return Started(ranks, facts | await ranks.measure(), found[: len(engines)])
+        with part(MEASURING):
+            return Started(ranks, facts | await ranks.measure(), found[: len(engines)])
     (ranks, facts), *_ = await _together(trainer, *towers)
-    measured = await ranks.measure()
-    await asyncio.gather(*(ranks.leave_device(slot) for slot in range(len(engines))))
+    with part(MEASURING):
+        measured = await ranks.measure()
+    with part("ranks leave the devices"):
+        await asyncio.gather(*(ranks.leave_device(slot) for slot in range(len(engines))))
     engine_facts = await _together(*engines)
     await _together(*rewards)
     return Started(ranks, facts | measured, engine_facts)

@@ -103,10 +103,12 @@ async def wired(
         health=health,
         say=log.say,
     )
-    await controller.checkpoints.rehearse()
+    with log.part("trial checkpoint"):
+        await controller.checkpoints.rehearse()
     if job.checkpoint is not None:
-        await all_to(to_ranks, engines.rollout, engines.trainer)  # the push that follows gives engines the devices
-        await engines.trainer.load(job.checkpoint)
+        with log.part("loading the checkpoint"):
+            await all_to(to_ranks, engines.rollout, engines.trainer)  # the push that follows gives engines the devices
+            await engines.trainer.load(job.checkpoint)
         log.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
     return controller
 

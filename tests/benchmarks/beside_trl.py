@@ -17,17 +17,22 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rlfuse.tasks.remainder import DATA_SOURCE, compute_score
 from rlfuse.tasks.settings import WarmStart
 from rlfuse.tasks.warm_start import warm_start
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
 
 DATA = Path(".cache/rlfuse/remainder")
 SIZES = {"bundled": WarmStart(), "ten times": WarmStart(hidden_size=256, layers=5, intermediate_size=768)}
@@ -84,19 +89,24 @@ def measure(name: str, folder: Path, model: Path, steps: int) -> Run:
         launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={TRL[name]}")
         command = (*launch, __file__, str(folder), "--train", str(model), "--steps", str(steps))
         threads, saved = 2 // TRL[name], "checkpoint-{}"
-    start = time.monotonic()
-    with (folder / "log.txt").open("w") as log:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "WANDB_MODE": "offline"}
-        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False)
-    whole = time.monotonic() - start
-    if done.returncode:
-        raise SystemExit(f"{name} ended with status {done.returncode}: see {log.name}")
+    whole = seconds_of(name, command, folder, {"OMP_NUM_THREADS": str(threads)})
     seconds = steps_of_ours(folder) if name == OURS else json.loads((folder / STEPS).read_text())
     good = (
         step for step in range(SAVED_EVERY, steps + 1, SAVED_EVERY) if accuracy(folder / saved.format(step)) >= GOOD
     )
     first = next(good, None)
     return Run(seconds, whole, sum(seconds[:first]) if first else None)
+
+
+def seconds_of(name: str, command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> float:
+    """Run a command, with its output in `folder`/log.txt."""
+    start = time.monotonic()
+    with (folder / "log.txt").open("w") as log:
+        environment = {**os.environ, "WANDB_MODE": "offline"} | variables
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name} ended with status {done.returncode}: see {log.name}")
+    return time.monotonic() - start
 
 
 def ours(folder: Path, model: Path, steps: int) -> tuple[str, ...]:
@@ -120,18 +130,7 @@ def steps_of_ours(folder: Path) -> list[float]:
 
 def train(model: Path, folder: Path, steps: int) -> None:
     """TRL's process: GRPO, each step's seconds written down."""
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    seconds: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *_: object, **__: object) -> None:
-            self.start = time.monotonic()
-
-        def on_step_end(self, *_: object, **__: object) -> None:
-            seconds.append(time.monotonic() - self.start)
+    from trl import GRPOConfig
 
     def reward(completions: list, truth: list[str], **_: object) -> list[float]:
         answers = (completion[0]["content"] for completion in completions)
@@ -157,8 +156,28 @@ def train(model: Path, folder: Path, steps: int) -> None:
         seed=1,
     )
     rows = [{"prompt": row["prompt"], "truth": row["reward_model"]["ground_truth"]} for row in rows_of("train")]
+    train_by_trl(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), model, settings, rows, reward)
+
+
+def train_by_trl(
+    policy: PreTrainedModel, model: Path, settings: GRPOConfig, rows: list[dict], reward: Callable[..., list[float]]
+) -> None:
+    """Train `policy`, with the tokenizer in `model`; write each step's seconds to STEPS in the output folder."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOTrainer
+
+    seconds: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: object, **__: object) -> None:
+            self.start = time.monotonic()
+
+        def on_step_end(self, *_: object, **__: object) -> None:
+            seconds.append(time.monotonic() - self.start)
+
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        model=policy,
         processing_class=AutoTokenizer.from_pretrained(model),
         reward_funcs=reward,
         args=settings,
@@ -167,7 +186,7 @@ def train(model: Path, folder: Path, steps: int) -> None:
     )
     trainer.train()
     if trainer.is_world_process_zero():
-        (folder / STEPS).write_text(json.dumps(seconds))
+        (Path(settings.output_dir) / STEPS).write_text(json.dumps(seconds))
 
 
 def rows_of(part: str) -> list[dict]:

@@ -27,7 +27,11 @@ from typing import Any
 from part_times import collected, kernel_rows, noted, spent, timed
 
 HERE = Path(__file__).resolve().parent
-SHAPES = {"tiny": (128, 256, 2, 2, 1, 2000), "0.5b": (896, 4864, 24, 14, 2, 151_936)}
+SHAPES = {
+    "tiny": (128, 256, 2, 2, 1, 2000),
+    "0.5b": (896, 4864, 24, 14, 2, 151_936),
+    "1.5b": (1536, 8960, 28, 12, 2, 151_936),
+}
 """Hidden and intermediate size, layers, heads, KV heads, words."""
 STEP = "engine core: a step"
 
@@ -242,7 +246,9 @@ class TrainerProfile:
             print(f"turn {turn}: to the host {away - began:.3f} s, back {time.perf_counter() - away:.3f} s", flush=True)
 
 
-def profile_trainer(folder: Path, device: str, dtype: str, options: argparse.Namespace) -> None:
+@contextmanager
+def one_rank(device: str) -> Iterator[None]:
+    """This process is the only rank of a trainer."""
     import torch.distributed as dist
 
     os.environ |= {
@@ -255,12 +261,17 @@ def profile_trainer(folder: Path, device: str, dtype: str, options: argparse.Nam
     with tempfile.TemporaryDirectory() as meeting:
         store = dist.FileStore(f"{meeting}/store", 1)
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+def profile_trainer(folder: Path, device: str, dtype: str, options: argparse.Namespace) -> None:
+    with one_rank(device):
         profile = TrainerProfile(folder, device, dtype, options)
         for count in (max(1, 13_848 // (65 + options.tokens)) if device == "cuda" else 2, 1):
             profile.run(count)
         if device == "cuda":
             profile.moves()
-        dist.destroy_process_group()
 
 
 def main() -> None:

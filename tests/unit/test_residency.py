@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -18,6 +19,7 @@ from rlfuse.planning.memory import Budget, memory_of
 from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.residency import STEP, Item, ResidencyError, ResidencyReplay, contents
 from rlfuse.planning.shortages import problems
+from rlfuse.progress import timed
 from rlfuse.run.starting import start_parts
 from rlfuse.simulate.clock import run_virtual
 
@@ -187,7 +189,11 @@ async def test_parts_start_in_the_order_that_a_gpu_needs():
 
     engines = [start("engine 0", 7), start("engine 1", 8)]
     ranks, rewards = start("ranks", (Ranks(), {})), [start("rewards")]
-    gpu = await start_parts("cuda", trainer=ranks, engines=engines, towers=[start("towers")], rewards=rewards)
+    shown = []
+    part = partial(timed, say=lambda line: shown.append(line.rpartition("  ")[0]))
+    towers = [start("towers")]
+    gpu = await start_parts("cuda", trainer=ranks, engines=engines, towers=towers, rewards=rewards, part=part)
+    assert shown == ["✓ speed of the ranks", "✓ ranks leave the devices"], "what has no part of its own"
     assert gpu.trainer_facts == {"peak_flops": 1e9} and gpu.engine_facts == [7, 8]
     began = [f"{name} {what}" for what in ("begins", "stands") for name in ("ranks", "towers")]
     then = [f"{name} {what}" for what in ("begins", "stands") for name in ("engine 0", "engine 1")]

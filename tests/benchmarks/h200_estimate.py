@@ -62,7 +62,7 @@ class Change:
     @property
     def built(self) -> bool:
         path = TREE / self.file
-        return path.is_file() and self.text in path.read_text()
+        return bool(self.text) and path.is_file() and self.text in path.read_text()
 
 
 CHANGES = {
@@ -82,14 +82,14 @@ CHANGES = {
         "bytes: float32 logits are neither copied forward nor backward at temperature 1",
     ),
     "fused log probs": Change(
-        "rlfuse/engines/trainer/fused_log_probs.py",
-        "def ",
-        "20 % of a pass: 43 of the 55 ms that logits take of 215 ms",
+        "rlfuse/engines/trainer/passes.py",
+        "is_fused",
+        "20 % of a pass: 43 of the 55 ms that logits take of 215 ms; three passes over bfloat16 logits take 3 ms",
     ),
-    "batches": Change(
-        "rlfuse/engines/trainer/model_inputs.py",
-        "pin_memory",
-        "collation of the next batch overlaps with the backward pass",
+    "queued batches": Change(
+        "rlfuse/engines/trainer/transfers.py",
+        "class DeviceTimes",
+        "a micro-batch is collated while the device computes the last one, and none waits for it to end",
     ),
     "sharing": Change(
         "rlfuse/engines/colocation.py",
@@ -102,6 +102,9 @@ CHANGES = {
         "mapping and resets scale with the cache's bytes",
     ),
     "pinned ahead": Change("rlfuse/engines/trainer/offloading.py", "def pin_ahead", "pinning ends before it is needed"),
+    "reserve": Change(
+        "rlfuse/engines/trainer/offloading.py", "def release_cached", "the plan has room for the reserve"
+    ),
     "packed push": Change(
         "rlfuse/engines/rollout/rollout_worker.py",
         '"packed": True',
@@ -110,21 +113,20 @@ CHANGES = {
     "imports": Change(
         "rlfuse/run/inference.py", "actor.prepare.remote", "vLLM's import (10 s) overlaps with the ranks' start"
     ),
-    "graph sizes": Change("rlfuse/cluster/cuda.py", "FULL_DECODE_ONLY", "4 s less, not measured"),
-    "startup plan": Change(
-        "rlfuse/cluster/cuda.py", "VLLM_ENABLE_STARTUP_PLAN", "3 to 6 s less from the second start, not measured"
+    "graph sizes": Change(
+        "rlfuse/cluster/cuda.py", "def graph_sizes", "4 s less, not measured: 13 sizes instead of 51"
     ),
-    "compiled caches": Change(
+    "compiled kernels": Change(
         "rlfuse/user_folders.py",
         "TORCHINDUCTOR_CACHE_DIR",
-        "10 to 20 s less from the second start, not measured; vLLM's own caches also save 10 s of model inspection",
+        "a second start: 10 to 20 s less, not measured, and 10 s of model inspection, which vLLM keeps itself",
     ),
     "forked core": Change(
-        "rlfuse/engines/rollout/engine_fork.py", "def can_fork", "12 s less (on CPUs a third of an engine's start)"
+        "rlfuse/engines/rollout/engine_fork.py",
+        "def can_fork",
+        "12 s less (on CPUs a third of an engine's start), not measured on GPUs",
     ),
-    "concurrent start": Change(
-        "rlfuse/run/starting.py", "sharing.hands_over", "18 s of the ranks' start overlap with the engine's"
-    ),
+    "concurrent start": Change("", "", "18 s of the ranks' start overlap with the engine's"),
 }
 
 
@@ -233,8 +235,8 @@ class Estimate:
         fused, spared = 0.8 * passes, passes - copies
         return [
             self.term("training", "forward and backward", passes, source, fused_log_probs=fused, logits=spared),
-            self.term("training", "collation", 2.5e-3 * batches, f"{RECORD}: 2 to 3 ms", batches=0.0),
-            self.term("training", "synchronisations", 2e-3 * batches, f"{RECORD}: 2 ms"),
+            self.term("training", "collation", 2.5e-3 * batches, f"{RECORD}: 2 to 3 ms", queued_batches=0.0),
+            self.term("training", "synchronisations", 2e-3 * batches, f"{RECORD}: 2 ms", queued_batches=0.0),
             self.term("training", "optimizer", UPDATE_S, RECORD),
         ]
 
@@ -256,7 +258,7 @@ class Estimate:
             self.term("hand-over", "KV cache mapped", 0.38, RECORD, sharing=0.0, KV_cap=0.38 * share),
             self.term("hand-over", "resets of KV blocks", resets, "0.14 s a million", KV_cap=resets * share),
             self.term("hand-over", "states to and from the host", moved, f"{RECORD}: 53 GB/s", sharing=0.0),
-            self.term("hand-over", "emptied cache", 0.075, f"{RECORD}: 50 to 100 ms", sharing=0.0),
+            self.term("hand-over", "emptied cache", 0.075, f"{RECORD}: 50 to 100 ms", sharing=0.0, reserve=0.0),
         ]
 
     def start(self) -> list[Term]:
@@ -267,9 +269,9 @@ class Estimate:
             self.term("start", "ranks: models", 20.0, RECORD, concurrent_start=2.0),
             self.term("start", "engine: vLLM's import", 10.0, RECORD, imports=0.0),
             self.term("start", "engine: a new process", 12.0, "share of its start on CPUs", forked_core=0.0),
-            self.term("start", "engine: model inspection", 10.0, RECORD, compiled_caches=0.0),
-            self.term("start", "engine: compilation", 15.0, "10 to 20 s", compiled_caches=0.0),
-            self.term("start", "engine: memory profiling", 4.5, "3 to 6 s", KV_cap=0.0, startup_plan=0.0),
+            self.term("start", "engine: model inspection", 10.0, RECORD, compiled_kernels=0.0),
+            self.term("start", "engine: compilation", 15.0, "10 to 20 s", compiled_kernels=0.0),
+            self.term("start", "engine: memory profiling", 4.5, "3 to 6 s", KV_cap=0.0),
             self.term("start", "engine: CUDA graphs", 6.0, RECORD, graph_sizes=2.0),
             self.term("start", "engine: weights and the rest", 94 - 57.5, "94 s less the above"),
         ]

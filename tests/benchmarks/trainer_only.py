@@ -105,7 +105,8 @@ class Trainer:
         if loss == "rl":
             value, _ = actor_loss(self.config, self.engine, batch)
         else:
-            value = -log_probs(self.config, self.engine, batch)[0].sum()
+            found, _ = log_probs(self.config, self.engine, batch)
+            value = -found.sum()
         self.engine.backward(weighed(value, 1.0), scale_wrt_gas=False)
         take_step(self.engine, float(len(row.response_ids)), 1)
         if self.device == "cuda":

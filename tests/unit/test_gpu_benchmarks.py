@@ -84,7 +84,8 @@ def test_both_sides_train_on_the_same_batch(arguments, tmp_path):
         (tmp_path / name).touch()
     options = compare_trl_gpu.options_of([str(tmp_path), *arguments])
     (_, _, _, _, *words), setting = compare_trl_gpu.ours(tmp_path, tmp_path, options), options.setting
-    ours, theirs = load(words), compare_trl_gpu.trl_settings(tmp_path, options)
+    ours = load([word for word in words if word != "cluster.device=cuda"])
+    theirs = compare_trl_gpu.trl_settings(tmp_path, options)
     samples = theirs["per_device_train_batch_size"] * theirs["gradient_accumulation_steps"]
     assert samples == setting.samples == ours.data.train_batch_size * ours.rollout.n
     assert ours.actor.ppo_mini_batch_size == ours.data.train_batch_size, "one update"

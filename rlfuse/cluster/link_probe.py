@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import distributed
 
 from rlfuse.cluster.nodes import Node
-from rlfuse.cluster.rank_store import STORE, RankStore, StoreServer
+from rlfuse.cluster.rank_store import STORE, StoreServer
 from rlfuse.errors import EngineError
 
 SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 25)
@@ -97,7 +97,7 @@ class _End(StoreServer):
     def exchange(self, rank: int, first: ray.actor.ActorHandle, device: str) -> list[float]:
         """Seconds of each of `SIZES`, sent and received at the same time."""
         backend, limit = ("nccl" if device == "cuda" else "gloo"), timedelta(seconds=ROUND_S / 2)
-        store = RankStore(first, limit) if rank else self.store
+        store = self.use_store(rank, first, limit)
         distributed.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)
         try:
             return [self._seconds(torch.ones(size // 4, device=device), 1 - rank) for size in SIZES]

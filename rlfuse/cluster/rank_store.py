@@ -21,10 +21,22 @@ FIRST_POLL_S, LAST_POLL_S = 0.005, 0.2
 
 
 class StoreServer:
-    """Base of rank actors. Rank 0 opens the store before the others use it."""
+    """Base of rank actors. Rank 0 opens the store before the others use it.
+
+    `store` lives as long as the actor: process groups hold torch's part of a `RankStore`, not Python's.
+    """
+
+    store: dist.Store
 
     def open_store(self) -> None:
         self.store = dist.HashStore()
+
+    def use_store(self, rank: int, first: ray.actor.ActorHandle, timeout: timedelta) -> dist.Store:
+        """Return the store of rank 0, whose actor is `first`."""
+        if rank:
+            self.store = RankStore(first)
+        self.store.set_timeout(timeout)
+        return self.store
 
     @ray.method(concurrency_group=STORE)
     def store_call(self, method: str, *arguments: Any) -> Any:
@@ -35,10 +47,9 @@ class StoreServer:
 class RankStore(dist.Store):
     """The store of every rank but the first; `first` is rank 0's actor. torch calls the methods by these names."""
 
-    def __init__(self, first: ray.actor.ActorHandle, timeout: timedelta):
+    def __init__(self, first: ray.actor.ActorHandle):
         super().__init__()
         self._first = first
-        self.set_timeout(timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._call("set", key, value)
@@ -67,7 +78,7 @@ class RankStore(dist.Store):
         return self._call("delete_key", key)
 
     def clone(self) -> RankStore:
-        return RankStore(self._first, self.timeout)
+        return self
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return ray.get(self._first.store_call.remote(method, *arguments), timeout=self.timeout.total_seconds())

@@ -24,7 +24,7 @@ from ray.util.placement_group import get_current_placement_group, placement_grou
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlfuse.cluster import forked_worker, scratch
-from rlfuse.cluster.rank_store import STORE, RankStore, StoreServer
+from rlfuse.cluster.rank_store import STORE, StoreServer
 from rlfuse.cluster.remote import call
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.engines.weights.staging import WeightStaging
@@ -53,24 +53,27 @@ def test_ranks_of_several_nodes_meet_through_ray_without_a_port_of_torch(ray_clu
     class Meeting(StoreServer):
         def join(self, rank, world, first):
             limit = timedelta(seconds=60)
-            store = RankStore(first, limit) if rank else self.store
+            store = self.use_store(rank, first, limit)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+
+        def exchange(self, rank, world):
             pair, seen = dist.new_group([0, world - 1]), torch.tensor([float(rank)])
             dist.all_reduce(seen)
             if rank in (0, world - 1):
                 dist.all_reduce(seen, group=pair)
-            added = store.add("calls", 1)
-            store.set(f"rank {rank}", b"\xff\x00")
-            return seen.item(), added, store.get(f"rank {world - 1 - rank}")
+            added = self.store.add("calls", 1)
+            self.store.set(f"rank {rank}", b"\xff\x00")
+            return seen.item(), added, self.store.get(f"rank {world - 1 - rank}")
 
         def wait_in_vain(self, first):
-            RankStore(first, timedelta(seconds=0.3)).wait(["rank 0", "rank 7"])
+            self.use_store(1, first, timedelta(seconds=0.3)).wait(["rank 0", "rank 7"])
 
     environment = {"env_vars": worker_environment("cpu") | {"GLOO_SOCKET_IFNAME": "lo"}}
     remote = ray.remote(concurrency_groups={STORE: 1})(Meeting).options(num_cpus=0, runtime_env=environment)
     ranks = [remote.remote() for _ in range(3)]
     ray.get(ranks[0].open_store.remote(), timeout=60)
-    found = ray.get([rank.join.remote(i, 3, ranks[0]) for i, rank in enumerate(ranks)], timeout=120)
+    ray.get([rank.join.remote(i, 3, ranks[0]) for i, rank in enumerate(ranks)], timeout=120)
+    found = ray.get([rank.exchange.remote(i, 3) for i, rank in enumerate(ranks)], timeout=120)
     assert [seen for seen, _, _ in found] == [6.0, 3.0, 6.0]
     assert sorted(added for _, added, _ in found) == [1, 2, 3]
     assert {value for _, _, value in found} == {b"\xff\x00"}

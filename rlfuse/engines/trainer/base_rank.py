@@ -30,7 +30,7 @@ from rlfuse.cluster import watchdog
 from rlfuse.cluster.cuda import collective_limit_s
 from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.cluster.host_memory import resident_mib
-from rlfuse.cluster.rank_store import RankStore, StoreServer
+from rlfuse.cluster.rank_store import StoreServer
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer import deepspeed_ops
 from rlfuse.engines.trainer.liveness import WATCH, Progress, Pulse
@@ -128,9 +128,9 @@ class Rank(StoreServer):
         backend = "gloo" if self.device == "cpu" else "nccl"
         if isinstance(place, str):
             store: dist.Store = dist.FileStore(place, self.world)
+            store.set_timeout(limit)
         else:
-            store = self.store if self.rank == 0 else RankStore(place, limit)
-        store.set_timeout(limit)
+            store = self.use_store(self.rank, place, limit)
         device = None if self.device == "cpu" else torch.device(self.device, torch.cuda.current_device())
         dist.init_process_group(backend, None, limit, self.world, self.rank, store, device_id=device)
         deepspeed.init_distributed(backend, timeout=limit, verbose=False)  # takes the group that is there

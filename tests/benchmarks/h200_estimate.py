@@ -102,9 +102,7 @@ CHANGES = {
         "mapping and resets scale with the cache's bytes",
     ),
     "pinned ahead": Change("rlfuse/engines/trainer/offloading.py", "def pin_ahead", "pinning ends before it is needed"),
-    "reserve": Change(
-        "rlfuse/engines/trainer/offloading.py", "def release_cached", "the plan has room for the reserve"
-    ),
+    "reserve": Change("rlfuse/engines/trainer/offloading.py", "def release_cached", "the plan has room for it"),
     "packed push": Change(
         "rlfuse/engines/rollout/rollout_worker.py",
         '"packed": True',
@@ -113,18 +111,14 @@ CHANGES = {
     "imports": Change(
         "rlfuse/run/inference.py", "actor.prepare.remote", "vLLM's import (10 s) overlaps with the ranks' start"
     ),
-    "graph sizes": Change(
-        "rlfuse/cluster/cuda.py", "def graph_sizes", "4 s less, not measured: 13 sizes instead of 51"
-    ),
+    "graph sizes": Change("rlfuse/cluster/cuda.py", "def graph_sizes", "4 s less, not measured; 13 sizes, not 51"),
     "compiled kernels": Change(
         "rlfuse/user_folders.py",
         "TORCHINDUCTOR_CACHE_DIR",
         "a second start: 10 to 20 s less, not measured, and 10 s of model inspection, which vLLM keeps itself",
     ),
     "forked core": Change(
-        "rlfuse/engines/rollout/engine_fork.py",
-        "def can_fork",
-        "12 s less (on CPUs a third of an engine's start), not measured on GPUs",
+        "rlfuse/engines/rollout/engine_fork.py", "def can_fork", "12 s less, as on CPUs a third of an engine's start"
     ),
     "concurrent start": Change("", "", "18 s of the ranks' start overlap with the engine's"),
 }

@@ -73,7 +73,7 @@ class RolloutEngine(Recorded, Protocol):
 
     async def load(self) -> Load: ...
 
-    async def sleep(self) -> None:
+    async def sleep(self, discard: bool = False) -> None:
         """Give the device up: the slot takes the role `trainer`. Nothing is being generated.
 
         As `wake`, of no effect where there is no engine, or it has done so already; a loss shows when something is to
@@ -91,6 +91,22 @@ class RewardScorer(Recorded, Protocol):
     """Reward functions and reward models in processes of their own."""
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[Reward | RewardFailure]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How a slot's engine and its trainer ranks share the device, as the memory plan decides."""
+
+    hands_over: bool = True
+    """They take turns; False: both stay."""
+    most: int | None = None
+    """Bytes that each rank may allocate where both stay; None: no limit."""
+    cached: int = 0
+    """Unused bytes that a rank's allocator may keep while the engine has the device."""
+    cached_in_push: int = 0
+    """The same while the engine's weights are there alongside the models."""
+    pinned: int = 0
+    """Bytes of host memory that each rank's models take while they are off the device."""
 
 
 class Trainer(Recorded, Protocol):
@@ -139,6 +155,8 @@ class Trainer(Recorded, Protocol):
 
     async def fetch_optimizers(self, slot: int) -> None:
         """It sets out, beside whatever the slot's ranks do. A step that finds it away waits for it."""
+
+    sharing: Sharing
 
     async def take_device(self, slot: int) -> None:
         """The slot's ranks get their models onto the device (role `trainer`), unless they have them there."""

@@ -51,7 +51,7 @@ TABLE: tuple[tuple[Effect, str, str], ...] = (
     (Effect.BESIDE, "when to validate and to save", "trainer.val_before_train trainer.test_freq trainer.save_freq "
      "trainer.max_ckpt_to_keep trainer.preemption_grace_s"),
     (Effect.BESIDE, "memory, processes and time limits", "rollout.gpu_memory_utilization rollout.kv_cache_memory_mb "
-     "rollout.max_num_seqs rollout.scheduler rollout.weight_transfer rollout.kv_transfer "
+     "rollout.free_cache_engine rollout.max_num_seqs rollout.scheduler rollout.weight_transfer rollout.kv_transfer "
      "rollout.update_weights_bucket_mb reward.engine_kwargs reward.device reward.batch_items reward.batch_age_s "
      "reward.num_workers reward.memory_mb reward.timeout_s video.encoder_ranks video.cache_mb video.disk_cache "
      "video.decode_workers video.prefetch_mb video.encode_ahead video.decode_timeout_s trainer.gc_freq cluster"),

@@ -160,7 +160,6 @@ _NO_COUNTERPART = (
     ("prompts stay messages always; reward functions in TRL's shape get them as `prompts`", "data.return_raw_chat"),
     ("the column of images is images always", "data.image_key"),
     ("the column of clips is videos always; what is seen of them are the keys of video", "data.video_key"),
-    ("the slots decide when an engine sleeps", "actor_rollout_ref.rollout.free_cache_engine"),
     ("engines return log-probs always", "actor_rollout_ref.rollout.calculate_log_probs"),
     ("engines start from model.path and get weights from the trainer", "actor_rollout_ref.rollout.load_format"),
     ("engines are asynchronous always", "actor_rollout_ref.rollout.mode"),

@@ -119,7 +119,11 @@ class RolloutConfig:
     tensor_model_parallel_size: int = 1
     """Devices per engine; slots / this = number of engines."""
     gpu_memory_utilization: float = 0.5
-    """Share of device memory that an engine may take (GPUs)."""
+    """Share of device memory that an engine may take (GPUs); its KV cache is no larger than max_num_seqs of the longest
+    samples need."""
+    free_cache_engine: bool | None = None
+    """Whether an engine frees the device while the trainer has it (GPUs); null: only where the memory plan shows that
+    both do not fit. What it shows is in `rlfuse plan`."""
     kv_cache_memory_mb: int = 256
     """KV cache of an engine on CPU hosts, in MiB."""
     max_num_seqs: int = 256

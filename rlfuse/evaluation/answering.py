@@ -39,7 +39,7 @@ from rlfuse.events import Recorder
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.policies import stream
 from rlfuse.fusion.slot_table import SlotTable
-from rlfuse.protocols import Engines, NoClips
+from rlfuse.protocols import Engines, NoClips, Sharing
 from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.run import inference
 from rlfuse.run.starting import end_all, start_parts, within
@@ -86,6 +86,8 @@ def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) ->
 
 class _Untrained:
     """In the places of trainer and weight sync: there is neither, and the model stays what engines have loaded."""
+
+    sharing = Sharing()
 
     async def start(self) -> tuple[_Untrained, dict[str, Any]]:
         """There is nothing to start."""

@@ -1,23 +1,25 @@
 """What lies on one device, and whether it fits: pure functions of a configuration, shapes and the device's memory.
 
-Role: `rlfuse plan` shows the parts and what is wrong with them. On GPUs the slot's engine and its rank take turns, so
-each phase has a sum of its own: of the parts that `residency` finds there. On CPU hosts nothing leaves, and all parts
-are one sum. Sources: ZeRO's states as in Rajbhandari et al. 2020 (arXiv 1910.02054) and in DeepSpeed 0.19; what an
-engine takes as in vLLM 0.32.
+Role: `rlfuse plan` shows the parts and what is wrong with them. On GPUs the slot's engine and its rank take turns
+unless both fit, so each phase has a sum of its own: of the parts that `residency` finds there. On CPU hosts nothing
+leaves, and all parts are one sum. Sources: ZeRO's states as in Rajbhandari et al. 2020 (arXiv 1910.02054) and in
+DeepSpeed 0.19; what an engine takes as in vLLM 0.32.
 Invariants: bytes are of the fullest device; every part that a phase's sum has is listed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from rlfuse.cluster import cuda
 from rlfuse.config.quantization import EXPERTS_ALONE
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.activation_places import Place
 from rlfuse.engines.trainer.gradient_memory import REDUCED, gradient_bytes
+from rlfuse.engines.weights.sync import resolve_transfer
 from rlfuse.planning.activations import PASS_OF, activations, embeddings, holes, leaves, parts_on
+from rlfuse.planning.kv_cache import SPARE, UNKNOWN, Bounds, cache_of, most_used
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.residency import MODELS, PHASES, TRAINING, Item, contents
 
@@ -94,6 +96,10 @@ class Memory:
     """Bytes of pinned memory per slot while models are off a GPU, of offloaded optimizers and activations."""
     optimizers_alone: bool = False
     """Each optimizer is on the device in its own steps only, and for checkpoints."""
+    kv_cache_bytes: int | None = None
+    """That each device of an engine is given for its KV cache; None: what vLLM finds left of its share."""
+    hands_over: bool = True
+    """Engine and ranks take turns on the device; False: both stay there."""
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -102,7 +108,9 @@ class Memory:
 
     def of(self, phase: str) -> list[Part]:
         """Return the parts that are there in a phase."""
-        there = contents(self.optimizers_alone)[phase] if self.budget.device == "cuda" else set(Item)
+        if self.budget.device == "cpu":
+            return list(self.parts)
+        there = contents(self.optimizers_alone, self.hands_over)[phase]
         return [part for part in self.parts if part.item in there]
 
     def total(self, phase: str) -> float:
@@ -114,8 +122,14 @@ class Memory:
         """What a slot moves between a GPU and its host to change roles."""
         if self.budget.device == "cpu":
             return Moved()
-        sizes = {item: sum(part.size for part in self.parts if part.item == item) for item in Item}
-        return Moved(sum(sizes[item] for item in (*MODELS, Item.ENGINE_WEIGHTS)), sizes[Item.OPTIMIZER])
+        optimizers = self.size_of({Item.OPTIMIZER})
+        if self.hands_over:
+            return Moved(self.size_of(MODELS | {Item.ENGINE_WEIGHTS}), optimizers)
+        return Moved(optimizers, optimizers) if self.optimizers_alone else Moved()
+
+    def size_of(self, items: Set[Item]) -> float:
+        """Sum up the bytes of these items."""
+        return sum(part.size for part in self.parts if part.item in items)
 
     @property
     def tightest(self) -> str:
@@ -132,13 +146,20 @@ def memory_of(
 ) -> Memory:
     """`shapes`: of `actor`, and of `critic` and `reference` where the job has them; `served`: of reward models;
     `models`: as `models_of` has them, where that was asked before."""
-    engine, kv_tokens = _engine(config, shapes["actor"], budget)
+    engine, kv_tokens, bounds = _engine(config, shapes["actor"], budget)
     models = models or models_of(config, shapes, budget.device)
     parts = [*models, *engine, *_residents(config, shapes, budget, served or {})]
     if budget.device == "cuda":
         parts += _on_their_way(config, shapes["actor"])
-    host, alone = _host(config, shapes, parts, budget.device), config.actor.optimizer_residency == "step"
-    return Memory(tuple(parts), budget, kv_tokens, host, alone)
+    host, alone = _host(config, shapes, budget.device), config.actor.optimizer_residency == "step"
+    wanted = config.rollout.free_cache_engine
+    stay = Memory(tuple(parts), budget, kv_tokens, host, alone, bounds.together, hands_over=False)
+    fits = bounds.together is not None and stay.total(stay.tightest) <= (1 - SPARE) * budget.bytes
+    if budget.device == "cuda" and (fits if wanted is None else not wanted):
+        return stay
+    # vLLM pins each allocation of an engine's weights for itself, which torch rounds up to a power of two.
+    away = stay.size_of(MODELS) + 2 * stay.size_of({Item.ENGINE_WEIGHTS}) if budget.device == "cuda" else 0.0
+    return replace(stay, host=host + away, kv_cache_bytes=bounds.in_turns, hands_over=True)
 
 
 def _residents(config: Config, shapes: Mapping[str, Shape], budget: Budget, served: Mapping[str, Shape]) -> list[Part]:
@@ -165,7 +186,7 @@ def _residents(config: Config, shapes: Mapping[str, Shape], budget: Budget, serv
 
 
 def _on_their_way(config: Config, shape: Shape) -> list[Part]:
-    """A bucket, once more where ranks gather it; and the layer that the engine loads beside what it replaces."""
+    """Buckets, one more where ranks gather it; and the layer that the engine loads beside what it replaces."""
     item = ITEM[config.model.dtype]
     layer = max(shape.layers) * item
     bucket = max(config.rollout.update_weights_bucket_mb * MIB, layer)
@@ -174,8 +195,10 @@ def _on_their_way(config: Config, shape: Shape) -> list[Part]:
         bucket = max(bucket, shape.head * item)
     gathered = config.actor.zero_stage == 3 or config.training.tensor_model_parallel_size > 1
     gathered |= config.training.vocabulary_parallel
+    transfer = resolve_transfer(config.rollout.weight_transfer, "cuda", config.training.pipeline_parallel_size)
+    at_a_time = 3 if transfer == "ipc" else 1  # loaded, still mapped by the engine, and packed ahead
     return [
-        Part("actor", "bucket of weights", bucket * (2 if gathered else 1), Item.BUCKETS),
+        Part("actor", "bucket of weights", bucket * (at_a_time + gathered), Item.BUCKETS),
         Part("engine", "layer being loaded", max(layer, ends) / config.rollout.tensor_model_parallel_size, Item.LAYER),
     ]
 
@@ -305,8 +328,8 @@ def parameters_on(config: Config, shape: Shape, role: str, position: int) -> int
 # Generating ----------------------------------------------------------------------------------------------------------
 
 
-def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], int]:
-    """Parts of an engine on one of its devices, and the tokens that its cache holds."""
+def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], int, Bounds]:
+    """Parts of an engine on one of its devices, the tokens that its cache holds, and the cache's bounds."""
     item, width = ITEM[config.model.dtype], config.rollout.tensor_model_parallel_size
     weights = ((shape.parameters + shape.tower) * item - quantized_away(config, shape)) / width
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -323,15 +346,17 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
     found = [Part("engine", "parameters", weights, Item.ENGINE_WEIGHTS)]
     if budget.device == "cpu":
         cache = config.rollout.kv_cache_memory_mb * MIB / width
+        bounds = UNKNOWN
         found += _beside_on_cpus(shape, item / width)
     else:
-        cache = given["gpu_memory_utilization"] * budget.bytes - weights - work
+        share = given["gpu_memory_utilization"] * budget.bytes - weights - work
+        cache, bounds = cache_of(share, most_used(config, shape, item, tokens), given)
     found += [
         Part("engine", "KV cache", max(0.0, cache), Item.KV_CACHE),
         Part("engine", "work space", work, Item.KV_CACHE),
     ]
     sample = shape.cache.bytes_of(longest, item, width, tokens)
-    return found, int(cache * longest // sample)
+    return found, int(cache * longest // sample), bounds
 
 
 def quantized_away(config: Config, shape: Shape) -> float:
@@ -359,15 +384,11 @@ def _layer_at_work(shape: Shape, tokens: int, item: int, width: int = 1) -> floa
     return tokens * (4 * shape.hidden + 3 * shape.intermediate / width) * item
 
 
-def _host(config: Config, shapes: Mapping[str, Shape], parts: list[Part], device: str) -> float:
-    """Pinned memory at most: models that left a GPU, and the engine's weights, whose room vLLM keeps once it slept.
-
-    It pins every allocation of the engine's for itself, and torch rounds these up to powers of two.
-    """
+def _host(config: Config, shapes: Mapping[str, Shape], device: str) -> float:
+    """Pinned memory at most of offloaded activations and optimizers."""
     if device == "cpu":
         return 0.0
-    away = sum(part.size for part in parts if part.item in MODELS)
-    away += 2 * sum(part.size for part in parts if part.item == Item.ENGINE_WEIGHTS)
+    away = 0.0
     if config.model.enable_activation_offload and config.training.pipeline_parallel_size == 1:
         learning = {role: shape for role, shape in shapes.items() if role in PASS_OF}
         away += max(leaves(config, shape, role, device).waiting(Place.HOST) for role, shape in learning.items())

@@ -19,7 +19,8 @@ One slot's life, as `engines.colocation` and `run.starting` have it (#: there, +
     residents           #          #           #            #           #       encoder ranks, reward models, contexts
 
 Under actor.optimizer_residency=step an optimizer is there for checkpoints and in its own steps alone, where activations
-have made room (`step_alone`). Under forecast it comes behind the weights, which changes no phase.
+have made room (`step_alone`). Under forecast it comes behind the weights, which changes no phase. Where engine and
+ranks fit on the device together, none of the calls that move them is made, and a phase has what both sides hold.
 """
 
 from __future__ import annotations
@@ -119,12 +120,17 @@ STEP = (
 )
 """A slot from its start over one step to a checkpoint, with everything that may be there in a phase."""
 ALONE = {
+    "start_ranks": ("start_ranks", "leave_optimizer"),
     "take_device": ("take_weights",),
     "step": ("step_alone",),
     "save": ("fetch_optimizer", "save", "leave_optimizer"),
     "load": ("fetch_optimizer", "load", "leave_optimizer"),
 }
 """What takes the place of calls where optimizers are there for steps alone."""
+MOVES = frozenset({"take_device", "take_weights", "leave_device", "sleep", "wake(weights)", "wake(kv_cache)"})
+"""Calls by which a device changes hands."""
+TOGETHER = tuple(name for name in STEP if name not in MOVES)
+"""The same step where it never does."""
 
 
 class ResidencyError(RuntimeError):
@@ -132,9 +138,10 @@ class ResidencyError(RuntimeError):
 
 
 class ResidencyReplay:
-    """The devices of `slots` slots."""
+    """The devices of `slots` slots. `hands_over`: engine and ranks take turns on them, else both stay."""
 
-    def __init__(self, slots: int):
+    def __init__(self, slots: int, hands_over: bool = True):
+        self.hands_over = hands_over
         self.held: list[set[Item]] = [set() for _ in range(slots)]
         self.seen: dict[str, set[Item]] = {phase: set() for phase in PHASES}
         """What lay on any device in each phase."""
@@ -162,7 +169,9 @@ class ResidencyReplay:
         call, here = CALLS[name], self.held[slot]
         if missing := call.needs - here:
             raise self._refusal(name, slot, f"needs {_listed(missing)} on the device")
-        if beside := call.apart_from & here:
+        if not self.hands_over and name in MOVES:
+            raise self._refusal(name, slot, "would move what stays on the device")
+        if beside := self._apart_from(call) & here:
             raise self._refusal(name, slot, f"finds {_listed(beside)} on the device")
         if others := [other for other in self._under_way[slot] if _clash(name, other)]:
             raise self._refusal(name, slot, f"begins while {others[0]} is under way")
@@ -178,6 +187,12 @@ class ResidencyReplay:
         if name == "leave_device":
             self._away[slot] = self.held[slot] & CALLS[name].takes
         self.held[slot] -= CALLS[name].takes
+
+    def _apart_from(self, call: Call) -> Set[Item]:
+        """What must have left before the call; of both sides where they stay, only what a side itself keeps away."""
+        if self.hands_over:
+            return call.apart_from
+        return call.apart_from - ENGINE if call.apart_from >= ENGINE else frozenset()
 
     def _refusal(self, name: str, slot: int, why: str) -> ResidencyError:
         there = _listed(self.held[slot]) or "nothing"
@@ -197,10 +212,11 @@ def _listed(items: Collection[Item]) -> str:
 
 
 @functools.cache
-def contents(optimizers_alone: bool = False) -> dict[str, frozenset[Item]]:
+def contents(optimizers_alone: bool = False, hands_over: bool = True) -> dict[str, frozenset[Item]]:
     """What may lie on a device in each phase; `optimizers_alone`: each is there in its own steps only."""
-    ledger, instead = ResidencyReplay(1), ALONE if optimizers_alone else {}
-    for name in chain.from_iterable(instead.get(name, (name,)) for name in STEP):
+    ledger, instead = ResidencyReplay(1, hands_over), ALONE if optimizers_alone else {}
+    step = STEP if hands_over else TOGETHER
+    for name in chain.from_iterable(instead.get(name, (name,)) for name in step):
         with ledger.doing(name, 0):
             pass
     return {phase: frozenset(items) for phase, items in ledger.seen.items()}

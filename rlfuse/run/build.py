@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -42,6 +43,7 @@ from rlfuse.run import inference
 from rlfuse.run.inference import VideoParts
 from rlfuse.run.job import Job, looked_after, training_steps
 from rlfuse.run.restarts import recovered, starting
+from rlfuse.run.sharing import SharedDevices
 from rlfuse.run.slot_desk import SlotDesk
 from rlfuse.run.starting import Start, end_all, start_parts, within
 from rlfuse.run.wiring import Loaded, wired
@@ -105,6 +107,7 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
     video = inference.video_parts(config, loaded.video_model, slots, log.say) if loaded.video_model else None
     health = looked_after(config, slots, log)
     try:
+        start_trainer, shared = _trainer_start(config, slots, video, log), SharedDevices(config, log.say)
         occupants = slots.occupants(config.rollout.tensor_model_parallel_size)
         with starting(log):
             nodes = stagings(rollouts, slots, config.cluster.timeout_s)
@@ -113,8 +116,8 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
             started = await watched(
                 start_parts(
                     slots.device,
-                    trainer=_trainer_start(config, slots, video, log),
-                    engines=inference.engine_starts(rollouts, config, slots, log.part),
+                    trainer=start_trainer if slots.device == "cpu" else partial(shared.after, start_trainer),
+                    engines=inference.engine_starts(rollouts, config, slots, log.part, lambda: shared.rollout),
                     towers=[within(log.part("encoder ranks"), video.clips.start)] if video else [],
                     rewards=[within(log.part("rewards"), loaded.reward.start, slots)],
                     part=log.part,

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from rlfuse.cluster import cuda, nodes, placement
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.own_functions import replaced
-from rlfuse.config.schema import Config
+from rlfuse.config.schema import Config, RolloutConfig
 from rlfuse.config.video import VideoConfig
 from rlfuse.data.clips import ClipReader
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
@@ -91,13 +91,21 @@ def engine_starts(
     config: Config,
     slots: placement.Slots,
     part: Callable[[str], AbstractContextManager[None]],
+    rollout: Callable[[], RolloutConfig] | None = None,
 ) -> list[Start]:
-    """What starts each engine, as a `part` of the job; it returns the facts of `RolloutHandle.start`."""
+    """What starts each engine, as a `part` of the job; it returns the facts of `RolloutHandle.start`.
+
+    `rollout`: its settings when it starts, if they are decided after this call.
+    """
     longest = config.data.max_prompt_length + config.data.max_response_length
     cores = slots.cores or [None] * len(handles)
-    what = (config.model, config.rollout, longest, slots.device, config.fusion.tail_speculation)
+    what = (longest, slots.device, config.fusion.tail_speculation)
+
+    async def start(handle: RolloutHandle, core: int | None) -> dict:
+        return await handle.start(config.model, rollout() if rollout else config.rollout, *what, core)
+
     return [
-        within(part(f"engine {number} of {len(handles)}"), handle.start, *what, core)
+        within(part(f"engine {number} of {len(handles)}"), start, handle, core)
         for number, (handle, core) in enumerate(zip(handles, cores, strict=False), 1)
     ]
 

@@ -4,7 +4,8 @@ Role: `rlfuse.run.build` starts a job's parts here, `rlfuse.evaluation.answering
 weights. Waits for all of them; the first that fails ends the wait, the others are dropped.
 
 vLLM takes a share of the device, refuses where less is free and fails where somebody gives memory back meanwhile, so
-on GPUs ranks have loaded and left before an engine starts, and models of rewards share what engines leave:
+on GPUs ranks have loaded and left before an engine starts, unless both fit, and models of rewards share what engines
+leave:
 
     trainer ranks, towers --> ranks leave the devices --> rollout engines --> rewards
 
@@ -18,12 +19,17 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
+from rlfuse.engines.colocation import leave
+from rlfuse.protocols import Sharing
+
 Facts = dict[str, Any]
 MEASURING = "speed of the ranks"
 
 
 class Ranks(Protocol):
     """Of a trainer."""
+
+    sharing: Sharing
 
     async def measure(self) -> Facts: ...
 
@@ -61,7 +67,7 @@ async def start_parts(
     with part(MEASURING):
         measured = await ranks.measure()
     with part("ranks leave the devices"):
-        await asyncio.gather(*(ranks.leave_device(slot) for slot in range(len(engines))))
+        await asyncio.gather(*(leave(ranks, slot) for slot in range(len(engines))))
     engine_facts = await _together(*engines)
     await _together(*rewards)
     return Started(ranks, facts | measured, engine_facts)

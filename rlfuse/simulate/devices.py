@@ -20,6 +20,7 @@ import numpy as np
 from rlfuse.engines.colocation import to_engine
 from rlfuse.events import Span
 from rlfuse.fusion.costs import Costs
+from rlfuse.protocols import Sharing
 from rlfuse.samples import Reward, Row, Sample
 from rlfuse.simulate.batching import SimulationError
 from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
@@ -46,6 +47,7 @@ class SimulatedTrainer:
         by_update: bool = False,
     ):
         """`by_update`: the actor's first update gives its rows' old log-probs."""
+        self.sharing = Sharing()  # what stays on its device is moved in no time: see `Costs.switch_s`
         self.devices, self.costs, self._zeros, self._by_update = list(devices), costs, zeros, by_update
         self.lockstep, self.lockstep_backward = lockstep, lockstep_backward
         self.scored: dict[str, Counter[str]] = defaultdict(Counter)

@@ -147,7 +147,7 @@ class SimulatedRollout:
         steps = batch.step + min(self._steps, begun)
         return Load(len(batch.running), len(batch.waiting), batch.context / batch.costs.kv_tokens, steps)
 
-    async def sleep(self) -> None:
+    async def sleep(self, discard: bool = False) -> None:
         """Free: the rank pays for the switch."""
         if self.device.held:
             raise SimulationError(f"{self.name} is told to sleep while it holds {self.device.held} samples")

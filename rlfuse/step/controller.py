@@ -23,6 +23,7 @@ from rlfuse.engines.colocation import all_to, to_engine, to_ranks
 from rlfuse.errors import RlfuseError
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Policy
+from rlfuse.fusion.selection import EXACT
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.progress import due, timed
 from rlfuse.protocols import Engines, Sampling
@@ -189,10 +190,16 @@ class Controller:
             by_update=self.advantages.experience.by_update,
             lr_factors=lr_factors(self.config, step, self.total_steps),
             on_scored=lambda: scored(board, step),
+            can_discard=self._pushes_after(board),
             note=self.metrics.note,
         )
         self.executor = Executor(board, self.engines, self.policy, context, self.journal.recorder, self.clock)
         await self.executor.run()
+
+    def _pushes_after(self, board: Board) -> bool:
+        """Whether a push follows the board's samples: none are added to it, nor left over for the next step."""
+        more = self.config.algorithm.filter_groups.enable or self.config.fusion.data != EXACT
+        return bool(board.mini_batches) and not more
 
     async def update_weights(self, step: int) -> None:
         """What the engines generate from now on carries version `step`; they have the devices."""

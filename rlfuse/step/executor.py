@@ -66,6 +66,8 @@ class StepContext:
     """Kinds of scoring that the actor's first update does in its own forward pass."""
     lr_factors: Mapping[str, float] = field(default_factory=dict)
     """Model -> share of its full learning rate in this step."""
+    can_discard: bool = False
+    """Once all is generated, weights are pushed before anything else is, so engines need not keep theirs."""
     note: Callable[[Mapping[str, float]], None] = lambda values: None
     """Takes an optimizer step's metrics."""
 
@@ -242,11 +244,18 @@ class Executor:
 
     async def _switch(self, decision: Switch) -> None:
         slot, attributes = decision.slot, {"slot": decision.slot, "to": decision.role}
-        give = to_ranks if decision.role == "trainer" else to_engine
+        engine, trainer = self.engines.rollout[slot], self.engines.trainer
         with self._span("switch", attributes=attributes):
-            await give(self.engines.rollout[slot], self.engines.trainer, slot)
+            if decision.role == "trainer":
+                await to_ranks(engine, trainer, slot, discard=self._can_discard())
+            else:
+                await to_engine(engine, trainer, slot)
         self.board.switched(slot, decision.role)
         self._changed.set()
+
+    def _can_discard(self) -> bool:
+        """Whether weights are pushed before anything more is generated."""
+        return self.context.can_discard and all(sample.response for sample in self.board.samples.values())
 
     # Scoring and training --------------------------------------------------------------------------------------------
 

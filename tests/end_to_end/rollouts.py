@@ -18,7 +18,7 @@ from rlfuse.engines.rollout.rollout_worker import RolloutWorker
 from rlfuse.engines.rollout.vllm_setup import rollout_env
 from rlfuse.engines.weights.sync import plan_buckets
 from rlfuse.events import Span
-from rlfuse.protocols import Sampling
+from rlfuse.protocols import Sampling, Sharing
 from rlfuse.samples import Prompt, Sample, sample_seed
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import from tests
@@ -121,6 +121,10 @@ class Exporter:
 
     async def bucket_plan(self):
         return plan_buckets(await call(self.actor.sizes.remote(), "trainer", "list", 60), self.bucket_bytes)
+
+    sharing = Sharing()
+
+    async def make_room(self, slot): ...
 
     async def take_device(self, slot): ...
 

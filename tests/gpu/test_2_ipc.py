@@ -7,7 +7,7 @@ import pytest
 import torch
 from processes import allocated, connected, received
 
-from rlfuse.engines.weights.cuda_ipc import collect, share_ipc
+from rlfuse.engines.weights.cuda_ipc import collect, pack, share_ipc
 from rlfuse.errors import EngineError
 
 BUCKET = 64 << 20
@@ -27,25 +27,20 @@ def _weights(device, scale):
 def _share(weights, device):
     if device == "cuda":
         return share_ipc(weights)
-    kept = [tensor.contiguous().share_memory_() for tensor in weights.values()]
-    described = {
-        "names": list(weights),
-        "dtype_names": [str(tensor.dtype).split(".")[-1] for tensor in kept],
-        "shapes": [list(tensor.shape) for tensor in kept],
-    }
-    return described | {"ipc_handles": [{device: tensor} for tensor in kept]}, kept
+    update, buffer = pack(weights)
+    return update | {"ipc_handles": {device: buffer.share_memory_()}}, buffer
 
 
 def _opened(update, device):
-    """As vLLM's receiver does it (distributed/weight_transfer/ipc_engine.py, receive_weights, not packed)."""
-    if device == "cpu":
-        return {name: handle[device] for name, handle in zip(update["names"], update["ipc_handles"], strict=True)}
-    found, gpu = {}, str(torch.cuda.get_device_properties(0).uuid)
-    for name, handle in zip(update["names"], update["ipc_handles"], strict=True):
-        arguments = list(handle[gpu])
+    """As vLLM's receiver does it (distributed/weight_transfer/packed_tensor.py, packed_ipc_consumer)."""
+    buffer = update["ipc_handles"].get(device)
+    if device == "cuda":
+        arguments = list(update["ipc_handles"][str(torch.cuda.get_device_properties(0).uuid)])
         arguments[6] = 0  # the receiver's device
-        found[name] = torch.multiprocessing.reductions.rebuild_cuda_tensor(*arguments)
-    return found
+        buffer = torch.multiprocessing.reductions.rebuild_cuda_tensor(*arguments)
+    described = (update[key] for key in ("names", "dtype_names", "shapes"))
+    parts = zip(*described, buffer.split(update["tensor_sizes"]), strict=True)
+    return {name: part.view(getattr(torch, dtype)).view(shape).clone() for name, dtype, shape, part in parts}
 
 
 def _receiver(connection, device):

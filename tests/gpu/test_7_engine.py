@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.rollout.rollout_worker import RolloutWorker
 from rlfuse.engines.rollout.vllm_setup import NOTHING, Request, rollout_env
-from rlfuse.engines.trainer.offloading import to_device, to_host
+from rlfuse.engines.trainer.offloading import release_cached, to_device, to_host
 from rlfuse.engines.weights.cuda_ipc import collect, share_ipc
 from rlfuse.engines.weights.sync import WeightPush, plan_buckets, resolve_transfer
-from rlfuse.protocols import Sampling
+from rlfuse.protocols import Sampling, Sharing
 
 DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 APART = {"cuda": 0.06, "cpu": 1e-4}
@@ -49,7 +49,12 @@ class Ranks:
     def __init__(self, folder, device, engine):
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, DTYPE[device]))
         self.model = copy.deepcopy(loaded).to(device)  # in memory of its own: a mapped file's can't be given up
-        self.device, self.engine, self.there, self.seen = device, engine, True, []
+        self.device, self.engine, self.there, self.seen, self.kept = device, engine, True, [], []
+
+    sharing = Sharing()
+
+    async def make_room(self, slot):
+        release_cached(0)
 
     async def take_device(self, slot):
         if not self.there:
@@ -59,6 +64,7 @@ class Ranks:
     async def leave_device(self, slot):
         if self.there:
             to_host(self.model)
+            release_cached(0)
         self.there = False
 
     async def bucket_plan(self):
@@ -73,7 +79,8 @@ class Ranks:
 
     async def share_ipc(self, names):
         self._note()
-        update, self.kept = share_ipc({name: self.model.get_parameter(name).detach().clone() for name in names})
+        update, buffer = share_ipc({name: self.model.get_parameter(name) for name in names})
+        self.kept = [*self.kept[-1:], buffer]
         return [update]
 
     async def release_ipc(self):

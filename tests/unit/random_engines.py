@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlfuse.errors import EngineLost
-from rlfuse.protocols import Load
+from rlfuse.protocols import Load, Sharing
 from rlfuse.samples import Partial, Response
 
 if TYPE_CHECKING:
@@ -52,7 +52,11 @@ class Rollout:
     def _check(self) -> None:
         if self.lost:
             raise EngineLost("lost")
-        assert self.role == "rollout" and not self.work
+        assert self.has("rollout") and not self.work
+
+    def has(self, role) -> bool:
+        """Whether this side has the device; where both stay on it, each has it."""
+        return self.role == role or not self.world.trainer.sharing.hands_over
 
     def _receive(self, sample, came_with, results) -> None:
         world = self.world
@@ -92,18 +96,18 @@ class Rollout:
             results.put_nowait((name, None))
         self.held.clear()
 
-    async def sleep(self) -> None:
+    async def sleep(self, discard=False) -> None:
         assert not self.held
 
     async def wake(self, part=None) -> None:
-        assert self.role == "rollout"
+        assert self.has("rollout")
 
 
 class Trainer:
     """Ranks on the same devices: one thing at a time, and only in the role for it."""
 
     def __init__(self, world: World):
-        self.world = world
+        self.world, self.sharing = world, Sharing()
         self.optimizers_away: dict[int, float] = {}
         self.gradients: dict[str, list[str]] = defaultdict(list)
         self.steps: dict[str, list[set[str]]] = defaultdict(list)
@@ -116,7 +120,7 @@ class Trainer:
             self.world.overlapped.add(kind)
         devices = self.world.rollouts if slot is None else [self.world.rollouts[slot]]
         for device in devices:
-            assert device.role == "trainer" and not device.work and not device.held
+            assert device.has("trainer") and not device.work and not device.held
             device.work = "rank"
         yield
         for device in devices:

@@ -19,7 +19,7 @@ from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.engines.weights.tower_push import TowerPush
 from rlfuse.errors import EngineLost, NotSaved
 from rlfuse.planning.residency import ResidencyReplay
-from rlfuse.protocols import PARTS
+from rlfuse.protocols import PARTS, Sharing
 from rlfuse.run.starting import start_parts
 
 BUCKETS = [["embedding"], ["layer"]]
@@ -34,6 +34,7 @@ class ResidentRollout(Rollout):
         super().__init__(world, index)
         self.asleep: set[str] = set()
         self.standing, self.dies_in_push = True, False
+        self.discarded, self.discards = False, 0
 
     def doing(self, name):
         return self.world.ledger.doing(name, self.index)
@@ -41,9 +42,10 @@ class ResidentRollout(Rollout):
     async def start(self):
         with self.doing("start_engine"):
             await self.world.pass_time()
-        self.asleep, self.standing = set(), True
+        self.asleep, self.standing, self.discarded = set(), True, False
 
     async def generate(self, samples, sampling, partials=None):
+        assert self.lost or not self.discarded, "its weights are those of the next push"
         with nullcontext() if self.lost else self.doing("generate"):
             async for result in super().generate(samples, sampling, partials):
                 yield result
@@ -54,9 +56,11 @@ class ResidentRollout(Rollout):
             self.standing = False
             self.world.ledger.lose_engine(self.index)
 
-    async def sleep(self):
+    async def sleep(self, discard=False):
         await super().sleep()
         if self.standing and "weights" not in self.asleep:
+            self.discarded = discard
+            self.discards += discard
             with self.doing("sleep"):
                 await self.world.pass_time()
             self.asleep = set(PARTS)
@@ -88,7 +92,7 @@ class ResidentRollout(Rollout):
 
     async def finish_update(self, version):
         self._check_standing()
-        self.arriving, self.lost = version, False
+        self.arriving, self.lost, self.discarded = version, False, False
 
     async def version(self):
         self._check_standing()
@@ -121,6 +125,10 @@ class ResidentTrainer(Trainer):
             await self.world.pass_time()
         self.there = set(range(len(self.world.rollouts)))
         self.complete = set(self.there)
+        if self.residency == "step":
+            with self.doing("leave_optimizer"):
+                await self.world.pass_time()
+            self.complete = set()
         return self, {}
 
     async def measure(self):
@@ -149,6 +157,9 @@ class ResidentTrainer(Trainer):
                 self.there.discard(slot)
                 self.complete.discard(slot)
             self.world.rollouts[slot].role = "rollout"
+
+    async def make_room(self, slot):
+        assert slot in self.there and "weights" in self.world.rollouts[slot].asleep, "before the engine's weights wake"
 
     # Optimizers that come by themselves: a rank answers at once, and copies beside its other calls
 
@@ -227,7 +238,7 @@ class ResidentTrainer(Trainer):
     async def share_ipc(self, names):
         with self.doing("export"):
             await self.world.pass_time()
-        return [{"names": names, "ipc_handles": [{} for _ in names]}]
+        return [{"names": names, "ipc_handles": {}}]
 
     async def release_ipc(self):
         pass
@@ -253,16 +264,18 @@ class Encoder:
 class ResidentWorld(World):
     """`tower`: a folder, if the job trains a vision tower; `told`: the step before SIGTERM.
 
-    `resumed`: the job goes on from a checkpoint; `residency`: of optimizers. Every step ends with a validation and a
+    `resumed`: the job goes on from a checkpoint; `residency`: of optimizers; `hands_over`: engines and ranks take turns
+    on their devices, else both stay. Every step ends with a validation and a
     checkpoint.
     """
 
-    def __init__(self, scene, tower=None, told=0, resumed=False, residency="training"):
+    def __init__(self, scene, tower=None, told=0, resumed=False, residency="training", hands_over=True):
         super().__init__(scene)
-        self.ledger = ResidencyReplay(scene.slots)
+        self.ledger = ResidencyReplay(scene.slots, hands_over)
         self.rollouts = [ResidentRollout(self, index) for index in range(scene.slots)]
         self.trainer, self.told, self.resumed = ResidentTrainer(self), told, resumed
         self.trainer.residency, self.encoder = residency, Encoder()
+        self.trainer.sharing = Sharing(hands_over)
         tower = tower and TowerPush(self.trainer, self.encoder, tower)
         self.weights = WeightPush(self.trainer, self.rollouts, 1, transfer="ipc", tower=tower)
         self.saved: list[int] = []
@@ -277,6 +290,7 @@ class ResidentWorld(World):
         config = self.scene.config()
         config.trainer.val_before_train, config.trainer.test_freq, config.trainer.save_freq = True, 1, 1
         config.actor.optimizer_residency = self.trainer.residency
+        config.rollout.free_cache_engine = self.trainer.sharing.hands_over
         return config
 
     async def push(self, version):

@@ -12,7 +12,7 @@ from rlfuse.engines.agreement import SAMPLES, compare
 from rlfuse.errors import EngineError, EngineLost
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.summary import summarise
-from rlfuse.protocols import Engines, NoClips, Sampling
+from rlfuse.protocols import Engines, NoClips, Sampling, Sharing
 from rlfuse.samples import Prompt, Response, make_groups
 from rlfuse.step.groups import GroupSource
 
@@ -33,7 +33,7 @@ class Engine:
             log_probs[2] += self.shift
             yield sample.id, Response(np.arange(sampling.max_tokens), log_probs, "length", 0, "")
 
-    async def sleep(self):
+    async def sleep(self, discard=False):
         self.calls.append("sleep")
 
     async def wake(self, part=None):
@@ -43,6 +43,8 @@ class Engine:
 class Ranks:
     def __init__(self, calls):
         self.calls = calls
+
+    sharing = Sharing()
 
     async def take_device(self, slot):
         self.calls.append("take")

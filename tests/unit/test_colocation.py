@@ -64,7 +64,7 @@ class Engine:
         self.asleep, self.calls = set(), []
 
     async def sleep(self, level):
-        self.calls.append("sleep")
+        self.calls.append("sleep" if level == 1 else "discard")
         self.asleep = {"weights", "kv_cache"}
 
     async def wake_up(self, tags=None):
@@ -77,6 +77,11 @@ class Engine:
 
     async def start_weight_update(self):
         assert "weights" not in self.asleep
+
+    async def nothing(self, **_):
+        pass
+
+    finish_weight_update = reset_prefix_cache = reset_encoder_cache = resume_generation = nothing
 
 
 @pytest.fixture
@@ -112,3 +117,37 @@ async def test_an_engine_sleeps_again_after_a_push_that_did_not_end(worker):
     await worker.wake("weights")
     await worker.sleep()
     assert worker._engine.asleep == {"weights", "kv_cache"} and worker._engine.calls == ["sleep", ["weights"], "sleep"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("vllm")
+async def test_weights_that_the_next_push_overwrites_are_not_saved(worker):
+    await worker.sleep(discard=True)
+    assert worker._engine.calls == ["sleep"], "something that the engine computes with is not pushed"
+    await worker.wake()
+    worker._restorable = True
+    await worker.sleep(discard=True)
+    await worker.wake()
+    with pytest.raises(RuntimeError, match="rollout/0 discarded its weights: push new ones before 0 samples come"):
+        worker._admit([])
+    await worker.begin_update()
+    await worker.finish_update(1)
+    worker._admit([])
+    await worker.sleep()
+    assert worker._engine.calls == ["sleep", None, "discard", None, "pause", "sleep"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("vllm")
+def test_what_a_push_does_not_restore_is_found():
+    import torch
+
+    from rlfuse.engines.weights.receiver import beside_weights
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    linear = model[0]
+    linear.view_of_weight, linear.kv_cache, linear.none = linear.weight.data[:1], torch.ones(1), torch.empty(0)
+    assert beside_weights(model, "cpu") == []
+    linear.workspace, linear.impl = torch.zeros(1), SimpleNamespace(slopes=torch.ones(2), scale=1.0)
+    assert beside_weights(model, "cpu") == ["0.workspace", "0.impl.slopes"]
+    assert beside_weights(model, "cuda") == []

@@ -68,7 +68,6 @@ FACTS = {
     "prompts stay messages": lambda _: says("rewards/api/shapes.py", '"prompts": [item.prompt for item in items]'),
     "the column of images is images": reads("images", "<image>"),
     "the column of clips is videos": reads("videos", "<video>"),
-    "the slots decide when": lambda _: says("engines/colocation.py", "sleep"),
     "engines return log-probs": lambda _: says("engines/rollout/vllm_setup.py", "logprobs=0"),
     "engines start from model.path": lambda _: no_key("load_format"),
     "engines are asynchronous": lambda _: says("engines/rollout/vllm_setup.py", "AsyncEngineArgs"),

@@ -192,7 +192,10 @@ def test_the_connector_and_the_weight_transfer_are_known_by_these_names():
 def test_shared_weights_reach_vllm_as_it_expects_them(monkeypatch):
     """The handles' places are those of torch, the names those of vLLM, and both survive the way into the engine."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
+    from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     from rlfuse.engines.rollout.vllm_setup import rollout_env
@@ -200,7 +203,13 @@ def test_shared_weights_reach_vllm_as_it_expects_them(monkeypatch):
 
     rebuilt = list(inspect.signature(rebuild_cuda_tensor).parameters)
     assert rebuilt[6] == "storage_device", "vLLM puts its own device there"
-    assert "list_args[6] = device_index" in inspect.getsource(IPCWeightTransferEngine.receive_weights)
+    assert "list_args[6] = device_index" in inspect.getsource(packed_ipc_consumer)
+    received = inspect.getsource(IPCWeightTransferEngine.receive_weights)
+    assert "packed_ipc_consumer(" in received and "self.packed" in received
+    assert IPCWeightTransferEngine.init_info_cls(packed=True).packed
+    assert inspect.signature(AsyncLLM.init_weight_transfer_engine).bind(
+        None, WeightTransferInitRequest({"packed": True})
+    )
     assert f"if storage._untyped_storage.device.type == {'cuda'!r}".replace("'", '"') in inspect.getsource(
         reduce_tensor
     )
@@ -213,19 +222,18 @@ def test_shared_weights_reach_vllm_as_it_expects_them(monkeypatch):
         b"handle\0of a segment", 24, 0, False, b"counter", 0, b"event", True,
     )  # fmt: skip
     assert len(handle) == len(rebuilt)
-    keys = strings(cuda_ipc.share_ipc)
-    assert {"names", "dtype_names", "shapes", "ipc_handles"} <= keys & {
+    keys = strings(cuda_ipc.share_ipc) | strings(cuda_ipc.pack)
+    assert {"names", "dtype_names", "shapes", "tensor_sizes", "ipc_handles"} <= keys & {
         f.name for f in fields(IPCWeightTransferUpdateInfo)
     }
-    one = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2, 3]]}
-    shared = [one | {"ipc_handles": [{gpu: handle}]} for gpu in ("GPU-0", "GPU-1")]
+    one = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2, 3]], "tensor_sizes": [24]}
+    shared = [one | {"ipc_handles": {gpu: handle}} for gpu in ("GPU-0", "GPU-1")]
     sent = MsgpackEncoder().encode(("update_weights", None, (), {"update_info": cuda_ipc.merge_ipc(shared)}))
     method, _, _, arguments = MsgpackDecoder().decode(pickle.loads(pickle.dumps([bytes(part) for part in sent])))
     found = IPCWeightTransferUpdateInfo(**arguments["update_info"])
     assert method == "update_weights" and found.names == ["w"] and found.shapes == [[2, 3]]
-    [handles] = found.ipc_handles
-    assert handles.keys() == {"GPU-0", "GPU-1"}
-    assert tuple(map(plain, handles["GPU-1"])) == tuple(map(plain, handle))
+    assert found.ipc_handles.keys() == {"GPU-0", "GPU-1"} and found.tensor_sizes == [24]
+    assert tuple(map(plain, found.ipc_handles["GPU-1"])) == tuple(map(plain, handle))
 
 
 def strings(function) -> set[str]:

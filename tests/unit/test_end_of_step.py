@@ -10,6 +10,7 @@ import pytest
 from rlfuse.cluster.stopping import Stopped, Stopping
 from rlfuse.config.schema import Config
 from rlfuse.errors import NodeLeft, NotSaved
+from rlfuse.protocols import Sharing
 from rlfuse.step.controller import Controller
 
 
@@ -39,6 +40,8 @@ class Parts:
 
     async def wake(self, *_):
         self.did("awake")
+
+    sharing = Sharing()
 
     async def take_device(self, slot):
         self.did("ranks on")

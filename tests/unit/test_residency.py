@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +21,7 @@ from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.residency import STEP, Item, ResidencyError, ResidencyReplay, contents
 from rlfuse.planning.shortages import problems
 from rlfuse.progress import timed
+from rlfuse.protocols import Sharing
 from rlfuse.run.starting import start_parts
 from rlfuse.simulate.clock import run_virtual
 
@@ -34,7 +36,7 @@ def scene_of(policy, estimator, zero, **more):
 
 def replay(world):
     run_virtual(world.run())
-    planned = contents(world.trainer.residency == "step")
+    planned = contents(world.trainer.residency == "step", world.trainer.sharing.hands_over)
     for phase, items in world.ledger.seen.items():
         assert items <= planned[phase], phase
     return world
@@ -56,16 +58,36 @@ def plan_of(config, zero, model, gib=80):
     return memory_of(config, models, Budget("cuda", int(gib * 2**30)))
 
 
+@pytest.mark.parametrize("hands_over", [True, False])
 @pytest.mark.parametrize("zero", ZERO)
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_nothing_is_used_where_it_does_not_lie(policy, estimator, zero, model):
-    world = replay(ResidentWorld(scene_of(policy, estimator, ZERO[zero])))
+def test_nothing_is_used_where_it_does_not_lie(policy, estimator, zero, hands_over, model):
+    world = replay(ResidentWorld(scene_of(policy, estimator, ZERO[zero]), hands_over=hands_over))
     assert world.saved == [1, 2] and len(world.learned) == 2
+    slots, discards = 3, sum(rollout.discards for rollout in world.rollouts)
+    if hands_over:  # before the first push of each slot, and where no sample of the step is left to generate
+        assert discards >= slots + (2 * slots if policy == "serial" else 0)
     memory = plan_of(world.config(), ZERO[zero], model)
+    assert memory.hands_over == hands_over
     for phase, items in world.ledger.seen.items():
         found = sum(part.size for part in memory.parts if part.item in items)
         assert 0 < found <= memory.total(phase) <= memory.total(memory.tightest)
+
+
+@pytest.mark.parametrize("residency", ["training", "step"])
+@pytest.mark.parametrize("zero", ["ZeRO 1", "ZeRO 3", "pipelines"])
+def test_where_both_stay_nothing_moves_whatever_happens(residency, zero, tmp_path):
+    given = dict(residency=residency, hands_over=False)
+    worlds = [ResidentWorld(scene_of("adaptive", "gae", ZERO[zero]), resumed=True, **given)]
+    worlds += [ResidentWorld(scene_of("adaptive", "grpo", ZERO[zero]), tower=tmp_path, **given)]
+    lost = scene_of("stream", "grpo", ZERO[zero], lost=(2.5, 2.6, 2.7))
+    worlds += [ResidentWorld(lost, **given), ResidentWorld(scene_of("adaptive", "grpo", ZERO[zero]), **given)]
+    worlds[-1].rollouts[1].dies_in_push = True
+    for world in worlds:
+        assert len(replay(world).learned) == 2
+        assert not any(rollout.asleep or rollout.lost for rollout in world.rollouts)
+    assert worlds[2].engines_restarted == 1
 
 
 @pytest.mark.parametrize("residency", ["forecast", "step"])
@@ -180,6 +202,8 @@ async def test_parts_start_in_the_order_that_a_gpu_needs():
         return begin
 
     class Ranks:
+        sharing = Sharing()
+
         async def measure(self):
             order.append("measured")
             return {"peak_flops": 1e9}
@@ -199,6 +223,10 @@ async def test_parts_start_in_the_order_that_a_gpu_needs():
     then = [f"{name} {what}" for what in ("begins", "stands") for name in ("engine 0", "engine 1")]
     assert order == [*began, "measured", "leave 0", "leave 1", *then, "rewards begins", "rewards stands"]
     order.clear()
+    Ranks.sharing = Sharing(hands_over=False)
+    await start_parts("cuda", trainer=ranks, engines=engines)
+    assert order == ["ranks begins", "ranks stands", "measured", *then]
+    order.clear()
     cpu = await start_parts("cpu", trainer=ranks, engines=engines, rewards=rewards)
     assert cpu.trainer_facts == {"peak_flops": 1e9} and cpu.engine_facts == [7, 8]
     assert order[:4] == [f"{name} begins" for name in ("engine 0", "engine 1", "rewards", "ranks")]
@@ -215,8 +243,8 @@ def test_sigterm_is_followed_by_a_checkpoint_that_can_be_read():
 # The ledger ----------------------------------------------------------------------------------------------------------
 
 
-def listed(*names):
-    ledger = ResidencyReplay(1)
+def listed(*names, hands_over=True):
+    ledger = ResidencyReplay(1, hands_over)
     for name in names:
         with ledger.doing(name, 0):
             pass
@@ -251,6 +279,12 @@ def test_a_wrong_order_is_told(case):
     with pytest.raises(ResidencyError) as told:
         listed(*calls)
     assert message in str(told.value)
+
+
+@pytest.mark.parametrize("call", ["sleep", "wake(weights)", "wake(kv_cache)", "take_device", "leave_device"])
+def test_a_call_that_moves_is_refused_where_both_stay(call):
+    with pytest.raises(ResidencyError, match=rf"slot 0: {re.escape(call)} would move what stays on the device"):
+        listed("start_ranks", "start_engine", "push", "generate", "accumulate", call, hands_over=False)
 
 
 def test_nobody_moves_while_somebody_works():

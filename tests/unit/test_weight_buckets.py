@@ -1,5 +1,5 @@
+import asyncio
 import errno
-from types import SimpleNamespace
 
 import pytest
 
@@ -7,6 +7,7 @@ from rlfuse.engines.weights import staging
 from rlfuse.engines.weights.staging import StagingHandle, WeightStaging
 from rlfuse.engines.weights.sync import WeightPush, plan_buckets, resolve_transfer
 from rlfuse.errors import EngineError, EngineLost
+from rlfuse.protocols import Sharing
 
 
 def test_buckets_keep_the_order_and_stay_within_their_size():
@@ -58,11 +59,16 @@ class Recording:
         self.events.append("stand")
         self.lost = False
 
-    async def sleep(self):
+    async def sleep(self, discard=False):
         self.events.append("sleep")
 
     async def wake(self, part=None):
         self.events.append(f"wake {part or 'all'}")
+
+    sharing = Sharing()
+
+    async def make_room(self, slot):
+        pass
 
     async def take_device(self, slot):
         self.events.append("take")
@@ -166,18 +172,25 @@ async def test_a_bucket_is_shared_until_every_engine_has_loaded_it():
     class Device(Recording):
         async def share_ipc(self, names):
             self.events.append(f"share {names[0]}")
-            return [{"names": names, "ipc_handles": [{}]}]
+            return [{"names": names, "ipc_handles": {}}]
 
         async def receive(self, info):
             self.events.append(f"receive {info['names'][0]}")
+            await asyncio.sleep(0)
+            self.events.append(f"loaded {info['names'][0]}")
 
         async def release_ipc(self):
             self.events.append("release")
 
-    device = Device([["a"], ["b"]])
+    device = Device([["a"], ["b"], ["c"]])
     await WeightPush(device, [device], bucket_mb=1, transfer="ipc").push(1)
-    moved = ["share a", "receive a", "release", "share b", "receive b", "release"]
-    assert device.events == ["sleep", "take", "wake weights", "begin", *moved, "finish", "leave", "wake all"]
+    assert device.events[:3] == ["sleep", "take", "wake weights"] and device.events[-2:] == ["leave", "wake all"]
+    when = {event: position for position, event in enumerate(device.events)}
+    for this, following in ("ab", "bc"):
+        assert when[f"share {this}"] < when[f"receive {this}"] < when[f"loaded {this}"] < when[f"receive {following}"]
+        assert when[f"share {following}"] < when[f"loaded {this}"], "packed while the engine loads"
+    assert when["share c"] > when["loaded a"], "two buckets at a time"
+    assert when["begin"] < when["receive a"] and when["loaded c"] < when["release"] < when["finish"]
 
 
 def test_weights_that_left_the_device_are_refused_where_they_would_be_shared():
@@ -192,7 +205,33 @@ def test_weights_that_left_the_device_are_refused_where_they_would_be_shared():
 def test_ipc_handles_of_all_gpus_are_merged():
     from rlfuse.engines.weights.cuda_ipc import merge_ipc
 
-    shared = [{"names": ["a", "b"], "ipc_handles": [{gpu: (gpu, 1)}, {gpu: (gpu, 2)}]} for gpu in ("x", "y")]
-    merged = SimpleNamespace(**merge_ipc(shared))
-    assert merged.names == ["a", "b"]
-    assert merged.ipc_handles == [{"x": ("x", 1), "y": ("y", 1)}, {"x": ("x", 2), "y": ("y", 2)}]
+    shared = [{"names": ["a", "b"], "ipc_handles": {gpu: (gpu, 1)}} for gpu in ("x", "y")]
+    assert merge_ipc(shared) == {"names": ["a", "b"], "ipc_handles": {"x": ("x", 1), "y": ("y", 1)}}
+
+
+@pytest.mark.slow
+def test_what_vllm_unpacks_of_a_bucket_is_what_was_packed():
+    import torch
+    from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
+
+    from rlfuse.engines.weights.cuda_ipc import pack
+
+    torch.manual_seed(0)
+    tensors = {
+        "odd": torch.randn(3, 5).bfloat16(),
+        "scale": torch.randn(()),
+        "transposed": torch.randn(4, 6).t(),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "one": torch.randn(1).bfloat16(),
+        "empty": torch.empty(0, 3),
+        "wide": torch.randn(3, 2, 2, dtype=torch.float64),
+    }
+    described, buffer = pack(tensors)
+    dtypes = [getattr(torch, name) for name in described["dtype_names"]]
+    assert buffer.nbytes == sum(described["tensor_sizes"]) == sum(each.nbytes for each in tensors.values())
+    found = dict(unpack_tensor(buffer, described["names"], described["shapes"], dtypes, described["tensor_sizes"]))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    tensors["odd"].zero_()
+    assert found["odd"].any(), "a copy: the next optimizer step changes no bucket that an engine loads"

@@ -171,9 +171,12 @@ class RolloutHandle:
             return await self._call("drain", "hand over its events", collect)
         return []
 
-    async def sleep(self) -> None:
-        """Give the device up, unless that is done; `EngineError` while samples are active."""
-        await self._turn({*PARTS}, "sleep", "give its device up")
+    async def sleep(self, discard: bool = False) -> None:
+        """Give the device up, unless that is done; `EngineError` while samples are active.
+
+        `discard`: the next push overwrites the weights before anything is generated, so they are not kept.
+        """
+        await self._turn({*PARTS}, "sleep", "give its device up", discard)
 
     async def wake(self, part: Part | None = None) -> None:
         """Take it back, or only a part, unless that is done."""

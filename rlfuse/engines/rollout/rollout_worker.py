@@ -51,6 +51,7 @@ from rlfuse.engines.rollout.vllm_setup import (
     sampling_params,
     token_bytes,
 )
+from rlfuse.engines.weights.sync import resolve_transfer
 from rlfuse.errors import EngineError
 from rlfuse.events import Recorder, Span
 from rlfuse.protocols import PARTS, Load, Part, Sampling
@@ -81,7 +82,7 @@ class RolloutWorker:
         self._meter: StepMeter | None = None
         self._liveness: Liveness | None = None
         self._asleep: set[Part] = set()
-        self._frozen = False
+        self._frozen = self._discarded = self._restorable = False
         self._holds_tokens = False
         self._asked = 0
         """Calls of the engine under way, but for those that generate."""
@@ -108,6 +109,7 @@ class RolloutWorker:
                 bind(core)  # first, so that the engine's processes inherit it
                 await self.prepare(model)
                 from rlfuse.engines.rollout.prompts import Prompts
+                from rlfuse.video.placeholders import placeholder_ids
 
                 arguments = engine_arguments(model, rollout, max_model_len, device, tail_speculation)
                 self._holds_tokens = holds_tokens(arguments)
@@ -119,12 +121,19 @@ class RolloutWorker:
         self._below = engine_death.processes(self._engine)
         self._tokenizer = self._engine.get_tokenizer()
         await self._engine.update_weight_version(str(self._version))
+        if resolve_transfer(rollout.weight_transfer, device) == "ipc":
+            from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+            await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"packed": True}))
         self._limit = self._engine.model_config.max_model_len
         batched_tokens = self._engine.vllm_config.scheduler_config.max_num_batched_tokens
         self._prompts = Prompts(self._engine.model_config.hf_config, batched_tokens)
         cache = self._engine.vllm_config.cache_config
         kv_tokens = (cache.num_gpu_blocks - 1) * cache.block_size  # no sample gets vLLM's first block, its null block
         self._meter, self._liveness = StepMeter(self._recorder, kv_tokens), Liveness(children_cpu)
+        if device == "cuda":
+            seeing = placeholder_ids(self._engine.model_config.hf_config)  # its tower gets no push
+            self._restorable = not seeing and not any(await self._engine.collective_rpc("beside_weights"))
         bytes_per_token = token_bytes(self._engine.vllm_config)
         return {"start_s": time.perf_counter() - began, "kv_tokens": kv_tokens, "kv_bytes_per_token": bytes_per_token}
 
@@ -211,6 +220,8 @@ class RolloutWorker:
         """Refuse them all, or none."""
         if self._asleep:
             raise RuntimeError(f"{self.name} is asleep: wake it before {len(requests)} samples are handed over")
+        if self._discarded:
+            raise RuntimeError(f"{self.name} discarded its weights: push new ones before {len(requests)} samples come")
         ids = {request.id for request in requests}
         if twice := sorted(ids & self._active.keys()) or ["some in one call"] * (len(ids) < len(requests)):
             raise ValueError(f"samples are being generated already ({twice}): hand each sample over once")
@@ -304,13 +315,17 @@ class RolloutWorker:
         await self._engine.get_weight_version()  # answered after the abort, which had no answer
         return await self._kv_store.collect(base, self._version)
 
-    async def sleep(self) -> None:
-        """Give the device's memory up, unless that is done; refused while samples are active."""
+    async def sleep(self, discard: bool = False) -> None:
+        """Give the device's memory up, unless that is done; refused while samples are active.
+
+        `discard`: the weights, too, where a push restores all that the engine computes with.
+        """
         if count := len(self._active):
             raise RuntimeError(f"{self.name} can't sleep while {count} samples are generated: evict or await them")
         if self._device == "cuda" and "weights" not in self._asleep:  # on CPU hosts there is no memory to give up
             with self._asking("to fall asleep"):
-                await self._engine.sleep(level=1)
+                self._discarded = discard and self._restorable
+                await self._engine.sleep(level=2 if self._discarded else 1)
         self._asleep = set(PARTS)
 
     async def wake(self, part: Part | None = None) -> None:
@@ -363,7 +378,7 @@ class RolloutWorker:
             await self._engine.reset_encoder_cache()
             self._meter.pause()
             await self._engine.resume_generation()  # of nothing, where the KV cache is asleep: `_admit` sees to that
-        self._version, self._frozen = version, False
+        self._version, self._frozen, self._discarded = version, False, False
         if self._update is not None:
             self._update.end, self._update.attributes["version"] = clock.now(), version
             self._recorder.add(self._update)

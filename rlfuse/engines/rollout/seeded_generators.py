@@ -62,7 +62,7 @@ def position(request: CachedRequestState) -> None:
 
 
 class WorkerExtension(ReceiverExtension):
-    """Empty mixin: naming it makes vLLM import this module and the weights' receiver in its workers."""
+    """Mixin: naming it makes vLLM import this module and the weights' receiver in its workers."""
 
 
 _post_init = CachedRequestState.__post_init__

@@ -34,10 +34,18 @@ from rlfuse.cluster.rank_store import StoreServer
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer import deepspeed_ops
 from rlfuse.engines.trainer.liveness import WATCH, Progress, Pulse
-from rlfuse.engines.trainer.offloading import bytes_away, fetch_optimizer, to_device, to_host
+from rlfuse.engines.trainer.offloading import (
+    bytes_away,
+    fetch_optimizer,
+    pin_ahead,
+    release_cached,
+    to_device,
+    to_host,
+)
 from rlfuse.engines.trainer.optimizer import matmul_rate
 from rlfuse.errors import EngineError
 from rlfuse.events import Recorder, Span
+from rlfuse.protocols import Sharing
 
 FREED_S = 30.0
 """For a killed process to give its device memory back."""
@@ -78,7 +86,7 @@ class Rank(StoreServer):
             torch.utils.deterministic.fill_uninitialized_memory = False  # ZeRO's buffers of 2 GB, each time
         self.engines: dict[str, Any] = {}
         self.beside: list[torch.nn.Module] = []
-        self.away = False
+        self.away, self.sharing = False, Sharing()
         if core is not None:
             for thread in os.listdir("/proc/self/task"):  # Ray's threads run already; later ones inherit
                 with suppress(ProcessLookupError):  # it may have ended since
@@ -150,9 +158,29 @@ class Rank(StoreServer):
             for model in models:
                 to_host(model) if away else self._fetch(model)
             self.away = away
+            if away:
+                release_cached(self.sharing.cached)
+                pin_ahead(self.sharing.pinned - sum(map(bytes_away, models)))
         left, seconds = sum(map(bytes_away, models)), time.monotonic() - began
         fetched = not away and self.config.actor.optimizer_residency == "forecast"
         return seconds * left / (before - left) if fetched and left else 0.0
+
+    def device_bytes(self) -> int:
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+    def share(self, sharing: Sharing) -> None:
+        """Share the device like this from now on. Where the engine stays, this rank can't take its memory."""
+        self.sharing = sharing
+        if sharing.most is not None:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, sharing.most / self.device_bytes()))
+        if self.config.actor.optimizer_residency == "step":
+            for engine in self.engines.values():
+                to_host(engine, optimizer_alone=True)
+
+    def make_room(self) -> None:
+        """Release cached memory that the engine's weights need during a push."""
+        if self.device != "cpu":
+            release_cached(self.sharing.cached_in_push)
 
     @ray.method(concurrency_group=WATCH)
     def fetch_optimizers(self) -> None:

@@ -24,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -63,6 +63,7 @@ _away: WeakKeyDictionary[torch.nn.Module, list[_Away]] = WeakKeyDictionary()
 _fetches: WeakKeyDictionary[torch.nn.Module, _Fetch] = WeakKeyDictionary()
 _fetching = ThreadPoolExecutor(1, "optimizer")
 _moving = threading.RLock()
+_pinning: threading.Thread | None = None
 
 
 def to_host(model: torch.nn.Module, optimizer_alone: bool = False) -> None:
@@ -111,6 +112,32 @@ def bytes_away(model: torch.nn.Module) -> int:
     return sum(each.size for each in _away.get(model, []))
 
 
+def release_cached(most: int) -> None:
+    """Give the device memory back that the allocator holds unused, all of it, where that is more than `most` bytes.
+
+    To allocate it again takes longer than to use it again, so it stays where the engine has room without it.
+    """
+    if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > most:
+        get_accelerator().empty_cache()
+
+
+def pin_ahead(size: int) -> None:
+    """Begin to register host memory for `size` bytes that will leave the device; to do so while they leave takes long.
+
+    torch keeps the pieces and hands them out in `to_host`. Nothing begins where that is under way or done.
+    """
+    global _pinning
+    if size > 0 and _pinning is None:
+        _pinning = threading.Thread(target=_pin, args=(size,), daemon=True)
+        _pinning.start()
+
+
+def _pin(size: int) -> None:
+    with suppress(EngineError):  # `to_host` reports a host without room, if it comes to that
+        pieces = [pinned(_PIECE, pin=True) for _ in range(0, size, _PIECE)]
+        del pieces
+
+
 @contextmanager
 def on_device(model: torch.nn.Module, optimizer: bool = True) -> Iterator[None]:
     """The model is there for the length of the block, and then what was away is away again.
@@ -139,7 +166,6 @@ def _leave(model: torch.nn.Module, storages: list[torch.UntypedStorage], late: s
     for each in leaving:
         each.storage.resize_(0)
     _away.setdefault(model, []).extend(leaving)
-    accelerator.empty_cache()
 
 
 def _bring_back(away: list[_Away]) -> None:

@@ -33,6 +33,7 @@ from rlfuse.engines.trainer.gradient_memory import KEPT
 from rlfuse.engines.trainer.liveness import WATCH, Judge
 from rlfuse.errors import NotSaved, WorkerLost
 from rlfuse.events import Recorder, Span
+from rlfuse.protocols import Sharing
 
 HOST_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(KEPT),
@@ -65,6 +66,7 @@ class RankGroup:
         """(rank, call) that have ended well once: each rank compiles for itself."""
         self._roles: dict[int, str] = {}
         """Slot -> what its ranks were told last, once they have done it."""
+        self.sharing = Sharing()
         self.optimizers_away: dict[int, float] = {}
         """Slot whose ranks are there but for what only optimizer steps read -> seconds that this takes to come."""
         self.rates = (1.0,) * len(self.ranks)
@@ -83,12 +85,25 @@ class RankGroup:
         speeds = await self._all("probe", "time fixed work")
         return {} if None in speeds else {"peak_flops": sum(speeds)}
 
+    async def device_bytes(self) -> int:
+        """Return the memory of the smallest device."""
+        return min(await self._all("device_bytes", "report its device's memory"))
+
+    async def share(self, sharing: Sharing) -> None:
+        """From now on the ranks share their devices like this."""
+        await self._all("share", "share its device", sharing)
+        self.sharing = sharing
+
     async def take_device(self, slot: int) -> None:
         await self._switch(slot, "trainer", "take its device")
 
     async def leave_device(self, slot: int) -> None:
         """The slot's ranks move their models to host memory; until `take_device` nothing may be asked of them."""
         await self._switch(slot, "rollout", "leave its device")
+
+    async def make_room(self, slot: int) -> None:
+        """The slot's ranks release cached memory that the engine's weights need during a push."""
+        await self._call("make_room", "release cached memory", slot, lambda rank: ())
 
     async def _switch(self, slot: int, role: str, action: str) -> None:
         if self._roles.get(slot) != role:

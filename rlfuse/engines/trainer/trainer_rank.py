@@ -80,6 +80,8 @@ class TrainerRank(Rank):
 
     activations: RankActivations | None = None
     """Where they don't simply stay."""
+    shared: Sequence[torch.Tensor] = ()
+    """Buckets that engines load."""
 
     def join(self, place: str | ray.actor.ActorHandle) -> None:
         """Meet the other ranks, all of them and those of each group that shares layers or sequences."""
@@ -318,16 +320,18 @@ class TrainerRank(Rank):
 
     @needs_models
     def share_ipc(self, names: list[str]) -> dict[str, Any]:
-        """Handles of a bucket for the engine on this rank's GPU; every rank calls. Its copies live until `release_ipc`.
+        """A bucket's handle for the engine on this rank's GPU; every rank calls. The last two live until `release_ipc`.
 
         EngineError if the models are not on the GPU: there are no handles of host memory.
         """
         with self.exporters["actor"].gathered(names, everywhere=True) as tensors:
-            handles, self.shared = cuda_ipc.share_ipc({name: tensor.clone() for name, tensor in tensors.items()})
-        return handles
+            cuda_ipc.collect()
+            handle, buffer = cuda_ipc.share_ipc(tensors)
+        self.shared = [*self.shared[-1:], buffer]
+        return handle
 
     def release_ipc(self) -> None:
-        """Let go of what `share_ipc` kept; the engine has loaded it."""
+        """Let go of the buckets that `share_ipc` kept; the engine has loaded them."""
         self.shared = []
         cuda_ipc.collect()
 

@@ -3,12 +3,13 @@
 Role: functions that a trainer rank calls on its own device with one bucket of whole tensors, under checkpoint names;
 `WeightPush` calls the ranks and the engines in the right order.
 
-    each rank --CUDA IPC handles--> workers on the same GPU      share_ipc per bucket, kept until all have loaded it
+    each rank packs a bucket --one CUDA IPC handle--> workers on the same GPU copy its tensors out, load them
 
-Invariants: the tensors lie on the device, and live until the engines have loaded what they make of them.
+Invariants: the buffer lies on the device, and lives until the engines have loaded it. Each bucket has a buffer of its
+own: torch pairs one export with one receiver, and the next bucket is packed while engines load the last one.
 Waits for nothing but the device.
-State: written against the sources of vLLM 0.32, bound to them in tests, and not run: it needs a GPU. Shared memory
-(`weights`) is what tests run.
+State: written against the sources of vLLM 0.32, bound to them in tests; run on one H200 with a handle per tensor, with
+packed buckets not yet. Shared memory (`weights`) is what tests run.
 """
 
 from __future__ import annotations
@@ -20,8 +21,27 @@ import torch
 from rlfuse.errors import EngineError
 
 
-def share_ipc(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """A bucket's handles for engines on this GPU, and the tensors to keep until those have loaded it.
+def pack(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], torch.Tensor]:
+    """Copy a bucket to one uint8 buffer; the names, types, shapes and bytes of what lies there one behind the other.
+
+    Types with wide numbers come first, so that each tensor begins where its type may.
+    """
+    ordered = sorted(tensors.items(), key=lambda each: -each[1].element_size())
+    sizes = [tensor.nbytes for _, tensor in ordered]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=ordered[0][1].device)
+    for (_, tensor), room in zip(ordered, buffer.split(sizes), strict=True):
+        room.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    described = {
+        "names": [name for name, _ in ordered],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
+        "shapes": [list(tensor.shape) for _, tensor in ordered],
+        "tensor_sizes": sizes,
+    }
+    return described, buffer
+
+
+def share_ipc(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], torch.Tensor]:
+    """A bucket's handle for engines on this GPU, and the buffer to keep until those have loaded it.
 
     EngineError for tensors in host memory, of which there are no handles.
     """
@@ -32,16 +52,11 @@ def share_ipc(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], list[to
             f"weights to be shared by CUDA IPC lie in host memory ({away[0]}, {len(away)} of {len(tensors)} in all): "
             "the trainer's ranks have to take their devices before weights are pushed"
         )
-    kept = [tensor.detach().contiguous() for tensor in tensors.values()]
+    described, buffer = pack(tensors)
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    handles = [{gpu: reduce_tensor(tensor)[1]} for tensor in kept]
+    handles = {gpu: reduce_tensor(buffer)[1]}
     torch.cuda.synchronize()  # engines read the memory as it is, not after this process's stream
-    described = {
-        "names": list(tensors),
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in kept],
-        "shapes": [list(tensor.shape) for tensor in kept],
-    }
-    return described | {"ipc_handles": handles}, kept
+    return described | {"ipc_handles": handles}, buffer
 
 
 def collect() -> None:
@@ -51,5 +66,6 @@ def collect() -> None:
 
 def merge_ipc(shared: list[dict[str, Any]]) -> dict[str, Any]:
     """One update for all engines from what each rank's `share_ipc` returned: every GPU finds its own handles."""
-    by_tensor = zip(*(update["ipc_handles"] for update in shared), strict=True)
-    return shared[0] | {"ipc_handles": [{gpu: h for part in parts for gpu, h in part.items()} for parts in by_tensor]}
+    return shared[0] | {
+        "ipc_handles": {gpu: handle for update in shared for gpu, handle in update["ipc_handles"].items()}
+    }

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -102,8 +104,32 @@ def _build_experts_anew(layer: Module) -> None:
         layer.quant_method.moe_kernel = None
 
 
+def beside_weights(model: Module, device: str) -> list[str]:
+    """Name the tensors on the device that are neither parameters nor buffers, which a push does not restore.
+
+    vLLM keeps the buffers of weights that it discards; KV caches have a memory pool of their own.
+    """
+    kept = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    found = []
+    for path, module in model.named_modules():
+        parts = {"": module} | {name: vars(module).get(name) for name in ("impl", "quant_method", "scheme")}
+        values = [(f"{path}.{part}.{name}", each) for part in parts for name, each in _attributes(parts[part])]
+        here = [(name, each) for name, each in values if each.device.type == device and each.numel()]
+        found += [name.replace("..", ".") for name, each in here if each.untyped_storage().data_ptr() not in kept]
+    return found
+
+
+def _attributes(part: Any) -> list[tuple[str, Tensor]]:
+    attributes = getattr(part, "__dict__", {}).items()
+    return [(name, each) for name, each in attributes if isinstance(each, Tensor) and name != "kv_cache"]
+
+
 class ReceiverExtension:
-    """Empty mixin: naming it makes vLLM import this module in its workers."""
+    """Mixin: naming it makes vLLM import this module in its workers."""
+
+    def beside_weights(self) -> list[str]:
+        """What of the model a push does not restore."""
+        return beside_weights(self.get_model(), "cuda")
 
 
 if "shm" not in WeightTransferEngineFactory._registry:  # the registry has no public query and refuses a second entry

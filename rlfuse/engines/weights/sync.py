@@ -5,7 +5,7 @@ trainer which bucket to hand over and the engines where to find it.
 
     shm  trainer (all ranks gather, rank 0 writes) --bucket i+1--> /dev/shm/rlfuse-weights-*/ --bucket i--> every engine
                  at most two buckets exist on a node: one being written (and copied there), one being loaded
-    ipc  trainer (every rank gathers on its GPU) --CUDA IPC handles of bucket i--> the engine on the same GPU
+    ipc  trainer (every rank packs bucket i+1 on its GPU) --CUDA IPC handle of bucket i--> the engine on the same GPU
 
 A slot's device goes through three hands (`colocation`); CUDA IPC opens memory of the device only, so the ranks leave
 after the push.
@@ -34,7 +34,7 @@ from contextlib import asynccontextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlfuse.engines.colocation import Ranks, Sleeper, to_engine, to_ranks
+from rlfuse.engines.colocation import Ranks, Sleeper, leave, to_engine, to_push, to_ranks
 from rlfuse.engines.weights.cuda_ipc import merge_ipc
 from rlfuse.engines.weights.staging import StagingHandle, WeightStaging
 from rlfuse.errors import EngineError, EngineLost
@@ -183,10 +183,9 @@ class WeightPush:
         """The slot's ranks and its engine's weights share the device when this returns."""
         engine = self.engines[slot]
         if engine.lost:
-            await self.exporter.leave_device(slot)
+            await leave(self.exporter, slot)
             await engine.wait_ready()
-        await to_ranks(engine, self.exporter, slot)
-        await engine.wake("weights")
+        await to_push(engine, self.exporter, slot)
 
     async def _serve(self, engines: list[WeightReceiver]) -> list[WeightReceiver]:
         """Those that have the weights when this returns; the others were lost in the course of it."""
@@ -270,11 +269,18 @@ class WeightPush:
     # Devices: not run without GPUs, see `cuda_ipc` -----------------------------------------------------------------
 
     async def _through_ipc(self, plan: list[list[str]], receivers: _Receivers) -> None:
-        await receivers.each(lambda engine: engine.begin_update())
-        for names in plan:
-            update = merge_ipc(await self.exporter.share_ipc(names))
-            await receivers.each(lambda engine, update=update: engine.receive(update))
+        sharing = asyncio.create_task(self.exporter.share_ipc(plan[0]))
+        try:
+            await receivers.each(lambda engine: engine.begin_update())
+            for following in [*plan[1:], None]:
+                update = merge_ipc(await sharing)
+                if following:
+                    sharing = asyncio.create_task(self.exporter.share_ipc(following))
+                await receivers.each(lambda engine, update=update: engine.receive(update))
             await self.exporter.release_ipc()
+        finally:
+            sharing.cancel()  # of no effect unless an engine failed
+            await asyncio.gather(sharing, return_exceptions=True)
 
 
 class _Receivers:

@@ -10,6 +10,7 @@ from rlfuse.engines.rollout.liveness import Liveness
 from rlfuse.engines.rollout.rollout_worker import RolloutWorker
 from rlfuse.engines.trainer import rank_group
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
+from rlfuse.protocols import Sharing
 
 
 @pytest.mark.parametrize("kind", [TrainerGroup, PipelineTrainer])
@@ -30,6 +31,26 @@ async def test_all_ranks_of_a_slot_move_and_no_others(kind, monkeypatch):
     assert len(told) == 4, "they have it already"
     await group.leave_device(1)
     assert told[4:] == [(2, "rollout"), (3, "rollout")]
+
+
+async def test_ranks_share_their_devices_as_the_plan_has_it(monkeypatch):
+    told = []
+
+    async def call(reference, *_):
+        return reference
+
+    def rank(i):
+        methods = dict(device_bytes=lambda: 100 - i, share=lambda sharing: told.append((i, sharing)))
+        methods["make_room"] = lambda: told.append(i)
+        return SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
+
+    monkeypatch.setattr(rank_group, "call", call)
+    group, sharing = TrainerGroup(Config(), [rank(i) for i in range(2)]), Sharing(hands_over=False, most=10)
+    assert group.sharing.hands_over and await group.device_bytes() == 99
+    await group.share(sharing)
+    assert group.sharing == sharing and told == [(0, sharing), (1, sharing)]
+    await group.make_room(1)
+    assert told[2:] == [1]
 
 
 async def test_optimizers_set_out_once_after_the_weights_of_their_slot(monkeypatch):

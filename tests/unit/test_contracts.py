@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections import Counter
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -253,6 +254,43 @@ def test_parts_of_an_engine_sleep_by_the_names_that_vllm_has():
     from rlfuse.protocols import PARTS
 
     assert set(PARTS) == SLEEP_TAGS == set(DEFERRABLE_TAGS)
+
+
+def source_of(path, name):
+    """A function of a file of vLLM's that needs CUDA to be imported."""
+    tree = ast.parse((Path(find_spec("vllm").origin).parent / path).read_text())
+    return next(ast.unparse(node) for node in ast.walk(tree) if getattr(node, "name", None) == name)
+
+
+def test_weights_that_a_sleep_discards_come_back_by_a_push_and_buffers_by_themselves():
+    from vllm.device_allocator.sleep_mode_backend import CuMemBackend
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from rlfuse.engines.weights.receiver import ReceiverExtension
+
+    inspect.signature(AsyncLLM.sleep).bind(None, level=2)
+    inspect.signature(AsyncLLM.collective_rpc).bind(None, "beside_weights")
+    assert callable(ReceiverExtension.beside_weights) and not hasattr(WorkerBase, "beside_weights")
+    assert hasattr(WorkerBase, "get_model")
+    suspended = inspect.getsource(CuMemBackend.suspend)
+    assert "if level == 1:" in suspended and '("weights", *offload_tags)' in suspended
+    slept, woken = (source_of("v1/worker/gpu_worker.py", name) for name in ("sleep", "wake_up"))
+    assert "if level == 2:" in slept and "_sleep_saved_buffers = {name: buffer.cpu().clone()" in slept
+    assert "'weights' in tags" in woken and "buffer.data.copy_(self._sleep_saved_buffers[name].data)" in woken
+
+
+def test_an_engine_that_is_given_its_cache_measures_nothing():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    given = {"kv_cache_memory_bytes": 1 << 30, "enable_sleep_mode": False, "gpu_memory_utilization": 0.01}
+    assert given.keys() <= {field.name for field in fields(AsyncEngineArgs)}
+    measured = source_of("v1/worker/gpu_worker.py", "determine_available_memory")
+    before, _, after = measured.partition("if (kv_cache_memory_bytes := self.cache_config.kv_cache_memory_bytes):")
+    assert after and "memory_profiling" not in before and "return" in after.split("memory_profiling")[0]
+    demanded = source_of("v1/worker/utils.py", "request_memory")
+    assert "total_memory * cache_config.gpu_memory_utilization" in demanded, "all that must be free at the start"
+    inspect.signature(torch.cuda.set_per_process_memory_fraction).bind(0.5)
 
 
 def test_a_special_token_may_be_a_stop_text():

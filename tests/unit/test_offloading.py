@@ -16,6 +16,7 @@ from rlfuse.engines.trainer.base_rank import Rank
 from rlfuse.engines.trainer.offloading import bytes_away, fetch_optimizer, on_device, to_device, to_host
 from rlfuse.engines.trainer.saving import writing
 from rlfuse.errors import EngineError
+from rlfuse.protocols import Sharing
 
 
 def test_a_move_that_fails_can_be_made_again(monkeypatch):
@@ -34,16 +35,21 @@ def test_a_move_that_fails_can_be_made_again(monkeypatch):
         assert float(loss(network, 0)) == before
 
 
-@pytest.fixture
-def away():
-    """A network whose optimizer is on the host, the optimizer's moments, and what they hold."""
+def trained():
+    """A network with its optimizer, the optimizer's moments, and what they hold."""
     network = Network()
     optimizer = torch.optim.AdamW(network.parameters())
     loss(network, 0).backward()
     optimizer.step()
     network.module, network.optimizer, network.basic_optimizer = network, optimizer, optimizer  # as DeepSpeed's engines
     moments = [state["exp_avg"] for state in optimizer.state.values()]
-    held = [moment.clone() for moment in moments]
+    return network, moments, [moment.clone() for moment in moments]
+
+
+@pytest.fixture
+def away():
+    """The same, with the optimizer on the host."""
+    network, moments, held = trained()
     to_host(network)
     to_device(network, optimizer=False)
     return network, moments, held
@@ -185,3 +191,67 @@ def test_what_a_rank_writes_of_a_checkpoint_is_handed_to_the_disk(tmp_path, monk
         assert synced == [str(tmp_path / "state")]
         files.write(tmp_path, lambda: (tmp_path / "config.json").write_text("{}"))
     assert {str(tmp_path), str(tmp_path / "config.json")} <= set(synced) and files.problem is None
+
+
+# Memory that a rank keeps for itself
+
+
+@pytest.mark.parametrize("cached, emptied", [(5, []), (6, ["emptied"])])
+def test_cached_memory_is_released_where_it_is_more_than_the_plan_leaves(cached, emptied, monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 100 + cached)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
+    accelerator = SimpleNamespace(empty_cache=lambda: done.append("emptied"))
+    monkeypatch.setattr(offloading, "get_accelerator", lambda: accelerator)
+    offloading.release_cached(5)
+    assert done == emptied
+
+
+def test_host_memory_is_pinned_once_in_the_background(monkeypatch):
+    pieces, begin = [], threading.Event()
+
+    def pinned(size, pin):
+        begin.wait(60)
+        pieces.append((size, pin))
+
+    monkeypatch.setattr(offloading, "_pinning", None)
+    monkeypatch.setattr(offloading, "pinned", pinned)
+    offloading.pin_ahead(0)
+    for size in (2 * offloading._PIECE + 1, 5):
+        offloading.pin_ahead(size)
+    assert not pieces, "the rank's call has returned"
+    begin.set()
+    offloading._pinning.join(60)
+    assert pieces == 3 * [(offloading._PIECE, True)]
+
+
+def test_a_rank_keeps_to_what_the_plan_shares(monkeypatch):
+    told = []
+    for name in ("release_cached", "pin_ahead"):
+        monkeypatch.setattr(base_rank, name, lambda size, name=name: told.append((name, size)))
+    fraction = "set_per_process_memory_fraction"
+    monkeypatch.setattr(torch.cuda, fraction, lambda share: told.append((fraction, share)))
+    monkeypatch.setattr(Rank, "device_bytes", lambda self: 1000)
+    rank, network = Rank(Config(), 0, 1, "cuda"), Network()
+    rank.beside = [network]
+    rank.share(Sharing(cached=7, cached_in_push=3, pinned=100_000))
+    rank.switch("rollout")
+    assert told == [("release_cached", 7), ("pin_ahead", 100_000 - bytes_away(network))]
+    rank.switch("trainer")
+    rank.make_room()
+    assert told[2:] == [("release_cached", 3)]
+    rank.share(Sharing(hands_over=False, most=250))
+    assert told[3:] == [(fraction, 0.25)]
+
+
+def test_an_optimizer_for_steps_alone_leaves_where_the_models_stay():
+    config, (network, moments, held) = Config(), trained()
+    config.actor.optimizer_residency = "step"
+    rank = Rank(config, 0, 1, "cuda")
+    rank.engines = {"actor": network}
+    rank.share(Sharing(hands_over=False))
+    assert not any(moment.untyped_storage().nbytes() for moment in moments)
+    before = bytes_away(network)
+    with rank.stepping("actor"):
+        assert there(moments, held)
+    assert bytes_away(network) == before > 0

@@ -82,7 +82,7 @@ def test_states_of_zero_stages(small):
         assert parts["gradients"] == pytest.approx(gradients * n)
         assert parts["optimizer"] == pytest.approx(optimizer * n)
     offloaded = memory_of(job(actor__offload_optimizer=True), shapes, budget)
-    assert "optimizer" not in sizes(offloaded, "actor") and offloaded.host > 12 * n / 8
+    assert "optimizer" not in sizes(offloaded, "actor") and offloaded.host == pytest.approx(12 * n / 8)
     short = {"actor__ppo_max_token_len_per_gpu": 1024}  # float32 has no kernel for all segments: each is traced
     wide = memory_of(job(model__dtype="float32", actor__zero_stage=0, **short), shapes, budget)
     assert sizes(wide, "actor")["optimizer"] == 8 * n, "fp32 without ZeRO has no second copy of the weights"

@@ -242,8 +242,11 @@ WHY = {
 }
 
 
-def gpu_settings(config: Config, given: Mapping[str, str] = os.environ) -> list[Setting]:
-    """All that is chosen for this job where it has GPUs. `given`: variables where the job is started."""
+def gpu_settings(
+    config: Config, given: Mapping[str, str] = os.environ, planned: Mapping[str, Any] | None = None
+) -> list[Setting]:
+    """All that is chosen for this job where it has GPUs. `given`: variables where the job is started; `planned`: vLLM's
+    arguments that follow from its memory plan."""
     if config.cluster.device == "cpu":
         return []
     limit = Setting(
@@ -259,16 +262,18 @@ def gpu_settings(config: Config, given: Mapping[str, str] = os.environ) -> list[
     return [
         *_with_given([*chosen, *engine_settings(engine_dtype(config))], given),
         limit,
-        *_arguments(config.rollout, config.data.max_prompt_length + config.data.max_response_length),
+        *_arguments(config.rollout, config.data.max_prompt_length + config.data.max_response_length, planned or {}),
         _shares(config),
     ]
 
 
-def _arguments(rollout: RolloutConfig, max_model_len: int) -> list[Setting]:
+def _arguments(rollout: RolloutConfig, max_model_len: int, planned: Mapping[str, Any]) -> list[Setting]:
     found = []
-    for name, value in engine_arguments(rollout, max_model_len).items():
+    for name, value in (engine_arguments(rollout, max_model_len) | planned).items():
         if name in rollout.engine_kwargs:
             value, why = rollout.engine_kwargs[name], "as rollout.engine_kwargs says"
+        elif name in planned:
+            why = "by the memory plan: the KV cache that a step can use; no sleep where both sides fit on the device"
         else:
             why = WHY[name]
         found.append(Setting(name, str(value), why, ENGINES))

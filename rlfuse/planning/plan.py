@@ -28,7 +28,7 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
 from rlfuse.fusion.registry import traits_of
-from rlfuse.planning import search_command
+from rlfuse.planning import search_command, sharing
 from rlfuse.planning.activation_tiers import words
 from rlfuse.planning.activations import PASS_OF, leaves
 from rlfuse.planning.cluster_file import Cluster, ClusterError, read_cluster
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> None:
     if arguments.memory_picture is not None:
         _draw_memory(config, memory, arguments.memory_picture, console)
     if budget.device == "cuda":
-        _show_settings(config, arguments.settings, console)
+        _show_settings(config, memory, arguments.settings, console)
     _forecast(config, shapes, memory, arguments, console)
     wrong = problems(config, memory)
     for line in wrong:
@@ -239,10 +239,11 @@ def not_looked_at(config: Config, device: str, lengths: DataLengths | str) -> li
     return [*lines, *needed_by_run(config)]
 
 
-def _show_settings(config: Config, all_of_them: bool, console: Console) -> None:
+def _show_settings(config: Config, memory: Memory, all_of_them: bool, console: Console) -> None:
     """What is chosen for GPUs beside the configuration's own keys, with its reasons, or how to see that."""
     name = config.trainer.experiment_name or "NAME"  # which a run without one gets when it is accepted
-    settings = gpu_settings(replace(config, trainer=replace(config.trainer, experiment_name=name)))
+    named = replace(config, trainer=replace(config.trainer, experiment_name=name))
+    settings = gpu_settings(named, planned=sharing.arguments(memory))
     if not all_of_them:
         console.print(f"{len(settings)} settings for GPUs were chosen: --settings shows them, with the reasons.\n")
         return

@@ -20,6 +20,7 @@ from rlfuse.planning.activations import layer_costs, micro_batch_tokens
 from rlfuse.planning.memory import GIB, Memory
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.placing import placements
+from rlfuse.planning.sharing import sharing_words
 
 
 def table_of(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
@@ -110,17 +111,3 @@ def memory_table(config: Config, shapes: Mapping[str, Shape], memory: Memory) ->
         notes.append(f"{per_node:.1f} GiB of a node's host memory at most, pinned for what is off the devices")
     table.caption, table.caption_justify = "; ".join(notes), "left"
     return table
-
-
-def sharing_words(config: Config, memory: Memory) -> list[str]:
-    """How an engine and its ranks share a GPU, and how large the engine's KV cache is."""
-    fullest, limit = memory.total(memory.tightest) / GIB, memory.budget.bytes / GIB
-    if memory.hands_over:
-        turns = "engine and trainer rank take turns on the device"
-    else:
-        turns = f"engine and trainer rank both stay on the device, {fullest:.1f} of {limit:.1f} GiB at most"
-    if (given := memory.kv_cache_bytes) is None:
-        return [turns, "the KV cache takes what rollout.gpu_memory_utilization leaves"]
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    cache = f"{given / GIB:.2f} GiB of KV cache"
-    return [turns, f"{cache}, at most what rollout.max_num_seqs samples of {longest} tokens need"]

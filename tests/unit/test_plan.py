@@ -19,10 +19,10 @@ from rlfuse.planning.model_sizes import read_shape
 from rlfuse.planning.placing import placements
 from rlfuse.planning.remedies import remedies
 from rlfuse.planning.residency import ENGINE, GENERATING, LOADING, MODELS, PHASES, SAVING, SYNC, TRAINING, Item
+from rlfuse.planning.sharing import arguments, sharing_of
 from rlfuse.planning.shortages import problems
 from rlfuse.planning.step_time import StepTimes
 from rlfuse.planning.tracing import Texts
-from rlfuse.run.sharing import engine_settings, sharing_of
 
 SEVEN_B = dict(
     model_type="qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
@@ -141,7 +141,8 @@ def test_the_engine_has_what_its_arguments_say(large):
     shape, budget = read_shape(large, "model.path"), Budget("cuda", 80 * GIB)
 
     def engine(shape, **changes):
-        return memory_of(job(**changes), {"actor": shape}, budget)
+        many = {"rollout__max_num_seqs": 2048}  # which could use more cache than there is
+        return memory_of(job(**(many | changes)), {"actor": shape}, budget)
 
     whole = engine(shape)
     more = engine(shape, rollout__engine_kwargs={"gpu_memory_utilization": 0.7, "max_num_batched_tokens": 32768})
@@ -348,6 +349,7 @@ def test_neither_data_nor_tokenizer_nor_a_gpu_is_needed_and_what_was_assumed_is_
 def test_phases_are_shown_in_their_order_with_the_tightest_and_the_settings(large, tmp_path, capsys):
     picture = tmp_path / "slot.png"
     words = ["model.enable_gradient_checkpointing=true", "actor.zero_stage=3", "--settings"]
+    words += ["rollout.max_num_seqs=1024", "rollout.free_cache_engine=true"]
     assert command(large, "--device-memory", "80", "--memory-picture", str(picture), *words) == 0
     out = capsys.readouterr().out
     assert " ".join(PHASES) in " ".join(out.split()) and "the tightest is generating: 54% of the device" in out
@@ -412,7 +414,7 @@ def test_an_engine_gets_the_cache_that_a_step_can_use(large):
     assert planned(rollout__tensor_model_parallel_size=2).kv_cache_bytes == 17 * longest * token / 2
     share = planned(rollout__max_num_seqs=1024, rollout__free_cache_engine=True)
     assert share.kv_cache_bytes is None, "the engine's share of the device has less than they could use"
-    assert share.total(GENERATING) - 3 * GIB < 40 * GIB
+    assert share.size_of(ENGINE) == pytest.approx(40 * GIB)
     own = planned(rollout__engine_kwargs={"kv_cache_memory_bytes": GIB})
     assert sizes(own, "engine")["KV cache"] == GIB and own.kv_cache_bytes is None
     assert planned(rollout__engine_kwargs={"num_gpu_blocks_override": 9}).kv_cache_bytes is None
@@ -424,23 +426,23 @@ def test_no_hand_over_where_both_sides_fit(small, large):
         config = job(**changes)
         return config, memory_of(config, {"actor": read_shape(path, "model.path")}, Budget("cuda", gib * GIB))
 
-    config, both = planned(small, 80)
+    _, both = planned(small, 80)
     assert not both.hands_over and both.moved == Moved() and both.host == 0
     assert both.total(both.tightest) <= 0.9 * 80 * GIB
     engine = {("engine", what) for what in ("parameters", "KV cache", "work space")}
     for phase in PHASES[1:]:
         there = {(part.role, part.what) for part in both.of(phase)}
         assert there >= engine | {("actor", "parameters"), ("actor", "optimizer")}, phase
-    assert engine_settings(config, both).engine_kwargs == {
+    assert arguments(both) == {
         "kv_cache_memory_bytes": both.kv_cache_bytes,
         "enable_sleep_mode": False,
         "gpu_memory_utilization": round(sum(sizes(both, "engine")[what] for _, what in engine) / (80 * GIB), 4),
     }
     shared = sharing_of(both)
     assert not shared.hands_over and shared.most == 80 * GIB - both.size_of(ENGINE | {Item.RESIDENTS, Item.LAYER})
-    config, turns = planned(large, 80)
+    _, turns = planned(large, 80)
     assert turns.hands_over and turns.moved.all > 14 * GIB and turns.host > 0
-    assert engine_settings(config, turns).engine_kwargs == {}
+    assert arguments(turns) == {"kv_cache_memory_bytes": turns.kv_cache_bytes}
     shared = sharing_of(turns)
     assert shared.hands_over and shared.cached == int(72 * GIB - turns.total(GENERATING)) and shared.most is None
     assert shared.pinned == int(turns.size_of(MODELS))
@@ -448,9 +450,6 @@ def test_no_hand_over_where_both_sides_fit(small, large):
         config, forced = planned(path, 80, rollout__free_cache_engine=wanted)
         assert forced.hands_over == wanted
     assert problems(config, forced)[0].startswith("loading") or "needs" in problems(config, forced)[0]
-    own = {"kv_cache_memory_bytes": GIB, "gpu_memory_utilization": 0.2}
-    config, kept = planned(small, 80, rollout__engine_kwargs=own, rollout__free_cache_engine=False)
-    assert engine_settings(config, kept).engine_kwargs == own | {"enable_sleep_mode": False}
     _, unknown = planned(small, 80, rollout__engine_kwargs={"num_gpu_blocks_override": 9})
     assert unknown.hands_over, "vLLM measures the device, which ranks must have left"
 
@@ -461,5 +460,13 @@ def test_the_plan_says_who_stays(small, capsys):
         ("null", "engine and trainer rank both stay on the device"),
         ("true", "take turns on the device"),
     ):
-        assert command(small, "--device-memory", "80", f"rollout.free_cache_engine={key}") == 0
-        assert told in " ".join(capsys.readouterr().out.split())
+        limits = [
+            "data.max_prompt_length=64",
+            "data.max_response_length=64",
+            "--settings",
+            f"rollout.free_cache_engine={key}",
+        ]
+        assert command(small, "--device-memory", "80", *limits) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert told in out and ("enable_sleep_mode=False" in out) == (key == "null")
+        assert "kv_cache_memory_bytes=" in out

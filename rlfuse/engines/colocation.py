@@ -40,6 +40,10 @@ class Ranks(Protocol):
 
     async def leave_device(self, slot: int) -> None: ...
 
+
+class PushingRanks(Ranks, Protocol):
+    """Those that push weights."""
+
     async def make_room(self, slot: int) -> None: ...
 
 
@@ -53,7 +57,7 @@ async def to_ranks(engine: Sleeper, ranks: Ranks, slot: int, discard: bool = Fal
         await ranks.take_device(slot)
 
 
-async def to_push(engine: Sleeper, ranks: Ranks, slot: int) -> None:
+async def to_push(engine: Sleeper, ranks: PushingRanks, slot: int) -> None:
     """The slot's ranks and its engine's weights share the device when this returns."""
     if ranks.sharing.hands_over:
         await to_ranks(engine, ranks, slot, discard=True)

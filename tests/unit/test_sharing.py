@@ -1,14 +1,20 @@
-"""What a run decides of engines and ranks on its GPUs, and that engines start with it."""
+"""Whether engine and ranks share a GPU or take turns on it, and how large the KV cache is, in plan and run."""
 
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import transformers
+from test_plan import SEVEN_B, command, sizes
 from test_plan_models import FAMILIES, job
 
 from rlfuse.errors import ConfigError
-from rlfuse.planning.memory import GIB
+from rlfuse.planning.memory import GIB, Budget, Moved, memory_of
+from rlfuse.planning.model_sizes import read_shape
+from rlfuse.planning.residency import ENGINE, GENERATING, MODELS, PHASES, Item
+from rlfuse.planning.sharing import arguments, sharing_of
+from rlfuse.planning.shortages import problems
 from rlfuse.protocols import Sharing
 from rlfuse.run import inference
 from rlfuse.run.sharing import SharedDevices
@@ -48,8 +54,14 @@ async def decided(folder, **changes):
 
 @pytest.fixture
 def small(tmp_path):
-    FAMILIES["qwen2"].save_pretrained(tmp_path)
-    return tmp_path
+    FAMILIES["qwen2"].save_pretrained(tmp_path / "small")
+    return str(tmp_path / "small")
+
+
+@pytest.fixture
+def large(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN_B))
+    return str(tmp_path)
 
 
 async def test_both_stay_where_they_fit_and_the_engine_is_given_its_cache(small):
@@ -74,3 +86,78 @@ async def test_they_take_turns_where_no_plan_can_be_made(tmp_path):
     assert sharing == Sharing() and given == {} and "take turns on each GPU, because its memory can't be" in said[0]
     with pytest.raises(ConfigError, match=r"model\.path"):
         await decided(tmp_path, rollout__free_cache_engine=False)
+
+
+# The plan
+
+
+def test_an_engine_gets_the_cache_that_a_step_can_use(large):
+    shape, longest = read_shape(large, "model.path"), 2048
+    limits = dict(data__max_prompt_length=1024, data__max_response_length=1024, rollout__max_num_seqs=16)
+
+    def planned(gib=80, **changes):
+        return memory_of(job(**(limits | changes)), {"actor": shape}, Budget("cuda", gib * GIB))
+
+    token = 2 * 2 * 28 * 4 * 128  # keys and values in bfloat16, in 28 layers of 4 heads of 128 numbers
+    for sequences in (16, 32):
+        memory = planned(rollout__max_num_seqs=sequences)
+        assert memory.kv_cache_bytes == (sequences + 1) * longest * token == sizes(memory, "engine")["KV cache"]
+        assert memory.kv_tokens >= sequences * longest
+    assert planned(fusion__tail_speculation=2).kv_cache_bytes == 17 * (longest + 128) * token, "drafts, in whole blocks"
+    assert planned(rollout__tensor_model_parallel_size=2).kv_cache_bytes == 17 * longest * token / 2
+    share = planned(rollout__max_num_seqs=1024, rollout__free_cache_engine=True)
+    assert share.kv_cache_bytes is None, "the engine's share of the device has less than they could use"
+    assert share.size_of(ENGINE) == pytest.approx(40 * GIB)
+    own = planned(rollout__engine_kwargs={"kv_cache_memory_bytes": GIB})
+    assert sizes(own, "engine")["KV cache"] == GIB and own.kv_cache_bytes is None
+    assert planned(rollout__engine_kwargs={"num_gpu_blocks_override": 9}).kv_cache_bytes is None
+
+
+def test_no_hand_over_where_both_sides_fit(small, large):
+    def planned(path, gib, **changes):
+        config = job(**changes)
+        return config, memory_of(config, {"actor": read_shape(path, "model.path")}, Budget("cuda", gib * GIB))
+
+    _, both = planned(small, 80)
+    assert not both.hands_over and both.moved == Moved() and both.host == 0
+    assert both.total(both.tightest) <= 0.9 * 80 * GIB
+    engine = {("engine", what) for what in ("parameters", "KV cache", "work space")}
+    for phase in PHASES[1:]:
+        there = {(part.role, part.what) for part in both.of(phase)}
+        assert there >= engine | {("actor", "parameters"), ("actor", "optimizer")}, phase
+    assert arguments(both) == {
+        "kv_cache_memory_bytes": both.kv_cache_bytes,
+        "enable_sleep_mode": False,
+        "gpu_memory_utilization": round(sum(sizes(both, "engine")[what] for _, what in engine) / (80 * GIB), 4),
+    }
+    shared = sharing_of(both)
+    assert not shared.hands_over and shared.most == 80 * GIB - both.size_of(ENGINE | {Item.RESIDENTS, Item.LAYER})
+    _, turns = planned(large, 80)
+    assert turns.hands_over and turns.moved.all > 14 * GIB and turns.host > 0
+    assert arguments(turns) == {"kv_cache_memory_bytes": turns.kv_cache_bytes}
+    shared = sharing_of(turns)
+    assert shared.hands_over and shared.cached == int(72 * GIB - turns.total(GENERATING)) and shared.most is None
+    assert shared.pinned == int(turns.size_of(MODELS))
+    for wanted, path in ((True, small), (False, large)):
+        config, forced = planned(path, 80, rollout__free_cache_engine=wanted)
+        assert forced.hands_over == wanted
+    assert problems(config, forced)[0].startswith("loading") or "needs" in problems(config, forced)[0]
+    _, unknown = planned(small, 80, rollout__engine_kwargs={"num_gpu_blocks_override": 9})
+    assert unknown.hands_over, "vLLM measures the device, which ranks must have left"
+
+
+def test_the_plan_says_who_stays(small, capsys):
+    for key, told in (
+        ("null", "engine and trainer rank both stay on the device"),
+        ("true", "take turns on the device"),
+    ):
+        limits = [
+            "data.max_prompt_length=64",
+            "data.max_response_length=64",
+            "--settings",
+            f"rollout.free_cache_engine={key}",
+        ]
+        assert command(small, "--device-memory", "80", *limits) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert told in out and ("enable_sleep_mode=False" in out) == (key == "null")
+        assert "kv_cache_memory_bytes=" in out

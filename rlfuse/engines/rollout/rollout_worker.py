@@ -324,7 +324,7 @@ class RolloutWorker:
             raise RuntimeError(f"{self.name} can't sleep while {count} samples are generated: evict or await them")
         if self._device == "cuda" and "weights" not in self._asleep:  # on CPU hosts there is no memory to give up
             with self._asking("to fall asleep"):
-                self._discarded = discard and self._restorable
+                self._discarded |= discard and self._restorable
                 await self._engine.sleep(level=2 if self._discarded else 1)
         self._asleep = set(PARTS)
 

@@ -34,7 +34,7 @@ from contextlib import asynccontextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlfuse.engines.colocation import Ranks, Sleeper, leave, to_engine, to_push, to_ranks
+from rlfuse.engines.colocation import PushingRanks, Sleeper, leave, to_engine, to_push, to_ranks
 from rlfuse.engines.weights.cuda_ipc import merge_ipc
 from rlfuse.engines.weights.staging import StagingHandle, WeightStaging
 from rlfuse.errors import EngineError, EngineLost
@@ -47,7 +47,7 @@ STUCK = {"gpt_oss", "mimo_v2_flash", "step3_text", "step3p5"}
 """Model types whose `load_weights` in vLLM copies tensors itself; `weights.receiver` finds others in the first push."""
 
 
-class WeightExporter(Ranks, Protocol):
+class WeightExporter(PushingRanks, Protocol):
     """The trainer's side, all ranks as one. Every method is bounded in time and raises `EngineError`."""
 
     async def bucket_plan(self) -> list[list[str]]:

@@ -127,9 +127,12 @@ def test_what_is_there_for_steps_alone_has_the_room_of_activations(model):
     gib=st.floats(16, 400),
     share=st.sampled_from((0.3, 0.6, 0.9)),
     again=st.booleans(),
+    hands_over=st.booleans(),
 )
-def test_no_plan_fits_whose_replayed_calls_need_more_than_the_device(scene, residency, zero, gib, share, again, model):
-    world = replay(ResidentWorld(scene, residency=residency))
+def test_no_plan_fits_whose_replayed_calls_need_more_than_the_device(
+    scene, residency, zero, gib, share, again, hands_over, model
+):
+    world = replay(ResidentWorld(scene, residency=residency, hands_over=hands_over))
     config = world.config()
     config.rollout.gpu_memory_utilization, config.model.enable_gradient_checkpointing = share, again
     memory = plan_of(config, zero, model, gib)
@@ -142,9 +145,9 @@ def test_no_plan_fits_whose_replayed_calls_need_more_than_the_device(scene, resi
 
 @pytest.mark.slow
 @exploring
-@given(scene=scenes(steps=2))
-def test_nor_where_engines_are_lost_at_any_time(scene):
-    world = replay(ResidentWorld(scene))
+@given(scene=scenes(steps=2), hands_over=st.booleans())
+def test_nor_where_engines_are_lost_at_any_time(scene, hands_over):
+    world = replay(ResidentWorld(scene, hands_over=hands_over))
     assert len(world.learned) == 2 and not any(rollout.lost for rollout in world.rollouts)
 
 

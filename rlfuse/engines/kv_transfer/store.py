@@ -61,7 +61,7 @@ class KVCacheStore:
 
     def new_base(self) -> str:
         """Where a request's KV cache would be, should it be wanted."""
-        return str(self.folder / str(next(self._names)))
+        return f"{self.folder}/{next(self._names)}"
 
     def want(self, base: str) -> None:
         """To be said before the request is aborted."""

@@ -56,6 +56,8 @@ class Prompts:
 
     def check(self, sample_id: str, prompt_ids: np.ndarray, visual: Sequence[Visual]) -> None:
         """ValueError unless prompt, plans, embeddings, model and engine fit each other."""
+        if not self._placeholders and not visual:
+            return
         marked = np.flatnonzero(np.isin(prompt_ids, self._placeholders))
         places = np.concatenate([each.positions for each in visual]) if visual else np.empty(0, int)
         for each in visual:

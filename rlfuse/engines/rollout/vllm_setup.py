@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -197,11 +198,21 @@ def sampling_params(
     request: Request, sampling: Sampling, room: int, kv_params: dict[str, str], logit_bias: dict[int, float] | None
 ) -> Any:
     """vLLM's SamplingParams for at most `room` more tokens of the request."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
     import rlfuse.engines.rollout.stop_texts  # noqa: F401  (in this process, for samples that go on)
     from rlfuse.engines.rollout.seeded_generators import DRAWN
+
+    parameters = _shared_params(sampling).clone()
+    parameters.max_tokens, parameters.logit_bias = room, logit_bias
+    parameters.seed = request.seed if sampling.temperature > 0 else None
+    parameters.extra_args = {DRAWN: len(request.partial.token_ids), "kv_transfer_params": kv_params}
+    return parameters
+
+
+@cache
+def _shared_params(sampling: Sampling) -> Any:
+    """vLLM's SamplingParams, checked once: what all requests with this sampling have in common."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         temperature=sampling.temperature,
@@ -210,15 +221,11 @@ def sampling_params(
         min_p=sampling.min_p,
         stop=list(sampling.stop),
         include_stop_str_in_output=True,  # as tokens it is, so log-probs are of what was drawn
-        max_tokens=room,
-        seed=request.seed if sampling.temperature > 0 else None,
-        logit_bias=logit_bias,
         logprobs=0,  # of the drawn token alone
         skip_special_tokens=False,  # one of them may be a stop text
         detokenize=bool(sampling.stop),  # else once at the end, and exactly as the tokenizer decodes
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # no other request has it
-        extra_args={DRAWN: len(request.partial.token_ids), "kv_transfer_params": kv_params},
+        skip_clone=True,  # vLLM writes the same to all of them
     )
 
 

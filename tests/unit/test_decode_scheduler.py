@@ -5,6 +5,7 @@ Real schedulers of both kinds are driven through the same events by a model that
 
 import hashlib
 import inspect
+import itertools
 import random
 import textwrap
 from collections import deque
@@ -66,7 +67,19 @@ def build(model, kind, is_async, blocks=400, seqs=16, batched=512, drafts=False)
     manager = StructuredOutputManager(config)
     scheduler = kind(config, blocks_of_all, manager, block_size=BLOCK, log_stats=True)
     scheduler.use_v2_model_runner = is_async
+    scheduler._stop_tokens = StopTable()
     return scheduler
+
+
+class StopTable:
+    """Knows the tokens of some stop texts, as the table of a byte-level tokenizer does."""
+
+    ends, incomplete = frozenset(range(8, VOCABULARY, 6)), frozenset(range(8, VOCABULARY, 30))
+
+    def find(self, stop):
+        from rlfuse.engines.rollout.stop_tokens import StopTokens
+
+        return StopTokens(self.ends, self.incomplete) if stop == ("known",) else None
 
 
 class Grammar:
@@ -273,6 +286,7 @@ SCENARIOS = {
     ),
     "the longest sequence": ({}, {"likely_end": 0.0}, {"max_tokens": 400}),
     "stop texts": ({}, {}, lambda n: {"stop": ["a"], "detokenize": True} if n % 5 == 0 else {}),
+    "stop texts, preemption and aborts": ({"blocks": 40}, {"aborts": True}, {"stop": ["known"], "detokenize": True}),
     "other log-probs": ({}, {}, lambda n: {"logprobs": 2} if n % 7 == 0 else {}),
     "aborted": ({}, {"aborts": True}, {}),
     "aborted while some are preempted": ({"blocks": 40}, {"aborts": True}, {}),
@@ -326,6 +340,23 @@ def test_the_tokens_of_a_sample_leave_with_its_first_and_its_last(model):
         core.step()
     sizes = [[len(output.new_token_ids) for output in outputs] for outputs in messages if outputs]
     assert sizes == [[1] * 4, [19], [20], [21], [22]]
+
+
+def test_a_token_that_may_complete_a_stop_text_leaves_at_once_with_all_before_it(model):
+    from rlfuse.engines.rollout.decode_scheduler import AsyncDecodeScheduler
+
+    core, messages = Core(build(model, AsyncDecodeScheduler, True), 0.0), []
+    receive = core.receive
+    core.receive = lambda outputs: messages.extend(each.outputs for each in outputs.values()) or receive(outputs)
+    core.scheduler.add_request(request(1, list(range(8, 40)), max_tokens=200, stop=["known"], detokenize=True))
+    while core.queue or core.scheduler.has_requests():
+        core.step()
+    groups = [output.new_token_ids for outputs in messages for output in outputs]
+    leaving = set(range(8, VOCABULARY)), StopTable.ends
+    for before, group in itertools.pairwise(groups[:-1]):
+        watched = leaving[before[-1] not in StopTable.incomplete]
+        assert group[-1] in watched and not watched.intersection(group[:-1])
+    assert sum(map(len, groups)) == 200 and len(groups) < 60
 
 
 @pytest.mark.parametrize(

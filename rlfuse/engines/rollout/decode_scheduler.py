@@ -9,17 +9,20 @@ Invariants:
   Steps that hold anything but decoding, and requests that end, were preempted or have events to report, are left to it;
 - a request's first token leaves at once, the others in the step in which it ends, also when it is aborted, or when the
   engine is paused, as the version of the weights may change then;
-- requests with stop texts send each token at once, as the front end looks for these, and so do those that ask for
-  log-probs of tokens that were not sampled.
+- requests with stop texts, for which the front end looks, also send what they have with each token that may complete
+  one (`stop_tokens`), so that they end in the same step as with vLLM's own scheduler;
+- requests that ask for log-probs of tokens that were not sampled send each token at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -31,22 +34,32 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from rlfuse.engines.kv_transfer.shared_memory import MigrationConnector
+from rlfuse.engines.rollout.stop_tokens import EVERY_TOKEN, NO_TOKEN, StopTokens, StopTokenTable
 
 
 class HeldTokens:
     """Tokens of a request that have not left the engine yet: all from number `sent` on."""
 
-    __slots__ = ("end", "is_plain", "log_probs", "request", "sent", "stop_ids")
+    __slots__ = ("end", "is_plain", "log_probs", "request", "sent", "stop_ids", "stop_text_ids", "stop_tokens")
 
-    def __init__(self, request: Request, max_model_len: int):
+    def __init__(self, request: Request, max_model_len: int, stop_tokens: StopTokens | None):
         sampling = request.sampling_params
         self.request, self.sent = request, len(request._output_token_ids)
         self.log_probs: list[float] = []
         self.stop_ids = {sampling.eos_token_id, *(sampling.stop_token_ids or ())}
+        self.stop_tokens = stop_tokens
+        self.stop_text_ids: Container[int] = NO_TOKEN
+        """Tokens that may complete a stop text if they are next."""
+        self.follow(request._output_token_ids)
         self.end = min(max_model_len, request.num_prompt_tokens + request.max_tokens)
         """Tokens with the prompt at which the request ends."""
         self.is_plain = not (request.mm_features or request.structured_output_request or sampling.repetition_detection)
         """Whether it decodes without encoder outputs, grammars and other checks."""
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """`tokens` have left, the last ones of the request."""
+        if self.stop_tokens is not None:
+            self.stop_text_ids = self.stop_tokens.after(tokens[-1]) if tokens else EVERY_TOKEN
 
     def release(self, output: EngineCoreOutput) -> EngineCoreOutput:
         """Put all that is held into `output`."""
@@ -59,6 +72,7 @@ class HeldTokens:
                 np.array(self.log_probs, np.float32).reshape(column),
                 np.zeros(count, np.int32),  # ranks, which are not read
             )
+            self.follow(tokens)
         self.sent, self.log_probs = self.sent + len(tokens), []
         return output
 
@@ -222,6 +236,7 @@ class DecodeScheduler(Scheduler):
                 length = len(known)
                 if (
                     token not in held.stop_ids
+                    and token not in held.stop_text_ids
                     and length + 1 < held.end
                     and request.status == RequestStatus.RUNNING
                     and not request.num_stale_output_tokens
@@ -252,17 +267,33 @@ class DecodeScheduler(Scheduler):
         details.num_generation_tokens += len(output.new_token_ids)
         if held is None:
             request = self.requests.get(output.request_id)
-            if request is not None and not ends and _can_be_held(request):
-                self.held[output.request_id] = HeldTokens(request, self.max_model_len)
+            if request is not None and not ends:
+                self._hold(request)
             return True
         if output.new_logprobs is not None:
             held.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
-        if not ends and output.events is None:
+        may_stop = any(token in held.stop_text_ids for token in output.new_token_ids)
+        if not (ends or may_stop or output.events is not None):
             return False
         held.release(output)
         if ends:
             del self.held[output.request_id]
         return True
+
+    def _hold(self, request: Request) -> None:
+        """Keep what the request samples from now on, if that can wait."""
+        sampling = request.sampling_params
+        if sampling is None or sampling.num_logprobs != 0 or request.resumable:
+            return
+        stop_tokens = self._stop_tokens.find(tuple(sampling.stop)) if sampling.stop else None
+        if stop_tokens is not None or not sampling.stop:
+            self.held[request.request_id] = HeldTokens(request, self.max_model_len, stop_tokens)
+
+    @cached_property
+    def _stop_tokens(self) -> StopTokenTable:
+        """Made when a request has stop texts: takes a second for 150,000 tokens."""
+        model = self.vllm_config.model_config
+        return StopTokenTable(None if model.skip_tokenizer_init else cached_tokenizer_from_config(model))
 
     # What comes from outside -----------------------------------------------------------------------------------------
 
@@ -305,8 +336,3 @@ def _is_plain(output: ModelRunnerOutput) -> bool:
         and not output.num_nans_in_logits
         and not (transferred and (transferred.failed_recving or transferred.invalid_block_ids))
     )
-
-
-def _can_be_held(request: Request) -> bool:
-    sampling = request.sampling_params
-    return sampling is not None and sampling.num_logprobs == 0 and not sampling.stop and not request.resumable

@@ -1,0 +1,68 @@
+"""Tokens that can end a stop text: all others of a response can wait in the engine core.
+
+Role: used by `decode_scheduler`, in the process of the engine core. vLLM's front end looks for stop texts, so it has to
+see at once each token with which one may become complete, and needs the others only with that one. Waits for nothing.
+Invariant: while characters are complete, a token that is not in `ends` adds no last character of a stop text to the
+response. This is known of byte-level tokenizers, whose tokens have the same text wherever they are; for others nothing
+is known, and each token is sent at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tokenizers.decoders import ByteLevel
+from transformers import TokenizersBackend
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class EveryToken:
+    """The set of all tokens."""
+
+    def __contains__(self, token: object) -> bool:
+        return True
+
+
+EVERY_TOKEN = EveryToken()
+NO_TOKEN: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class StopTokens:
+    """Those of some stop texts."""
+
+    ends: frozenset[int]
+    """With the last character of a stop text, or with bytes of an incomplete character."""
+    incomplete: frozenset[int]
+    """Those with bytes of an incomplete character. Text before it is decoded with the next token, whatever that is."""
+
+    def after(self, token: int) -> Container[int]:
+        """Return the tokens that have to be sent at once if they follow `token`."""
+        return EVERY_TOKEN if token in self.incomplete else self.ends
+
+
+class StopTokenTable:
+    """For one tokenizer, None where the engine has none."""
+
+    def __init__(self, tokenizer: Any):
+        self._texts: dict[int, str] | None = None
+        if isinstance(tokenizer, TokenizersBackend) and type(tokenizer.backend_tokenizer.decoder) is ByteLevel:
+            decoder = tokenizer.backend_tokenizer.decoder
+            self._texts = {number: decoder.decode([token]) for token, number in tokenizer.get_vocab().items()}
+        self.find = cache(self._find)
+
+    def _find(self, stop: tuple[str, ...]) -> StopTokens | None:
+        """Return the tokens for these stop texts; None if the text of a token depends on where it is."""
+        if self._texts is None or any(INCOMPLETE in text for text in stop):
+            return None
+        incomplete = _with_any(self._texts, INCOMPLETE)
+        return StopTokens(incomplete | _with_any(self._texts, [text[-1] for text in stop]), incomplete)
+
+
+def _with_any(texts: dict[int, str], characters: Sequence[str]) -> frozenset[int]:
+    wanted = set(characters)
+    return frozenset(number for number, text in texts.items() if not wanted.isdisjoint(text))

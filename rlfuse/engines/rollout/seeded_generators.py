@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+import rlfuse.engines.rollout.sampler_steps  # noqa: F401
 from rlfuse.engines.weights.receiver import ReceiverExtension
 
 DRAWN = "rlfuse_drawn"
@@ -62,7 +63,7 @@ def position(request: CachedRequestState) -> None:
 
 
 class WorkerExtension(ReceiverExtension):
-    """Mixin: naming it makes vLLM import this module and the weights' receiver in its workers."""
+    """Mixin: naming it makes vLLM import this module and those above in its workers."""
 
 
 _post_init = CachedRequestState.__post_init__

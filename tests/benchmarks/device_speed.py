@@ -36,6 +36,7 @@ ENGINE = {
     "enforce_eager": True,
     "max_num_batched_tokens": 8192,
 }
+STOP: list[str] = []
 
 
 def write_model(folder: str) -> str:
@@ -55,15 +56,15 @@ def write_model(folder: str) -> str:
 
 
 def cpu_seconds() -> dict[str, float]:
-    """Of this process, the front end, and of its children, the core."""
+    """Of this process, the front end, of its children, the core, and of theirs, a model runner of its own."""
     import psutil
 
-    used = {"front": 0.0, "core": 0.0}
+    used = {"front": 0.0, "core": 0.0, "runner": 0.0}
     this = psutil.Process()
     for process in (this, *this.children(recursive=True)):
+        part = "front" if process == this else "core" if process.ppid() == this.pid else "runner"
         for thread in Path(f"/proc/{process.pid}/task").iterdir():
-            seconds = int((thread / "schedstat").read_text().split()[0]) / 1e9
-            used["front" if process == this else "core"] += seconds
+            used[part] += int((thread / "schedstat").read_text().split()[0]) / 1e9
     return used
 
 
@@ -94,7 +95,7 @@ class Rlfuse:
             Request(f"{name}/{i}", 1, 1000 + i, np.asarray(prompt, np.int32), NOTHING) for i, prompt in enumerate(ids)
         ]
         found = {}
-        async for some in self.worker.generate(requests, Sampling(1.0, 1.0, -1, tokens)):
+        async for some in self.worker.generate(requests, Sampling(1.0, 1.0, -1, tokens, stop=tuple(STOP))):
             found |= dict(some)
         return [(found[each.id].token_ids.tolist(), found[each.id].log_probs.tolist()) for each in requests]
 
@@ -119,7 +120,8 @@ def sampling(seed: int, tokens: int) -> object:
     from vllm.sampling_params import RequestOutputKind
 
     final = RequestOutputKind.FINAL_ONLY
-    return SamplingParams(max_tokens=tokens, seed=seed, logprobs=0, detokenize=False, output_kind=final)
+    texts = {"stop": STOP, "include_stop_str_in_output": True, "skip_special_tokens": False, "detokenize": bool(STOP)}
+    return SamplingParams(max_tokens=tokens, seed=seed, logprobs=0, output_kind=final, **texts)
 
 
 def answer(output: object) -> tuple[list[int], list[float]]:
@@ -177,6 +179,9 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
     import null_executor
 
     null_executor.as_on_gpus()
+    STOP.extend(options.stop)
+    if options.own_runner:
+        ENGINE.update(distributed_executor_backend="mp", worker_cls="null_executor.NullWorker")
     engine = {"rlfuse": Rlfuse, "AsyncLLM": Async, "LLM": Offline}[options.mode]()
     with tempfile.TemporaryDirectory() as folder:
         await engine.start(write_model(folder), options.sequences, PROMPT + options.tokens)
@@ -207,6 +212,8 @@ def in_process(mode: str, options: argparse.Namespace) -> dict[str, object]:
         mode,
         f"--sequences={options.sequences}",
         f"--tokens={options.tokens}",
+        *(f"--stop={text}" for text in options.stop),
+        *["--own-runner"] * options.own_runner,
     ]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     print(mode, done.stdout.splitlines()[-1], file=sys.stderr, flush=True)
@@ -219,6 +226,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="write the medians as JSON, for h200_estimate.py --speed")
+    parser.add_argument("--stop", action="append", default=[], help="a text that ends responses; may be repeated")
+    parser.add_argument("--own-runner", action="store_true", help="the model runner in a process of its own")
     parser.add_argument("--mode", choices=MODES)
     options = parser.parse_args()
     if options.mode:

@@ -8,14 +8,13 @@ and vLLM's second model runner, as it has on GPUs.
 from __future__ import annotations
 
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, LogprobsLists, ModelRunnerOutput
-from vllm.v1.worker.worker_base import CompilationTimes
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 FIRST, VOCABULARY = 3, 1000
 """Tokens that are sampled: none of them ends a response."""
@@ -35,48 +34,58 @@ def as_on_gpus() -> None:
     CpuPlatform.check_and_update_config = classmethod(checked)
 
 
-class NullExecutor(Executor):
-    @classmethod
-    def supports_async_scheduling(cls) -> bool:
-        return True
+class NullWorker(WorkerBase):
+    """Answers what an executor calls; `worker_cls` where vLLM's executor runs it in a process of its own."""
 
-    def _init_executor(self) -> None:
+    def __init__(self, vllm_config: Any, **_: Any) -> None:
         from vllm.platforms import current_platform
 
+        self.vllm_config = vllm_config
         self.seeds: dict[str, int] = {}
         self.lengths: dict[str, int] = {}
-        self.step = SimpleNamespace()
-        current_platform.update_block_size_for_backend(self.vllm_config)
+        current_platform.update_block_size_for_backend(vllm_config)
+
+    def init_device(self) -> None: ...
+
+    def load_model(self) -> None: ...
 
     def check_health(self) -> None: ...
 
     def shutdown(self) -> None: ...
 
-    def collective_rpc(
-        self, method: Any, timeout=None, args=(), kwargs=None, non_block=False, single_value=False
-    ) -> Any:
-        answer = self._answer(method)
-        return _done(answer) if non_block else answer
+    def initialize_from_config(self, kv_cache_config: Any) -> None: ...
 
-    def _answer(self, method: Any) -> list[Any]:
-        model, parallel = self.model_config, self.parallel_config
-        if method == "get_kv_cache_spec":
-            spec = FullAttentionSpec(
-                block_size=self.cache_config.block_size,
-                num_kv_heads=model.get_num_kv_heads(parallel),
-                head_size=model.get_head_size(),
-                dtype=model.dtype,
-            )
-            return [{f"model.layers.{i}.self_attn.attn": spec for i in range(model.get_num_layers(parallel))}]
-        answers = {
-            "get_supported_kv_cache_layouts": ["LBNHC"],
-            "determine_available_memory": self.cache_config.kv_cache_memory_bytes,
-            "compile_or_warm_up_model": CompilationTimes(0.0, 0.0),
-            "get_supported_tasks": ("generate",),
-        }
-        return [answers.get(method)]
+    def set_kv_cache_layout(self, name: str) -> None: ...
 
-    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+    def get_kv_connector_handshake_metadata(self) -> None: ...
+
+    def reset_mm_cache(self) -> None: ...
+
+    def reset_encoder_cache(self) -> None: ...
+
+    def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        spec = FullAttentionSpec(
+            block_size=self.vllm_config.cache_config.block_size,
+            num_kv_heads=model.get_num_kv_heads(parallel),
+            head_size=model.get_head_size(),
+            dtype=model.dtype,
+        )
+        return {f"model.layers.{i}.self_attn.attn": spec for i in range(model.get_num_layers(parallel))}
+
+    def get_supported_kv_cache_layouts(self) -> str:
+        return "LBNHC"
+
+    def determine_available_memory(self) -> int:
+        return self.vllm_config.cache_config.kv_cache_memory_bytes
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        return CompilationTimes(0.0, 0.0)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
         for name in scheduler_output.finished_req_ids:
             self.seeds.pop(name, None)
             self.lengths.pop(name, None)
@@ -84,10 +93,9 @@ class NullExecutor(Executor):
             self.seeds[new.req_id] = new.sampling_params.seed or 0
             self.lengths[new.req_id] = len(new.prefill_token_ids)
         self.scheduled = scheduler_output
-        found = None if scheduler_output.total_num_scheduled_tokens else EMPTY_MODEL_RUNNER_OUTPUT
-        return _done(found) if non_block else found
+        return None if scheduler_output.total_num_scheduled_tokens else EMPTY_MODEL_RUNNER_OUTPUT
 
-    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
         scheduled, cached = self.scheduled, self.scheduled.scheduled_cached_reqs
         names = list(scheduled.num_scheduled_tokens)
         new = {each.req_id: each.num_computed_tokens for each in scheduled.scheduled_new_reqs}
@@ -100,13 +108,41 @@ class NullExecutor(Executor):
         ids = np.zeros((len(names), 1), np.int32)
         ids[:, 0] = [row[0] if row else 0 for row in rows]
         log_probs = ids.astype(np.float32) / -VOCABULARY
-        output = ModelRunnerOutput(
+        return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: row for row, name in enumerate(names)},
             sampled_token_ids=rows,
             logprobs=LogprobsLists(ids, log_probs, np.ones(len(names), np.int32)),
             kv_connector_output=KVConnectorOutput(),
         )
+
+
+class NullExecutor(Executor):
+    """Runs `NullWorker` in the process of the engine core."""
+
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        return True
+
+    def _init_executor(self) -> None:
+        self.worker = NullWorker(self.vllm_config)
+
+    def check_health(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def collective_rpc(
+        self, method: Any, timeout=None, args=(), kwargs=None, non_block=False, single_value=False
+    ) -> Any:
+        answer = [getattr(self.worker, method)(*args, **(kwargs or {}))]
+        return _done(answer) if non_block else answer
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        found = self.worker.execute_model(scheduler_output)
+        return _done(found) if non_block else found
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        output = self.worker.sample_tokens(grammar_output)
         return _done(output) if non_block else output
 
 

@@ -40,7 +40,7 @@ class NullWorker(WorkerBase):
     def __init__(self, vllm_config: Any, **_: Any) -> None:
         from vllm.platforms import current_platform
 
-        self.vllm_config = vllm_config
+        self.vllm_config, self.rank = vllm_config, 0
         self.seeds: dict[str, int] = {}
         self.lengths: dict[str, int] = {}
         current_platform.update_block_size_for_backend(vllm_config)
@@ -73,8 +73,8 @@ class NullWorker(WorkerBase):
         )
         return {f"model.layers.{i}.self_attn.attn": spec for i in range(model.get_num_layers(parallel))}
 
-    def get_supported_kv_cache_layouts(self) -> str:
-        return "LBNHC"
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        return ["LBNHC"]
 
     def determine_available_memory(self) -> int:
         return self.vllm_config.cache_config.kv_cache_memory_bytes

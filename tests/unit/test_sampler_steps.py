@@ -1,9 +1,6 @@
 """What is left out of a decode step of vLLM's second model runner: its state and results are those of vLLM's own."""
 
-import hashlib
-import inspect
 import random
-import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -91,36 +88,3 @@ def test_log_probs_come_without_ranks(monkeypatch):
     assert found.logprob_token_ids.tolist() == sampled[:, None].tolist()
     assert torch.equal(found.logprobs, logits.log_softmax(-1).gather(-1, sampled[:, None]))
     assert found.selected_token_ranks.shape == (4,)
-
-
-REPLACED = {
-    "sampler.Sampler": "__init__ add_request apply_staged_writes",
-    "states.SamplingStates": "add_request apply_staged_writes",
-    "penalties.PenaltiesState": "add_request apply_staged_writes",
-    "logit_bias.LogitBiasState": "add_request apply_staged_writes",
-    "bad_words.BadWordsState": "add_request apply_staged_writes",
-    "thinking_budget.ThinkingBudgetState": "add_request apply_staged_writes",
-    "trace_replay.TraceReplayState": "add_request apply_staged_writes",
-    "logprob.LogprobTokenIdsState": "add_request apply_staged_writes",
-    "logprob": "compute_topk_scores",
-}
-"""Where parameters of requests are staged and copied, and where ranks are counted."""
-KNOWN = "b94cc6d77a1914cb"
-
-
-def test_the_sources_that_are_replaced_are_those_that_this_was_written_for():
-    """After an upgrade: see that only `add_request` stages writes and nothing reads ranks, then renew KNOWN."""
-    import importlib
-
-    import rlfuse.engines.rollout.sampler_steps as steps
-
-    own = {"add_request": steps._add_request, "apply_staged_writes": steps._apply_staged_writes}
-    digest = hashlib.sha256()
-    for place, names in REPLACED.items():
-        name, _, kind = place.partition(".")
-        holder = importlib.import_module(f"vllm.v1.worker.gpu.sample.{name}")
-        holder = getattr(holder, kind) if kind else holder
-        for each in names.split():
-            function = own.get(each, getattr(holder, each)) if kind == "Sampler" else getattr(holder, each)
-            digest.update(textwrap.dedent(inspect.getsource(function)).encode())
-    assert digest.hexdigest()[:16] == KNOWN

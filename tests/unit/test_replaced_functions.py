@@ -1,0 +1,72 @@
+"""Functions of vLLM that rlfuse replaces or repeats: those of the installed version are those it was written for."""
+
+import hashlib
+import importlib
+import inspect
+import textwrap
+from unittest import mock
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
+
+SCHEDULER = {
+    "vllm.v1.core.sched.scheduler.Scheduler": (
+        "schedule _make_cached_request_data _update_after_schedule update_from_output _update_request_with_output "
+        "_preempt_request finish_requests set_pause_state has_requests add_request reset_prefix_cache"
+    ),
+    "vllm.v1.core.sched.async_scheduler.AsyncScheduler": "_update_after_schedule _update_request_with_output",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": "allocate_slots cache_blocks take_new_block_ids",
+    "vllm.v1.core.sched.utils": "check_stop",
+    "vllm.v1.request.Request": "append_output_token_ids update_block_hashes",
+    "vllm.v1.engine.core.EngineCore": "step step_with_batch_queue _process_aborts_queue _attach_weight_version",
+    "vllm.v1.engine.core.EngineCoreProc": "pause_scheduler _pause_complete has_work",
+    "vllm.v1.engine.logprobs.LogprobsProcessor": "_update_sample_logprobs",
+    "vllm.v1.engine.output_processor.OutputProcessor": "abort_requests process_outputs",
+    "vllm.v1.metrics.loggers.StatLoggerManager": "__init__",
+}
+"""What `decode_scheduler` and `front_end` replace, repeat or rely on. rollout.scheduler=vllm runs vLLM's own."""
+
+SAMPLER = {
+    "vllm.v1.worker.gpu.sample.sampler.Sampler": "__init__ add_request apply_staged_writes",
+    "vllm.v1.worker.gpu.sample.states.SamplingStates": "add_request apply_staged_writes",
+    "vllm.v1.worker.gpu.sample.penalties.PenaltiesState": "add_request apply_staged_writes",
+    "vllm.v1.worker.gpu.sample.logit_bias.LogitBiasState": "add_request apply_staged_writes",
+    "vllm.v1.worker.gpu.sample.bad_words.BadWordsState": "add_request apply_staged_writes",
+    "vllm.v1.worker.gpu.sample.thinking_budget.ThinkingBudgetState": "add_request apply_staged_writes",
+    "vllm.v1.worker.gpu.sample.trace_replay.TraceReplayState": "add_request apply_staged_writes",
+    "vllm.v1.worker.gpu.sample.logprob.LogprobTokenIdsState": "add_request apply_staged_writes",
+    "vllm.v1.worker.gpu.sample.logprob": "compute_topk_scores",
+}
+"""Where the sampler stages and copies parameters of requests, which only `add_request` may change, and counts ranks."""
+STOP_TEXTS = {
+    "vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer": "update",
+    "vllm.v1.engine.detokenizer.FastIncrementalDetokenizer": "__init__ decode_next _protected_step",
+    "vllm.v1.engine.detokenizer": "uses_fast_detokenizer check_stop_strings",
+}
+"""How the front end finds stop texts: in the text that a token adds, or in what it completes."""
+
+
+@pytest.mark.parametrize(
+    "replaced, known",
+    [(SCHEDULER, "b165f8e7c7f80c51"), (SAMPLER, "b94cc6d77a1914cb"), (STOP_TEXTS, "f3a866115adb662d")],
+    ids=["scheduler", "sampler", "stop texts"],
+)
+def test_functions_that_are_replaced_are_those_that_the_replacement_was_written_for(replaced, known):
+    """After an upgrade: compare these functions with the last version's, adapt what replaces them, renew the digest."""
+    from rlfuse.engines.rollout import sampler_steps as steps
+
+    vllm_s = {"add_request": steps._add_request, "apply_staged_writes": steps._apply_staged_writes}
+    digest = hashlib.sha256()
+    with mock.patch.multiple(steps.Sampler, **vllm_s):
+        for place, names in replaced.items():
+            holder = resolved(place)
+            for each in names.split():
+                digest.update(textwrap.dedent(inspect.getsource(getattr(holder, each))).encode())
+    assert digest.hexdigest()[:16] == known
+
+
+def resolved(place):
+    """The module or the class of this name."""
+    module, _, name = place.rpartition(".")
+    return getattr(importlib.import_module(module), name) if name[0].isupper() else importlib.import_module(place)

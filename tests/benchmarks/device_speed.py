@@ -138,7 +138,7 @@ class Async:
         from rlfuse.engines.rollout.engine_fork import forking
 
         arguments = AsyncEngineArgs(**vllm_arguments(model, sequences, longest))
-        with forking("cpu"):  # a new process would not have `as_on_gpus`
+        with forking("cpu", {}):  # a new process would not have `as_on_gpus`
             self.engine = AsyncLLM.from_engine_args(arguments)
 
     async def generate(

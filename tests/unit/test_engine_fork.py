@@ -104,41 +104,44 @@ def test_engines_are_forks_where_no_device_is_open_and_else_vllm_s_own(monkeypat
     assert all("get_mp_context" in inspect.unwrap(each).__code__.co_names for each in makers)
     inspect_class = inspect.unwrap(registry._LazyRegisteredModel.inspect_model_cls)
     assert "_run_in_subprocess" in inspect_class.__code__.co_names
-    with forking("cpu"):
+    with forking("cpu", {}):
         assert isinstance(multiproc_executor.get_mp_context(), Forks)
         context = utils.get_mp_context()
         assert context.get_start_method() == "fork" and context.Process is EngineFork
         assert registry._run_in_subprocess(os.getpid) == os.getpid()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with forking("cuda"):
+    with forking("cuda", {}):
         assert isinstance(utils.get_mp_context(), Forks) and isinstance(multiproc_executor.get_mp_context(), Forks)
         assert registry._run_in_subprocess is look_elsewhere, "a class of models may ask for CUDA devices"
         (tmp_path / "nvidiactl").touch()
         monkeypatch.setattr(engine_fork, "DRIVER", re.compile(str(tmp_path)))
         with (tmp_path / "nvidiactl").open():
             assert not isinstance(utils.get_mp_context(), Forks)
-    with forking("cuda", "ray"):
+    with forking("cuda", {"distributed_executor_backend": "ray"}):
         assert not isinstance(utils.get_mp_context(), Forks)
     assert utils.get_mp_context is get_mp_context and registry._run_in_subprocess is look_elsewhere
 
 
 @pytest.mark.parametrize(
-    ("device", "executor", "threads", "files", "expected"),
+    ("device", "arguments", "threads", "files", "expected"),
     [
-        ("cpu", "mp", None, ["/dev/nvidiactl"], True),
-        ("cuda", None, "1", ["/dev/null", "/home/nvidia/log", "pipe:[5]"], True),
-        ("cuda", "mp", "1", [], True),
-        ("cuda", "ray", "1", [], False),
-        ("cuda", None, "8", [], False),
-        ("cuda", None, None, [], False),
-        ("cuda", None, "1", ["/dev/nvidiactl"], False),
-        ("cuda", None, "1", ["/dev/nvidia0"], False),
-        ("cuda", None, "1", ["/dev/nvidia-uvm"], False),
-        ("cuda", None, "1", ["/dev/dxg"], False),
+        ("cpu", {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}, None, ["/dev/nvidiactl"], True),
+        ("cuda", {"tensor_parallel_size": 1}, "1", ["/dev/null", "/home/nvidia/log", "/proc/1/fd/pipe:[5]"], True),
+        ("cuda", {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}, "1", [], True),
+        ("cuda", {"distributed_executor_backend": "ray"}, "1", [], False),
+        ("cuda", {"distributed_executor_backend": "mine.Executor"}, "1", [], False),
+        ("cuda", {"pipeline_parallel_size": 2}, "1", [], False),
+        ("cuda", {"data_parallel_size": 2}, "1", [], False),
+        ("cuda", {}, "8", [], False),
+        ("cuda", {}, None, [], False),
+        ("cuda", {}, "1", ["/dev/nvidiactl"], False),
+        ("cuda", {}, "1", ["/dev/nvidia0"], False),
+        ("cuda", {}, "1", ["/dev/nvidia-uvm"], False),
+        ("cuda", {}, "1", ["/dev/dxg"], False),
     ],
 )
-def test_a_process_is_forked_where_neither_cuda_ray_nor_threads_are_lost(device, executor, threads, files, expected):
-    assert can_fork(device, executor, threads, files) is expected
+def test_an_engine_is_a_fork_where_neither_cuda_ray_nor_threads_are_lost(device, arguments, threads, files, expected):
+    assert can_fork(device, arguments, threads, files) is expected
 
 
 def test_a_thread_that_ends_while_others_are_bound_to_a_core_is_no_fault(monkeypatch):

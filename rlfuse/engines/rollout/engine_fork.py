@@ -21,9 +21,10 @@ import os
 import re
 import signal
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess
+from typing import Any
 from unittest import mock
 
 import ray
@@ -31,7 +32,8 @@ import ray
 from rlfuse.cluster.child_processes import end_with_parent
 
 DRIVER = re.compile("/dev/(nvidia|dxg)")
-"""Device files of NVIDIA's driver, on Windows hosts of what stands in for it."""
+"""Device files of NVIDIA's driver, and of the one for Linux on Windows hosts."""
+PARALLEL = ("tensor", "pipeline", "data")
 
 
 class EngineFork(ForkProcess):
@@ -54,23 +56,24 @@ class Forks(ForkContext):
     Process = EngineFork
 
 
-def can_fork(device: str, executor: str | None, threads: str | None, files: Iterable[str]) -> bool:
-    """Return whether an engine's process can be a fork of this one, which has `threads` of OpenMP and opened `files`.
+def can_fork(device: str, arguments: Mapping[str, Any], threads: str | None, files: Iterable[str]) -> bool:
+    """Return whether an engine with these arguments can be a fork of this process.
 
-    CUDA and NVML do not survive a fork once they are initialised, and then they have opened a device file. Workers that
-    are Ray actors (`executor`) need an engine that knows of Ray.
+    `threads`: of OpenMP; `files`: open here. CUDA and NVML do not survive a fork once they are initialised, and then
+    they have opened a device file. Workers that are Ray actors need an engine that knows of Ray.
     """
-    return device == "cpu" or (executor != "ray" and threads == "1" and not any(map(DRIVER.match, files)))
-
-
-def _open_files() -> list[str]:
-    return [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    if device == "cpu":
+        return True
+    executor = arguments.get("distributed_executor_backend")
+    if executor is None and all(arguments.get(f"{kind}_parallel_size", 1) == 1 for kind in PARALLEL):
+        executor = "uni"
+    return executor in ("uni", "mp") and threads == "1" and not any(map(DRIVER.match, files))
 
 
 @contextmanager
-def forking(device: str, executor: str | None = None) -> Iterator[None]:
-    """Engines that start within are forks of this process where it `can_fork`, else what vLLM makes them; so are the
-    workers of a tensor-parallel one, forks of its fork.
+def forking(device: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Engines that start within, with these arguments, are forks of this process where they `can_fork`, else what vLLM
+    makes them; so are the workers of a tensor-parallel one, forks of its fork.
 
     On `cpu` a class of models is looked at in this process, too. vLLM imports it in another, once on a machine, lest it
     asks for CUDA devices; a fork finds it imported.
@@ -81,8 +84,9 @@ def forking(device: str, executor: str | None = None) -> Iterator[None]:
     from vllm.v1.executor import multiproc_executor
 
     def context() -> BaseContext:
-        threads = os.environ.get("OMP_NUM_THREADS")
-        return Forks() if can_fork(device, executor, threads, _open_files()) else get_mp_context()
+        threads, files = os.environ.get("OMP_NUM_THREADS"), os.listdir("/proc/self/fd")
+        opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in files]
+        return Forks() if can_fork(device, arguments, threads, opened) else get_mp_context()
 
     inspect = (lambda look: look()) if device == "cpu" else registry._run_in_subprocess
     with (

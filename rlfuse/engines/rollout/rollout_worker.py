@@ -113,7 +113,7 @@ class RolloutWorker:
 
                 arguments = engine_arguments(model, rollout, max_model_len, device, tail_speculation)
                 self._holds_tokens = holds_tokens(arguments)
-                with forking(device, arguments.get("distributed_executor_backend")):
+                with forking(device, arguments):
                     self._engine, self._kv_store = build(arguments, rollout, device, self._note)
                 bind(core)
         except Exception as error:

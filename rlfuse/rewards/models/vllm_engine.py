@@ -105,8 +105,9 @@ def _build(settings: EngineSettings, device: str) -> Any:
             _know_classifier(config)
         longest = (arguments | more)["max_model_len"] or getattr(config.get_text_config(), "max_position_embeddings", 0)
         arguments |= prompt_arguments(config, longest)
-        with forking(device):
-            return LLMEngine.from_engine_args(EngineArgs(**(arguments | more)))
+        arguments |= more
+        with forking(device, arguments):
+            return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except Exception as error:
         raise RewardError(f"vLLM can't serve {settings.model}: {type(error).__name__}: {error}") from error
 

@@ -46,3 +46,9 @@ def test_the_measured_times_replace_the_written_down_ones():
     slower, faster = (totals(["scheduler"], us)[1] for us in (twice, h200_estimate.MEASURED_US))
     runner = h200_estimate.GRPO.engine_steps * h200_estimate.RUNNER_S
     assert slower.terms[0].now - runner == pytest.approx(2 * (faster.terms[0].now - runner))
+
+
+def test_the_written_down_times_are_those_of_the_measurements_page():
+    page = (Path(h200_estimate.__file__).parent / "README.md").read_text()
+    for name, us in h200_estimate.MEASURED_US.items():
+        assert f"| {name.replace('AsyncLLM', '`AsyncLLM`')} | {us['core']:.2f} | {us['front']:.2f} |" in page

@@ -8,8 +8,8 @@ Role: functions that a trainer rank calls on its own device with one bucket of w
 Invariants: the buffer lies on the device, and lives until the engines have loaded it. Each bucket has a buffer of its
 own: torch pairs one export with one receiver, and the next bucket is packed while engines load the last one.
 Waits for nothing but the device.
-State: written against the sources of vLLM 0.32, bound to them in tests; run on one H200 with a handle per tensor, with
-packed buckets not yet. Shared memory (`weights`) is what tests run.
+State: written against the sources of vLLM 0.32 and bound to them in tests. One H200 ran it with a handle per tensor;
+packed buckets have not run on a GPU. Tests run shared memory (`weights`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ def arguments(memory: Memory) -> dict[str, Any]:
         given["kv_cache_memory_bytes"] = memory.kv_cache_bytes
     if not memory.hands_over:
         given["enable_sleep_mode"] = False
-        # With a given cache, vLLM only demands that so much is free when it starts.
+    if given:
+        # With a given cache, vLLM only demands that so much is free when it starts, whatever ranks keep of the rest.
         given["gpu_memory_utilization"] = round(memory.size_of(ENGINE) / memory.budget.bytes, 4)
     return given
 

@@ -134,7 +134,10 @@ def test_no_hand_over_where_both_sides_fit(small, large):
     assert not shared.hands_over and shared.most == 80 * GIB - both.size_of(ENGINE | {Item.RESIDENTS, Item.LAYER})
     _, turns = planned(large, 80)
     assert turns.hands_over and turns.moved.all > 14 * GIB and turns.host > 0
-    assert arguments(turns) == {"kv_cache_memory_bytes": turns.kv_cache_bytes}
+    share = turns.size_of(ENGINE) / (80 * GIB)
+    given = {"kv_cache_memory_bytes": turns.kv_cache_bytes, "gpu_memory_utilization": pytest.approx(share, abs=1e-4)}
+    assert arguments(turns) == given and share < 0.45
+    assert turns.size_of(ENGINE) + sharing_of(turns).cached < 73 * GIB, "another engine starts beside what ranks keep"
     shared = sharing_of(turns)
     assert shared.hands_over and shared.cached == int(72 * GIB - turns.total(GENERATING)) and shared.most is None
     assert shared.pinned == int(turns.size_of(MODELS))

@@ -2,7 +2,7 @@
 
 Role: imported in vLLM's workers with `seeded_generators.WorkerExtension`; replaces functions of vLLM's sampler.
 Invariant: tokens and log-probs are vLLM's own.
-- Parameters of all requests (about twenty arrays) are copied for the device at every step. They change only when a
+- Parameters of all requests (fifteen arrays) are copied for the device at every step. They change only when a
   request is added, so they are copied only then.
 - The rank of each sampled token is counted over the whole vocabulary: a kernel that reads all logits again. Ranks are
   arbitrary numbers here; `decode_scheduler` sends zeros, and `vllm_setup.extend` reads none.

@@ -39,6 +39,8 @@ HOST_FACTOR = 2.6
 where 11 to 15.7 ms were recorded."""
 RUNNER_S = 3e-3
 """vLLM's model runner per decode step: 12 Triton launches, 30 torch operations, 5 copies."""
+MESSAGES_S = 0.13e-3
+"""Of the core per decode step of 256 samples, where the runner is another process (`device_speed.py`)."""
 GRAPH_STEP_S = 2.5e-3
 """A decode step of the 0.5B on the device: 1 ms of kernels, 2 to 3 ms with the launches of CUDA graphs."""
 MEMORY_BYTES_PER_S = 4.3e12
@@ -74,7 +76,7 @@ CHANGES = {
     "runner process": Change(
         "rlfuse/cluster/cuda.py",
         '"distributed_executor_backend"',
-        "scheduling and the model runner overlap; nothing is added for messages between the two processes",
+        "scheduling and the model runner overlap; messages between the two take the core 0.13 ms a step (CPUs)",
     ),
     "logits": Change(
         "rlfuse/engines/trainer/passes.py",
@@ -179,7 +181,7 @@ class Estimate:
 
         def seconds(us: Mapping[str, float], own_process: bool) -> float:
             core, front = (1e-6 * us[part] * HOST_FACTOR * job.tokens / job.engine_steps for part in ("core", "front"))
-            engine = max(core, RUNNER_S) if own_process else core + RUNNER_S
+            engine = max(core + MESSAGES_S * HOST_FACTOR, RUNNER_S) if own_process else core + RUNNER_S
             return job.engine_steps * max(engine, front, device_s)
 
         us = self.now_us if "scheduler" in self.counted else RECORDED_US

@@ -120,7 +120,7 @@ CHANGES = {
         "a second start: 10 to 20 s less, not measured, and 10 s of model inspection, which vLLM keeps itself",
     ),
     "forked core": Change(
-        "rlfuse/engines/rollout/engine_fork.py", "def can_fork", "12 s less, as on CPUs a third of an engine's start"
+        "rlfuse/engines/rollout/engine_fork.py", "def can_fork", "12 s less; on CPUs 8 to 10 s of CPU time"
     ),
     "concurrent start": Change("", "", "18 s of the ranks' start overlap with the engine's"),
 }

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from rlfuse.algorithms import losses
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer import attention
+from rlfuse.engines.trainer import attention, fused_log_probs
 from rlfuse.engines.trainer.attention import Segment, attends_by_layout
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.engines.trainer.models import response_values
@@ -124,6 +124,7 @@ class MetaModel:
         actor, model = config.actor, config.model
         loss = (actor.entropy_coeff != 0, actor.use_kl_loss, actor.loss_mode, actor.loss_agg_mode)
         run = (model.dtype, model.enable_gradient_checkpointing, model.use_remove_padding)
+        run += (config.training.vocabulary_parallel, config.rollout.temperature)
         key = (role, texts, device, *run, *loss)
         if key not in self._found:
             try:
@@ -144,7 +145,8 @@ class MetaModel:
             model.gradient_checkpointing_disable()
         batch, live = self._batch(config, texts, device), _Live(model)
         kernels = _Kernels(device == "cpu" or model.dtype != torch.float32)
-        with live, _two_slices(), _Stack(self.stack, live, kernels) as stack:
+        fused = device == "cuda" and not config.training.vocabulary_parallel
+        with live, _losses(fused), _Stack(self.stack, live, kernels) as stack:
             learns = role in OBJECTIVES
             with torch.set_grad_enabled(learns):
                 kept = OBJECTIVES[role](config, model, batch) if learns else _PASSES[role](config, model, batch)
@@ -204,14 +206,17 @@ class _Live(TorchDispatchMode):
 
 
 @contextmanager
-def _two_slices() -> Iterator[None]:
-    """Losses go through their rows in slices; the second is there beside the first, and the others are like it."""
-    slices = losses._slices
-    losses._slices = lambda rows: slices(rows)[:2]
+def _losses(fused: bool) -> Iterator[None]:
+    """Log-probs and entropy as the device computes them: by kernels that keep nothing, or in slices of rows.
+
+    The second slice is there beside the first, and the others are like it.
+    """
+    slices, is_fused = losses._slices, fused_log_probs.is_fused
+    losses._slices, fused_log_probs.is_fused = lambda rows: slices(rows)[:2], lambda _: fused
     try:
         yield
     finally:
-        losses._slices = slices
+        losses._slices, fused_log_probs.is_fused = slices, is_fused
 
 
 # Attention -----------------------------------------------------------------------------------------------------------

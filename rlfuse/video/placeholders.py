@@ -8,6 +8,8 @@ such a model, with a clip or without, because it's a property of the policy.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -31,7 +33,11 @@ def exclude(model: PreTrainedModel) -> None:
     if not ids:
         return
 
+    @cache  # a copy to the device waits for it
+    def columns(device: torch.device) -> torch.Tensor:
+        return torch.tensor(ids, device=device)
+
     def fill(module: torch.nn.Module, inputs: tuple, logits: torch.Tensor) -> torch.Tensor:
-        return logits.index_fill_(-1, torch.tensor(ids, device=logits.device), -torch.inf)
+        return logits.index_fill_(-1, columns(logits.device), -torch.inf)
 
     head.register_forward_hook(fill)

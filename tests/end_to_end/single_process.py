@@ -107,7 +107,7 @@ class Whole:
         for first in range(0, len(rows), 16):
             batch = collate(rows[first : first + 16], packed=True)
             values = self.name == "critic"
-            flat = response_values(self.model, batch) if values else log_probs(self.config, self.model, batch)[0]
+            flat = response_values(self.model, batch) if values else log_probs(self.config, self.model, batch)
             found += batch.split(flat)
         return found
 

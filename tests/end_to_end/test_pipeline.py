@@ -164,7 +164,7 @@ async def test_scores_come_in_the_order_of_rows(four, folders):
     policy = load_policy(config.model.path, config.model)
     batch = collate(rows, packed=False)
     with torch.no_grad():
-        want = batch.split(log_probs(config, policy, batch)[0])
+        want = batch.split(log_probs(config, policy, batch))
     for layout in ((*TWO_CRITICS, Pipelines("ref", 2, 2)), LAYOUTS["V, dp 2"], LAYOUTS["interleaved"]):
         await four.take(config, layout)
         for model in ("actor", "ref")[: len(layout) - 1]:

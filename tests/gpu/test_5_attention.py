@@ -34,7 +34,7 @@ def _ours(config, model, rows, device, **collated):
     """Of each row its log-probs; and the gradient of the sum of their squares."""
     batch = collate(rows, device=device, **collated)
     model.zero_grad()
-    found, _ = log_probs(config, model, batch)
+    found = log_probs(config, model, batch)
     found.square().sum().backward()
     gradient = {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters()}
     return np.concatenate(batch.split(found)), gradient

@@ -115,7 +115,7 @@ def rows(model, settings):
     for prompt, response in ((9, 3), (4, 5)):
         row = Row(ids[:prompt], ids[:response], {})
         with torch.no_grad():
-            now = log_probs(settings, model, collate([row], True))[0].numpy()
+            now = log_probs(settings, model, collate([row], True)).numpy()
         row.tensors["old_log_probs"] = (now + rng.uniform(-0.6, 0.6, response)).astype("f4")
         row.tensors["ref_log_probs"] = (now + 0.3 + np.arange(response) % 3).astype("f4")
         row.tensors["advantages"] = rng.normal(size=response).astype("f4")

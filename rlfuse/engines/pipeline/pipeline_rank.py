@@ -44,6 +44,7 @@ from rlfuse.engines.trainer.base_rank import Rank, needs_models
 from rlfuse.engines.trainer.models import packs_exactly
 from rlfuse.engines.trainer.offloading import on_device
 from rlfuse.engines.trainer.optimizer import check_finite, set_lr, take_step, trainable
+from rlfuse.engines.trainer.passes import read_sums
 from rlfuse.engines.trainer.saving import Writing, writing
 from rlfuse.engines.trainer.tensor_parallel import Sharers
 from rlfuse.engines.weights.exporting import Exporter
@@ -188,9 +189,7 @@ class PipelineRank(Rank):
             span.attributes |= {"planned": plan} if plan else {}
             self.recorder.add(span)
         scores = {
-            (name, number): arrays
-            for (name, _), stage in self.stages.items()
-            for number, arrays in stage.scores.items()
+            (name, number): read() for (name, _), stage in self.stages.items() for number, read in stage.scores.items()
         }
         return scores if self._answers else {}, timed
 
@@ -233,7 +232,7 @@ class PipelineRank(Rank):
         sums: dict[str, float] = {}
         for (name, _), stage in self.stages.items():
             if name == model:
-                sums |= {key: float(value) for key, value in stage.sums.items()}
+                sums |= read_sums(stage.sums)
                 stage.sums = {}
         return sums if self._answers else {}, facts
 

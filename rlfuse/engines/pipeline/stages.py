@@ -22,7 +22,7 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline import split_backward
 from rlfuse.engines.pipeline.partition import Part
 from rlfuse.engines.trainer.dropout import check_repeatable
-from rlfuse.engines.trainer.model_inputs import Batch, collate
+from rlfuse.engines.trainer.model_inputs import Batch, Later, collate
 from rlfuse.engines.trainer.models import response_values, visual_embeddings
 from rlfuse.engines.trainer.passes import (
     Loss,
@@ -72,7 +72,8 @@ class Stage:
         """The micro-batches of this stage's pipeline, numbered as in the schedule that is about to run."""
         self.micro_batches = list(micro_batches)
         self._batches: dict[int, Batch] = {}
-        self.scores: dict[int, list[np.ndarray]] = {}
+        self.scores: dict[int, Later] = {}
+        """Not read from the device before the schedule has run."""
         self.before_head: dict[int, Tensor] = {}
         """Of the last stage where devices share the head, until they compute it: hidden states [R, hidden size] that
         predict the response's tokens."""
@@ -110,12 +111,12 @@ class Stage:
                 with visual_embeddings(self.model, batch):
                     result = self.model.base_model(**batch.inputs, use_cache=False).last_hidden_state
                 if self.part.last:
-                    result = result[:, batch.keep].flatten(0, 1)[batch.predict]
+                    result = batch.predictions(result[:, batch.keep])
                     self.before_head[micro_batch] = result.detach()
             elif training:
                 result = self._loss(batch, micro_batch)
             else:
-                self.scores[micro_batch] = batch.split(self._score(batch))
+                self.scores[micro_batch] = batch.split_later(self._score(batch))
                 result = None
         if training:
             self._kept[micro_batch] = _Kept(received, result)
@@ -157,7 +158,7 @@ class Stage:
             if not training:
                 self._batches.pop(micro_batch)
                 if answers:
-                    self.scores[micro_batch] = batch.split(found)
+                    self.scores[micro_batch] = batch.split_later(found)
                 return None
             loss = loss_of(self.config, batch, found, entropy if coefficient else entropy.detach())
         self.tape.deferring = False
@@ -188,7 +189,7 @@ class Stage:
     def _score(self, batch: Batch) -> Tensor:
         if self.name == "critic":
             return response_values(self.model, batch)
-        return log_probs(self.config, self.model, batch)[0]
+        return log_probs(self.config, self.model, batch)
 
 
 def _hidden_states(model: PreTrainedModel, packed: bool) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from rlfuse.engines.trainer.transfers import send
+
 NAME = "rlfuse"
 _BLOCK = 512  # queries per masked call: a block's mask has this many rows, however long the prefix is
 _KINDS = {"full_attention", "sliding_attention"}
@@ -261,10 +263,10 @@ def _offsets(segments: tuple[Segment, ...], device: torch.device) -> tuple[Tenso
     columns = None
     if prefixes.any():
         spans = [span for s in segments for span in (s.prefix or (0, 0), (s.start, s.stop))]
-        columns = torch.cat([torch.arange(*span) for span in spans]).to(device)
+        columns = send(torch.cat([torch.arange(*span) for span in spans]), device)
 
     def cumulative(lengths: Tensor) -> Tensor:
-        return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)
+        return send(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), device)
 
     seen = own + prefixes
     return cumulative(own), cumulative(seen), int(own.max()), int(seen.max()), columns

@@ -9,7 +9,7 @@ is less than one token for each rank and packed sheet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -18,11 +18,15 @@ import numpy as np
 import torch
 
 from rlfuse.engines.trainer.attention import Layout, Segment
+from rlfuse.engines.trainer.transfers import send, send_all
 from rlfuse.samples import Row, Visual
 from rlfuse.video.positions import MRope, following
 
 if TYPE_CHECKING:
     from rlfuse.engines.trainer.sequence_parallel import Part
+
+Later = Callable[[], list[np.ndarray]]
+"""Reads one float32 array per row from the device, and waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,14 @@ class Batch:
     """bool [B, T]: True on response tokens; in row-major order its True entries are the R tokens."""
     tensors: dict[str, torch.Tensor]
     """float32 [B, T] per-token arrays of the rows, 0 where masked."""
+    places: torch.Tensor
+    """int64 [R]: positions of the response tokens in a flattened [B, T]."""
+    lengths: tuple[int, ...]
+    """Response tokens of each row."""
     keep: torch.Tensor
     """int64: columns of the inputs that predict anything; `predict` indexes what is kept."""
+    in_order: bool = False
+    """Whether `predict` is every kept position, in order."""
     visual: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     """(positions of the flattened inputs, the embeddings that stand there instead of the tokens')."""
     own: torch.Tensor | None = None
@@ -57,15 +67,29 @@ class Batch:
         So every rank computes the whole loss, and the sum of their gradients is its gradient, whatever the loss does
         with a row's tokens together.
         """
-        return flat if self.part is None else self.part.whole(flat, self.own, int(self.mask.sum()))
+        return flat if self.part is None else self.part.whole(flat, self.own, sum(self.lengths))
+
+    def predictions(self, kept: torch.Tensor) -> torch.Tensor:
+        """[sequences, kept columns, ...] -> [r, ...], without a copy where all of them predict one token each."""
+        flat = kept.flatten(0, 1)
+        return flat if self.in_order else flat[self.predict]
 
     def matrix(self, flat: torch.Tensor) -> torch.Tensor:
         """[R] -> [B, T], differentiable, 0 where masked."""
-        return torch.zeros(self.mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(self.mask, flat)
+        return flat.new_zeros(self.mask.numel()).index_copy(0, self.places, flat).view(self.mask.shape)
+
+    def responses(self, matrix: torch.Tensor) -> torch.Tensor:
+        """[B, T] -> [R]"""
+        return matrix.flatten()[self.places]
+
+    def split_later(self, flat: torch.Tensor) -> Later:
+        """Return a function that reads [R] from the device, as one float32 array per row."""
+        found, lengths = flat.detach().float(), self.lengths
+        return lambda: [part.numpy() for part in found.cpu().split(lengths)]
 
     def split(self, flat: torch.Tensor) -> list[np.ndarray]:
-        """[R] -> one float32 array per row."""
-        return [part.numpy() for part in flat.detach().float().cpu().split(self.mask.sum(1).tolist())]
+        """[R] -> one float32 array per row; waits for the device."""
+        return self.split_later(flat)()
 
 
 def collate(
@@ -92,23 +116,28 @@ def collate(
     sheet = _sheet_of(rows, packed, part.degree if part else 1, shared, rope)
     cut = _Cut(sheet, 1 if packed else len(rows), part)
     targets = np.concatenate([row.response_ids for row in rows])[cut.own]
-
-    def to_device(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(device)
-
+    arrays = [cut.columns(sheet.ids), cut.columns(sheet.positions), cut.predict, targets, cut.keep]
+    arrays += [np.flatnonzero(mask.numpy()), cut.own]
+    integers = [torch.from_numpy(array.astype(np.int64)) for array in arrays]
+    ids, positions, predict, targets, keep, places, own, mask, *values = send_all(
+        [*integers, mask, *tensors.values()], device
+    )
     return Batch(
         {
-            "input_ids": to_device(cut.columns(sheet.ids)),
-            "position_ids": to_device(cut.columns(sheet.positions)),
+            "input_ids": ids,
+            "position_ids": positions,
             "layout": Layout(tuple(sheet.segments), part.attend if part else None),
         },
-        to_device(cut.predict),
-        to_device(targets),
-        mask.to(device),
-        {name: tensor.to(device) for name, tensor in tensors.items()},
-        to_device(cut.keep),
-        tuple((to_device(at), embeddings.to(device)) for at, embeddings in cut.visual()),
-        to_device(cut.own) if part else None,
+        predict,
+        targets,
+        mask,
+        dict(zip(tensors, values, strict=True)),
+        places,
+        tuple(lengths.tolist()),
+        keep,
+        np.array_equal(cut.predict, np.arange((1 if packed else len(rows)) * len(cut.keep))),
+        tuple((send(torch.from_numpy(at), device), send(each, device)) for at, each in cut.visual()),
+        own if part else None,
         part,
     )
 

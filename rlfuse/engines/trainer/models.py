@@ -40,14 +40,14 @@ def response_logits(model: Callable, batch: Batch) -> torch.Tensor:
     """[r, V] logits that predict this rank's response tokens; no other position reaches the language-model head."""
     with visual_embeddings(model, batch):
         logits = model(**batch.inputs, use_cache=False, logits_to_keep=batch.keep).logits
-    return logits.flatten(0, 1)[batch.predict]
+    return batch.predictions(logits)
 
 
 def response_values(model: Callable, batch: Batch) -> torch.Tensor:
     """float32 [R]: the value of the state before each response token."""
     with visual_embeddings(model, batch):
         values = model(**batch.inputs, use_cache=False).logits[..., 0]
-    return batch.whole(values[:, batch.keep].flatten()[batch.predict].float())
+    return batch.whole(batch.predictions(values[:, batch.keep]).float())
 
 
 def before_head(model: Callable, batch: Batch) -> torch.Tensor:
@@ -63,14 +63,14 @@ def before_head(model: Callable, batch: Batch) -> torch.Tensor:
         model(**batch.inputs, use_cache=False)
     finally:
         handle.remove()
-    return found[0][:, batch.keep].flatten(0, 1)[batch.predict]
+    return batch.predictions(found[0][:, batch.keep])
 
 
 def response_scores(model: Callable, batch: Batch) -> torch.Tensor:
     """float32 [R]: a reward model's score before each response token, of the label that the row's `label` numbers."""
     logits = model(**batch.inputs, use_cache=False).logits
-    scores = logits[:, batch.keep].flatten(0, 1)[batch.predict].float()
-    labels = batch.tensors["label"][batch.mask].long()
+    scores = batch.predictions(logits[:, batch.keep]).float()
+    labels = batch.responses(batch.tensors["label"]).long()
     return scores.gather(1, labels[:, None])[:, 0]
 
 

@@ -5,16 +5,16 @@ Role: called by trainer ranks with a whole model, and by the last stage of a pip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 
 from rlfuse.algorithms.losses import entropy_from_logits, log_probs_from_logits
 from rlfuse.algorithms.objectives import actor_objective, critic_objective
 from rlfuse.algorithms.preferences import bradley_terry
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.model_inputs import Batch
+from rlfuse.engines.trainer import fused_log_probs
+from rlfuse.engines.trainer.model_inputs import Batch, Later
 from rlfuse.engines.trainer.models import response_logits, response_scores, response_values
 from rlfuse.samples import Row
 
@@ -22,10 +22,26 @@ Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """The loss and detached diagnostics of a micro-batch, all of them sums."""
 
 
-def log_probs(config: Config, model: Callable, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [R] of the response tokens at the sampling temperature, and the [r, V] logits of this rank's."""
-    logits = scale_logits(config, response_logits(model, batch))
-    return batch.whole(log_probs_from_logits(logits, batch.targets)), logits
+def log_probs(config: Config, model: Callable, batch: Batch) -> torch.Tensor:
+    """float32 [R] of the response tokens at the sampling temperature."""
+    logits = response_logits(model, batch)
+    if fused_log_probs.is_fused(logits):
+        found, _ = fused_log_probs.fused_log_probs(logits, batch.targets, config.rollout.temperature)
+    else:
+        found = log_probs_from_logits(scale_logits(config, logits), batch.targets)
+    return batch.whole(found)
+
+
+def log_probs_and_entropy(config: Config, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Both float32 [r], from logits [r, V]; entropy has a gradient only where actor.entropy_coeff needs it."""
+    learns = bool(config.actor.entropy_coeff)
+    if fused_log_probs.is_fused(logits):
+        found, entropy = fused_log_probs.fused_log_probs(logits, targets, config.rollout.temperature)
+        return found, entropy if learns else entropy.detach()
+    logits = scale_logits(config, logits)
+    found = log_probs_from_logits(logits, targets)
+    with torch.set_grad_enabled(learns):
+        return found, entropy_from_logits(logits)
 
 
 def scale_logits(config: Config, logits: torch.Tensor) -> torch.Tensor:
@@ -44,9 +60,7 @@ def actor_loss(config: Config, model: Callable, batch: Batch) -> Loss:
     Rows without `old_log_probs` are of the weights that they are learned from first: their old log-probs are those of
     this very pass, which the batch gains.
     """
-    found, logits = log_probs(config, model, batch)
-    with torch.set_grad_enabled(bool(config.actor.entropy_coeff)):
-        entropy = batch.whole(entropy_from_logits(logits))
+    found, entropy = map(batch.whole, log_probs_and_entropy(config, response_logits(model, batch), batch.targets))
     return loss_of(config, batch, found, entropy)
 
 
@@ -58,11 +72,11 @@ def loss_of(config: Config, batch: Batch, found: torch.Tensor, entropy: torch.Te
     return actor_objective(config.actor, new, batch.matrix(entropy), batch.mask, batch.tensors, longest)
 
 
-def log_probs_gained(model: str, rows: Sequence[Row], batch: Batch) -> list[np.ndarray]:
-    """float32 [T] per row, after its loss: the old log-probs of an actor's `rows` that came without; else none."""
+def log_probs_gained(model: str, rows: Sequence[Row], batch: Batch) -> Later | None:
+    """float32 [T] per row, after its loss: the old log-probs of an actor's `rows` that came without; else None."""
     if model != "actor" or "old_log_probs" in rows[0].tensors:
-        return []
-    return batch.split(batch.tensors["old_log_probs"][batch.mask])
+        return None
+    return batch.split_later(batch.responses(batch.tensors["old_log_probs"]))
 
 
 def critic_loss(config: Config, model: Callable, batch: Batch) -> Loss:
@@ -92,6 +106,11 @@ def weighed(loss: torch.Tensor, weight: float) -> torch.Tensor:
     which all ranks share.
     """
     return loss * (weight + 0.0 * loss.detach())
+
+
+def read_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Diagnostics from the device, by one read of all."""
+    return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
 
 
 OBJECTIVES = {"actor": actor_loss, "critic": critic_loss, "reward_model": preference_loss}

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel
 
 from rlfuse.config.schema import ModelConfig
@@ -37,7 +36,7 @@ from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
 from rlfuse.engines.trainer.degrees import Costs, degrees_up_to
 from rlfuse.engines.trainer.measuring import measured_costs, multiplied
-from rlfuse.engines.trainer.model_inputs import Batch, collate
+from rlfuse.engines.trainer.model_inputs import Batch, Later, collate
 from rlfuse.engines.trainer.models import (
     before_head,
     check_training_passes,
@@ -58,10 +57,11 @@ from rlfuse.engines.trainer.optimizer import (
     trainable,
     use_own_settings,
 )
-from rlfuse.engines.trainer.passes import OBJECTIVES, log_probs, log_probs_gained, weighed
+from rlfuse.engines.trainer.passes import OBJECTIVES, log_probs, log_probs_gained, read_sums, weighed
 from rlfuse.engines.trainer.saving import Writing, writing
 from rlfuse.engines.trainer.sequence_parallel import Part, SequenceParallel
 from rlfuse.engines.trainer.tensor_parallel import TensorParallel
+from rlfuse.engines.trainer.transfers import DeviceTimes
 from rlfuse.engines.trainer.vision_tower import MicroBatchClip, TowerSettings, TrainedTower
 from rlfuse.engines.weights import cuda_ipc
 from rlfuse.engines.weights.exporting import Exporter
@@ -213,7 +213,7 @@ class TrainerRank(Rank):
         None of a micro-batch that another rank answers for.
         """
         kind = "old_log_prob" if model == "actor" else "ref"
-        return self._score(kind, model, micro_batches, lambda module, batch: log_probs(self.config, module, batch)[0])
+        return self._score(kind, model, micro_batches, lambda module, batch: log_probs(self.config, module, batch))
 
     @needs_models
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
@@ -228,17 +228,18 @@ class TrainerRank(Rank):
         micro_batches: Sequence[MicroBatch],
         function: Callable[[Any, Batch], torch.Tensor],
     ) -> list[list[np.ndarray]]:
-        engine, results = self.engines[model], []
+        engine, results, times = self.engines[model], [], DeviceTimes(self.device)
         engine.eval()
         for micro_batch in micro_batches:
             part = self.parallel.part(micro_batch.degree)
-            with self._span(kind, micro_batch, "finished samples") as span:
+            with self._span(kind, micro_batch, "finished samples") as span, times.of(span):
                 rows = self.tower.rows_of(model, micro_batch.rows) if self.tower else micro_batch.rows
                 batch = collate(rows, self.packed, self.device, part, self.shares, self.ropes[model])
                 span.attributes["run"] = batch.inputs["input_ids"].numel()
-                scores = batch.split(function(engine, batch))
-                results.append(scores if self._answers(part) else [])
-        return results
+                scores = batch.split_later(function(engine, batch))
+                results.append(scores if self._answers(part) else None)
+        times.settle()
+        return _read(results)
 
     # Updates -----------------------------------------------------------------------------------------------------
 
@@ -249,25 +250,25 @@ class TrainerRank(Rank):
         Per micro-batch, float32 [T] per row: the log-probs that the actor's rows gained by it (`log_probs_gained`).
         """
         engine, objective, results = self.engines[model], OBJECTIVES[model], []
-        totals = self.sums.setdefault(model, {})
+        totals, times = self.sums.setdefault(model, {}), DeviceTimes(self.device)
         engine.train()
         for micro_batch in micro_batches:
             part = self.parallel.part(micro_batch.degree)
-            with self._span("forward", micro_batch, f"update_{model}", model=model) as span:
+            with self._span("forward", micro_batch, f"update_{model}", model=model) as span, times.of(span):
                 rows, clips = self._rows_and_clips(model, micro_batch)
                 batch = collate(rows, self.packed, self.device, part, self.shares, self.ropes[model])
                 with self.activations.leaving(model, batch, span) if self.activations else nullcontext():
                     loss, sums = objective(self.config, engine, batch)
-            with self._span("backward", micro_batch, f"update_{model}", model=model):
+            with self._span("backward", micro_batch, f"update_{model}", model=model) as span, times.of(span):
                 engine.backward(weighed(loss, micro_batch.weight), scale_wrt_gas=False)
                 if clips:
                     self.tower.backward(clips)
-                get_accelerator().synchronize()  # a span ends when its work does, by which plans are calibrated
-            results.append(log_probs_gained(model, rows, batch) if self._answers(part) else [])
+            results.append(log_probs_gained(model, rows, batch) if self._answers(part) else None)
             counted = micro_batch.weight * self._answers(part)
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0.0) + value.double() * counted
-        return results
+        times.settle()
+        return _read(results)
 
     def _rows_and_clips(self, model: str, micro_batch: MicroBatch) -> tuple[Sequence[Row], list[MicroBatchClip]]:
         """Rows for an update of `model`, and their clips that train the tower."""
@@ -295,7 +296,7 @@ class TrainerRank(Rank):
                 trained.copy_weights_from(engine)
             if self.device != "cpu":
                 span.attributes["max_memory"] = torch.cuda.max_memory_allocated()
-        return {name: float(value) for name, value in self.sums.pop(model, {}).items()}, facts
+        return read_sums(self.sums.pop(model, {})), facts
 
     # Weights and checkpoints -------------------------------------------------------------------------------------
 
@@ -388,3 +389,8 @@ class TrainerRank(Rank):
     def _answers(self, part: Part | None) -> bool:
         """Whether this rank speaks for all that have something of a micro-batch."""
         return (part is None or part.index == 0) and (self.tensor is None or self.tensor.index == 0)
+
+
+def _read(results: Sequence[Later | None]) -> list[list[np.ndarray]]:
+    """Micro-batches' scores from the device, after all of them were launched."""
+    return [later() if later else [] for later in results]

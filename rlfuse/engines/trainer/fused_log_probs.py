@@ -1,0 +1,57 @@
+"""Log-probs and entropy of response tokens on a GPU in one pass over their logits, and the gradient in their memory.
+
+Role: `passes` calls it where `is_fused`; everywhere else `algorithms.losses` computes the same, and is the reference
+that tests compare with. Plans run it on tensors without memory, where no kernel is launched.
+Invariant: beside the logits there are four float32 numbers per row, and the gradient replaces the logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_fused(logits: Tensor) -> bool:
+    """Whether the kernels compute these logits."""
+    return logits.is_cuda and logits.dtype in _TYPES
+
+
+def fused_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return (log-probs of the targets, entropy), float32 [r], of logits [r, V] / `temperature`.
+
+    The backward pass overwrites the logits, so none may follow that needs them; autograd reports one that does.
+    Logits that are not contiguous are copied first.
+    """
+    return _Fused.apply(logits, targets, temperature)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        logits, targets = logits.contiguous(), targets.contiguous()
+        results = logits.new_empty(4, len(logits), dtype=torch.float32)
+        if len(logits) and not logits.is_meta:
+            from rlfuse.engines.trainer import vocabulary_kernels  # loads Triton, which takes a second
+
+            vocabulary_kernels.forward(logits, targets, results, temperature)
+        ctx.save_for_backward(logits, targets, results)
+        ctx.temperature = temperature
+        return results[0].clone(), results[1].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_log_probs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor, None, None]:
+        logits, targets, results = ctx.saved_tensors
+        if of_log_probs is None:
+            of_log_probs = torch.zeros_like(results[0])
+        if len(logits) and not logits.is_meta:
+            from rlfuse.engines.trainer import vocabulary_kernels
+
+            upstream = [each if each is None else each.float().contiguous() for each in (of_log_probs, of_entropy)]
+            vocabulary_kernels.backward(logits, targets, results, *upstream, ctx.temperature)
+        torch.autograd.graph.increment_version(logits)
+        return logits, None, None

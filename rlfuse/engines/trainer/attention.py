@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 
 from rlfuse.engines.trainer.transfers import send
 
@@ -146,8 +146,28 @@ def _mask(
     return Window(local_size) if local_size else None
 
 
+def _mask_arguments(
+    config: PreTrainedConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Any,
+    position_ids: Tensor | None,
+    *others: Any,
+    **named: Any,
+) -> tuple:
+    """transformers' own, without its search for restarting positions, which waits for the device in every pass.
+
+    `_mask` ignores what it finds: layouts say who sees whom.
+    """
+    if config._attn_implementation == NAME:
+        position_ids = None
+    return _their_mask_arguments(config, inputs_embeds, attention_mask, past_key_values, position_ids, *others, **named)
+
+
 AttentionInterface.register(NAME, _forward)
 AttentionMaskInterface.register(NAME, _mask)
+_their_mask_arguments = masking_utils._preprocess_mask_arguments
+masking_utils._preprocess_mask_arguments = _mask_arguments
 
 
 def attend(

@@ -96,7 +96,7 @@ CHANGES = {
     "sharing": Change(
         "rlfuse/engines/colocation.py",
         "sharing.hands_over",
-        "both sides fit on 141 GB, as the memory plan says: no sleep, wake, copy, or emptied cache",
+        "both sides fit: the memory plan counts 43 of 141 GB; no sleep, wake, copy, or emptied cache",
     ),
     "KV cap": Change(
         "rlfuse/planning/kv_cache.py",

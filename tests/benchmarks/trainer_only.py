@@ -83,30 +83,28 @@ class Trainer:
             self.engine = trainable(load_policy(folder, model), self.config.actor, 1e-6, device)
         self.engine.train()
 
-    def row(self, tokens: int) -> Any:
+    def row(self, loss: str, tokens: int) -> Any:
+        """Return a row; with advantages of 1, the policy loss has the gradient of the negative log-likelihood."""
         import numpy as np
 
         from rlfuse.samples import Row
 
         draw = np.random.default_rng(tokens)
         prompt, response = (draw.integers(3, self.shape.words, n).astype(np.int32) for n in (PROMPT, tokens - PROMPT))
-        return Row(prompt, response, {"advantages": draw.normal(size=tokens - PROMPT).astype(np.float32)}, id="0")
+        advantages = draw.normal(size=len(response)) if loss == "rl" else np.ones(len(response))
+        return Row(prompt, response, {"advantages": advantages.astype(np.float32)}, id="0")
 
-    def seconds(self, loss: str, row: Any) -> float:
+    def seconds(self, row: Any) -> float:
         """Of a step."""
         import torch
 
         from rlfuse.engines.trainer.model_inputs import collate
         from rlfuse.engines.trainer.optimizer import take_step
-        from rlfuse.engines.trainer.passes import actor_loss, log_probs, weighed
+        from rlfuse.engines.trainer.passes import actor_loss, weighed
 
         began = time.perf_counter()
         batch = collate([row], True, self.device, None, True)
-        if loss == "rl":
-            value, _ = actor_loss(self.config, self.engine, batch)
-        else:
-            found, _ = log_probs(self.config, self.engine, batch)
-            value = -found.sum()
+        value, _ = actor_loss(self.config, self.engine, batch)
         self.engine.backward(weighed(value, 1.0), scale_wrt_gas=False)
         take_step(self.engine, float(len(row.response_ids)), 1)
         if self.device == "cuda":
@@ -119,11 +117,11 @@ def measure(trainer: Trainer, loss: str, tokens: int, repeats: int) -> str:
     import torch
 
     published = "{:,.0f} | {:.0%}".format(*PUBLISHED[loss, tokens]) if (loss, tokens) in PUBLISHED else " | "
-    row, on_gpu = trainer.row(tokens), trainer.device == "cuda"
+    row, on_gpu = trainer.row(loss, tokens), trainer.device == "cuda"
     try:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        seconds = statistics.median([trainer.seconds(loss, row) for _ in range(repeats + 1)][1:])
+        seconds = statistics.median([trainer.seconds(row) for _ in range(repeats + 1)][1:])
     except torch.OutOfMemoryError:
         return f"| {loss} | {tokens:,} | does not fit | | | {published} |"
     rate = tokens / seconds

@@ -86,7 +86,7 @@ def policy_loss(
     if is_weights is not None:
         loss = loss * response_part(is_weights.detach(), mask)
     kl = -(new - old).detach().clamp(-20.0, 20.0).sum()
-    return loss, {name: each.detach().float() for name, each in sums.items()} | {"ppo_kl": kl}
+    return loss, {name: each.detach().to(loss.device).float() for name, each in sums.items()} | {"ppo_kl": kl}
 
 
 @LOSS_MODES.built_in()

@@ -120,6 +120,8 @@ def test_a_micro_batch_reads_nothing_from_its_device(packed, coefficient):
     with _Reads() as reads:
         assert passes.read_sums(sums) == {name: float(value) for name, value in sums.items()}
     assert len(reads.found) == len(sums)  # the right side; the left one reads all at once
+    assert passes.read_sums({"a": torch.tensor(1.0), "b": torch.tensor([2.0])}) == {"a": 1.0, "b": 2.0}
+    assert passes.read_sums({}) == {}
 
 
 def test_logits_are_copied_only_where_prompts_are_shared():

@@ -110,7 +110,8 @@ def weighed(loss: torch.Tensor, weight: float) -> torch.Tensor:
 
 def read_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Diagnostics from the device, by one read of all."""
-    return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
+    values = [each.reshape(()) for each in sums.values()]
+    return dict(zip(sums, torch.stack(values).tolist(), strict=True)) if sums else {}
 
 
 OBJECTIVES = {"actor": actor_loss, "critic": critic_loss, "reward_model": preference_loss}

@@ -203,6 +203,8 @@ def engine_arguments(rollout: RolloutConfig, max_model_len: int) -> dict[str, An
         "enable_chunked_prefill": True,
         "max_num_batched_tokens": min(max(BATCHED_TOKENS, rollout.max_num_seqs), most),
     }
+    if rollout.tensor_model_parallel_size == 1:  # workers of a wider one are Ray actors
+        arguments["distributed_executor_backend"] = "mp"
     if "speculative_config" not in rollout.engine_kwargs:  # of which vLLM knows whether it goes with it
         arguments["async_scheduling"] = True
     if not GRAPH_ARGUMENTS & set(rollout.engine_kwargs):
@@ -237,6 +239,8 @@ WHY = {
     "max_num_batched_tokens": "tokens of a step: vLLM takes 2048 for an engine inside another program, 8192 or more "
     "for its own offline use; the memory plan counts as many",
     "async_scheduling": "the next step is scheduled while the device computes",
+    "distributed_executor_backend": "the model runner launches kernels in a process of its own while the engine core "
+    "schedules; uni runs both in one",
     "cudagraph_capture_sizes": f"a quarter as many as vLLM captures, which takes seconds at startup; vLLM's end at "
     f"{GRAPHS} tokens, and wider batches run without graphs",
 }

@@ -65,12 +65,12 @@ class RankStore(dist.Store):
         return self._call("check", [*keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Raise DistStoreError where another rank has not set one of the keys within the timeout."""
+        """Raise TimeoutError where another rank has not set one of the keys within the timeout."""
         limit_s = (timeout or self.timeout).total_seconds()
         until, pause_s = time.monotonic() + limit_s, FIRST_POLL_S
         while not self.check(keys):
             if time.monotonic() > until:
-                raise dist.DistStoreError(f"waited {limit_s:g} s for the other ranks to set {', '.join(keys)}")
+                raise TimeoutError(f"waited {limit_s:g} s for the other ranks to set {', '.join(keys)}")
             time.sleep(pause_s)
             pause_s = min(LAST_POLL_S, pause_s * 1.5)
 

@@ -130,6 +130,7 @@ class Rank(StoreServer):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         limit = timedelta(seconds=self.limit_s)
         if self.device == "cpu":
+            os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # else torch keeps the Python stacks of the last 2,000 collectives
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         # Groups that DeepSpeed makes later take these: their collectives would wait 30 minutes (gloo) or 10 (nccl).
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit

@@ -39,7 +39,6 @@ HOST_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(KEPT),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_ARENA_MAX": "1",
-    "TORCH_FR_BUFFER_SIZE": "0",  # else torch keeps the Python stacks of the last 2,000 collectives
 }
 """Up to these bytes glibc keeps what a rank frees. By default it hands a micro-batch's activations back to the system
 and takes them anew; the page faults are 5 % of a split backward's time. Only the main arena heeds that, and Ray has a

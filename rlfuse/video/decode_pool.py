@@ -117,6 +117,8 @@ class _Call:
     pool: ProcessPool | None = None
     shared: _Shared | None = None
     attempt: int = 1
+    exit_code: int | None = None
+    """Of the worker that an earlier attempt lost."""
 
     def release(self) -> None:
         """Give up the worker, if it's still at it, and the way to the memory; who has the pixels keeps them."""
@@ -210,7 +212,8 @@ class DecodePool:
         return self._schedule(request, _Shared(clip.shape) if clip else None)
 
     def _again(self, call: _Call) -> _Call:
-        return replace(self._schedule(call.request, call.shared), attempt=call.attempt + 1)
+        code = self._exit_code(call)
+        return replace(self._schedule(call.request, call.shared), attempt=call.attempt + 1, exit_code=code)
 
     def _schedule(self, request: _Request, shared: _Shared | None) -> _Call:
         if shared is not None:
@@ -245,6 +248,11 @@ class DecodePool:
             return -error.exitcode not in CRASHES
         return isinstance(error, BrokenProcessPool)
 
+    def _exit_code(self, call: _Call) -> int | None:
+        """Of the last worker that died at this call; None if none did, as far as pebble knows."""
+        error = call.future.exception() if call.future.done() and not call.future.cancelled() else None
+        return error.exitcode if isinstance(error, ProcessExpired) else call.exit_code
+
     def _result(self, call: _Call) -> ClipFacts | ImageFacts | np.ndarray | VideoError | None:
         """Of the oldest call, which has a worker or is the next to get one; None where it is to be repeated."""
         limit, future = self.timeout_s, call.future
@@ -266,14 +274,13 @@ class DecodePool:
                 f"took longer than {limit:g} s to read and was stopped",
                 "Raise timeout_s, or drop the row",
             )
-        except ProcessExpired as error:
-            problem = f"crashed its decoder (exit code {error.exitcode})"
-            remedy = "Replace the file"
+        except (ProcessExpired, BrokenProcessPool) as error:
+            if (code := self._exit_code(call)) is None:
+                raise EngineError(f"the decode workers can't be used: {error}") from error
+            problem, remedy = f"crashed its decoder (exit code {code})", "Replace the file"
             if self._is_lost(call):
-                problem = f"lost its decoder {ATTEMPTS} times (exit code {error.exitcode})"
+                problem = f"lost its decoder {ATTEMPTS} times (exit code {code})"
                 remedy = "At -9 the system ended it, as it does for lack of memory: free memory, or drop the row"
-        except BrokenProcessPool as error:
-            raise EngineError(f"the decode workers can't be used: {error}") from error
         except Exception as error:
             problem, remedy = f"can't be decoded ({type(error).__name__}: {error})", "Replace the file, or drop the row"
         return VideoError(problem, remedy, str(call.request))

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -161,6 +162,20 @@ def test_a_file_whose_decoder_is_killed_each_time_costs_its_sample(tmp_path, goo
             time.sleep(0.5)
         lost, whole = asked.result(60)
     assert "lost its decoder 2 times (exit code -9)" in str(lost) and numbers(whole)[-1] == 25
+
+
+def test_a_pool_that_breaks_where_the_file_lost_a_decoder_before_costs_its_sample(good):
+    """As when a worker is killed before pebble has learned what it does."""
+
+    def broken(exit_code):
+        future = Future()
+        future.set_exception(BrokenProcessPool("All workers expired"))
+        return decode_pool._Call(decode_pool._Request(good), future, attempt=decode_pool.ATTEMPTS, exit_code=exit_code)
+
+    with DecodePool() as pool:
+        assert "lost its decoder 3 times (exit code -9)" in str(pool._result(broken(-9)))
+        with pytest.raises(EngineError, match="can't be used: All workers expired"):
+            pool._result(broken(None))
 
 
 @pytest.mark.slow

@@ -71,7 +71,10 @@ def test_a_cpu_engine_takes_the_one_that_it_has_kernels_for():
 
 def test_small_weights_leave_room_for_the_cache_and_are_read_faster(shape):  # noqa: F811
     job = job_of(shape, Cluster(**CLUSTER))
-    (wide_config, wide), (config, small) = (job.with_settings([(KEY, kind)]) for kind in (None, "fp8_per_channel"))
+    many = ("rollout.max_num_seqs", 1 << 20)  # so that the device limits the cache
+    (wide_config, wide), (config, small) = (
+        job.with_settings([(KEY, kind), many]) for kind in (None, "fp8_per_channel")
+    )
     saved = quantized_away(config, shape)
     assert quantized_away(wide_config, shape) == 0 and saved == sum(shape.layers)
     size = {memory: sum(p.size for p in memory.parts if p.role == "engine" and p.what == "parameters")

@@ -201,6 +201,7 @@ AS_HERE = {
     "trainer.log_val_generations": "what is shown",
     "rollout.name": "there is one engine",
     "rollout.update_weights_bucket_mb": "memory",
+    "rollout.free_cache_engine": "null lets the memory plan decide",
     "reward.num_workers": "processes",
     "data.seed": "null is no number of anyone",
     "cluster.device": "auto finds GPUs",

@@ -67,7 +67,7 @@ NOTHING_TO_COMPUTE = {
     "memory, processes and devices": "actor.offload_optimizer actor.ppo_max_token_len_per_gpu reward.num_workers "
     "actor.ppo_micro_batch_size_per_gpu model.enable_activation_offload model.enable_gradient_checkpointing "
     "model.use_remove_padding rollout.gpu_memory_utilization rollout.max_num_seqs rollout.tensor_model_parallel_size "
-    "rollout.update_weights_bucket_mb trainer.n_gpus_per_node trainer.nnodes cluster.device",
+    "rollout.free_cache_engine rollout.update_weights_bucket_mb trainer.n_gpus_per_node trainer.nnodes cluster.device",
     "on or off": "trainer.val_before_train video.freeze_tower rollout.quantization",
 }
 """Why -> keys that are in no formula."""

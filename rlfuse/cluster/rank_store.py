@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import ray
 import torch.distributed as dist
+from ray.exceptions import GetTimeoutError
 
 STORE = "store"
 """Ray's concurrency group of `store_call`: rank 0 answers while it waits for the others itself."""
 FIRST_POLL_S, LAST_POLL_S = 0.005, 0.2
+CALL_S = 30.0
+"""For one call, after which NCCL's monitor goes on without an answer: rank 0 may hang."""
 
 
 class StoreServer:
@@ -68,7 +72,10 @@ class RankStore(dist.Store):
         """Raise TimeoutError where another rank has not set one of the keys within the timeout."""
         limit_s = (timeout or self.timeout).total_seconds()
         until, pause_s = time.monotonic() + limit_s, FIRST_POLL_S
-        while not self.check(keys):
+        while True:
+            with suppress(GetTimeoutError):  # rank 0 may be busy
+                if self.check(keys):
+                    return
             if time.monotonic() > until:
                 raise TimeoutError(f"waited {limit_s:g} s for the other ranks to set {', '.join(keys)}")
             time.sleep(pause_s)
@@ -81,4 +88,5 @@ class RankStore(dist.Store):
         return self
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        return ray.get(self._first.store_call.remote(method, *arguments), timeout=self.timeout.total_seconds())
+        limit_s = min(CALL_S, self.timeout.total_seconds())
+        return ray.get(self._first.store_call.remote(method, *arguments), timeout=limit_s)

@@ -177,6 +177,7 @@ class Rank(StoreServer):
         if self.config.actor.optimizer_residency == "step":
             for engine in self.engines.values():
                 to_host(engine, optimizer_alone=True)
+        torch.cuda.empty_cache()  # what loading and optimizers leave: the engine that starts next measures free memory
 
     def make_room(self) -> None:
         """Release cached memory that the engine's weights need during a push."""

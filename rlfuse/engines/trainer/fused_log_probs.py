@@ -22,8 +22,8 @@ def is_fused(logits: Tensor) -> bool:
 def fused_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return (log-probs of the targets, entropy), float32 [r], of logits [r, V] / `temperature`.
 
-    The backward pass overwrites the logits, so none may follow that needs them; autograd reports one that does.
-    Logits that are not contiguous are copied first.
+    The backward pass overwrites the logits, so no other one may need them. Autograd reports one that does, except where
+    hooks keep saved tensors (`activation_offloading`). Logits that are not contiguous are copied first.
     """
     return _Fused.apply(logits, targets, temperature)
 
@@ -54,4 +54,4 @@ class _Fused(torch.autograd.Function):
             upstream = [each if each is None else each.float().contiguous() for each in (of_log_probs, of_entropy)]
             vocabulary_kernels.backward(logits, targets, results, *upstream, ctx.temperature)
         torch.autograd.graph.increment_version(logits)
-        return logits, None, None
+        return logits.detach(), None, None

@@ -33,6 +33,7 @@ import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from rlfuse.cluster.host_memory import free_bytes
 from rlfuse.errors import EngineError
 
 _PIECE = 1 << 28
@@ -127,7 +128,7 @@ def pin_ahead(size: int) -> None:
     torch keeps the pieces and hands them out in `to_host`. Nothing begins where that is under way or done.
     """
     global _pinning
-    if size > 0 and _pinning is None:
+    if size > 0 and _pinning is None and free_bytes() > size:  # else the system could end this process for it
         _pinning = threading.Thread(target=_pin, args=(size,), daemon=True)
         _pinning.start()
 

@@ -23,7 +23,7 @@ def arguments(memory: Memory) -> dict[str, Any]:
         given["enable_sleep_mode"] = False
     if given:
         # With a given cache, vLLM only demands that so much is free when it starts, whatever ranks keep of the rest.
-        given["gpu_memory_utilization"] = round(memory.size_of(ENGINE) / memory.budget.bytes, 4)
+        given["gpu_memory_utilization"] = max(1e-4, round(memory.size_of(ENGINE) / memory.budget.bytes, 4))
     return given
 
 

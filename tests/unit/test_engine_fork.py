@@ -119,6 +119,9 @@ def test_engines_are_forks_where_no_device_is_open_and_else_vllm_s_own(monkeypat
             assert not isinstance(utils.get_mp_context(), Forks)
     with forking("cuda", {"distributed_executor_backend": "ray"}):
         assert not isinstance(utils.get_mp_context(), Forks)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    with forking("cuda", {}):
+        assert utils.get_mp_context().get_start_method() == "spawn", "as the user says"
     assert utils.get_mp_context is get_mp_context and registry._run_in_subprocess is look_elsewhere
 
 
@@ -131,6 +134,7 @@ def test_engines_are_forks_where_no_device_is_open_and_else_vllm_s_own(monkeypat
         ("cuda", {"distributed_executor_backend": "ray"}, "1", [], False),
         ("cuda", {"distributed_executor_backend": "mine.Executor"}, "1", [], False),
         ("cuda", {"pipeline_parallel_size": 2}, "1", [], False),
+        ("cuda", {"distributed_executor_backend": "mp", "numa_bind": True}, "1", [], False),
         ("cuda", {"data_parallel_size": 2}, "1", [], False),
         ("cuda", {}, "8", [], False),
         ("cuda", {}, None, [], False),

@@ -239,6 +239,11 @@ RuntimeError: Unsupported CPU attention configuration: 16""",
     kind, told = died(tmp_path, "", -signal.SIGKILL)
     start = "rollout/0: vLLM's engine process was killed by signal 9 (SIGKILL); by whom is not known. Free memory now: "
     assert kind is EngineLost and told.startswith(start) and "out of memory" not in told
+    killed = (
+        "ERROR [multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down."
+    )
+    kind, told = died(tmp_path, f"{killed}\n{UNSUPPORTED}", 1)
+    assert kind is EngineLost and told.startswith(start), "the process that has the model was killed"
     kind, told = died(tmp_path, "", -signal.SIGSEGV)
     assert kind is EngineFailed and "engine process crashed by signal 11 (SIGSEGV). Free memory now: " in told
     crash = "terminate called after throwing an instance of 'std::bad_alloc'\nFatal Python error: Aborted\n"

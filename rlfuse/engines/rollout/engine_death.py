@@ -23,6 +23,8 @@ PREFIX = re.compile(r".*?\[\w+\.py:\d+\] ?|\(\S+ pid=\d+\) ?")
 """Of vLLM's lines, and of what its processes print."""
 ELSEWHERE = re.compile(r"root cause|stack trace above|see above|EngineDeadError|died unexpectedly", re.I)
 """In errors that only say that there was another one."""
+WORKER = re.compile(r"Worker proc \S+ died unexpectedly \(exit code: (-\d+)\)")
+"""A process of the engine's own, which has the model, was ended by a signal; the engine then ends by an error."""
 CRASH = re.compile(
     r"^.*(?:Fatal Python error|Segmentation fault|terminate called|what\(\):|No space left|SIG[A-Z]+ received).*$", re.M
 )
@@ -87,7 +89,10 @@ def processes(engine: Any) -> list[Any]:
 def engine_died(name: str, errors: ErrorOutput, below: list[Any]) -> EngineLost:
     """The error for an engine whose process is gone."""
     raised, crash = errors.raised(), errors.crash()
-    status = _exit_status(below, 0.0 if raised else EXIT_S)  # one that raised says so before it ends
+    if worker := WORKER.search(errors.text()):
+        raised, status = "", int(worker[1])
+    else:
+        status = _exit_status(below, 0.0 if raised else EXIT_S)  # one that raised says so before it ends
     if raised and status == -signal.SIGTERM:  # by vLLM, which ends what is left of it
         status = None
     if (status is not None and status < 0 and not crash and -status not in OWN_SIGNALS) or status == -signal.SIGKILL:

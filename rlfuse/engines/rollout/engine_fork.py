@@ -67,7 +67,8 @@ def can_fork(device: str, arguments: Mapping[str, Any], threads: str | None, fil
     executor = arguments.get("distributed_executor_backend")
     if executor is None and all(arguments.get(f"{kind}_parallel_size", 1) == 1 for kind in PARALLEL):
         executor = "uni"
-    return executor in ("uni", "mp") and threads == "1" and not any(map(DRIVER.match, files))
+    apart = arguments.get("numa_bind") or any(map(DRIVER.match, files))  # vLLM binds new processes alone
+    return executor in ("uni", "mp") and threads == "1" and not apart
 
 
 @contextmanager
@@ -83,7 +84,11 @@ def forking(device: str, arguments: Mapping[str, Any]) -> Iterator[None]:
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
+    by_user = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
+
     def context() -> BaseContext:
+        if by_user and device != "cpu":
+            return get_mp_context()
         threads, files = os.environ.get("OMP_NUM_THREADS"), os.listdir("/proc/self/fd")
         opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in files]
         return Forks() if can_fork(device, arguments, threads, opened) else get_mp_context()

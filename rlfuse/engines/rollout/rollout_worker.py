@@ -132,8 +132,11 @@ class RolloutWorker:
         kv_tokens = (cache.num_gpu_blocks - 1) * cache.block_size  # no sample gets vLLM's first block, its null block
         self._meter, self._liveness = StepMeter(self._recorder, kv_tokens), Liveness(children_cpu)
         if device == "cuda":
-            seeing = placeholder_ids(self._engine.model_config.hf_config)  # its tower gets no push
-            self._restorable = not seeing and not any(await self._engine.collective_rpc("beside_weights"))
+            # A push has nothing for a vision tower and a draft model.
+            unpushed = (
+                placeholder_ids(self._engine.model_config.hf_config) or "speculative_config" in rollout.engine_kwargs
+            )
+            self._restorable = not unpushed and not any(await self._engine.collective_rpc("beside_weights"))
         bytes_per_token = token_bytes(self._engine.vllm_config)
         return {"start_s": time.perf_counter() - began, "kv_tokens": kv_tokens, "kv_bytes_per_token": bytes_per_token}
 

@@ -277,10 +277,10 @@ class WeightPush:
                 if following:
                     sharing = asyncio.create_task(self.exporter.share_ipc(following))
                 await receivers.each(lambda engine, update=update: engine.receive(update))
-            await self.exporter.release_ipc()
         finally:
             sharing.cancel()  # of no effect unless an engine failed
             await asyncio.gather(sharing, return_exceptions=True)
+            await self.exporter.release_ipc()
 
 
 class _Receivers:

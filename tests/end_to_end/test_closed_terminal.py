@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import signal
 import sys
 import time
 
@@ -19,6 +20,7 @@ def in_a_terminal(*words):
     """(process, terminal): the command as the leader of a session that has a terminal of its own."""
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # a job that ran in this process has blocked it
         os.execve(sys.executable, [sys.executable, "-m", "rlfuse.cli", *words], os.environ | ENVIRONMENT)
     os.set_blocking(terminal, False)
     return psutil.Process(pid), terminal

@@ -110,6 +110,7 @@ def test_engines_are_forks_where_no_device_is_open_and_else_vllm_s_own(monkeypat
         assert context.get_start_method() == "fork" and context.Process is EngineFork
         assert registry._run_in_subprocess(os.getpid) == os.getpid()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)  # vLLM sets it where it can't fork
     with forking("cuda", {}):
         assert isinstance(utils.get_mp_context(), Forks) and isinstance(multiproc_executor.get_mp_context(), Forks)
         assert registry._run_in_subprocess is look_elsewhere, "a class of models may ask for CUDA devices"

@@ -239,7 +239,7 @@ WHY = {
     "max_num_batched_tokens": "tokens of a step: vLLM takes 2048 for an engine inside another program, 8192 or more "
     "for its own offline use; the memory plan counts as many",
     "async_scheduling": "the next step is scheduled while the device computes",
-    "distributed_executor_backend": "the model runner launches kernels in a process of its own while the engine core "
+    "distributed_executor_backend": "the model runner launches kernels in a separate process while the engine core "
     "schedules; uni runs both in one",
     "cudagraph_capture_sizes": f"a quarter as many as vLLM captures, which takes seconds at startup; vLLM's end at "
     f"{GRAPHS} tokens, and wider batches run without graphs",

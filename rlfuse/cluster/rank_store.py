@@ -21,7 +21,7 @@ STORE = "store"
 """Ray's concurrency group of `store_call`: rank 0 answers while it waits for the others itself."""
 FIRST_POLL_S, LAST_POLL_S = 0.005, 0.2
 CALL_S = 30.0
-"""For one call, after which NCCL's monitor goes on without an answer: rank 0 may hang."""
+"""Limit of one call, after which NCCL's monitor continues without an answer: rank 0 may hang."""
 
 
 class StoreServer:

@@ -166,12 +166,12 @@ async def test_weights_that_the_next_push_overwrites_are_not_saved(worker):
 def test_what_a_push_does_not_restore_is_found():
     import torch
 
-    from rlfuse.engines.weights.receiver import beside_weights
+    from rlfuse.engines.weights.receiver import unpushed_tensors
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     linear = model[0]
     linear.view_of_weight, linear.kv_cache, linear.none = linear.weight.data[:1], torch.ones(1), torch.empty(0)
-    assert beside_weights(model, "cpu") == []
+    assert unpushed_tensors(model, "cpu") == []
     linear.workspace, linear.impl = torch.zeros(1), SimpleNamespace(slopes=torch.ones(2), scale=1.0)
-    assert beside_weights(model, "cpu") == ["0.workspace", "0.impl.slopes"]
-    assert beside_weights(model, "cuda") == []
+    assert unpushed_tensors(model, "cpu") == ["0.workspace", "0.impl.slopes"]
+    assert unpushed_tensors(model, "cuda") == []

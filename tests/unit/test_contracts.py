@@ -269,8 +269,8 @@ def test_weights_that_a_sleep_discards_come_back_by_a_push_and_buffers_by_themse
     from rlfuse.engines.weights.receiver import ReceiverExtension
 
     inspect.signature(AsyncLLM.sleep).bind(None, level=2)
-    inspect.signature(AsyncLLM.collective_rpc).bind(None, "beside_weights")
-    assert callable(ReceiverExtension.beside_weights) and not hasattr(WorkerBase, "beside_weights")
+    inspect.signature(AsyncLLM.collective_rpc).bind(None, "unpushed_tensors")
+    assert callable(ReceiverExtension.unpushed_tensors) and not hasattr(WorkerBase, "unpushed_tensors")
     assert hasattr(WorkerBase, "get_model")
     suspended = inspect.getsource(CuMemBackend.suspend)
     assert "if level == 1:" in suspended and '("weights", *offload_tags)' in suspended

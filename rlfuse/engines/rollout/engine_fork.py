@@ -67,8 +67,8 @@ def can_fork(device: str, arguments: Mapping[str, Any], threads: str | None, fil
     executor = arguments.get("distributed_executor_backend")
     if executor is None and all(arguments.get(f"{kind}_parallel_size", 1) == 1 for kind in PARALLEL):
         executor = "uni"
-    apart = arguments.get("numa_bind") or any(map(DRIVER.match, files))  # vLLM binds new processes alone
-    return executor in ("uni", "mp") and threads == "1" and not apart
+    must_spawn = arguments.get("numa_bind") or any(map(DRIVER.match, files))  # vLLM binds only new processes
+    return executor in ("uni", "mp") and threads == "1" and not must_spawn
 
 
 @contextmanager

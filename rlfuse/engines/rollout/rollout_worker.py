@@ -136,7 +136,7 @@ class RolloutWorker:
             unpushed = (
                 placeholder_ids(self._engine.model_config.hf_config) or "speculative_config" in rollout.engine_kwargs
             )
-            self._restorable = not unpushed and not any(await self._engine.collective_rpc("beside_weights"))
+            self._restorable = not unpushed and not any(await self._engine.collective_rpc("unpushed_tensors"))
         bytes_per_token = token_bytes(self._engine.vllm_config)
         return {"start_s": time.perf_counter() - began, "kv_tokens": kv_tokens, "kv_bytes_per_token": bytes_per_token}
 

@@ -2,7 +2,7 @@
 
 Role: `passes` calls it where `is_fused`; everywhere else `algorithms.losses` computes the same, and is the reference
 that tests compare with. Plans run it on tensors without memory, where no kernel is launched.
-Invariant: beside the logits there are four float32 numbers per row, and the gradient replaces the logits.
+Invariant: next to the logits there are four float32 numbers per row, and the gradient replaces the logits.
 """
 
 from __future__ import annotations

@@ -104,10 +104,10 @@ def _build_experts_anew(layer: Module) -> None:
         layer.quant_method.moe_kernel = None
 
 
-def beside_weights(model: Module, device: str) -> list[str]:
+def unpushed_tensors(model: Module, device: str) -> list[str]:
     """Name the tensors on the device that are neither parameters nor buffers, which a push does not restore.
 
-    vLLM keeps the buffers of weights that it discards; KV caches have a memory pool of their own.
+    vLLM keeps the buffers of weights that it discards; KV caches have a separate memory pool.
     """
     kept = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
     found = []
@@ -127,9 +127,9 @@ def _attributes(part: Any) -> list[tuple[str, Tensor]]:
 class ReceiverExtension:
     """Mixin: naming it makes vLLM import this module in its workers."""
 
-    def beside_weights(self) -> list[str]:
+    def unpushed_tensors(self) -> list[str]:
         """What of the model a push does not restore."""
-        return beside_weights(self.get_model(), "cuda")
+        return unpushed_tensors(self.get_model(), "cuda")
 
 
 if "shm" not in WeightTransferEngineFactory._registry:  # the registry has no public query and refuses a second entry

@@ -7,10 +7,16 @@ refused here. Graphs that share a pool overwrite each other's results, so a repl
 from contextlib import contextmanager
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "is_nonzero", "equal"}
+
+
+def is_launched(operation):
+    """Whether an operation computes anything: views and empty tensors take no kernel."""
+    views = [each.alias_info is not None and not each.alias_info.is_write for each in operation._schema.returns]
+    return not any(views) and "empty" not in operation.overloadpacket.__name__
 
 
 def tensors(tree):
@@ -18,7 +24,7 @@ def tensors(tree):
 
 
 class Count(TorchDispatchMode):
-    """Counts operations, and refuses those that wait for the device."""
+    """Counts operations that are launched, and refuses those that wait for the device."""
 
     def __init__(self, may_wait=False):
         super().__init__()
@@ -27,11 +33,13 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), named=None):
         if not self.may_wait and operation.overloadpacket.__name__ in WAITS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {operation}")
-        self.operations += 1
+        self.operations += is_launched(operation)
         return operation(*args, **named or {})
 
 
 class Graph(Count):
+    replays = 0
+
     def __init__(self, pool):
         super().__init__()
         self.calls, self.pool = [], pool
@@ -47,8 +55,12 @@ class Graph(Count):
     def results(self):
         return [each for *_, found, fresh in self.calls for each, new in zip(found, fresh, strict=True) if new]
 
-    @torch.no_grad()
     def replay(self):
+        Graph.replays += 1
+        with torch.no_grad(), _disable_current_modes():
+            self._replay()
+
+    def _replay(self):
         read = {each.untyped_storage().data_ptr() for _, *given, _, _ in self.calls for each in tensors(given)}
         for other in self.pool:
             for each in other.results() if other is not self else ():

@@ -1,5 +1,6 @@
 """Passes as CUDA graphs, emulated on CPUs, under real DeepSpeed engines: the numbers of passes that are launched."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,7 @@ from rlfuse.config.facts import Facts
 from rlfuse.config.graph_checks import BLOCKERS
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.trainer import cuda_graphs
-from rlfuse.engines.trainer.cuda_graphs import PassGraphs, record_passes
+from rlfuse.engines.trainer.cuda_graphs import CudaRecording, PassGraphs, record_passes
 from rlfuse.engines.trainer.families import value_class
 from rlfuse.engines.trainer.graph_sizes import graph_sizes, why_no_graphs
 from rlfuse.engines.trainer.model_inputs import collate
@@ -166,6 +167,60 @@ def test_a_pass_whose_memory_was_used_again_has_no_backward(said):
     first, _ = (response_logits(engine, batch) for batch in batches)
     with pytest.raises(RuntimeError, match="before this one's backward"):
         engine.backward(first.sum(), scale_wrt_gas=False)
+
+
+@pytest.fixture
+def torch_cuda(monkeypatch):
+    """(What torch.cuda is asked to do, in order; the streams entered); `torch.cuda.graph` is torch's own."""
+    calls, streams = [], ["main"]
+
+    def does(name):
+        return lambda *given: calls.append((name, *given))
+
+    class Graph:
+        def capture_begin(self, pool, capture_error_mode, check_input_liveness):
+            calls.append(("begin", pool, capture_error_mode))
+
+        def capture_end(self):
+            calls.append(("end",))
+
+    @contextmanager
+    def stream(entered):
+        streams.append(entered)
+        yield
+        streams.pop()
+
+    names = ("synchronize", "set_sync_debug_mode", "empty_cache")
+    stubs = {name: does(name) for name in names} | {"graph_pool_handle": lambda: "pool", "stream": stream}
+    stubs |= {"Stream": iter(("rehearsal", "capture")).__next__, "current_stream": lambda: streams[-1]}
+    stubs |= {"CUDAGraph": Graph, "set_stream": lambda to: streams.__setitem__(slice(None), [to])}
+    for name, stub in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    return calls, streams
+
+
+def test_torch_is_asked_to_rehearse_and_record_in_this_order(torch_cuda):
+    calls, streams = torch_cuda
+    recording = CudaRecording()
+    with recording.rehearsed():
+        assert streams == ["main", "rehearsal"] and calls.pop() == ("set_sync_debug_mode", "error")
+    assert calls == [("synchronize",), ("set_sync_debug_mode", "default"), ("synchronize",)] and streams == ["main"]
+    with recording.recorded():
+        assert streams == ["main", "capture"] and calls[-1] == ("begin", "pool", "thread_local")
+    assert calls[-1] == ("end",) and streams == ["main"]
+
+
+def test_a_recording_that_fails_leaves_the_stream_that_was_current(torch_cuda, monkeypatch):
+    def fails(graph):
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    _, streams = torch_cuda
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", fails)
+    with pytest.raises(RuntimeError, match="previous error"), CudaRecording().recorded():
+        raise RuntimeError("operation not permitted")
+    assert streams == ["main"]
 
 
 def test_models_that_leave_their_device_are_not_recorded(said, monkeypatch):

@@ -72,7 +72,8 @@ TABLE: tuple[tuple[Effect, str, str], ...] = (
      "model.use_remove_padding model.enable_gradient_checkpointing model.enable_activation_offload "
      "model.activation_device_mb model.activation_host_mb model.activation_disk_mb "
      "actor.optimizer_residency"),
-    (Effect.NEXT_STEP, "the same numbers to rounding", "reward.model_backend trainer.deterministic"),
+    (Effect.NEXT_STEP, "the same numbers to rounding", "reward.model_backend trainer.deterministic "
+     "actor.cuda_graphs"),
     (Effect.NEXT_STEP, "the same tokens in distribution only", "fusion.tail_speculation"),
     (Effect.EXPERIMENT, "other prompts, from the same count of batches on", "data.train_files data.media_root "
      "data.prompt_key data.prompt_is_chat data.apply_chat_template_kwargs data.truncation data.filter_overlong_prompts "

@@ -227,6 +227,8 @@ class ActorConfig:
     """When optimizer state is on the device, where engines always generate without it (GPUs):"""
     grad_accum_dtype: str = "float32"
     """What gradients of bfloat16 weights are added up in:"""
+    cuda_graphs: str = "auto"
+    """Record the trainer's passes of micro-batches of up to 2048 tokens as CUDA graphs, and replay them (GPUs):"""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 does not clip. A step whose norm is not finite is skipped in any case."""
     ppo_max_token_len_per_gpu: int = 16384

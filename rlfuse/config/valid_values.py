@@ -39,6 +39,7 @@ _NAMED: dict[str, str] = {
     "actor.optimizer_residency": "training (comes and leaves with the weights) | forecast (comes beside passes and "
     "gradients, just in time for the first update as the step under way is foreseen) | step (there in each update "
     "alone: less memory, more copies)",
+    "actor.cuda_graphs": "auto (small models whose micro-batches take longer to launch than to compute) | on | off",
     "actor.optim.lr_scheduler_type": "constant | cosine (0 in the step after the last)",
     "actor.loss_mode": "vanilla (per token) | gspo (per sequence)",
     "actor.loss_agg_mode": "token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm",

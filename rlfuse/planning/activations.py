@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines, pipelines_of
 from rlfuse.engines.pipeline.partition import LayerCosts, Part, parts, share_with_logits
 from rlfuse.engines.trainer.attention import attends_by_layout
+from rlfuse.engines.trainer.gradient_memory import gradient_bytes
+from rlfuse.engines.trainer.graph_sizes import graph_sizes, why_no_graphs
 from rlfuse.planning.activation_tiers import Leaving, leaving
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.tracing import Texts, Work
 from rlfuse.video.embedding import BF16
 
+WORKSPACES = 128 << 20
+"""Bytes of cuBLAS's workspaces for the two streams that record: 32 MiB for each stream and thread on Hopper."""
 PASS_OF = {"actor": "reference", "critic": "values"}
 """What a model that is trained is also asked for, without gradients; a reference computes log-probs as an actor."""
 
@@ -114,6 +119,17 @@ def activations(config: Config, shape: Shape, role: str, device: str, position: 
         else shape.model.work(config, does, each, device).peak
         for does, each in tried
     )
+
+
+def graph_bytes(config: Config, shapes: Mapping[str, Shape], device: str) -> float:
+    """Bytes of passes that are recorded: activations of the largest, and a copy of the trained models' gradients."""
+    layer = max(sum(each.layers) / len(each.layers) for each in shapes.values())
+    if device == "cpu" or why_no_graphs(config, layer):
+        return 0.0
+    share = graph_sizes(config)[-1] / micro_batch_tokens(config)
+    pool = share * max(activations(config, shape, role, device) for role, shape in shapes.items())
+    wide = gradient_bytes(0, config.model.dtype, config.actor.grad_accum_dtype, 1)
+    return pool + WORKSPACES + wide * sum(each.parameters for role, each in shapes.items() if role != "reference")
 
 
 def holes(config: Config, shape: Shape, role: str, size: float) -> float:

@@ -18,7 +18,7 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.activation_places import Place
 from rlfuse.engines.trainer.gradient_memory import REDUCED, gradient_bytes
 from rlfuse.engines.weights.sync import resolve_transfer
-from rlfuse.planning.activations import PASS_OF, activations, embeddings, holes, leaves, parts_on
+from rlfuse.planning.activations import PASS_OF, activations, embeddings, graph_bytes, holes, leaves, parts_on
 from rlfuse.planning.kv_cache import SPARE, UNKNOWN, Bounds, cache_of, most_used
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.residency import MODELS, PHASES, TRAINING, Item, contents
@@ -151,15 +151,16 @@ def memory_of(
     parts = [*models, *engine, *_residents(config, shapes, budget, served or {})]
     if budget.device == "cuda":
         parts += _on_their_way(config, shapes["actor"])
-    host, alone = _host(config, shapes, budget.device), config.actor.optimizer_residency == "step"
-    wanted = config.rollout.free_cache_engine
-    stay = Memory(tuple(parts), budget, kv_tokens, host, alone, bounds.together, hands_over=False)
+    host, recorded = _host(config, shapes, budget.device), graph_bytes(config, shapes, budget.device)
+    graphs = [Part("actor", "CUDA graphs", recorded, Item.PARAMETERS)] if recorded else []
+    alone, wanted = config.actor.optimizer_residency == "step", config.rollout.free_cache_engine
+    stay = Memory((*parts, *graphs), budget, kv_tokens, host, alone, bounds.together, hands_over=False)
     fits = bounds.together is not None and stay.total(stay.tightest) <= (1 - SPARE) * budget.bytes
     if budget.device == "cuda" and (fits if wanted is None else not wanted):
         return stay
     # vLLM pins each allocation of an engine's weights for itself, which torch rounds up to a power of two.
-    away = stay.size_of(MODELS) + 2 * stay.size_of({Item.ENGINE_WEIGHTS}) if budget.device == "cuda" else 0.0
-    return replace(stay, host=host + away, kv_cache_bytes=bounds.in_turns, hands_over=True)
+    away = stay.size_of(MODELS) - recorded + 2 * stay.size_of({Item.ENGINE_WEIGHTS}) if budget.device == "cuda" else 0.0
+    return replace(stay, parts=tuple(parts), host=host + away, kv_cache_bytes=bounds.in_turns, hands_over=True)
 
 
 def _residents(config: Config, shapes: Mapping[str, Shape], budget: Budget, served: Mapping[str, Shape]) -> list[Part]:

@@ -243,7 +243,7 @@ class _Step:
             return span.kind == "encode"
         if call.span.kind == "update_weights":
             return span.kind == "update_weights"
-        beside = ("switch", "optimizer_wait", "plan", "schedule", "start", "gc")
+        beside = ("switch", "optimizer_wait", "plan", "schedule", "start", "gc", "record")
         return span.kind not in beside and self._slot(span) in call.slots
 
     def _lock(self, call: Call) -> None:

@@ -49,6 +49,9 @@ PIN_BYTES_PER_S, COPY_BYTES_PER_S = 1.6e9, 53e9
 RESET_S = 0.14e-6
 """Resetting a block of vLLM's KV cache (0.14 s a million), RESETS times a step."""
 RESETS = 3
+GRAPH_PASSES = {"scores": (3 * 5, 1.6e-3), "updates": (2 * 8, 5.1e-3)}
+"""Passes of a quickstart step (old log-probs, reference, values: 5 micro-batches of 1,024 tokens each; actor, critic: 2
+for each of 4 mini-batches), and CPU time of one, collation included, by `graph_launches.py`."""
 ADMISSION_S, END_S, FAST_END_S = 0.5e-3, 0.54e-3, 0.23e-3
 """Per sample, on the machine of RECORDED_US: until it is scheduled, and from its last token to the driver."""
 
@@ -92,6 +95,11 @@ CHANGES = {
         "rlfuse/engines/trainer/transfers.py",
         "class DeviceTimes",
         "a micro-batch is collated while the device computes the last one, and none waits for it to end",
+    ),
+    "recorded passes": Change(
+        "rlfuse/engines/trainer/cuda_graphs.py",
+        "class PassGraphs",
+        "measured on CPUs: CPU time of passes whose graphs compute nothing; a GPU computes alongside",
     ),
     "sharing": Change(
         "rlfuse/engines/colocation.py",
@@ -203,12 +211,13 @@ class Estimate:
     def quickstart(self) -> list[Term]:
         """PPO with critic and reference, float32, one slot."""
         push = 0.044 * HOST_FACTOR
+        passes = HOST_FACTOR * sum(count * each for count, each in GRAPH_PASSES.values())
         return [
             self.decode(QUICKSTART, 0.0),
             *self.samples(QUICKSTART),
             self.term("hand-over", "sleep, wake and push", 1.0, f"{RECORD}; shared: a CPU push, 44 ms", sharing=push),
             self.term("hand-over", "resets of KV blocks", 0.2, RECORD, KV_cap=0.0),
-            self.term("training", "launch-bound passes", 0.65, RECORD),
+            self.term("training", "launch-bound passes", 0.65, f"{RECORD}; graphs: CPU time", recorded_passes=passes),
             self.term("other", "Ray", 0.2, RECORD),
         ]
 

@@ -273,7 +273,7 @@ def rank_of(stage, tmp_path, dtype="float32", **model):
     rank.tower, rank.sums, rank.ropes, rank.exporters = None, {}, {"actor": None}, {"actor": None}
     rank.packed, rank.shares, rank.tensor = True, False, None
     rank.parallel = SimpleNamespace(part=lambda degree: None)
-    rank._offload_activations()
+    rank.lines = rank._arrange_passes()
     return rank
 
 
@@ -320,8 +320,7 @@ async def test_a_line_at_startup_says_where_activations_may_go(tmp_path, monkeyp
     said, trainer = [], TrainerGroup(Config(), [])
     monkeypatch.setattr(watchdog, "say", said.append)
     for settings in ({}, away):
-        activations = rank_of(1, tmp_path, **settings).activations
-        facts = {"packed": True, "activation_offload": activations and str(activations)}
+        facts = {"packed": True, "lines": rank_of(1, tmp_path, **settings).lines}
         monkeypatch.setattr(trainer, "_all", AsyncMock(return_value=[facts]))
         assert await trainer._load(10) == {"packed": True}
     [line] = said

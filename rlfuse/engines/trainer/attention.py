@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -70,11 +71,41 @@ class Block:
         return seen if self.window is None else seen & (columns > rows - self.window)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentTable:
+    """Segments as one tensor whose shape depends on the number of tokens alone; passes with it can be recorded."""
+
+    rows: Tensor
+    """int64 [3, tokens]: each token's segment, the segment of its prefix (-1: none), its position in its sequence."""
+
+    @staticmethod
+    def of(segments: tuple[Segment, ...], positions: np.ndarray) -> np.ndarray:
+        """`rows` of these segments; `positions`: of the tokens."""
+        place = {(segment.start, segment.stop): number for number, segment in enumerate(segments)}
+        prefixes = [place.get(segment.prefix, -1) for segment in segments]
+        lengths = [segment.stop - segment.start for segment in segments]
+        return np.stack([np.repeat(np.arange(len(segments)), lengths), np.repeat(prefixes, lengths), positions])
+
+
+@dataclass(frozen=True, slots=True)
+class TableMask:
+    """The mask of a whole batch; quadratic in its tokens."""
+
+    table: SegmentTable
+    window: int | None
+
+    def mask(self, *_: Tensor) -> Tensor:
+        """[tokens, tokens], true where a key is seen."""
+        segment, prefix, position = self.table.rows
+        seen = ((segment[:, None] == segment) | (prefix[:, None] == segment)).tril()
+        return seen if self.window is None else seen & (position > position[:, None] - self.window)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Who sees whom in one batch."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...] | SegmentTable
     spread: Callable[..., Tensor] | None = None
     """Where this rank holds a slice of the tokens: `attend` over all ranks of the slices."""
 
@@ -174,7 +205,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    segments: tuple[Segment, ...],
+    segments: tuple[Segment, ...] | SegmentTable,
     scale: float | None,
     window: int | None,
     softcap: float | None = None,
@@ -186,8 +217,12 @@ def attend(
     `softcap`: what no score exceeds. `sinks`: a score of each head that takes its share and gives nothing.
     """
     flat = [x.flatten(0, 1) for x in (query, key, value)]
-    if softcap is not None or sinks is not None:
-        attended = _by_segment(*flat, segments, window, partial(_recomputed, scale, softcap, sinks), whole=False)
+    scored = partial(_recomputed, scale, softcap, sinks) if softcap is not None or sinks is not None else None
+    if isinstance(segments, SegmentTable):
+        flat[1:] = (x.repeat_interleave(query.shape[2] // x.shape[1], dim=1) for x in flat[1:])
+        attended = (scored or partial(_attention, scale))(*flat, TableMask(segments, window))
+    elif scored:
+        attended = _by_segment(*flat, segments, window, scored, whole=False)
     elif query.is_cuda and query.dtype != torch.float32:
         attended = _varlen(*flat, segments, scale, window)
     else:
@@ -225,8 +260,10 @@ def _by_segment(
     return torch.cat(outputs)
 
 
-def _attention(scale: float | None, query: Tensor, key: Tensor, value: Tensor, block: Block | None) -> Tensor:
-    """Causal unless it is a block of a segment; [tokens, heads, d]."""
+def _attention(
+    scale: float | None, query: Tensor, key: Tensor, value: Tensor, block: Block | TableMask | None
+) -> Tensor:
+    """Causal unless it is a block of a segment or a whole batch; [tokens, heads, d]."""
     mask = None if block is None else block.mask(query, key)
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     result = scaled_dot_product_attention(
@@ -247,7 +284,7 @@ def _scored(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    block: Block,
+    block: Block | TableMask,
 ) -> Tensor:
     """What no kernel of torch's computes: capped scores, or sinks among them; [tokens, heads, d]."""
     tokens, heads, width = query.shape

@@ -33,6 +33,7 @@ from rlfuse.cluster.host_memory import resident_mib
 from rlfuse.cluster.rank_store import StoreServer
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer import deepspeed_ops
+from rlfuse.engines.trainer.cuda_graphs import PassGraphs
 from rlfuse.engines.trainer.liveness import WATCH, Progress, Pulse
 from rlfuse.engines.trainer.offloading import (
     bytes_away,
@@ -71,6 +72,9 @@ def needs_models(method: Callable) -> Callable:
 
 class Rank(StoreServer):
     """One of `world` processes, bound to `core` if given: `load_extensions`, then `join` meets the others."""
+
+    graphs: PassGraphs | None = None
+    """Where passes are recorded."""
 
     def __init__(self, config: Config, rank: int, world: int, device: str, core: int | None = None):
         self.config, self.rank, self.world, self.device = config, rank, world, device
@@ -172,6 +176,8 @@ class Rank(StoreServer):
     def share(self, sharing: Sharing) -> None:
         """Share the device like this from now on. Where the engine stays, this rank can't take its memory."""
         self.sharing = sharing
+        if sharing.hands_over and self.graphs:
+            self.graphs.stop("models give their device up to the engine, and come back at other addresses")
         if sharing.most is not None:
             torch.cuda.set_per_process_memory_fraction(min(1.0, sharing.most / self.device_bytes()))
         if self.config.actor.optimizer_residency == "step":

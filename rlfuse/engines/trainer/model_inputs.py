@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from rlfuse.engines.trainer.attention import Layout, Segment
+from rlfuse.engines.trainer.attention import Layout, Segment, SegmentTable
 from rlfuse.engines.trainer.transfers import send, send_all
 from rlfuse.samples import Row, Visual
 from rlfuse.video.positions import MRope, following
@@ -99,34 +99,35 @@ def collate(
     part: Part | None = None,
     shared: bool = False,
     rope: MRope | None = None,
+    sizes: Sequence[int] = (),
 ) -> Batch:
     """Rows as model inputs: packed into one sequence, or each padded to the longest.
 
     `part`: this rank's slice only. `shared`: neighbouring rows with the same prompt stand behind one copy of it (packed
-    and by layout only). `rope`: of a model with 3-D positions.
+    and by layout only). `rope`: of a model with 3-D positions. `sizes`: ascending, numbers of tokens to which a packed
+    batch is padded where one is large enough and no clip is in the batch; its layout is then a `SegmentTable`.
     """
     lengths = torch.tensor([len(row.response_ids) for row in rows])
     mask = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
-    tensors = {
-        name: torch.zeros(mask.shape).masked_scatter(
-            mask, torch.from_numpy(np.concatenate([row.tensors[name] for row in rows]).astype(np.float32))
-        )
-        for name in rows[0].tensors
-    }
+    tensors = {name: _matrix([row.tensors[name] for row in rows], mask) for name in rows[0].tensors}
     sheet = _sheet_of(rows, packed, part.degree if part else 1, shared, rope)
+    if size := None if sheet.clips else next((size for size in sizes if size >= sheet.size), None):
+        sheet.fill(size, max(row.tokens for row in rows))
     cut = _Cut(sheet, 1 if packed else len(rows), part)
     targets = np.concatenate([row.response_ids for row in rows])[cut.own]
     arrays = [cut.columns(sheet.ids), cut.columns(sheet.positions), cut.predict, targets, cut.keep]
-    arrays += [np.flatnonzero(mask.numpy()), cut.own]
+    segments = tuple(sheet.segments)
+    table = SegmentTable.of(segments, np.concatenate(sheet.positions, axis=-1)) if size else np.empty(0)
+    arrays += [np.flatnonzero(mask.numpy()), cut.own, table]
     integers = [torch.from_numpy(array.astype(np.int64)) for array in arrays]
-    ids, positions, predict, targets, keep, places, own, mask, *values = send_all(
+    ids, positions, predict, targets, keep, places, own, table, mask, *values = send_all(
         [*integers, mask, *tensors.values()], device
     )
     return Batch(
         {
             "input_ids": ids,
             "position_ids": positions,
-            "layout": Layout(tuple(sheet.segments), part.attend if part else None),
+            "layout": Layout(SegmentTable(table) if size else segments, part.attend if part else None),
         },
         predict,
         targets,
@@ -140,6 +141,11 @@ def collate(
         own if part else None,
         part,
     )
+
+
+def _matrix(arrays: Sequence[np.ndarray], mask: torch.Tensor) -> torch.Tensor:
+    """float32, of the mask's shape, 0 where it is False."""
+    return torch.zeros(mask.shape).masked_scatter(mask, torch.from_numpy(np.concatenate(arrays).astype(np.float32)))
 
 
 @dataclass(slots=True)
@@ -164,11 +170,11 @@ class _Sheet:
         self.segments.append(Segment(start, self.size, prefix))
         return start
 
-    def fill(self, size: int) -> None:
-        """Padding up to `size`; it sees itself only."""
+    def fill(self, size: int, longest: int) -> None:
+        """Padding up to `size`; it sees itself only. Its positions are below `longest`, as models may have no more."""
         if count := max(0, size - self.size):
             axes = self.positions[-1].shape[:-1]
-            self.add(np.zeros(count, dtype=np.int32), np.broadcast_to(np.arange(count), (*axes, count)))
+            self.add(np.zeros(count, dtype=np.int32), np.broadcast_to(np.arange(count) % longest, (*axes, count)))
 
 
 def _sheet_of(rows: Sequence[Row], packed: bool, degree: int, shared: bool, rope: MRope | None) -> _Sheet:
@@ -191,8 +197,8 @@ def _sheet_of(rows: Sequence[Row], packed: bool, degree: int, shared: bool, rope
                 begin = sheet.add(row.response_ids, following(at, len(row.response_ids)), prefix)
                 sheet.predict.append(np.concatenate([[prefix[1] - 1], begin + np.arange(len(row.response_ids) - 1)]))
         if not packed:
-            sheet.fill((number + 1) * width)
-    sheet.fill(_up(sheet.size, degree))
+            sheet.fill((number + 1) * width, width)
+    sheet.fill(_up(sheet.size, degree), width)
     return sheet
 
 

@@ -46,9 +46,7 @@ class RewardModelRank(TrainerRank):
         self.packed = self.shares = config.model.use_remove_padding and attends_by_layout(model)
         check_training_passes(self.engines[MODEL_PART], self.packed, self.device, "reward model")
         parameters = sum(size for _, size in self.sizes(MODEL_PART)) // model.dtype.itemsize
-        self._offload_activations()
-        offload = self.activations and str(self.activations)
-        return {"packed": self.packed, "parameters": parameters, "activation_offload": offload}
+        return {"packed": self.packed, "parameters": parameters, "lines": self._arrange_passes()}
 
     def scores(self, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
         """float32 [T] per row, per micro-batch: the score of the sequence up to before each response token."""

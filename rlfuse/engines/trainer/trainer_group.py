@@ -65,8 +65,8 @@ class TrainerGroup(RankGroup):
     async def _load(self, *arguments: Any) -> dict[str, Any]:
         """Have every rank set its models up; facts to log."""
         facts = (await self._all("setup", "load its models", *arguments))[0]
-        if offload := facts.pop("activation_offload"):
-            watchdog.say(offload)
+        for line in facts.pop("lines"):
+            watchdog.say(line)
         return facts
 
     async def measure(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.trainer.activation_offloading import RankActivations
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
+from rlfuse.engines.trainer.cuda_graphs import record_passes
 from rlfuse.engines.trainer.degrees import Costs, degrees_up_to
 from rlfuse.engines.trainer.measuring import measured_costs, multiplied
 from rlfuse.engines.trainer.model_inputs import Batch, Later, collate
@@ -131,12 +132,10 @@ class TrainerRank(Rank):
         self.shares = self.packed and all(map(attends_by_layout, modules.values()))
         for name in self.exporters:
             check_training_passes(self.engines[name], self.packed, self.device, name)
-        self._offload_activations()
+        lines = self._arrange_passes()
         self._check_split()
         parameters = {name: self._multiplied(name) for name in self.exporters}
-        offload = self.activations and str(self.activations)
-        facts = {"packed": self.packed, "shares_prompts": self.shares, "activation_offload": offload}
-        return facts | {"parameters": parameters}
+        return {"packed": self.packed, "shares_prompts": self.shares, "lines": lines, "parameters": parameters}
 
     def _multiplied(self, name: str) -> tuple[int, int]:
         """As `multiplied`."""
@@ -148,11 +147,14 @@ class TrainerRank(Rank):
         sizes = {key: size // module.dtype.itemsize for key, size in self.sizes(name)}
         return multiplied(sizes, lookups, head, module.config.get_text_config())
 
-    def _offload_activations(self) -> None:
-        """Of the models that are trained; every rank calls."""
-        trained = {name: self.engines[name].module for name in self.exporters}
-        wanted = self.config.model.enable_activation_offload
-        self.activations = RankActivations(self.config, trained, self.device) if wanted else None
+    def _arrange_passes(self) -> list[str]:
+        """Decide where activations wait and which passes are recorded; every rank calls. Returns lines for the log."""
+        models = {name: getattr(each, "module", each) for name, each in self.engines.items()}
+        if self.config.model.enable_activation_offload:
+            trained = {name: models[name] for name in self.exporters}
+            self.activations = RankActivations(self.config, trained, self.device)
+        self.graphs, line = record_passes(self.config, models, self.device, self.recorder, self.shares)
+        return [str(each) for each in (self.activations, line) if each]
 
     def _load(self, load: Callable[[str, ModelConfig], PreTrainedModel], path: str) -> PreTrainedModel:
         """The model at `path`, or this rank's share of its layers."""
@@ -204,6 +206,10 @@ class TrainerRank(Rank):
         batch = collate([Row(ids[1:], ids[:1])], self.packed, self.device, self.parallel.part(degree))
         float(response_logits(self.engines["actor"], batch).sum())  # waits for the device
 
+    def _collate(self, model: str, rows: Sequence[Row], part: Part | None) -> Batch:
+        sizes = self.graphs.sizes if self.graphs else ()
+        return collate(rows, self.packed, self.device, part, self.shares, self.ropes[model], sizes)
+
     # Passes without gradients ------------------------------------------------------------------------------------
 
     @needs_models
@@ -228,18 +234,19 @@ class TrainerRank(Rank):
         micro_batches: Sequence[MicroBatch],
         function: Callable[[Any, Batch], torch.Tensor],
     ) -> list[list[np.ndarray]]:
-        engine, results, times = self.engines[model], [], DeviceTimes(self.device)
+        engine, times = self.engines[model], DeviceTimes(self.device)
+        results: list[Later | None] = []
         engine.eval()
         for micro_batch in micro_batches:
             part = self.parallel.part(micro_batch.degree)
             with self._span(kind, micro_batch, "finished samples") as span, times.of(span):
                 rows = self.tower.rows_of(model, micro_batch.rows) if self.tower else micro_batch.rows
-                batch = collate(rows, self.packed, self.device, part, self.shares, self.ropes[model])
+                batch = self._collate(model, rows, part)
                 span.attributes["run"] = batch.inputs["input_ids"].numel()
                 scores = batch.split_later(function(engine, batch))
                 results.append(scores if self._answers(part) else None)
         times.settle()
-        return _read(results)
+        return [later() if later else [] for later in results]
 
     # Updates -----------------------------------------------------------------------------------------------------
 
@@ -256,7 +263,7 @@ class TrainerRank(Rank):
             part = self.parallel.part(micro_batch.degree)
             with self._span("forward", micro_batch, f"update_{model}", model=model) as span, times.of(span):
                 rows, clips = self._rows_and_clips(model, micro_batch)
-                batch = collate(rows, self.packed, self.device, part, self.shares, self.ropes[model])
+                batch = self._collate(model, rows, part)
                 with self.activations.leaving(model, batch, span) if self.activations else nullcontext():
                     loss, sums = objective(self.config, engine, batch)
             with self._span("backward", micro_batch, f"update_{model}", model=model) as span, times.of(span):
@@ -268,7 +275,7 @@ class TrainerRank(Rank):
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0.0) + value.double() * counted
         times.settle()
-        return _read(results)
+        return [later() if later else [] for later in results]
 
     def _rows_and_clips(self, model: str, micro_batch: MicroBatch) -> tuple[Sequence[Row], list[MicroBatchClip]]:
         """Rows for an update of `model`, and their clips that train the tower."""
@@ -389,8 +396,3 @@ class TrainerRank(Rank):
     def _answers(self, part: Part | None) -> bool:
         """Whether this rank speaks for all that have something of a micro-batch."""
         return (part is None or part.index == 0) and (self.tensor is None or self.tensor.index == 0)
-
-
-def _read(results: Sequence[Later | None]) -> list[list[np.ndarray]]:
-    """Micro-batches' scores from the device, after all of them were launched."""
-    return [later() if later else [] for later in results]

@@ -1,0 +1,221 @@
+"""Passes of small models through their decoders as CUDA graphs: two launches in place of thousands.
+
+Role: a trainer rank has one `PassGraphs` for all of its models, and collates batches to its `sizes`. A decoder's pass
+is recorded when a batch of a size first comes, and replayed from then on. Embedding, layers and attention are in the
+graph; head and loss, whose shapes depend on the data, are launched as usual, and so are batches of other sizes.
+
+    batch --copied--> inputs of the graph --replay--> hidden states --> head, loss
+    .grad <--added-- gradients <--replay-- gradient of the hidden states <--copied--'
+
+Invariants: a replay launches the kernels that the recorded pass launched, so numbers are those of the same batch
+without a graph. A graph reads and writes fixed addresses: the optimizer updates weights in place, and where weights
+have moved since, all graphs are dropped. Gradients leave through autograd, so hooks on parameters run as usual; their
+memory is kept here, and autograd copies or adds what it is given. All graphs share one memory pool, so one pass at a
+time is between its forward and its backward. What can't be recorded is launched as usual from then on, and `stop` says
+why. In a graph no activation is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from rlfuse.cluster import watchdog
+from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.attention import Layout, SegmentTable
+from rlfuse.engines.trainer.graph_sizes import graph_sizes, why_no_graphs
+from rlfuse.events import Recorder
+
+
+class CudaRecording:
+    """How passes are recorded on a GPU."""
+
+    def __init__(self) -> None:
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    @contextmanager
+    def rehearsed(self) -> Iterator[None]:
+        """Run the body on another stream, where it loads and sets up what it needs; raise where it would wait."""
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
+                torch.cuda.set_sync_debug_mode("error")
+                yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+
+    @contextmanager
+    def recorded(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Record the body. Other threads of the process may use the GPU meanwhile."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                yield graph
+        finally:
+            torch.cuda.set_stream(stream)  # torch leaves its own current where a recording fails
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A recorded pass: what is copied in, what comes out, and the addresses of the weights that it reads."""
+
+    inputs: dict[str, Tensor]
+    hidden: Tensor
+    forward: torch.cuda.CUDAGraph
+    addresses: list[int]
+    gradient: Tensor | None = None
+    backward: torch.cuda.CUDAGraph | None = None
+
+
+def record_passes(
+    config: Config, models: Mapping[str, PreTrainedModel], device: str, recorder: Recorder, by_layout: bool
+) -> tuple[PassGraphs | None, str | None]:
+    """Record passes where they are bound by launches; and a line about it for the log, None on CPU hosts.
+
+    `by_layout`: all models attend by layouts to packed batches.
+    """
+    if device == "cpu":
+        return None, None
+    largest = max(map(_layer_parameters, models.values()))
+    if why := why_no_graphs(config, largest) if by_layout else "a model does not attend by layouts to packed batches":
+        return None, f"CUDA graphs: off ({why})"
+    sizes = graph_sizes(config)
+    return PassGraphs(models, sizes, recorder), f"CUDA graphs: batches of {', '.join(map(str, sizes))} tokens"
+
+
+def _layer_parameters(model: PreTrainedModel) -> float:
+    """On average; more than a token is multiplied by in mixtures of experts."""
+    body = model.base_model
+    embedding = sum(each.numel() for each in body.get_input_embeddings().parameters())
+    layers = model.config.get_text_config().num_hidden_layers
+    return (sum(each.numel() for each in body.parameters()) - embedding) / layers
+
+
+class PassGraphs:
+    """The graphs of a rank's models; `sizes` is empty once nothing is recorded."""
+
+    def __init__(self, models: Mapping[str, PreTrainedModel], sizes: tuple[int, ...], recorder: Recorder):
+        self.sizes, self.recorder, self.recording, self.turn = sizes, recorder, CudaRecording(), 0
+        self._decoders = [_Decoder(name, model.base_model, self) for name, model in models.items()]
+
+    def stop(self, why: str) -> None:
+        """Drop all graphs and their memory."""
+        if self.sizes:
+            watchdog.say(f"{self.recorder.where}: CUDA graphs: off ({why})")
+        self.sizes = ()
+        for decoder in self._decoders:
+            decoder.drop()
+
+
+class _Decoder:
+    """The passes of one model by number of tokens and whether gradients follow."""
+
+    def __init__(self, name: str, module: nn.Module, graphs: PassGraphs):
+        self.graphs, self._name, self._module, self._launch = graphs, name, module, module.forward
+        self._weights = [*module.parameters(), *module.buffers()]
+        self.trained = [each for each in module.parameters() if each.requires_grad]
+        self.gradients: list[Tensor | None] = []
+        """Of `trained`, shared by all passes; None of those that have none."""
+        self._passes: dict[tuple[int, bool], _Pass] = {}
+        module.forward = self._forward
+
+    def drop(self) -> None:
+        self.gradients, self._passes = [], {}
+
+    def _forward(self, *positional: Any, **inputs: Any) -> Any:
+        layout = inputs.get("layout")
+        if positional or not self.graphs.sizes or not isinstance(getattr(layout, "segments", None), SegmentTable):
+            return self._launch(*positional, **inputs)
+        learns = torch.is_grad_enabled() and bool(self.trained)
+        key = inputs["input_ids"].shape[1], learns
+        if key not in self._passes:
+            try:
+                with self.graphs.recorder.span("record", cause=self._name, attributes={"tokens": key[0]}):
+                    self._passes[key] = self._record(inputs, learns)
+            except RuntimeError as error:
+                self.graphs.stop(f"a pass of the {self._name} can't be recorded: {str(error).strip().splitlines()[0]}")
+        found = self._passes.get(key)
+        if found and found.addresses != self._addresses():
+            self.graphs.stop("weights are at other addresses than when passes were recorded")
+            found = None
+        if found is None:
+            return self._launch(**inputs)
+        for name, tensor in _tensors(inputs).items():
+            found.inputs[name].copy_(tensor)
+        return self._output(_Replay.apply(self, found, *self.trained) if learns else self.replay(found))
+
+    def replay(self, recorded: _Pass) -> Tensor:
+        """The hidden states; until the next replay of any pass."""
+        self.graphs.turn += 1
+        recorded.forward.replay()
+        return recorded.hidden.detach()
+
+    def _record(self, inputs: Mapping[str, Any], learns: bool) -> _Pass:
+        copies = {name: tensor.clone() for name, tensor in _tensors(inputs).items()}
+        again = dict(inputs, **copies)
+        again["layout"] = Layout(SegmentTable(again.pop("table")))
+        training, graph = self._module.training, self.graphs.recording
+        self._module.eval()  # else layers may be run again in the backward pass; dropout is 0 in any case
+        try:
+            with graph.rehearsed():
+                hidden = self._hidden(again)
+                gradient = torch.ones_like(hidden) if learns else None
+                if learns:
+                    found = torch.autograd.grad(hidden, self.trained, gradient, allow_unused=True)
+                    self.gradients = self.gradients or [each if each is None else each.clone() for each in found]
+                    del found
+            del hidden
+            with graph.recorded() as forward:
+                hidden = self._hidden(again)
+            recorded = _Pass(copies, hidden.detach(), forward, self._addresses(), gradient)
+            if learns:
+                with graph.recorded() as recorded.backward:
+                    found = torch.autograd.grad(hidden, self.trained, gradient, allow_unused=True)
+                    pairs = [(kept, each) for kept, each in zip(self.gradients, found, strict=True) if each is not None]
+                    torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+            return recorded
+        finally:
+            self._module.train(training)
+
+    def _hidden(self, inputs: Mapping[str, Any]) -> Tensor:
+        output = self._launch(**inputs)
+        if {name for name, value in output.items() if value is not None} != {"last_hidden_state"}:
+            raise RuntimeError(f"{type(self._module).__name__} returns more than hidden states")
+        self._output = lambda hidden: type(output)(last_hidden_state=hidden)
+        return output.last_hidden_state
+
+    def _addresses(self) -> list[int]:
+        return [each.data_ptr() for each in self._weights]
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, decoder: _Decoder, recorded: _Pass, *_: Tensor) -> Tensor:
+        hidden = decoder.replay(recorded)
+        ctx.decoder, ctx.recorded, ctx.turn = decoder, recorded, decoder.graphs.turn
+        return hidden
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.turn != ctx.decoder.graphs.turn:
+            raise RuntimeError(
+                "Another pass was replayed before this one's backward, and has overwritten what it saved."
+            )
+        ctx.recorded.gradient.copy_(gradient)
+        ctx.recorded.backward.replay()
+        return None, None, *ctx.decoder.gradients
+
+
+def _tensors(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What differs from batch to batch."""
+    found = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    return found | {"table": inputs["layout"].segments.rows}

@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from rlfuse.config.reward_labels import head_labels
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.engines.trainer.attention import attends_by_layout
-from rlfuse.engines.trainer.models import check_forward, check_training_passes, load_reward_model, response_scores
+from rlfuse.engines.trainer.models import check_forward, check_training_passes, load_reward_model
 from rlfuse.engines.trainer.optimizer import sharded_loading, trainable, zero_head
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
-from rlfuse.samples import MicroBatch
 
 
 class RewardModelRank(TrainerRank):
@@ -49,7 +47,3 @@ class RewardModelRank(TrainerRank):
         self._offload_activations()
         offload = self.activations and str(self.activations)
         return {"packed": self.packed, "parameters": parameters, "activation_offload": offload}
-
-    def scores(self, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
-        """float32 [T] per row, per micro-batch: the score of the sequence up to before each response token."""
-        return self._score("values", MODEL_PART, micro_batches, response_scores)

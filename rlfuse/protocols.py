@@ -109,6 +109,14 @@ class Sharing:
     """Bytes of host memory that each rank's models take while they are off the device."""
 
 
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """Arrays that a model's pass returned, float32 [T] per row, and when its first rank began with it."""
+
+    arrays: list[np.ndarray]
+    began: float
+
+
 class Trainer(Recorded, Protocol):
     """Actor, critic and reference over all trainer ranks. `slot`: only that slot's ranks; None: all of them.
 
@@ -123,11 +131,12 @@ class Trainer(Recorded, Protocol):
     def lockstep_backward(self) -> bool:
         """Whether gradients need all ranks together."""
 
-    async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """float32 [T] per row of the response tokens under `actor` or `ref`, at the sampling temperature."""
+    async def score(self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None) -> dict[str, PassResult]:
+        """Run passes of these models over the same rows, one after the other.
 
-    async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """float32 [T] per row: the critic's value of the state before each response token."""
+        Of `actor` and `ref` log-probs of the response tokens at the sampling temperature, of `critic` its value of the
+        state before each.
+        """
 
     async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
         """Scale what was accumulated by the mini-batch's count, all-reduce, clip, update; its mean diagnostics.
@@ -181,11 +190,13 @@ class Trainer(Recorded, Protocol):
 class WholeModels(Protocol):
     """A `Trainer` whose ranks hold whole models: gradients of any rows of one model, on any slot."""
 
-    async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """Add the rows' unnormalised gradient: of sums over tokens, as no one knows yet what they will be divided by.
+    async def accumulate(
+        self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None
+    ) -> dict[str, PassResult]:
+        """Add the rows' unnormalised gradient to each model: of sums over tokens, which the step divides.
 
-        Rows of `actor` carry `advantages` and what its loss needs, of `critic` `values` and `returns`. Where an actor's
-        rows carry no `old_log_probs`, its own forward pass gives them: float32 [T] per row; else nothing.
+        Rows for `actor` carry `advantages` and what its loss needs, for `critic` `values` and `returns`. Where they
+        carry no `old_log_probs`, the actor's forward pass returns them; no other pass returns arrays.
         """
 
 

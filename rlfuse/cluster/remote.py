@@ -88,7 +88,7 @@ def explain(error: BaseException, worker: str, action: str, timeout: float) -> B
         process_logs.append(worker, COLOUR.sub("", str(error)))
         cause = error.cause or error
         if isinstance(cause, EngineError):  # says all already
-            return type(cause)(_with_logs(str(cause), worker))
+            return type(cause)(_with_logs("\n".join([str(cause), *_notes(cause)]), worker))
         text = f"{worker} failed to {action}: {_raised(error)}"
         if isinstance(cause, MemoryError) or host_memory.NO_MEMORY.search(str(cause)):
             return WorkerLost(_with_logs(f"{text}\nIt is out of memory. {MEMORY}", worker))
@@ -174,7 +174,12 @@ def _raised(error: BaseException) -> str:
         headline = traced[-1].error if traced else _first_line(cause)
     else:
         headline = f"{type(cause).__name__}: {_first_line(cause)}"
-    return "\n".join([headline, *(traced[-1].own if traced else [])])
+    return "\n".join([headline, *_notes(cause), *(traced[-1].own if traced else [])])
+
+
+def _notes(cause: BaseException) -> list[str]:
+    """What a worker added to its exception: the pass in which it was raised."""
+    return getattr(cause, "__notes__", [])
 
 
 def _first_line(error: BaseException) -> str:

@@ -55,7 +55,7 @@ async def compare(engines: Engines, group: Group, sampling: Sampling) -> Agreeme
     await asyncio.gather(*(_draw(each, share, sampling) for each, share in zip(engines.rollout, shares, strict=True)))
     await all_to(to_ranks, engines.rollout, engines.trainer)
     drawn = [sample for sample in group.samples if sample.response is not None]
-    scored = await engines.trainer.log_probs("actor", [sample.row() for sample in drawn]) if drawn else []
+    scored = (await engines.trainer.score(("actor",), [each.row() for each in drawn]))["actor"].arrays if drawn else []
     await all_to(to_engine, engines.rollout, engines.trainer)
     return _agreement(drawn, scored, count) if drawn else None
 

@@ -1,15 +1,13 @@
 """The board of one step: where each sample is, from waiting to trained. Bookkeeping only, no effects.
 
-Role: the executor writes what happened, the policy reads a `Snapshot`. Samples and groups have one state each
-(`states`); what follows from it in bulk stands in `slot_table`, `scoring_queue` and `mini_batches`.
+Role: the executor records events here, the policy reads a `Snapshot`. Each sample and group has one state (`states`).
 
     WAITING --Generate--> GENERATING --finished--> FINISHED --scored--> SCORED (group COMPLETE) --prepared--> ready
        ^                    |    ^                                                                              |
        +------- lost -------+    +-- Move: evicted, arrived                        Accumulate, OptimizerStep <--+
 
 Invariants: a sample is generated once, scored once per kind and accumulated once per pass over the step; mini-batches
-are fixed by prompt order before anything runs (where groups are chosen late, by `train_on` or because a draw ends with
-the first so many, nothing is trained on before). Updates are O(1) per sample: large steps stay cheap to decide on.
+are fixed by prompt order at the start, or before training where groups are chosen late. Updates are O(1) per sample.
 """
 
 from __future__ import annotations
@@ -102,9 +100,7 @@ class Board:
         """A group more; its samples wait, but for those that have a response already."""
         number, size, prompt_tokens = len(self.groups), len(group.samples), len(group.prompt.token_ids)
         expected, next_step = self.lengths.expect(group.prompt.index), number >= self._eligible
-        record = GroupRecord(
-            number, group, prompt_tokens, expected, size, size, chosen=not next_step, next_step=next_step
-        )
+        record = GroupRecord(number, group, prompt_tokens, expected, size, size, not next_step, next_step=next_step)
         kinds = [kind for kind in self.kinds if number >= self._mini_batch_groups or kind not in self._by_update]
         for sample in group.samples:
             state = SampleState.WAITING if sample.response is None else SampleState.FINISHED
@@ -131,9 +127,11 @@ class Board:
         else:
             self.slot_table.occupy(*self._slots(decision))
             if isinstance(decision, Score):
-                self.slot_table.begin_call(decision, self._start_scoring(decision.kind, decision.samples), now)
+                started = [self._start_scoring(kind, decision.samples) for kind in decision.kinds]
+                self.slot_table.begin_call(decision, started, now)
             elif isinstance(decision, Accumulate):
-                self.slot_table.begin_call(decision, self.mini_batches[decision.model].start(decision.samples), now)
+                started = [self.mini_batches[model].start(decision.samples) for model in decision.models]
+                self.slot_table.begin_call(decision, started, now)
             elif isinstance(decision, Train):
                 for model, names in decision.samples.items():
                     self.mini_batches[model].start(names)
@@ -228,7 +226,8 @@ class Board:
 
     def scored(self, decision: Score, now: float) -> None:
         """A scoring call returned; its results are on the samples."""
-        self._end_scoring(decision.kind, decision.samples, now)
+        for kind in decision.kinds:
+            self._end_scoring(kind, decision.samples, now)
         self.slot_table.release(*self._slots(decision), now=now)
 
     def _end_scoring(self, kind: str, names: Iterable[str], now: float) -> None:
@@ -273,7 +272,8 @@ class Board:
 
     def accumulated(self, decision: Accumulate, now: float) -> None:
         """A call that added gradients returned."""
-        self.mini_batches[decision.model].finish(decision.samples)
+        for model in decision.models:
+            self.mini_batches[model].finish(decision.samples)
         self.slot_table.release(*self._slots(decision), now=now)
 
     def trained(self, decision: Train, now: float) -> None:
@@ -285,8 +285,9 @@ class Board:
         self.slot_table.release(*self._slots(decision))
 
     def stepped(self, decision: OptimizerStep) -> None:
-        """An optimizer step was taken."""
-        self.mini_batches[decision.model].step()
+        """Optimizer steps were taken."""
+        for model in decision.models:
+            self.mini_batches[model].step()
         self.slot_table.release(*self._slots(decision))
 
     def train_on(self, groups: Sequence[int], at_most: int) -> None:
@@ -313,8 +314,6 @@ class Board:
             tokens[of[group.number]] += live * (group.prompt_tokens + group.expected)
         for progress in self.mini_batches.values():
             progress.divide(of, sizes, tokens)
-
-    # What stands -----------------------------------------------------------------------------------------------------
 
     def snapshot(self, now: float) -> Snapshot:
         """What a policy may know; O(1), but for the plan that now and then is due."""

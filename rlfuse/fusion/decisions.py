@@ -58,6 +58,12 @@ class Score:
     kind: str
     samples: tuple[str, ...]
     slot: int | None = None
+    also: tuple[str, ...] = ()
+    """Further passes over the same samples in the same call."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return (self.kind, *self.also)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,12 @@ class Accumulate:
     model: str
     samples: tuple[str, ...]
     slot: int | None = None
+    also: tuple[str, ...] = ()
+    """Further models that learn from the same samples in the same call."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return (self.model, *self.also)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,12 @@ class OptimizerStep:
     """Scale what one model accumulated and take its optimizer step, on all ranks."""
 
     model: str
+    also: tuple[str, ...] = ()
+    """Further models that take theirs after it."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return (self.model, *self.also)
 
 
 Decision = Generate | Move | Switch | Score | Accumulate | Train | OptimizerStep

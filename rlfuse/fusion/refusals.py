@@ -82,8 +82,7 @@ class _Reading:
         elif isinstance(decision, Train):
             self._train(decision)
         elif isinstance(decision, OptimizerStep):
-            if decision.model not in (able := self.view.steppable):
-                raise Refused(f"{decision.model!r} has no step to take now; models that have: {listed(able)}")
+            self._among("model", _all_of(decision.model, decision.also), self.view.steppable, self.names, "step")
             self._all_work()
         else:
             kinds = ", ".join(kind.__name__ for kind in get_args(Decision))
@@ -171,24 +170,31 @@ class _Reading:
             self._works(decision.slot, self.view.idle_engines, "engine without samples")
 
     def _score(self, decision: Score) -> None:
-        kind, view = decision.kind, self.view
-        if not isinstance(kind, str) or kind not in view.unscored.keys() | view.deferred.keys():
-            raise Refused(f"there is no scoring {kind!r}; kinds: {listed(view.unscored.keys() | view.deferred.keys())}")
-        if kind != "reward":
+        view, kinds = self.view, _all_of(decision.kind, decision.also)
+        for kind in kinds:
+            if not isinstance(kind, str) or kind not in (valid := view.unscored.keys() | view.deferred.keys()):
+                raise Refused(f"there is no scoring {kind!r}; kinds: {listed(valid)}")
+        if len(kinds) > 1 and "reward" in kinds:
+            raise Refused("rewards are scored in calls without other kinds: also has to be empty")
+        if decision.kind != "reward":
             self._ranks(decision.slot, view.settings.lockstep)
         elif decision.slot is not None:
             raise Refused("rewards are scored beside the slots: slot has to be None")
-        parts = [view.unscored.get(kind, {}), *view.deferred.get(kind, {}).values()]
-        first = decision.samples[0] if isinstance(decision.samples, tuple) and decision.samples else None
-        chosen = next((part for part in parts if first in part), parts[0])  # samples of one mini-batch
-        self._among("sample", decision.samples, chosen, self.names, kind)
+        for kind in kinds:
+            parts = [view.unscored.get(kind, {}), *view.deferred.get(kind, {}).values()]
+            first = decision.samples[0] if isinstance(decision.samples, tuple) and decision.samples else None
+            chosen = next((part for part in parts if first in part), parts[0])  # samples of one mini-batch
+            self._among("sample", decision.samples, chosen, self.names, kind)
 
     def _accumulate(self, decision: Accumulate) -> None:
         if self.view.settings.pipelined:
             raise Refused("ranks hold stages of the models here, which train in one schedule: decide Train")
-        self._model(decision.model)
+        models = _all_of(decision.model, decision.also)
+        for model in models:
+            self._model(model)
         self._ranks(decision.slot, self.view.settings.lockstep_backward)
-        self._among("sample", decision.samples, self.view.ready[decision.model], self.names, decision.model)
+        for model in models:
+            self._among("sample", decision.samples, self.view.ready[model], self.names, model)
 
     def _train(self, decision: Train) -> None:
         if not self.view.settings.pipelined:
@@ -206,6 +212,12 @@ class _Reading:
     def _model(self, model: str) -> None:
         if model not in self.view.ready:
             raise Refused(f"there is no model {model!r} to train; models: {listed(self.view.ready)}")
+
+
+def _all_of(first: str, also: tuple[str, ...]) -> tuple[str, ...]:
+    if not isinstance(also, tuple):
+        raise Refused(f"also={also!r}; it has to be a tuple")
+    return (first, *also)
 
 
 def _can_generate(place: Slot) -> bool:

@@ -27,7 +27,7 @@ class ScoringQueue:
         self.tokens = dict.fromkeys(kinds, 0)
         self.oldest = dict.fromkeys(kinds, now)
         """When the wait began that now stands."""
-        self.needed = tuple(kind for kind in kinds if kind not in deferred)
+        self.needed = frozenset(kinds) - frozenset(deferred)
         """Kinds without which a group can't be prepared."""
         self.deferred: dict[str, dict[int, dict[str, int]]] = {kind: {} for kind in deferred}
         """Kind -> mini-batch after the present one -> finished samples that lack it -> tokens."""

@@ -170,13 +170,25 @@ def score_passes(view: Snapshot, decisions: Collection[Decision] = ()) -> list[D
     if not kinds or not view.idle_trainers:
         return []
     kind = max(kinds, key=view.backlog.__getitem__)
+    names, tokens = view.unscored[kind], view.backlog[kind]
+    also = others(view, view.unscored, kind)
     if view.settings.lockstep:
-        return [Score(kind, tuple(view.unscored[kind]))] if view.together and not decisions else []
-    slots = unassigned(view, decisions, len(view.unscored[kind]))
-    shares = share(
-        view, view.unscored[kind], view.backlog[kind], slots, view.costs.score_call_s, view.costs.score_tokens_per_s
-    )
-    return [Score(kind, names, slot) for slot, names in shares.items()]
+        return [Score(kind, tuple(names), None, also)] if view.together and not decisions else []
+    slots = unassigned(view, decisions, len(names))
+    rate = view.costs.score_tokens_per_s / (1 + len(also))
+    shares = share(view, names, tokens, slots, view.costs.score_call_s * (1 + len(also)), rate)
+    return [Score(kind, mine, slot, also) for slot, mine in shares.items()]
+
+
+def others(view: Snapshot, waiting: Mapping[str, Mapping[str, int]], first: str) -> tuple[str, ...]:
+    """Further kinds of passes, or models, that wait for the same samples as the first, and join it in its calls.
+
+    Only where each slot begins now and gets a sample: else they are pieces for slots that would be without work.
+    """
+    names = waiting[first].keys()
+    if not view.together or len(names) < len(view.idle_trainers):
+        return ()
+    return tuple(key for key in waiting if key not in (first, REWARD) and names <= waiting[key].keys())
 
 
 def batch_is_ready(view: Snapshot, kind: str) -> bool:
@@ -195,13 +207,15 @@ def accumulate_gradients(view: Snapshot, decisions: Collection[Decision] = ()) -
     if not models or not view.idle_trainers:
         return []
     ready, whole = view.ready[models[0]], view.together and not decisions
+    also = others(view, view.ready, models[0])
     if view.settings.pipelined:
         return [Train({model: tuple(view.ready[model]) for model in models}, bubble_passes(view))] if whole else []
     if view.settings.lockstep_backward:
-        return [Accumulate(models[0], tuple(ready))] if whole else []
+        return [Accumulate(models[0], tuple(ready), None, also)] if whole else []
     slots = unassigned(view, decisions, len(ready))
-    shares = share(view, ready, sum(ready.values()), slots, view.costs.train_call_s, view.costs.train_tokens_per_s)
-    return [Accumulate(models[0], names, slot) for slot, names in shares.items()]
+    rate = view.costs.train_tokens_per_s / (1 + len(also))
+    shares = share(view, ready, sum(ready.values()), slots, view.costs.train_call_s * (1 + len(also)), rate)
+    return [Accumulate(models[0], mine, slot, also) for slot, mine in shares.items()]
 
 
 def bubble_passes(view: Snapshot) -> dict[str, tuple[str, ...]]:
@@ -223,9 +237,12 @@ def prefetch_passes(view: Snapshot, decisions: Collection[Decision] = ()) -> lis
 
 
 def step_optimizer(view: Snapshot) -> list[Decision]:
-    """Take an optimizer step, when every slot is a trainer and has nothing else to do, nor is about to generate."""
+    """Take all optimizer steps that are due, when every slot is a trainer without other work or samples to generate.
+
+    Models that step together wait for the same samples afterwards.
+    """
     able = view.steppable and view.together and (not view.waiting or admission_paused(view))
-    return [OptimizerStep(view.steppable[0])] if able else []
+    return [OptimizerStep(view.steppable[0], tuple(view.steppable[1:]))] if able else []
 
 
 def share(

@@ -280,8 +280,8 @@ class SlotTable:
 
     # Rates -----------------------------------------------------------------------------------------------------------
 
-    def begin_call(self, call: Score | Accumulate, tokens: int, now: float) -> None:
-        """A call over so many tokens begins; those of all slots together tell of none."""
+    def begin_call(self, call: Score | Accumulate, tokens: Sequence[int], now: float) -> None:
+        """A call with passes over so many tokens each begins; calls of all slots together measure none of them."""
         if call.slot is not None:
             self._stopwatch.begin_call(self.slots[call.slot], call, tokens, now)
 

@@ -8,7 +8,7 @@ tells of none of them. Invariant: O(1) for each piece of work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 
@@ -50,7 +50,7 @@ class Call:
     """What a rank is doing alone."""
 
     kind: str
-    """Of scoring, or the model that is trained."""
+    """Kinds of scoring, or models that are trained, joined by "+"."""
     call_s: float
     seconds: float
     """That costs foresee for its tokens."""
@@ -115,13 +115,14 @@ class Stopwatch:
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
-    def begin_call(self, slot: Slot, call: Score | Accumulate, tokens: int, now: float) -> None:
-        """It was given a call over so many tokens."""
+    def begin_call(self, slot: Slot, call: Score | Accumulate, tokens: Sequence[int], now: float) -> None:
+        """It was given a call with passes over so many tokens each."""
         costs = self._costs
         if isinstance(call, Score):
-            kind, call_s, seconds = call.kind, costs.score_call_s, tokens / costs.score_tokens_per_s
+            kind, call_s, rate = "+".join(call.kinds), costs.score_call_s, costs.score_tokens_per_s
         else:
-            kind, call_s, seconds = call.model, costs.train_call_s, tokens / costs.train_tokens_per_s
+            kind, call_s, rate = "+".join(call.models), costs.train_call_s, costs.train_tokens_per_s
+        call_s, seconds = len(tokens) * call_s, sum(tokens) / rate
         self._calls[slot.index] = Call(kind, call_s, seconds, now, now + call_s + seconds * slot.rate)
 
     def ends(self) -> list[float]:

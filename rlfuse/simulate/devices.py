@@ -18,14 +18,13 @@ from pathlib import Path
 import numpy as np
 
 from rlfuse.engines.colocation import to_engine
+from rlfuse.engines.scoring import KIND_OF
 from rlfuse.events import Span
 from rlfuse.fusion.costs import Costs
-from rlfuse.protocols import Sharing
+from rlfuse.protocols import PassResult, Sharing
 from rlfuse.samples import Reward, Row, Sample
 from rlfuse.simulate.batching import SimulationError
 from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
-
-PASS_OF = {"actor": "old_log_prob", "ref": "ref"}
 
 
 class SimulatedTrainer:
@@ -56,12 +55,12 @@ class SimulatedTrainer:
         self._accumulated: dict[str, list[Row]] = {}
         self._spans: list[Span] = []
 
-    async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """Zeros, after the time of a pass over the rows."""
-        return await self._score(PASS_OF[model], rows, slot)
-
-    async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        return await self._score("values", rows, slot)
+    async def score(self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None) -> dict[str, PassResult]:
+        """Zeros, after the time of each pass over the rows."""
+        now = asyncio.get_running_loop().time
+        return {
+            model: PassResult(began=now(), arrays=await self._score(KIND_OF[model], rows, slot)) for model in models
+        }
 
     async def _score(self, kind: str, rows: Sequence[Row], slot: int | None) -> list[np.ndarray]:
         self._check_alone(kind, slot, self.lockstep)
@@ -71,8 +70,14 @@ class SimulatedTrainer:
         self.scored[kind].update(row.id for row in rows)
         return [self._zeros.take(len(row.response_ids))[1] for row in rows]
 
-    async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """The time of a forward and a backward pass over the rows."""
+    async def accumulate(
+        self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None
+    ) -> dict[str, PassResult]:
+        """The time of a forward and a backward pass of each model over the rows."""
+        now = asyncio.get_running_loop().time
+        return {model: PassResult(began=now(), arrays=await self._accumulate(model, rows, slot)) for model in models}
+
+    async def _accumulate(self, model: str, rows: Sequence[Row], slot: int | None) -> list[np.ndarray]:
         self._check_alone("backward", slot, self.lockstep_backward)
         async with self._at_work("backward", rows, slot, model) as call:
             await asyncio.sleep(self.costs.train_call_s)
@@ -211,7 +216,7 @@ class SimulatedStages(SimulatedTrainer):
         for model, each in rows.items():
             self._accumulated.setdefault(model, []).extend(each)
         for model, each in scored.items():
-            self.scored[PASS_OF[model]].update(row.id for row in each)
+            self.scored[KIND_OF[model]].update(row.id for row in each)
         scores = {m: [self._zeros.take(len(row.response_ids))[1] for row in each] for m, each in scored.items()}
         return {}, scores, self._gained("actor", rows.get("actor", ()))
 

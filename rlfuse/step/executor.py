@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from rlfuse.engines.colocation import to_engine, to_ranks
-from rlfuse.engines.scoring import PASSES, keep, model_of, score
+from rlfuse.engines.scoring import PASSES, keep, model_of
 from rlfuse.errors import EngineLost, WorkerLost
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
@@ -42,10 +42,9 @@ from rlfuse.fusion.decisions import (
 )
 from rlfuse.fusion.prefetching import due, seconds_to_step
 from rlfuse.fusion.stopwatch import SILENCE_S
-from rlfuse.protocols import Engines, Sampling, Stages, WholeModels
+from rlfuse.protocols import Engines, PassResult, Sampling, Stages, WholeModels
 from rlfuse.samples import Partial, Row, Sample
 
-T = TypeVar("T")
 PULSE_S = 0.25
 PULSE_SHARE = 0.05
 """Of the time since something last happened: the pulse is no shorter, nor shorter than a decoding step. A simulated
@@ -260,11 +259,21 @@ class Executor:
     # Scoring and training --------------------------------------------------------------------------------------------
 
     async def _score(self, decision: Score) -> None:
-        work, of_rewards = score(self.engines, decision, self._samples(decision.samples)), decision.kind == "reward"
+        samples, of_rewards = self._samples(decision.samples), decision.kind == "reward"
         try:
-            await self._spanned(decision.kind, decision, work)
+            if of_rewards:
+                with self._span("reward", samples=decision.samples):
+                    rewards = await self.engines.reward.score(samples)
+                for sample, reward in zip(samples, rewards, strict=True):
+                    sample.reward = reward
+            else:
+                models, rows = tuple(map(model_of, decision.kinds)), [sample.row() for sample in samples]
+                work = self.engines.trainer.score(models, rows, decision.slot)
+                found = await self._spanned(decision.kinds, decision, work)
+                for kind, model in zip(decision.kinds, models, strict=True):
+                    keep(kind, samples, found[model].arrays)
             self.board.scored(decision, self.clock())
-            if decision.kind in self.board.needed:
+            if not self.board.needed.isdisjoint(decision.kinds):
                 of_rewards = True
                 self.context.on_scored()
         except Exception as error:
@@ -276,18 +285,18 @@ class Executor:
     async def _accumulate(self, decision: Accumulate) -> None:
         samples, trainer = self._samples(decision.samples), self.engines.trainer
         assert isinstance(trainer, WholeModels), f"{type(trainer).__name__} computes gradients of all models together"
-        work = trainer.accumulate(decision.model, self._rows(decision.model, samples), decision.slot)
-        gained = await self._spanned(f"update_{decision.model}", decision, work)
-        self._keep_gained(decision.model, samples, gained)
+        work = trainer.accumulate(decision.models, self._rows(decision.models, samples), decision.slot)
+        found = await self._spanned([f"update_{model}" for model in decision.models], decision, work)
+        for model in decision.models:
+            self._keep_gained(model, samples, found[model].arrays)
         self.board.accumulated(decision, self.clock())
         self._changed.set()
 
-    def _rows(self, model: str, samples: Sequence[Sample]) -> list[Row]:
-        """With all that the model's loss reads, but for what this update gives itself."""
-        given = [PASSES[kind][1] for kind in self._by_update(model)]
-        return [
-            sample.row(*(each for each in self.context.row_tensors[model] if each not in given)) for sample in samples
-        ]
+    def _rows(self, models: Iterable[str], samples: Sequence[Sample]) -> list[Row]:
+        """Rows with the arrays that the models' losses read, except those that this update computes."""
+        names = dict.fromkeys(name for model in models for name in self.context.row_tensors[model])
+        given = [PASSES[kind][1] for model in models for kind in self._by_update(model)]
+        return [sample.row(*(name for name in names if name not in given)) for sample in samples]
 
     def _by_update(self, model: str) -> tuple[str, ...]:
         """Kinds of scoring that the present update of the model does itself."""
@@ -299,7 +308,7 @@ class Executor:
 
     async def _train(self, decision: Train) -> None:
         trained = {model: self._samples(names) for model, names in decision.samples.items()}
-        rows = {model: self._rows(model, samples) for model, samples in trained.items()}
+        rows = {model: self._rows((model,), samples) for model, samples in trained.items()}
         passes = {kind: self._samples(names) for kind, names in decision.passes.items()}
         scored = {model_of(kind): [sample.row() for sample in samples] for kind, samples in passes.items()}
         trainer = self.engines.trainer
@@ -317,22 +326,32 @@ class Executor:
         self._changed.set()
 
     async def _step(self, decision: OptimizerStep) -> None:
-        samples = self._samples(self.board.mini_batches[decision.model].accumulated_samples)
-        with self._span(f"update_{decision.model}", cause="scored", attributes={"step": True}):
-            lengths = [len(sample.finished.token_ids) for sample in samples]
-            factor = self.context.lr_factors[decision.model]
-            self.has_updated = True
-            self.context.note(await self.engines.trainer.step(decision.model, lengths, factor))
+        for model in decision.models:
+            samples = self._samples(self.board.mini_batches[model].accumulated_samples)
+            with self._span(f"update_{model}", cause="scored", attributes={"step": True}):
+                lengths = [len(sample.finished.token_ids) for sample in samples]
+                self.has_updated = True
+                self.context.note(await self.engines.trainer.step(model, lengths, self.context.lr_factors[model]))
         self.board.stepped(decision)
         self._changed.set()
 
     def _span(self, kind: str, **fields: Any) -> AbstractContextManager[Span]:
         return self.recorder.span(kind, **{"step": self.context.step, "cause": self.board.purpose} | fields)
 
-    async def _spanned(self, kind: str, decision: Score | Accumulate, work: Awaitable[T]) -> T:
+    async def _spanned(
+        self, kinds: Sequence[str], decision: Score | Accumulate, work: Awaitable[dict[str, PassResult]]
+    ) -> dict[str, PassResult]:
+        """Await a call with one pass of each kind; each pass's span ends where that of the next begins."""
         where = {} if decision.slot is None else {"slot": decision.slot}
-        with self._span(kind, samples=decision.samples, attributes=where):
-            return await work
+        with ExitStack() as stack:
+            spans = [
+                stack.enter_context(self._span(kind, samples=decision.samples, attributes=dict(where)))
+                for kind in kinds
+            ]
+            found = await work
+        for before, span, result in zip(spans, spans[1:], list(found.values())[1:], strict=False):
+            before.end = span.start = min(max(result.began, before.start), span.end)
+        return found
 
     def _samples(self, names: Sequence[str]) -> list[Sample]:
         return [self.board.samples[name] for name in names]

@@ -121,11 +121,11 @@ def _updated(config: Config, tokens: int) -> dict[str, Any]:
     _warm_up()
     before = _reset_peak()
     rank.setup()
-    rank.accumulate("actor", [_micro_batch(64)])
+    rank.accumulate(("actor",), [_micro_batch(64)])
     rank.step("actor", 1.0)
     rank.drain()
     began = time.perf_counter()
-    rank.accumulate("actor", [_micro_batch(tokens)])
+    rank.accumulate(("actor",), [_micro_batch(tokens)])
     _, facts = rank.step("actor", float(ANSWER))
     seconds = time.perf_counter() - began
     written = max(span.attributes.get("disk_bytes", 0) for span in rank.drain())

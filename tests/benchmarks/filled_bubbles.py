@@ -47,7 +47,7 @@ async def a_step(trainer: PipelineTrainer, parts: list, fused: bool) -> dict[str
     sums = dict.fromkeys(("passes", "training", "planned", "in 1F1B"), 0.0)
     began = time.perf_counter()
     for model in PASSES:
-        await trainer.log_probs(model, parts[0] if fused else [row for part in parts for row in part])
+        await trainer.score((model,), parts[0] if fused else [row for part in parts for row in part])
     sums["passes"] = time.perf_counter() - began
     began = time.perf_counter()
     for number, part in enumerate(parts):

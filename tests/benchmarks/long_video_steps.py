@@ -195,7 +195,7 @@ class Bench:
         return {name: response async for name, response in self.engine.generate(samples, sampling)}
 
     async def update(self, rows: Sequence[Row]) -> None:
-        await self.group.accumulate("actor", rows)
+        await self.group.accumulate(("actor",), rows)
         await self.group.step("actor", [len(row.response_ids) for row in rows])
 
     async def figures(
@@ -250,8 +250,8 @@ class Bench:
         rows, found = [Row(sample.prompt.token_ids, np.full(RESPONSE, 7, np.int32), tensors, "0", seen)], {}
         for degree in (1, 2, 4):
             self.group.degree = degree
-            await self.group.accumulate("actor", rows)
-            _, found[degree] = await measured(self.group, lambda: self.group.accumulate("actor", rows))
+            await self.group.accumulate(("actor",), rows)
+            _, found[degree] = await measured(self.group, lambda: self.group.accumulate(("actor",), rows))
         return found
 
 

@@ -194,12 +194,12 @@ def _step(rank: Any, passed: list[MicroBatch], learned: list[MicroBatch]) -> Non
     takes its step."""
     for name in ("actor", "ref"):
         if passed and name in rank.engines:
-            rank.log_probs(name, passed)
+            rank.score((name,), passed)
     if passed and "critic" in rank.engines:
-        rank.values(passed)
+        rank.score(("critic",), passed)
     trained = [name for name in ("critic", "actor") if name in rank.engines]
     for name in trained:
-        rank.accumulate(name, learned)
+        rank.accumulate((name,), learned)
     for name in trained:
         rank.step(name, 1.0)
 

@@ -88,7 +88,7 @@ def _rank(config: Config) -> MovingRank:
     rank.load_extensions()
     rank.join(rank.meeting_place())
     rank.setup()
-    rank.accumulate("actor", [_micro_batch(8, 0)])
+    rank.accumulate(("actor",), [_micro_batch(8, 0)])
     rank.step("actor", 8.0)
     return rank
 
@@ -155,7 +155,7 @@ def _step(rank: MovingRank, way: str, tokens: int, each_s: float) -> dict[str, f
             if takes and due({0: takes}, (MICRO_BATCHES - 1 - number) * each_s):  # what is under way counts as done
                 rank.fetch_optimizers()
                 takes = 0.0
-            rank.accumulate("actor", [_micro_batch(tokens, number)])
+            rank.accumulate(("actor",), [_micro_batch(tokens, number)])
         gradients += time.perf_counter() - began
         if not update:
             there = sum(each.nbytes() for each in offloading._storages(engine))

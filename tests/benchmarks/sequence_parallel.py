@@ -158,9 +158,9 @@ async def shared_prompt(group: Forced, length: int, repeats: int) -> None:
     unique = len(rows[0].prompt_ids) + sum(len(each.response_ids) for each in rows)
     for name, degree, most in (("8 times", 1, 1), ("once", None, None)):
         group.config.actor.ppo_micro_batch_size_per_gpu = most
-        [[seconds, _]] = (await in_turns(group, lambda: group.log_probs("actor", rows), [degree], repeats)).values()
+        [[seconds, _]] = (await in_turns(group, lambda: group.score(("actor",), rows), [degree], repeats)).values()
         await group.drain()
-        await group.log_probs("actor", rows)
+        await group.score(("actor",), rows)
         run = sum(span.attributes["run"] for span in await group.drain() if span.samples)
         print(f"| {name} | {seconds:.2f} | {run / unique:.2f} |")
 

@@ -176,7 +176,7 @@ async def trained(trainer: TrainerGroup | PipelineTrainer, rows: list[Row]) -> f
     """Seconds of a step of all that is trained."""
     lengths, began = [len(row.response_ids) for row in rows], time.perf_counter()
     if isinstance(trainer, TrainerGroup):
-        await trainer.accumulate("actor", rows)
+        await trainer.accumulate(("actor",), rows)
         await trainer.step("actor", lengths)
         return time.perf_counter() - began
     metrics, _ = await trainer.train({"actor": rows, "critic": rows}, {})

@@ -127,8 +127,8 @@ async def turn(group: TrainerGroup, rows: Sequence[Row]) -> list[float]:
     """Seconds of log-probs, gradients and an optimizer step."""
     lengths = [len(each.response_ids) for each in rows]
     return [
-        await timed(lambda: group.log_probs("actor", rows)),
-        await timed(lambda: group.accumulate("actor", rows)),
+        await timed(lambda: group.score(("actor",), rows)),
+        await timed(lambda: group.accumulate(("actor",), rows)),
         await timed(lambda: group.step("actor", lengths)),
     ]
 

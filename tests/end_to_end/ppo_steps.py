@@ -5,9 +5,11 @@ from itertools import zip_longest
 import numpy as np
 import torch
 from single_process import Whole, make_rows
+from trainer_probe import scores_of
 
 from rlfuse.algorithms.advantages import gae, place_at_end, whiten
 from rlfuse.engines.trainer.model_inputs import collate
+from rlfuse.protocols import PassResult
 
 STEPS = 20
 
@@ -19,11 +21,8 @@ class OneProcess:
         kinds = {"actor": "actor", "critic": "critic", "ref": "actor"}
         self.models = {name: Whole(config, kind) for name, kind in kinds.items()}
 
-    async def log_probs(self, model, rows):
-        return self.models[model].score(rows)
-
-    async def values(self, rows):
-        return self.models["critic"].score(rows)
+    async def score(self, models, rows, slot=None):
+        return {model: PassResult(self.models[model].score(rows), 0.0) for model in models}
 
     async def train(self, rows):
         return self.models["actor"].step(rows)[1] | self.models["critic"].step(rows)[1]
@@ -33,7 +32,7 @@ async def loss_curve(trainer):
     """Metrics of every step. Rollouts are one step old, scored before the update in between: else all ratios were 1."""
     rollouts = [make_rows(8, seed=100 + step) for step in range(STEPS)]
     flat = [row for rows in rollouts for row in rows]
-    for row, reference in zip(flat, await trainer.log_probs("ref", flat), strict=True):
+    for row, reference in zip(flat, await scores_of(trainer, "ref", flat), strict=True):
         row.tensors["ref_log_probs"] = reference
     curve = []
     await score(trainer, rollouts[0])
@@ -46,7 +45,7 @@ async def loss_curve(trainer):
 
 
 async def score(trainer, rows):
-    old, values = await trainer.log_probs("actor", rows), await trainer.values(rows)
+    old, values = await scores_of(trainer, "actor", rows), await scores_of(trainer, "critic", rows)
     for row, *scores in zip(rows, old, values, strict=True):
         row.tensors.update(zip(("old_log_probs", "values"), scores, strict=True))
 

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 from ray import cloudpickle
-from trainer_probe import lengths, make_rows, settings
+from trainer_probe import lengths, make_rows, scores_of, settings
 
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.errors import WorkerLost
@@ -70,20 +70,20 @@ async def test_a_hung_rank_is_found_and_not_one_that_computes_or_waits(tiny_mode
     rows = make_rows()
 
     await arm(group.ranks[0], compute_before_a_step, 3 * HEARTBEAT_S)
-    await group.accumulate("actor", rows)
+    await group.accumulate(("actor",), rows)
     began = time.monotonic()
     await group.step("actor", lengths(rows))
     assert time.monotonic() - began > 3 * HEARTBEAT_S
 
     process = await arm(group.ranks[0], stop_in_a_step)
-    await group.accumulate("actor", rows)
+    await group.accumulate(("actor",), rows)
     told, seconds = await lost(group.step("actor", lengths(rows)), process)
     assert told.startswith("trainer/0 hangs: asked to update the actor it has not answered for "), told
     assert "For it trainer/1 waited." in told, told
     assert HEARTBEAT_S <= seconds < 10 * HEARTBEAT_S
 
     process = await arm(group.ranks[1], sleep_in_a_pass)
-    told, seconds = await lost(group.log_probs("actor", rows, slot=1), process)
+    told, seconds = await lost(scores_of(group, "actor", rows, slot=1), process)
     assert told.startswith("trainer/1 hangs: asked to compute log-probs of the actor it has stood still for "), told
     assert "the last that it did: began old_log_prob at " in told
     assert re.search(

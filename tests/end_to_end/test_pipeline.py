@@ -16,6 +16,7 @@ from pipelines import Sleeping, fused, serial
 from probing import COUNTS, LAYOUTS, OPPOSITE, TWO_CRITICS, distance, fourth_step, schedule, started, state, three_steps
 from safetensors.torch import load_file
 from single_process import BATCHES, FAMILIES, ThreeSteps, lengths, make_rows, settings
+from trainer_probe import scores_of
 from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from rlfuse.config.schema import Config
@@ -168,9 +169,11 @@ async def test_scores_come_in_the_order_of_rows(four, folders):
     for layout in ((*TWO_CRITICS, Pipelines("ref", 2, 2)), LAYOUTS["V, dp 2"], LAYOUTS["interleaved"]):
         await four.take(config, layout)
         for model in ("actor", "ref")[: len(layout) - 1]:
-            for have, expected in zip(await four.log_probs(model, rows), want, strict=True):
+            for have, expected in zip(await scores_of(four, model, rows), want, strict=True):
                 np.testing.assert_allclose(have, expected, atol=1e-5)
-        assert all(not values.any() for values in await four.values(rows))  # a fresh value head starts at 0
+        assert all(
+            not values.any() for values in await scores_of(four, "critic", rows)
+        )  # a fresh value head starts at 0
 
 
 async def test_a_schedule_scores_what_it_does_not_train(two, folders):
@@ -178,7 +181,7 @@ async def test_a_schedule_scores_what_it_does_not_train(two, folders):
     config, rows = settings(folders), make_rows(6, 2)
     layout = (Pipelines("actor", 2), Pipelines("ref", 2, direction="up"))
     await two.take(config, layout)
-    alone = {name: await two.log_probs(name, rows) for name in ("actor", "ref")}
+    alone = {name: await scores_of(two, name, rows) for name in ("actor", "ref")}
     await two.run(serial(layout[:1], {"actor": 4}), {"actor": BATCHES[0]})
     expected = await two.step("actor", lengths(BATCHES[0]))
     await two.take(config, layout)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from probing import COUNTS, LAYOUTS, OPPOSITE, schedule
 from single_process import lengths, make_rows, settings
+from trainer_probe import scores_of
 
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.fusion.schedules.planning import Planner
@@ -24,7 +25,7 @@ async def test_the_update_is_that_of_a_pass_before_it(four, pipeline_models, lay
     for passes in (True, False):
         await four.take(config, layout)
         if passes:
-            bare, learned = bare_and_scored(rows, old := await four.log_probs("actor", rows))
+            bare, learned = bare_and_scored(rows, old := await scores_of(four, "actor", rows))
         execution = await four.run(
             schedule("fused", layout, True), {name: rows if name == "critic" else learned for name in COUNTS}
         )
@@ -42,7 +43,7 @@ async def test_other_rows_are_scored_in_the_same_schedule(four, pipeline_models)
     layout = (Pipelines("actor", 2), Pipelines("ref", 2, direction="up"))
     trained, scored = make_rows(5, 1), make_rows(7, 2)
     await four.take(settings(pipeline_models, critic_layers=4), layout)
-    alone = [await four.log_probs("actor", each) for each in (trained, scored)]
+    alone = [await scores_of(four, "actor", each) for each in (trained, scored)]
     plan = Planner(2, split=True).plan({"actor": 4}, {"actor": 2, "ref": 3})
     bare, _ = bare_and_scored(trained, alone[0])
     execution = await four.run(plan.rows, {"actor": bare}, {"actor": scored, "ref": scored})

@@ -11,6 +11,7 @@ from pipelines import serial
 from probing import COUNTS, TWO_CRITICS, distance, fourth_step, state, three_steps
 from safetensors.torch import load_file
 from single_process import BATCHES, ThreeSteps, Whole, lengths, make_rows, settings
+from trainer_probe import scores_of
 from transformers import Qwen2ForCausalLM
 
 from rlfuse.engines.pipeline.layout import Pipelines
@@ -78,7 +79,7 @@ async def test_passes_score_as_one_process(four, folders):
         await four.take(config, layout)
         await four.drain()
         for model in ("actor", "ref"):
-            np.testing.assert_allclose(np.concatenate(await four.log_probs(model, rows)), want, atol=1e-5)
+            np.testing.assert_allclose(np.concatenate(await scores_of(four, model, rows)), want, atol=1e-5)
     tokens = sum(span.tokens for span in await four.drain() if span.kind == "forward")
     assert tokens == 2 * 2 * sum(row.tokens for row in rows), "of two stages of two models"
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from trainer_probe import VOCABULARY, Probe, distance, lengths, make_rows, settings
+from trainer_probe import VOCABULARY, Probe, distance, lengths, make_rows, scores_of, settings
 from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.engines.trainer.degrees import Costs, Overhead
@@ -67,10 +67,10 @@ def long_rows(tokens, seed=0):
 async def everything(group, rows):
     """What all passes, the gradients and the steps of both models give, and the degrees that they ran at."""
     await group.drain()
-    scores = [await group.log_probs("actor", rows), await group.log_probs("ref", rows)]
+    scores = [await scores_of(group, "actor", rows), await scores_of(group, "ref", rows)]
     metrics = await group.update("critic", rows) | await group.update("actor", rows)
     gradients = [await group.gradients(model) for model in ("critic", "actor")]
-    scores += [await group.values(rows), await group.log_probs("actor", rows)]
+    scores += [await scores_of(group, "critic", rows), await scores_of(group, "actor", rows)]
     return scores, metrics, gradients, await group.drain()
 
 
@@ -167,7 +167,7 @@ async def test_clips_embeddings_are_cut_with_the_tokens(group, folder, tmp_path)
         source = Mapped(row.id, str(tmp_path / row.id), len(at))
         shown.append(replace(row, prompt_ids=ids, visual=(Visual(at, source),)))
     await group.take(cut(folder, budget=20))
-    scored = [[await group.log_probs("ref", each), await group.values(each)] for each in (shown, rows)]
+    scored = [[await scores_of(group, "ref", each), await scores_of(group, "critic", each)] for each in (shown, rows)]
     for have, want in zip(*scored, strict=True):
         # Log-probs of -10 have steps of 1e-6 in float32: a few of these are no difference.
         np.testing.assert_allclose(np.concatenate(have), np.concatenate(want), atol=1e-5, rtol=2e-6)
@@ -180,7 +180,7 @@ async def test_clips_embeddings_are_cut_with_the_tokens(group, folder, tmp_path)
     norms = []
     for each in (shown, rows):
         await group.take(cut(folder, budget=20))
-        await group.accumulate("actor", each)
+        await group.accumulate(("actor",), each)
         norms.append((await group.step("actor", lengths(each)))["actor/grad_norm"])
     assert 0 < norms[0] < norms[1]  # the tokens that placeholders stand for train no embedding
 
@@ -218,18 +218,39 @@ async def test_resumed_training_is_bitwise_the_uninterrupted_one(group, folder, 
     await group.take(cut(folder, 20, clip=1.0))
     await group.update("actor", rows)
     await group.save(tmp_path / "checkpoint")
-    expected = [await group.update("actor", rows), await group.log_probs("actor", rows)]
+    expected = [await group.update("actor", rows), await scores_of(group, "actor", rows)]
     await group.take(cut(folder, 20, clip=1.0))
     await group.load(tmp_path / "checkpoint")
-    np.testing.assert_equal([await group.update("actor", rows), await group.log_probs("actor", rows)], expected)
+    np.testing.assert_equal([await group.update("actor", rows), await scores_of(group, "actor", rows)], expected)
+
+
+@pytest.mark.parametrize("stage, slot, budget", [(1, 0, 64), (1, None, 20), (3, None, 20)])
+async def test_passes_in_one_call_are_bitwise_those_of_single_calls(group, folder, stage, slot, budget):
+    rows, found = make_rows(9) if slot is not None else long_rows([77, 31, 9, 11]), []
+    for joined in (True, False):
+        await group.take(cut(folder, budget, stage=stage))
+        scores, gained = {}, {}
+        for models in [("actor", "ref", "critic")] if joined else [("actor",), ("ref",), ("critic",)]:
+            scores |= await group.score(models, rows, slot)
+        for models in [("critic", "actor")] if joined else [("critic",), ("actor",)]:
+            gained |= await group.accumulate(models, rows, slot)
+        for passes in (scores, gained):
+            began = [each.began for each in passes.values()]
+            assert began == sorted(set(began))
+        metrics = [await group.step(model, lengths(rows)) for model in ("critic", "actor")]
+        arrays = [np.concatenate(each.arrays) for each in scores.values()]
+        found.append([arrays, metrics, *[await scores_of(group, model, rows) for model in ("actor", "critic")]])
+        spans = [span for span in await group.drain() if span.samples]
+        assert {span.kind for span in spans} >= {"old_log_prob", "ref", "values", "forward", "backward"}
+    np.testing.assert_equal(*found)
 
 
 async def test_a_slot_alone_takes_whole_rows_only(group, folder):
     short, long = long_rows([9, 77])
     await group.take(cut(folder, budget=20))
     assert group.lockstep and group.lockstep_backward
-    scores = await asyncio.gather(*(group.log_probs("actor", [short], slot) for slot in range(4)))
+    scores = await asyncio.gather(*(scores_of(group, "actor", [short], slot) for slot in range(4)))
     for one, other in itertools.pairwise(scores):
         np.testing.assert_equal(one, other)
     with pytest.raises(ValueError, match=r"77 tokens must be cut over ranks .*len_per_gpu=20.*slot 2 alone"):
-        await group.log_probs("actor", [long], slot=2)
+        await scores_of(group, "actor", [long], slot=2)

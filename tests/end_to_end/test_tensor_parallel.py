@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_probe import BETA, VOCABULARY, Probe, distance, lengths, make_rows, settings
+from trainer_probe import BETA, VOCABULARY, Probe, distance, lengths, make_rows, scores_of, settings
 from transformers import (
     AutoModelForCausalLM,
     Qwen2Config,
@@ -85,10 +85,10 @@ def job(folder, width=1, cut=1, stage=1, **more):
 async def everything(group, rows, folder):
     """Scores, metrics and gradients of a step of both models, scores of what they learned, and the weights."""
     await group.drain()
-    scores = [await group.log_probs("actor", rows), await group.log_probs("ref", rows)]
+    scores = [await scores_of(group, "actor", rows), await scores_of(group, "ref", rows)]
     metrics = await group.update("critic", rows) | await group.update("actor", rows)
     gradients = [await group.gradients(model) for model in ("critic", "actor")]
-    scores += [await group.values(rows), await group.log_probs("actor", rows)]
+    scores += [await scores_of(group, "critic", rows), await scores_of(group, "actor", rows)]
     return scores, metrics, gradients, await exported(group, folder), await group.drain()
 
 
@@ -178,18 +178,18 @@ async def test_a_slot_that_has_a_whole_model_works_alone(group, folders):
     config.rollout.tensor_model_parallel_size = 2
     assert not config.lockstep and not config.lockstep_backward
     await group.take(config)
-    expected = await group.log_probs("actor", rows)
+    expected = await scores_of(group, "actor", rows)
     found = await asyncio.gather(
-        *(group.log_probs("actor", part, slot) for slot, part in enumerate((rows[:4], rows[4:])))
+        *(scores_of(group, "actor", part, slot) for slot, part in enumerate((rows[:4], rows[4:])))
     )
     np.testing.assert_allclose(np.concatenate([*found[0], *found[1]]), np.concatenate(expected), atol=1e-5)
     whole = await group.update("actor", rows)
     await group.take(config)
-    await asyncio.gather(*(group.accumulate("actor", part, slot) for slot, part in enumerate((rows[:2], rows[2:]))))
+    await asyncio.gather(*(group.accumulate(("actor",), part, slot) for slot, part in enumerate((rows[:2], rows[2:]))))
     assert (await group.step("actor", lengths(rows)))["actor/grad_norm"] == pytest.approx(
         whole["actor/grad_norm"], rel=1e-5
     )
     config.rollout.tensor_model_parallel_size = 1
     assert config.lockstep
     with pytest.raises(ValueError, match="Slot 0 alone has a part of a model of 2 ranks"):
-        await group.log_probs("actor", rows, 0)
+        await scores_of(group, "actor", rows, 0)

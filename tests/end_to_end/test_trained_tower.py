@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file
-from trainer_probe import Probe, distance, lengths, make_rows, settings
+from trainer_probe import Probe, distance, lengths, make_rows, scores_of, settings
 from transformers import AutoModelForCausalLM, VideoLlama3ForConditionalGeneration
 
 from rlfuse.cluster.worker_environment import worker_environment
@@ -138,7 +138,7 @@ async def rows(started, trained, clips):
     names = ("old_log_probs", "ref_log_probs")
     return [
         replace(row, tensors=row.tensors | {name: row.tensors[name] + 4 + array for name in names})
-        for row, array in zip(rows, await group.log_probs("actor", rows), strict=True)
+        for row, array in zip(rows, await scores_of(group, "actor", rows), strict=True)
     ]
 
 
@@ -194,7 +194,7 @@ async def test_gradients_are_those_of_the_whole_model(started, trained, rows, ex
     await group.take(trained(stage, budget, max(degrees)))
     await group.drain()
     for part in (rows[:1], rows[1:]):
-        await group.accumulate("actor", part)
+        await group.accumulate(("actor",), part)
     metrics = await group.step("actor", lengths(rows))
     gradients = await group.gradients()
     assert {name for name in expected if name.startswith("tower.")} and distance(gradients, expected) < 1e-5
@@ -208,14 +208,14 @@ async def test_the_ratio_is_one_until_the_tower_is_updated_and_true_after(starte
     config = trained(clip=0.5)
     config.actor.optim.lr = 2e-5  # ratios stay near enough to 1
     await group.take(config)
-    old = await group.log_probs("actor", rows)
+    old = await scores_of(group, "actor", rows)
     rows = [replace(row, tensors=row.tensors | {"old_log_probs": array}) for row, array in zip(rows, old, strict=True)]
     metrics = await group.update("actor", rows)
     assert metrics["actor/ppo_kl"] == metrics["actor/pg_clipfrac"] == 0.0
     first = await group.gradients()
     await group.save(tmp_path)
     whole = updated_model(folder, tmp_path / "actor" / "huggingface")
-    now = await group.log_probs("actor", rows)
+    now = await scores_of(group, "actor", rows)
     tower = Tower(folder)
     for row, have, before in zip(rows, now, old, strict=True):
         np.testing.assert_allclose(have, log_probs_of(whole, tower, row)[0].detach(), atol=1e-4)
@@ -243,10 +243,10 @@ async def test_a_tower_goes_on_after_being_handed_over_and_resumed(started, trai
     await group.take(trained(alone=False))
     await group.update("critic", rows)
     await group.update("actor", rows)
-    scores = [await group.log_probs("actor", rows), await group.log_probs("ref", rows)]
+    scores = [await scores_of(group, "actor", rows), await scores_of(group, "ref", rows)]
     updates = await group.save_tower(tmp_path / "tower")
     assert updates == 1
-    for call in (group.log_probs("ref", rows), group.values(rows), group.accumulate("actor", rows)):
+    for call in (group.score(("ref",), rows), group.score(("critic",), rows), group.accumulate(("actor",), rows)):
         with pytest.raises(EngineError, match="after 0 updates, rows must bring those of the tower after 1 updates"):
             await call
     group._accumulated["actor"] = []
@@ -256,12 +256,12 @@ async def test_a_tower_goes_on_after_being_handed_over_and_resumed(started, trai
         replace(row, visual=tuple(replace(each, source=embeddings[each.path]) for each in row.visual)) for row in rows
     ]
     # What the cache has now is what trainers made of the clips themselves; KL is still to the first tower.
-    np.testing.assert_equal([await group.log_probs("actor", rows), await group.log_probs("ref", rows)], scores)
+    np.testing.assert_equal([await scores_of(group, "actor", rows), await scores_of(group, "ref", rows)], scores)
     await group.save(tmp_path / "checkpoint")
 
     async def more():
         metrics = await group.update("actor", rows) | await group.update("critic", rows)
-        return metrics, await group.log_probs("actor", rows), await group.log_probs("ref", rows)
+        return metrics, await scores_of(group, "actor", rows), await scores_of(group, "ref", rows)
 
     expected = await more()
     await group.take(trained(alone=False))

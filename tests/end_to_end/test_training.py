@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from trainer_probe import LR, VOCABULARY, Probe, distance, lengths, make_rows, settings
+from trainer_probe import LR, VOCABULARY, Probe, distance, lengths, make_rows, scores_of, settings
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.algorithms.losses import AGG_MODES
@@ -92,14 +92,14 @@ async def test_the_updates_own_log_probs_are_those_of_a_pass_before_it_to_the_la
         await group.take(config)
         rows = bare
         if passes:
-            before = await group.log_probs("actor", bare)
+            before = await scores_of(group, "actor", bare)
             rows = [replace(r, tensors=r.tensors | {"old_log_probs": o}) for r, o in zip(bare, before, strict=True)]
-        gained = await group.accumulate("actor", rows)
+        gained = (await group.accumulate(("actor",), rows))["actor"].arrays
         metrics = await group.step("actor", lengths(rows))
         old = before if passes else gained
         again = [replace(r, tensors=r.tensors | {"old_log_probs": o}) for r, o in zip(bare, old, strict=True)]
         metrics |= {f"again/{name}": each for name, each in (await group.update("actor", again)).items()}
-        found.append((metrics, old, await group.log_probs("actor", bare)))
+        found.append((metrics, old, await scores_of(group, "actor", bare)))
         assert (gained == []) == passes
     (metrics, old, after), (expected, *outputs) = found
     np.testing.assert_equal(metrics, expected)
@@ -114,19 +114,19 @@ def without(row, name):
 
 async def on_one_slot(group, model, rows):
     """The other rank joins the step with nothing."""
-    await group.accumulate(model, rows, slot=1)
+    await group.accumulate((model,), rows, slot=1)
 
 
 async def in_pieces(group, model, rows):
     """Both slots at the same time, unevenly, out of order, scoring between; then all ranks with the rest."""
 
     async def slot_1():
-        await group.accumulate(model, rows[5:], slot=1)
-        await group.log_probs("actor", rows[:2], slot=1)
-        await group.accumulate(model, rows[4:5], slot=1)
+        await group.accumulate((model,), rows[5:], slot=1)
+        await scores_of(group, "actor", rows[:2], slot=1)
+        await group.accumulate((model,), rows[4:5], slot=1)
 
-    await asyncio.gather(group.accumulate(model, rows[3:4], slot=0), slot_1())
-    await group.accumulate(model, rows[:3])
+    await asyncio.gather(group.accumulate((model,), rows[3:4], slot=0), slot_1())
+    await group.accumulate((model,), rows[:3])
 
 
 @pytest.mark.parametrize("mode", AGG_MODES)
@@ -148,7 +148,7 @@ async def test_gradients_equal_single_process_torch_in_lockstep(group, policy_fo
     serial, _ = await assert_gradients_match(await group.take(config), rows)
     await group.take(config)
     for part in (rows[:1], rows[1:]):
-        await group.accumulate("actor", part)
+        await group.accumulate(("actor",), part)
     await group.step("actor", lengths(rows))
     assert distance(await group.gradients(), serial) < 1e-6
 
@@ -163,14 +163,14 @@ async def test_gradients_do_not_depend_on_how_slow_ranks_are(group, policy_folde
         await group.replan([1.0, 3.0])
         await group.drain()
         for part in (rows[:1], rows[1:]):
-            await group.accumulate("actor", part)
+            await group.accumulate(("actor",), part)
         spans = await group.drain()
         metrics = await group.step("actor", lengths(rows))
         assert distance(await group.gradients(), serial) < 1e-6
         assert metrics == pytest.approx(expected, rel=1e-5)
-        scores = await group.log_probs("actor", rows)
+        scores = await scores_of(group, "actor", rows)
         await group.replan([])
-        for found, want in zip(scores, await group.log_probs("actor", rows), strict=True):
+        for found, want in zip(scores, await scores_of(group, "actor", rows), strict=True):
             np.testing.assert_allclose(found, want, atol=1e-5)
     finally:
         await group.replan([])
@@ -221,9 +221,9 @@ async def test_several_clipped_steps_of_both_models_end_where_serial_ones_do(gro
             for model in ("critic", "actor"):
                 await split(group, model, rows)
             metrics += [await group.step(model, lengths(rows)) for model in ("critic", "actor")]
-        return metrics, await group.log_probs("actor", rows), await group.values(rows)
+        return metrics, await scores_of(group, "actor", rows), await scores_of(group, "critic", rows)
 
-    expected, *outputs = await train(lambda group, model, rows: group.accumulate(model, rows))
+    expected, *outputs = await train(lambda group, model, rows: group.accumulate((model,), rows))
     metrics, *found = await train(in_pieces)
     assert [m["actor/grad_norm"] > 0.05 for m in expected[1::2]] == [True] * 3
     for have, want in zip(metrics, expected, strict=True):
@@ -250,10 +250,10 @@ async def test_models_move_to_host_memory_and_back_with_their_gradients(group, p
     async def train(move):
         await group.take(config)
         metrics = [await group.update("actor", rows) | await group.update("critic", rows)]
-        await group.accumulate("actor", rows)
+        await group.accumulate(("actor",), rows)
         await move()
         metrics.append(await group.step("actor", lengths(rows)))
-        return metrics, await group.log_probs("actor", rows), await group.log_probs("ref", rows)
+        return metrics, await scores_of(group, "actor", rows), await scores_of(group, "ref", rows)
 
     def there_and_back(rank):
         from rlfuse.engines.trainer.offloading import to_device, to_host
@@ -276,7 +276,7 @@ async def test_models_move_to_host_memory_and_back_with_their_gradients(group, p
     async def fetched():
         for actor, critic, reference in await moved(optimizers_later):
             assert actor > 0 and critic > 0 and reference == 0
-        await asyncio.gather(*map(group.fetch_optimizers, (0, 1)), group.log_probs("actor", rows))
+        await asyncio.gather(*map(group.fetch_optimizers, (0, 1)), scores_of(group, "actor", rows))
 
     expected = await train(lambda: asyncio.sleep(0))
     for move in (moved, fetched, lambda: moved(optimizers_later)):
@@ -288,9 +288,9 @@ async def test_slots_work_side_by_side_and_tell_of_it(group, policy_folder):
     await group.take(settings(policy_folder))
     await group.drain()
     await group.take_device(1)
-    await asyncio.gather(*(group.accumulate("actor", rows * 16, slot) for slot in (0, 1)))
-    await group.accumulate("actor", rows[:2], slot=1)
-    await group.values(rows[:2], slot=1)
+    await asyncio.gather(*(group.accumulate(("actor",), rows * 16, slot) for slot in (0, 1)))
+    await group.accumulate(("actor",), rows[:2], slot=1)
+    await scores_of(group, "critic", rows[:2], slot=1)
     await group.leave_device(1)
     await group.step("actor", lengths(rows * 32 + rows[:2]))
     spans = await group.drain()
@@ -309,13 +309,13 @@ async def test_what_needs_all_ranks_says_so(group, policy_folder):
     rows = make_rows()
     await group.take(settings(policy_folder, 2))
     assert (group.lockstep, group.lockstep_backward) == (False, True)
-    assert len(await group.values(rows, slot=0)) == len(rows)
+    assert len(await scores_of(group, "critic", rows, slot=0)) == len(rows)
     with pytest.raises(ValueError, match=r"zero_stage=2 needs all ranks.*slot 1 alone"):
-        await group.accumulate("actor", rows, slot=1)
+        await group.accumulate(("actor",), rows, slot=1)
     await group.take(settings(policy_folder, 3))
     assert (group.lockstep, group.lockstep_backward) == (True, True)
     with pytest.raises(ValueError, match=r"zero_stage=3 needs all ranks.*slot 0 alone"):
-        await group.log_probs("ref", rows, slot=0)
+        await scores_of(group, "ref", rows, slot=0)
 
 
 async def test_steps_and_checkpoints_know_what_was_accumulated(group, policy_folder, tmp_path):
@@ -323,7 +323,7 @@ async def test_steps_and_checkpoints_know_what_was_accumulated(group, policy_fol
     await group.take(settings(policy_folder))
     with pytest.raises(ValueError, match="Nothing was accumulated for the actor"):
         await group.step("actor", lengths(rows))
-    await group.accumulate("critic", rows, slot=0)
+    await group.accumulate(("critic",), rows, slot=0)
     with pytest.raises(ValueError, match=r"step of the critic over 6 rows .* 7 .* accumulate every row"):
         await group.step("critic", lengths(rows[1:]))
     with pytest.raises(ValueError, match=r"saved now: the critic holds gradients of 7 rows.*Step first"):
@@ -352,7 +352,7 @@ async def test_log_probs_values_and_reference_of_a_bfloat16_zero3_job(group, pol
     config = settings(policy_folder, 3, dtype="bfloat16")
     await group.take(config)
     rows = make_rows()
-    actor, reference_log_probs = [await group.log_probs(model, rows) for model in ("actor", "ref")]
+    actor, reference_log_probs = [await scores_of(group, model, rows) for model in ("actor", "ref")]
     model = Qwen2ForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)
     for row, found, same in zip(rows, actor, reference_log_probs, strict=True):
         ids = torch.tensor(np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64))[None]
@@ -361,10 +361,10 @@ async def test_log_probs_values_and_reference_of_a_bfloat16_zero3_job(group, pol
         want = logits.gather(-1, ids[0, len(row.prompt_ids) :, None])[:, 0].numpy()
         np.testing.assert_allclose(found, want, atol=0.05)
         np.testing.assert_array_equal(found, same)
-    assert all(not values.any() for values in await group.values(rows))  # a fresh value head starts at 0
+    assert all(not values.any() for values in await scores_of(group, "critic", rows))  # a fresh value head starts at 0
     metrics = await group.update("critic", rows)
     assert metrics["critic/vf_loss"] > 0 and np.isfinite(metrics["critic/grad_norm"])
-    assert any(values.any() for values in await group.values(rows))
+    assert any(values.any() for values in await scores_of(group, "critic", rows))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -373,7 +373,7 @@ async def test_resumed_training_is_bitwise_the_uninterrupted_one(group, policy_f
 
     async def two_steps():
         metrics = [await group.update("actor", rows) | await group.update("critic", rows) for _ in range(2)]
-        return metrics, await group.log_probs("actor", rows)
+        return metrics, await scores_of(group, "actor", rows)
 
     await group.take(settings(policy_folder, stage, clip=1.0))
     await two_steps()

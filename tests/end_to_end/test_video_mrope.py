@@ -197,10 +197,10 @@ async def test_what_was_trained_is_what_generates_and_becomes_a_whole_model_agai
     before = await collect(engine, samples, WARM)
     rows = rows_of(samples, before)
     old = [expected(model, one, before[one.id].token_ids) for one in samples]
-    for found, wanted in zip(await trainer.log_probs("ref", rows), old, strict=True):
+    for found, wanted in zip(await trainer_probe.scores_of(trainer, "ref", rows), old, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
     for name in ("actor", "critic"):
-        await trainer.accumulate(name, rows)
+        await trainer.accumulate((name,), rows)
         await trainer.step(name, trainer_probe.lengths(rows))
     await WeightPush(trainer, [engine], bucket_mb=1).push(1)
     await trainer.save(tmp_path)
@@ -208,7 +208,7 @@ async def test_what_was_trained_is_what_generates_and_becomes_a_whole_model_agai
     whole = join_checkpoint(tmp_path / "actor" / "huggingface", folder, tmp_path / "whole")
     trained = AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float32).eval()
     after = await collect(engine, samples, WARM)
-    scored = await trainer.log_probs("actor", rows_of(samples, after))
+    scored = await trainer_probe.scores_of(trainer, "actor", rows_of(samples, after))
     for one, found, was in zip(samples, scored, old, strict=True):
         tokens = after[one.id].token_ids
         np.testing.assert_allclose(found, expected(trained, one, tokens), atol=1e-5)

@@ -9,6 +9,7 @@ from pipelines import fused
 from probing import COUNTS, distance, fourth_step, schedule, started, state, three_steps
 from safetensors.torch import load_file
 from single_process import BATCHES, ThreeSteps, Whole, lengths, make_rows, settings
+from trainer_probe import scores_of
 from transformers import Qwen2ForCausalLM
 
 from rlfuse.engines.pipeline.layout import Pipelines
@@ -98,7 +99,7 @@ async def test_passes_score_as_one_process(groups, folders, name):
     await group.take(config, (layout[0], layout[1], reference) if layout[0].chunks == 1 else layout)
     want = np.concatenate(Whole(config, "actor").score(rows))
     for model in set(group.layout) - {"critic"}:
-        np.testing.assert_allclose(np.concatenate(await group.log_probs(model, rows)), want, atol=1e-5)
+        np.testing.assert_allclose(np.concatenate(await scores_of(group, model, rows)), want, atol=1e-5)
     bare = [type(row)(row.prompt_ids, row.response_ids, dict(row.tensors), id=row.id) for row in rows]
     for row in bare:
         del row.tensors["old_log_probs"]

@@ -95,7 +95,7 @@ class Probe(TrainerGroup):
         return self
 
     async def update(self, model, rows):
-        await self.accumulate(model, rows)
+        await self.accumulate((model,), rows)
         return await self.step(model, lengths(rows))
 
 
@@ -104,3 +104,8 @@ def distance(found, expected):
     assert found.keys() == expected.keys()
     one, other = (torch.cat([tensors[name].flatten() for name in expected]) for tensors in (found, expected))
     return float((one - other).norm() / other.norm())
+
+
+async def scores_of(trainer, model, rows, slot=None):
+    """Of each row: log-probs, or values."""
+    return (await trainer.score((model,), rows, slot))[model].arrays

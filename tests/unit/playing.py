@@ -23,6 +23,7 @@ from rlfuse.cluster.stopping import Stopping
 from rlfuse.data.prompts import PromptSource
 from rlfuse.engines.colocation import all_to, to_engine, to_ranks
 from rlfuse.errors import DataError, SlotRefused, first_of
+from rlfuse.events import Span
 from rlfuse.fusion.decisions import Accumulate, Generate, Move, Score, Switch, Train
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
@@ -205,15 +206,16 @@ class World:
                 names.update((name, "reward") for name in decision.samples)
             elif isinstance(decision, Score | Accumulate):
                 score = isinstance(decision, Score)
-                what, open_ = (decision.kind, view.unscored) if score else (decision.model, view.ready)
+                passes, open_ = (decision.kinds, view.unscored) if score else (decision.models, view.ready)
                 together = view.settings.lockstep if score else view.settings.lockstep_backward
                 assert (decision.slot is None) == together
                 on = range(len(view.slots)) if together else (decision.slot,)
                 assert view.together if together else decision.slot in view.idle_trainers
                 assert together or not view.slots[decision.slot].drained
-                later = view.deferred.get(decision.kind, {}).values() if score else ()
-                assert any(names_.keys() >= set(decision.samples) for names_ in (open_[what], *later))
-                names.update((name, what) for name in decision.samples)
+                for what in passes:
+                    later = view.deferred.get(what, {}).values() if score else ()
+                    assert any(names_.keys() >= set(decision.samples) for names_ in (open_[what], *later))
+                    names.update((name, what) for name in decision.samples)
                 slots.update(on)
             elif isinstance(decision, Train):
                 assert view.settings.pipelined and decision.samples
@@ -226,7 +228,7 @@ class World:
                 assert all(slot.idle and slot.role == "trainer" for slot in view.slots)
                 slots.update(range(len(view.slots)))
             else:
-                assert decision.model in view.steppable
+                assert set(decision.models) <= {*view.steppable}
                 assert all(slot.idle and slot.role == "trainer" for slot in view.slots)
                 slots.update(range(len(view.slots)))
         for counts in (slots, names, groups):
@@ -250,7 +252,7 @@ class World:
 
     @contextmanager
     def span(self, kind, **fields):
-        yield type("Span", (), {"attributes": {}})()
+        yield Span(kind, "driver", 0.0)
 
     def note(self, values) -> None:
         pass

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlfuse.engines.scoring import KIND_OF
 from rlfuse.errors import EngineLost
-from rlfuse.protocols import Load, Sharing
+from rlfuse.protocols import Load, PassResult, Sharing
 from rlfuse.samples import Partial, Response
 
 if TYPE_CHECKING:
@@ -133,17 +134,15 @@ class Trainer:
         self.world.scored[kind].update(row.id for row in rows)
         return [np.zeros(len(row.response_ids), np.float32) for row in rows]
 
-    async def log_probs(self, model, rows, slot=None) -> list[np.ndarray]:
-        return await self._pass({"actor": "old_log_prob", "ref": "ref"}[model], rows, slot)
+    async def score(self, models, rows, slot=None) -> dict[str, PassResult]:
+        return {model: PassResult(await self._pass(KIND_OF[model], rows, slot), 0.0) for model in models}
 
-    async def values(self, rows, slot=None) -> list[np.ndarray]:
-        return await self._pass("values", rows, slot)
-
-    async def accumulate(self, model, rows, slot=None) -> list[np.ndarray]:
+    async def accumulate(self, models, rows, slot=None) -> dict[str, PassResult]:
         with self._working(slot, "gradients"):
             await self.world.pass_time()
-        self.gradients[model] += [row.id for row in rows]
-        return self._gained(model, rows)
+        for model in models:
+            self.gradients[model] += [row.id for row in rows]
+        return {model: PassResult(self._gained(model, rows), 0.0) for model in models}
 
     def _gained(self, model, rows) -> list[np.ndarray]:
         """The actor's first update gives what no pass gave before."""
@@ -157,7 +156,7 @@ class Trainer:
         for model, samples in rows.items():
             self.gradients[model] += [row.id for row in samples]
         self.filled.update(scored.keys())
-        scores = {model: await self.log_probs(model, samples) for model, samples in scored.items()}
+        scores = {model: await self._pass(KIND_OF[model], samples, None) for model, samples in scored.items()}
         with self._working(None, "gradients"):
             await self.world.pass_time()
         return {}, scores, self._gained("actor", rows.get("actor", ()))

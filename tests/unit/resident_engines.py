@@ -194,17 +194,13 @@ class ResidentTrainer(Trainer):
                     await self.world.pass_time()
             self.complete = set()
 
-    async def log_probs(self, model, rows, slot=None):
+    async def score(self, models, rows, slot=None):
         with self.doing("score", slot):
-            return await super().log_probs(model, rows, slot)
+            return await super().score(models, rows, slot)
 
-    async def values(self, rows, slot=None):
-        with self.doing("score", slot):
-            return await super().values(rows, slot)
-
-    async def accumulate(self, model, rows, slot=None):
+    async def accumulate(self, models, rows, slot=None):
         with self.doing("accumulate", slot):
-            return await super().accumulate(model, rows, slot)
+            return await super().accumulate(models, rows, slot)
 
     async def train(self, rows, scored):
         with self.doing("accumulate"):

@@ -298,7 +298,7 @@ def test_updates_are_the_same_under_every_stage(tmp_path, monkeypatch, stage):
         for settings in ({}, away, away | {"enable_gradient_checkpointing": True}):
             rank = rank_of(stage, tmp_path, dtype, **settings)
             for lengths in ((50,), (40, 30), (9,)):
-                rank.accumulate("actor", [micro_batch(*lengths)])
+                rank.accumulate(("actor",), [micro_batch(*lengths)])
             norms.append(take_step(rank.engines["actor"], 4.0, 1))
             assert (rank.activations is None) == (not settings)
             spans = rank.recorder.drain()

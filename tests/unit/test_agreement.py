@@ -12,7 +12,7 @@ from rlfuse.engines.agreement import SAMPLES, compare
 from rlfuse.errors import EngineError, EngineLost
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.summary import summarise
-from rlfuse.protocols import Engines, NoClips, Sampling, Sharing
+from rlfuse.protocols import Engines, NoClips, PassResult, Sampling, Sharing
 from rlfuse.samples import Prompt, Response, make_groups
 from rlfuse.step.groups import GroupSource
 
@@ -52,9 +52,9 @@ class Ranks:
     async def leave_device(self, slot):
         self.calls.append("leave")
 
-    async def log_probs(self, model, rows, slot=None):
-        self.calls.append(f"{model} {len(rows)}")
-        return [np.full(len(row.response_ids), -1.0, np.float32) for row in rows]
+    async def score(self, models, rows, slot=None):
+        self.calls.append(f"{' '.join(models)} {len(rows)}")
+        return {"actor": PassResult([np.full(len(row.response_ids), -1.0, np.float32) for row in rows], 0.0)}
 
 
 async def agreement(*shifts):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import re
 import shutil
 import socket
@@ -22,7 +23,9 @@ from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 from rlfuse.config.video import VideoConfig
+from rlfuse.engines.trainer.passes import RankCall
 from rlfuse.errors import ConfigError, EngineError, EngineLost
+from rlfuse.events import Span
 from rlfuse.planning.placing import placements
 from rlfuse.run.inference import decoders_elsewhere
 from rlfuse.run.job import open_job
@@ -77,6 +80,16 @@ trainer/1 failed to update the actor: ZeroDivisionError: division by zero
 logs: {tmp_path}/logs (trainer-1.log has the error)"""
     )
     assert "function_manager.py" in (log := (tmp_path / "logs" / "trainer-1.log").read_text()) and "\x1b" not in log
+
+
+@pytest.mark.parametrize("kind, headline", [(ZeroDivisionError, "ZeroDivisionError: no"), (EngineError, "no")])
+def test_a_failure_in_a_call_with_several_passes_names_its_pass(kind, headline):
+    span = Span("values", "trainer/1", 0.0)
+    with pytest.raises(kind) as found, RankCall(("ref", "critic"), "cpu").of("critic", span):
+        raise kind("no")
+    error = RayTaskError("f", "tb", pickle.loads(pickle.dumps(found.value)))
+    told = str(explain(error, "trainer/1", "compute log-probs of the ref and values of the critic", 5))
+    assert f"{headline}\nIt happened in the values pass of the critic." in told
 
 
 def test_the_whole_traceback_of_a_worker_is_shown_where_it_is_asked_for(monkeypatch, capsys):

@@ -129,7 +129,7 @@ def accumulate(rank, layout, trained):
     micro_batches = [MicroBatch(tuple(rows[i : i + 2])) for i in range(0, share, 2)]
     if layout.stages == 1:
         for name in trained:
-            rank.accumulate(name, micro_batches)
+            rank.accumulate((name,), micro_batches)
         return
     layouts = [each for name, each in rank.layout.items() if name in trained]
     rank.run(serial(layouts, dict.fromkeys(trained, len(micro_batches))), dict.fromkeys(trained, micro_batches))

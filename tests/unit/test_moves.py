@@ -385,7 +385,7 @@ def test_a_rank_knows_where_its_models_are():
     for _ in range(2):
         rank.switch("rollout")
     assert all(not next(iter(m.buffers())).untyped_storage().nbytes() for m in (rank.engines["actor"], *rank.beside))
-    for call in (lambda: rank.log_probs("actor", []), lambda: rank.step("actor", 1.0), lambda: rank.share_ipc([])):
+    for call in (lambda: rank.score(("actor",), []), lambda: rank.step("actor", 1.0), lambda: rank.share_ipc([])):
         with pytest.raises(
             EngineError, match=r"trainer/0 can't \w+: its models have left the device; let it take that"
         ):

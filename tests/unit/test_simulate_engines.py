@@ -177,7 +177,7 @@ def test_a_slot_has_one_role_and_does_one_thing_at_a_time():
         trainer = SimulatedTrainer([rollout.device], replace(COSTS, switch_s=1.0), ZEROS)
         rows = [replace_response(wanted[0], 50).row()]
         with pytest.raises(SimulationError, match="role rollout"):
-            await trainer.log_probs("actor", rows, 0)
+            await trainer.score(("actor",), rows, 0)
         generating = asyncio.create_task(collect(rollout, wanted))
         await asyncio.sleep(0.1)
         with pytest.raises(SimulationError, match="told to sleep while it holds 1 samples"):
@@ -187,12 +187,12 @@ def test_a_slot_has_one_role_and_does_one_thing_at_a_time():
         await trainer.take_device(0)
         with pytest.raises(SimulationError, match="role trainer"):
             await collect(rollout, wanted)
-        scoring = asyncio.create_task(trainer.log_probs("actor", rows, 0))
+        scoring = asyncio.create_task(trainer.score(("actor",), rows, 0))
         await asyncio.sleep(0)
         with pytest.raises(SimulationError, match="does old_log_prob"):
-            await trainer.accumulate("actor", rows, 0)
+            await trainer.accumulate(("actor",), rows, 0)
         await scoring
-        await trainer.accumulate("actor", rows, 0)
+        await trainer.accumulate(("actor",), rows, 0)
         with pytest.raises(SimulationError, match="scaled by 2 rows"):
             await trainer.step("actor", [50, 50])
 

@@ -1,13 +1,16 @@
 """Whole steps in virtual time: the real controller and policies on simulated engines, over random workloads."""
 
 import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlfuse.fusion import sharing
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
+from rlfuse.simulate.devices import SimulatedTrainer
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import WorkloadError, parse
 
@@ -108,6 +111,43 @@ def test_serial_takes_the_sum_of_its_stages():
     assert result.generation_and_scoring_s == pytest.approx(generation + 0.2 + 150 / 3000)
     assert result.step_s == pytest.approx(generation + 0.2 + 150 / 3000 + 150 / 2000 + 0.2)
     assert result.oracle_s == pytest.approx(result.step_s)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("policy", ["serial", "adaptive"])
+def test_passes_over_the_same_samples_are_one_call(policy, slots, monkeypatch):
+    """Each has spans of its own, one after the other, and none takes longer than in a call of its own."""
+    calls = []
+    for method in ("score", "accumulate"):
+        real = getattr(SimulatedTrainer, method)
+
+        def counted(trainer, passes, rows, slot=None, real=real):
+            calls.append(passes)
+            return real(trainer, passes, rows, slot)
+
+        monkeypatch.setattr(SimulatedTrainer, method, counted)
+    passes = {"scoring": {"tokens_per_s": 3000, "kinds": ["old_log_prob", "ref", "values"], "call_s": 0.02}}
+    passes |= {"training": {"tokens_per_s": 2000, "models": ["critic", "actor"], "mini_batches": 2, "call_s": 0.02}}
+    workload = parse(LONG_TAIL | {"slots": slots} | passes)
+    joined, together = simulate(workload, policy), list(calls)
+    calls.clear()
+    monkeypatch.setattr(sharing, "others", lambda view, waiting, first: ())
+    alone = simulate(workload, policy)
+    assert joined.result.step_s == pytest.approx(alone.result.step_s, rel=1e-3)
+    assert {len(each) for each in calls} == {1} and len(together) < len(calls)
+    assert ("critic", "actor") in together
+    if policy == "serial" or slots == 1:  # else slots are free at different times: each pass is a piece for one of them
+        assert ("actor", "ref", "critic") in together
+    kinds = ("old_log_prob", "ref", "values", "update_critic", "update_actor")
+    driver = [each for each in joined.spans if each.where == "driver" and each.kind in kinds]
+    ranks = [each for each in joined.spans if each.kind in (*kinds, "backward") and each.where.startswith("trainer/")]
+    for slot in range(slots):
+        mine = sorted((each.start, each.end, each.kind) for each in driver if each.attributes.get("slot") == slot)
+        assert mine and all(before[1] <= after[0] + 1e-9 for before, after in pairwise(mine))
+        work = [each for each in ranks if each.where == f"trainer/{slot}"]
+        for each in work:
+            kind = f"update_{each.attributes['model']}" if each.kind == "backward" else each.kind
+            assert any(start - 1e-9 <= each.start and each.end <= end + 1e-9 for start, end, of in mine if of == kind)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rlfuse import clock
 from rlfuse.cluster.placement import Slots
 from rlfuse.cluster.remote import all_of
 from rlfuse.config.schema import Config
@@ -35,6 +36,7 @@ from rlfuse.fusion.schedules import deadlock
 from rlfuse.fusion.schedules.operations import Operation, Rows
 from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
 from rlfuse.fusion.schedules.shared_heads import with_heads
+from rlfuse.protocols import PassResult
 from rlfuse.samples import MicroBatch, Row
 
 T = TypeVar("T")
@@ -154,20 +156,20 @@ class PipelineGroup(RankGroup):
         """Of the model's pipelines."""
         return pipeline_rates(self.device_rates, self.work, self.layout[model].stages)
 
-    async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """float32 [T] per row under `actor` or `ref` at the sampling temperature, in order. ValueError for one slot."""
+    async def score(self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None) -> dict[str, PassResult]:
+        """As `Trainer.score`, one schedule for each model. ValueError for one slot."""
         if slot is not None:
             raise ValueError(
                 f"Stages pass on what they compute, slot {slot} alone has only some of them: ask without a slot."
             )
-        count = self._micro_batches(model, rows)
-        schedule = forward_only(self.layout[model], count)
-        self._check(schedule)
-        return (await self._run(schedule, {}, self._divided({model: count}, {model: rows}))).scores[model]
-
-    async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """float32 [T] per row: the critic's value before each response token, in order. ValueError for one slot."""
-        return await self.log_probs("critic", rows, slot)
+        found = {}
+        for model in models:
+            began, count = clock.now(), self._micro_batches(model, rows)
+            schedule = forward_only(self.layout[model], count)
+            self._check(schedule)
+            result = await self._run(schedule, {}, self._divided({model: count}, {model: rows}))
+            found[model] = PassResult(result.scores[model], began)
+        return found
 
     def _check(self, schedule: Rows) -> None:
         try:

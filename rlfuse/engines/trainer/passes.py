@@ -5,8 +5,12 @@ Role: called by trainer ranks with a whole model, and by the last stage of a pip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from rlfuse.algorithms.losses import entropy_from_logits, log_probs_from_logits
@@ -16,6 +20,8 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.trainer import fused_log_probs
 from rlfuse.engines.trainer.model_inputs import Batch, Later
 from rlfuse.engines.trainer.models import response_logits, response_scores, response_values
+from rlfuse.engines.trainer.transfers import DeviceTimes
+from rlfuse.events import Span
 from rlfuse.samples import Row
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -114,5 +120,50 @@ def read_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return dict(zip(sums, torch.stack(values).tolist(), strict=True)) if sums else {}
 
 
+OUTPUTS: dict[str, Callable[[Config, Callable, Batch], torch.Tensor]] = {
+    "actor": log_probs,
+    "ref": log_probs,
+    "critic": lambda config, model, batch: response_values(model, batch),
+    "reward_model": lambda config, model, batch: response_scores(model, batch),
+}
+"""Model -> float32 [R], what a pass without gradients returns."""
 OBJECTIVES = {"actor": actor_loss, "critic": critic_loss, "reward_model": preference_loss}
 """What each kind of model is trained on."""
+
+
+Passes = dict[str, tuple[list[list[np.ndarray]], float]]
+"""Model -> float32 [T] per row, per micro-batch, none of one that another rank answers for; and when its pass began."""
+
+
+class RankCall:
+    """The passes of one call to a rank: inputs that they share, times, and results that are read at the end."""
+
+    def __init__(self, models: Sequence[str], device: str):
+        self.models = models
+        self._times, self._first = DeviceTimes(device), dict[str, Span]()
+        self.batches: dict[int, Batch] = {}
+        """Number of a micro-batch -> inputs that the call's next model uses again."""
+        self.results: defaultdict[str, list[Later | None]] = defaultdict(list)
+        """Model -> per micro-batch, a read of its arrays where this rank answers."""
+
+    @contextmanager
+    def of(self, model: str, span: Span) -> Iterator[None]:
+        """The body is part of the model's pass, which an error in it names."""
+        self._first.setdefault(model, span)
+        try:
+            with self._times.of(span):
+                yield
+        except Exception as error:
+            error.add_note(f"It happened in the {span.kind} pass of the {model}.")
+            raise
+
+    def read(self) -> Passes:
+        """Wait for the device and return what the passes returned."""
+        self._times.settle()
+        return {
+            model: (
+                [read() if read else [] for read in self.results[model]],
+                self._first[model].start if model in self._first else math.inf,
+            )
+            for model in self.models
+        }

@@ -46,7 +46,7 @@ rank's calls on a thread beside the main one, as `pulse` is answered on another.
 NOT_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 """For ranks on CPUs. An optimizer that DeepSpeed imports whichever is used asks for a compilation, and torch would
 import its compiler: a seventh of a rank's start."""
-WATCHED = ("log_probs", "values", "scores", "accumulate", "run", "step")
+WATCHED = ("score", "accumulate", "run", "step")
 """Calls in which a rank shows often that it gets on."""
 LOOKS = 8
 """At each rank in `cluster.heartbeat_s`, while it is at one of these."""

@@ -49,14 +49,14 @@ class RewardModelTrainer(TrainerGroup):
         `lr_factor`: share of the full learning rate.
         """
         rows = rows_of(pairs, self.labels)
-        await self.accumulate(MODEL_PART, rows)
+        await self.accumulate((MODEL_PART,), rows)
         self._accumulated[MODEL_PART] = []
         sums = await self._all("step", "update the reward model", MODEL_PART, len(pairs), lr_factor)
         return step_metrics(MODEL_PART, sums, len(pairs), [1] * len(pairs))
 
     async def scores(self, pairs: Sequence[Preference]) -> np.ndarray:
         """float32 [pairs, 2]: of the chosen and of the rejected answer, on the pair's dimension."""
-        found = await self._score("scores", "score pairs", rows_of(pairs, self.labels), None)
+        found = (await self.score((MODEL_PART,), rows_of(pairs, self.labels)))[MODEL_PART].arrays
         return np.array([scores[-1] for scores in found], dtype=np.float32).reshape(-1, 2)
 
     def _units(self, rows: Sequence[Row], capacity: int, ranks: int) -> list[Unit]:

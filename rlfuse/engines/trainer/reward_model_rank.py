@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from rlfuse.config.reward_labels import head_labels
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.engines.trainer.attention import attends_by_layout
-from rlfuse.engines.trainer.models import check_forward, check_training_passes, load_reward_model, response_scores
+from rlfuse.engines.trainer.models import check_forward, check_training_passes, load_reward_model
 from rlfuse.engines.trainer.optimizer import sharded_loading, trainable, zero_head
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
-from rlfuse.samples import MicroBatch
 
 
 class RewardModelRank(TrainerRank):
@@ -47,7 +45,3 @@ class RewardModelRank(TrainerRank):
         check_training_passes(self.engines[MODEL_PART], self.packed, self.device, "reward model")
         parameters = sum(size for _, size in self.sizes(MODEL_PART)) // model.dtype.itemsize
         return {"packed": self.packed, "parameters": parameters, "lines": self._arrange_passes()}
-
-    def scores(self, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
-        """float32 [T] per row, per micro-batch: the score of the sequence up to before each response token."""
-        return self._score("values", MODEL_PART, micro_batches, response_scores)

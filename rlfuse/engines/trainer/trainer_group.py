@@ -27,6 +27,7 @@ from rlfuse.engines.trainer.makespan import bounds, makespan
 from rlfuse.engines.trainer.rank_group import RankGroup, check_written, start_ranks
 from rlfuse.engines.weights.sync import plan_buckets
 from rlfuse.errors import EngineError
+from rlfuse.protocols import PassResult
 from rlfuse.samples import Row
 
 if TYPE_CHECKING:  # imports DeepSpeed
@@ -91,37 +92,41 @@ class TrainerGroup(RankGroup):
     def _largest_degree(self) -> int:
         return self.config.training.ulysses_sequence_parallel_size
 
-    async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """float32 [T] per row, in order. ValueError for a single slot under ZeRO 3, or with a row that must be cut."""
-        return await self._score("log_probs", f"compute log-probs of the {model}", rows, slot, model)
-
-    async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """float32 [T] per row, in order. ValueError as `log_probs`."""
-        return await self._score("values", "compute values", rows, slot)
-
-    async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """Add the rows' gradient of the summed loss. ValueError for one slot under ZeRO 2 and 3, or as `log_probs`.
-
-        float32 [T] per row, in order: the log-probs that an actor's rows gained, where none came with `old_log_probs`.
-        """
-        shares = self._plan(rows, slot, least_stage=2)
-        self._accumulated[model] += [len(row.response_ids) for row in rows]  # a step from now on waits for them
-        answers = await self._send("accumulate", f"accumulate gradients of the {model}", slot, shares, rows, model)
-        gained = model == "actor" and "old_log_probs" not in rows[0].tensors
-        return _by_row(shares, answers, len(rows)) if gained else []
-
-    async def _score(
-        self, method: str, action: str, rows: Sequence[Row], slot: int | None, *arguments: Any
-    ) -> list[np.ndarray]:
+    async def score(self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None) -> dict[str, PassResult]:
+        """As `Trainer.score`. ValueError for a single slot under ZeRO 3, or with a row that must be cut."""
         shares = self._plan(rows, slot, least_stage=3)
-        return _by_row(shares, await self._send(method, action, slot, shares, rows, *arguments), len(rows))
+        action = " and ".join(
+            f"{'log-probs' if model in ('actor', 'ref') else 'values'} of the {model}" for model in models
+        )
+        return await self._send("score", f"compute {action}", models, shares, rows, slot)
+
+    async def accumulate(
+        self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None
+    ) -> dict[str, PassResult]:
+        """As `WholeModels.accumulate`. ValueError for one slot under ZeRO 2 and 3, or as `score`."""
+        shares = self._plan(rows, slot, least_stage=2)
+        for model in models:
+            self._accumulated[model] += [len(row.response_ids) for row in rows]  # the next step waits for them
+        action = f"accumulate gradients of the {' and '.join(models)}"
+        return await self._send("accumulate", action, models, shares, rows, slot)
 
     async def _send(
-        self, method: str, action: str, slot: int | None, shares: list[list[Share]], rows: Sequence[Row], *first: Any
-    ) -> list[Any]:
-        """A call with micro-batches of `rows`; the ranks' answers."""
+        self,
+        method: str,
+        action: str,
+        models: Sequence[str],
+        shares: list[list[Share]],
+        rows: Sequence[Row],
+        slot: int | None,
+    ) -> dict[str, PassResult]:
+        """Call the ranks with their micro-batches of `rows`."""
         batches = dict(zip(self._ranks(slot), fill(shares, rows), strict=True))
-        return await self._call(method, action, slot, lambda rank: (*first, batches[rank]))
+        answers = await self._call(method, action, slot, lambda rank: (models, batches[rank]))
+        found = {}
+        for model in models:
+            parts, began = zip(*(answer[model] for answer in answers), strict=True)
+            found[model] = PassResult(_by_row(shares, parts, len(rows)), min(began))
+        return found
 
     def _plan(self, rows: Sequence[Row], slot: int | None, least_stage: int) -> list[list[Share]]:
         """By rank; `least_stage`: of ZeRO, from which on all ranks run as many micro-batches of this pass."""
@@ -233,14 +238,14 @@ class TrainerGroup(RankGroup):
 
 
 def _by_row(shares: Sequence[Sequence[Share]], answers: Sequence[Any], rows: int) -> list[np.ndarray]:
-    """The ranks' arrays in the order of the rows."""
+    """The ranks' arrays in the order of the rows; none where the ranks returned none."""
     results: list[Any] = [None] * rows
     for mine, parts in zip(shares, answers, strict=True):
         for share, arrays in zip(mine, parts, strict=True):
             # A filler's answer has no index; of ranks with slices of the same rows one answers.
             for index, array in zip(share.rows, arrays, strict=False):
                 results[index] = array
-    return results
+    return [] if all(each is None for each in results) else results
 
 
 def _layout(shape: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,13 +31,14 @@ import torch
 from transformers import PreTrainedModel
 
 from rlfuse.config.schema import ModelConfig
+from rlfuse.engines.scoring import KIND_OF
 from rlfuse.engines.trainer.activation_offloading import RankActivations
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
 from rlfuse.engines.trainer.cuda_graphs import record_passes
 from rlfuse.engines.trainer.degrees import Costs, degrees_up_to
 from rlfuse.engines.trainer.measuring import measured_costs, multiplied
-from rlfuse.engines.trainer.model_inputs import Batch, Later, collate
+from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.engines.trainer.models import (
     before_head,
     check_training_passes,
@@ -45,7 +46,6 @@ from rlfuse.engines.trainer.models import (
     load_policy,
     packs_exactly,
     response_logits,
-    response_values,
     splits_exactly,
 )
 from rlfuse.engines.trainer.optimizer import (
@@ -58,11 +58,10 @@ from rlfuse.engines.trainer.optimizer import (
     trainable,
     use_own_settings,
 )
-from rlfuse.engines.trainer.passes import OBJECTIVES, log_probs, log_probs_gained, read_sums, weighed
+from rlfuse.engines.trainer.passes import OBJECTIVES, OUTPUTS, Passes, RankCall, log_probs_gained, read_sums, weighed
 from rlfuse.engines.trainer.saving import Writing, writing
 from rlfuse.engines.trainer.sequence_parallel import Part, SequenceParallel
 from rlfuse.engines.trainer.tensor_parallel import TensorParallel
-from rlfuse.engines.trainer.transfers import DeviceTimes
 from rlfuse.engines.trainer.vision_tower import MicroBatchClip, TowerSettings, TrainedTower
 from rlfuse.engines.weights import cuda_ipc
 from rlfuse.engines.weights.exporting import Exporter
@@ -213,69 +212,63 @@ class TrainerRank(Rank):
     # Passes without gradients ------------------------------------------------------------------------------------
 
     @needs_models
-    def log_probs(self, model: str, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
-        """float32 [T] per row, per micro-batch, under `actor` or `ref` at the sampling temperature.
-
-        None of a micro-batch that another rank answers for.
-        """
-        kind = "old_log_prob" if model == "actor" else "ref"
-        return self._score(kind, model, micro_batches, lambda module, batch: log_probs(self.config, module, batch))
-
-    @needs_models
-    def values(self, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
-        """float32 [T] per row, per micro-batch: the critic's value before each response token."""
-        return self._score("values", "critic", micro_batches, response_values)
-
     @torch.no_grad()
-    def _score(
-        self,
-        kind: str,
-        model: str,
-        micro_batches: Sequence[MicroBatch],
-        function: Callable[[Any, Batch], torch.Tensor],
-    ) -> list[list[np.ndarray]]:
-        engine, times = self.engines[model], DeviceTimes(self.device)
-        results: list[Later | None] = []
-        engine.eval()
-        for micro_batch in micro_batches:
-            part = self.parallel.part(micro_batch.degree)
-            with self._span(kind, micro_batch, "finished samples") as span, times.of(span):
-                rows = self.tower.rows_of(model, micro_batch.rows) if self.tower else micro_batch.rows
-                batch = self._collate(model, rows, part)
-                span.attributes["run"] = batch.inputs["input_ids"].numel()
-                scores = batch.split_later(function(engine, batch))
-                results.append(scores if self._answers(part) else None)
-        times.settle()
-        return [later() if later else [] for later in results]
+    def score(self, models: Sequence[str], micro_batches: Sequence[MicroBatch]) -> Passes:
+        """Run each model's pass (`OUTPUTS`); all are launched before the first result is read."""
+        call = RankCall(models, self.device)
+        for model in models:
+            engine, kind = self.engines[model], KIND_OF.get(model, "values")
+            engine.eval()
+            for number, micro_batch in enumerate(micro_batches):
+                part = self.parallel.part(micro_batch.degree)
+                with self._span(kind, micro_batch, "finished samples") as span, call.of(model, span):
+                    rows = self.tower.rows_of(model, micro_batch.rows) if self.tower else micro_batch.rows
+                    batch = self._collated(model, rows, part, number, call)
+                    span.attributes["run"] = batch.inputs["input_ids"].numel()
+                    scores = batch.split_later(OUTPUTS[model](self.config, engine, batch))
+                    call.results[model].append(scores if self._answers(part) else None)
+        return call.read()
+
+    def _collated(self, model: str, rows: Sequence[Row], part: Part | None, number: int, call: RankCall) -> Batch:
+        """Rows as inputs of the model. Without clips they are the same for all models, and kept for the call's next."""
+        batch = call.batches.pop(number, None)
+        if batch is None:
+            batch = self._collate(model, rows, part)
+        if model != call.models[-1] and not any(row.visual for row in rows):
+            call.batches[number] = batch
+        return batch
 
     # Updates -----------------------------------------------------------------------------------------------------
 
     @needs_models
-    def accumulate(self, model: str, micro_batches: Sequence[MicroBatch]) -> list[list[np.ndarray]]:
-        """Add the gradients of the summed loss to what `model` holds, and its diagnostics to theirs.
+    def accumulate(self, models: Sequence[str], micro_batches: Sequence[MicroBatch]) -> Passes:
+        """Add the gradients of each model's summed loss to its gradients, and the diagnostics to its sums.
 
-        Per micro-batch, float32 [T] per row: the log-probs that the actor's rows gained by it (`log_probs_gained`).
+        Returns the log-probs that the actor's rows gained by it (`log_probs_gained`).
         """
-        engine, objective, results = self.engines[model], OBJECTIVES[model], []
-        totals, times = self.sums.setdefault(model, {}), DeviceTimes(self.device)
-        engine.train()
-        for micro_batch in micro_batches:
-            part = self.parallel.part(micro_batch.degree)
-            with self._span("forward", micro_batch, f"update_{model}", model=model) as span, times.of(span):
-                rows, clips = self._rows_and_clips(model, micro_batch)
-                batch = self._collate(model, rows, part)
-                with self.activations.leaving(model, batch, span) if self.activations else nullcontext():
-                    loss, sums = objective(self.config, engine, batch)
-            with self._span("backward", micro_batch, f"update_{model}", model=model) as span, times.of(span):
-                engine.backward(weighed(loss, micro_batch.weight), scale_wrt_gas=False)
-                if clips:
-                    self.tower.backward(clips)
-            results.append(log_probs_gained(model, rows, batch) if self._answers(part) else None)
-            counted = micro_batch.weight * self._answers(part)
-            for name, value in sums.items():
-                totals[name] = totals.get(name, 0.0) + value.double() * counted
-        times.settle()
-        return [later() if later else [] for later in results]
+        call = RankCall(models, self.device)
+        for model in models:
+            self.engines[model].train()
+            for number, micro_batch in enumerate(micro_batches):
+                self._accumulate(model, micro_batch, number, call)
+        return call.read()
+
+    def _accumulate(self, model: str, micro_batch: MicroBatch, number: int, call: RankCall) -> None:
+        engine, totals = self.engines[model], self.sums.setdefault(model, {})
+        part = self.parallel.part(micro_batch.degree)
+        with self._span("forward", micro_batch, f"update_{model}", model=model) as span, call.of(model, span):
+            rows, clips = self._rows_and_clips(model, micro_batch)
+            batch = self._collated(model, rows, part, number, call)
+            with self.activations.leaving(model, batch, span) if self.activations else nullcontext():
+                loss, sums = OBJECTIVES[model](self.config, engine, batch)
+        with self._span("backward", micro_batch, f"update_{model}", model=model) as span, call.of(model, span):
+            engine.backward(weighed(loss, micro_batch.weight), scale_wrt_gas=False)
+            if clips:
+                self.tower.backward(clips)
+        call.results[model].append(log_probs_gained(model, rows, batch) if self._answers(part) else None)
+        counted = micro_batch.weight * self._answers(part)
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0.0) + value.double() * counted
 
     def _rows_and_clips(self, model: str, micro_batch: MicroBatch) -> tuple[Sequence[Row], list[MicroBatchClip]]:
         """Rows for an update of `model`, and their clips that train the tower."""

@@ -239,6 +239,19 @@ def _answer(asked: asyncio.Future | None) -> Any:
     return asked and (asked.exception() or asked.result())
 
 
+Met = Callable[[RankGroup], Awaitable[None]]
+
+
+def warned(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return a rank's facts without the reason why it has no fused kernels, which is shown to the user."""
+    if why := facts.pop("unfused", ""):
+        watchdog.say(
+            f"Log-probs are computed by PyTorch, which takes more time and memory: Triton could not run ({why}). "
+            "Install Triton and a C compiler (gcc) on the nodes of trainer ranks."
+        )
+    return facts
+
+
 class _Turns:
     """Many shared turns at a time, or one alone; whoever waits to be alone keeps later ones out."""
 

@@ -31,6 +31,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlfuse.config.schema import ModelConfig
+from rlfuse.engines.trainer import fused_log_probs
 from rlfuse.engines.trainer.activation_offloading import RankActivations
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
@@ -136,7 +137,7 @@ class TrainerRank(Rank):
         parameters = {name: self._multiplied(name) for name in self.exporters}
         offload = self.activations and str(self.activations)
         facts = {"packed": self.packed, "shares_prompts": self.shares, "activation_offload": offload}
-        return facts | {"parameters": parameters}
+        return facts | {"parameters": parameters, "unfused": fused_log_probs.unavailable(self.device)}
 
     def _multiplied(self, name: str) -> tuple[int, int]:
         """As `multiplied`."""

@@ -9,7 +9,8 @@ Invariants:
 - `settings.json` holds everything the contents depend on: with the same settings a second call returns at once, with
   others the folder is built again;
 - the folder appears whole: it is built under another name beside its place and renamed when complete;
-- a folder that was not written by this module is never replaced.
+- a folder that was not written by this module is never replaced;
+- a folder is written by one process at a time; a second one waits, and takes what the first wrote if that will do.
 Callers: rlfuse/cli.py, as `rlfuse.tasks.prepare`; tests and notebooks call `prepare` and its like. Waits for the hub
 (gsm8k), else for itself.
 """
@@ -32,12 +33,14 @@ from typing import Any
 
 from rlfuse.config.prepared import FOLDERS
 from rlfuse.errors import UserError
+from rlfuse.files import claimed, is_claimed
 from rlfuse.progress import quiet_libraries
 from rlfuse.tasks.clips import Clips, write_blind, write_task
 from rlfuse.tasks.remainder import write_parquet
 from rlfuse.tasks.settings import CLIPS, IMAGES, VERSION, ClipWarmStart, JudgeTraining, Labeller, Rows, WarmStart
 
 SETTINGS_FILE = "settings.json"
+WAIT_S = 0.1
 
 
 class PrepareError(UserError):
@@ -250,16 +253,19 @@ def _kept(root: Path, contents: dict[str, Any], build: Callable[[Path], None]) -
     """The task at `root`, built there by `build` unless `contents` says that it is what stands there."""
     wanted = json.loads(json.dumps({"version": VERSION} | contents))
     task = PreparedTask(root)
+    if is_claimed(root):
+        print(f"Waiting for another process that writes {root}", flush=True)
+        while is_claimed(root):
+            time.sleep(WAIT_S)
     if _settings_of(root) == wanted:
         return task
     _refuse_foreign(root)
-    root.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}-") as beside:
+    with claimed(root), tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}-") as beside:
         built = Path(beside) / "built"
         built.mkdir()
         build(built)
         (built / SETTINGS_FILE).write_text(json.dumps(wanted, indent=2) + "\n")
-        _put(built, root, Path(beside) / "replaced", wanted)
+        _put(built, root, Path(beside) / "replaced")
     return task
 
 
@@ -280,13 +286,8 @@ def _refuse_foreign(root: Path) -> None:
         )
 
 
-def _put(built: Path, root: Path, replaced: Path, wanted: object) -> None:
+def _put(built: Path, root: Path, replaced: Path) -> None:
     """Move the complete folder to its place; what was there goes to `replaced`, and is removed with it."""
     with contextlib.suppress(FileNotFoundError):
         os.rename(root, replaced)
-    try:
-        os.rename(built, root)
-    except OSError:
-        # Another process put its own there in between: the same contents do as well.
-        if _settings_of(root) != wanted:
-            raise
+    os.rename(built, root)

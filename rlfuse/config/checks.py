@@ -17,6 +17,7 @@ from functools import partial
 
 from rlfuse.config.activation_checks import activation_problems
 from rlfuse.config.documentation import Key, as_typed, by_name
+from rlfuse.config.engine_checks import engine_sizes
 from rlfuse.config.estimators import ESTIMATORS, Traits
 from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, Facts, reward_file
 from rlfuse.config.graph_checks import graph_problems
@@ -41,7 +42,7 @@ def check(config: Config, facts: Facts) -> list[str]:
 
 def checks(config: Config) -> list[Check]:
     """All of them, each of few keys: of every value by itself, then of combinations. `config`: tells its task."""
-    shared = (_files, _lengths, _devices, activation_problems, graph_problems, _logging, _resume)
+    shared = (_files, _lengths, _devices, engine_sizes, activation_problems, graph_problems, _logging, _resume)
     alone = (_preferences,) if config.trainer.task == "reward_model" else _OF_SAMPLES
     return [*(partial(_value, name, key) for name, key in by_name().items()), *shared, *alone]
 

@@ -64,6 +64,9 @@ def layered(
     given = {parse_override(word).name for word in words}
     settings = file.settings if file else {}
     below = {group: [name] for group, name in file.presets.items() if group not in typed} if file else {}
+    for group, names in (*typed.items(), *below.items()):
+        for name in names:
+            contents(group, name, folders)
     problems = [*_conflicts(typed, given, folders), *_conflicts(below, given | settings.keys(), folders)]
     problems += _fixed_in_sweep(typed, given, folders)
     told = [*_replaced(settings, typed, given, folders)]
@@ -170,8 +173,14 @@ def _settings_of_experiment(presets: Presets, folders: list[Path]) -> Settings:
     return {key: (place, value) for key, value in _read(EXPERIMENT, names[0], folders)[1].items()} if place else {}
 
 
-def contents(group: str, name: str, folders: list[Path]) -> dict[str, Any]:
-    """Keys that a preset sets -> values, those of its defaults list included."""
+def contents(group: str, name: str, folders: list[Path], within: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Keys that a preset sets -> values, those of its defaults list included.
+
+    ConfigError if that includes the preset itself; `within`: the presets that include this one.
+    """
+    if (here := f"{group}/{name}") in within:
+        cycle = " -> ".join((*within[within.index(here) :], here))
+        raise ConfigError([f"{cycle}: presets include each other in their defaults; remove one of these entries"])
     defaults, settings = _read(group, name, folders)
     found: dict[str, Any] = {}
     for entry in defaults:
@@ -181,7 +190,7 @@ def contents(group: str, name: str, folders: list[Path]) -> dict[str, Any]:
         else:  # /algorithm/grpo
             above, _, choice = str(entry).rpartition("/")
         if choice != "_self_":
-            found |= contents(above.strip("/ ").partition("@")[0] or group, str(choice), folders)
+            found |= contents(above.strip("/ ").partition("@")[0] or group, str(choice), folders, (*within, here))
     return found | settings
 
 

@@ -19,7 +19,7 @@ from rlfuse.config.schema import DataConfig
 from rlfuse.data.clips import ClipReader
 from rlfuse.data.messages import map_texts
 from rlfuse.data.rows import DataRow, read_rows
-from rlfuse.data.templates import check_template, templated, tokenised
+from rlfuse.data.templates import check_template, templated, tokenised, with_start
 from rlfuse.errors import DataError, VideoError
 from rlfuse.samples import Prompt, Visual
 from rlfuse.video.prompt import unquoted
@@ -122,10 +122,10 @@ def _assembled(
         why = f"model.path has no visual part, so it can't be shown {columns}"
         raise DataError(f"{where}, field {columns}: {why}. Leave the row out.")
     marked = templated(row, tokenizer, data, where)
-    text = unquoted(marked)
+    text, is_templated = unquoted(marked), row.is_chat and tokenizer.chat_template is not None
     if clips is not None:
-        return text, *clips.assemble(row, marked)
-    ids = tokenised(text, tokenizer, row.is_chat and tokenizer.chat_template is not None)
+        return text, *clips.assemble(row, marked if is_templated else with_start(marked, tokenizer))
+    ids = tokenised(text, tokenizer, is_templated)
     return text, np.asarray(ids, dtype=np.int32), [], []
 
 

@@ -97,8 +97,20 @@ def naming_refusals(field: str) -> Iterator[None]:
 def tokenised(text: str, tokenizer: PreTrainedTokenizerBase, is_templated: bool) -> list[int]:
     """Return the tokens of a prompt. A chat template has written all special tokens; any other text gets those that the
     tokenizer adds, unless it begins with them."""
-    has_start = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    return tokenizer(text, add_special_tokens=not (is_templated or has_start))["input_ids"]
+    return tokenizer(text, add_special_tokens=not (is_templated or _has_start(text, tokenizer)))["input_ids"]
+
+
+def with_start(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return text without a chat template with the start token (BOS) written out, if the tokenizer adds one.
+
+    For prompts with clips or images, which are tokenised in parts.
+    """
+    adds = [tokenizer.bos_token_id] == tokenizer("a")["input_ids"][:1]
+    return f"{tokenizer.bos_token}{text}" if adds and not _has_start(text, tokenizer) else text
+
+
+def _has_start(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    return bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
 
 
 def _reads(template: str, variable: str) -> bool:

@@ -89,7 +89,7 @@ class _Untrained:
 
     sharing = Sharing()
 
-    async def start(self) -> tuple[_Untrained, dict[str, Any]]:
+    async def start(self, let_engines_start: Callable[[], None]) -> tuple[_Untrained, dict[str, Any]]:
         """There is nothing to start."""
         return self, {}
 

@@ -60,4 +60,4 @@ def cache_of(share: float, used: float | None, given: Mapping[str, Any]) -> tupl
     if used is None:
         return given.get("kv_cache_memory_bytes") or share, UNKNOWN
     size = min(share, used)
-    return size, Bounds(int(max(0.0, size)), int(used) if used <= share else None)
+    return size, Bounds(int(size) if size >= 1 else None, int(used) if used <= share else None)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 LATENT = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash"})
 """Families that vLLM serves with multi-head latent attention."""
 ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+HYBRID = ("layers_block_type", "block_types", "attn_type_list", "hybrid_override_pattern", "linear_attn_config")
+"""Where configurations of hybrid models name the kind of each layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,7 @@ def _shape_of(traced: MetaModel, value: bool) -> Shape:
         heads=heads,
         head_width=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocabulary=outputs,
-        cache=_cache(text),
+        cache=_cache(text, model._is_stateful),
         model=traced,
     )
 
@@ -258,12 +260,17 @@ def _widest(text: PreTrainedConfig, used: int | None) -> int:
     return max(dense, used * narrow + shared) if narrow else used * dense
 
 
-def _cache(text: PreTrainedConfig) -> Cache:
-    """As vLLM's `ModelArchConfigConvertor` reads the configuration."""
+def _cache(text: PreTrainedConfig, stateful: bool) -> Cache:
+    """As vLLM's `ModelArchConfigConvertor` reads the configuration.
+
+    ValueError if a layer has a recurrent state, for which vLLM adds blocks and pads those of attention. `stateful`:
+    transformers says so of the model; families without `layer_types` name their layers in one of `HYBRID`.
+    """
     layers = text.num_hidden_layers
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
-    if other := sorted(set(kinds) - ATTENDING):
-        raise ValueError(f"layers with {', '.join(other)} keep states that no plan knows")
+    other = sorted({*kinds} - ATTENDING) or [name for name in HYBRID if getattr(text, name, None)]
+    if other or stateful:
+        raise ValueError(f"layers with {', '.join(other) or 'recurrent states'} keep states that no plan knows")
     if text.model_type in LATENT:
         return Cache(1, text.kv_lora_rank + text.qk_rope_head_dim, layers)
     heads = text.num_attention_heads

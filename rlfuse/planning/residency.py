@@ -129,8 +129,8 @@ ALONE = {
 """What takes the place of calls where optimizers are there for steps alone."""
 MOVES = frozenset({"take_device", "take_weights", "leave_device", "sleep", "wake(weights)", "wake(kv_cache)"})
 """Calls by which a device changes hands."""
-TOGETHER = tuple(name for name in STEP if name not in MOVES)
-"""The same step where it never does."""
+TOGETHER = ("start_engine", *(name for name in STEP if name not in {*MOVES, "start_engine"}))
+"""The same step where it never does: the engine may start while its ranks load models."""
 
 
 class ResidencyError(RuntimeError):
@@ -173,7 +173,7 @@ class ResidencyReplay:
             raise self._refusal(name, slot, "would move what stays on the device")
         if beside := self._apart_from(call) & here:
             raise self._refusal(name, slot, f"finds {_listed(beside)} on the device")
-        if others := [other for other in self._under_way[slot] if _clash(name, other)]:
+        if others := [other for other in self._under_way[slot] if self._clash(name, other)]:
             raise self._refusal(name, slot, f"begins while {others[0]} is under way")
         self._under_way[slot].append(name)
         here |= call.brings | (self._away[slot] - {Item.OPTIMIZER} if name.startswith("take") else set())
@@ -194,17 +194,18 @@ class ResidencyReplay:
             return call.apart_from
         return call.apart_from - ENGINE if call.apart_from >= ENGINE else frozenset()
 
+    def _clash(self, *names: str) -> bool:
+        """Whether two calls can't be under way at a time."""
+        if not self.hands_over and "start_engine" in names:  # nothing of it depends on what ranks do meanwhile
+            return False
+        pair = [CALLS[name] for name in names]
+        if any(call.beside for call in pair):
+            return any(call.takes & MODELS for call in pair)
+        return "start_ranks" in names or any(call.phase is None for call in pair)
+
     def _refusal(self, name: str, slot: int, why: str) -> ResidencyError:
         there = _listed(self.held[slot]) or "nothing"
         return ResidencyError(f"slot {slot}: {name} {why}. There: {there}; the last call was {self._last[slot]}")
-
-
-def _clash(*names: str) -> bool:
-    """Whether two calls can't be under way at a time."""
-    pair = [CALLS[name] for name in names]
-    if any(call.beside for call in pair):
-        return any(call.takes & MODELS for call in pair)
-    return "start_ranks" in names or any(call.phase is None for call in pair)
 
 
 def _listed(items: Collection[Item]) -> str:

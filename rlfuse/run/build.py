@@ -113,10 +113,11 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
             nodes = stagings(rollouts, slots, config.cluster.timeout_s)
             folder = log.folder.absolute()
             await asyncio.gather(*(each.need(folder, "trainer.default_local_dir") for each in nodes))
+            gpu = slots.device == "cuda"
             started = await watched(
                 start_parts(
                     slots.device,
-                    trainer=start_trainer if slots.device == "cpu" else partial(shared.after, start_trainer),
+                    trainer=partial(shared.start, start_trainer) if gpu else lambda _: start_trainer(),
                     engines=inference.engine_starts(rollouts, config, slots, log.part, lambda: shared.rollout),
                     towers=[within(log.part("encoder ranks"), video.clips.start)] if video else [],
                     rewards=[within(log.part("rewards"), loaded.reward.start, slots)],

@@ -1,15 +1,16 @@
-"""Starts the parts of a job: side by side on CPU hosts, one after the other where they share GPUs.
+"""Starts the parts of a job: concurrently on CPU hosts, and on GPUs if the memory plan has room for all of them.
 
 Role: `rlfuse.run.build` starts a job's parts here, `rlfuse.evaluation.answering` those that answer without a trainer of
-weights. Waits for all of them; the first that fails ends the wait, the others are dropped.
+weights. Waits for all of them; the first failure ends the wait and is raised, the caller stops the rest.
 
-vLLM takes a share of the device, refuses where less is free and fails where somebody gives memory back meanwhile, so
-on GPUs ranks have loaded and left before an engine starts, unless both fit, and models of rewards share what engines
-leave:
+vLLM requires that its share of the device is free, and fails if another process releases memory while it measures how
+large its KV cache can be. On GPUs engines therefore start after the ranks have left the devices, unless engine and rank
+both fit and the size of the cache is given, so that vLLM measures nothing. Reward models share what engines leave:
 
-    trainer ranks, towers --> ranks leave the devices --> rollout engines --> rewards
+    taking turns   trainer ranks, towers --> ranks leave the devices --> rollout engines --> rewards
+    both fit       trainer ranks have met --> their models, towers | rollout engines --> rewards
 
-Ranks measure what plans go by when they have their cores or devices to themselves.
+Ranks time their devices while nothing else uses them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from rlfuse.engines.colocation import leave
@@ -36,8 +38,10 @@ class Ranks(Protocol):
     async def leave_device(self, slot: int) -> None: ...
 
 
-Start = Callable[[], Awaitable[Any]]
+Start = Callable[..., Awaitable[Any]]
 """Begins to start something that is ready when what it returns has been awaited."""
+TrainerStart = Callable[[Callable[[], None]], Awaitable[tuple[Ranks, Facts]]]
+"""Is given a function to call before its models are loaded, if engines can start at the same time."""
 
 
 class Started(NamedTuple):
@@ -51,34 +55,47 @@ class Started(NamedTuple):
 async def start_parts(
     device: str,
     *,
-    trainer: Callable[[], Awaitable[tuple[Ranks, Facts]]],
+    trainer: TrainerStart,
     engines: Sequence[Callable[[], Awaitable[Facts]]],
     towers: Sequence[Start] = (),
     rewards: Sequence[Start] = (),
     part: Callable[[str], AbstractContextManager[None]] = nullcontext,
 ) -> Started:
     """Start all of them, in the order that the device needs; `part`: by which the user sees what else takes time."""
+    can_start = asyncio.Event()
     if device == "cpu":
-        # Engines take longest, and the driver stands still when it starts ranks: it imports DeepSpeed.
-        *found, (ranks, facts) = await _together(*engines, *rewards, *towers, trainer)
+        can_start.set()
+
+    async def measure(ranks: Ranks) -> Facts:
         with part(MEASURING):
-            return Started(ranks, facts | await ranks.measure(), found[: len(engines)])
-    (ranks, facts), *_ = await _together(trainer, *towers)
-    with part(MEASURING):
-        measured = await ranks.measure()
-    with part("ranks leave the devices"):
-        await asyncio.gather(*(leave(ranks, slot) for slot in range(len(engines))))
-    engine_facts = await _together(*engines)
-    await _together(*rewards)
-    return Started(ranks, facts | measured, engine_facts)
+            return await ranks.measure()
+
+    async def load() -> tuple[Ranks, Facts, Facts | None]:
+        (ranks, facts), *_ = await _together(partial(trainer, can_start.set), *towers)
+        if can_start.is_set():
+            return ranks, facts, None
+        measured = await measure(ranks)
+        with part("ranks leave the devices"):
+            await asyncio.gather(*(leave(ranks, slot) for slot in range(len(engines))))
+        can_start.set()
+        return ranks, facts, measured
+
+    async def start_engines() -> list[Facts]:
+        await can_start.wait()
+        return await _together(*engines)
+
+    early, late = (rewards, ()) if device == "cpu" else ((), rewards)
+    engine_facts, (ranks, facts, measured), *_ = await _together(start_engines, load, *early)
+    await _together(*late)
+    return Started(ranks, facts | (await measure(ranks) if measured is None else measured), engine_facts)
 
 
 def within(part: AbstractContextManager[None], start: Callable[..., Awaitable[Any]], *arguments: Any) -> Start:
     """`start` with these arguments; by `part` the person sees that it is under way, and how long it took."""
 
-    async def started() -> Any:
+    async def started(*more: Any) -> Any:
         with part:
-            return await start(*arguments)
+            return await start(*arguments, *more)
 
     return started
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
 
 from rlfuse.cluster import remote, watchdog
+from rlfuse.cluster.nodes import from_head
 from rlfuse.errors import EngineError, WorkerLost
 from rlfuse.events import Recorder, Span
 from rlfuse.video.decoders import FrameReader
@@ -56,7 +58,8 @@ class EncoderHandle:
     async def start(self) -> None:
         """A process with the tower loaded, at the weights of the last update; or EngineError."""
         actor = ray.remote(EncoderRank).options(**self.placement.options)
-        self._actor = actor.remote(self.rank, self.settings, self.frames, self.elsewhere)
+        create = partial(actor.remote, self.rank, self.settings, self.frames, self.elsewhere)
+        self._actor = await from_head(create)
         self._prefetching = False
         self.version, self.shape, self.node = await self._ask("load its tower", "start")
         if self._updated:

@@ -52,7 +52,7 @@ async def measured(config: Config, slots: placement.Slots, options: argparse.Nam
     handles = inference.rollout_handles(config, slots, Recorder("benchmark"), print)
     starts = inference.engine_starts(handles, config, slots, lambda name: part(name, quiet=True))
 
-    async def trainer():
+    async def trainer(_):
         return await TrainerGroup.start(config, slots, slots.cores)
 
     started = await start_parts(slots.device, trainer=trainer, engines=starts)

@@ -120,8 +120,10 @@ class ResidentTrainer(Trainer):
         slots = range(len(self.world.rollouts)) if slot is None else (slot,)
         return self.world.ledger.doing(name, *slots)
 
-    async def start(self):
+    async def start(self, let_engines_start=lambda: None):
         with self.doing("start_ranks"):
+            if not self.sharing.hands_over:
+                let_engines_start()
             await self.world.pass_time()
         self.there = set(range(len(self.world.rollouts)))
         self.complete = set(self.there)

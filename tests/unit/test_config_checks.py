@@ -92,6 +92,16 @@ def test_latent_attention_needs_gpus():
         ({"actor__offload_optimizer": True}, ["needs GPUs", "actor.offload_optimizer=false"]),
         ({"actor__optimizer_residency": "step"}, ["actor.optimizer_residency=step: needs GPUs", "set training"]),
         ({"rollout__weight_transfer": "ipc"}, ["needs GPUs", "rollout.weight_transfer=auto"]),
+        *(
+            ({"rollout__engine_kwargs": {name: value}}, [f"rollout.engine_kwargs.{name}={value}: must be {valid}"])
+            for name, valid, values in (
+                ("kv_cache_memory_bytes", "a whole number of 1 or more", (0, -1, 0.5, "4G")),
+                ("num_gpu_blocks_override", "a whole number of 1 or more", (0,)),
+                ("max_num_seqs", "a whole number of 1 or more", (-2,)),
+                ("gpu_memory_utilization", "above 0 and 1 or less", (0.0, 1.5)),
+            )
+            for value in values
+        ),
         ({"rollout__weight_transfer": "nccl"}, ["NCCL refuses two ranks on one GPU", "take one of auto, shm, ipc"]),
         ({"rollout__kv_transfer": "nixl"}, ["needs the package nixl", "rlfuse[nixl]", "rollout.kv_transfer=shm"]),
         (

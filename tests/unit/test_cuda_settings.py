@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import json
 import mmap
 import os
@@ -13,11 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import MixtralConfig, Qwen2Config
 
 from rlfuse.cluster import cuda
 from rlfuse.cluster.placement import Slots
-from rlfuse.config.schema import Config
-from rlfuse.engines.rollout.vllm_setup import rollout_env
+from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
+from rlfuse.engines.rollout.vllm_setup import engine_arguments, rollout_env
 from rlfuse.engines.weights.sync import resolve_transfer
 from rlfuse.events import Recorder
 from rlfuse.rewards.models import vllm_engine
@@ -262,3 +264,29 @@ def test_cuda_graphs_of_few_sizes_cover_every_batch(sequences):
 def test_a_user_s_cuda_graphs_are_left_alone(key):
     rollout = replace(Config().rollout, engine_kwargs={key: 1})
     assert "cudagraph_capture_sizes" not in cuda.engine_arguments(rollout, 4096)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "rollout", "experts", "tunes"),
+    [
+        ("cuda", {}, 0, False),
+        ("cuda", {}, 4, None),
+        ("cuda", {"quantization": "fp8_per_tensor"}, 0, None),
+        ("cuda", {"engine_kwargs": {"enable_flashinfer_autotune": True}}, 0, True),
+        ("cuda", {"engine_kwargs": {"attention_backend": "FLASHINFER"}}, 0, None),
+        ("cpu", {}, 0, None),
+    ],
+    ids=str,
+)
+def test_flashinfer_is_tuned_only_for_models_that_may_use_it(tmp_path, device, rollout, experts, tunes):
+    """vLLM's default tunes on Hopper and later GPUs, whatever the model, unless the argument is False."""
+    from vllm.config import vllm as defaults
+    from vllm.model_executor.warmup import kernel_warmup
+
+    assert defaults.OPTIMIZATION_LEVEL_02["kernel_config"] == {"enable_flashinfer_autotune": True}
+    assert "if enable_flashinfer_autotune is False:" in inspect.getsource(kernel_warmup.kernel_warmup)
+    config = MixtralConfig(num_local_experts=experts) if experts else Qwen2Config()
+    config.save_pretrained(tmp_path)
+    arguments = engine_arguments(ModelConfig(path=str(tmp_path)), RolloutConfig(**rollout), 256, device)
+    assert arguments.get("enable_flashinfer_autotune") is tunes

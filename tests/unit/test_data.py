@@ -2,18 +2,20 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from rlfuse.config.schema import DataConfig, ModelConfig
+from rlfuse.data import prompts
 from rlfuse.data.prompts import PromptSource, load_prompts
-from rlfuse.data.rows import read_rows
+from rlfuse.data.rows import DataRow, read_rows
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.errors import ConfigError, DataError, UserError
 
@@ -162,6 +164,20 @@ def test_a_missing_column_is_answered_with_one_that_holds_prompts(tmp_path, row,
     else:
         assert str(error.value).endswith(f"Set data.prompt_key={advised}.")
         assert len(read_rows(file, advised)) == 1, "what is advised can be read"
+
+
+@pytest.mark.parametrize(("text", "added"), [("1 2", True), ("<eos> 1 2", False)])
+@pytest.mark.parametrize("adds", [True, False])
+def test_prompts_with_clips_begin_as_those_of_text(tokenizer, text, added, adds):
+    """Without a chat template, with the start token where the tokenizer adds one."""
+    inner = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    if adds:
+        inner.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    starting = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<eos>")
+    parts = SimpleNamespace(assemble=lambda row, text: (starting(text, add_special_tokens=False)["input_ids"], [], []))
+    row = DataRow([{"role": "user", "content": text}], "x", "3", {}, is_chat=False)
+    ids, shown = (prompts._assembled(row, starting, DataConfig(), "row 1", clips)[1] for clips in (None, parts))
+    assert list(ids) == shown and (ids[0] == 1) == (adds or not added)
 
 
 BEYOND = [

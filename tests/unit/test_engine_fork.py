@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
+from pathlib import Path
 
 import psutil
 import pytest
@@ -86,6 +88,51 @@ def test_a_fork_ends_with_its_actor():
         assert psutil.pid_exists(int(actor.stdout.readline()))
         actor.kill()
         assert actor.communicate(timeout=30)[0] == "", "nobody holds the other end of their output any more"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("vllm")
+def test_what_the_capture_of_graphs_leaves_in_a_fork_is_collected_and_nothing_of_its_actor():
+    from vllm.utils import gc_utils
+
+    runner = Path(gc_utils.__file__).parents[1] / "v1" / "worker" / "gpu_model_runner.py"
+    assert "from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture" in runner.read_text()
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    gc.disable()
+    of_actor = cycle()
+
+    def capture():
+        nonlocal of_actor
+        actors, at_capture = of_actor(), cycle()
+        before = gc.get_freeze_count()
+        held = at_capture()
+        with gc_utils.freeze_gc_for_cudagraph_capture():
+            collects = gc.isenabled()
+        del held, actors
+        gc.unfreeze()
+        gc.collect()
+        frozen = gc.get_freeze_count() == before
+        sending.send((collects, gc.isenabled(), frozen, at_capture() is None, of_actor() is None))
+
+    child = Forks().Process(target=capture)
+    try:
+        child.start()
+        assert receiving.poll(60) and receiving.recv() == (False, True, True, True, False)
+    finally:
+        gc.enable()
+        child.kill()
+        child.join(30)
+
+
+class Link:
+    pass
+
+
+def cycle():
+    """Return a weak reference to an object that holds itself."""
+    link = Link()
+    link.link = link
+    return weakref.ref(link)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from test_plan import job
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlfuse.engines.trainer import fused_log_probs, passes, transfers
+from rlfuse.engines.trainer import fused_log_probs, passes, rank_group, transfers, vocabulary_kernels
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import trainer_ready
 from rlfuse.events import Span
@@ -185,6 +186,41 @@ def test_spans_are_of_the_device_and_wait_for_it_once(monkeypatch):
     assert waits == []
     times.settle()
     assert waits == [8.0] and [(each.start, each.end) for each in spans] == [(101.0, 103.0), (103.0, 107.0)]
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (None, ""),
+        (ModuleNotFoundError("No module named 'triton'"), "ModuleNotFoundError: No module named 'triton'"),
+        (RuntimeError("Failed to find C compiler.\nSpecify CC."), "RuntimeError: Failed to find C compiler."),
+        (PermissionError(13, "Permission denied", "/cache"), "PermissionError: [Errno 13] Permission denied: '/cache'"),
+    ],
+    ids=str,
+)
+def test_a_rank_on_which_triton_does_not_run_has_torch_s_log_probs(error, why, monkeypatch, capsys):
+    def launch(*_):
+        if error:
+            raise error
+
+    monkeypatch.setattr(vocabulary_kernels, "forward", launch)
+    fused_log_probs.unavailable.cache_clear()
+    logits = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("meta"))
+    assert fused_log_probs.unavailable("meta") == why
+    assert fused_log_probs.is_fused(logits) == (not why)
+    assert rank_group.warned({"packed": True, "unfused": why}) == {"packed": True}
+    told = capsys.readouterr().err
+    assert told.count("\n") == bool(why) and why in told
+    fused_log_probs.unavailable.cache_clear()
+
+
+def test_memory_that_runs_out_in_the_trial_is_no_lack_of_triton(monkeypatch):
+    def launch(*_):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(vocabulary_kernels, "forward", launch)
+    with pytest.raises(torch.OutOfMemoryError):
+        fused_log_probs.unavailable("meta")
 
 
 def test_the_kernels_are_for_gpus_alone():

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -216,12 +217,15 @@ def test_host_memory_is_pinned_once_in_the_background(monkeypatch):
 
     monkeypatch.setattr(offloading, "_pinning", None)
     monkeypatch.setattr(offloading, "pinned", pinned)
+    monkeypatch.setattr(offloading, "free_bytes", lambda: time.sleep(0.05) or 1 << 40)
     offloading.pin_ahead(0)
-    for size in (2 * offloading._PIECE + 1, 5):
-        offloading.pin_ahead(size)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(offloading.pin_ahead, 2 * [2 * offloading._PIECE + 1]))
+    offloading.pin_ahead(5)
     assert not pieces, "the rank's call has returned"
     begin.set()
     offloading._pinning.join(60)
+    time.sleep(0.01)  # for a second thread
     assert pieces == 3 * [(offloading._PIECE, True)]
 
 

@@ -35,6 +35,25 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    ("files", "file", "words", "cycle"),
+    [
+        ({"experiment/a": "b", "experiment/b": "a"}, None, "experiment=a", "experiment/a -> experiment/b"),
+        ({"experiment/a": "b", "experiment/b": "a"}, "experiment: a", "", "experiment/a -> experiment/b"),
+        ({"experiment/a": "a"}, None, "experiment=a", "experiment/a"),
+        ({"experiment/a": "/own/c", "own/c": "{/own: d}", "own/d": "c"}, None, "experiment=a", "own/c -> own/d"),
+        ({"own/c": "d", "own/d": "/own/c"}, None, "+own=c", "own/c -> own/d"),
+    ],
+    ids=str,
+)
+def test_presets_that_include_each_other_are_refused(files, file, words, cycle, tmp_path):
+    for name, included in files.items():
+        (path := tmp_path / f"{name}.yaml").parent.mkdir(exist_ok=True)
+        path.write_text(f"# @package _global_\ndefaults: [{included}, _self_]\nrollout: {{n: 4}}")
+    with pytest.raises(ConfigError, match=f"{cycle} -> {cycle.split()[0]}: presets include each other"):
+        composed(tmp_path, file, words)
+
+
 def composed(folder, file, words):
     if file is not None:
         (folder / "job.yaml").write_text(file)

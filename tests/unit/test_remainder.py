@@ -1,6 +1,8 @@
 """The quickstart's task: reward, problems, tokenizer, files, and a very short warm start."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -8,7 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlfuse.tasks.prepare import main, prepare
+from rlfuse.files import claimed
+from rlfuse.tasks import prepare as tasks
+from rlfuse.tasks.prepare import SETTINGS_FILE, VERSION, main, prepare
 from rlfuse.tasks.remainder import (
     DIVISORS,
     LARGEST_NUMBER,
@@ -186,6 +190,24 @@ def test_prepare_keeps_what_it_built_and_rebuilds_for_other_settings(tmp_path, c
     prepare(root, TINY, Rows(9, 4))
     assert pq.read_table(task.train_file).num_rows == 9
     assert [path.name for path in root.parent.iterdir()] == ["remainder"]
+
+
+def test_a_second_process_that_prepares_a_folder_waits_for_the_first(tmp_path, capsys):
+    root, built = tmp_path / "tasks" / "root", []
+
+    def kept():
+        return tasks._kept(root, {"rows": 1}, built.append)
+
+    with ThreadPoolExecutor(1) as other:
+        with claimed(root):
+            second = other.submit(kept)
+            while "Waiting for another process that writes" not in capsys.readouterr().out:
+                time.sleep(0.001)
+            assert not second.done()
+            root.mkdir()
+            (root / SETTINGS_FILE).write_text(json.dumps({"version": VERSION, "rows": 1}))
+        assert second.result(60).root == root and not built, "it has what the first one made"
+    assert list(root.parent.iterdir()) == [root]
 
 
 def test_prepare_replaces_no_folder_of_someone_else(tmp_path):

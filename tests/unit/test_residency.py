@@ -214,8 +214,13 @@ async def test_parts_start_in_the_order_that_a_gpu_needs():
         async def leave_device(self, slot):
             order.append(f"leave {slot}")
 
-    engines = [start("engine 0", 7), start("engine 1", 8)]
-    ranks, rewards = start("ranks", (Ranks(), {})), [start("rewards")]
+    async def ranks(let_engines_start):
+        if not Ranks.sharing.hands_over:
+            let_engines_start()
+            await asyncio.sleep(0.01)
+        return await start("ranks", (Ranks(), {}))()
+
+    engines, rewards = [start("engine 0", 7), start("engine 1", 8)], [start("rewards")]
     shown = []
     part = partial(timed, say=lambda line: shown.append(line.rpartition("  ")[0]))
     towers = [start("towers")]
@@ -227,13 +232,32 @@ async def test_parts_start_in_the_order_that_a_gpu_needs():
     assert order == [*began, "measured", "leave 0", "leave 1", *then, "rewards begins", "rewards stands"]
     order.clear()
     Ranks.sharing = Sharing(hands_over=False)
-    await start_parts("cuda", trainer=ranks, engines=engines)
-    assert order == ["ranks begins", "ranks stands", "measured", *then]
+    both = await start_parts("cuda", trainer=ranks, engines=engines, rewards=rewards)
+    assert both.trainer_facts == {"peak_flops": 1e9} and both.engine_facts == [7, 8]
+    assert order[:4] == then and order[4] == "ranks begins", "engines do not wait for ranks to load"
+    assert order[-3:] == ["rewards begins", "rewards stands", "measured"], "reward models measure free memory"
     order.clear()
+    Ranks.sharing = Sharing()
     cpu = await start_parts("cpu", trainer=ranks, engines=engines, rewards=rewards)
     assert cpu.trainer_facts == {"peak_flops": 1e9} and cpu.engine_facts == [7, 8]
-    assert order[:4] == [f"{name} begins" for name in ("engine 0", "engine 1", "rewards", "ranks")]
+    begun = [order.index(f"{name} begins") for name in ("engine 0", "engine 1", "rewards", "ranks")]
+    assert max(begun) < order.index("engine 0 stands"), "none waits for another"
     assert order[-1] == "measured"
+
+
+@pytest.mark.parametrize("failing", ["ranks", "engine"])
+async def test_a_side_that_fails_ends_the_wait_for_the_other(failing):
+    async def end(name):
+        if name == failing:
+            raise EngineError(f"{name}: its own cause")
+        await asyncio.Event().wait()
+
+    async def ranks(let_engines_start):
+        let_engines_start()
+        await end("ranks")
+
+    with pytest.raises(EngineError, match=f"{failing}: its own cause"):
+        await asyncio.wait_for(start_parts("cuda", trainer=ranks, engines=[partial(end, "engine")]), 1)
 
 
 def test_sigterm_is_followed_by_a_checkpoint_that_can_be_read():

@@ -14,6 +14,7 @@ from rlfuse.config.rewards import with_judges_at
 from rlfuse.errors import ConfigError, EngineError, RewardError
 from rlfuse.rewards.api.items import Score
 from rlfuse.rewards.models.judge import Judge, verdict
+from rlfuse.rewards.workers import reward_worker_handle
 from rlfuse.rewards.workers.queue import Batches
 from rlfuse.rewards.workers.reward_worker_handle import Call, Lost, RewardWorkerHandle
 from rlfuse.samples import RewardFailure
@@ -21,6 +22,16 @@ from rlfuse.tasks.judging import entry
 from rlfuse.tasks.vocabulary import build_tokenizer
 
 HOUR = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch):
+    """Actors are made here, with no head to ask for them."""
+
+    async def directly(create):
+        return create()
+
+    monkeypatch.setattr(reward_worker_handle, "from_head", directly)
 
 
 def call(item):

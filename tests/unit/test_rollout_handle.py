@@ -1,6 +1,7 @@
 """How the handle of a rollout engine goes over from one that is lost to the next; actors here answer when told to."""
 
 import asyncio
+import threading
 from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
@@ -21,6 +22,16 @@ ONE = Sample(Prompt(0, np.array([1], np.int32), "p", (), "source", None), 1, 0, 
 TWO = Sample(ONE.prompt, 1, 1, 0)
 SAMPLING = Sampling(1.0, 1.0, -1, 8)
 RESPONSE = Response(np.array([1], np.int32), np.zeros(1, np.float32), "stop", 0, "w1")
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch):
+    """Actors are made here, with no head to ask for them."""
+
+    async def directly(create):
+        return create()
+
+    monkeypatch.setattr(rollout_handle, "from_head", directly)
 
 
 class Reference:
@@ -135,6 +146,26 @@ async def test_a_dead_engine_is_lost_to_all_its_calls_until_the_next_one_has_tak
     assert (lost.kind, lost.where, lost.samples) == ("lost", "rollout/1", (ONE.id, TWO.id))
     assert (restart.kind, restart.where) == ("restart", "rollout/1") and "died" in restart.cause
     assert "its 2 samples are generated again, another one starts" in engine.said[0]
+
+
+async def test_ray_s_head_that_is_gone_holds_up_nothing_but_the_replacement(engine, monkeypatch):
+    """Ray waits a minute for it, and ends the process then: a run that has to end in time must not wait inside Ray."""
+    create, began, go = engine.handle._create, threading.Event(), threading.Event()
+
+    def hang():
+        began.set()
+        go.wait(10)
+        return create()
+
+    engine.handle._create = hang
+    monkeypatch.setattr(rollout_handle, "from_head", asyncio.to_thread)
+    engine.handle._lose(engine.actors[0], "rollout/1: it did not answer")
+    while not began.is_set():
+        await asyncio.sleep(0.001)
+    assert not go.is_set(), "the event loop runs while Ray does not answer"
+    go.set()
+    await engine.push()
+    assert len(engine.actors) == 2
 
 
 async def test_what_a_lost_engine_still_sends_does_not_count(engine):

@@ -33,12 +33,14 @@ class Ranks:
 
 
 async def decided(folder, **changes):
-    """Of a job on GPUs of 80 GiB: the ranks, what was said, and the engine's settings when it starts."""
-    config, ranks, said, started = job(**changes), Ranks(), [], []
+    """Of a job on GPUs of 80 GiB: its sharing, the log, the engine's settings, and whether it starts with the ranks."""
+    config, ranks, said, started, early = job(**changes), Ranks(), [], [], []
     config.model.path = str(folder)
     shared = SharedDevices(config, said.append)
 
-    async def start():
+    async def start(met):
+        await met(ranks)
+        assert ranks.sharing == Sharing(), "a limit to a rank's memory would be one to what loading takes"
         return ranks, {"facts": 1}
 
     async def engine(model, rollout, *_):
@@ -47,9 +49,9 @@ async def decided(folder, **changes):
     slots = SimpleNamespace(cores=None, device="cuda")
     handle = SimpleNamespace(start=engine)
     parts = inference.engine_starts([handle], config, slots, lambda name: nullcontext(), lambda: shared.rollout)
-    assert await shared.after(start) == (ranks, {"facts": 1})
+    assert await shared.start(start, lambda: early.append(True)) == (ranks, {"facts": 1})
     await parts[0]()
-    return ranks.sharing, said, started[0].engine_kwargs
+    return ranks.sharing, said, started[0].engine_kwargs, bool(early)
 
 
 @pytest.fixture
@@ -65,7 +67,8 @@ def large(tmp_path):
 
 
 async def test_both_stay_where_they_fit_and_the_engine_is_given_its_cache(small):
-    sharing, said, given = await decided(small)
+    sharing, said, given, early = await decided(small)
+    assert early, "vLLM measures no memory, so ranks can load at the same time"
     assert not sharing.hands_over and 0 < sharing.most < 80 * GIB
     assert (
         not given["enable_sleep_mode"] and given["kv_cache_memory_bytes"] > 0 and given["gpu_memory_utilization"] < 0.1
@@ -75,17 +78,63 @@ async def test_both_stay_where_they_fit_and_the_engine_is_given_its_cache(small)
 
 async def test_they_take_turns_where_the_job_says_so_and_the_user_has_the_last_word(small):
     own = {"gpu_memory_utilization": 0.3, "enforce_eager": True}
-    sharing, said, given = await decided(small, rollout__free_cache_engine=True, rollout__engine_kwargs=own)
+    sharing, said, given, early = await decided(small, rollout__free_cache_engine=True, rollout__engine_kwargs=own)
+    assert not early
     assert sharing.hands_over and sharing.cached > 30 * GIB and sharing.pinned > 0
     assert "enable_sleep_mode" not in given and given.items() >= own.items() and "take turns" in said[0]
 
 
 async def test_they_take_turns_where_no_plan_can_be_made(tmp_path):
     transformers.MambaConfig(num_hidden_layers=2, hidden_size=32, vocab_size=64).save_pretrained(tmp_path)
-    sharing, said, given = await decided(tmp_path)
+    sharing, said, given, early = await decided(tmp_path)
+    assert not early
     assert sharing == Sharing() and given == {} and "take turns on each GPU, because its memory can't be" in said[0]
     with pytest.raises(ConfigError, match=r"model\.path"):
         await decided(tmp_path, rollout__free_cache_engine=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"actor__ppo_max_token_len_per_gpu": 400_000}, ["training: needs", "GiB of a device's 80.00", "It fits with"]),
+        ({"rollout__gpu_memory_utilization": 0.01}, ["generating: the KV cache has no room beside the engine"]),
+    ],
+    ids=["too much", "no cache"],
+)
+async def test_both_are_refused_to_stay_where_they_do_not_fit(changes, parts, large):
+    with pytest.raises(ConfigError) as refused:
+        await decided(large, rollout__free_cache_engine=False, **changes)
+    assert all(part in str(refused.value) for part in ("rollout.free_cache_engine=false: engine and trainer", *parts))
+
+
+def test_an_engine_without_room_for_a_cache_does_not_stay(small):
+    config = job(rollout__gpu_memory_utilization=1e-6)
+    memory = memory_of(config, {"actor": read_shape(small, "model.path")}, Budget("cuda", 80 * GIB))
+    assert memory.hands_over, "vLLM takes a cache of 0 bytes for one that it is to measure"
+
+
+HYBRID = [
+    transformers.JambaConfig(num_hidden_layers=2, hidden_size=32, vocab_size=64, num_attention_heads=4,
+                             num_key_value_heads=2, intermediate_size=32, attn_layer_period=2, attn_layer_offset=1,
+                             use_mamba_kernels=False, num_experts=2),
+    transformers.FalconH1Config(num_hidden_layers=2, hidden_size=32, vocab_size=64, num_attention_heads=4,
+                                num_key_value_heads=2, intermediate_size=32),
+    transformers.Lfm2Config(num_hidden_layers=2, hidden_size=32, vocab_size=64, num_attention_heads=4,
+                            num_key_value_heads=2, layer_types=["conv", "full_attention"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", HYBRID, ids=lambda config: config.model_type)
+def test_no_cache_is_planned_for_layers_with_recurrent_states(config, tmp_path):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="states that no plan knows"):
+        read_shape(str(tmp_path), "model.path")
+
+
+async def test_engines_wait_for_ranks_where_vllm_measures_its_cache(small):
+    changes = dict(rollout__free_cache_engine=False, rollout__engine_kwargs={"num_gpu_blocks_override": 9})
+    sharing, _, given, early = await decided(small, **changes)
+    assert not sharing.hands_over and "kv_cache_memory_bytes" not in given and not early
 
 
 # The plan

@@ -29,7 +29,7 @@ from rlfuse.engines.pipeline.schedule_executor import Timed
 from rlfuse.engines.pipeline.slow_devices import cut_anew, pipeline_rates, with_layers, work_of_devices
 from rlfuse.engines.trainer.degrees import Costs, Share, fill, plan, unit_per_row
 from rlfuse.engines.trainer.micro_batches import split_evenly
-from rlfuse.engines.trainer.rank_group import RankGroup, check_written, start_ranks
+from rlfuse.engines.trainer.rank_group import Met, RankGroup, check_written, start_ranks, warned
 from rlfuse.engines.weights.sync import plan_buckets
 from rlfuse.errors import EngineError
 from rlfuse.fusion.schedules import deadlock
@@ -74,11 +74,14 @@ class PipelineGroup(RankGroup):
         slots: Slots,
         layout: Sequence[Pipelines],
         cores: Sequence[int] | None = None,
+        met: Met | None = None,
     ) -> tuple[PipelineGroup, dict[str, Any]]:
         """One rank on every slot, stages loaded; and facts to log. Otherwise as `TrainerGroup.start`."""
         from rlfuse.engines.pipeline.pipeline_rank import PipelineRank  # imports DeepSpeed: only when ranks are started
 
         group = cls(config, await start_ranks(PipelineRank, config, slots, cores))
+        if met:
+            await met(group)
         return group, await group.setup(layout)
 
     async def setup(self, layout: Sequence[Pipelines]) -> dict[str, Any]:
@@ -88,7 +91,7 @@ class PipelineGroup(RankGroup):
         self.block = self.mesh.devices
         self._accumulated = {name: [] for name in self.layout if name != "ref"}
         self._owners: dict[str, tuple[int, int]] = {}
-        facts = (await self._all("setup", "load its stages", tuple(layout)))[0]
+        facts = warned((await self._all("setup", "load its stages", tuple(layout)))[0])
         self.costs = facts.pop("costs")
         cut = with_layers(layout, self.costs)
         self.layout = {pipelines.model: pipelines for pipelines in cut}

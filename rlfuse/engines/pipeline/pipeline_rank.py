@@ -40,6 +40,7 @@ from rlfuse.engines.pipeline.stages import (
     check_head,
     check_training_passes,
 )
+from rlfuse.engines.trainer import fused_log_probs
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
 from rlfuse.engines.trainer.models import packs_exactly
 from rlfuse.engines.trainer.offloading import on_device
@@ -95,7 +96,7 @@ class PipelineRank(Rank):
                     self._make_trainable(name, models)
             self.beside = list(loaded.get("ref", {}).values())
         costs = {name: layer_costs(self._path(name), config, each) for name, each in self.layout.items()}
-        return {"packed": packed, "costs": costs}
+        return {"packed": packed, "costs": costs, "unfused": fused_log_probs.unavailable(self.device)}
 
     def _let_go(self) -> None:
         """Of what `setup` loaded before, as there is memory for it once; at first there is nothing."""

@@ -32,6 +32,7 @@ from rlfuse.engines.pipeline.partition import measured_costs
 from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
 from rlfuse.engines.pipeline.slow_devices import paces, work_of_devices
 from rlfuse.engines.trainer.measuring import multiplied
+from rlfuse.engines.trainer.rank_group import Met
 from rlfuse.fusion.schedules.planning import planner_of
 from rlfuse.fusion.schedules.search import warm_up
 from rlfuse.samples import Row
@@ -46,13 +47,13 @@ class PipelineTrainer(PipelineGroup):
 
     @classmethod
     async def start(
-        cls, config: Config, slots: Slots, cores: Sequence[int] | None = None
+        cls, config: Config, slots: Slots, cores: Sequence[int] | None = None, met: Met | None = None
     ) -> tuple[PipelineTrainer, dict[str, Any]]:
         """One rank on every slot, stages loaded; and facts to log. Otherwise as `TrainerGroup.start`."""
         wanted = {"actor": True, "critic": config.uses_critic, "ref": config.uses_reference}
         layout = [pipelines_of(config, name) for name in wanted if wanted[name]]
         compiling = asyncio.to_thread(warm_up if config.fusion.training == "fused" else int)
-        (trainer, facts), _ = await asyncio.gather(super().start(config, slots, layout, cores), compiling)
+        (trainer, facts), _ = await asyncio.gather(super().start(config, slots, layout, cores, met), compiling)
         trainer.planner = planner_of(config)
         return trainer, facts | {"parameters": {model: await trainer._multiplied(model) for model in trainer.models}}
 

@@ -21,6 +21,7 @@ import os
 import re
 import signal
 import stat
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess
@@ -110,8 +111,25 @@ def _leave_garbage() -> None:
     """
     gc.freeze()
     gc.unfreeze = lambda: None
+    if gc_utils := sys.modules.get("vllm.utils.gc_utils"):
+        gc_utils.freeze_gc_for_cudagraph_capture = _without_collection
     gc.callbacks.clear()
     gc.enable()
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Takes the place of vLLM's context of CUDA graph capture, which freezes all objects and then lets all go.
+
+    Here nothing lets them go, so what the capture leaves behind would stay for good.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 def _answer_signals() -> None:

@@ -27,6 +27,7 @@ import ray
 
 from rlfuse import clock
 from rlfuse.cluster import watchdog
+from rlfuse.cluster.nodes import from_head
 from rlfuse.cluster.remote import call, explain, is_death
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.rollout.liveness import Pulse
@@ -300,7 +301,7 @@ class RolloutHandle:
             try:
                 with self._recorder.span("restart", cause=str(self._lost)) as span:
                     span.where = self.name
-                    self.actor, self._calls = self._create(), 0
+                    self.actor, self._calls = await from_head(self._create), 0
                     await self._begin()
                 return self._say(f"{self.name}: replacement engine is up")
             except WorkerLost as error:

@@ -20,7 +20,7 @@ import psutil
 
 from rlfuse import clock
 from rlfuse.cluster import cuda, scratch
-from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, nixl_installed
+from rlfuse.config.facts import EXPERTS, NIXL_NEEDS_MEMORY_THAT_STAYS, nixl_installed
 from rlfuse.config.quantization import KEPT
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.rollout import speculation
@@ -33,6 +33,18 @@ from rlfuse.samples import Partial, Sample, Visual
 
 STEPS_PER_SPAN = 64
 DECODE_SCHEDULER = "rlfuse.engines.rollout.decode_scheduler"
+TUNED = frozenset(
+    {"attention_backend", "attention_config", "enable_flashinfer_autotune", "hf_overrides", "kernel_config"}
+    | {
+        "linear_backend",
+        "moe_backend",
+        "optimization_level",
+        "quantization",
+        "quantization_config",
+        "speculative_config",
+    }
+)
+"""Keys of rollout.engine_kwargs by which a user chooses kernels of FlashInfer, or what they depend on."""
 NOTHING = Partial(np.empty(0, np.int32), np.empty(0, np.float32), weight_version=-1)
 """What a sample that no engine has begun has."""
 
@@ -106,6 +118,10 @@ def engine_arguments(
         arguments["distributed_executor_backend"] = "ray" if device == "cuda" else "mp"
     if device == "cuda":
         arguments |= cuda.engine_arguments(rollout, max_model_len)
+        experts = any(getattr(served.get_text_config(), name, None) for name in EXPERTS)
+        if not (experts or rollout.quantization or TUNED & set(rollout.engine_kwargs)):
+            # vLLM would import FlashInfer and run its largest batch to tune kernels that such a model does not have.
+            arguments["enable_flashinfer_autotune"] = False
     else:
         arguments |= {
             "enforce_eager": True,

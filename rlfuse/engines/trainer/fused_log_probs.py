@@ -7,6 +7,8 @@ Invariant: next to the logits there are four float32 numbers per row, and the gr
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -16,7 +18,24 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def is_fused(logits: Tensor) -> bool:
     """Whether the kernels compute these logits."""
-    return logits.is_cuda and logits.dtype in _TYPES
+    return logits.is_cuda and logits.dtype in _TYPES and not unavailable(logits.device.type)
+
+
+@cache
+def unavailable(device: str) -> str:
+    """Return why the kernels can't run here, which one launch shows; empty if they can, and on `cpu`."""
+    if device == "cpu":
+        return ""
+    try:
+        from rlfuse.engines.trainer import vocabulary_kernels
+
+        logits, results = torch.zeros(1, 2, device=device), torch.empty(4, 1, device=device)
+        vocabulary_kernels.forward(logits, torch.zeros(1, dtype=torch.int64, device=device), results, 1.0)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # no Triton, no C compiler for it, a cache folder that can't be written
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return ""
 
 
 def fused_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

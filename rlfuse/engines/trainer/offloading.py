@@ -128,9 +128,10 @@ def pin_ahead(size: int) -> None:
     torch keeps the pieces and hands them out in `to_host`. Nothing begins where that is under way or done.
     """
     global _pinning
-    if size > 0 and _pinning is None and free_bytes() > size:  # else the system could end this process for it
-        _pinning = threading.Thread(target=_pin, args=(size,), daemon=True)
-        _pinning.start()
+    with _moving:
+        if size > 0 and _pinning is None and free_bytes() > size:  # else the system could end this process for it
+            _pinning = threading.Thread(target=_pin, args=(size,), daemon=True)
+            _pinning.start()
 
 
 def _pin(size: int) -> None:

@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ import ray
 from rlfuse.algorithms.losses import loss_count
 from rlfuse.algorithms.objectives import means
 from rlfuse.cluster import cuda, process_logs, watchdog
+from rlfuse.cluster.nodes import from_head
 from rlfuse.cluster.placement import Slots
 from rlfuse.cluster.rank_store import STORE
 from rlfuse.cluster.remote import all_of, call
@@ -239,6 +241,19 @@ def _answer(asked: asyncio.Future | None) -> Any:
     return asked and (asked.exception() or asked.result())
 
 
+Met = Callable[[RankGroup], Awaitable[None]]
+
+
+def warned(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return a rank's facts without the reason why it has no fused kernels, which is shown to the user."""
+    if why := facts.pop("unfused", ""):
+        watchdog.say(
+            f"Log-probs are computed by PyTorch, which takes more time and memory: Triton could not run ({why}). "
+            "Install Triton and a C compiler (gcc) on the nodes of trainer ranks."
+        )
+    return facts
+
+
 class _Turns:
     """Many shared turns at a time, or one alone; whoever waits to be alone keeps later ones out."""
 
@@ -275,10 +290,11 @@ async def start_ranks(
         chosen = [*cuda.deterministic_settings(config), *cuda.rank_settings(config, slots.threads)]
         variables = cuda.environment(chosen)
     options = [slots.options(rank, cuda.SHARE, variables) for rank in range(slots.count)]
-    ranks = [
-        remote.options(**options[rank]).remote(config, rank, slots.count, slots.device, core)
+    create = [
+        partial(remote.options(**options[rank]).remote, config, rank, slots.count, slots.device, core)
         for rank, core in zip(range(slots.count), cores or [None] * slots.count, strict=True)
     ]
+    ranks = [await from_head(each) for each in create]
     await load_everywhere(ranks, limit, slots.device, config.actor.offload_optimizer)
     place = await call(ranks[0].meeting_place.remote(), "trainer/0", "start", limit) or ranks[0]
     await all_of(

@@ -24,7 +24,7 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.columns import plan_in_columns
 from rlfuse.engines.trainer.degrees import Costs, Share, Unit, degrees_up_to, fill, plan, unit_per_row, units_by_prompt
 from rlfuse.engines.trainer.makespan import bounds, makespan
-from rlfuse.engines.trainer.rank_group import RankGroup, check_written, start_ranks
+from rlfuse.engines.trainer.rank_group import Met, RankGroup, check_written, start_ranks, warned
 from rlfuse.engines.weights.sync import plan_buckets
 from rlfuse.errors import EngineError
 from rlfuse.protocols import PassResult
@@ -49,23 +49,26 @@ class TrainerGroup(RankGroup):
         slots: Slots,
         cores: Sequence[int] | None = None,
         tower: TowerSettings | None = None,
+        met: Met | None = None,
     ) -> tuple[TrainerGroup, dict[str, Any]]:
         """One rank on every slot, models loaded; and facts to log.
 
         `cores`: the CPU core that each rank's process is bound to; `tower`: what video.freeze_tower=false trains, not
-        read otherwise.
+        read otherwise; `met`: awaited once the ranks have met, before they load models.
         """
         from rlfuse.engines.trainer.trainer_rank import TrainerRank  # imports DeepSpeed: only when ranks are started
 
         tower = None if config.video.freeze_tower else tower
         group = cls(config, await start_ranks(TrainerRank, config, slots, cores))
+        if met:
+            await met(group)
         facts = await group._load(tower)
         group.shares_prompts = facts.pop("shares_prompts")
         return group, facts
 
     async def _load(self, *arguments: Any) -> dict[str, Any]:
         """Have every rank set its models up; facts to log."""
-        facts = (await self._all("setup", "load its models", *arguments))[0]
+        facts = warned((await self._all("setup", "load its models", *arguments))[0])
         for line in facts.pop("lines"):
             watchdog.say(line)
         return facts

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 
 from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.scoring import KIND_OF
+from rlfuse.engines.trainer import fused_log_probs
 from rlfuse.engines.trainer.activation_offloading import RankActivations
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
@@ -134,7 +135,8 @@ class TrainerRank(Rank):
         lines = self._arrange_passes()
         self._check_split()
         parameters = {name: self._multiplied(name) for name in self.exporters}
-        return {"packed": self.packed, "shares_prompts": self.shares, "lines": lines, "parameters": parameters}
+        facts = {"packed": self.packed, "shares_prompts": self.shares, "lines": lines, "parameters": parameters}
+        return facts | {"unfused": fused_log_probs.unavailable(self.device)}
 
     def _multiplied(self, name: str) -> tuple[int, int]:
         """As `multiplied`."""

@@ -135,13 +135,15 @@ class Sight:
     def assemble(self, text: str, visual: Sequence[Visual], special: bool) -> VideoPrompt:
         """The prompt's tokens, with visual ones where its markers stand. VideoError where these don't match.
 
-        `special`: those that the tokenizer of a model of text puts around a text belong there.
+        `special`: the text has no chat template, so special tokens are added as the tokenizer does.
         """
+        from rlfuse.data.templates import with_start
         from rlfuse.video.prompt import VideoPrompt
 
         if self._model is None:
             ids = self._tokenizer(text, add_special_tokens=special).input_ids
             return VideoPrompt(np.asarray(ids, np.int32), ())
+        text = with_start(text, self._tokenizer) if special else text
         return self._model.prompt(self._tokenizer, text, [each.plan for each in visual])
 
     def quoted(self, text: str) -> str:

@@ -22,6 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from rlfuse import clock
 from rlfuse.cluster import remote, watchdog
+from rlfuse.cluster.nodes import from_head
 from rlfuse.config.own_errors import headline, text
 from rlfuse.config.secrets import hidden_text
 from rlfuse.errors import EngineError, WorkerLost
@@ -98,7 +99,7 @@ class RewardWorkerHandle:
 
     async def start(self) -> None:
         """A process with everything loaded, or EngineError."""
-        self._actor = self._create()
+        self._actor = await from_head(self._create)
         problem = await remote.call(self._actor.start.remote(), self.where, "start", self._start_timeout_s)
         if problem:
             raise EngineError(f"{self.where} could not start: {problem}")

@@ -319,7 +319,7 @@ class Executor:
     async def _step(self, decision: OptimizerStep) -> None:
         samples = self._samples(self.board.mini_batches[decision.model].accumulated_samples)
         with self._span(f"update_{decision.model}", cause="scored", attributes={"step": True}):
-            lengths = [len(sample.finished.token_ids) for sample in samples]
+            lengths = [sample.finished.length for sample in samples]
             factor = self.context.lr_factors[decision.model]
             self.has_updated = True
             self.context.note(await self.engines.trainer.step(decision.model, lengths, factor))

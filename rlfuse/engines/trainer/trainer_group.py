@@ -105,7 +105,7 @@ class TrainerGroup(RankGroup):
         float32 [T] per row, in order: the log-probs that an actor's rows gained, where none came with `old_log_probs`.
         """
         shares = self._plan(rows, slot, least_stage=2)
-        self._accumulated[model] += [len(row.response_ids) for row in rows]  # a step from now on waits for them
+        self._accumulated[model] += [row.length for row in rows]  # a step from now on waits for them
         answers = await self._send("accumulate", f"accumulate gradients of the {model}", slot, shares, rows, model)
         gained = model == "actor" and "old_log_probs" not in rows[0].tensors
         return _by_row(shares, answers, len(rows)) if gained else []

@@ -1,8 +1,10 @@
-"""The rollout backend on transformers: what it draws depends on seed and position alone, and is what the trainer scores."""
+"""The rollout backend on transformers: tokens depend on seed and position alone, log-probs are the model's."""
 
 import asyncio
 import inspect
+import time
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -85,7 +87,7 @@ def test_log_probs_are_those_of_a_plain_forward_pass(model, drawn):
         ids = torch.from_numpy(np.concatenate([request.prompt_ids, response.token_ids]).astype(np.int64))
         scores = plain(ids[None]).logits[0].log_softmax(-1)
         at = range(len(request.prompt_ids) - 1, len(ids) - 1)
-        expected = [float(scores[t, ids[t + 1]]) for t in at]
+        expected = [float(scores[t, ids[t + 1]].detach()) for t in at]
         np.testing.assert_allclose(response.log_probs, expected, atol=1e-5)
         ended = response.token_ids[-1] == END
         assert response.finish_reason == ("stop" if ended else "length") and END not in response.token_ids[:-1]
@@ -122,15 +124,12 @@ def test_an_evicted_sample_goes_on_elsewhere_as_if_it_had_stayed(model, drawn):
     first = with_engine(model, evicted)
     partials = {name: result for name, result in first.items() if isinstance(result, Partial)}
     assert partials and all(len(partial.token_ids) for partial in partials.values())
-    assert partials.keys() < {request.id for request in requests(6)} | {"nothing else"}
     again = [replace(request, partial=partials[request.id]) for request in requests(12) if request.id in partials]
     second = with_engine(model, lambda engine: all_of(engine, again))
     same(first | second, drawn)
 
 
 def slowed(step):
-    import time
-
     def slow(joining):
         time.sleep(0.005)
         step(joining)
@@ -178,9 +177,7 @@ def test_new_weights_reach_samples_in_flight(model, drawn, tmp_path):
         np.testing.assert_allclose(after[request.id].log_probs, found, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "broken, told", [("missing", "the push had no model.norm.weight"), ("extra", "a.b is no param")]
-)
+@pytest.mark.parametrize("broken, told", [("missing", "no model.norm.weight"), ("extra", "a.b is no param")])
 def test_a_push_with_other_tensors_is_refused(model, tmp_path, broken, told):
     tensors = {n: p.data.clone() for n, p in AutoModelForCausalLM.from_pretrained(model.path).named_parameters()}
     if broken == "missing":
@@ -264,7 +261,7 @@ def test_what_an_engine_tells_of_its_work(model):
     decoded, samples = ([span for span in spans if span.kind == kind] for kind in ("decode", "generate"))
     assert sum(span.tokens for span in decoded) == sum(span.tokens for span in samples)
     assert max(span.attributes["batch"] for span in decoded) == 4
-    assert all(one.end <= other.start + 1e-9 for one, other in zip(decoded, decoded[1:], strict=False))
+    assert all(one.end <= other.start + 1e-9 for one, other in pairwise(decoded))
 
 
 def test_a_step_that_fails_ends_its_samples_with_the_cause(model):

@@ -151,17 +151,19 @@ def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
 def draw(logits: torch.Tensor, seed: int, position: int, sampling: Sampling) -> tuple[int, float]:
     """A token and its log-prob, from logits [V]; position: of the token in the response.
 
-    By inversion of the cumulative distribution at a uniform number from Philox (Salmon et al. 2011), whose counter is
-    the position: no state, so a sample may go on anywhere. The log-prob is at the sampling temperature, and of the
-    truncated distribution.
+    The token that wins a race of exponential times with its probabilities as rates, as in vLLM: rounding changes the
+    winner only where two are about equal, while inversion of the cumulative distribution would move every boundary. The
+    times come from Philox (Salmon et al. 2011), whose counter is the position: no state, so a sample may continue
+    anywhere. The log-prob is at the sampling temperature, and of the truncated distribution.
     """
     if sampling.temperature == 0:
         token = int(logits.argmax())
         return token, float(logits.log_softmax(-1)[token])
     log_probs = _warpers(sampling)(None, logits[None])[0].log_softmax(-1)
-    uniform = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, position])).random()
-    mass = log_probs.double().exp().cumsum(0)
-    token = int(torch.searchsorted(mass, uniform * float(mass[-1]), right=True))
+    times = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, position])).standard_exponential(
+        len(logits)
+    )
+    token = int((log_probs.double() - torch.from_numpy(times).log()).argmax())
     return token, float(log_probs[token])
 
 

@@ -120,7 +120,7 @@ class Experience:
 
     def why_late(self) -> str:
         """Why some gradients have to wait for the end of generation; empty if none have to."""
-        stage, algorithm = self.config.actor.zero_stage, self.config.algorithm
+        algorithm = self.config.algorithm
         if (stages := self.config.training.pipeline_parallel_size) > 1:
             key = f"training.pipeline_parallel_size={stages}"
             why = self._why_not_deferred()
@@ -133,8 +133,8 @@ class Experience:
                 f"scoring and training wait for all responses: training.tensor_model_parallel_size={width} ranks have "
                 f"a model together, a slot only {engines} (rollout.tensor_model_parallel_size) of them"
             )
-        if stage >= 2:
-            return f"training waits for all responses: actor.zero_stage={stage} needs all ranks for each gradient"
+        if self.config.sharded_gradients:
+            return f"training waits for all responses: {self.config.sharding} needs all ranks for each gradient"
         if algorithm.filter_groups.enable:
             key = "algorithm.filter_groups.enable=true"
             return f"training waits for all responses: {key} chooses groups when all are scored"

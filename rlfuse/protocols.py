@@ -141,7 +141,7 @@ class Trainer(Recorded, Protocol):
     async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
         """Scale what was accumulated by the mini-batch's count, all-reduce, clip, update; its mean diagnostics.
 
-        `lengths`: response tokens of every row that was accumulated since the last step; `lr_factor`: share of the
+        `lengths`: trainable tokens of every row that was accumulated since the last step; `lr_factor`: share of the
         model's full learning rate.
         """
 

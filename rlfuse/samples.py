@@ -4,7 +4,7 @@ Role: the nouns that every other module shares. Plain data: no Ray, vLLM or torc
 Invariants:
 - a sample's identity is (step, prompt index, sibling) and its seed derives from them and the run's seed, so *where*
   and *when* it is generated never changes *what* is sampled;
-- every per-token array of a sample has one entry for each response token;
+- every per-token array of a sample has one entry for each response token, 0 where it is not trainable;
 - a response carries the version of the weights that wrote it.
 """
 
@@ -120,6 +120,19 @@ class Response:
     weight_version: int
     text: str
     """Decoded without special tokens."""
+    trainable: np.ndarray | None = None
+    """bool [T]: tokens that the model wrote. Others, for example a tool's output, are context: they have no log-prob
+    (0 in every per-token array), no gradient, and no part in lengths and entropy. None: all are trainable."""
+
+    @property
+    def mask(self) -> np.ndarray:
+        """bool [T]: `trainable`."""
+        return _mask(self.token_ids, self.trainable)
+
+    @property
+    def length(self) -> int:
+        """Trainable tokens."""
+        return int(self.mask.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +219,38 @@ class Sample:
         tensors, visual = {name: self.tensors[name] for name in names}, self.prompt.visual
         if bare := next((each for each in visual if each.source is None), None):
             raise ValueError(f"sample {self.id}: {bare.path} is not encoded; encode it before any pass.")
-        return Row(self.prompt.token_ids, self.finished.token_ids, tensors, self.id, visual)
+        response = self.finished
+        return Row(self.prompt.token_ids, response.token_ids, tensors, self.id, visual, response.trainable)
+
+
+def _mask(token_ids: np.ndarray, trainable: np.ndarray | None) -> np.ndarray:
+    return np.ones(len(token_ids), dtype=bool) if trainable is None else trainable
+
+
+def padded(
+    arrays: Sequence[np.ndarray], masks: Sequence[np.ndarray], dtype: np.typing.DTypeLike = np.float32
+) -> np.ndarray:
+    """[B, T] of one [T of the row] per row, 0 where a mask is False."""
+    matrix = np.zeros((len(masks), max(map(len, masks))), dtype)
+    for row, array, mask in zip(matrix, arrays, masks, strict=True):
+        row[: len(mask)][mask] = array[mask]
+    return matrix
+
+
+def flattened(arrays: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
+    """The values where masks are True, row after row."""
+    return np.concatenate([array[mask] for array, mask in zip(arrays, masks, strict=True)])
+
+
+def per_row(flat: np.ndarray, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """float32 [T of the row] per row, of one value for each True of the masks in order; 0 where a mask is False."""
+    rows, start = [], 0
+    for mask in masks:
+        row = np.zeros(len(mask), np.float32)
+        end = start + int(mask.sum())
+        row[mask], start = flat[start:end], end
+        rows.append(row)
+    return rows
 
 
 def prompt_of(sample_id: str) -> str:
@@ -223,10 +267,22 @@ class Row:
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
     id: str = ""
     visual: tuple[Visual, ...] = ()
+    trainable: np.ndarray | None = None
+    """As of its `Response`."""
 
     @property
     def tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def mask(self) -> np.ndarray:
+        """bool [T]: `trainable`."""
+        return _mask(self.response_ids, self.trainable)
+
+    @property
+    def length(self) -> int:
+        """Trainable tokens."""
+        return int(self.mask.sum())
 
     @property
     def prompt_key(self) -> tuple[bytes, tuple[str, ...]]:

@@ -26,7 +26,7 @@ from rlfuse.config.rewards import RewardEntry
 from rlfuse.config.schema import Config
 from rlfuse.config.valid_values import names_function
 from rlfuse.errors import ConfigError
-from rlfuse.samples import Group, Reward, Sample
+from rlfuse.samples import Group, Reward, Sample, flattened, padded, per_row
 
 SAME, ROUNDING = 1e-4, 1e-6
 """Differences of estimates that rounding explains: relative to the batch's largest estimate, and largest score."""
@@ -120,7 +120,7 @@ class Experience:
 
     def why_late(self) -> str:
         """Why some gradients have to wait for the end of generation; empty if none have to."""
-        stage, algorithm = self.config.actor.zero_stage, self.config.algorithm
+        algorithm = self.config.algorithm
         if (stages := self.config.training.pipeline_parallel_size) > 1:
             key = f"training.pipeline_parallel_size={stages}"
             why = self._why_not_deferred()
@@ -133,8 +133,8 @@ class Experience:
                 f"scoring and training wait for all responses: training.tensor_model_parallel_size={width} ranks have "
                 f"a model together, a slot only {engines} (rollout.tensor_model_parallel_size) of them"
             )
-        if stage >= 2:
-            return f"training waits for all responses: actor.zero_stage={stage} needs all ranks for each gradient"
+        if self.config.sharded_gradients:
+            return f"training waits for all responses: {self.config.sharding} needs all ranks for each gradient"
         if algorithm.filter_groups.enable:
             key = "algorithm.filter_groups.enable=true"
             return f"training waits for all responses: {key} chooses groups when all are scored"
@@ -188,8 +188,8 @@ class Experience:
         algorithm, mask = self.config.algorithm, _mask(samples)
         advantages, returns = advantages_and_returns(
             algorithm.adv_estimator,
-            _matrix(samples, "token_rewards", mask),
-            _matrix(samples, "values", mask) if self.config.uses_critic else None,
+            _matrix(samples, "token_rewards"),
+            _matrix(samples, "values") if self.config.uses_critic else None,
             torch.tensor([i for i, group in enumerate(groups) for _ in group.samples]),
             mask,
             algorithm.gamma,
@@ -239,7 +239,7 @@ class Experience:
             self._verify(groups)
         mask, over = _mask(samples), self.traits.whitens
         if over:
-            white = whiten(_matrix(samples, "advantages", mask), mask, by_response=over == "responses")
+            white = whiten(_matrix(samples, "advantages"), mask, by_response=over == "responses")
             _spread(samples, mask, advantages=white)
         if not self.config.algorithm.use_kl_in_reward:
             return metrics
@@ -255,7 +255,7 @@ class Experience:
     def _penalties(self, samples: Sequence[Sample]) -> np.ndarray:
         buffer = self.config.reward.overlong_buffer
         penalties = overlong_penalty(
-            [len(sample.response.token_ids) for sample in samples],
+            [sample.response.length for sample in samples],
             self.config.data.max_response_length,
             buffer.len,
             buffer.penalty_factor,
@@ -288,8 +288,8 @@ class Experience:
         """The weights that correct for the engine's mismatch with the trainer."""
         cap = self.config.algorithm.rollout_is_threshold
         if cap is not None and self.config.algorithm.old_log_probs == "trainer":
-            engine = _pad([sample.response.log_probs for sample in samples], mask)
-            weights = truncated_importance_weights(_matrix(samples, "old_log_probs", mask), engine, mask, cap)
+            engine = _pad([sample.response.log_probs for sample in samples], samples)
+            weights = truncated_importance_weights(_matrix(samples, "old_log_probs"), engine, mask, cap)
             _spread(samples, mask, is_weights=weights)
 
     def mismatch(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -297,37 +297,41 @@ class Experience:
         if self.config.algorithm.old_log_probs == "engine":
             return {}
         samples = [sample for group in groups for sample in group.samples]
-        metrics = mismatch_metrics(
-            np.concatenate([sample.response.log_probs for sample in samples]),
-            np.concatenate([sample.tensors["old_log_probs"] for sample in samples]),
-        )
+        masks = [sample.response.mask for sample in samples]
+        engine, trainer = [sample.response.log_probs for sample in samples], _named(samples, "old_log_probs")
+        metrics = mismatch_metrics(flattened(engine, masks), flattened(trainer, masks))
         if self.config.algorithm.rollout_is_threshold is not None:
-            weights = np.concatenate([sample.tensors["is_weights"] for sample in samples])
+            weights = flattened(_named(samples, "is_weights"), masks)
             metrics["training/rollout_is_weight_mean"] = float(weights.mean())
         return metrics
 
     def _kl(self, samples: Sequence[Sample], mask: torch.Tensor) -> torch.Tensor:
-        """[B, T]: policy against reference, 0 beyond the response."""
-        policy, reference = (_matrix(samples, name, mask) for name in ("old_log_probs", "ref_log_probs"))
+        """[B, T]: policy against reference, 0 where not trainable."""
+        policy, reference = (_matrix(samples, name) for name in ("old_log_probs", "ref_log_probs"))
         return kl_estimate(policy, reference, self.config.algorithm.kl_penalty) * mask
 
 
 def _mask(samples: Sequence[Sample]) -> torch.Tensor:
-    lengths = torch.tensor([len(sample.response.token_ids) for sample in samples])
-    return torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
+    """bool [B, T]: trainable tokens."""
+    masks = [sample.response.mask for sample in samples]
+    return torch.from_numpy(padded(masks, masks, bool))
 
 
-def _pad(arrays: Sequence[np.ndarray], mask: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(mask.shape).masked_scatter(mask, torch.from_numpy(np.concatenate(arrays)))
+def _pad(arrays: Sequence[np.ndarray], samples: Sequence[Sample]) -> torch.Tensor:
+    return torch.from_numpy(padded(arrays, [sample.response.mask for sample in samples]))
 
 
-def _matrix(samples: Sequence[Sample], name: str, mask: torch.Tensor) -> torch.Tensor:
-    return _pad([sample.tensors[name] for sample in samples], mask)
+def _named(samples: Sequence[Sample], name: str) -> list[np.ndarray]:
+    return [sample.tensors[name] for sample in samples]
+
+
+def _matrix(samples: Sequence[Sample], name: str) -> torch.Tensor:
+    return _pad(_named(samples, name), samples)
 
 
 def _spread(samples: Sequence[Sample], mask: torch.Tensor, **matrices: torch.Tensor) -> None:
     """Write [B, T] matrices back to the samples as arrays of their own length."""
-    lengths = mask.sum(-1).tolist()
+    masks = [sample.response.mask for sample in samples]
     for name, matrix in matrices.items():
-        for sample, values in zip(samples, matrix[mask].split(lengths), strict=True):
-            sample.tensors[name] = values.numpy()
+        for sample, values in zip(samples, per_row(matrix[mask].numpy(), masks), strict=True):
+            sample.tensors[name] = values

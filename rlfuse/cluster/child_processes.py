@@ -145,3 +145,20 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="parent watch").start()
+
+
+def bind(core: int | None) -> None:
+    """Bind every thread of this process and of its children to one core, and so whatever they start; None: leave them.
+
+    Raises ValueError for a core that the host has not.
+    """
+    if core is None:
+        return
+    cores = os.cpu_count() or 1
+    if not 0 <= core < cores:
+        raise ValueError(f"core={core}: this host has cores 0 to {cores - 1}")
+    actor = psutil.Process()
+    for process in (actor, *actor.children(recursive=True)):
+        for thread in process.threads():
+            with suppress(ProcessLookupError):  # it may have ended since
+                os.sched_setaffinity(thread.id, {core})

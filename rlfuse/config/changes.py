@@ -33,6 +33,7 @@ class Effect(Enum):
 
 
 _LAYOUT = (
+    "actor.strategy",
     "actor.zero_stage",
     "training.pipeline_parallel_size",
     "training.tensor_model_parallel_size",
@@ -168,7 +169,7 @@ def _loads(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     """Whether trainers of the one layout load what those of the other saved."""
     stages, width = "training.pipeline_parallel_size", "training.tensor_model_parallel_size"
     pipelines = min(before[stages], after[stages]) > 1
-    if before[width] != after[width] and not pipelines:
+    if (before[width] != after[width] and not pipelines) or before["actor.strategy"] != after["actor.strategy"]:
         return False
     zero = {each["actor.zero_stage"] for each in (before, after)}
     if len(zero) > 1 and zero != {1, 2}:  # these two cut it up alike

@@ -22,7 +22,7 @@ from rlfuse.config.estimators import ESTIMATORS, Traits
 from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, Facts, reward_file
 from rlfuse.config.graph_checks import graph_problems
 from rlfuse.config.keys import did_you_mean
-from rlfuse.config.parallelism import divisors, pipelines, shares, slices
+from rlfuse.config.parallelism import divisors, pipelines, shares, slices, strategy
 from rlfuse.config.prepared import command_for
 from rlfuse.config.problems import problem as _problem
 from rlfuse.config.problems import value_of
@@ -390,5 +390,5 @@ def _sampling(config: Config, facts: Facts) -> Iterator[str]:
 
 
 _OF_SAMPLES = (_batches, _advantages, _log_probs, quantized, _sampling, _fusion, _disaggregated, pipelines, shares)
-_OF_SAMPLES += (slices, _drained, _video, _tower, _reward, _kl)
+_OF_SAMPLES += (slices, strategy, _drained, _video, _tower, _reward, _kl)
 """What only jobs that generate have to heed."""

@@ -150,6 +150,7 @@ CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     "trainer.logger": loggers,
     "trainer.resume_mode": resumed,
     "trainer.resume_from_path": lambda value, _: NO_RESUME if value else "",
+    "actor_rollout_ref.rollout.name": lambda value, _: {"rollout.name": "transformers" if value == "hf" else value},
     "actor_rollout_ref.rollout.do_sample": lambda value, _: (
         "" if value else "training compares responses that were drawn; rollout.temperature must be above 0"
     ),

@@ -49,6 +49,8 @@ _VERL = (
      "actor_rollout_ref.actor.optim.total_training_steps"),
     ("algorithm.rollout_is_threshold", "", "actor_rollout_ref.actor.tis_imp_ratio_cap"),
     ("model.use_remove_padding", "", "actor_rollout_ref.model.use_rmpad"),
+    ("actor.strategy", "deepspeed, sharded by actor.zero_stage; fsdp2 on CPUs",
+     "actor_rollout_ref.actor.strategy critic.strategy"),
     ("training.tensor_model_parallel_size", "one setting for all models; ZeRO 0 or 1 goes with it",
      "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"),
     ("", "LoRA is not supported; all weights are trained", "actor_rollout_ref.model.lora_adapter_path"),
@@ -150,7 +152,6 @@ VLLM_OPTIONS = {
 """Leaves of verl's rollout group that go to vLLM's arguments by name."""
 
 _NO_COUNTERPART = (
-    ("DeepSpeed trains always; its sharding is actor.zero_stage", "actor_rollout_ref.actor.strategy critic.strategy"),
     ("generation and training share the slots always", "actor_rollout_ref.hybrid_engine"),
     ("tokens are balanced over the ranks always", "trainer.balance_batch"),
     ("to validate only, write `rlfuse eval` in place of `rlfuse train`", "trainer.val_only"),

@@ -55,6 +55,25 @@ def pipelines(config: Config, facts: Facts) -> Iterator[str]:
         yield problem(config, "rollout.weight_transfer", valid, "set rollout.weight_transfer=auto")
 
 
+def strategy(config: Config, facts: Facts) -> Iterator[str]:
+    """What FSDP2 does not support here."""
+    training, model, name = config.training, config.model, "actor.strategy"
+    if config.actor.strategy != "fsdp2":
+        return
+    for key, given, default in (
+        ("cluster.device", config.cluster.device == "cuda", "cpu"),
+        ("training.pipeline_parallel_size", training.pipeline_parallel_size > 1, "1"),
+        ("training.tensor_model_parallel_size", training.tensor_model_parallel_size > 1, "1"),
+        ("training.ulysses_sequence_parallel_size", training.ulysses_sequence_parallel_size > 1, "1"),
+        ("model.enable_activation_offload", model.enable_activation_offload, "false"),
+        ("actor.offload_optimizer", config.actor.offload_optimizer, "false"),
+        ("video.freeze_tower", not config.video.freeze_tower, "true"),
+        ("actor.grad_accum_dtype", config.actor.grad_accum_dtype != "float32", "float32"),
+    ):
+        if given:
+            yield problem(config, key, f"not supported by {name}=fsdp2", f"set {default}, or {name}=deepspeed")
+
+
 def slices(config: Config, facts: Facts) -> Iterator[str]:
     """What speaks against cutting sequences."""
     degree, name = config.training.ulysses_sequence_parallel_size, "training.ulysses_sequence_parallel_size"

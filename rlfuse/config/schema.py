@@ -219,6 +219,8 @@ class OptimConfig:
 class ActorConfig:
     """The policy's updates, and DeepSpeed's settings for actor, critic and reference."""
 
+    strategy: str = "deepspeed"
+    """What shards and trains the models:"""
     zero_stage: int = 1
     """DeepSpeed ZeRO stage, 0-3."""
     offload_optimizer: bool = False
@@ -366,17 +368,34 @@ class Config:
         return (Path(trainer.default_local_dir) / trainer.project_name / name).absolute()
 
     @property
+    def sharded_weights(self) -> bool:
+        """Whether ranks gather each layer's weights from one another, in every pass."""
+        return self.actor.strategy == "fsdp2" or self.actor.zero_stage == 3
+
+    @property
+    def sharded_gradients(self) -> bool:
+        """Whether ranks reduce gradients in every backward pass."""
+        return self.sharded_weights or self.actor.zero_stage == 2
+
+    @property
+    def sharding(self) -> str:
+        """The key by which ranks shard models."""
+        actor = self.actor
+        fsdp2 = actor.strategy == "fsdp2"
+        return "actor.strategy=fsdp2" if fsdp2 else f"actor.zero_stage={actor.zero_stage}"
+
+    @property
     def lockstep(self) -> bool:
         """Whether passes need all ranks together: they gather weights from each other, cut rows, or hold stages or
         shares of layers that a slot does not have all of."""
         widths = (self.training.pipeline_parallel_size, self.training.ulysses_sequence_parallel_size)
         shared = self.rollout.tensor_model_parallel_size % self.training.tensor_model_parallel_size > 0
-        return max(widths) > 1 or shared or self.actor.zero_stage == 3
+        return max(widths) > 1 or shared or self.sharded_weights
 
     @property
     def lockstep_backward(self) -> bool:
-        """Whether gradients do: ZeRO 2 reduces them in every backward."""
-        return self.lockstep or self.actor.zero_stage == 2
+        """Whether gradients do."""
+        return self.lockstep or self.sharded_gradients
 
     @property
     def uses_critic(self) -> bool:

@@ -18,7 +18,8 @@ _KL_ESTIMATORS = "k1 | kl (the same) | k2 | mse (the same) | k3 | low_var_kl (th
 _NAMED: dict[str, str] = {
     "data.truncation": "error | left (the end is kept) | right (the start is kept) | middle (both ends are kept)",
     "model.dtype": "float32 | bfloat16",
-    "rollout.name": "vllm",
+    "rollout.name": "vllm | transformers (CPUs; models that vLLM does not support)",
+    "actor.strategy": "deepspeed (under zero_stage) | fsdp2 (PyTorch's fully_shard; CPUs)",
     "rollout.weight_transfer": "auto (ipc on GPUs unless training is pipelined, else shm) | shm | ipc",
     "rollout.quantization": "fp8_per_channel (CPUs; GPUs of compute capability 8.9 or more) | fp8_per_tensor (GPUs "
     "only) | fp8_per_block (GPUs only) | int8_per_channel_weight_only (experts alone; GPUs only)",

@@ -31,7 +31,8 @@ from rlfuse.config.sampling import validation
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
-from rlfuse.engines.rollout.vllm_support import unserved
+from rlfuse.engines.rollout.engine_actor import engine_actor
+from rlfuse.engines.rollout.vllm_support import unserved_judges
 from rlfuse.errors import ConfigError, EngineError, first_of
 from rlfuse.evaluation.display import Display
 from rlfuse.evaluation.responses import Responses
@@ -72,7 +73,7 @@ def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) ->
     Raises ConfigError, DataError or RewardError.
     """
     reward = inference.reward_pool(config) if scored else None
-    if problems := unserved(config):
+    if problems := [*engine_actor(config.rollout.name).unserved(config), *unserved_judges(config)]:
         raise ConfigError(problems)
     video_model, tokenizer = inference.video_model_of(config), load_tokenizer(config.model)
     clips = inference.clip_reader(config, tokenizer, video_model)

@@ -85,7 +85,7 @@ def figures_of(groups: Sequence[Group], threshold: float) -> dict[str, Any]:
     """
     samples = [sample for group in groups for sample in group.samples]
     scored = [values for values in scores_of(groups) if values]
-    lengths = [len(sample.response.token_ids) for sample in samples]
+    lengths = [sample.response.length for sample in samples]
     passed = [(len(values), sum(value > threshold for value in values)) for values in scored]
     most = max((count for count, _ in passed), default=0)
     means = [float(np.mean(values)) for values in scored]

@@ -18,7 +18,7 @@ from rlfuse.engines.trainer.activation_places import Place
 from rlfuse.engines.trainer.micro_batches import balance
 from rlfuse.events import Span
 from rlfuse.observe.idle import account, cut, union
-from rlfuse.samples import Group, Partial, Reward, RewardFailure, Sample
+from rlfuse.samples import Group, Partial, Reward, RewardFailure, Sample, flattened
 
 RESPONSE_LENGTH = "response_length"
 
@@ -46,7 +46,7 @@ def sample_metrics(
     prompts = np.array([len(sample.prompt.token_ids) for sample in samples])
     lengths = np.array([_generated(sample, partials or {}) for sample in samples])
     metrics = _spread("prompt_length", prompts) | {"prompt_length/clip_ratio": float((prompts >= max_prompt).mean())}
-    whole = np.array([len(sample.response.token_ids) for sample in finished])
+    whole = np.array([sample.response.length for sample in finished])
     for name, each in ((RESPONSE_LENGTH, lengths), (f"{RESPONSE_LENGTH}_non_aborted", whole)):
         if len(each):
             metrics |= _spread(name, each) | {f"{name}/clip_ratio": float((each >= max_response).mean())}
@@ -65,7 +65,7 @@ def sample_metrics(
 def _generated(sample: Sample, partials: Mapping[str, Partial]) -> int:
     """Response tokens."""
     if sample.response is not None:
-        return len(sample.response.token_ids)
+        return sample.response.length
     return len(partials[sample.id].token_ids) if sample.id in partials else 0
 
 
@@ -138,8 +138,9 @@ def _trained(samples: Sequence[Sample]) -> dict[str, float]:
     """Advantages, returns and values, where the step trained."""
     if "advantages" not in samples[0].tensors:
         return {}
+    masks = [sample.response.mask for sample in samples]
     tensors = {
-        name: np.concatenate([sample.tensors[name] for sample in samples])
+        name: flattened([sample.tensors[name] for sample in samples], masks)
         for name in ("advantages", "returns", "values")
         if name in samples[0].tensors
     }
@@ -191,7 +192,7 @@ def validation_metrics(groups: Sequence[Group], logged: Collection[str] = ()) ->
             metrics[f"{section}/{source}/{name}/mean@{n}"] = sum(values) / len(scored) if scored else math.nan
             metrics[f"val-aux/{source}/{name}/coverage@{n}"] = len(values) / len(samples)
         metrics[f"val-aux/{source}/{RESPONSE_LENGTH}/mean@{n}"] = float(
-            np.mean([len(sample.response.token_ids) for sample in samples])
+            np.mean([sample.response.length for sample in samples])
         )
     return metrics
 

@@ -71,7 +71,7 @@ def sample_row(sample: Sample, contact_sheet: str | None = None) -> dict[str, An
         "response": response.text,
         "finish": response.finish_reason,
         "prompt_tokens": len(prompt.token_ids),
-        "response_tokens": len(response.token_ids),
+        "response_tokens": response.length,
         "reward": reward.value if scored else None,
         "parts": reward.parts if scored else {},
         "note": reward.text if scored else f"{reward.function}: {reward.message}" if reward else None,

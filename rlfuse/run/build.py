@@ -25,7 +25,8 @@ from rlfuse.config.schema import Config
 from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
-from rlfuse.engines.rollout.vllm_support import unserved
+from rlfuse.engines.rollout.engine_actor import engine_actor
+from rlfuse.engines.rollout.vllm_support import unserved_judges
 from rlfuse.engines.trainer.families import untrainable
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.engines.weights.staging import stagings
@@ -73,7 +74,11 @@ def _attempt(job: Job, run_controller: RunController) -> Path:
         reward = inference.reward_pool(config)
     with mistakes.noted(), part("data", quiet="console" not in trainer.logger):
         video_model = inference.video_model_of(config)
-        if problems := [*untrainable(config), *unserved(config)]:
+        if problems := [
+            *untrainable(config),
+            *engine_actor(config.rollout.name).unserved(config),
+            *unserved_judges(config),
+        ]:
             raise ConfigError(problems)
         others = {"critic.path": config.critic.path} if config.uses_critic else {}
         others |= {"ref.path": config.ref.path} if config.uses_reference else {}

@@ -21,9 +21,8 @@ from rlfuse.config.own_functions import replaced
 from rlfuse.config.schema import Config, RolloutConfig
 from rlfuse.config.video import VideoConfig
 from rlfuse.data.clips import ClipReader
+from rlfuse.engines.rollout.engine_actor import engine_actor
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
-from rlfuse.engines.rollout.rollout_worker import RolloutWorker
-from rlfuse.engines.rollout.vllm_setup import rollout_env
 from rlfuse.engines.trainer.vision_tower import TowerSettings
 from rlfuse.engines.weights.sync import resolve_transfer
 from rlfuse.errors import ConfigError, VideoError
@@ -59,13 +58,12 @@ def rollout_handles(
 ) -> list[RolloutHandle]:
     """One actor per engine, on the first slot of its tensor-parallel group."""
     width, cluster = config.rollout.tensor_model_parallel_size, config.cluster
-    environment = rollout_env(slots.device, config.rollout.weight_transfer, cuda.engine_dtype(config))
-    if slots.device == "cuda":
-        environment |= cuda.environment(cuda.deterministic_settings(config))
+    backend = engine_actor(config.rollout.name)
+    environment = backend.environment(config, slots.device)
 
     def create(first: int) -> ray.actor.ActorHandle:
         options = slots.engine_options(first, width, environment) | {"max_concurrency": 1000}
-        return ray.remote(RolloutWorker).options(**options).remote(first // width)
+        return ray.remote(backend).options(**options).remote(first // width)
 
     handles = [
         RolloutHandle(
@@ -125,7 +123,7 @@ def starting_costs(config: Config, facts: Sequence[Mapping[str, Any]], slots: pl
 
 def _link_speed(config: Config, device: str) -> float:
     """Bytes per second between engines of one host; 0: KV caches do not travel."""
-    if config.trainer.nnodes > 1:
+    if config.trainer.nnodes > 1 or not engine_actor(config.rollout.name).capabilities.kv_move:
         return 0.0
     speed = placement.shared_memory_speed()
     return speed if device == "cpu" else speed / 2  # from and to the device besides: a guess, not measured
@@ -144,6 +142,9 @@ def video_model_of(config: Config) -> VideoModel | None:
         model = VideoModel.at(config.model.path, config.model.trust_remote_code)
     except VideoError as error:
         raise ConfigError([f"model.path={config.model.path}: {error}"]) from error
+    if model is not None and not engine_actor(config.rollout.name).capabilities.embeds:
+        why = f"its prompts cannot contain clips or images, and {config.model.path} is shown some"
+        raise ConfigError([f"rollout.name={config.rollout.name}: {why}; set it to vllm"])
     if model is None and not config.video.freeze_tower:
         raise ConfigError([f"video.freeze_tower=false: {config.model.path} has no tower to train; set it to true"])
     if model is not None and model.family.route is Route.VIDEO_EMBEDS and config.video.timestamps == "seed_vl":

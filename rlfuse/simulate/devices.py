@@ -98,7 +98,7 @@ class SimulatedTrainer:
         """An optimizer step of all ranks on what was accumulated."""
         rows = self._accumulated.pop(model, [])
         once = Counter(row.id for row in rows)
-        if sorted(len(row.response_ids) for row in rows) != sorted(lengths) or (once and max(once.values()) > 1):
+        if sorted(row.length for row in rows) != sorted(lengths) or (once and max(once.values()) > 1):
             raise SimulationError(
                 f"a step of {model} is to be scaled by {len(lengths)} rows, and {len(rows)} of {len(once)} samples "
                 "were accumulated since its last step"

@@ -43,7 +43,9 @@ def examine(run: RunFolder, steps: int = STEPS, run_code: bool = False) -> Exami
     ranks = ranks_of(recorded[-1][1])
     recorded = [step for step in recorded if ranks_of(step[1]) == ranks]
     spans = [span for _, inside in recorded for span in inside]
-    analysis = Analysis(operations(recorded, run.width, config.actor.zero_stage), spans)
+    analysis = Analysis(
+        operations(recorded, run.width, 3 if config.sharded_weights else config.actor.zero_stage), spans
+    )
     clock = simulated(config, recorded)
     found = analysis.found() if clock is None else analysis.found(clock.decided_anew)
     return Examined(recorded, analysis, clock, found, read_alarms(run.path))

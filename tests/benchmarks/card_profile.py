@@ -83,7 +83,7 @@ class EngineProfile:
         return json.loads((await self.worker._engine.collective_rpc(method, args=arguments))[0])
 
     async def run(self, name: str, tokens: int) -> None:
-        from rlfuse.engines.rollout.vllm_setup import NOTHING, Request
+        from rlfuse.engines.rollout.engine_actor import NOTHING, Request
         from rlfuse.protocols import Sampling
 
         count = range(self.options.sequences)

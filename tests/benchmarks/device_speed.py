@@ -88,7 +88,7 @@ class Rlfuse:
     ) -> list[tuple[list[int], list[float]]]:
         import numpy as np
 
-        from rlfuse.engines.rollout.vllm_setup import NOTHING, Request
+        from rlfuse.engines.rollout.engine_actor import NOTHING, Request
         from rlfuse.protocols import Sampling
 
         requests = [

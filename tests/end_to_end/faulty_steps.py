@@ -127,7 +127,7 @@ def hang(rank):
     def asleep_for_ever():
         time.sleep(10_000)
 
-    rank.engines["actor"].step = asleep_for_ever
+    rank.engines["actor"].engine.step = asleep_for_ever
 
 
 def starve(rank):

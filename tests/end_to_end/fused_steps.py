@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlfuse.config.compose import load
+from rlfuse.engines.rollout.engine_actor import engine_actor
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
@@ -56,6 +57,8 @@ class Steps:
         controller.tuning.rates = Rates(2, measured=False)  # under free costs a slot that seems slow would get nothing
         await controller.engines.trainer.save(self.folder)
         for case, (policy, settings, data) in CASES.items():
+            if "KV" in case and not engine_actor(controller.config.rollout.name).capabilities.kv_move:
+                continue
             await controller.engines.trainer.load(self.folder)
             controller.policy, groups = POLICIES[policy], controller.groups
             groups.prompts.taken = 0

@@ -21,6 +21,8 @@ from rollouts import start_over
 
 from rlfuse.cluster import placement, process_logs, watchdog
 from rlfuse.engines.pipeline import pipeline_group
+from rlfuse.engines.rollout.engine_actor import BACKENDS
+from rlfuse.engines.rollout.rollout_worker import RolloutWorker
 from rlfuse.engines.trainer import rank_group, trainer_group
 from rlfuse.run import build as running
 from rlfuse.run import inference
@@ -30,7 +32,7 @@ LONGEST = 544
 """Tokens of the longest prompt and response, for jobs to come."""
 
 
-class KeptWorker(inference.RolloutWorker):
+class KeptWorker(RolloutWorker):
     """Starts an engine, and ends it for a job that needs one of another kind, or when no job will come."""
 
     async def start(self, model, rollout, *more):
@@ -126,6 +128,14 @@ class Kept:
         self.slots = None
         self.trainers.clear()
 
+    def rollout_handles(self, config, *more):
+        """In place of the run's own: the last job's engines. Only vLLM's are worth it; others need their slots."""
+        if config.rollout.name != "vllm":
+            self.end_engines()
+            return rollout_handles(config, *more)
+        with mock.patch.object(inference, "RolloutHandle", self.handle()):
+            return rollout_handles(config, *more)
+
     def handle(self):
         """A class in place of `RolloutHandle`."""
         kept = self.engines
@@ -150,6 +160,7 @@ class Kept:
 
 
 start, stop, wired, start_ranks = placement.start, placement.stop, running.wired, rank_group.start_ranks
+rollout_handles = inference.rollout_handles
 
 
 @contextmanager
@@ -162,10 +173,10 @@ def kept() -> Iterator[Kept]:
         (running, "wired"): all_of_them.wired,
         (trainer_group, "start_ranks"): all_of_them.start_ranks,
         (pipeline_group, "start_ranks"): all_of_them.start_ranks,
-        (inference, "RolloutHandle"): all_of_them.handle(),
-        (inference, "RolloutWorker"): KeptWorker,
+        (inference, "rollout_handles"): all_of_them.rollout_handles,
     }
     patches = [mock.patch.object(where, name, hook) for (where, name), hook in hooks.items()]
+    patches.append(mock.patch.dict(BACKENDS, vllm=f"{__name__}:{KeptWorker.__name__}"))
     for patch in patches:
         patch.start()
     try:

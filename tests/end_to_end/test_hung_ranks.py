@@ -20,21 +20,21 @@ HEARTBEAT_S = 3.0
 
 def compute_before_a_step(rank, seconds):
     """A rank whose next optimizer step takes long, and leaves no other thread more than a turn now and then."""
-    step = rank.engines["actor"].step
+    step = rank.engines["actor"].engine.step
 
     def slow():
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             sum(range(500_000))
-        rank.engines["actor"].step = step
+        rank.engines["actor"].engine.step = step
         step()
 
-    rank.engines["actor"].step = slow
+    rank.engines["actor"].engine.step = slow
 
 
 def stop_in_a_step(rank):
     """A rank whose next optimizer step is stopped from outside."""
-    rank.engines["actor"].step = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+    rank.engines["actor"].engine.step = lambda: os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def sleep_in_a_pass(rank):

@@ -50,7 +50,7 @@ class Shared(Probe):
         def read(rank, model):
             from deepspeed.utils import safe_get_full_optimizer_state
 
-            engine, found = rank.engines[model], {}
+            engine, found = rank.engines[model].engine, {}
             for name, parameter in engine.module.named_parameters():
                 if rank.config.actor.zero_stage == 0:
                     moment = engine.optimizer.state[parameter]["exp_avg"]

@@ -141,7 +141,7 @@ async def test_gradients_equal_single_process_torch_however_they_are_accumulated
         assert metrics == pytest.approx(expected, rel=1e-5), split
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, 3, "fsdp2"])
 async def test_gradients_equal_single_process_torch_in_lockstep(group, policy_folder, stage):
     """A call with fewer rows than ranks runs on a filler."""
     rows, config = make_rows(), settings(policy_folder, stage, alone=True)
@@ -153,7 +153,7 @@ async def test_gradients_equal_single_process_torch_in_lockstep(group, policy_fo
     assert distance(await group.gradients(), serial) < 1e-6
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3, "fsdp2"])
 async def test_gradients_do_not_depend_on_how_slow_ranks_are(group, policy_folder, stage):
     """A slow rank gets fewer rows, and fillers where it gets none but has to keep step."""
     rows, config = make_rows(15), settings(policy_folder, stage, alone=True)
@@ -332,7 +332,7 @@ async def test_steps_and_checkpoints_know_what_was_accumulated(group, policy_fol
     await group.save(tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3, "fsdp2"])
 async def test_clipping_scales_the_step_by_the_global_norm(group, policy_folder, stage):
     """The clipped gradient is the whole one times limit / norm, whichever engine does it."""
     limit = 0.05
@@ -367,7 +367,7 @@ async def test_log_probs_values_and_reference_of_a_bfloat16_zero3_job(group, pol
     assert any(values.any() for values in await scores_of(group, "critic", rows))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, 3, "fsdp2"])
 async def test_resumed_training_is_bitwise_the_uninterrupted_one(group, policy_folder, stage, tmp_path):
     rows = make_rows()
 

@@ -38,7 +38,8 @@ def settings(folder, zero_stage=1, mode="token-mean", dtype="float32", budget=64
     config.trainer.n_gpus_per_node = 2
     config.cluster.timeout_s = 300
     actor = config.actor
-    actor.zero_stage, actor.loss_agg_mode = zero_stage, mode
+    actor.strategy = "fsdp2" if zero_stage == "fsdp2" else "deepspeed"
+    actor.zero_stage, actor.loss_agg_mode = 1 if zero_stage == "fsdp2" else zero_stage, mode
     actor.grad_clip, actor.ppo_max_token_len_per_gpu = clip, budget
     actor.optim.lr = config.critic.optim.lr = LR
     actor.optim.weight_decay, actor.use_kl_loss, actor.kl_loss_coef, actor.entropy_coeff = 0.0, True, 0.1, 0.01
@@ -52,7 +53,11 @@ class Probe(TrainerGroup):
         def read(rank, model):
             from deepspeed.utils import safe_get_full_optimizer_state
 
-            engine = rank.engines[model]
+            sharded = rank.engines[model]
+            if rank.config.actor.strategy == "fsdp2":
+                moments = ((n, sharded.optimizer.state[p]["exp_avg"]) for n, p in sharded.module.named_parameters())
+                return {name: moment.full_tensor() / (1 - BETA) for name, moment in moments}
+            engine = sharded.engine
             state = engine.optimizer.state if not hasattr(engine.optimizer, "bit16_groups") else None
             names = dict(engine.module.named_parameters())
             if rank.config.actor.zero_stage == 0:

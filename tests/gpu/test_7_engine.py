@@ -17,8 +17,9 @@ from small import VOCABULARY, served_folder
 from transformers import AutoModelForCausalLM
 
 from rlfuse.config.schema import ModelConfig, RolloutConfig
+from rlfuse.engines.rollout.engine_actor import NOTHING, Request
 from rlfuse.engines.rollout.rollout_worker import RolloutWorker
-from rlfuse.engines.rollout.vllm_setup import NOTHING, Request, rollout_env
+from rlfuse.engines.rollout.vllm_setup import rollout_env
 from rlfuse.engines.trainer.offloading import release_cached, to_device, to_host
 from rlfuse.engines.weights.cuda_ipc import collect, share_ipc
 from rlfuse.engines.weights.sync import WeightPush, plan_buckets, resolve_transfer

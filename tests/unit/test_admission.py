@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from rlfuse.engines.rollout.vllm_setup import NOTHING, Request, sampling_params
+from rlfuse.engines.rollout.engine_actor import NOTHING, Request
+from rlfuse.engines.rollout.vllm_setup import sampling_params
 from rlfuse.protocols import Sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process

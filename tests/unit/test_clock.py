@@ -13,7 +13,8 @@ import pytest
 from rlfuse import clock
 from rlfuse.config.schema import Config
 from rlfuse.engines.rollout.liveness import Liveness
-from rlfuse.engines.rollout.vllm_setup import StepMeter
+from rlfuse.engines.rollout.step_meter import StepMeter
+from rlfuse.engines.rollout.vllm_setup import engine_step as step_of
 from rlfuse.events import Recorder
 from rlfuse.health.sampling import Sampler
 from rlfuse.rewards.workers.pool import RewardPool
@@ -70,11 +71,12 @@ def span(tmp_path):
 def engine_step(tmp_path):
     meter = StepMeter(Recorder("rollout/0"), 1000)
     meter.pause()
-    scheduler = SimpleNamespace(kv_cache_usage=0.1, num_running_reqs=1, num_waiting_reqs=0, iteration_details=None)
+    scheduler = SimpleNamespace(iteration_details=None)
     more = {"num_generation_tokens": 1, "prompt_token_stats": SimpleNamespace(computed=8)}
     for begun in (-3600.0, 0.01):  # vLLM subtracts two dates
         iteration = {"inter_token_latencies_iter": [], "time_to_first_tokens_iter": [begun]}
-        meter.record(scheduler, SimpleNamespace(iteration_timestamp=time.time(), **iteration, **more))
+        read = step_of(scheduler, SimpleNamespace(iteration_timestamp=time.time(), **iteration, **more))
+        meter.record(read, 0.1, idle=False)
     meter.close()
     return min(found.seconds for found in meter._recorder.drain())
 

@@ -104,7 +104,7 @@ def test_keys_of_other_trainers_print_ours(theirs, ours):
         ("critic.ppo_epochs=2", "`actor.ppo_epochs`"),
         ("init_kl_coef=0.1", "algorithm.kl_ctrl.kl_coef"),
         ("actor_rollout_ref.rollout.enforce_eager=true", "rollout.engine_kwargs.enforce_eager"),
-        ("actor_rollout_ref.actor.strategy=fsdp", "no counterpart here: DeepSpeed trains"),
+        ("actor_rollout_ref.actor.strategy=fsdp", "deepspeed, sharded by actor.zero_stage"),
         ("actor_rollout_ref.actor.megatron.context_parallel_size=2", "no counterpart here: DeepSpeed trains"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2", "actor.ppo_max_token_len_per_gpu"),
         ("actor_rollout_ref.actor.something_new=2", "no counterpart here"),

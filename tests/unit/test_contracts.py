@@ -299,7 +299,8 @@ def test_a_special_token_may_be_a_stop_text():
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-    from rlfuse.engines.rollout.vllm_setup import NOTHING, Request, sampling_params
+    from rlfuse.engines.rollout.engine_actor import NOTHING, Request
+    from rlfuse.engines.rollout.vllm_setup import sampling_params
     from rlfuse.protocols import Sampling
     from rlfuse.tasks.vocabulary import PAD, build_tokenizer
 

@@ -17,7 +17,8 @@ import psutil
 import pytest
 import ray
 
-from rlfuse.engines.rollout import engine_fork, vllm_setup
+from rlfuse.cluster import child_processes
+from rlfuse.engines.rollout import engine_fork
 from rlfuse.engines.rollout.engine_fork import EngineFork, Forks, can_fork, forking
 
 ENDLESS = """
@@ -205,5 +206,5 @@ def test_a_thread_that_ends_while_others_are_bound_to_a_core_is_no_fault(monkeyp
             raise ProcessLookupError(3, "No such process")
 
     monkeypatch.setattr(os, "sched_setaffinity", bind)
-    vllm_setup.bind(0)
+    child_processes.bind(0)
     assert {(thread, 0) for thread in mine} <= {(thread, *cores) for thread, cores in bound}

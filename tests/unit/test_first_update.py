@@ -17,7 +17,7 @@ KINDS += [(PipelineRank, 1, dtype) for dtype in DTYPES]
 
 def masters(rank):
     """float32 weights of the actor, which the optimizer steps on."""
-    engine = rank.engines["actor"]
+    engine = getattr(rank.engines["actor"], "engine", rank.engines["actor"])
     parameters = list(engine.module.parameters())
     if engine.zero_optimization_stage() == 0:
         parameters = engine.basic_optimizer.param_groups[0]["params"]

@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen2Config
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.rollout.vllm_support import CPU_BLOCK, CPU_HEAD_SIZES, architectures, unserved
+from rlfuse.engines.rollout.vllm_support import CPU_BLOCK, CPU_HEAD_SIZES, architectures, unserved, unserved_judges
 from rlfuse.engines.trainer.families import untrainable
 
 
@@ -42,10 +42,12 @@ def test_a_head_that_vllm_has_no_kernel_for_is_told_on_cpus_alone(config):
     (told,) = unserved(config)
     assert told == (
         f"model.path={config.model.path}: its attention heads are of 16 numbers, vLLM computes attention on CPUs for "
-        "32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512; choose another model, or a machine with GPUs"
+        "32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512; choose another model, a machine with GPUs, or "
+        "rollout.name=transformers"
     )
     config.reward.functions = [{"path": "judge", "kwargs": {"model": config.model.path}}]
-    assert unserved(config) == [told, told.replace("model.path=", "reward.functions: model=")]
+    judge = told.replace("model.path=", "reward.functions: model=").removesuffix(", or rollout.name=transformers")
+    assert unserved_judges(config) == [judge]
     config.cluster.device = "cuda"
     assert unserved(config) == []
     config.cluster.device, config.cluster.ray_address = "auto", "auto"  # the cluster decides

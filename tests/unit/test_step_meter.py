@@ -4,14 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlfuse.engines.rollout.vllm_setup import StepMeter
+from rlfuse.engines.rollout.step_meter import StepMeter
+from rlfuse.engines.rollout.vllm_setup import engine_step
 from rlfuse.events import Recorder
 
 
 def step(meter, now, usage, decoding=0, begun=0, running=1):
     """One engine step of 1 s with this share of the KV cache used after it."""
-    meter.record(
-        SimpleNamespace(kv_cache_usage=usage, num_running_reqs=running, num_waiting_reqs=0, iteration_details=None),
+    read = engine_step(
+        SimpleNamespace(iteration_details=None),
         SimpleNamespace(
             iteration_timestamp=now,
             inter_token_latencies_iter=[1.0] * decoding,
@@ -20,6 +21,7 @@ def step(meter, now, usage, decoding=0, begun=0, running=1):
             prompt_token_stats=SimpleNamespace(computed=50 * begun),
         ),
     )
+    meter.record(read, usage, idle=not running)
 
 
 @pytest.fixture
@@ -50,10 +52,10 @@ def test_tokens_that_the_engine_holds_back_count_in_their_steps(meter):
         details = SimpleNamespace(
             num_ctx_requests=0, num_ctx_tokens=0, num_generation_requests=2, num_generation_tokens=2, elapsed_ms=20.0
         )
-        stats = SimpleNamespace(kv_cache_usage=0.5, num_running_reqs=2, num_waiting_reqs=0, iteration_details=details)
-        assert meter.record(stats, None)
+        stats = SimpleNamespace(iteration_details=details)
+        assert meter.record(engine_step(stats, None), 0.5, idle=False)
     details.num_generation_requests = 0
-    assert not meter.record(stats, None), "no request had a token"
+    assert not meter.record(engine_step(stats, None), 0.5, idle=False), "no request had a token"
     meter.close()
     [span] = meter._recorder.drain()
     assert (span.tokens, span.attributes["steps"], span.attributes["context"]) == (6, 3, 500)

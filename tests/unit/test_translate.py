@@ -199,7 +199,7 @@ AS_HERE = {
     "trainer.default_local_dir": "where runs are kept",
     "trainer.logger": "what is shown",
     "trainer.log_val_generations": "what is shown",
-    "rollout.name": "there is one engine",
+    "rollout.name": "the engine; hf is called transformers here",
     "rollout.update_weights_bucket_mb": "memory",
     "rollout.free_cache_engine": "null lets the memory plan decide",
     "reward.num_workers": "processes",

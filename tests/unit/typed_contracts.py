@@ -5,7 +5,10 @@ from __future__ import annotations
 from rlfuse.algorithms.experience import Experience
 from rlfuse.data.prompts import PromptSource
 from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
+from rlfuse.engines.rollout.engine_actor import EngineActor
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
+from rlfuse.engines.rollout.rollout_worker import RolloutWorker
+from rlfuse.engines.rollout.transformers_engine import TransformersEngine
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.fusion import selection
@@ -23,6 +26,14 @@ from rlfuse.video.step_clips import StepClips
 
 def rollout_engines(real: RolloutHandle, simulated: SimulatedRollout) -> list[RolloutEngine]:
     return [real, simulated]
+
+
+def engine_actors(vllm: RolloutWorker, transformers: TransformersEngine) -> list[EngineActor]:
+    return [vllm, transformers]
+
+
+def backends() -> list[type[EngineActor]]:
+    return [RolloutWorker, TransformersEngine]
 
 
 def reward_scorers(real: RewardPool, simulated: SimulatedReward) -> list[RewardScorer]:

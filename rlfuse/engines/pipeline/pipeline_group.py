@@ -132,7 +132,7 @@ class PipelineGroup(RankGroup):
         trains, scores = _micro_batch_counts(schedule)
         work = [self._divided(counts, of) for counts, of in ((trains, rows), (scores, scored or {}))]
         for name in rows:
-            self._accumulated[name] += [len(row.response_ids) for row in rows[name]]
+            self._accumulated[name] += [row.length for row in rows[name]]
         return await self._run(schedule, *work, planned)
 
     def _divided(self, counts: Mapping[str, int], rows: Mapping[str, Sequence[Row]]) -> Work:

@@ -44,9 +44,10 @@ from rlfuse.engines.trainer import fused_log_probs
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
 from rlfuse.engines.trainer.models import packs_exactly
 from rlfuse.engines.trainer.offloading import on_device
-from rlfuse.engines.trainer.optimizer import check_finite, set_lr, take_step, trainable
+from rlfuse.engines.trainer.optimizer import not_finite, set_lr, take_step, trainable
 from rlfuse.engines.trainer.passes import read_sums
 from rlfuse.engines.trainer.saving import Writing, writing
+from rlfuse.engines.trainer.sharded_model import check_finite
 from rlfuse.engines.trainer.tensor_parallel import Sharers
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.events import Span
@@ -296,7 +297,7 @@ class PipelineRank(Rank):
                 first = self.place.block == 0 and self.place.device < self.layout[name].stages  # pipeline
                 rank = self.rank if first and self._answers else None
                 training_state.save(engine, folder / name / "pipeline", rank, files, self._shares(name))
-            check_finite(self.engines, self.engines)
+                check_finite(name, not_finite(engine.module))
         return files.problem
 
     @needs_models

@@ -30,8 +30,8 @@ from rlfuse.cluster import watchdog
 from rlfuse.cluster.nodes import from_head
 from rlfuse.cluster.remote import call, explain, is_death
 from rlfuse.config.schema import ModelConfig, RolloutConfig
+from rlfuse.engines.rollout.engine_actor import NOTHING, Request
 from rlfuse.engines.rollout.liveness import Pulse
-from rlfuse.engines.rollout.vllm_setup import NOTHING, Request
 from rlfuse.errors import EngineError, EngineFailed, EngineLost, WorkerLost
 from rlfuse.events import Recorder, Span
 from rlfuse.protocols import PARTS, Load, Part, Sampling

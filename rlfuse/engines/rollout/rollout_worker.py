@@ -32,25 +32,27 @@ from typing import Any
 import psutil
 
 from rlfuse import clock
-from rlfuse.cluster import watchdog
-from rlfuse.cluster.child_processes import restore_child_signals
+from rlfuse.cluster import cuda, watchdog
+from rlfuse.cluster.child_processes import bind, restore_child_signals
 from rlfuse.cluster.garbage import GarbageCollector, importing
-from rlfuse.config.schema import ModelConfig, RolloutConfig
+from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
 from rlfuse.engines.rollout import engine_death
+from rlfuse.engines.rollout.engine_actor import Capabilities, Request
 from rlfuse.engines.rollout.engine_fork import forking
 from rlfuse.engines.rollout.liveness import Liveness, Pulse, children_cpu
+from rlfuse.engines.rollout.step_meter import StepMeter
 from rlfuse.engines.rollout.vllm_import import import_vllm
 from rlfuse.engines.rollout.vllm_setup import (
-    Request,
-    StepMeter,
-    bind,
     build,
     engine_arguments,
+    engine_step,
     extend,
     holds_tokens,
+    rollout_env,
     sampling_params,
     token_bytes,
 )
+from rlfuse.engines.rollout.vllm_support import unserved
 from rlfuse.engines.weights.sync import resolve_transfer
 from rlfuse.errors import EngineError
 from rlfuse.events import Recorder, Span
@@ -63,6 +65,8 @@ TOGETHER_S = 0.005
 
 class RolloutWorker:
     """The actor's side. Create it as an asyncio actor: num_cpus=0, a high max_concurrency and `rollout_env`."""
+
+    capabilities = Capabilities(kv_move=True, embeds=True)
 
     def __init__(self, slot: int):
         self.name = f"rollout/{slot}"
@@ -91,6 +95,15 @@ class RolloutWorker:
         self._steps = 0
         self._version = 0
         self._update: Span | None = None
+
+    @staticmethod
+    def environment(config: Config, device: str) -> dict[str, str]:
+        found = rollout_env(device, config.rollout.weight_transfer, cuda.engine_dtype(config))
+        return found | (cuda.environment(cuda.deterministic_settings(config)) if device == "cuda" else {})
+
+    @staticmethod
+    def unserved(config: Config) -> list[str]:
+        return unserved(config)
 
     async def start(
         self,
@@ -154,7 +167,8 @@ class RolloutWorker:
         self._stats = scheduler_stats or self._stats
         if self._meter is None or scheduler_stats is None:
             return
-        if self._meter.record(scheduler_stats, iteration_stats):
+        idle = not scheduler_stats.num_running_reqs and not scheduler_stats.num_waiting_reqs
+        if self._meter.record(engine_step(scheduler_stats, iteration_stats), scheduler_stats.kv_cache_usage, idle):
             self._steps += 1
             self._liveness.did(f"a step of {scheduler_stats.num_running_reqs} samples")
 

@@ -1,17 +1,15 @@
-"""vLLM as we use it: its environment and arguments, requests and what comes of them, step times.
+"""vLLM as we use it: its environment and arguments, what comes of requests, its statistics.
 
 Role: used by `RolloutWorker` and by whoever creates that actor. Waits for nothing.
 Imports vLLM nowhere at the top: `rollout_env` must stand in the process before its first import.
-Invariants: `rollout.engine_kwargs` has the last word on every argument; a `decode` span covers engine steps and nothing
-between them.
+Invariant: `rollout.engine_kwargs` has the last word on every argument.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -24,14 +22,15 @@ from rlfuse.config.facts import EXPERTS, NIXL_NEEDS_MEMORY_THAT_STAYS, nixl_inst
 from rlfuse.config.quantization import KEPT
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.rollout import speculation
+from rlfuse.engines.rollout.engine_actor import Request
+from rlfuse.engines.rollout.step_meter import EngineStep
 from rlfuse.engines.rollout.vllm_import import CPU_ENVIRONMENT, ENVIRONMENT
 from rlfuse.engines.weights.sync import MIB, resolve_transfer
 from rlfuse.errors import EngineError
-from rlfuse.events import Recorder, Span
+from rlfuse.events import Span
 from rlfuse.protocols import Sampling
-from rlfuse.samples import Partial, Sample, Visual
+from rlfuse.samples import Partial
 
-STEPS_PER_SPAN = 64
 DECODE_SCHEDULER = "rlfuse.engines.rollout.decode_scheduler"
 TUNED = frozenset(
     {"attention_backend", "attention_config", "enable_flashinfer_autotune", "hf_overrides", "kernel_config"}
@@ -45,29 +44,6 @@ TUNED = frozenset(
     }
 )
 """Keys of rollout.engine_kwargs by which a user chooses kernels of FlashInfer, or what they depend on."""
-NOTHING = Partial(np.empty(0, np.int32), np.empty(0, np.float32), weight_version=-1)
-"""What a sample that no engine has begun has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What an engine needs of a sample."""
-
-    id: str
-    step: int
-    seed: int
-    prompt_ids: np.ndarray
-    partial: Partial
-    visual: tuple[Visual, ...] = ()
-
-    @classmethod
-    def of(cls, sample: Sample, partial: Partial = NOTHING) -> Request:
-        """What is left of the sample to do."""
-        return cls(sample.id, sample.step, sample.seed, sample.prompt.token_ids, partial, sample.prompt.visual)
-
-    def ids(self) -> np.ndarray:
-        """int32: what the sample has so far."""
-        return np.concatenate([self.prompt_ids, self.partial.token_ids])
 
 
 def rollout_env(device: str, transfer: str = "auto", dtype: str | None = None) -> dict[str, str]:
@@ -273,117 +249,17 @@ def extend(partial: Partial, output: Any, version: int, record: Span) -> tuple[P
     return extended, drawn.finish_reason
 
 
-def bind(core: int | None) -> None:
-    """Bind every thread of this process and of its children to one core, and so whatever they start; None: leave them.
-
-    Raises ValueError for a core that the host has not.
-    """
-    if core is None:
-        return
-    cores = os.cpu_count() or 1
-    if not 0 <= core < cores:
-        raise ValueError(f"core={core}: this host has cores 0 to {cores - 1}")
-    actor = psutil.Process()
-    for process in (actor, *actor.children(recursive=True)):
-        for thread in process.threads():
-            with suppress(ProcessLookupError):  # it may have ended since
-                os.sched_setaffinity(thread.id, {core})
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStep:
-    """What `StepMeter` reads of one step."""
-
-    now: float
-    decoded: int
-    """Samples that had tokens before."""
-    length_s: float
-    begun: int
-    """Samples that got their first token."""
-    waited_s: float
-    """The longest that one of them waited for it."""
-    prefilled: int
-    tokens: int
-
-    @classmethod
-    def of(cls, scheduler: Any, iteration: Any) -> EngineStep:
-        """Read vLLM's statistics; those of `decode_scheduler` count tokens that are held back, too."""
-        first = [] if iteration is None else iteration.time_to_first_tokens_iter
-        now = clock.now() if iteration is None else clock.of_date(iteration.iteration_timestamp)
-        waited_s = max([0.0, *first])
-        if (counted := scheduler.iteration_details) is not None:
-            length_s, begun = counted.elapsed_ms / 1e3, counted.num_ctx_requests
-            prefilled, tokens = counted.num_ctx_tokens, counted.num_generation_tokens
-            return cls(now, counted.num_generation_requests, length_s, begun, waited_s, prefilled, tokens)
-        if iteration is None:
-            return cls(now, 0, 0.0, 0, 0.0, 0, 0)
-        gaps = iteration.inter_token_latencies_iter
-        prefilled, tokens = iteration.prompt_token_stats.computed, iteration.num_generation_tokens
-        return cls(now, len(gaps), min(gaps, default=0.0), len(first), waited_s, prefilled, tokens)
-
-
-class StepMeter:
-    """`decode` spans from vLLM's statistics of each engine step: one per stretch of steps with as many samples.
-
-    Steps that prefill are apart from those that only decode. A step is as long as the time between two tokens of a
-    sample on the engine's own clock. Only the first step after idling or a pause has no such pair: it begins when its
-    first sample arrived or the pause ended, and ends when its statistics are here.
-    """
-
-    def __init__(self, recorder: Recorder, kv_tokens: int):
-        self._recorder, self._kv_tokens = recorder, kv_tokens
-        self._span: Span | None = None
-        self._context = self._usage = 0.0
-        self._clock: float | None = None
-        """End of the last step (epoch seconds); None when nothing is under way."""
-        self._ready = 0.0
-        """When nothing was under way any more."""
-
-    def record(self, scheduler: Any, iteration: Any) -> bool:
-        """Add a step; False if it had no tokens."""
-        step = EngineStep.of(scheduler, iteration)
-        if not step.decoded and not step.begun:
-            return False
-        start, end = self._ready if self._clock is None else self._clock, step.now
-        if not step.decoded:  # the last step may have been long ago, if what it decoded was aborted since
-            start = max(start, step.now - step.waited_s)
-        elif self._clock is not None:
-            end = start + step.length_s
-        self._clock = end = max(start, end)
-        self._add(start, end, step)
-        # What the step's finished samples had is free already, what its new ones have was not there before. Where
-        # nothing decoded, what was there is gone: it may have been aborted after the last step, and no statistics said
-        # so.
-        before = self._usage if step.decoded else 0.0
-        self._context += max(before, scheduler.kv_cache_usage) * self._kv_tokens
-        self._usage = scheduler.kv_cache_usage
-        if not scheduler.num_running_reqs and not scheduler.num_waiting_reqs:
-            self.pause(step.now)
-        return True
-
-    def _add(self, start: float, end: float, step: EngineStep) -> None:
-        span, batch = self._span, step.decoded + step.begun
-        if span is not None:
-            seen = span.attributes
-            alike = seen["batch"] == batch and bool(seen["prefill_tokens"]) == bool(step.prefilled)
-            if not alike or seen["steps"] == STEPS_PER_SPAN:
-                self.close()
-        if self._span is None:
-            attributes = {"steps": 0, "batch": batch, "context": 0, "prefill_tokens": 0}
-            self._span = Span("decode", self._recorder.where, start, step=self._recorder.step, attributes=attributes)
-        self._span.end = end
-        self._span.tokens += step.tokens
-        self._span.attributes["steps"] += 1
-        self._span.attributes["prefill_tokens"] += step.prefilled
-
-    def close(self) -> None:
-        """End the present stretch here."""
-        if self._span is not None:
-            self._span.attributes["context"] = round(self._context / self._span.attributes["steps"])
-            self._recorder.add(self._span)
-        self._span, self._context = None, 0.0
-
-    def pause(self, now: float | None = None) -> None:
-        """No step is under way; the next begins after `now`, the present by default."""
-        self.close()
-        self._clock, self._ready = None, clock.now() if now is None else now
+def engine_step(scheduler: Any, iteration: Any) -> EngineStep:
+    """Read vLLM's statistics; those of `decode_scheduler` count tokens that are held back, too."""
+    first = [] if iteration is None else iteration.time_to_first_tokens_iter
+    now = clock.now() if iteration is None else clock.of_date(iteration.iteration_timestamp)
+    waited_s = max([0.0, *first])
+    if (counted := scheduler.iteration_details) is not None:
+        length_s, begun = counted.elapsed_ms / 1e3, counted.num_ctx_requests
+        prefilled, tokens = counted.num_ctx_tokens, counted.num_generation_tokens
+        return EngineStep(now, counted.num_generation_requests, length_s, begun, waited_s, prefilled, tokens)
+    if iteration is None:
+        return EngineStep(now, 0, 0.0, 0, 0.0, 0, 0)
+    gaps = iteration.inter_token_latencies_iter
+    prefilled, tokens = iteration.prompt_token_stats.computed, iteration.num_generation_tokens
+    return EngineStep(now, len(gaps), min(gaps, default=0.0), len(first), waited_s, prefilled, tokens)

@@ -27,24 +27,43 @@ CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Numbers of a head that vLLM's attention for CPUs is compiled for."""
 CPU_BLOCK = 32
 """Tokens of which its blocks are multiples."""
-ELSEWHERE = "choose another model, or a machine with GPUs"
+ELSEWHERE = "choose another model, a machine with GPUs"
 
 
 def unserved(config: Config) -> list[str]:
-    """What speaks against generating with the policy or a judge, each under its key."""
-    found, judges = [], list[str]()
+    """Why vLLM cannot generate with the policy, each under its key."""
+    path = config.model.path
+    if "hf_overrides" in config.rollout.engine_kwargs or (model := _model_config(config, path)) is None:
+        return []  # with overrides, vLLM reads another model than this
+    given = f"model.path={path}"
+    return [
+        *(f"{each}, or rollout.name=transformers" for each in _architecture(given, model)),
+        *(f"{each}, or rollout.name=transformers" for each in _head_size(given, config, model)),
+        *_shared_heads(config, model),
+        *_arguments(config, model),
+    ]
+
+
+def unserved_judges(config: Config) -> list[str]:
+    """Why vLLM cannot run a judge of the reward."""
+    judges = list[str]()
     with_judges_at(config.reward.functions, lambda path: judges.append(path) or path)
-    for key, path in (("model.path", config.model.path), *(("reward.functions: model", path) for path in judges)):
-        if key == "model.path" and "hf_overrides" in config.rollout.engine_kwargs:  # vLLM reads another model than this
-            continue
-        try:
-            model = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-        except (OSError, ValueError, KeyError, StrictDataclassError):  # told by `checks`, and by `untrainable`
-            continue
-        found += [*_architecture(f"{key}={path}", model), *_head_size(f"{key}={path}", config, model)]
-        if key == "model.path":
-            found += [*_shared_heads(config, model), *_arguments(config, model)]
-    return found
+    models = {path: _model_config(config, path) for path in judges}
+    given = {path: f"reward.functions: model={path}" for path in models}
+    return [
+        problem
+        for path, model in models.items()
+        if model is not None
+        for problem in (*_architecture(given[path], model), *_head_size(given[path], config, model))
+    ]
+
+
+def _model_config(config: Config, path: str) -> PreTrainedConfig | None:
+    """None for a folder that can't be read, which `checks` and `untrainable` report."""
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError, KeyError, StrictDataclassError):
+        return None
 
 
 def _architecture(given: str, model: PreTrainedConfig) -> Iterator[str]:

@@ -63,7 +63,7 @@ class RankActivations:
     """Of all models that a rank trains, by name; every rank makes one at the same time."""
 
     def __init__(self, config: Config, models: Mapping[str, PreTrainedModel], device: str):
-        self._alike, again = config.actor.zero_stage == 3, config.model.enable_gradient_checkpointing
+        self._alike, again = config.sharded_weights, config.model.enable_gradient_checkpointing
         self._budget = _budget(config, device)
         flops = OF_PEAK * matmul_rate(getattr(torch, config.model.dtype), device)
         self._models = {name: ActivationOffloading(each, self._budget, flops, again) for name, each in models.items()}

@@ -27,6 +27,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch.distributed import distributed_c10d
 
 from rlfuse.cluster import watchdog
+from rlfuse.cluster.child_processes import bind
 from rlfuse.cluster.cuda import collective_limit_s
 from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.cluster.host_memory import resident_mib
@@ -91,10 +92,7 @@ class Rank(StoreServer):
         self.engines: dict[str, Any] = {}
         self.beside: list[torch.nn.Module] = []
         self.away, self.sharing = False, Sharing()
-        if core is not None:
-            for thread in os.listdir("/proc/self/task"):  # Ray's threads run already; later ones inherit
-                with suppress(ProcessLookupError):  # it may have ended since
-                    os.sched_setaffinity(int(thread), {core})
+        bind(core)  # Ray's threads run already; later ones inherit
 
     @property
     def limit_s(self) -> float:

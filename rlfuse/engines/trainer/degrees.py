@@ -199,7 +199,9 @@ def _fits(bin: Sequence[Unit], budget: int, most: int | None) -> bool:
 def fill(shares: Sequence[Sequence[Share]], rows: Sequence[Row]) -> list[list[MicroBatch]]:
     """The shares with their rows; one without runs two tokens of a row at weight 0, which costs next to nothing."""
     row, first = rows[0], {name: array[:1] for name, array in rows[0].tensors.items()}
-    short = replace(row, prompt_ids=row.prompt_ids[-1:], response_ids=row.response_ids[:1], tensors=first, visual=())
+    short = replace(
+        row, prompt_ids=row.prompt_ids[-1:], response_ids=row.response_ids[:1], tensors=first, visual=(), trainable=None
+    )
     filler = MicroBatch((short,), weight=0.0)
     return [
         [MicroBatch(tuple(rows[i] for i in each.rows), degree=each.degree) if each.rows else filler for each in mine]

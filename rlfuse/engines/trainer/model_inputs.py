@@ -19,7 +19,7 @@ import torch
 
 from rlfuse.engines.trainer.attention import Layout, Segment, SegmentTable
 from rlfuse.engines.trainer.transfers import send, send_all
-from rlfuse.samples import Row, Visual
+from rlfuse.samples import Row, Visual, flattened, padded, per_row
 from rlfuse.video.positions import MRope, following
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ Later = Callable[[], list[np.ndarray]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch on its device. R = response tokens of all rows, B = rows, T = the longest response.
+    """One micro-batch on its device. R = trainable response tokens of all rows, B = rows, T = the longest response.
 
     r = those of the R whose prediction is in this rank's slice; without sequence parallelism all.
     """
@@ -40,17 +40,17 @@ class Batch:
     """`input_ids` [sequences, tokens]; `position_ids`, of the same shape, or [3, ...] where M-RoPE meets clips; and
     `layout`."""
     predict: torch.Tensor
-    """int64 [r]: positions of the flattened kept output that predict each response token."""
+    """int64 [r]: positions of the flattened kept output that predict each trainable token."""
     targets: torch.Tensor
-    """int64 [r]: the response tokens."""
+    """int64 [r]: the trainable tokens."""
     mask: torch.Tensor
-    """bool [B, T]: True on response tokens; in row-major order its True entries are the R tokens."""
+    """bool [B, T]: True on trainable tokens; in row-major order its True entries are the R tokens."""
     tensors: dict[str, torch.Tensor]
     """float32 [B, T] per-token arrays of the rows, 0 where masked."""
     places: torch.Tensor
-    """int64 [R]: positions of the response tokens in a flattened [B, T]."""
-    lengths: tuple[int, ...]
-    """Response tokens of each row."""
+    """int64 [R]: positions of the trainable tokens in a flattened [B, T]."""
+    masks: tuple[np.ndarray, ...]
+    """bool [T of the row]: the trainable tokens of each row."""
     keep: torch.Tensor
     """int64: columns of the inputs that predict anything; `predict` indexes what is kept."""
     in_order: bool = False
@@ -67,7 +67,7 @@ class Batch:
         So every rank computes the whole loss, and the sum of their gradients is its gradient, whatever the loss does
         with a row's tokens together.
         """
-        return flat if self.part is None else self.part.whole(flat, self.own, sum(self.lengths))
+        return flat if self.part is None else self.part.whole(flat, self.own, len(self.places))
 
     def predictions(self, kept: torch.Tensor) -> torch.Tensor:
         """[sequences, kept columns, ...] -> [r, ...], without a copy where all of them predict one token each."""
@@ -83,12 +83,12 @@ class Batch:
         return matrix.flatten()[self.places]
 
     def split_later(self, flat: torch.Tensor) -> Later:
-        """Return a function that reads [R] from the device, as one float32 array per row."""
-        found, lengths = flat.detach().float(), self.lengths
-        return lambda: [part.numpy() for part in found.cpu().split(lengths)]
+        """Return a function that reads [R] from the device, as one float32 [T] per row, 0 where not trainable."""
+        found, masks = flat.detach().float(), self.masks
+        return lambda: per_row(found.cpu().numpy(), masks)
 
     def split(self, flat: torch.Tensor) -> list[np.ndarray]:
-        """[R] -> one float32 array per row; waits for the device."""
+        """[R] -> one float32 [T] per row; waits for the device."""
         return self.split_later(flat)()
 
 
@@ -107,14 +107,14 @@ def collate(
     and by layout only). `rope`: of a model with 3-D positions. `sizes`: ascending, numbers of tokens to which a packed
     batch is padded where one is large enough and no clip is in the batch; its layout is then a `SegmentTable`.
     """
-    lengths = torch.tensor([len(row.response_ids) for row in rows])
-    mask = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
-    tensors = {name: _matrix([row.tensors[name] for row in rows], mask) for name in rows[0].tensors}
+    masks = tuple(row.mask for row in rows)
+    mask = torch.from_numpy(padded(masks, masks, bool))
+    tensors = {name: torch.from_numpy(padded([row.tensors[name] for row in rows], masks)) for name in rows[0].tensors}
     sheet = _sheet_of(rows, packed, part.degree if part else 1, shared, rope)
     if size := None if sheet.clips else next((size for size in sizes if size >= sheet.size), None):
         sheet.fill(size, max(row.tokens for row in rows))
     cut = _Cut(sheet, 1 if packed else len(rows), part)
-    targets = np.concatenate([row.response_ids for row in rows])[cut.own]
+    targets = flattened([row.response_ids for row in rows], masks)[cut.own]
     arrays = [cut.columns(sheet.ids), cut.columns(sheet.positions), cut.predict, targets, cut.keep]
     segments = tuple(sheet.segments)
     table = SegmentTable.of(segments, np.concatenate(sheet.positions, axis=-1)) if size else np.empty(0)
@@ -134,18 +134,13 @@ def collate(
         mask,
         dict(zip(tensors, values, strict=True)),
         places,
-        tuple(lengths.tolist()),
+        masks,
         keep,
         np.array_equal(cut.predict, np.arange((1 if packed else len(rows)) * len(cut.keep))),
         tuple((send(torch.from_numpy(at), device), send(each, device)) for at, each in cut.visual()),
         own if part else None,
         part,
     )
-
-
-def _matrix(arrays: Sequence[np.ndarray], mask: torch.Tensor) -> torch.Tensor:
-    """float32, of the mask's shape, 0 where it is False."""
-    return torch.zeros(mask.shape).masked_scatter(mask, torch.from_numpy(np.concatenate(arrays).astype(np.float32)))
 
 
 @dataclass(slots=True)
@@ -157,7 +152,7 @@ class _Sheet:
     """[tokens] each, or [3, tokens]."""
     segments: list[Segment] = field(default_factory=list)
     predict: list[np.ndarray] = field(default_factory=list)
-    """Where each response token is predicted, row by row."""
+    """Where each trainable token is predicted, row by row."""
     clips: list[tuple[int, Visual]] = field(default_factory=list)
     """Where the prompt begins that the embeddings belong to."""
     size: int = 0
@@ -189,13 +184,14 @@ def _sheet_of(rows: Sequence[Row], packed: bool, degree: int, shared: bool, rope
             response = siblings[0].response_ids
             behind = following(at, len(response))
             start = sheet.add(np.concatenate([prompt, response]), np.concatenate([at, behind], axis=-1))
-            sheet.predict.append(start + len(prompt) - 1 + np.arange(len(response)))
+            sheet.predict.append(start + len(prompt) - 1 + np.flatnonzero(siblings[0].mask))
         else:
             start = sheet.add(prompt, at)
             prefix = (start, start + len(prompt))
             for row in siblings:
                 begin = sheet.add(row.response_ids, following(at, len(row.response_ids)), prefix)
-                sheet.predict.append(np.concatenate([[prefix[1] - 1], begin + np.arange(len(row.response_ids) - 1)]))
+                before = np.concatenate([[prefix[1] - 1], begin + np.arange(len(row.response_ids) - 1)])
+                sheet.predict.append(before[row.mask])
         if not packed:
             sheet.fill((number + 1) * width, width)
     sheet.fill(_up(sheet.size, degree), width)

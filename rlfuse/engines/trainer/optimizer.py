@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,6 @@ from transformers.integrations import HfDeepSpeedConfig
 from rlfuse.config.schema import ActorConfig
 from rlfuse.engines.trainer.gradient_memory import REDUCED
 from rlfuse.engines.trainer.tensor_parallel import counted
-from rlfuse.errors import EngineError
 
 
 def trainable(model: Any, settings: ActorConfig, lr: float, device: str, grid: Any = None) -> deepspeed.DeepSpeedEngine:
@@ -171,19 +170,13 @@ def take_step(engine: deepspeed.DeepSpeedEngine, count: float, world: int) -> fl
 
 
 @torch.no_grad()
-def check_finite(engines: Mapping[str, deepspeed.DeepSpeedEngine], names: Iterable[str]) -> None:
-    """EngineError if a weight of these models on this rank, be it a shard's, is not finite.
-
-    No later step can mend that, and a checkpoint of it would push out one that can be gone on from.
-    """
-    for name in names:
-        for key, parameter in engines[name].module.named_parameters():
-            shard = getattr(parameter, "ds_tensor", parameter)
-            if shard.numel() and not all(end.isfinite() for end in shard.aminmax()):  # NaN would be both
-                raise EngineError(
-                    f"The {name} is lost, and not saved: its weights are not finite ({key}). Go on from the last "
-                    f"checkpoint with a lower learning rate, a lower actor.grad_clip or model.dtype=float32."
-                )
+def not_finite(module: torch.nn.Module) -> str | None:
+    """Name of a parameter that is not finite on this rank, be it a shard."""
+    for name, parameter in module.named_parameters():
+        shard = getattr(parameter, "ds_tensor", parameter)
+        if shard.numel() and not all(end.isfinite() for end in shard.aminmax()):  # NaN would be both
+            return name
+    return None
 
 
 class _ParameterShards(deepspeed.zero.Init):

@@ -62,7 +62,7 @@ class RankGroup:
         self.config, self.ranks, self._turns = config, list(ranks), _Turns()
         self.recorder = Recorder("trainer")
         self._accumulated: dict[str, list[int]] = {model: [] for model in self.models}
-        """Model -> response tokens of each row since its last step."""
+        """Model -> trainable tokens of each row since its last step."""
         self._known: set[tuple[int, str]] = set()
         """(rank, call) that have ended well once: each rank compiles for itself."""
         self._roles: dict[int, str] = {}
@@ -128,7 +128,7 @@ class RankGroup:
     async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
         """One optimizer step; the mini-batch's mean diagnostics, `lr` and `grad_norm` as `model/name`.
 
-        `lr_factor`: share of the full learning rate. ValueError unless `lengths` are the response tokens of the rows
+        `lr_factor`: share of the full learning rate. ValueError unless `lengths` are the trainable tokens of the rows
         accumulated since the last step, in any order.
         """
         if not (accumulated := self._accumulated[model]):

@@ -1,4 +1,4 @@
-"""One trainer rank of a reward model: a sequence classifier under DeepSpeed, trained on pairs.
+"""One trainer rank of a reward model: a sequence classifier, trained on pairs.
 
 Role: the class that `RewardModelTrainer.start` makes Ray actors of. All but the model is as in a `TrainerRank`.
 """
@@ -14,7 +14,8 @@ from rlfuse.config.reward_labels import head_labels
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.models import check_forward, check_training_passes, load_reward_model
-from rlfuse.engines.trainer.optimizer import sharded_loading, trainable, zero_head
+from rlfuse.engines.trainer.optimizer import zero_head
+from rlfuse.engines.trainer.sharded_model import sharded_model
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
 
@@ -30,18 +31,19 @@ class RewardModelRank(TrainerRank):
         """
         config, path = self.config, self.config.model.path
         torch.manual_seed(config.data.seed)
-        with self.recorder.span("start", cause="run"), sharded_loading(config.actor, config.model.dtype):
+        backend = sharded_model(config.actor.strategy)
+        with self.recorder.span("start", cause="run"), backend.loading(config):
             model = load_reward_model(path, config.model, labels)
             if not head_labels(path, config.model.trust_remote_code):
                 zero_head(model, len(labels))
             model.config.get_text_config().pad_token_id = padding
-            self.engines = {MODEL_PART: trainable(model, config.actor, config.actor.optim.lr, self.device)}
+            self.engines = {MODEL_PART: backend.trained(model, config, config.actor.optim.lr, self.device)}
         if model.is_remote_code():
             check_forward(model, path)
         self.tower, self.sums, self.ropes = None, {}, {MODEL_PART: None}
-        self.exporters = {MODEL_PART: Exporter(model, self.rank)}
+        self.exporters = {MODEL_PART: Exporter(model, self.rank, sharded=self.engines[MODEL_PART])}
         self.progress.follow(model)
         self.packed = self.shares = config.model.use_remove_padding and attends_by_layout(model)
         check_training_passes(self.engines[MODEL_PART], self.packed, self.device, "reward model")
-        parameters = sum(size for _, size in self.sizes(MODEL_PART)) // model.dtype.itemsize
+        parameters = sum(size for _, size in self.sizes(MODEL_PART)) // self.dtype.itemsize
         return {"packed": self.packed, "parameters": parameters, "lines": self._arrange_passes()}

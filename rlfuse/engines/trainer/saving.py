@@ -1,9 +1,9 @@
 """Files of a checkpoint, written by ranks that stay in step with one another where the disk is full.
 
-Role: a rank opens `writing(engines)` around what it saves, and sends every file of its own through `Writing.write`;
-DeepSpeed's go there too. A file that can't be written is noted and nothing more is written, but every collective on the
-way is entered as before: a rank that left one would make its peers wait, and end the run for want of a checkpoint.
-What was written is on the disk when `write` returns, not only in this node's memory.
+Role: a rank opens `writing(models)` around what it saves, and sends every file through `Writing.write`. A file that
+can't be written is noted and nothing more is written, but every collective on the way is entered as before: a rank that
+left one would make its peers wait, and end the run for want of a checkpoint. What was written is on the disk when
+`write` returns, not only in this node's memory.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-
-from deepspeed import DeepSpeedEngine
 
 from rlfuse.engines.trainer.offloading import on_device
 from rlfuse.files import sync_all
@@ -43,41 +41,9 @@ class Writing:
 
 
 @contextmanager
-def writing(engines: Iterable[DeepSpeedEngine] = ()) -> Iterator[Writing]:
-    """Of one checkpoint of these engines, which are on the device for its length.
-
-    Files of their `save_checkpoint` are written through it.
-    """
-    files, engines = Writing(), list(engines)
+def writing(models: Iterable[Any] = ()) -> Iterator[Writing]:
+    """Of one checkpoint of these models, which are on the device for its length."""
     with ExitStack() as stack:
-        for engine in engines:
-            stack.enter_context(on_device(engine))
-            stack.enter_context(_guarded(engine, files))
-        yield files
-
-
-@contextmanager
-def _guarded(engine: DeepSpeedEngine, files: Writing) -> Iterator[None]:
-    engine.checkpoint_engine = _Guarded(engine.checkpoint_engine, files)
-    engine._copy_recovery_script = lambda *_: None  # of no use beside huggingface/, and a file nobody guards
-    try:
-        yield
-    finally:
-        engine.checkpoint_engine = engine.checkpoint_engine.wrapped
-        del engine._copy_recovery_script
-
-
-class _Guarded:
-    """DeepSpeed's writer of checkpoint files, as it was but for failures."""
-
-    def __init__(self, wrapped: Any, files: Writing):
-        self.wrapped, self._files = wrapped, files
-
-    def save(self, state_dict: Any, path: str) -> None:
-        self._files.write(path, lambda: self.wrapped.save(state_dict, path))
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        self._files.write(path, lambda: self.wrapped.makedirs(path, exist_ok=exist_ok))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.wrapped, name)
+        for model in models:
+            stack.enter_context(on_device(model))
+        yield Writing()

@@ -96,8 +96,8 @@ class TrainerGroup(RankGroup):
         return self.config.training.ulysses_sequence_parallel_size
 
     async def score(self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None) -> dict[str, PassResult]:
-        """As `Trainer.score`. ValueError for a single slot under ZeRO 3, or with a row that must be cut."""
-        shares = self._plan(rows, slot, least_stage=3)
+        """As `Trainer.score`. ValueError for one slot where ranks share weights, or with a row that must be cut."""
+        shares = self._plan(rows, slot)
         action = " and ".join(
             f"{'log-probs' if model in ('actor', 'ref') else 'values'} of the {model}" for model in models
         )
@@ -106,10 +106,10 @@ class TrainerGroup(RankGroup):
     async def accumulate(
         self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None
     ) -> dict[str, PassResult]:
-        """As `WholeModels.accumulate`. ValueError for one slot under ZeRO 2 and 3, or as `score`."""
-        shares = self._plan(rows, slot, least_stage=2)
+        """As `WholeModels.accumulate`. ValueError for one slot where ranks share gradients, or as `score`."""
+        shares = self._plan(rows, slot, trained=True)
         for model in models:
-            self._accumulated[model] += [len(row.response_ids) for row in rows]  # the next step waits for them
+            self._accumulated[model] += [row.length for row in rows]  # the next step waits for them
         action = f"accumulate gradients of the {' and '.join(models)}"
         return await self._send("accumulate", action, models, shares, rows, slot)
 
@@ -131,14 +131,15 @@ class TrainerGroup(RankGroup):
             found[model] = PassResult(_by_row(shares, parts, len(rows)), min(began))
         return found
 
-    def _plan(self, rows: Sequence[Row], slot: int | None, least_stage: int) -> list[list[Share]]:
-        """By rank; `least_stage`: of ZeRO, from which on all ranks run as many micro-batches of this pass."""
-        actor, lockstep = self.config.actor, self.config.actor.zero_stage >= least_stage
+    def _plan(self, rows: Sequence[Row], slot: int | None, trained: bool = False) -> list[list[Share]]:
+        """By rank; where shards are gathered or reduced in this pass, all ranks run as many micro-batches."""
+        config, actor = self.config, self.config.actor
+        lockstep = config.sharded_gradients if trained else config.sharded_weights
         budget, most = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
         if lockstep and slot is not None:
             raise ValueError(
-                f"actor.zero_stage={actor.zero_stage} needs all ranks in this pass, slot {slot} alone would wait for "
-                "them for ever: ask without a slot, or lower the stage."
+                f"{config.sharding} needs all ranks in this pass, slot {slot} alone would wait for them for ever: ask "
+                "without a slot, or set actor.strategy=deepspeed and actor.zero_stage=1."
             )
         longest = max(row.tokens for row in rows)
         if self._largest_degree > 1 and slot is not None and longest > budget:
@@ -152,7 +153,7 @@ class TrainerGroup(RankGroup):
         holders = len(ranks) // width
         units = self._units(rows, budget * degrees[-1], holders)
         costs = replace(self.costs, rates=tuple(max(self.rates[i : i + width]) for i in ranks[::width]))
-        costs = costs.trained() if least_stage == 2 else costs
+        costs = costs.trained() if trained else costs
         with self.recorder.span("plan", cause="a pass") as span:
             if lockstep and degrees[-1] > 1:
                 shares = plan_in_columns(units, holders, budget, degrees, costs, most)
@@ -223,7 +224,7 @@ class TrainerGroup(RankGroup):
         saved = json.loads((folder / "trainer.json").read_text())
         if _layout(saved) != _layout(self._shape()):
             raise EngineError(
-                f"{folder} was written with {saved}, this run has {self._shape()}: DeepSpeed resumes only with the "
+                f"{folder} was written with {saved}, this run has {self._shape()}: training resumes only with the "
                 f"same. Keep those settings, or start a new run from the weights with "
                 f"model.path={folder / self.models[0] / 'huggingface'}."
             )
@@ -232,6 +233,7 @@ class TrainerGroup(RankGroup):
     def _shape(self) -> dict[str, Any]:
         return {
             "ranks": len(self.ranks),
+            "actor.strategy": self.config.actor.strategy,
             "actor.zero_stage": self.config.actor.zero_stage,
             "critic": self.config.uses_critic,
             "model.dtype": self.config.model.dtype,
@@ -255,6 +257,7 @@ def _layout(shape: Mapping[str, Any]) -> dict[str, Any]:
     """How optimizer state is kept: under ZeRO 2 as under 1, of whole models where nothing is said."""
     return {
         "training.tensor_model_parallel_size": 1,
+        "actor.strategy": "deepspeed",
         **shape,
         "actor.zero_stage": {2: 1}.get(shape["actor.zero_stage"], shape["actor.zero_stage"]),
     }

@@ -1,4 +1,4 @@
-"""One trainer rank: actor, critic and reference in one process, each a DeepSpeed engine over all ranks.
+"""One trainer rank: actor, critic and reference in one process, each a `ShardedModel` over all ranks.
 
 Role: the class that `TrainerGroup.start` makes a Ray actor. A step, a checkpoint, passes under ZeRO 3 and backward
 under ZeRO 2 and 3 are collective: every rank gets such a call, and waits for its peers only there, bounded by
@@ -49,19 +49,11 @@ from rlfuse.engines.trainer.models import (
     response_logits,
     splits_exactly,
 )
-from rlfuse.engines.trainer.optimizer import (
-    check_finite,
-    freeze,
-    matmul_rate,
-    set_lr,
-    sharded_loading,
-    take_step,
-    trainable,
-    use_own_settings,
-)
+from rlfuse.engines.trainer.optimizer import matmul_rate
 from rlfuse.engines.trainer.passes import OBJECTIVES, OUTPUTS, Passes, RankCall, log_probs_gained, read_sums, weighed
 from rlfuse.engines.trainer.saving import Writing, writing
 from rlfuse.engines.trainer.sequence_parallel import Part, SequenceParallel
+from rlfuse.engines.trainer.sharded_model import ShardedModel, check_finite, sharded_model
 from rlfuse.engines.trainer.tensor_parallel import TensorParallel
 from rlfuse.engines.trainer.vision_tower import MicroBatchClip, TowerSettings, TrainedTower
 from rlfuse.engines.weights import cuda_ipc
@@ -104,10 +96,11 @@ class TrainerRank(Rank):
         config, start = self.config, self.config.model.path
         bring_along(config.model.video_family)
         torch.manual_seed(config.data.seed)
-        self.engines: dict[str, Any] = {}
+        self.engines: dict[str, ShardedModel] = {}
         self.tower = tower and TrainedTower(tower, self.device, config.uses_reference)
         self.beside = self.tower.modules if self.tower else []
-        with self.recorder.span("start", cause="run"), sharded_loading(config.actor, config.model.dtype):
+        backend = sharded_model(config.actor.strategy)
+        with self.recorder.span("start", cause="run"), backend.loading(config):
             policy = self._load(load_policy, start)
             if self.tower:
                 self.tower.attach_to(policy)
@@ -117,14 +110,14 @@ class TrainerRank(Rank):
                 self.engines["critic"] = self._trainable(critic, config.critic.optim.lr)
             if config.uses_reference:
                 reference = self._load(load_policy, config.ref.path or start)
-                self.engines["ref"] = freeze(reference, config.actor, self.device)
-        modules = {name: getattr(each, "module", each) for name, each in self.engines.items()}
+                self.engines["ref"] = backend.frozen(reference, config, self.device)
+        modules = {name: each.module for name, each in self.engines.items()}
         for module in (*modules.values(), *self.beside):
             self.progress.follow(module)
         self.ropes = {name: m_rope(each.config) for name, each in modules.items()}
         self.sums: dict[str, dict[str, torch.Tensor]] = {}
         self.exporters = {
-            name: Exporter(engine.module, self.rank, self.tensor)
+            name: Exporter(engine.module, self.rank, self.tensor, engine)
             for name, engine in self.engines.items()
             if name != "ref"
         }
@@ -145,7 +138,7 @@ class TrainerRank(Rank):
         lookups = [names.get(id(each.weight)) for each in module.modules() if isinstance(each, torch.nn.Embedding)]
         outputs = module.get_output_embeddings()
         head = None if outputs is None else names.get(id(outputs.weight))
-        sizes = {key: size // module.dtype.itemsize for key, size in self.sizes(name)}
+        sizes = {key: size // self.dtype.itemsize for key, size in self.sizes(name)}
         return multiplied(sizes, lookups, head, module.config.get_text_config())
 
     def _arrange_passes(self) -> list[str]:
@@ -162,8 +155,14 @@ class TrainerRank(Rank):
         model = self.config.model
         return self.tensor.load(lambda: load(path, model)) if self.tensor else load(path, model)
 
-    def _trainable(self, model: PreTrainedModel, lr: float) -> Any:
-        return trainable(model, self.config.actor, lr, self.device, self.tensor)
+    def _trainable(self, model: PreTrainedModel, lr: float) -> ShardedModel:
+        backend = sharded_model(self.config.actor.strategy)
+        return backend.trained(model, self.config, lr, self.device, self.tensor)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that engines get, and in which layers compute."""
+        return getattr(torch, self.config.model.dtype)
 
     @property
     def _width(self) -> int:
@@ -172,8 +171,8 @@ class TrainerRank(Rank):
 
     def _packs(self, name: str) -> bool:
         engine = self.engines[name]
-        module, read = getattr(engine, "module", engine), before_head if name == "critic" else response_logits
-        return packs_exactly(engine, module.config.get_text_config().vocab_size, module.dtype, self.device, read)
+        read = before_head if name == "critic" else response_logits
+        return packs_exactly(engine, engine.module.config.get_text_config().vocab_size, self.dtype, self.device, read)
 
     def _check_split(self) -> None:
         """EngineError if sequences are to be cut and a model of this rank does not allow it."""
@@ -182,13 +181,13 @@ class TrainerRank(Rank):
             return
         key, part, actor = "training.ulysses_sequence_parallel_size", self.parallel.part(largest), self.engines["actor"]
         for name, engine in self.engines.items():
-            module = getattr(engine, "module", engine)
+            module = engine.module
             if (heads := module.config.get_text_config().num_attention_heads // self._width) % largest:
                 raise EngineError(f"{key}={largest}: must divide the {heads} attention heads of the {name}; lower it")
             if not attends_by_layout(module):
                 raise EngineError(_CUT.format(key, largest, name, type(module).__name__))
-        text, dtype = actor.module.config.get_text_config(), actor.module.dtype
-        if not splits_exactly(actor, text.vocab_size, dtype, self.packed, self.device, part):
+        text = actor.module.config.get_text_config()
+        if not splits_exactly(actor, text.vocab_size, self.dtype, self.packed, self.device, part):
             raise EngineError(_CUT.format(key, largest, "actor", type(actor.module).__name__))
 
     @needs_models
@@ -196,9 +195,9 @@ class TrainerRank(Rank):
         """What sequence parallelism costs here; every rank calls."""
         degrees = degrees_up_to(self.config.training.ulysses_sequence_parallel_size)
         module, width = self.engines["actor"].module, self._width
-        text, lockstep = module.config.get_text_config(), width > 1 or self.config.actor.zero_stage == 3
-        token_s = 2 * sum(self._multiplied("actor")) / matmul_rate(module.dtype, self.device) / width
-        return measured_costs(self._probe, degrees, text, token_s, module.dtype, self.device, lockstep, width)
+        text, lockstep = module.config.get_text_config(), width > 1 or self.config.sharded_weights
+        token_s = 2 * sum(self._multiplied("actor")) / matmul_rate(self.dtype, self.device) / width
+        return measured_costs(self._probe, degrees, text, token_s, self.dtype, self.device, lockstep, width)
 
     @torch.no_grad()
     def _probe(self, tokens: int, degree: int) -> None:
@@ -264,7 +263,7 @@ class TrainerRank(Rank):
             with self.activations.leaving(model, batch, span) if self.activations else nullcontext():
                 loss, sums = OBJECTIVES[model](self.config, engine, batch)
         with self._span("backward", micro_batch, f"update_{model}", model=model) as span, call.of(model, span):
-            engine.backward(weighed(loss, micro_batch.weight), scale_wrt_gas=False)
+            engine.backward(weighed(loss, micro_batch.weight))
             if clips:
                 self.tower.backward(clips)
         call.results[model].append(log_probs_gained(model, rows, batch) if self._answers(part) else None)
@@ -287,12 +286,11 @@ class TrainerRank(Rank):
         Returns the diagnostics summed over this rank's rows, and what is the same on every rank: `lr`, `grad_norm`.
         """
         engine = self.engines[model]
-        facts = {"lr": set_lr(engine, lr_factor)}
         with self.stepping(model) as span:
             trained = self.tower if model == "actor" else None
             if trained:
                 trained.add_gradients_to(engine)
-            facts["grad_norm"] = take_step(engine, count, self.world // self._width)
+            facts = engine.step(count, lr_factor)
             span.attributes["skipped"] = not math.isfinite(facts["grad_norm"])
             if trained:
                 trained.copy_weights_from(engine)
@@ -339,19 +337,20 @@ class TrainerRank(Rank):
         cuda_ipc.collect()
 
     def save(self, folder: Path, buckets: dict[str, list[list[str]]]) -> str | None:
-        """`{actor,critic}/` below `folder`: DeepSpeed's state, and a Hugging Face folder written in these buckets.
+        """`{actor,critic}/` below `folder`: the backend's state, and a Hugging Face folder written in these buckets.
 
         Beside the actor's there, `tower.safetensors` is the trained tower. Returns what could not be written, and why.
         EngineError for weights that are not finite.
         """
         with writing(self.engines[name] for name in self.exporters) as files:
             for name, exporter in self.exporters.items():
-                self.engines[name].save_checkpoint(str(folder / name), tag="deepspeed", save_latest=False)
+                self.engines[name].save(folder / name, files)
                 exporter.save_pretrained(folder / name / "huggingface", buckets[name], files)
             if self.tower and self.rank == 0:
                 tower = folder / "actor" / "huggingface" / "tower.safetensors"
                 files.write(tower, lambda: self.tower.write(tower))
-            check_finite(self.engines, self.exporters)
+            for name in self.exporters:
+                check_finite(name, self.engines[name].not_finite())
         return files.problem
 
     def describe(self, folder: Path) -> str | None:
@@ -367,10 +366,7 @@ class TrainerRank(Rank):
         """Weights and optimizer state of every trained model, as `save` left them, under this run's settings."""
         for name in self.exporters:
             with self.optimizer_there(name):
-                loaded, _ = self.engines[name].load_checkpoint(str(folder / name), tag="deepspeed")
-            if loaded is None:
-                raise FileNotFoundError(f"{folder / name}: DeepSpeed found no checkpoint to load")
-            use_own_settings(self.engines[name])
+                self.engines[name].load(folder / name)
         if self.tower:
             self.tower.copy_weights_from(self.engines["actor"])
             self.tower.encoded_at = self.tower.updates

@@ -36,6 +36,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from rlfuse.engines.trainer.offloading import on_device
+from rlfuse.engines.trainer.sharded_model import ShardedModel
 from rlfuse.errors import EngineError, VideoError
 from rlfuse.samples import Embedding, Row, Visual
 from rlfuse.video.decode_pool import Clip, DecodePool
@@ -164,23 +165,23 @@ class TrainedTower:
 
     # Steps -------------------------------------------------------------------------------------------------------
 
-    def add_gradients_to(self, engine: deepspeed.DeepSpeedEngine) -> None:
+    def add_gradients_to(self, engine: ShardedModel) -> None:
         """Add what was summed up to the gradients that the engine holds; every rank calls, also one without clips."""
         held = list(getattr(engine.module, NAME).parameters())
         with _whole(held):  # sums as gradients: each weight times its sum has that derivative
             products = (weight * total.to(weight.dtype) for weight, total in zip(held, self.sums, strict=True))
-            engine.backward(sum(product.sum() for product in products), scale_wrt_gas=False)
+            engine.backward(sum(product.sum() for product in products))
         for total in self.sums:
             total.zero_()
 
     @torch.no_grad()
-    def copy_weights_from(self, engine: deepspeed.DeepSpeedEngine) -> None:
+    def copy_weights_from(self, engine: ShardedModel) -> None:
         """Take the engine's weights, after a step or a load; every rank calls."""
         held = list(getattr(engine.module, NAME).parameters())
         with _whole(held):
             for mine, weight in zip(self._weights, held, strict=True):
                 mine.copy_(weight)
-        self.updates = engine.global_steps
+        self.updates = engine.steps
 
     def write(self, path: Path) -> None:
         """The present weights as safetensors under checkpoint names, as `Tower.update` takes them."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import deepspeed
 import torch
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from safetensors.torch import save_file
@@ -27,6 +26,7 @@ from rlfuse.engines.trainer.saving import Writing
 from rlfuse.engines.trainer.vision_tower import NAME as TOWER
 
 if TYPE_CHECKING:
+    from rlfuse.engines.trainer.sharded_model import ShardedModel
     from rlfuse.engines.trainer.tensor_parallel import Sharers
 
 
@@ -37,9 +37,11 @@ TRAINED = ("architectures", "auto_map", "id2label", "label2id", "pad_token_id", 
 class Exporter:
     """Reads the weights of one model, sharded over ranks or not; without those of a tower that it holds."""
 
-    def __init__(self, model: PreTrainedModel, rank: int, ranks: Sharers | None = None):
-        """`ranks`: those that hold the other shares of the model's layers."""
-        self.model, self.rank, self.ranks = model, rank, ranks
+    def __init__(
+        self, model: PreTrainedModel, rank: int, ranks: Sharers | None = None, sharded: ShardedModel | None = None
+    ):
+        """`ranks`: those that hold the other shares of the model's layers; `sharded`: what shards its tensors."""
+        self.model, self.rank, self.ranks, self._sharded = model, rank, ranks, sharded
         tied = set(model.all_tied_weights_keys or ())
         self.tensors = {name: each for name, each in model.named_parameters() if not name.startswith(f"{TOWER}.")}
         stored = {name for name in model.state_dict() if not name.startswith(f"{TOWER}.")}
@@ -48,10 +50,10 @@ class Exporter:
 
     def sizes(self) -> list[tuple[str, int]]:
         """(name, bytes) of every tensor, whole even where it is sharded; tied weights once."""
-        return [
-            (name, getattr(tensor, "ds_numel", tensor.numel()) * self._shares(tensor) * tensor.element_size())
-            for name, tensor in self.tensors.items()
-        ]
+        return [(name, self._nbytes(tensor) * self._shares(tensor)) for name, tensor in self.tensors.items()]
+
+    def _nbytes(self, tensor: torch.Tensor) -> int:
+        return self._sharded.nbytes(tensor) if self._sharded else tensor.nbytes
 
     def _shares(self, tensor: torch.Tensor) -> int:
         return self.ranks.degree if self.ranks and is_model_parallel_parameter(tensor) else 1
@@ -59,13 +61,12 @@ class Exporter:
     @contextmanager
     def gathered(self, names: list[str], everywhere: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """The named tensors, whole, under their checkpoint names, on rank 0 (or `everywhere`); other ranks get none."""
-        tensors = {name: self.tensors[name] for name in names}
-        sharded = [tensor for tensor in tensors.values() if hasattr(tensor, "ds_id")]
-        with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
+        tensors = [self.tensors[name] for name in names]
+        with self._sharded.gathered(tensors) if self._sharded else nullcontext(tensors) as gathered:
             has, whole = everywhere or self.rank == 0, {}
-            for name, tensor in tensors.items():
+            for name, tensor, unsharded in zip(names, tensors, gathered, strict=True):
                 needed = self._shares(tensor) > 1 and (everywhere or self.rank < self.ranks.degree)
-                found = self.ranks.whole(tensor, tensor.partition_dim) if needed else tensor.detach()
+                found = self.ranks.whole(tensor, tensor.partition_dim) if needed else unsharded.detach()
                 if has:  # else each is let go before the next one comes
                     whole[name] = found
             yield revert_weight_conversion(self.model, whole) if has else {}

@@ -1,0 +1,99 @@
+"""Step times of an engine, as `decode` spans.
+
+Role: every rollout backend records its steps here. Waits for nothing.
+Invariant: a `decode` span covers engine steps and nothing between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlfuse import clock
+from rlfuse.events import Recorder, Span
+
+STEPS_PER_SPAN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """One step of an engine."""
+
+    now: float
+    decoded: int
+    """Samples that had tokens before."""
+    length_s: float
+    begun: int
+    """Samples that got their first token."""
+    waited_s: float
+    """The longest that one of them waited for it."""
+    prefilled: int
+    tokens: int
+
+
+class StepMeter:
+    """`decode` spans: one per stretch of engine steps with the same number of samples.
+
+    Steps that prefill are apart from those that only decode. A step is as long as the time between two tokens of a
+    sample on the engine's own clock. Only the first step after idling or a pause has no such pair: it begins when its
+    first sample arrived or the pause ended, and ends when its statistics are here.
+    """
+
+    def __init__(self, recorder: Recorder, kv_tokens: int):
+        self._recorder, self._kv_tokens = recorder, kv_tokens
+        self._span: Span | None = None
+        self._context = self._usage = 0.0
+        self._clock: float | None = None
+        """End of the last step (epoch seconds); None when nothing is under way."""
+        self._ready = 0.0
+        """When nothing was under way any more."""
+
+    def record(self, step: EngineStep, kv_usage: float, idle: bool) -> bool:
+        """Add a step; False if it had no tokens.
+
+        `kv_usage`: share of the KV cache in use after it, 0 to 1; `idle`: no sample is left.
+        """
+        if not step.decoded and not step.begun:
+            return False
+        start, end = self._ready if self._clock is None else self._clock, step.now
+        if not step.decoded:  # the last step may have been long ago, if what it decoded was aborted since
+            start = max(start, step.now - step.waited_s)
+        elif self._clock is not None:
+            end = start + step.length_s
+        self._clock = end = max(start, end)
+        self._add(start, end, step)
+        # What the step's finished samples had is free already, what its new ones have was not there before. Where
+        # nothing decoded, what was there is gone: it may have been aborted after the last step, and no statistics said
+        # so.
+        before = self._usage if step.decoded else 0.0
+        self._context += max(before, kv_usage) * self._kv_tokens
+        self._usage = kv_usage
+        if idle:
+            self.pause(step.now)
+        return True
+
+    def _add(self, start: float, end: float, step: EngineStep) -> None:
+        span, batch = self._span, step.decoded + step.begun
+        if span is not None:
+            seen = span.attributes
+            alike = seen["batch"] == batch and bool(seen["prefill_tokens"]) == bool(step.prefilled)
+            if not alike or seen["steps"] == STEPS_PER_SPAN:
+                self.close()
+        if self._span is None:
+            attributes = {"steps": 0, "batch": batch, "context": 0, "prefill_tokens": 0}
+            self._span = Span("decode", self._recorder.where, start, step=self._recorder.step, attributes=attributes)
+        self._span.end = end
+        self._span.tokens += step.tokens
+        self._span.attributes["steps"] += 1
+        self._span.attributes["prefill_tokens"] += step.prefilled
+
+    def close(self) -> None:
+        """End the present stretch here."""
+        if self._span is not None:
+            self._span.attributes["context"] = round(self._context / self._span.attributes["steps"])
+            self._recorder.add(self._span)
+        self._span, self._context = None, 0.0
+
+    def pause(self, now: float | None = None) -> None:
+        """No step is under way; the next begins after `now`, the present by default."""
+        self.close()
+        self._clock, self._ready = None, clock.now() if now is None else now

@@ -1,0 +1,385 @@
+"""A rollout backend on transformers, for CPU hosts and models that vLLM does not support.
+
+Role: `rollout.name=transformers` makes it a Ray actor. One process holds the model and decodes a left-padded batch that
+samples join and leave between two steps; a thread computes, so the actor answers meanwhile.
+
+    generate, evict, receive -> [event loop: waiting, active] -> step in a thread -> tokens -> responses
+
+Invariants: a token is drawn from (seed, position) alone; samples in flight keep their tokens when weights change, and
+their caches are computed again. `generate` waits for its samples, `evict` and `begin_update` for the step under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from rlfuse import clock
+from rlfuse.cluster import watchdog
+from rlfuse.cluster.child_processes import bind
+from rlfuse.cluster.garbage import GarbageCollector
+from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
+from rlfuse.engines.rollout.decode_batch import ActiveSample, Batch, draw
+from rlfuse.engines.rollout.engine_actor import Capabilities, Request
+from rlfuse.engines.rollout.liveness import Liveness, Pulse
+from rlfuse.engines.rollout.step_meter import EngineStep, StepMeter
+from rlfuse.errors import EngineError, EngineFailed
+from rlfuse.events import Recorder, Span
+from rlfuse.protocols import Load, Part, Sampling
+from rlfuse.samples import Partial, Response
+from rlfuse.tensor_files import map_tensors
+
+NAME = "rollout.name=transformers"
+PREFILL_TOKENS = 8192
+"""Tokens of a step that reads prompts, padding included; a longer prompt has a step of its own."""
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers whose caches are keys and values, which a batch can join and leave."""
+
+
+class TransformersEngine:
+    """An `EngineActor`."""
+
+    capabilities = Capabilities(kv_move=False, embeds=False)
+
+    def __init__(self, slot: int):
+        self.name = f"rollout/{slot}"
+        self._recorder = Recorder(self.name)
+        self._garbage = GarbageCollector(self._recorder)
+        watchdog.register(self.name, self._recorder)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        self._between_steps = asyncio.Lock()
+        """Held during a step, and from the beginning to the end of an update."""
+        self._waiting: list[ActiveSample] = []
+        self._known: dict[str, ActiveSample] = {}
+        """Samples that wait or are decoded."""
+        self._running: asyncio.Task | None = None
+        self._calls = self._steps = self._version = 0
+        self._asleep = self._updating = False
+        process = psutil.Process()
+        self._liveness = Liveness(lambda: sum(process.cpu_times()[:2]))
+
+    @staticmethod
+    def environment(config: Config, device: str) -> dict[str, str]:
+        return {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+    @staticmethod
+    def unserved(config: Config) -> list[str]:
+        rollout, model = config.rollout, config.model
+        refused = {
+            "cluster.device=cuda": config.cluster.device == "cuda",
+            f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}": (
+                rollout.tensor_model_parallel_size > 1
+            ),
+            f"rollout.quantization={rollout.quantization}": rollout.quantization is not None,
+            f"rollout.engine_kwargs={rollout.engine_kwargs}": rollout.engine_kwargs,
+            "rollout.disaggregate=on": rollout.disaggregate == "on",
+            f"fusion.tail_speculation={config.fusion.tail_speculation}": config.fusion.tail_speculation,
+        }
+        given = [key for key, is_given in refused.items() if is_given]
+        found = [f"{key}: {NAME} does not support it; remove it, or set rollout.name=vllm" for key in given]
+        text = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).get_text_config()
+        if others := sorted(set(get_layer_types_and_kwargs(text)[0]) - ATTENTION):
+            found.append(
+                f"{NAME}: a {text.model_type} has layers of {', '.join(others)}, whose state samples cannot join or "
+                "leave; set rollout.name=vllm, or choose another model"
+            )
+        return found
+
+    async def prepare(self, model: ModelConfig) -> None:
+        """Everything is imported with this module."""
+
+    async def start(
+        self,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        max_model_len: int,
+        device: str,
+        tail_speculation: int = 0,
+        core: int | None = None,
+    ) -> dict[str, Any]:
+        began = time.perf_counter()
+        if device != "cpu":
+            raise EngineError(
+                "rollout.name=transformers: runs on CPUs only; use rollout.name=vllm, or cluster.device=cpu"
+            )
+        bind(core)
+        with self._recorder.span("start", cause="run"):
+            try:
+                self._load(model)
+            except Exception as error:
+                raise EngineError(
+                    f"{self.name} could not load {model.path}: {type(error).__name__}: {error}"
+                ) from error
+        self._limit, self._most = max_model_len, rollout.max_num_seqs
+        token_bytes = self._token_bytes()
+        self._kv_tokens = (rollout.kv_cache_memory_mb << 20) // token_bytes
+        if self._kv_tokens < max_model_len:
+            raise EngineError(
+                f"rollout.kv_cache_memory_mb={rollout.kv_cache_memory_mb}: holds {self._kv_tokens} tokens, the longest "
+                f"sample has {max_model_len}; set at least {-(-max_model_len * token_bytes >> 20)}"
+            )
+        self._meter = StepMeter(self._recorder, self._kv_tokens)
+        seconds = time.perf_counter() - began
+        return {"start_s": seconds, "kv_tokens": self._kv_tokens, "kv_bytes_per_token": token_bytes}
+
+    def _load(self, model: ModelConfig) -> None:
+        options = {"trust_remote_code": model.trust_remote_code}
+        self._tokenizer = AutoTokenizer.from_pretrained(model.path, **options)
+        found = AutoModelForCausalLM.from_pretrained(
+            model.path, dtype=getattr(torch, model.dtype), use_safetensors=True, **options
+        )
+        self._model = found.eval().requires_grad_(False)
+        self._batch = Batch(self._model)
+        self._parameters = dict(self._model.named_parameters())
+        ends = [self._model.generation_config.eos_token_id, self._model.config.get_text_config().eos_token_id]
+        each = (end if isinstance(end, list) else [end] for end in [*ends, self._tokenizer.eos_token_id])
+        self._ends = {token for some in each for token in some if token is not None}
+
+    def _token_bytes(self) -> int:
+        text = self._model.config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return 2 * text.num_hidden_layers * heads * size * self._model.dtype.itemsize
+
+    async def stop(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+        self._thread.shutdown(wait=False)
+
+    async def pulse(self) -> Pulse:
+        self._garbage.guard()
+        return self._liveness.judge(busy=bool(self._known) and not self._updating)
+
+    # Generation ----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, requests: Sequence[Request], sampling: Sampling
+    ) -> AsyncIterator[list[tuple[str, Response | Partial]]]:
+        self._calls += 1
+        self._check(requests)
+        waiting = {self._admit(request, sampling).done: request.id for request in requests}
+        self._run()
+        try:
+            while waiting:
+                finished, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                yield [(waiting.pop(done), done.result()) for done in finished]
+        finally:
+            await self._leave(list(waiting.values()))
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        if self._asleep:
+            raise RuntimeError(f"{self.name} is asleep: wake it before {len(requests)} samples are handed over")
+        ids = {request.id for request in requests}
+        if twice := sorted(ids & self._known.keys()) or ["some in one call"] * (len(ids) < len(requests)):
+            raise ValueError(f"samples are being generated already ({twice}): hand each sample over once")
+        for request in requests:
+            if (length := len(request.prompt_ids)) >= self._limit:
+                raise ValueError(
+                    f"sample {request.id} has {length} prompt tokens, the engine holds {self._limit} with the "
+                    "response: raise data.max_prompt_length or shorten the prompt"
+                )
+
+    def _admit(self, request: Request, sampling: Sampling) -> ActiveSample:
+        self._recorder.step = request.step
+        room = min(sampling.max_tokens, self._limit - len(request.prompt_ids)) - len(request.partial.token_ids)
+        row = ActiveSample(request, sampling, room, asyncio.get_running_loop().create_future(), clock.now())
+        if room < 1:
+            row.done.set_result(self._response(row, "length"))
+        else:
+            self._known[request.id] = row
+            self._waiting.append(row)
+        return row
+
+    def _run(self) -> None:
+        if self._known and (self._running is None or self._running.done()):
+            self._running = asyncio.create_task(self._decode(), name=f"decode {self.name}")
+
+    async def _decode(self) -> None:
+        """Steps until no sample is left."""
+        loop = asyncio.get_running_loop()
+        while self._known:
+            async with self._between_steps:
+                joining = self._joining()
+                try:
+                    await loop.run_in_executor(self._thread, self._step, joining)
+                except Exception as error:
+                    self._fail(error)
+                    return
+                self._deliver([row for row in self._batch.rows if row.reason])
+            await asyncio.sleep(0)
+
+    def _joining(self) -> list[ActiveSample]:
+        """Waiting samples for which there is room, in order: none is preempted later."""
+        taken, widest = sum(row.longest for row in self._batch.rows), 0
+        found: list[ActiveSample] = []
+        for row in self._waiting[: self._most - len(self._batch.rows)]:
+            taken, widest = taken + row.longest, max(widest, row.length)
+            if taken > self._kv_tokens or (found and widest * (len(found) + 1) > PREFILL_TOKENS):
+                break
+            found.append(row)
+        del self._waiting[: len(found)]
+        return found
+
+    def _step(self, joining: Sequence[ActiveSample]) -> None:
+        """One token for the samples that join, or else for each of the batch."""
+        began = clock.now()
+        logits = self._batch.prefill(joining) if joining else self._batch.decode()
+        rows, now = self._batch.rows[-len(logits) :], clock.now()
+        prefilled = sum(row.length for row in joining)
+        waited_s = max((now - row.arrived for row in joining), default=0.0)
+        for row, each in zip(rows, logits, strict=True):
+            self._append(row, each, now)
+        counts = (0, now - began, len(rows)) if joining else (len(rows), now - began, 0)
+        self._meter.record(EngineStep(now, *counts, waited_s, prefilled, len(rows)), self._kv_use, False)
+        self._steps += 1
+        self._liveness.did(f"a step of {len(rows)} samples")
+
+    def _append(self, row: ActiveSample, logits: torch.Tensor, now: float) -> None:
+        request = row.request
+        position = len(request.partial.token_ids) + len(row.tokens)
+        token, log_prob = draw(logits, request.seed, position, row.sampling)
+        row.tokens.append(token)
+        row.log_probs.append(log_prob)
+        if self._version not in row.versions:
+            row.versions.append(self._version)
+        if row.first_token_s is None:
+            row.first_token_s = now - row.arrived
+        if token in self._ends or self._stopped(row):
+            row.reason = "stop"
+        elif len(row.tokens) == row.room:
+            row.reason = "length"
+
+    def _stopped(self, row: ActiveSample) -> bool:
+        """Whether the last token completes a stop text."""
+        if not row.sampling.stop:
+            return False
+        text = self._tokenizer.decode([*row.request.partial.token_ids, *row.tokens])
+        return any(stop in text for stop in row.sampling.stop)
+
+    @property
+    def _kv_use(self) -> float:
+        return sum(row.length for row in self._batch.rows) / self._kv_tokens
+
+    def _deliver(self, rows: Sequence[ActiveSample]) -> None:
+        """These are finished, or evicted where they have no reason."""
+        for row in rows:
+            self._known.pop(row.request.id, None)
+            if not row.done.done():
+                row.done.set_result(self._response(row, row.reason) if row.reason else row.partial(self._version))
+            self._record(row)
+        left = [row for row in self._batch.rows if row.request.id in self._known]
+        self._batch.keep(left)
+        if not self._known:
+            self._meter.pause()
+
+    def _record(self, row: ActiveSample) -> None:
+        request = row.request
+        attributes: dict[str, Any] = {
+            "prompt_tokens": len(request.prompt_ids),
+            "carried_tokens": len(request.partial.token_ids),
+            "finish_reason": row.reason or "evicted",
+            "cached_tokens": 0,
+        }
+        if row.first_token_s is not None:
+            attributes["first_token_s"] = round(row.first_token_s, 4)
+        if len(row.versions) > 1:
+            attributes["weight_versions"] = row.versions
+        where = (self.name, row.arrived, clock.now())
+        span = Span(
+            "generate", *where, step=request.step, samples=(request.id,), cause="admitted", attributes=attributes
+        )
+        span.tokens = len(row.tokens)
+        self._recorder.add(span)
+
+    def _response(self, row: ActiveSample, reason: str) -> Response:
+        partial = row.partial(self._version)
+        text = self._tokenizer.decode(partial.token_ids.tolist(), skip_special_tokens=True)
+        return Response(partial.token_ids, partial.log_probs, reason, partial.weight_version, text)
+
+    def _fail(self, error: Exception) -> None:
+        """No step of this batch can be computed: every sample ends with the error."""
+        told = EngineFailed(f"{self.name}: a decode step failed: {type(error).__name__}: {error}")
+        self._waiting.clear()
+        self._batch.clear()
+        for row in self._known.values():
+            if not row.done.done():
+                row.done.set_exception(told)
+        self._known.clear()
+
+    # Moving --------------------------------------------------------------------------------------------------------
+
+    async def evict(self, sample_ids: Sequence[str], carry: str, calls: int) -> None:
+        if carry not in ("tokens", "kv"):
+            raise ValueError(f"carry={carry!r}: choose tokens or kv")
+        while self._calls < calls:  # this call has overtaken that of `generate`
+            await asyncio.sleep(0.001)
+        await self._leave(sample_ids)
+
+    async def _leave(self, sample_ids: Sequence[str]) -> None:
+        if not any(sample_id in self._known for sample_id in sample_ids):
+            return
+        async with self._between_steps:
+            rows = [self._known[sample_id] for sample_id in sample_ids if sample_id in self._known]
+            self._waiting = [row for row in self._waiting if row not in rows]
+            self._deliver(rows)
+
+    async def load(self) -> Load:
+        if not self._known:
+            return Load(0, 0, 0.0)
+        return Load(len(self._batch.rows), len(self._waiting), self._kv_use, self._steps)
+
+    async def drain(self, collect: bool = False) -> list[Span]:
+        self._meter.close()
+        if collect:
+            self._garbage.collect()
+        return self._recorder.drain()
+
+    async def sleep(self, discard: bool = False) -> None:
+        """There is no device to free; refused while samples are active."""
+        if self._known:
+            raise RuntimeError(f"{self.name} can't sleep while {len(self._known)} samples are generated")
+        self._asleep = True
+
+    async def wake(self, part: Part | None = None) -> None:
+        self._asleep = False
+
+    # Weights -------------------------------------------------------------------------------------------------------
+
+    async def begin_update(self) -> None:
+        await self._between_steps.acquire()
+        self._updating = True
+        self._update = Span("update_weights", self.name, clock.now(), cause="optimizer")
+        self._meter.pause()
+        self._waiting = [*self._batch.clear(), *self._waiting]
+        self._missing = set(self._parameters)
+
+    async def receive(self, info: dict[str, Any]) -> None:
+        for name, tensor in map_tensors(info["path"]):
+            if name not in self._parameters:
+                raise EngineError(
+                    f"{self.name}: the trainer's {name} is no parameter of a {type(self._model).__name__}; "
+                    "set rollout.name=vllm"
+                )
+            self._parameters[name].data.copy_(tensor)
+            self._missing.discard(name)
+
+    async def finish_update(self, version: int) -> None:
+        if self._missing:
+            raise EngineError(
+                f"{self.name}: the push had no {', '.join(sorted(self._missing)[:3])}; set rollout.name=vllm"
+            )
+        self._version, self._updating = version, False
+        self._between_steps.release()
+        self._update.end, self._update.attributes["version"] = clock.now(), version
+        self._recorder.add(self._update)
+
+    async def version(self) -> int:
+        return self._version

@@ -1,0 +1,139 @@
+"""A `ShardedModel` under PyTorch's FSDP2 (`fully_shard`): weights, gradients and optimizer state are sharded.
+
+Role: `actor.strategy=fsdp2`. Each decoder layer is gathered for its forward and again for its backward pass, so all
+ranks enter every pass together. Parameters are float32 masters; with model.dtype=bfloat16 layers compute in bfloat16
+and gradients are summed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.saving import Writing
+from rlfuse.errors import EngineError
+
+
+class Fsdp2Model:
+    """`model` is sharded in place."""
+
+    def __init__(self, model: PreTrainedModel, config: Config, device: str):
+        if device != "cpu":  # moves between device and host (`offloading`) do not know shards of this kind
+            raise EngineError("actor.strategy=fsdp2: runs on CPUs only; set actor.strategy=deepspeed")
+        self.module, self._dtype = model, getattr(torch, config.model.dtype)
+        self._clip, self._lr, self.steps = config.actor.grad_clip or math.inf, 0.0, 0
+        self.optimizer: torch.optim.Optimizer | None = None
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+        layers = {*(model._no_split_modules or ())}
+        for part in [*(each for each in model.modules() if type(each).__name__ in layers), model.float().to(device)]:
+            sharded: FSDPModule = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            sharded.set_gradient_divide_factor(1.0)  # sums over ranks; gloo has no other reduction
+            sharded.set_force_sum_reduction_for_comms(True)
+
+    @staticmethod
+    def loading(config: Config) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @classmethod
+    def trained(cls, model: PreTrainedModel, config: Config, lr: float, device: str, grid: Any = None) -> Fsdp2Model:
+        found = cls(model, config, device)
+        decay = config.actor.optim.weight_decay
+        found._lr, found.optimizer = lr, torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay)
+        return found
+
+    @classmethod
+    def frozen(cls, model: PreTrainedModel, config: Config, device: str) -> Fsdp2Model:
+        return cls(model.requires_grad_(False), config, device)
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        return self.optimizer
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.module(**inputs)
+
+    def train(self) -> Any:
+        return self.module.train()
+
+    def eval(self) -> Any:
+        return self.module.eval()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self, count: float, lr_factor: float) -> dict[str, float]:
+        parameters = [each for each in self.module.parameters() if each.requires_grad]
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        for gradient in gradients:
+            gradient.div_(count)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        grad_norm = float(norm.full_tensor())
+        self.optimizer.param_groups[0]["lr"] = lr_factor * self._lr
+        if math.isfinite(grad_norm):
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+        return {"lr": lr_factor * self._lr, "grad_norm": grad_norm}
+
+    def nbytes(self, tensor: torch.Tensor) -> int:
+        return tensor.numel() * (self._dtype if tensor.is_floating_point() else tensor.dtype).itemsize
+
+    @contextmanager
+    def gathered(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in tensors]
+        yield [each.detach().to(self._dtype) if each.is_floating_point() else each for each in whole]
+
+    def not_finite(self) -> str | None:
+        return next((name for name, each in self._local() if not each.isfinite().all()), None)
+
+    def _local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, each.detach().to_local()) for name, each in self.module.named_parameters())
+
+    # Every rank has a file of its own.
+
+    def save(self, folder: Path, files: Writing) -> None:
+        files.write(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
+        path = folder / f"fsdp2_{dist.get_rank()}.pt"
+        files.write(path, lambda: torch.save(self._state(), path))
+
+    def load(self, folder: Path) -> None:
+        saved = torch.load(folder / f"fsdp2_{dist.get_rank()}.pt", weights_only=True)
+        self.optimizer.state.clear()
+        if saved["moments"]:
+            self._make_moments()
+        state = self._state()
+        for kind in ("weights", "moments"):
+            for name, tensor in state[kind].items():
+                tensor.copy_(saved[kind][name])
+        self.steps = saved["steps"]
+
+    def _state(self) -> dict[str, Any]:
+        """This rank's shards, by name, not copied."""
+        moments = {}
+        for name, parameter in self.module.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                moments[f"{name}/{key}"] = value.to_local() if isinstance(value, DTensor) else value
+        return {"weights": dict(self._local()), "moments": moments, "steps": self.steps}
+
+    def _make_moments(self) -> None:
+        """By a step with zero gradients and no rate, as AdamW makes them in its first step."""
+        group = self.optimizer.param_groups[0]
+        lr, group["lr"] = group["lr"], 0.0
+        for parameter in self.module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        group["lr"] = lr

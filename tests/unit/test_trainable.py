@@ -1,0 +1,130 @@
+"""Tokens that the model did not write are context: no gradient, no score, no part in a mean."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_attention import SMALL, answers, pair
+from test_experience import config, groups, worked_out
+
+from rlfuse.algorithms.advantages import ESTIMATORS
+from rlfuse.algorithms.experience import Experience
+from rlfuse.algorithms.losses import loss_count
+from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.degrees import Share, fill
+from rlfuse.engines.trainer.model_inputs import collate
+from rlfuse.engines.trainer.passes import actor_loss, log_probs
+from rlfuse.observe.metrics import sample_metrics
+from rlfuse.samples import Row, flattened, per_row
+
+WAYS = [dict(packed=True), dict(packed=False), dict(packed=True, shared=True)]
+
+
+def episodes() -> list[Row]:
+    """Two turns each, around an observation of two tokens; the last row ends with one."""
+    rng, made = np.random.default_rng(1), []
+    for number, row in enumerate(answers()):
+        mask = np.ones(len(row.response_ids), dtype=bool)
+        mask[3:5] = False
+        mask[-1] = number < 2
+        tensors = {
+            name: np.where(mask, rng.normal(-2, 0.3, len(mask)), 0).astype(np.float32)
+            for name in ("old_log_probs", "advantages", "values", "returns")
+        }
+        made.append(replace(row, tensors=tensors, trainable=mask))
+    return made
+
+
+@pytest.fixture(scope="module")
+def models():
+    return pair("Qwen2", SMALL)
+
+
+def by_hand(plain, rows: list[Row]) -> torch.Tensor:
+    """The clipped policy loss, token by token, of what is trainable."""
+    total = torch.zeros(())
+    for row in rows:
+        ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long()
+        found = plain(ids[None]).logits[0].float().log_softmax(-1)
+        for t in np.flatnonzero(row.trainable):
+            at = len(row.prompt_ids) + int(t)
+            ratio = (found[at - 1, ids[at]] - float(row.tensors["old_log_probs"][t])).exp()
+            advantage = float(row.tensors["advantages"][t])
+            loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+            total = total + (torch.minimum(loss, torch.tensor(-advantage * 3.0)) if advantage < 0 else loss)
+    return total
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_gradients_are_those_of_trainable_tokens(models, way):
+    model, plain = models
+    rows = episodes()
+    plain.zero_grad()
+    expected = by_hand(plain, rows)
+    expected.backward()
+    model.zero_grad()
+    loss, _ = actor_loss(Config(), model, collate(rows, **way))
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        wanted = plain.get_parameter(name).grad
+        assert (parameter.grad - wanted).norm() <= 1e-5 * (1 + wanted.norm()), name
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@torch.no_grad()
+def test_log_probs_are_those_of_a_row_without_observations(models, way):
+    """At trainable tokens, and 0 elsewhere: the observation stays in the context."""
+    model, rows = models[0], episodes()
+    batch, all_tokens = collate(rows, **way), collate([replace(row, trainable=None) for row in rows], **way)
+    found = batch.split(log_probs(Config(), model, batch))
+    everything = all_tokens.split(log_probs(Config(), model, all_tokens))
+    for row, some, every in zip(rows, found, everything, strict=True):
+        np.testing.assert_allclose(some, np.where(row.trainable, every, 0), atol=1e-6)
+
+
+def test_a_filler_of_a_row_with_observations_has_a_trainable_token():
+    rows = episodes()
+    rows[0].trainable[0] = False
+    ((filler,),) = fill([[Share(())]], rows)
+    assert filler.weight == 0
+    assert collate(filler.rows, True).mask.sum() == 1
+
+
+@pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
+def test_advantages_are_those_of_the_response_without_its_observations(estimator):
+    """Whatever the estimator: an observation between two tokens changes nothing for either."""
+    keys = dict(algorithm__adv_estimator=estimator, algorithm__use_kl_in_reward=True, algorithm__lam=0.9)
+    plain, holes = (groups([[1.0, 0.0], [0.3, 0.7]], [[4, 3], [2, 5]]) for _ in range(2))
+    for group in holes:
+        for sample in group.samples:
+            count = len(sample.response.token_ids)
+            mask = np.ones(count + 3, dtype=bool)
+            mask[[1, 2, count + 2]] = False  # an observation within, and one at the end
+            spread = lambda values, mask=mask: per_row(values, [mask])[0]  # noqa: E731
+            tokens, scored = np.arange(len(mask), dtype=np.int32), spread(sample.response.log_probs)
+            sample.response = replace(sample.response, token_ids=tokens, log_probs=scored, trainable=mask)
+            sample.tensors = {name: spread(values) for name, values in sample.tensors.items()}
+    metrics = [worked_out(Experience(config(**keys)), batch) for batch in (plain, holes)]
+    assert metrics[0] == pytest.approx(metrics[1], nan_ok=True)
+    for one, other in zip(plain, holes, strict=True):
+        for sample, episode in zip(one.samples, other.samples, strict=True):
+            mask = episode.response.mask
+            assert (episode.response.length, len(mask)) == (len(sample.response.token_ids), sample.response.length + 3)
+            for name in ("token_rewards", "advantages", "returns"):
+                np.testing.assert_array_equal(episode.tensors[name][mask], sample.tensors[name], err_msg=name)
+                assert not episode.tensors[name][~mask].any()
+    logged = [sample_metrics(batch, batch, 2, 8, 16, 1) for batch in (plain, holes)]
+    same = ("response_length/", "response/entropy", "critic/")
+    for name in (name for name in logged[0] if name.startswith(same)):
+        assert logged[0][name] == pytest.approx(logged[1][name]), name
+
+
+def test_means_divide_by_trainable_tokens(models):
+    rows = episodes()
+    lengths = [row.length for row in rows]
+    assert lengths == [len(row.response_ids) - gone for row, gone in zip(rows, (2, 2, 3), strict=True)]
+    assert loss_count(lengths, "token-mean") == sum(lengths)
+    flat = flattened([row.response_ids for row in rows], [row.mask for row in rows])
+    assert flat.tolist() == collate(rows, True).targets.tolist()

@@ -1,0 +1,333 @@
+"""The rollout backend on transformers: tokens depend on seed and position alone, log-probs are the model's."""
+
+import asyncio
+import inspect
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
+
+from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
+from rlfuse.engines.rollout.decode_batch import draw
+from rlfuse.engines.rollout.engine_actor import BACKENDS, NOTHING, EngineActor, Request, engine_actor
+from rlfuse.engines.rollout.transformers_engine import TransformersEngine
+from rlfuse.errors import EngineError, EngineFailed
+from rlfuse.protocols import Load, Sampling
+from rlfuse.samples import Partial, Response
+
+VOCABULARY, END, LONGEST = 40, 2, 64
+PLAIN = Sampling(1.0, 1.0, -1, 24)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Heads of 8 numbers, which vLLM has no kernel for on CPUs."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=LONGEST, initializer_range=0.3, eos_token_id=END,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    GenerationConfig(eos_token_id=[END]).save_pretrained(folder)
+    words = {f"w{token}": token for token in range(VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), eos_token="w2")
+    tokenizer.save_pretrained(folder)
+    return ModelConfig(path=str(folder), dtype="float32")
+
+
+def requests(count, start=0):
+    rng = np.random.default_rng(7)
+    prompts = [rng.integers(3, VOCABULARY, rng.integers(2, 12)).astype(np.int32) for _ in range(start + count)]
+    return [Request(f"1/{k}/0", 1, 100 + k, prompts[k], NOTHING) for k in range(start, start + count)]
+
+
+def with_engine(model, work, **settings):
+    async def run():
+        engine = TransformersEngine(0)
+        engine.facts = await engine.start(model, replace(RolloutConfig(), **settings), LONGEST, "cpu")
+        try:
+            return await work(engine)
+        finally:
+            await engine.stop()
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def all_of(engine, asked, sampling=PLAIN):
+    return {name: result async for some in engine.generate(asked, sampling) for name, result in some}
+
+
+@pytest.fixture(scope="module")
+def drawn(model):
+    """All samples in one batch."""
+    return with_engine(model, lambda engine: all_of(engine, requests(12)))
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert one[name].token_ids.tolist() == other[name].token_ids.tolist(), name
+        np.testing.assert_allclose(one[name].log_probs, other[name].log_probs, atol=1e-5)
+        assert (one[name].text, one[name].finish_reason) == (other[name].text, other[name].finish_reason)
+
+
+def test_log_probs_are_those_of_a_plain_forward_pass(model, drawn):
+    plain = AutoModelForCausalLM.from_pretrained(model.path)
+    for request in requests(12):
+        response = drawn[request.id]
+        ids = torch.from_numpy(np.concatenate([request.prompt_ids, response.token_ids]).astype(np.int64))
+        scores = plain(ids[None]).logits[0].log_softmax(-1)
+        at = range(len(request.prompt_ids) - 1, len(ids) - 1)
+        expected = [float(scores[t, ids[t + 1]].detach()) for t in at]
+        np.testing.assert_allclose(response.log_probs, expected, atol=1e-5)
+        ended = response.token_ids[-1] == END
+        assert response.finish_reason == ("stop" if ended else "length") and END not in response.token_ids[:-1]
+        assert ended or len(response.token_ids) == PLAIN.max_tokens
+    assert len({response.finish_reason for response in drawn.values()}) == 2, "both ends are tried"
+
+
+@pytest.mark.parametrize("settings", [{"max_num_seqs": 3}, {"max_num_seqs": 1}, {"kv_cache_memory_mb": 1}], ids=str)
+def test_batches_change_no_token(model, drawn, settings):
+    same(with_engine(model, lambda engine: all_of(engine, requests(12)), **settings), drawn)
+
+
+def test_samples_that_join_a_batch_change_no_token(model, drawn):
+    async def work(engine):
+        parts = [all_of(engine, requests(4, start)) for start in (0, 4, 8)]
+        found = [asyncio.create_task(part) for part in parts[:1]]
+        await asyncio.sleep(0.03)
+        found += [asyncio.create_task(part) for part in parts[1:]]
+        return {name: result for each in await asyncio.gather(*found) for name, result in each.items()}
+
+    same(with_engine(model, work), drawn)
+
+
+def test_an_evicted_sample_goes_on_elsewhere_as_if_it_had_stayed(model, drawn):
+    async def evicted(engine):
+        engine._step = slowed(engine._step)
+        asked = requests(12)
+        task = asyncio.create_task(all_of(engine, asked))
+        while engine._steps < 6:
+            await asyncio.sleep(0.001)
+        await engine.evict([request.id for request in asked[:6]], "tokens", 1)
+        return await task
+
+    first = with_engine(model, evicted)
+    partials = {name: result for name, result in first.items() if isinstance(result, Partial)}
+    assert partials and all(len(partial.token_ids) for partial in partials.values())
+    again = [replace(request, partial=partials[request.id]) for request in requests(12) if request.id in partials]
+    second = with_engine(model, lambda engine: all_of(engine, again))
+    same(first | second, drawn)
+
+
+def slowed(step):
+    def slow(joining):
+        time.sleep(0.005)
+        step(joining)
+
+    return slow
+
+
+def test_new_weights_reach_samples_in_flight(model, drawn, tmp_path):
+    """Pushed while samples are decoded: what they have stays, the rest is drawn under the new weights."""
+    torch.manual_seed(1)
+    other = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(model.path).config)
+    save_file({name: tensor.data.clone() for name, tensor in other.named_parameters()}, tmp_path / "bucket")
+
+    async def work(engine):
+        engine._step = slowed(engine._step)
+        task = asyncio.create_task(all_of(engine, requests(12)))
+        while engine._steps < 4:
+            await asyncio.sleep(0.001)
+        await push(engine, 5)
+        before = await task
+        return before, await all_of(engine, requests(12)), await engine.drain(), await engine.version()
+
+    async def push(engine, version):
+        await engine.begin_update()
+        stood = engine._steps
+        await asyncio.sleep(0.02)
+        assert engine._steps == stood, "a step ran while weights changed"
+        await engine.receive({"path": str(tmp_path / "bucket")})
+        await engine.finish_update(version)
+
+    before, after, spans, version = with_engine(model, work)
+    assert version == 5 and {response.weight_version for response in after.values()} == {5}
+    crossed = [span for span in spans if span.attributes.get("weight_versions") == [0, 5]]
+    assert crossed
+    other.save_pretrained(tmp_path / "other")
+    for span in crossed:
+        (name,) = span.samples
+        assert before[name].weight_version == 0
+        assert before[name].token_ids[:4].tolist() == drawn[name].token_ids[:4].tolist()
+    plain = other.eval()
+    for request in requests(12):
+        ids = torch.from_numpy(np.concatenate([request.prompt_ids, after[request.id].token_ids]).astype(np.int64))
+        scores = plain(ids[None]).logits[0].log_softmax(-1)
+        found = [float(scores[t, ids[t + 1]].detach()) for t in range(len(request.prompt_ids) - 1, len(ids) - 1)]
+        np.testing.assert_allclose(after[request.id].log_probs, found, atol=1e-5)
+
+
+@pytest.mark.parametrize("broken, told", [("missing", "no model.norm.weight"), ("extra", "a.b is no param")])
+def test_a_push_with_other_tensors_is_refused(model, tmp_path, broken, told):
+    tensors = {n: p.data.clone() for n, p in AutoModelForCausalLM.from_pretrained(model.path).named_parameters()}
+    if broken == "missing":
+        del tensors["model.norm.weight"]
+    else:
+        tensors["a.b"] = torch.zeros(1)
+    save_file(tensors, tmp_path / "bucket")
+
+    async def work(engine):
+        await engine.begin_update()
+        await engine.receive({"path": str(tmp_path / "bucket")})
+        await engine.finish_update(1)
+
+    with pytest.raises(EngineError, match=told.replace(".", r"\.")):
+        with_engine(model, work)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(0.7, 1.0, -1, 1), Sampling(1.0, 0.6, -1, 1), Sampling(1.0, 1.0, 4, 1), Sampling(1.3, 0.9, 9, 1, 0.05)],
+    ids=str,
+)
+def test_draws_follow_the_distribution(sampling):
+    torch.manual_seed(3)
+    logits = 2 * torch.randn(16)
+    scaled = (logits / sampling.temperature).double()
+    order = scaled.softmax(0).argsort(descending=True)
+    kept = order if sampling.top_k < 0 else order[: sampling.top_k]
+    mass = torch.zeros(16, dtype=torch.double)
+    mass[kept] = scaled[kept].softmax(0)
+    if sampling.top_p < 1:
+        count = int((mass[kept].cumsum(0) < sampling.top_p).sum()) + 1
+        mass[kept[count:]] = 0
+    mass[mass < sampling.min_p * mass.max()] = 0
+    mass = mass / mass.sum()
+    drawn = [draw(logits, seed, position, sampling) for seed in range(500) for position in range(4)]
+    counts = torch.bincount(torch.tensor([token for token, _ in drawn]), minlength=16) / len(drawn)
+    assert not counts[mass == 0].any()
+    assert (counts - mass).abs().max() < 5 * (0.25 / len(drawn)) ** 0.5
+    for token, log_prob in drawn[:50]:
+        assert log_prob == pytest.approx(float(mass[token].log()), abs=1e-5)
+    assert drawn[:4] == [draw(logits, 0, position, sampling) for position in range(4)]
+
+
+def test_greedy_and_stop_texts(model, drawn):
+    greedy = with_engine(model, lambda engine: all_of(engine, requests(12), replace(PLAIN, temperature=0.0)))
+    plain = AutoModelForCausalLM.from_pretrained(model.path)
+    for request in requests(3):
+        ids = torch.from_numpy(request.prompt_ids.astype(np.int64))[None]
+        expected = plain.generate(ids, do_sample=False, max_new_tokens=24, pad_token_id=0)[0, ids.shape[1] :]
+        assert greedy[request.id].token_ids.tolist() == expected.tolist()
+    stop = next(text for text in (f"w{token}" for token in drawn["1/0/0"].token_ids[2:]) if text != "w2")
+    found = with_engine(model, lambda engine: all_of(engine, requests(1), replace(PLAIN, stop=(stop,))))["1/0/0"]
+    words = [f"w{token}" for token in drawn["1/0/0"].token_ids]
+    assert found.token_ids.tolist() == drawn["1/0/0"].token_ids[: words.index(stop) + 1].tolist()
+    assert found.finish_reason == "stop"
+
+
+def test_what_an_engine_tells_of_its_work(model):
+    async def work(engine):
+        assert await engine.load() == Load(0, 0, 0.0)
+        task = asyncio.create_task(all_of(engine, requests(12)))
+        while not engine._steps:
+            await asyncio.sleep(0)
+        load = await engine.load()
+        assert (load.running, load.waiting) == (4, 8) and 0 < load.kv_use < 1
+        with pytest.raises(ValueError, match="being generated already"):
+            await all_of(engine, requests(1))
+        with pytest.raises(RuntimeError, match="can't sleep while 12 samples"):
+            await engine.sleep()
+        pulse = await engine.pulse()
+        await task
+        await engine.sleep()
+        with pytest.raises(RuntimeError, match="is asleep"):
+            await all_of(engine, requests(1))
+        await engine.wake()
+        return pulse, await engine.drain(), await all_of(engine, [])
+
+    pulse, spans, nothing = with_engine(model, work, max_num_seqs=4)
+    assert pulse.still_s == 0 and nothing == {}
+    decoded, samples = ([span for span in spans if span.kind == kind] for kind in ("decode", "generate"))
+    assert sum(span.tokens for span in decoded) == sum(span.tokens for span in samples)
+    assert max(span.attributes["batch"] for span in decoded) == 4
+    assert all(one.end <= other.start + 1e-9 for one, other in pairwise(decoded))
+
+
+def test_a_step_that_fails_ends_its_samples_with_the_cause(model):
+    async def work(engine):
+        def broken(joining):
+            raise ZeroDivisionError("no such layer")
+
+        engine._step = broken
+        with pytest.raises(EngineFailed, match="a decode step failed: ZeroDivisionError: no such layer"):
+            await all_of(engine, requests(2))
+        return await engine.load()
+
+    assert with_engine(model, work) == Load(0, 0, 0.0)
+
+
+def test_a_cache_that_holds_no_sample_is_refused(model):
+    with pytest.raises(EngineError, match=r"kv_cache_memory_mb=0: holds 0 tokens.*64; set at least 1"):
+        with_engine(model, lambda engine: all_of(engine, []), kv_cache_memory_mb=0)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backends_have_every_method_of_the_port(name):
+    """Signatures, as calls travel through Ray; the type checker compares the rest."""
+    backend = engine_actor(name)
+    for method, wanted in inspect.getmembers(EngineActor, inspect.isfunction):
+        if not method.startswith("_") or method == "__init__":
+            found = inspect.signature(getattr(backend, method)).parameters
+            assert [*found] == [*inspect.signature(wanted).parameters], f"{name}.{method}"
+            assert [each.default for each in found.values()] == [
+                each.default for each in inspect.signature(wanted).parameters.values()
+            ]
+    assert backend.capabilities is not None
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("rollout.tensor_model_parallel_size", 2),
+        ("rollout.quantization", "fp8_per_channel"),
+        ("rollout.engine_kwargs", {"block_size": 64}),
+        ("rollout.disaggregate", "on"),
+        ("fusion.tail_speculation", 4),
+        ("cluster.device", "cuda"),
+    ],
+)
+def test_keys_that_the_backend_cannot_honour_are_refused(model, key, value):
+    config = Config()
+    config.model.path, config.rollout.name = model.path, "transformers"
+    assert TransformersEngine.unserved(config) == []
+    section, leaf = key.split(".")
+    setattr(getattr(config, section), leaf, value)
+    (told,) = TransformersEngine.unserved(config)
+    assert told.startswith(f"{key}={value}: rollout.name=transformers does not support it")
+
+
+def test_models_with_recurrent_layers_are_refused(tmp_path):
+    from transformers import JambaConfig
+
+    JambaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1
+    ).save_pretrained(tmp_path)
+    config = Config()
+    config.model.path = str(tmp_path)
+    (told,) = TransformersEngine.unserved(config)
+    assert "a jamba has layers of" in told
+
+
+def test_responses_are_plain(drawn):
+    assert all(isinstance(response, Response) and response.trainable is None for response in drawn.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import yaml
 
@@ -20,7 +20,6 @@ from rlfuse.planning.hardware import KINDS, Hardware, Links, NodeSpeed
 from rlfuse.planning.measured_links import read_links
 from rlfuse.planning.memory import GIB, Budget
 from rlfuse.planning.node_order import Exchanged, NodeLinks, best_order
-from rlfuse.planning.presets import PRESETS
 
 MOST_UTILIZATION = 0.547
 """Of a device's peak, in training: what DistTrain (arXiv 2408.04275) measured of a 72B model, the most published."""
@@ -118,8 +117,6 @@ class Cluster:
     """Its copies, as `copy_bytes_per_s` of two probes tell."""
     groups: tuple[Group, ...] = ()
     """Nodes, among `nodes`, that have other devices, or another number of them, than the others."""
-    preset: Annotated[str, one_of(*PRESETS)] | None = None
-    """A kind of device whose data sheet gives every field that the file leaves out."""
 
     def __post_init__(self) -> None:
         if problems := tuple(self._problems()):
@@ -131,8 +128,6 @@ class Cluster:
         ratios = [self.product_ratio, self.copy_ratio]
         if any(ratios) and (self.calibration is None or not all(ratios)):
             yield "product_ratio, copy_ratio: need each other and a calibration, which they carry to another device"
-        if self.utilization > (most := self._most(experts=False)):
-            yield f"utilization={self.utilization:g}: nobody published more than {most:g} of {self.preset}; lower it"
         for name in ("peak_tflops", "memory_bandwidth_gbs"):
             if getattr(self, name) is None and any(getattr(group, name) for group in self.groups):
                 yield f"groups: {name} of a group needs the cluster's own {name}, to which it is compared; add it"
@@ -151,11 +146,6 @@ class Cluster:
     def nodes_with(self, devices: int) -> int:
         """Return the number of nodes that have so many devices."""
         return sum(node.devices >= devices for node in self._nodes)
-
-    def _most(self, experts: bool) -> float:
-        """Of the peak, in training: what somebody published."""
-        known = PRESETS[self.preset].most_utilization if self.preset else None
-        return min(known or 1, MOST_OF_EXPERTS if experts else MOST_UTILIZATION)
 
     @property
     def _nodes(self) -> list[_Node]:
@@ -208,7 +198,7 @@ class Cluster:
     def hardware(self, experts: bool = False) -> Hardware:
         """What a device and its links do; `experts`: in training a mixture of them. Raises as `read_calibration` does,
         and ClusterError where what was measured is more than anybody published."""
-        most, given = self._most(experts), self.links
+        most, given = MOST_OF_EXPERTS if experts else MOST_UTILIZATION, self.links
         between, wait = self._between()
         measured = None if self.calibration is None else self._measured(most)
         told = measured.sent_bytes_per_s if measured else None
@@ -276,18 +266,9 @@ def read_cluster(path: Path) -> Cluster:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ClusterError(f"--cluster {path}: can't be read as YAML: {error}") from error
     try:
-        found = read(Cluster, _filled(data), ClusterError)
+        found = read(Cluster, data, ClusterError)
         if found.links.measured is None:
             return found
         return replace(found, links=replace(found.links, measured=str(path.parent / found.links.measured)))
     except ClusterError as error:
         raise ClusterError(*(f"--cluster {path}: {problem}" for problem in error.problems)) from None
-
-
-def _filled(data: Any) -> Any:
-    """With what the preset that it names says; what can't be used stays for `read` to refuse."""
-    if not isinstance(data, dict) or not isinstance(data.get("preset"), str) or data["preset"] not in PRESETS:
-        return data
-    known = PRESETS[data["preset"]].fields
-    given = data.get("links", {})
-    return {**known, **data, "links": {**known["links"], **given} if isinstance(given, dict) else given}

@@ -27,7 +27,6 @@ from rlfuse.config.keys import did_you_mean
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
-from rlfuse.planning import hypothetical
 from rlfuse.planning.cluster_file import Cluster, read_cluster
 from rlfuse.planning.data_lengths import prompt_tokens, read_lengths
 from rlfuse.planning.finalists import Finalists, finalists, untuned
@@ -36,7 +35,6 @@ from rlfuse.planning.memory import GIB
 from rlfuse.planning.model_sizes import served_shapes, shapes_of
 from rlfuse.planning.node_order import best_order, exchanged, seconds_of
 from rlfuse.planning.planned_job import beyond_limits, completed, differing, needed_by_run, plannable, write_job
-from rlfuse.planning.presets import PRESETS
 from rlfuse.planning.remedies import changed
 from rlfuse.planning.search import Found, Neighbour, Plan, error_of, neighbours_of, search, settled, structure_of
 from rlfuse.planning.searched_job import Job
@@ -68,8 +66,7 @@ def main(argv: Sequence[str]) -> None:
     if wrong := [*_unplannable(config, cluster), *untrainable(config), *beyond]:
         raise ConfigError(wrong)
     (job, facts), began = _job(config, cluster, arguments), time.monotonic()
-    given_s, patience = arguments.seconds or SECONDS, inf if arguments.seconds else PATIENCE
-    seconds = given_s / 2 if arguments.hypothetical else given_s
+    seconds, patience = arguments.seconds or SECONDS, inf if arguments.seconds else PATIENCE
     with console.status("") as status:
         found = search(job, facts, LOOKING * seconds, lambda line: status.update(escape(line)), patience)
     if not found.plans:
@@ -86,10 +83,6 @@ def main(argv: Sequence[str]) -> None:
                 around = neighbours_of(job, compared, facts)
         console.print(_plans_table(job, last.plans), _neighbours_table(compared, around))
         _show(job, given, found, last, arguments, console)
-    if arguments.hypothetical:
-        with console.status("what can't be run yet"):
-            beyond = search(_beyond(job), facts, began + given_s - time.monotonic(), patience=patience)
-        _show_hypothetical(_beyond(job), beyond, console)
     if not found.plans:
         raise SystemExit(DOES_NOT_FIT)
 
@@ -108,7 +101,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, metavar="N", help=f"all in all; default: {SECONDS:g}, or what is enough"
     )
-    parser.add_argument("--hypothetical", action="store_true", help="also what this project can't run yet, apart")
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: half the limit")
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: the data's or half the limit")
     parser.add_argument("--picture", type=Path, metavar="out.png", help="the plans' steps beside each other")
@@ -201,12 +193,6 @@ def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tup
     return job, facts
 
 
-def _beyond(job: Job) -> Job:
-    """The job with axes that can't be run yet."""
-    more = hypothetical.axes(job.config, job.shapes["actor"])
-    return replace(job, config=hypothetical.hypothetical(job.config), axes={**job.axes, **more})
-
-
 # Words ---------------------------------------------------------------------------------------------------------------
 
 
@@ -284,7 +270,7 @@ def name_of(job: Job, plan: Plan) -> str:
     alone = config.actor.optimizer_residency == "step"
     words.append(f"ZeRO{config.actor.zero_stage}" + "+off" * config.actor.offload_optimizer + "+step" * alone)
     words += [config.rollout.quantization] if config.rollout.quantization else []
-    return " ".join([*words, *hypothetical.words(config)])
+    return " ".join(words)
 
 
 def _plans_table(job: Job, plans: Sequence[Plan]) -> Table:
@@ -317,21 +303,6 @@ def _plans_table(job: Job, plans: Sequence[Plan]) -> Table:
         "faster"
     )
     return table
-
-
-def _show_hypothetical(job: Job, found: Found, console: Console) -> None:
-    """The fastest of what can't be run, apart from what can, so that nobody takes one for the other."""
-    table = table_of(
-        "Hypothetical: were it there (this project can't run it yet), before thresholds are tuned",
-        "plan",
-        numbers=("GiB", "step", "+-"),
-    )
-    plans = [plan for plan in found.plans if any(hypothetical.words(changed(job.config, plan.settings)))]
-    for plan in plans[:SHOWN]:
-        memory, seconds = max(map(plan.memory.total, plan.memory.phases)) / GIB, plan.seconds
-        numbers = (memory, seconds.step, error_of(seconds, job.hardware.errors))
-        table.add_row(name_of(job, plan), *(f"{each:.1f}" for each in numbers))
-    console.print(table if plans else "hypothetical: nothing that this project can't run yet would be faster")
 
 
 def _neighbours_table(best: Plan, around: Sequence[Neighbour]) -> Table:
@@ -371,7 +342,6 @@ def _told(job: Job, found: Found, last: Finalists, errors: Mapping[str, float]) 
     late = [f"{last.left_out} more plans: not tuned in time; --seconds searches longer"] if last.left_out else []
     config, devices = changed(job.config, last.plans[0].settings), cluster.devices
     idle = f"{config.slots} of {devices} devices are used: a run takes the same number of devices on each of its nodes"
-    preset = [f"{cluster.preset}: {PRESETS[cluster.preset].source}; never run"] if cluster.preset else []
     return [
         f"{looked}; {more}",
         *late,
@@ -384,6 +354,5 @@ def _told(job: Job, found: Found, last: Finalists, errors: Mapping[str, float]) 
         "errors: "
         + ", ".join(f"{kind} {each:.0%}" for kind, each in errors.items())
         + ("" if job.cluster.calibration else ", an allowance: nothing was measured; `rlfuse calibrate` measures"),
-        *preset,
         *needed_by_run(job.config),
     ]

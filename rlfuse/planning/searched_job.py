@@ -14,11 +14,10 @@ from types import SimpleNamespace
 from rlfuse.config.checks import value_of
 from rlfuse.config.schema import Config
 from rlfuse.fusion.costs import Costs
-from rlfuse.planning import hypothetical
 from rlfuse.planning.cluster_file import Cluster
-from rlfuse.planning.costs import STAYS, work_speeds
+from rlfuse.planning.costs import STAYS, costs_of, work_speeds
 from rlfuse.planning.hardware import Hardware, WorkSpeed
-from rlfuse.planning.memory import Memory, Moved, Part, models_of
+from rlfuse.planning.memory import Memory, Moved, Part, memory_of, models_of
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.remedies import Setting, changed
 from rlfuse.planning.shortages import problems
@@ -78,7 +77,7 @@ class Job:
         key = (moved, *self._but_of_engines(config))
         if key not in self._costs:
             context = self.times.context
-            self._costs[key] = hypothetical.costs(config, self.shapes, self.hardware, context, moved)
+            self._costs[key] = costs_of(config, self.shapes, self.hardware, context, moved)
         return self._costs[key]
 
     def _but_of_engines(self, config: Config) -> tuple[object, ...]:
@@ -119,7 +118,7 @@ class Job:
         if key not in self._models:
             self._models[key] = models_of(config, shapes, self.cluster.device)
         budget = self.cluster.budget(config)
-        return hypothetical.memory(config, shapes, budget, self.served, self._models[key])
+        return memory_of(config, shapes, budget, self.served, self._models[key])
 
     def settings_of(self, config: Config, settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
         """With those of cache and policy."""

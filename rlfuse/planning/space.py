@@ -17,7 +17,6 @@ from rlfuse.engines.pipeline.partition import share_with_logits
 from rlfuse.engines.trainer.activation_places import Place
 from rlfuse.errors import EngineError
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.planning import hypothetical
 from rlfuse.planning.activations import layer_costs, leaves
 from rlfuse.planning.cluster_file import Cluster
 from rlfuse.planning.combinations import Refusal, combinations
@@ -156,7 +155,7 @@ def _cuts(config: Config, most: int, one_budget: bool) -> tuple[int, ...]:
 
 def structural(key: str) -> bool:
     """Whether others have to go with it; plans that differ in such an axis are plans of their own to a reader."""
-    return key in STRUCTURE or key.startswith(hypothetical.GROUP)
+    return key in STRUCTURE
 
 
 def structures(
@@ -168,7 +167,6 @@ def structures(
     """
     known = set(check(config, facts))
     refusals: list[Refusal] = [partial(_unlike, known, find, facts) for find in checks(config)]
-    refusals.append(lambda there: any(hypothetical.problems(there, shape)))
     refusals += [partial(_placed_for_nothing, config), _away_anyway]
     if cluster is not None:
         refusals.append(lambda there: any(cluster.lacks(there)))

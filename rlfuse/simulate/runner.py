@@ -202,8 +202,8 @@ class Machine:
     async def run(self, policy: Policy, settings: Settings, rates: Rates) -> list[Span]:
         loop = asyncio.get_running_loop()
         log, config = _Log([*self.rollouts, self.trainer]), self._config(policy.__name__)
-        for slot, at_s in self.workload.losses():  # the step starts when the first weights are out
-            loop.call_at(self.workload.step_s + at_s, self.rollouts[slot].fail)
+        for failure in self.workload.failures:  # the step starts when the first weights are out
+            loop.call_at(self.workload.step_s + failure.at_s, self.rollouts[failure.slot].fail)
         prompts = _Prompts(self.workload)
         groups = GroupSource(
             config=config,

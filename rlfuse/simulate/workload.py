@@ -33,7 +33,6 @@ from rlfuse.config.input_files import (
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.simulate.speed import Speed
-from rlfuse.simulate.terms import Parts, Terms
 
 BETWEEN_PROMPTS = 0.7
 """Share of the variance of log-lengths that lies between prompts; the rest between siblings of one prompt."""
@@ -189,8 +188,6 @@ class Workload:
     """How well lengths are known before they are generated: a prompt's mean length times lognormal(0, sigma). null:
     only the mean over all samples is known."""
     tail_speculation: TailSpeculation | None = None
-    parts: Parts = field(default_factory=Parts)
-    terms: Terms = field(default_factory=Terms)
 
     def __post_init__(self) -> None:
         if problems := tuple(self._problems()):
@@ -232,9 +229,8 @@ class Workload:
                 yield f"slowdowns[{i}].slot={slowdown.slot}: slots={self.slots} are numbered from 0"
             if slowdown.until_s is not None and slowdown.until_s <= slowdown.from_s:
                 yield f"slowdowns[{i}].until_s={slowdown.until_s:g}: has to be after from_s={slowdown.from_s:g}"
-        yield from self.terms.problems(self.parts)
         longest = self.prompt_tokens + (self.longest if self.samples and not self.samples % self.group else 0)
-        if longest > self.terms.room(self.engine.kv_tokens):
+        if longest > self.engine.kv_tokens:
             yield (
                 f"engine.kv_tokens={self.engine.kv_tokens}: the longest sample holds {longest} tokens with its prompt; "
                 "raise kv_tokens, or lower response_tokens (cap)"
@@ -275,13 +271,8 @@ class Workload:
         of_slot = defaultdict[int, list[Slowdown]](list)
         for slowdown in self.slowdowns:
             of_slot[slowdown.slot].append(slowdown)
-        given, all_of_them = self.slot_speed or (1.0,) * self.slots, self.terms.speed()
-        return tuple(_speed(speed * all_of_them, of_slot.get(slot, ())) for slot, speed in enumerate(given))
-
-    def losses(self) -> list[tuple[int, float]]:
-        """(slot, seconds) of every engine that is lost: those of `failures`, and what goes with them."""
-        lost = ((slot, each.at_s) for each in self.failures for slot in self.terms.domain(each.slot, self.slots))
-        return list(dict.fromkeys(lost))
+        given = self.slot_speed or (1.0,) * self.slots
+        return tuple(_speed(speed, of_slot.get(slot, ())) for slot, speed in enumerate(given))
 
     def lengths(self) -> np.ndarray:
         """int64 [samples]: response tokens."""
@@ -310,7 +301,7 @@ class Workload:
     def costs(self) -> Costs:
         """As the policies and the simulated engines see it."""
         engine = {entry.name: getattr(self.engine, entry.name) for entry in fields(Engine)}
-        costs = Costs(
+        return Costs(
             **engine,
             max_tokens=self.most_tokens,
             score_tokens_per_s=self.scoring.tokens_per_s,
@@ -320,7 +311,6 @@ class Workload:
             optimizer_s=self.training.optimizer_s,
             **{name: getattr(self, name) for name in OF_MACHINE},
         )
-        return self.terms.costs(costs, self.parts)
 
 
 def _speed(speed: float, slowdowns: Iterable[Slowdown]) -> Speed:

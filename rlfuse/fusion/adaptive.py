@@ -1,19 +1,8 @@
-"""The continuous policy: lengths decide who is admitted where, slots are freed when that pays, free slots also train.
+"""The continuous policy (`fusion=adaptive`): admission by expected length, cost-gated release of slots, early training.
 
-Role: `fusion=adaptive`. Exact like the others. Its settings are tuned by simulating the lengths and costs that the run
-recorded (`rlfuse.simulate.tuning`); where none of them is as fast as `serial` there, it does what that does, unless an
-engine is lost: its rank has nothing to wait for. Four ideas beyond RLHFuse's one threshold:
-1. **Admission by deadline** (`settings.longest_first`). With lengths known from earlier steps, generation can be over
-   by `view.deadline` at best. A sample of r tokens that is to make it can afford decoding steps of (deadline - now) /
-   r, hence a batch of at most `batch_within` that; so the longest samples go first and share small batches, the short
-   ones fill large batches. Where lengths are known well, slots that could hold all are given fewer at once
-   (`settings.max_sequences`): the longest begin in smaller batches, and short ones take the places of what ends.
-2. **Cost-gated release** (`settings.cost_gated`). Below the threshold, whenever the unfinished samples fit onto fewer
-   slots at flat latency, and work waits that is worth more than moving and switching, the others are emptied; the
-   longest samples, on which the end of generation depends, stay where they are.
-3. **Free slots score, then accumulate** the gradients of the first mini-batch (`settings.early_training`).
-4. **Slow slots give away** what they would end too late (after Malleus, arXiv 2410.13333): by the slots' rates, samples
-   that they hold go on elsewhere when that pays, the longest first.
+Exact like the others. `simulate.tuning` sets it by simulating recorded lengths and costs; where none of its settings
+beats `serial`, it does what `serial` does. Slow slots give away what they would end too late (Malleus, arXiv
+2410.13333).
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """The board of one step: where each sample is, from waiting to trained. Bookkeeping only, no effects.
 
-Role: the executor writes what happened, the policy reads a `Snapshot`. Samples and groups have one state each
-(`states`); what follows from it in bulk stands in `slot_table`, `scoring_queue` and `mini_batches`.
-
     WAITING --Generate--> GENERATING --finished--> FINISHED --scored--> SCORED (group COMPLETE) --prepared--> ready
        ^                    |    ^                                                                              |
        +------- lost -------+    +-- Move: evicted, arrived                        Accumulate, OptimizerStep <--+
 
-Invariants: a sample is generated once, scored once per kind and accumulated once per pass over the step; mini-batches
-are fixed by prompt order before anything runs (where groups are chosen late, by `train_on` or because a draw ends with
-the first so many, nothing is trained on before). Updates are O(1) per sample: large steps stay cheap to decide on.
+Invariants: a sample is generated once, scored once per kind and accumulated once per epoch; mini-batches are fixed by
+prompt order before the step starts. Updates are O(1) per sample.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""RLHFuse's consolidation of the generation tail: once, below a threshold, onto few slots.
+"""Consolidate the generation tail onto few slots, once, below a threshold (RLHFuse, arXiv 2409.13221, NSDI '25).
 
-Role: called by `policies.rlhfuse`. Source: "Optimizing RLHF Training for Large Language Models with Stage Fusion"
-(RLHFuse, arXiv 2409.13221, NSDI '25): when R_t samples are unfinished, they are put on m* slots,
-
-    m* = max(ceil(R_t / BS_max), ceil(R_t * KV per sample / KV per slot)),    BS_max: largest batch of flat latency,
-
-namely on those with the most samples left, since then the least has to move (slow slots come last). R_t, and how flat
-is flat enough where latency grows with every sample (`max_decode_slowdown`), are tuned by simulating the lengths that
-the last steps recorded (`rlfuse.simulate.tuning`).
+When R_t samples are unfinished they move to the m* slots that hold the most of them, m* = max(ceil(R_t / BS_max),
+ceil(R_t * KV per sample / KV per slot)), BS_max: largest batch of flat latency.
 """
 
 from __future__ import annotations

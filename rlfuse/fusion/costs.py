@@ -1,11 +1,7 @@
 """What work costs on a slot, in seconds: the model that policies decide by and the simulator runs by.
 
-Role: plain numbers, measured (`rlfuse.simulate.fitting`) or given (a simulated workload). Rates are per slot.
-A decoding step of b sequences holding c tokens takes
-
-    step_base_s + step_per_sequence_s * max(0, b - flat_batch) + step_per_context_token_s * c
-
-so latency is flat up to a batch, as decoding is bound by reading the weights until then.
+A decoding step of b sequences holding c tokens takes `step_base_s + step_per_sequence_s * max(0, b - flat_batch) +
+step_per_context_token_s * c`: decoding is bound by reading the weights until the batch exceeds `flat_batch`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""What a fusion policy sees and what it may decide: plain data, nothing of Ray, vLLM or torch.
-
-Role: the language between the controller (real or simulated) and the policies. A policy is a function
-`Snapshot -> list[Decision]`; the controller asks it whenever something finished and starts what it decides.
+"""The snapshot that a fusion policy sees and the decisions it returns: plain data.
 
 A slot has one role at a time. In `rollout` its engine generates; in `trainer` its rank scores and accumulates
-gradients, one piece of work after the other. Rewards are scored beside both, in processes of their own.
+gradients, one call after the other. Rewards are scored in processes of their own.
 """
 
 from __future__ import annotations

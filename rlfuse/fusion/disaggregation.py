@@ -1,13 +1,7 @@
-"""Prefill and decoding apart: some engines read prompts and hand each group on, the others only decode.
+"""Disaggregate prefill and decoding: some engines read prompts and hand each group on, the others only decode.
 
-Role: `sharing.admit` asks this instead of filling all engines alike, whatever the policy, where
-`settings.prefill_share` is above 0 (`rollout.disaggregate`; `simulate.prefill_share` finds whether that pays). Source:
-DistServe (arXiv 2401.09670): a prompt that is read stalls what its engine decodes. Pure.
-Invariants:
-- a group is read on one engine, as its siblings share their prompt, and handed on together, by the KV cache;
-- whoever reads prompts takes the next ones once the last are read, so that no group waits behind another's prompt;
-- where no other engine has room, or nothing waits any more, groups stay where they were read: no engine is idle for
-  it, and a move that fails is what it is in any other case, a sample that waits again or is prefilled again.
+Used by `sharing.admit` where `settings.prefill_share` is above 0 (DistServe, arXiv 2401.09670). A group is prefilled on
+one engine and handed on together; where no other engine has room, it stays.
 """
 
 from __future__ import annotations

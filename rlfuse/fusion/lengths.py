@@ -1,8 +1,4 @@
-"""How long responses will be: what earlier steps and finished siblings tell, and when generation can be over.
-
-Role: the controller keeps one `Lengths` for the run and shows it what was generated; the board asks it what to expect.
-Pure data. Prediction only ever decides *when* a sample is generated.
-"""
+"""Predict response lengths from earlier steps and finished siblings, and from them when generation can be over."""
 
 from __future__ import annotations
 

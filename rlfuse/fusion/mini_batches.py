@@ -1,8 +1,4 @@
-"""Which samples of which mini-batch one model has still to learn from.
-
-Role: the board keeps one `MiniBatchProgress` per trained model. Mini-batches follow one another strictly: the gradients
-of the next need the weights that the step of the present one makes.
-"""
+"""Track which samples of which mini-batch one model still has to learn from; they follow one another strictly."""
 
 from __future__ import annotations
 

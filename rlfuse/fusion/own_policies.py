@@ -1,10 +1,6 @@
-"""A policy by its name: a built-in one, or a function `policy(snapshot) -> list[Decision]` of a user's file.
+"""Find a policy by name: a built-in one, or a function `policy(snapshot) -> list[Decision]` in a user's file.
 
-Role: `load_policy` is called by whoever is told a name: a run before it starts anything, `rlfuse simulate`, `rlfuse
-plan`; whoever needs the policy after that asks for the `loaded_policy`. A file is loaded as those of rewards are
-(`config.own_modules`). What a user's policy decides is held against its snapshot before anything of it begins
-(`refusals`). Invariants: everything that can be wrong with it is a `PolicyError` that names the policy, what it decided
-and what is valid; none makes a step hang.
+Decisions of a user's policy are checked against their snapshot (`refusals`) before any of them starts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""When what only optimizer steps read sets out for the devices that it left while engines generated. Pure.
-
-Role: the executor asks before every decision, by what the trainer says is away (`actor.optimizer_residency=forecast`).
-Invariant: the forecast is rather short than long. Work under way counts as done, passes and gradients as if they
-filled all slots beside generation; so what sets out by it is late only where its copy takes longer than was measured.
-"""
+"""Decide when offloaded optimizer states start their way back to the device (`actor.optimizer_residency=forecast`)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,7 @@
-"""How fast each slot is next to the others: seconds that its work takes for each that costs foresee, by what it did.
+"""Measure how fast each slot is relative to the others: seconds of its work over the seconds that costs predict.
 
-Role: the run's `Tuning` keeps one `Rates`; the slot table tells it of every stretch of work that ended, and writes on
-its slots what plans go by. Policies give a slot of rate 2 half as much; `drained` ones get nothing. Pure: no clock.
-Invariants: typical slots have the rate 1, whatever costs are wrong by; noise changes no plan: a rate moves only when
-the middle one of the slot's last three observations is DEAD_BAND away from it (one that no hiccup explains counts as
-two; short work is observed together), and what is within THRESHOLD counts as typical. Of a slow slot that gets no work
-it is counted for how many steps nothing was heard, as it has to be tried some time. A drained one is probed instead: it
-is back by `restore`, or, where that was wanted, once it is below THRESHOLD.
+Typical slots have rate 1. A rate moves only when the median of the last three observations differs from it by
+DEAD_BAND; rates within THRESHOLD count as typical. Drained slots are probed until they are restored.
 """
 
 from __future__ import annotations

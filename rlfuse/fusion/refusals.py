@@ -1,10 +1,4 @@
-"""Why a decision can't be carried out: each is held against the snapshot that it was made for. Pure.
-
-Role: `own_policies` reads what a user's policy decides with `check` before anything of it begins, so that a mistake is
-told in the words of decisions, not by an engine in the middle of a call. The built-in policies are held against the
-same rules by property tests. Invariant: what is accepted, the board and the engines can do. More samples than an engine
-has room for are no mistake: it queues them.
-"""
+"""Check decisions against the snapshot that they were made for, and explain why one cannot be carried out."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Policies and what is told of them to those who run them: one decorator, in the module where each stands.
-
-Role: `policies.POLICIES` is made of what is registered here; `rlfuse.simulate.tuning` and `rlfuse.run.build` read the
-traits. A user's own policy may carry the decorator, too; without it, it has no traits.
-"""
+"""Register fusion policies together with the traits that tuning and the run need to know."""
 
 from __future__ import annotations
 

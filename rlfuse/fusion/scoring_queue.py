@@ -1,11 +1,4 @@
-"""What waits to be scored, by kind: samples, their tokens, since when, and calls under way. Part of the board.
-
-Where ranks hold stages, kinds that only the actor's loss reads are deferred: they wait for the mini-batch of their
-sample, and until then fill the bubbles of an earlier one's pipelines.
-
-    finished -> deferred --(its mini-batch is the present one)--> unscored --Score--> scored
-                   +------------ Train(.., passes), Score -----------------------------> scored
-"""
+"""The queue of samples to score, by kind. Deferred kinds wait for the mini-batch of their sample and fill bubbles."""
 
 from __future__ import annotations
 

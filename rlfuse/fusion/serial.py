@@ -1,7 +1,4 @@
-"""One stage at a time, as systems without fusion work: generation, each kind of scoring, training.
-
-Role: `fusion=serial`, and what `adaptive` does where simulation finds that overlapping loses.
-"""
+"""Run one stage at a time, as systems without fusion do: generation, each kind of scoring, training."""
 
 from __future__ import annotations
 

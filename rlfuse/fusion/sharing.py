@@ -1,8 +1,7 @@
-"""Who gets what: admission to engines, and passes and gradients shared out over free slots. Pure; used by every policy.
+"""Assign work to slots: admission to engines, passes and gradients to free slots. Used by every policy.
 
-Invariants: siblings go to one engine; nothing is admitted while a kind of scoring is behind by its credit, so a slow
-consumer pauses its producer (and gets the slots to catch up, as engines run empty: no deadlock with credits of 1 or
-more); a slot is given work only while it does nothing, and by its rate: whoever would end first gets it.
+Siblings go to one engine. Nothing is admitted while a kind of scoring is behind by its credit. A slot gets work only
+while it is idle, in proportion to its speed.
 """
 
 from __future__ import annotations

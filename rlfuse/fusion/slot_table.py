@@ -1,9 +1,6 @@
-"""The slots of one step: which samples each engine holds, how far they are, and which slots are idle.
+"""The slots of one step: which samples each engine holds, how far they are, and which slots are idle. O(1) per change.
 
-Role: the part of the board that follows generation and roles. Every change costs O(1) (the plan of `deadline`, a pass
-over all unfinished samples, is made anew each time a sixteenth of them has been admitted or finished).
-A drained slot is among those that are offered only for a change to `trainer`, as its rank has to be there where all
-ranks work together: no policy has to know of it.
+A drained slot is offered only for a switch to `trainer`, as its rank takes part where all ranks work together.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
-"""Where each sample and group of a step is, as one state each; a change that can't be is an error.
-
-Role: the board makes a record of each, and all of its parts read and change these. Policies see the records of samples
-on engines. What a state implies in bulk (what waits, what is unscored, which slots are idle) is kept in queues beside
-them, so that a snapshot costs O(1).
+"""The state of each sample and group of a step; a transition that is not possible is an error.
 
     WAITING --Generate--> GENERATING --Move--> LEAVING --evicted--> MOVING --arrived--> GENERATING
        ^                      |                   |
        +----- engine lost ----+-------------------+--finished--> FINISHED --scores it needs--> SCORED
-
-Once the step has enough groups, what is not finished of the others becomes UNNEEDED.
 """
 
 from __future__ import annotations

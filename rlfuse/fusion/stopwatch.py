@@ -1,10 +1,4 @@
-"""What slots are seen to take for their work, next to what costs foresee: how far engines are, and who is slow.
-
-Role: part of the slot table, which tells it of time that passes and of work that begins and ends; it tells `rates`.
-Two kinds of work tell: stretches of decoding, as a sample that is whole says how many steps its engine has really done,
-or the engine itself, which is asked where none has ended for a while; and calls of one rank. What all ranks do together
-tells of none of them. Invariant: O(1) for each piece of work.
-"""
+"""Measure what slots take for their work: stretches of decoding, and calls of one rank. Part of the slot table."""
 
 from __future__ import annotations
 

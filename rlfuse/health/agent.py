@@ -1,10 +1,4 @@
-"""An agent per node, which looks at it and at the run's processes there once a second.
-
-Role: `agents` starts one for each node of a run: a thread of the driver on its own node, a Ray actor on every other.
-`Monitor` drains them once a step. Invariants: an agent takes at most SHARE of a core, as it looks less often where a
-look takes long; what it saw and nobody drained is bounded; it ends no run: what it can't look at is told when it is
-drained. Waits: a drain of another node's for DRAIN_S at the longest.
-"""
+"""An agent per node that samples the node and the run's processes there once a second, in at most SHARE of a core."""
 
 from __future__ import annotations
 

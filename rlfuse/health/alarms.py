@@ -1,8 +1,4 @@
-"""Alarms as people and other commands read them: in words, and as rows of the run folder's `health.jsonl`.
-
-Role: `Monitor` writes them and tells them, `read_alarms` gives them back to whoever asks since when something was wrong
-(`rlfuse whatif`). Invariant: an alarm is a row when it is told and another when it is over; read, it is one.
-"""
+"""Alarms in words, and as rows of the run folder's `health.jsonl` (one row when raised, one when over)."""
 
 from __future__ import annotations
 

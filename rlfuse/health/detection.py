@@ -1,21 +1,11 @@
-"""Who is apart from its peers, in what, and for how long: the method of Minder (arXiv 2411.01791, NSDI '25).
+"""Detect workers that differ from their peers, by the method of Minder (arXiv 2411.01791, NSDI '25).
 
-Role: `Detector` gets the windows of a run one after the other and returns alarms as they begin and end. Pure: numbers
-in, alarms out. For every signal and role:
+    value -> logarithm -> exponential average -> distances of all pairs -> score of a worker over its peers' usual score
+    -> above the threshold: candidate -> candidate for the continuity threshold, or again and again: alarm
 
-    value -> logarithm -> exponential average (the paper: an LSTM-VAE) -> distances of all pairs -> score of a worker
-    (mean of its distances) over the usual score of its peers -> above the threshold: candidate
-    -> the same worker stays candidate for the continuity threshold, or is again and again far apart -> alarm
-
-Invariants:
-- peers are workers of one role that worked lately; a worker without work in a window is neither judged nor cleared;
-- the threshold is SIMILARITY times the largest of what can mean anything (`Signal.least`), what values scatter by from
-  window to window, and what scores of the peers scatter by;
-- distances between two don't say which of them is odd. There the one is that is worse than its peer and, unless it is
-  by OWN times the threshold, worse than it was itself. One alone is held against its own beginning, at twice the
-  threshold: nothing tells it from a change of the whole run;
-- what has a past that explains it (a signal not `from_start`) is compared by its change;
-- an alarm is of one worker, one signal; while it stands the worker has no second one, but for slowness.
+Peers are workers of one role that worked lately. The threshold is SIMILARITY times the largest of `Signal.least`, the
+scatter from window to window and the scatter of the peers' scores. Of two workers the one is odd that is worse than it
+was itself; a worker alone is compared with its beginning.
 """
 
 from __future__ import annotations

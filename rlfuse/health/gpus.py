@@ -1,8 +1,4 @@
-"""GPUs as NVML shows them, where the package `nvidia-ml-py` and NVIDIA's driver are.
-
-Role: a node's `Sampler` asks for the device of each worker. Every call is bound to the package's signature by
-`tests/unit/test_health_agent.py`; it was not run on a GPU. Invariant: what a device doesn't tell is left out.
-"""
+"""Read GPU use, clock and power from NVML, where `nvidia-ml-py` and NVIDIA's driver are installed."""
 
 from __future__ import annotations
 

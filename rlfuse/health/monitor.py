@@ -1,10 +1,6 @@
-"""The driver's look at all workers, once a step: spans and samples in, `health/*` and alarms out.
+"""Watch all workers once per step: spans and samples in, `health/*` metrics and alarms out.
 
-Role: the controller (and the training of reward models) asks a `Monitor` at the end of each step. It drains the nodes'
-agents, has `series` divide what was by what should have been, and `detection` say who is apart; it tells alarms at the
-terminal and in wandb, and writes them to `health.jsonl`. Waits for agents, `agent.DRAIN_S` at the longest.
-Invariants: the first step, and that of a worker that is started anew, is warm-up, of which nothing is judged; whatever
-fails here is told once, and no reason to lose a run.
+The first step, and that of a restarted worker, is warm-up. A failure here is logged once and never ends a run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""What a node and the run's processes on it did since they were looked at last: one pass over `/proc`, psutil and NVML.
-
-Role: an `Agent` asks a `Sampler` once a second. Waits for nothing, but for a probe of the network: at most PROBE_S.
-Invariants: counters are told as differences, from the second look on; what can't be read (no such file, no permission,
-a process that ended) is left out. The files of a process are read as they are: psutil has neither its page faults nor
-its wait for a core, and takes several times as long. That wait is the main thread's, where engines and ranks compute.
-"""
+"""Sample what a node and the run's processes on it did since the last look: `/proc`, psutil and NVML in one pass."""
 
 from __future__ import annotations
 

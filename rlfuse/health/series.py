@@ -1,9 +1,6 @@
-"""What each worker did second by second: seconds of work, what they should have been, and what agents saw meanwhile.
+"""Spread spans and samples over seconds and windows: work done, work expected, and what agents saw meanwhile.
 
-Role: `Monitor` fills a `Series` from a step's spans and its agents' samples, and gives `detection` one `Window` after
-the other. Pure. Invariants: a span or sample is spread evenly over the seconds that it covers; a worker has a value
-only in windows in which it worked (or, for signals of time, was sampled): idle workers and roles that rest are missing
-there, not slow.
+A worker has a value only in windows in which it worked (or, for signals of time, was sampled).
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""What is compared between peers: each signal's unit, how it is divided by work, and how much of it can mean anything.
-
-Role: data for `series`, `detection` and whoever tells of an alarm. Values are compared by logarithms, so that a
-distance is a ratio: of the value, or of `value + unit` where a healthy value may be 0. In order of priority: where two
-signals of a worker are told at once, the first one is.
-"""
+"""The signals that are compared between peers, in order of priority. Values are compared by logarithms."""
 
 from __future__ import annotations
 

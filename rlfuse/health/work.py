@@ -1,12 +1,5 @@
-"""How long a piece of work should take: by the run's fitted costs, corrected by what all workers took for such pieces.
-
-Role: `Expected` learns from the spans of each step and gives `series` the denominator of every residual. Pure.
-Costs are of a role as a whole, and wrong by a factor where work is of another shape: a tail's small batch, a stage with
-the head. So pieces are told apart by class (kind, size in powers of two, stage, degree, model), and a class has a
-factor: the median over its workers of each one's median, so that no single worker decides it. A class that only one
-worker ever has is measured by that worker's own past. Invariants: costs and ratios are the first that were seen after
-warm-up, so what becomes slow later is measured by what was usual before; a class with few pieces gives no expectation.
-"""
+"""Predict how long a piece of work should take: fitted costs, corrected per class of work by the first steps of the
+run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Activations that wait off a device or are computed again, as ranks decide it, told from a model's shape.
-
-Role: `activations` asks for a micro-batch's peak, `memory` for what goes to the host, `costs` for what is run again,
-`plan` for the words. Pure but for `Shape.model`, which runs the trainer's own pass without memory.
-"""
+"""Predict which activations wait off a device or are recomputed, as trainer ranks decide it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,7 @@
-"""The micro-batches that need the most memory, and how much: what the data may bring within the limits, at its worst.
+"""Find the micro-batches that need the most memory, and how much, whatever the data contains within the limits.
 
-Role: `memory` asks for the activations of a role on a device. Pure but for `Shape.model`, which runs the trainer's own
-pass without memory.
-Invariant: packing fills micro-batches by tokens, whatever they are. So the worst may be the longest samples, which need
-the most attention and can't be cut below one sample; short prompts, where nearly every token predicts and has logits;
-or the answers to one prompt, each of which attends to keys and values of its own copy. All of them are tried.
-Gradients run over a mini-batch, passes without them over a whole batch; a free slot may be handed all of either, ranks
-that go together share it.
+The worst case may be the longest samples (attention), short prompts (logits for nearly every token) or the answers to
+one prompt (keys and values copied per answer); all are tried.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""`rlfuse calibrate`: what this device does, measured by runs or by a probe, as a file that plans are made from.
-
-Role: the command line of `calibration` and `probe`. Reads run folders (`config.yaml`, `events.jsonl`) and the
-config.json of their models. Called by `rlfuse.cli`.
-"""
+"""`rlfuse calibrate`: measure a device by runs or by a probe, and write the file that plans are made from."""
 
 from __future__ import annotations
 

@@ -1,13 +1,7 @@
-"""A device's `Hardware` out of measured work, with how far it was off on work that it was not fitted to.
+"""Fit a device's `Hardware` to measured work, and measure the error on work that was held out.
 
-Role: `calibrate` fits by it. Pure; `calibration_file` writes what was found.
-Non-negative least squares on the amounts of `features`, each kind of work weighing alike in every step. Decoding has a
-roof: reading weights or computing, whichever takes longer, or first one and then the other; which, and the ratio of the
-two rates, is searched, and so is how much devices of a node slow one another, where runs had more and fewer of them at
-work. The rest is linear.
-Held out: whole runs, each in turn, where there are several, else each fifth of a run's steps (of a probe: of its
-sizes); the error of a kind is the mean over what was held out of |predicted - measured| / measured of a step's total.
-Invariants: a rate that the work did not show is told in `not_measured`; links are never measured here.
+Non-negative least squares on the amounts of `features`. Decoding has a roof (reading weights or computing), whose shape
+is searched, and so is the slowdown by other devices of the node. Held out are whole runs, or a fifth of a run's steps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What `calibration.yaml` holds, written and read.
-
-Role: `calibrate` writes it, `read_calibration` gives plans their hardware. Waits for nothing.
-Invariant: a file that is refused is named with line, field, value and what it may be.
-"""
+"""Write and read `calibration.yaml`."""
 
 from __future__ import annotations
 

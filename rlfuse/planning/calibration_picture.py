@@ -1,8 +1,4 @@
-"""Measured against predicted seconds of what was held out, a panel for each kind of work.
-
-Role: `draw` is called by `rlfuse calibrate --picture`. Points on the line were told exactly, those in the band by less
-than the kind's error.
-"""
+"""Draw measured against predicted seconds of held-out work, a panel for each kind of work."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A cluster file: which machines there are and what they do, for `rlfuse plan --search`.
-
-Role: `read_cluster` turns YAML into a `Cluster`; the search reads nothing else of the machines. Every field is checked
-by its schema; what a number is of stands at the field. Pure but for reading.
-"""
+"""Read a cluster file: the machines that `rlfuse plan` plans for."""
 
 from __future__ import annotations
 

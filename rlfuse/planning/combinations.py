@@ -1,10 +1,6 @@
-"""Combinations of values that nothing refuses, found without trying all of them.
+"""Enumerate combinations of values that no check refuses, without trying the whole product.
 
-Role: `space.structures` goes through them. Pure.
-How: keys get their values one after the other. A refusal is asked as soon as the keys that it reads have theirs, once
-for each combination of those, and cuts off everything that would only differ in the others; so a key that few refusals
-read costs next to nothing.
-Invariant: what is found, and its order, is what the whole product has left when each refusal was asked of each.
+A refusal is evaluated as soon as the keys that it reads have values, once for each combination of those.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Seconds of each kind of work of any job, from a model's shape and what a device and its links do.
+"""Predict the seconds of each kind of work, from a model's shape and what a device and its links do.
 
-Role: `forecast` and `search` simulate steps on these costs. Pure.
 Per slot of an engine, which spans `rollout.tensor_model_parallel_size` devices; a trainer rank is one device. Tensor
-parallelism all-reduces twice a layer (Megatron, arXiv 1909.08053), trainers' as often on the way back; of these every
-rank has the whole head.
-ZeRO exchanges what `exchanges` tells; with optimizers that stay on the host (`actor.offload_optimizer`) gradients and
-weights go there and back. Ulysses exchanges four times a layer each way. Collective operations overlap with nothing, as
-trainer ranks run them (`overlap_comm` is off). All devices of a node are taken to be at work all the time.
+parallelism all-reduces twice a layer (Megatron, arXiv 1909.08053). Collective operations overlap with nothing.
 """
 
 from __future__ import annotations

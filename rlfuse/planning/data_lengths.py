@@ -1,9 +1,4 @@
-"""Tokens of the rows that a job trains on: of each prompt, clip and image, as far as their files are on this machine.
-
-Role: `plan` and `search_command` show them, and plan for prompts of their mean length. Rows become prompts as in a run.
-Invariants: no limit of the job changes a length, so rows count that are too long for it; the job's folders stay as they
-are. Waits for decoding processes, as a run does.
-"""
+"""Read the token lengths of the rows that a job trains on: prompts, clips and images."""
 
 from __future__ import annotations
 

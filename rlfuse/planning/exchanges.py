@@ -1,22 +1,8 @@
-"""What ZeRO's ranks exchange, and move in their own memory for that: plans take it over links and memory (`costs`),
-calibrations find it in runs (`features`).
+"""What ZeRO's ranks exchange, and copy in their own memory for that, as DeepSpeed 0.19 does it.
 
-Role: pure functions of a configuration and a model's shape. ZeRO 0 all-reduces gradients once a step, which is a
-scatter and a gather; 1 gathers weights besides; 2 all-reduces in each micro-batch; 3 scatters there, and gathers all
-weights forward and backward (Rajbhandari et al. 2020, arXiv 1910.02054). Under 1 and 2 a scatter would do, but
-DeepSpeed 0.19 sums all ranks' parts in one all-reduce (`use_multi_rank_bucket_allreduce`, which is on unless a
-configuration turns it off). Before a sum it copies gradients: all of them into a bucket, which it divides, and where
-several ranks have them once more to have them flat (under ZeRO 0 only that); after it, a rank's share to where the step
-reads it.
-
-ZeRO 3, where no weights stay (a `stage3_param_persistence_threshold` of 0), as DeepSpeed 0.19 has it once it knows in
-which order modules come, which ranks' first passes tell it:
-
-    forward     as many modules together as have `PREFETCHED` parameters, in a flat tensor that is cut up into weights
-    backward    each module by itself, right where its weights then are; layers that are run again keep them until then
-    gradients   as many together as are `REDUCED`, in a flat tensor
-
-gloo gathers into a tensor of its own and copies from there; it has no scatter, but sums a copy of all on every rank.
+ZeRO 0 all-reduces gradients once a step; 1 also gathers weights; 2 all-reduces in each micro-batch; 3 scatters
+gradients there and gathers weights forward and backward (arXiv 1910.02054). gloo has no reduce-scatter: it sums a copy
+of everything on every rank.
 """
 
 from __future__ import annotations

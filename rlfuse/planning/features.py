@@ -1,10 +1,6 @@
-"""What the work of a recorded run had to do, in units that carry over to other models: FLOP, bytes, layers, calls.
+"""Describe the work of a recorded run in units that carry over to other models: FLOP, bytes, layers, calls.
 
-Role: `calibration` fits a device's `Hardware` to such pieces of work; `probe` makes them by measuring. Pure.
-Invariants: `seconds_of` has the form that `costs` gives to a plan; only work of steps that generated counts, validation
-does not, nor does a run's first step, in which everything warms up. Each micro-batch of a call is work by itself, and
-so is what the call takes beside: many tokens and few tell what it takes to begin. Lengths are those of the samples that
-a span names; of samples that no span tells, the mean of their micro-batch.
+`seconds_of` has the form that `costs` gives to a plan. The first step (warm-up) and validation do not count.
 """
 
 from __future__ import annotations

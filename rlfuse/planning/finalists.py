@@ -1,9 +1,4 @@
-"""The best plans with the step that a run of them settles at: thresholds tuned, as `rlfuse plan` forecasts a job file.
-
-Role: `search_command` shows them. The search ranks many plans by a step as a run starts, since tuning a plan's
-thresholds takes seconds; what is shown and written are these few, by the one definition that `rlfuse plan` has, too.
-Pure but for simulating; waits for nothing.
-"""
+"""Tune the thresholds of the best plans, so that their steps are those that `rlfuse plan` forecasts."""
 
 from __future__ import annotations
 

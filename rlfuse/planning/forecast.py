@@ -1,9 +1,4 @@
-"""How long a step would take: the run's own simulator, on costs from a model's shape and stated rates, or from a run.
-
-Role: `rlfuse plan` shows the forecast with what it assumes. Pure but for simulating.
-Invariants: rates are given, never guessed silently; what a rate does not tell (ZeRO's communication, Ray, rewards,
-pushing weights) is named and left out. Costs of a run that never did a kind of work are refused.
-"""
+"""Forecast a step by simulation, on costs from a model's shape and stated rates, or from a recorded run."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""What a device and its links do: the numbers from which costs of any model follow.
+"""What a device and its links do: the numbers from which the costs of any model follow.
 
-Role: read from a cluster file (`cluster_file`), measured (`calibrate`), or given on the command line; `costs` turns
-them and a model's shape into seconds. Pure. Collective operations are rings, within nodes and between them apart, as in
-Megatron and Pipette (arXiv 2405.18093).
-Invariant: a rate of infinity and a latency of 0 cost nothing; nothing is guessed here.
+Collective operations are rings, within nodes and between them (Megatron; Pipette, arXiv 2405.18093).
 """
 
 from __future__ import annotations

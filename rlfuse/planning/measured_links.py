@@ -1,7 +1,4 @@
-"""The file of what nodes exchange with each other: written by `rlfuse calibrate --links`, named by a cluster file.
-
-Role: `read_links` gives `node_order` its matrix; every field is checked by its schema. Pure but for files.
-"""
+"""Write and read the file of measured links between nodes (`rlfuse calibrate --links`)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""What lies on one device, and whether it fits: pure functions of a configuration, shapes and the device's memory.
+"""What a device holds in each phase, and whether it fits: a pure function of configuration, shapes and device memory.
 
-Role: `rlfuse plan` shows the parts and what is wrong with them. On GPUs the slot's engine and its rank take turns
-unless both fit, so each phase has its sum: of the parts that `residency` finds there. On CPU hosts nothing
-leaves, and all parts are one sum. Sources: ZeRO's states as in Rajbhandari et al. 2020 (arXiv 1910.02054) and in
-DeepSpeed 0.19; what an engine takes as in vLLM 0.32.
-Invariants: bytes are of the fullest device; every part that a phase's sum has is listed.
+ZeRO's states as in arXiv 1910.02054 and DeepSpeed 0.19; an engine's memory as in vLLM 0.32. Bytes are of the fullest
+device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A slot's device over a step as a picture: what lies there in each phase, in GiB, below the device's limit.
-
-Role: `draw` is called by `rlfuse plan --memory-picture`, and made the picture in the documentation. A role has a hue of
-its own, which the legend tells; what is too small to be named in its bar is drawn without a name.
-"""
+"""Draw what a device holds in each phase, in GiB, below the device's limit."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""A model's sizes from its config.json alone: its real classes are built without memory, and nothing is downloaded.
+"""Read a model's sizes from its config.json: its classes are built on the meta device, nothing is downloaded.
 
-Role: `read_shape` is called by `rlfuse plan` for actor, critic and reference; what follows from a `Shape` is pure.
-Invariants: `parameters` is what the loaded model has, a tensor shared by embedding and head counted once; the engine's
-cache is as vLLM has it, which keeps one latent vector of a token where keys and values are made of one (MLA), and one
-head for all queries where they share it (multi-query).
+The KV cache is as vLLM has it: one latent vector per token with MLA, one head for all queries with multi-query.
 """
 
 from __future__ import annotations

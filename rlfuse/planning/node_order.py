@@ -1,11 +1,4 @@
-"""Which node comes after which, so that a plan's exchanges take least over links that are not alike.
-
-Role: `plan --search` puts the nodes of its best plan in order by the links that were measured between them. Pure.
-A run's slots fill one node after the other (`cluster.node_order`): ranks that have the same stage are a ring over the
-nodes in that order, and stages hand on to the next, so that the slowest link of each decides. Links of one cloud's
-nodes differ by more than half, and recommended plans take them as alike (Pipette, arXiv 2405.18093).
-Invariant: the order found is no worse than the one given; up to `FEW` nodes it is the best of all.
-"""
+"""Order nodes so that a plan's exchanges take least time over links that differ (Pipette, arXiv 2405.18093)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Which role stands on which slot of which node: pure, from the configuration and the models' layers.
-
-Role: shown by `rlfuse plan`; the same rules as `cluster.placement` (bundles fill one node after the other) and
-`engines.pipeline.layout` (the critic runs against the actor).
-"""
+"""Which role is on which slot of which node."""
 
 from __future__ import annotations
 

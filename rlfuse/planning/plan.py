@@ -1,9 +1,5 @@
-"""`rlfuse plan`: what a job would take, before anything starts; needs no GPU.
+"""`rlfuse plan`: memory, placement and time of a job before it starts; needs no GPU.
 
-Role: the command line of `rlfuse.planning`: composes the job as `rlfuse train` would, reads sizes from config.json,
-prints tables. Files of functions that are on this machine are read as `rlfuse train` reads them, those of the policy
-and the loss executed, and the data if all of its files are there; reward functions are not needed. Called by
-`rlfuse.cli`.
 Exit status: 0 it fits, 2 wrong configuration, 3 it does not fit.
 """
 

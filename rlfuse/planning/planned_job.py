@@ -1,9 +1,4 @@
-"""The job that is planned: a job file completed where a plan needs less than a run, and the job file of a plan.
-
-Role: `plan` and `search_command` read a job with `completed` and `plannable`, and list what its run needs beyond the
-plan; `search_command` also writes the job file of the best plan, references and all.
-Invariant: the file read again is the planned configuration, key by key.
-"""
+"""Complete a job file for planning, and write the job file of a plan."""
 
 from __future__ import annotations
 

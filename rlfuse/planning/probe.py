@@ -1,11 +1,6 @@
-"""A device's speed without a run: half a minute of products, copies, passes, updates and decoding, as pieces of work.
+"""Measure a device without a run: half a minute of products, copies, passes, optimizer steps and decoding.
 
-Role: `rlfuse calibrate --probe` fits a calibration to `Probe.works`. Runs on this machine's GPU, else in as many
-threads as a trainer rank has (OMP_NUM_THREADS, 1 unless it is set). Models have random weights and two depths of the
-layers of `--model` (or of small Qwen2 models of two widths), which tells what a layer takes from what a call takes.
-Optimizers step on one flat tensor, as DeepSpeed has them do.
-Invariants: a time is the median of several, the first not counted; decoding is transformers' with a cache, no engine's.
-Waits for nothing but the device.
+A time is the median of several, the first not counted. Decoding is that of transformers with a cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What makes a job fit that does not: settings that were tried on the plan itself, and nothing else.
-
-Role: `rlfuse plan` prints `remedies` beneath what is too much. Pure but for the traces that `memory_of` needs.
-Invariant: what is named fits as it is named, on the same devices unless it says more, and no check speaks against it.
-"""
+"""Find settings with which a job fits that does not: each is tried on the plan itself."""
 
 from __future__ import annotations
 

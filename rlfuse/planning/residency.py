@@ -1,26 +1,8 @@
-"""What lies on a slot's device when: a ledger of the calls that move something, pure and without a GPU.
+"""Which items are on a slot's device in which phase: a ledger of the calls that move something.
 
-Role: `contents` tells `rlfuse plan` what to add up in each phase; tests replay the calls of the real controller on a
-`ResidencyReplay`, which refuses a call whose things lie elsewhere, and compare what it saw with `contents`. Both read
-CALLS: a phase of the plan is what the calls of that phase find. Waits for nothing, moves nothing.
-
-One slot's life, as `engines.colocation` and `run.starting` have it (#: there, +: while the phase lasts):
-
-                     loading   generating   training     syncing     saving
-    parameters          #                      #            #           #       of actor and critic, ZeRO 3's gradients
-    reference           #                      #            #           #
-    optimizer           #                      #            #           #       masters and moments
-    gradients                                  #
-    activations                                +
-    engine weights                 #                        #
-    KV cache                       #
-    buckets                                                 +           +       weights on their way
-    engine layer                                            +                   the one that it puts together
-    residents           #          #           #            #           #       encoder ranks, reward models, contexts
-
-Under actor.optimizer_residency=step an optimizer is there for checkpoints and in its own steps alone, where activations
-have made room (`step_alone`). Under forecast it comes behind the weights, which changes no phase. Where engine and
-ranks fit on the device together, none of the calls that move them is made, and a phase has what both sides hold.
+`contents` gives `rlfuse plan` the items of each phase; tests replay the calls of the real controller on a
+`ResidencyReplay`, which refuses a call whose items are elsewhere. Under actor.optimizer_residency=step an optimizer is
+there for checkpoints and in its own steps alone (`step_alone`). Where engine and ranks fit together, nothing moves.
 """
 
 from __future__ import annotations

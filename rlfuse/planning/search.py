@@ -1,17 +1,8 @@
-"""The fastest plan that fits: best first by a bound that no schedule beats, simulated where that may still win.
+"""Search the fastest plan that fits: best first by a lower bound, simulated where it may still win.
 
-Role: `search` is called by `rlfuse plan --search`. Pure but for simulating and tracing; waits for nothing.
-How: a structure (degrees, ZeRO stage, machines) enters with a sketch of the bound of its fastest filling, which takes
-next to no time, gets that bound when it comes first, is then replaced by the first of its fillings with bounds of their
-own, and a filling by those after it (`space.Fillings`) and, if it fits, the step that the simulator takes under the
-job's policy. The most machines enter first.
-The bound is `simulate.bound`, on the same samples, and of every policy; so when a simulated plan comes first, no plan
-that was not looked at is faster. The first plans are then simulated under the other policies. Where time runs out
-before (or Ctrl-C comes), `Found.bound_s` tells what could still be gained; where no plan was found until then, those
-that need the least memory are tried. `settled` goes on from the best plan to its neighbours.
-Neither takes longer than it is given, but for what it is at when time is out: a memory, or a simulated step.
-Invariants: what does not fit is no plan; memory without activations, which takes no trace, is asked first. The engine's
-cache is the largest that fits: the simulator is some thousandths faster with a smaller one now and then.
+A structure (degrees, ZeRO stage, machines) enters with a sketch of the bound of its fastest filling, then gets its
+bound, then its fillings, each simulated if it fits. When a simulated plan comes first, no other plan is faster.
+`settled` then descends from neighbour to neighbour.
 """
 
 from __future__ import annotations

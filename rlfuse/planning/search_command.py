@@ -1,8 +1,4 @@
-"""`rlfuse plan --search job.yaml --cluster cluster.yaml`: the fastest configuration that fits, and its job file.
-
-Role: the command line of `search`; `plan.main` calls it for `--search`. Needs the model's config.json, but no data,
-rewards, weights, tokenizer or GPU. Exit status as of `rlfuse plan`; 3: no plan fits.
-"""
+"""`rlfuse plan --search`: the fastest configuration that fits, and its job file."""
 
 from __future__ import annotations
 

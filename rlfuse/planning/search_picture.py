@@ -1,7 +1,4 @@
-"""The plans of a search beside each other: what their steps are made of, and how far that may be off.
-
-Role: `rlfuse plan --search --picture out.png` draws it.
-"""
+"""Draw the steps of a search's plans, with their errors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The job that plans are looked for: what a plan of it needs and takes.
-
-Role: `search` asks it for memory, bounds and steps of many plans; `search_command` makes it of a job and the machines.
-Pure but for simulating and tracing.
-"""
+"""The job that plans are searched for: memory, bounds and steps of its plans, each computed once."""
 
 from __future__ import annotations
 

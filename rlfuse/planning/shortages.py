@@ -1,7 +1,4 @@
-"""What of a configuration does not fit a device, its engine's cache or its host's memory, in words.
-
-Role: `rlfuse plan`, its search and `remedies` ask for it; `memory` says what lies where. Pure.
-"""
+"""Describe what of a configuration does not fit a device, its engine's cache or its host's memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Which plans there are: values of every key that changes speed or memory and not what is learned.
-
-Role: `search` goes through `candidates`. Pure. The axes are keys of a job; a key that the user keeps stays as it is.
-Invariant: a candidate passes every check of the configuration that the job as given passes.
-"""
+"""The plans there are: values of every key that changes speed or memory but not what is learned."""
 
 from __future__ import annotations
 

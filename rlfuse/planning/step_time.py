@@ -1,10 +1,4 @@
-"""How long a step takes, and what it takes at the least: on a few of its engines, as all are alike.
-
-Role: `forecast` tells one configuration's step by it, `search` asks for the bound of many plans and the simulated step
-of few. Pure but for simulating.
-Invariants: bound and simulation are of the same samples on the same engines; a pipeline's training is the schedule
-that a run would start with, whichever configuration was asked for before; equal steps are simulated once.
-"""
+"""Predict the time of a step, and its lower bound, on a few of its engines, as all are alike."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tables of `rlfuse plan`: settings, placement, memory.
-
-Role: pure; `plan` and `search_command` print them.
-"""
+"""The tables of `rlfuse plan`: settings, placement, memory."""
 
 from __future__ import annotations
 

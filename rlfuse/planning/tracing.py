@@ -1,12 +1,7 @@
-"""What a pass of the trainer leaves in memory: its own code run on tensors without memory, every byte counted.
+"""Measure what a training pass leaves in memory: the trainer's own code, run on meta tensors.
 
-Role: `model_sizes.read_shape` wraps a model of the meta device in a `MetaModel`; `activations` asks it for a
-micro-batch's `Work`. The batch is collated, the forward pass run, the loss computed and differentiated as trainer ranks
-do, so a family needs no formula of its own, and logits count as often as they are there. Costs milliseconds a layer,
-whatever the sizes are; waits for nothing.
-Invariants: parameters and their gradients are not counted, but a gradient on its way into its sum is. Attention that a
-device computes without scores keeps queries, keys, values, its output and a number for each query and head. Of layers
-of one kind two are run, and the last of the stack; the others leave what the second left.
+Parameters and their gradients are not counted. Fused attention keeps queries, keys, values, output and a number per
+query and head. Of layers of one kind two are run, and the last of the stack.
 """
 
 from __future__ import annotations

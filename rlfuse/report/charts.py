@@ -1,10 +1,4 @@
-"""The report's charts: which metrics stand together, and plotly figures of lengths, time and steps.
-
-Role: pure functions of what was gathered, called by the command. The page's script draws the curves itself, from the
-values that it has anyway. Invariants: a run has one colour in all charts and a metric one dash; every work and every
-cause of idleness has one colour: work is saturated, waiting is pale. Runs beside each other have equal scales. Legends
-are the page's own, so that nothing is cut off or covered. Curves longer than POINTS are means over neighbouring steps.
-"""
+"""The report's charts: which metrics share a panel, and plotly figures of lengths, time and steps."""
 
 from __future__ import annotations
 

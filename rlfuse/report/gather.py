@@ -1,9 +1,4 @@
-"""What a report shows of a run, gathered from its folder and cut down to what a page can hold.
-
-Role: `gather` is called by the command once per run; figures and the page show what it returns. Events are streamed.
-Invariant: bounded, however long the run and however many share the page: some timelines, thinned curves, samples of
-some steps, long texts cut short.
-"""
+"""Gather what a report shows of a run, bounded however long the run and however many share the page."""
 
 from __future__ import annotations
 

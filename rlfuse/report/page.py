@@ -1,8 +1,6 @@
-"""`rlfuse report RUN_DIR [MORE ...]`: a run, or several beside each other, as one HTML file that needs no network.
+"""`rlfuse report RUN_DIR [MORE ...]`: one or several runs as one HTML file that needs no network.
 
-Role: finds the runs, gathers, has figures and tables made, fills the page. Called by `rlfuse.cli`. Invariant: whatever
-text a run holds (prompts, responses, names) reaches the page escaped: by jinja2 in the page, and in the page's data as
-JSON without any character that HTML knows, which the page's script shows as plain text.
+Text of a run reaches the page escaped: by jinja2 in the page, and as JSON without HTML's characters in its data.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The report's section on slow workers: a verdict, and bars of what a step takes, who is slow, and what if.
-
-Role: pure functions of what was gathered, called by the command.
-"""
+"""The report's section on slow workers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The report's tables: what differs between runs, what each of them is and became, why its slots were idle.
-
-Role: pure functions of what was gathered, called by the command. Every table has a row for each thing told and a cell
-for each run; the page turns those of many runs round.
-"""
+"""The report's tables: settings that differ, facts and results of each run, why its slots were idle."""
 
 from __future__ import annotations
 

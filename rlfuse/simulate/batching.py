@@ -1,11 +1,7 @@
 """Continuous batching in closed form: what one engine decodes, and how long its next steps take.
 
-Role: the arithmetic under `rollout.py`, which gives it samples and tells it how far time went. Pure: no clock, no task.
-Invariants: at most `max_sequences` sequences run; the KV cache never holds more than `kv_tokens`; a sequence ends at an
-absolute step number, so that moving on by many steps costs nothing and a finish O(log n).
-
-The context grows by the batch with every step, so k steps of b sequences that begin with c tokens in the cache take
-k * (step without context) + step_per_context_token_s * (k * c + b * k * (k - 1) / 2) seconds.
+The context grows by the batch with every step: k steps of b sequences that begin with c cached tokens take k * (step
+without context) + step_per_context_token_s * (k * c + b * k * (k - 1) / 2) seconds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""A virtual clock for asyncio: coroutines sleep in simulated seconds, and nobody waits.
-
-Role: `run_virtual` runs one coroutine on an event loop whose time jumps to the next timer when nothing is ready. The
-simulator calls it for every run; what runs inside is ordinary asyncio code, the real controller included.
-Invariants: `loop.time()` starts at 0 and moves only while every task waits; equal programs take equal virtual time,
-whatever the machine does. Waits for nothing outside the loop: no thread, no file, no socket.
-"""
+"""A virtual clock for asyncio: time jumps to the next timer when nothing is ready."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`rlfuse simulate`: what each fusion policy makes of a workload, or of the steps that a run recorded.
-
-Role: the command line of the simulator: reads, runs, prints a table, writes JSON and pictures. Called by `rlfuse.cli`.
-"""
+"""`rlfuse simulate`: compare fusion policies on a workload, or on the steps that a run recorded."""
 
 from __future__ import annotations
 

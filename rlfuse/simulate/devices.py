@@ -1,9 +1,7 @@
-"""The simulated trainer ranks, rewards and weights: everything but the rollout engines, on the same devices.
+"""Simulated trainer ranks, rewards and weight updates, behind the controller's protocols.
 
-Role: implements the controller's `Trainer`, `RewardScorer` and `WeightSync` with the rates of a cost model.
-Invariants, each an error where it is broken: a rank works only while its slot has the role `trainer` and its engine
-holds nothing; a slot does one thing at a time; a sample's gradient of a model counts once per optimizer step.
-Waits: only for virtual time to pass.
+A rank works only while its slot has the role `trainer` and its engine holds nothing; a slot does one thing at a time. A
+violation is an error.
 """
 
 from __future__ import annotations

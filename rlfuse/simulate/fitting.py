@@ -1,10 +1,6 @@
-"""A run's events become a cost model: what its steps really cost, and how well the model tells it.
+"""Fit a cost model to a run's events by non-negative least squares, and measure how well it predicts them.
 
-Role: `fit` is called by `rlfuse simulate --from` and, between the steps of a real run, to update the costs of its
-policies. Pure functions of spans: `decode` on `rollout/N` (attributes steps, batch, context, prefill_tokens); scoring
-kinds, `update_*`, `switch`, `move` and `step` on `driver`; passes and `backward` on `trainer/N`, which tell the tokens.
-Invariants: every cost is at least 0; the slowest twentieth of each kind (hiccups) has no say in how costs relate, and
-then they are scaled to tell the time of all spans but freak ones (first calls); what no span tells stays as `before`.
+The slowest twentieth of each kind does not decide how costs relate; what no span measures stays as `before`.
 """
 
 from __future__ import annotations

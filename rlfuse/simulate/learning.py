@@ -1,11 +1,4 @@
-"""What a real run learns for its policies after every step: costs from its events, settings from simulating them.
-
-Role: handed to the controller's `Tuning` by `rlfuse.run.wiring`; called between steps. Costs are fitted to the last few
-steps together. Settings, and whether some engines only read prompts, are found anew when the costs are first known, and
-whenever the step is another, once the time for it is a small share of the run's: the mean or the longest of lengths or
-what all slots do together changed by a fifth, or prompts' lengths are known by now from an earlier epoch, or are known
-much better or worse than they were.
-"""
+"""Update costs, settings and `rollout.disaggregate` of a real run after every step, by fitting and simulating."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""What every slot does, when: timelines of steps as one PNG, simulated or read from a run's events.
-
-Role: `draw` is called by `rlfuse simulate --picture`; the metric log of a run has `draw_step` called every some steps,
-in the process of `rlfuse.observe.drawing`. Runs stand below each other on one time axis, one row per slot. Reads spans
-alone: `decode` (or `generate`, where an engine records no steps) on `rollout/N`, passes and gradients on `trainer/N`,
-and the driver's `switch` and `move`. White is idle.
-"""
+"""Draw what every slot does over time, simulated or from a run's events, as one PNG."""
 
 from __future__ import annotations
 

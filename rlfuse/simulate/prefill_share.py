@@ -1,11 +1,4 @@
-"""Whether prefill and decoding are worth engines of their own: `rollout.disaggregate`, answered by simulation.
-
-Role: `find` is called by `learning`, when the settings of a run are tuned, and by `rlfuse plan`. Pure: a workload in, a
-share and the reason for it out.
-Invariants: `auto` takes engines apart only where the simulated step gains more than the costs may be wrong by; caches
-that arrive stall an engine for as long as they are copied, which simulated engines do not, so that time is added to
-what is simulated; whatever is decided has a sentence with its figures.
-"""
+"""Decide by simulation whether prefill and decoding get engines of their own (`rollout.disaggregate`)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A run folder as workloads: what each of its steps generated, on a machine with the costs that its events tell.
-
-Role: `rlfuse simulate --from RUN_DIR` replays a run to show how well the simulator tells its time, and asks what other
-policies would have made of the same samples. Reads `config.yaml` and `events.jsonl`.
-Invariant: only samples that are whole and were generated inside the step's own span count; validation does not.
-"""
+"""Turn a run folder into workloads: what each step generated, at the costs that its events measure."""
 
 from __future__ import annotations
 

@@ -1,11 +1,5 @@
 """A simulated rollout engine: the protocol of a vLLM engine over continuous batching on a virtual clock.
 
-Role: the controller generates with it as it does with a real one. It jumps from event to event: whatever arrives or is
-told to leave takes effect at the end of the decoding step under way; a prefill is a stall of its own, in which nobody
-decodes. Samples that come with their KV cache arrive over the slot's link, one after the other, and stall nobody.
-Invariants: nothing is generated while the slot has another role; a failed engine ends every call with `EngineLost`.
-Waits: only for its own timer and, in `generate`, for the consumer.
-
     generate --> link (kv) --> waiting --> admitted, prefilled --> decoding --> response
                                   ^------------ pre-empted <----------+-----> evicted: partial
 """

@@ -1,10 +1,6 @@
-"""One training step of a workload in virtual time: the real controller, board and policy on simulated engines.
+"""Simulate one training step: the real controller, board and policy on simulated engines.
 
-Role: `simulate` is what the command, the tuning of thresholds and the benchmarks call. The controller is the one that
-runs real jobs; only its surroundings are stand-ins: prompts without text, an experience without numbers, a log in
-memory. Waits for nothing: minutes of a cluster pass in the time that their decisions take to compute.
-Invariant: a run is audited before it is believed; a sample that was not generated once, scored once per kind and
-trained on once per epoch is an error.
+A run is audited: a sample that was not generated once, scored once per kind and trained on once per epoch is an error.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""How slow each worker of a recorded run was: seconds of its work over those that typical workers take for the same.
+"""Measure how slow each worker of a recorded run was: seconds of its work over those of a typical worker.
 
-Role: `recorded` fits a run's costs with the rates of its slots and simulates each slot at its own speed;
-`rlfuse.whatif` uses the same method for slots, reward workers and encoders. Pure functions of spans and arrays.
-Invariant: a rate is of the machine: what work costs (by tokens, batches) and how slow workers are is found together, as
-a slow worker is often given less work, in smaller pieces.
+What work costs and how slow workers are is fitted together, as a slow worker is often given less work.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""How fast a simulated slot is, second by second: what it does in a stretch of time, and when work that begins is done.
-
-Role: devices keep time by it, and the bound adds slots up. Pure. Speeds are piecewise constant: 0.5 does half a second
-of cost in a second, so its rate, as policies see it, is 2.
-"""
+"""Piecewise constant speed of a simulated slot; 0.5 does half a second of cost in a second."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What policies with a threshold are set to, found by simulation: when to consolidate, whether to admit by length.
-
-Role: `tune` is called by `rlfuse simulate` and by `learning`, between the steps of a real run, as lengths drift.
-RLHFuse (arXiv 2409.13221) finds its threshold in the same way: simulate the recorded lengths with the measured costs,
-take the best. Pure: a workload in, settings out.
-"""
+"""Tune settings of policies by simulating other draws of the recorded lengths, as RLHFuse does (arXiv 2409.13221)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,5 @@
-"""What is simulated: a machine, its costs and the samples of one training step, read from a small JSON file.
-
-Role: `read_workload` turns the JSON into a `Workload`; the runner, the bound and the tuning read nothing else. Lengths
-are drawn from the workload's own seed, so a workload is the same samples for every policy.
-Invariants: fields were checked by their schema when read (see `workload.schema.json`, written from the annotations
-here); consecutive samples share a prompt (`group`); mini-batches are consecutive prompts. Rates are per slot, times in
-seconds.
-"""
+"""A workload: a machine, its costs and the samples of one training step, read from JSON. The same samples for every
+policy."""
 
 from __future__ import annotations
 

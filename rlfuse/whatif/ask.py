@@ -1,8 +1,4 @@
-"""`rlfuse whatif`: what uneven workers cost a run or a training job, of which kind of work it is, and who it was.
-
-Role: the command line of `rlfuse.whatif`: reads a run folder (`of_run`) or a table (`study_trace`), prints what
-is found, writes it as JSON. Called by `rlfuse.cli`; waits for nothing.
-"""
+"""`rlfuse whatif`: what uneven workers cost a run or a training job, in which kind of work, and who they are."""
 
 from __future__ import annotations
 

@@ -1,15 +1,9 @@
-"""Why a run or a training job loses time: the likely cause by rule, the evidence, and what usually helps.
-
-Role: `run_slowdown` calls `likely`, `slowdown` calls `likely_of_job`. Pure. The rules are those of the study of
-stragglers (arXiv 2505.05713, section 5), plus generation's tail, which training alone does not have. Without a rule
-that holds the cause is *undetermined*.
+"""Find the likely cause of lost time by rule, with evidence and advice (arXiv 2505.05713, section 5).
 
     machine    M_W >= 0.5: the slowest few workers explain it
     stages     M_S >= 0.5: the last stage of the pipeline does
     tail       half of what balance would save is generation's: the longest responses
-    lengths    forward and backward durations of the same micro-batches correlate, >= 0.9; of a training job even
-               micro-batches also have to save half of the time lost (M_L): then they come before the last stage, whose
-               M_S includes the lengths of its own micro-batches
+    lengths    forward and backward durations of the same micro-batches correlate, >= 0.9 (of a job: and M_L >= 0.5)
     gc         forwards alone take several times as long now and then, each time on another worker
 """
 

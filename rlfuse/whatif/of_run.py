@@ -1,7 +1,4 @@
-"""A run folder examined: what its last steps lost to uneven workers, and whatever can be asked of them further.
-
-Role: `ask` and the report call `examine`; nothing is written.
-"""
+"""Examine a run folder: what its last steps lost to uneven workers."""
 
 from __future__ import annotations
 

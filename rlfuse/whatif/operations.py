@@ -1,10 +1,7 @@
-"""Operations that wait for one another: what ran where and when, and what each of them had to wait for.
+"""Operations that wait for one another: what ran where and when.
 
-Role: a recorded run becomes `Operations` (`study_trace`), and `replay` lets them run again with other durations. Pure.
-Invariants:
-- an operation starts when all that it waits for have ended;
-- members of a group (a collective, a send and its receive) end by their own transfer after the last of them started;
-- a group has members on different workers, and no operation is in two.
+An operation starts when all that it waits for have ended; members of a group (a collective, a send and its receive) end
+by their own transfer after the last of them started.
 """
 
 from __future__ import annotations

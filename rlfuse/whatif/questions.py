@@ -1,9 +1,4 @@
-"""What if: a step of a run or of a training job under other circumstances.
-
-Role: the command and the report ask; each question is answered by the same replay with other durations, or, where other
-circumstances would change what is decided, by simulating the recorded steps as they were and as they would be. Then the
-answer is the replayed step times the ratio of the two, so that what the simulator leaves out counts on both sides.
-"""
+"""Answer what-if questions: by replaying with other durations, or by simulation where decisions would change."""
 
 from __future__ import annotations
 

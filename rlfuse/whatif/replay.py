@@ -1,8 +1,4 @@
-"""Operations run again with other durations: when would each have started, how long would each step have taken?
-
-Role: `Replay` orders the operations once, `ends` and `step_seconds` answer for one set of durations after the other.
-Pure; every step begins at 0, and all delays between an operation and what it waited for are left out.
-"""
+"""Replay operations with other durations: when each would start, how long each step would take."""
 
 from __future__ import annotations
 

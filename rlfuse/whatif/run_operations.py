@@ -1,15 +1,9 @@
-"""Steps of a run folder as operations that wait for one another: what each slot, reward worker and the driver did.
-
-Role: `rlfuse whatif RUN_DIR` and the report read a run with `recorded_steps` and make `Recorded` of it by `operations`.
-What waits for what:
+"""Turn the steps of a run folder into operations that wait for one another.
 
     data --> gen --> decode, decode, ... --> reward, passes --> adv --> forward, backward --> optimizer --> weights
-             (each engine in its order; a sample's scores wait for the decoding that ended it, an update for the scores
-             of its samples and of their siblings, a stage of a pipeline for the stage before it)
 
-Each call of the driver is three operations: on its way (`controller`), the work on the ranks, on its way back.
-Invariants: an operation waits only for what had ended when it began. What none of its own reasons explains waited for
-the controller, which the last thing that ended before woke. What is left between the two is launch delay.
+Each call of the driver is three operations: on its way (`controller`), the work on the ranks, on its way back. An
+operation waits only for what had ended when it began; what none of its reasons explains waited for the controller.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""How much time do uneven work and slow machines cost a run, who is it, and what is the likely cause?
+"""Measure what uneven work and slow machines cost a run, and find the likely cause.
 
-Role: the command and the report call `analyse` with recorded operations. Pure. Two ideals, one within the other, since
-responses differ rightfully in length:
-
-    no slow machine   the same work, predicted from tokens by costs fitted to the run, at the speed of a typical worker
+    no slow machine   the same work, predicted by fitted costs, at the speed of a typical worker
     balanced          that work shared out evenly over all workers that did some of its kind
-
     S = T / T_balanced = S_machine * S_skew,    S_machine = T / T_no_slow_machine,    waste = 1 - 1 / S
-
-S_t, M_W and M_S as in `slowdown` (arXiv 2505.05713); a worker's slowdown is of its machine: the ideal run with no slow
-machine, but with that worker's operations as they were.
 """
 
 from __future__ import annotations

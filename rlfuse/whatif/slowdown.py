@@ -1,13 +1,8 @@
-"""How much time do uneven workers cost, of which kind of work is it, and who is it?
-
-Role: the method of "Understanding Stragglers in Large Model Training Using What-if Analysis" (arXiv 2505.05713, OSDI
-'25): a recorded run is replayed with ideal durations, and with those of a part as they were. Pure.
+"""What-if analysis of stragglers in a training job (arXiv 2505.05713, OSDI '25).
 
     S = T / T_ideal        waste = 1 - 1 / S       S_x: ideal, but the part x as recorded, over T_ideal
     M = (T - T_fixed) / (T - T_ideal), where a part is ideal in the recorded run: the slowest workers (M_W), the last
-    stage (M_S); or where computation of one chunk of the model takes the same for all micro-batches and ranks (M_L)
-
-Shares of parts may exceed 1 or be negative, as parts hide behind one another.
+    stage (M_S); or where all micro-batches are alike (M_L)
 """
 
 from __future__ import annotations

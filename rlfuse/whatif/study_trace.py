@@ -1,14 +1,7 @@
-"""Tables of training jobs as the study of stragglers published them, as operations that wait for one another.
-
-Role: `rlfuse whatif --trace` reads one with `read` and makes `Operations` of it with `operations_of`. A row is an
-operation of one worker, that is a stage of a pipeline on a data-parallel rank. What waits for what:
+"""Read tables of training jobs as the study of stragglers published them (arXiv 2505.05713, section 3).
 
     params-all-gather --> first forward of the chunk      last backward --> layernorm, embedding, grads, clip, step
     forward-recv --> forward-compute --> forward-send       and backward likewise; each stream of a worker in its order
-
-Invariants: sends and receives are paired in their order; those that a profiler noted beyond the ends of the pipeline
-have no partner. A collective over data ranks, and the optimizer's clipping over all workers, end together.
-Source: arXiv 2505.05713 (OSDI '25), section 3; tables in its artifact, github.com/ByteDance-Seed/StragglerAnalysis.
 """
 
 from __future__ import annotations

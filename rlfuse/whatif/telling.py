@@ -1,7 +1,4 @@
-"""What was found, as lines and tables for the terminal.
-
-Role: `ask` prints them. Pure. Names of workers and kinds of work are never cut: on a narrow terminal they wrap.
-"""
+"""Render what was found as lines and tables for the terminal."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The ideal timeline next to the recorded one, for Perfetto: the same work without slow machines, and balanced.
-
-Role: `rlfuse whatif ... --timeline FILE`, of a run or of a training job. Pure. Each ideal step begins when the recorded
-one did, so that the two are aligned; every slot or worker is shown twice.
-"""
+"""Write the ideal timeline next to the recorded one, for Perfetto."""
 
 from __future__ import annotations
 

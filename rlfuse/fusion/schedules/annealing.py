@@ -1,10 +1,4 @@
-"""Simulated annealing of memory under a hard makespan.
-
-Role: takes a schedule that is short enough but holds too much and brings its memory under a goal, or gives up.
-RLHFuse (arXiv 2409.13221) anneals makespan and memory one after the other, evaluating whole schedules; here a move is
-an exchange of two neighbours on one device, whose makespan is known in O(1) (`heads_tails.py`), and so is its energy,
-the sum over forwards of what their device holds above the goal: a million proposals a second and more.
-"""
+"""Simulated annealing of peak memory under a hard makespan limit, by exchanging neighbours on a device."""
 
 from __future__ import annotations
 

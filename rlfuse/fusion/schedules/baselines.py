@@ -1,19 +1,7 @@
-"""What trainers do today: each model's pipeline by itself, one model after the other.
+"""Schedules of other systems, one model after the other: GPipe, 1F1B, interleaved, ZB-H1 and ZB-V.
 
-Role: what to compare with, the makespan and the memory that everything is relative to (serial 1F1B), and orders that
-the search starts from and never falls behind. Drawing ZB-V is the one thing here that takes long: `over` ends it.
-
-- `gpipe` (arXiv 1811.06965): all forwards, then all backwards.
-- `1f1b` (PipeDream-flush, arXiv 2006.09503): stage s of S runs S - s forwards ahead, then one backward, one forward.
-- `interleaved` (Megatron-LM, arXiv 2104.04473): two or more chunks of each stage, chunk c on device c mod S, in groups
-  of S micro-batches; needs micro-batches in multiples of S.
-- `zb-h1` (Zero Bubble, arXiv 2401.10241): 1F1B with B and W split; W of stage s comes s micro-batches late, which
-  fills the bubbles of the end at the memory of 1F1B's first stage.
-- `zb-v` (arXiv 2405.15362): two chunks in a V, B and W split, memory of 1F1B; here by list scheduling, which reaches
-  the paper's bubble of half a stage per device.
-
-Each needs its own division of the work, so it is timed on a variant of the problem (`variant`); with a barrier the next
-model starts when all devices are through with the one before.
+`gpipe` arXiv 1811.06965, `1f1b` arXiv 2006.09503, `interleaved` arXiv 2104.04473, `zb-h1` arXiv 2401.10241, `zb-v`
+arXiv 2405.15362 (here by list scheduling). The search starts from them and never returns anything longer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Schedules that were searched before, in this process and on disk.
-
-Role: `search` looks here first. A key names the problem, the search's settings and this version of it; files lie in
-`$RLFUSE_CACHE`, else `$XDG_CACHE_HOME/rlfuse/schedules`, else `~/.cache/rlfuse/schedules`. A folder that can't be
-written is no error: the schedule is only not kept.
-"""
+"""Keep schedules that were searched before, in this process and in `$RLFUSE_CACHE` (or the user's cache folder)."""
 
 from __future__ import annotations
 

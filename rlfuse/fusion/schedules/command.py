@@ -1,7 +1,4 @@
-"""`rlfuse schedule`: a problem's best schedule, in numbers, as a file and as a picture.
-
-Role: the command line of the search: reads, searches, prints a summary, writes. Called by `rlfuse.cli`.
-"""
+"""`rlfuse schedule`: search the best schedule of a problem, print its numbers, write it and draw it."""
 
 from __future__ import annotations
 

@@ -1,15 +1,7 @@
-"""A replay of what devices call while they carry out a schedule: whether it ends, and who waits for whom if not.
+"""Replay what devices call to carry out a schedule: does it end, and if not, which device waits for which operation?
 
-Role: the driver checks every schedule before ranks get it (`check`, milliseconds); a deadlock on GPUs would show only
-when a time limit ends the run. Pure.
-
-A device's calls come in the order of its program, and it waits at each operation until the input has arrived. Calls of
-one queue are carried out one after the other, a transfer when it has come first in a queue of both its devices:
-
-    gloo: a queue for each transfer    NCCL: one for each lane, a communicator of two ranks, which has a stream
-
-At a head that devices compute together each waits for all of them. Over NCCL the host goes on where this replay waits,
-but what it then posts runs behind the operation all the same, so that one ends where the other does.
+Calls of one queue run in order; a transfer happens when it is first in a queue of both its devices. gloo has a queue
+per transfer, NCCL one per lane.
 """
 
 from __future__ import annotations

@@ -1,19 +1,8 @@
-"""List scheduling: a whole schedule in the order of time, by rules of priority; hundreds a second.
+"""List scheduling: a whole schedule in the order of time, by priority rules; hundreds per second.
 
-Role: `rules.py` draws the rules for the search, `baselines.py` fixes them for ZB-V.
-Invariants: whenever a device is free and something is ready and admitted, it runs what has the highest priority; a
-memory limit is kept and never leads into a deadlock.
-
-Priority of micro-batch m of class c, when its forward class holds h micro-batches on the device:
-`level[c] + slope[c] * (micro-batches of c after m) + pressure[c] * h`.
-
-A forward class may also have a quota of micro-batches that it holds, so that one pipeline doesn't take the memory that
-others need later; it never stops a class that holds none.
-
-Memory: a forward starts if the device holds it beside one micro-batch for each other forward class (pipeline and chunk)
-of the device that holds none and is unfinished. So the oldest micro-batch of every pipeline can always go on: where it
-still needs its forward, no younger one was let past it (first in, first out), so its class holds nothing and its place
-is free. Where these places alone exceed the limit, models have to run one after the other (`baselines.one_by_one`).
+Priority of micro-batch m of class c, whose forward class holds h micro-batches on the device: `level[c] + slope[c] *
+(micro-batches of c after m) + pressure[c] * h`. A forward starts if the device can hold it together with one
+micro-batch of each other unfinished forward class that holds none, so the memory limit never causes a deadlock.
 """
 
 from __future__ import annotations

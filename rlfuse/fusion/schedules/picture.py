@@ -1,9 +1,4 @@
-"""Schedules as pictures: who works on what, when, on every device; a PNG, or a page that needs nothing else.
-
-Role: `draw` is called by `rlfuse schedule --picture` and whoever has rows with times, planned or measured. Schedules
-stand below each other on one time axis. Every model has a hue of its own; forwards are pale, backwards full, weight
-gradients dark, heads that devices share greyish. White is idle.
-"""
+"""Draw schedules on a common time axis: a PNG, or a self-contained HTML page."""
 
 from __future__ import annotations
 

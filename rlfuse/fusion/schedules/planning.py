@@ -1,12 +1,7 @@
-"""Which schedule a run trains by, from what its operations were measured to take.
+"""Plan the schedule that a run trains by, from the measured durations of its operations.
 
-Role: `rlfuse.engines.pipeline.pipeline_trainer` asks a `Planner` before every mini-batch and shows it afterwards what
-ran when. Durations are medians over the last mini-batches, by model, stage and kind; those not measured yet are guessed
-from those that were, a backward counting like two forwards. They are those of a device that is as fast as expected;
-what a slow one takes is that times its rate. A schedule is kept until rates change, micro-batches in number, or a
-duration by `DRIFT`. Micro-batches that a model only scores are a model of their own to the search, one without a
-backward; in the schedule they are the model's, numbered behind those that it trains on. Heads whose vocabulary devices
-share come into what was searched (`shared_heads`); a head takes what it took the device that came to it last.
+A schedule is kept until rates, micro-batch counts or a duration (by `DRIFT`) change. Micro-batches that a model only
+scores are a model without backward to the search.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""CP-SAT as the last polish of a schedule that is nearly as short as the bound.
-
-Role: the search's last step, on small problems. Interval variables, no-overlap on every device, first in, first out in
-every class, memory as a cumulative constraint over activations; the schedule so far is the hint, and the makespan has
-to be shorter. One worker and a deterministic time limit, so that the result depends on the seed alone.
-"""
+"""Shorten a schedule with CP-SAT: interval variables, no-overlap per device, memory as a cumulative constraint."""
 
 from __future__ import annotations
 

@@ -1,15 +1,7 @@
-"""What is to be scheduled: the pipelines of one or more models on one row of devices, for one optimizer step.
+"""The scheduling problem: the pipelines of one or more models on one row of devices, for one optimizer step.
 
-Role: `read_problem` and `parse` turn the JSON of `rlfuse schedule` into a `Problem`; every other module here reads it.
-Invariants: fields were checked by their schema when they were read (`problem.schema.json`, written from the annotations
-here); every model covers every device exactly once, so a device holds one stage of each model, whole or in chunks.
-Times share one unit, whichever it is, and so do activations.
-
-Placement: pipeline p of a model with S stages stands on devices p*S .. p*S+S-1, stage 0 first when its direction is
-`down` and last when it is `up`. With k chunks per device the chunk-stages are 0 .. kS-1, placed by
-`operations.place_of`; each has times of its own, or the k-th part of its device's.
-
-A slow device has a rate above 1, by which all its times are multiplied; the search and its bound hold as they stand.
+Pipeline p of a model with S stages is on devices p*S .. p*S+S-1, stage 0 first when its direction is `down`, last when
+it is `up`; chunk-stages are placed by `operations.place_of`. Times share one unit, and so do activations.
 """
 
 from __future__ import annotations

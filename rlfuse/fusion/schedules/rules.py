@@ -1,8 +1,4 @@
-"""Rules of priority at random, and the neighbourhood of the best of them.
-
-Role: the search's way to good list schedules. Fresh rules explore; changes to one of the few best, which is how most of
-the improvement comes, exploit. Deterministic for a seed.
-"""
+"""Draw random priority rules for list scheduling, and neighbours of the best of them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""A schedule with its times: what the search returns, the executor runs and `rlfuse schedule` writes.
-
-Role: `timed` gives rows of operations their start times, planned or measured durations alike; `check` proves a schedule
-against its problem. Both are plain Python over `Problem`, and share no code with the search whose results they judge.
-Invariants of a checked schedule: every operation of the problem stands in the row of its device exactly once; nothing
-starts before what it needs has arrived; a device does one thing at a time and never holds more than its memory.
-"""
+"""A schedule with its times, and the independent check that proves it against its problem."""
 
 from __future__ import annotations
 

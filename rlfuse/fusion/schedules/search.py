@@ -1,21 +1,8 @@
-"""The search for a schedule: short first, then small enough, and no further than the proven bound.
+"""Search a schedule: baselines that fit, list scheduling, local search, CP-SAT on small problems; stop at the bound.
 
-Role: `search` is the one call for `rlfuse schedule`, the trainer and benchmarks.
-Invariants: the result passed the independent check; it is never longer than the best baseline that is a schedule of the
-problem within its memory; the search stops at the lower bound. It is deterministic for a seed as long as the time limit
-doesn't cut it: every step is counted in draws and proposals. The limit holds in every step, and then the best found so
-far is the result: what naming, checking and writing it take (`FINISHING_S`) is kept free, Python looks at the clock
-between draws, and a timer stops the compiled loops. The first baselines cost next to nothing, so there always is one.
-
-Steps, each of them kept only where it is better (`method` names a prefix of them: `list`, `improve`, `auto`):
-1. baselines that fit;
-2. list scheduling under the cap, rules improved by trying (`rules.py`);
-3. again and again, until it brings no more:
-   a. more list schedules under the cap, and one of the best made shorter by tabu search (`tabu.py`);
-   b. where a cap stands in the way: a target T between the bound and the best makespan; list schedules of at most T
-      that hold too much, the leanest of them annealed under the hard limit T until it fits (`annealing.py`); where it
-      doesn't, its rules under the cap;
-4. CP-SAT on small problems (`polish.py`).
+Deterministic for a seed unless the time limit cuts it. The result passed the independent check and is never longer than
+the best baseline. Local search alternates tabu search for a shorter schedule with annealing of schedules that are short
+enough but hold too much memory.
 """
 
 from __future__ import annotations

@@ -1,22 +1,10 @@
-"""Where in a schedule devices compute the head together, whose vocabulary they share (arXiv 2411.05288).
-
-Role: the planner has the heads of policies put into what the search found, `pipeline_group` into passes alone. Pure.
+"""Insert the vocabulary-parallel heads that all devices of a pipeline compute together (arXiv 2411.05288).
 
     last stage          F0 | H0 B0 F1 | H1 B1 F2 | ...     | : all devices of the pipeline meet
     stage before  F0 F1 F2 | H0       | H1 B0 F3 | ...     H: a share of the logits, of softmax and of its gradients
 
-Why no two devices wait for each other: `with_heads` plays the schedule and writes down every operation when it begins,
-so what it writes is one order of all operations of all devices. In it an operation stands behind all whose result it
-takes, and a head behind its F, before its B, and for all devices at one place. A device's row is this order without the
-others' operations. Of all operations that are not done the first in the order can therefore always go on: its inputs
-are made, they were sent without waiting, and whoever has to meet for it has nothing else to do before. So rows end,
-whatever operations take, however many models and chunks there are; all devices meet for heads in the same order, which
-is all that a communicator asks for. `deadlock` replays it all the same.
-
-Devices that came first wait for the one that is in the middle of an operation. So a head comes as late as the last
-stage's B lets it, an operation that would run past one may wait until it is over (`patient`), and `best` also tries
-1F1B with more micro-batches in flight, as far as memory has room: between two heads every device then has an F and a B
-whose inputs are there.
+No deadlock: `with_heads` plays the schedule and records operations as they begin, so every device's row is part of one
+common order in which each operation comes after its inputs.
 """
 
 from __future__ import annotations

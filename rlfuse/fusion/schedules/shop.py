@@ -1,17 +1,8 @@
-"""A problem as arrays, for the hot loops: a job shop whose machines are the devices.
+"""A problem as arrays: a job shop whose machines are the devices.
 
-Role: list scheduling, annealing, CP-SAT and the bound work on a `Shop`; `compiled` makes it, `named` gives operations
-their names back. Pure data.
-
-Formulation. A *class* is one kind of work of one stage of one pipeline (forward of the actor's stage 3, say); its
-operations, one per micro-batch, are identical. So it loses nothing to run every class first in, first out: exchange two
-operations of a class that run in the wrong order, with all that follows them, and no start time and no memory changes.
-Operation `first[c] + m` is micro-batch m of class c. Every operation has at most one data predecessor, the same
-micro-batch of class `before[c]`: F of the stage before, the last stage's own F, B of the stage after, or a W's own B.
-A *lane* is one pipeline of one model; its classes are a chain F 0 .. F last, B last .. B 0, and then the leaves W; of a
-model that only scores, the forwards alone.
-All devices have equally many operations, since every model covers each of them once. An *order* is int64 [devices,
-operations of each].
+A *class* is one kind of work of one stage of one pipeline; its operations, one per micro-batch, run first in, first out
+without loss. Operation `first[c] + m` is micro-batch m of class c. A *lane* is one pipeline of one model: F 0 .. F
+last, B last .. B 0, then the leaves W. An *order* is int64 [devices, operations of each].
 """
 
 from __future__ import annotations

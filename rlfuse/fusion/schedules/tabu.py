@@ -1,10 +1,4 @@
-"""Tabu search for a shorter schedule under a hard memory limit.
-
-Role: takes a schedule that fits in memory and exchanges neighbours on a longest path, as no other exchange can make it
-shorter (Dell'Amico and Trubian 1993, for job shops). Whether memory allows an exchange is known in O(1), and so is the
-longest path through the pair (`heads_tails.py`): a step costs a walk along one longest path and the update of the heads
-and tails that change, so there are ten thousands of them a second.
-"""
+"""Tabu search for a shorter schedule under a hard memory limit (Dell'Amico and Trubian 1993)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Orders in numbers: when everything starts, and how much memory that takes.
-
-Role: the inner evaluation of the search, and `planned`, its result for others; `schedule.py` has the independent check,
-in plain Python.
-"""
+"""Start times and peak memory of an order, compiled for the search."""
 
 from __future__ import annotations
 

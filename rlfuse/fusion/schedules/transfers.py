@@ -1,17 +1,10 @@
-"""What every device calls to carry out a schedule, in order: the one rule that the executor and its replay both follow.
-
-Role: `programs` turns rows of operations into steps: which receives to post before an operation, whose result it waits
-for, where its own result goes. Ranks execute their device's program, `deadlock` replays those of all devices. Pure.
+"""The program of each device: what it calls, in order, to carry out a schedule. Followed by executor and replay.
 
     row of device d:   ... F2     B0     F3 ...
     program:           ... [post the receive for B1] -> wait for F2's input -> F2 -> send to the next stage's F2 ...
 
-Invariants:
-- a lane takes messages one way, from one device to another, and they are received in the order in which they are sent;
-- a head that several devices compute together is where they meet: none goes on before all have come;
-- a receive is posted at most LOOKAHEAD operations early, so that buffers are few, and never before the own operations
-  that its message comes of: no later, since it can't be sent before those ran, and until then it would wait for this
-  very device, which hangs wherever a device waits for all that was posted (memory, kernels that load, one stream).
+A receive is posted at most LOOKAHEAD operations early and never before the operations of this device that its message
+depends on.
 """
 
 from __future__ import annotations

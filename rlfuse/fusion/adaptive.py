@@ -32,10 +32,8 @@ from rlfuse.fusion.states import SampleRecord, SampleState
 
 RELEASE_CHECKS = 32
 """Whether to move samples is looked at each time the unfinished ones have shrunk by about this part."""
-HYSTERESIS = 1.25
-"""Samples are moved when so many times more slots hold them than need to."""
-OVERDUE = 8
-"""Steps without any news of a slow slot, after which it is tried though it will be late."""
+HYSTERESIS = 1.25  # samples are moved when so many times more slots hold them than need to
+OVERDUE = 8  # steps without any news of a slow slot, after which it is tried though it will be late
 MARGIN = 1.3
 """Samples are admitted as if they would be so many times longer than expected: some will be."""
 
@@ -86,9 +84,7 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
 
 def probe_slow_slots(view: Snapshot, capacities: Iterable[Capacity]) -> set[int]:
     """Slow slots that have had no work yet get a group each, the shortest where lengths are known: how are they now?
-
-    Where no step could end in time with that, one in OVERDUE pays for it.
-    """
+    Where no step could end in time with that, one in OVERDUE pays for it."""
     slow = [capacity for capacity in capacities if not capacity.load and view.slots[capacity.slot].unheard]
     if not slow:
         return set()

@@ -95,7 +95,6 @@ class Board:
             self._note_finished(self.records[sample.id], now)
 
     def _add(self, group: Group) -> None:
-        """A group more; its samples wait, but for those that have a response already."""
         number, size, prompt_tokens = len(self.groups), len(group.samples), len(group.prompt.token_ids)
         expected, next_step = self.lengths.expect(group.prompt.index), number >= self._eligible
         record = GroupRecord(
@@ -137,7 +136,6 @@ class Board:
                     self._start_scoring(kind, names)
 
     def _slots(self, decision: Switch | Score | Accumulate | Train | OptimizerStep) -> Iterable[int]:
-        """Those that it keeps busy."""
         if isinstance(decision, Score) and decision.kind == "reward":
             return ()
         slot = None if isinstance(decision, Train | OptimizerStep) else decision.slot
@@ -245,7 +243,6 @@ class Board:
                 self._note_scored(record)
 
     def _note_scored(self, record: SampleRecord) -> None:
-        """It has every score that its advantage needs."""
         record.become(SampleState.SCORED)
         if record.group.score():
             self._complete.append(record.group.number)

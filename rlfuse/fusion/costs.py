@@ -18,24 +18,16 @@ class Costs:
     step_per_sequence_s: float = 1e-4
     step_per_context_token_s: float = 0.0
     flat_batch: int = 8
-    max_sequences: int = 256
-    """Most sequences that an engine decodes at once."""
-    kv_tokens: int = 1 << 30
-    """Capacity of an engine's KV cache."""
-    max_tokens: int = 1 << 20
-    """Longest response."""
+    max_sequences: int = 256  # most sequences that an engine decodes at once
+    kv_tokens: int = 1 << 30  # capacity of an engine's KV cache
+    max_tokens: int = 1 << 20  # longest response
     prefill_tokens_per_s: float = 20_000.0
-    score_tokens_per_s: float = 10_000.0
-    """One pass without gradients."""
-    score_call_s: float = 0.0
-    """What each call of a pass costs beside its tokens."""
-    train_tokens_per_s: float = 3_000.0
-    """Forward and backward of one model."""
+    score_tokens_per_s: float = 10_000.0  # one pass without gradients
+    score_call_s: float = 0.0  # what each call of a pass costs beside its tokens
+    train_tokens_per_s: float = 3_000.0  # forward and backward of one model
     train_call_s: float = 0.0
-    optimizer_s: float = 0.0
-    """An optimizer step, all ranks together."""
-    switch_s: float = 0.0
-    """Changing a slot's role, either way."""
+    optimizer_s: float = 0.0  # an optimizer step, all ranks together
+    switch_s: float = 0.0  # changing a slot's role, either way
     move_s: float = 0.02
     """Taking samples off an engine and handing them over, beside prefill or transfer."""
     kv_bytes_per_token: float = 1.0

@@ -47,10 +47,8 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Run one kind of scoring on finished samples: `reward` (no slot), or a pass of the slot's rank.
-
-    slot None for a pass: all ranks together, where the model is sharded over them.
-    """
+    """Run one kind of scoring on finished samples: `reward` (no slot), or a pass of the slot's rank. slot None for a
+    pass: all ranks together, where the model is sharded over them."""
 
     kind: str
     samples: tuple[str, ...]
@@ -96,16 +94,12 @@ class Slot:
 
     index: int
     role: Role = "rollout"
-    samples: dict[str, SampleRecord] = field(default_factory=dict)
-    """On its engine."""
-    arriving: int = 0
-    """Samples on their way here; room is kept for them."""
+    samples: dict[str, SampleRecord] = field(default_factory=dict)  # on its engine
+    arriving: int = 0  # samples on their way here; room is kept for them
     reserved: float = 0.0
     """Tokens that its KV cache will hold when its samples are as long as expected."""
-    context: float = 0.0
-    """Tokens in its KV cache, as of `seen`."""
-    steps: float = 0.0
-    """Decoding steps done, as of `seen`."""
+    context: float = 0.0  # tokens in its KV cache, as of `seen`
+    steps: float = 0.0  # decoding steps done, as of `seen`
     stall: float = 0.0
     """Seconds of prefill that costs foresee before its next decoding step, as of `seen`."""
     seen: float = 0.0
@@ -115,10 +109,8 @@ class Slot:
     """Seconds its engine takes for each that costs foresee, by what finished there last, for dead reckoning."""
     unheard: int = 0
     """Steps that began since it was last measured, if it is slow: a small piece of work would tell how it is now."""
-    busy: bool = False
-    """Scoring, training or changing roles."""
-    alive: bool = True
-    """Whether its engine still runs."""
+    busy: bool = False  # scoring, training or changing roles
+    alive: bool = True  # whether its engine still runs
     drained: bool = False
     """It gets no work of its own; its rank still takes part where all ranks work together."""
 
@@ -172,16 +164,12 @@ class Slot:
 class Settings:
     """What does not change within a step."""
 
-    samples: int = 0
-    """Samples of the step."""
+    samples: int = 0  # samples of the step
     credit_samples: int = 1 << 30
     """Finished samples that may wait for one kind of scoring before no more are admitted; at least 1."""
-    credit_tokens: int = 1 << 40
-    """The same in tokens."""
-    lockstep: bool = False
-    """Passes without gradients need all ranks together (ZeRO 3)."""
-    lockstep_backward: bool = False
-    """Gradients need all ranks together (ZeRO 2 and 3)."""
+    credit_tokens: int = 1 << 40  # the same in tokens
+    lockstep: bool = False  # passes without gradients need all ranks together (ZeRO 3)
+    lockstep_backward: bool = False  # gradients need all ranks together (ZeRO 2 and 3)
     pipelined: bool = False
     """Ranks hold stages of the models, which train together in one schedule (`Train`)."""
     threshold: float = 0.2
@@ -206,11 +194,9 @@ class Settings:
 class Snapshot:
     """Where every sample of a step stands. Nothing in it may be changed; mappings are in the order of happening."""
 
-    now: float
-    """Seconds, on the controller's clock."""
+    now: float  # seconds, on the controller's clock
     slots: Sequence[Slot]
-    waiting: Mapping[int, int]
-    """Group -> samples of it that no slot has."""
+    waiting: Mapping[int, int]  # group -> samples of it that no slot has
     expected: Callable[[int], tuple[int, float]]
     """Group -> (prompt tokens, response tokens expected of each sample)."""
     shortest_first: Sequence[int]
@@ -218,48 +204,35 @@ class Snapshot:
     known of lengths."""
     deadline: float
     """When generation can be over, if lengths are as expected and slots are shared out ideally."""
-    unfinished: int
-    """Samples without a whole response, waiting ones too."""
-    finished: int
-    """Samples that became whole since the snapshot before."""
+    unfinished: int  # samples without a whole response, waiting ones too
+    finished: int  # samples that became whole since the snapshot before
     unscored: Mapping[str, Mapping[str, int]]
     """Kind of scoring -> finished samples that lack it, none of them under way -> tokens; kinds in serial order."""
     deferred: Mapping[str, Mapping[int, Mapping[str, int]]]
     """Kind -> mini-batch after the present one -> finished samples that will need it then and lack it -> tokens."""
-    backlog: Mapping[str, int]
-    """Kind -> tokens of its unscored samples."""
+    backlog: Mapping[str, int]  # kind -> tokens of its unscored samples
     oldest: Mapping[str, float]
     """Kind -> when its last scoring began or its backlog was empty: how long its samples may have waited."""
     ready: Mapping[str, Mapping[str, int]]
     """Model -> samples of its present mini-batch whose gradients can be accumulated now -> tokens."""
     steppable: Sequence[str]
     """Models whose present mini-batch is accumulated and whose step no pass of this training step still waits for."""
-    scoring: frozenset[str]
-    """Kinds under way, on slots or (`reward`) beside them."""
+    scoring: frozenset[str]  # kinds under way, on slots or (`reward`) beside them
     to_score: float
     """Tokens that passes on slots will still have to take up; unfinished samples count with what is expected."""
-    to_train: float
-    """Tokens of present mini-batches still to be taken up, counted in the same way."""
-    in_flight: int
-    """Samples on engines or between them."""
-    context: float
-    """Tokens in all KV caches, about."""
-    busy: int
-    """Slots that score, train or change roles."""
-    idle_trainers: Collection[int]
-    """Slots in role `trainer` that do nothing, and may get work."""
+    to_train: float  # tokens of present mini-batches still to be taken up, counted in the same way
+    in_flight: int  # samples on engines or between them
+    context: float  # tokens in all KV caches, about
+    busy: int  # slots that score, train or change roles
+    idle_trainers: Collection[int]  # slots in role `trainer` that do nothing, and may get work
     together: bool
     """Whether all ranks can work together now: each slot, drained ones too, is a trainer that does nothing."""
-    idle_engines: Collection[int]
-    """Slots in role `rollout` that hold nothing."""
+    idle_engines: Collection[int]  # slots in role `rollout` that hold nothing
     engines_with_room: Collection[int]
     """Slots in role `rollout` that have room for a sample and are not drained."""
-    generating: Collection[int]
-    """Slots that hold samples or are about to, but for drained ones."""
-    slow_engines: Collection[int]
-    """Slots that hold samples and are slow, but for drained ones."""
-    power: float
-    """Typical slots that all slots make up which are not drained."""
+    generating: Collection[int]  # slots that hold samples or are about to, but for drained ones
+    slow_engines: Collection[int]  # slots that hold samples and are slow, but for drained ones
+    power: float  # typical slots that all slots make up which are not drained
     ends: Callable[[], list[float]]
     """When the calls under way on slots are over, if they take what is foreseen."""
     siblings_together: bool

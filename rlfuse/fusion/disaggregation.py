@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from rlfuse.fusion.decisions import Decision, Generate, Move, Slot, Snapshot
 from rlfuse.fusion.states import SampleRecord, SampleState
 
-LOOK_S = 0.25
-"""Prompts that take less than this are read together: policies look about so often."""
+LOOK_S = 0.25  # prompts that take less than this are read together: policies look about so often
 
 
 def readers_and_decoders(view: Snapshot) -> tuple[list[Slot], list[Slot]]:
@@ -80,7 +79,6 @@ def _next(view: Snapshot, room: _Room, waiting: list[int]) -> Iterator[int]:
 
 
 def _size(group: list[SampleRecord]) -> tuple[int, float]:
-    """Samples, and tokens that the cache will hold of them."""
     return len(group), sum(sample.reserved for sample in group)
 
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from rlfuse.fusion.costs import Costs
 
-PRIOR = 2.0
-"""A prompt's own history counts like so many finished siblings."""
+PRIOR = 2.0  # a prompt's own history counts like so many finished siblings
 
 
 class Lengths:
@@ -21,8 +20,7 @@ class Lengths:
         self._longest, self._decay = longest, decay
         self._mean: float | None = None
         self._of_prompt: dict[int, float] = {}
-        self.recorded: list[float] = []
-        """Lengths of the last step, for tuning."""
+        self.recorded: list[float] = []  # lengths of the last step, for tuning
         self.error: float | None = None
         """Sigma of log(length / expectation) over the last step's prompts; None where half of them or more were new."""
 

@@ -12,8 +12,7 @@ class MiniBatchProgress:
     def __init__(self, passes: int):
         self._passes, self.completed = passes, 0
         """Mini-batches that the model is past, of all passes."""
-        self.mini_batch_of: Mapping[int, int] = {}
-        """Group -> number of its mini-batch."""
+        self.mini_batch_of: Mapping[int, int] = {}  # group -> number of its mini-batch
         self._sizes: list[int] = []
         self._tokens: list[float] = []
         self._prepared: dict[int, dict[str, int]] = {}
@@ -89,7 +88,6 @@ class MiniBatchProgress:
             self.left_tokens = sum(self.ready.values()) if whole else self._tokens[part]
 
     def _skip_empty(self) -> None:
-        """A mini-batch all of whose samples failed has no step."""
         while not self.done and self._sizes[self.completed % len(self._sizes)] == 0:
             self.completed += 1
             self._done = []

@@ -93,7 +93,6 @@ class CheckedPolicy:
 
 
 def _left_to_do(view: Snapshot) -> str:
-    """In the words of decisions."""
     found = [f"Generate groups {listed(view.waiting)}"] if view.waiting else []
     found += [f"Score {kind} of {len(names)} samples" for kind, names in view.unscored.items() if names]
     gradients = "Train" if view.settings.pipelined else "Accumulate"
@@ -127,7 +126,6 @@ def _function_of(name: str, given_as: str) -> Callable[[Snapshot], list[Decision
 
 
 def _is_no_policy(policy: object) -> str:
-    """Why not, by its signature."""
     if not callable(policy) or inspect.isclass(policy):
         return (
             f"is a {'class' if inspect.isclass(policy) else f'value of type {type(policy).__name__}'}, not a function"

@@ -10,8 +10,7 @@ from rlfuse.fusion.mini_batches import MiniBatchProgress
 
 MARGIN = 1.5
 """Copies that others' work runs beside take so many times as long as those that nothing ran beside."""
-LOOK_S = 0.5
-"""From one look at the forecast to the next, at the most, and for a call to arrive."""
+LOOK_S = 0.5  # from one look at the forecast to the next, at the most, and for a call to arrive
 
 
 def due(away: Mapping[int, float], seconds: float) -> list[int]:

@@ -12,19 +12,14 @@ from statistics import median, median_low
 
 from rlfuse.fusion.costs import Costs
 
-THRESHOLD = 1.2
-"""A slot is slow from this rate on (and fast below its inverse)."""
-DEAD_BAND = 0.3
-"""Share by which a rate is exceeded, or falls short of itself, before it moves."""
-OBSERVATIONS = 3
-"""The middle one of so many decides: a single hiccup doesn't."""
-HICCUP_S = 1.0
-"""Hiccups are shorter: work that took so much longer than foreseen counts twice."""
+THRESHOLD = 1.2  # a slot is slow from this rate on (and fast below its inverse)
+DEAD_BAND = 0.3  # share by which a rate is exceeded, or falls short of itself, before it moves
+OBSERVATIONS = 3  # the middle one of so many decides: a single hiccup doesn't
+HICCUP_S = 1.0  # hiccups are shorter: work that took so much longer than foreseen counts twice
 TOLD_BY_S = 0.2
 """Work that is foreseen to be shorter is observed together with what follows in its step: milliseconds tell of how work
 begins, and of when the driver heard of its end."""
-REFRESH = 8
-"""What is typical is worked out anew after one observation for each so many slots."""
+REFRESH = 8  # what is typical is worked out anew after one observation for each so many slots
 
 
 class Rates:
@@ -43,8 +38,7 @@ class Rates:
         measured: bool = True,
     ):
         self._measured = measured
-        self.current = [1.0] * slots
-        """Slot -> its rate, for plans."""
+        self.current = [1.0] * slots  # slot -> its rate, for plans
         self.drained: set[int] = set() if drained is None else drained
         self.unheard: dict[int, int] = {}
         """Slow slots that may get work -> steps that began since they were last observed, where any did."""

@@ -20,8 +20,7 @@ from rlfuse.fusion.decisions import (
 )
 from rlfuse.fusion.states import SampleState
 
-SHOWN = 8
-"""Names of what is valid that a message gives."""
+SHOWN = 8  # names of what is valid that a message gives
 
 
 class Refused(Exception):
@@ -53,15 +52,12 @@ class _Reading:
 
     def __init__(self, view: Snapshot):
         self.view = view
-        self.working: set[int] = set()
-        """Slots that switch, score or train."""
-        self.filled: set[int] = set()
-        """Slots that get samples to generate."""
+        self.working: set[int] = set()  # slots that switch, score or train
+        self.filled: set[int] = set()  # slots that get samples to generate
         self.groups: set[int] = set()
         self.names: set[tuple[str, str]] = set()
 
     def take(self, decision: Decision) -> None:
-        """Count it in. Raises Refused."""
         if isinstance(decision, Generate):
             self._generates(decision.slot)
             self._among("group", decision.groups, self.view.waiting, self.groups)
@@ -92,7 +88,6 @@ class _Reading:
         return self.view.slots[slot]
 
     def _generates(self, slot: int) -> Slot:
-        """It can get samples."""
         place = self._slot(slot)
         if not _can_generate(place):
             able = listed(each.index for each in self.view.slots if _can_generate(each))
@@ -104,7 +99,6 @@ class _Reading:
         return place
 
     def _works(self, slot: int, able: Collection[int], what: str) -> None:
-        """It does nothing yet, and begins something now."""
         drained = self._slot(slot).drained
         if slot not in able:
             why = f"{what}, as it is drained" if drained else what
@@ -119,7 +113,6 @@ class _Reading:
             self._works(slot, able, "idle trainer, and all have to be")
 
     def _ranks(self, slot: int | None, lockstep: bool) -> None:
-        """Of one slot, or where models are sharded of all."""
         if lockstep and slot is not None:
             raise Refused("models are sharded over all ranks here, which do this together: slot has to be None")
         if lockstep:

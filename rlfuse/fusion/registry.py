@@ -23,8 +23,7 @@ TUNABLE = (
 class Traits:
     """What a policy needs of those who run it."""
 
-    tuned: tuple[str, ...] = ()
-    """The settings that it reads of those that are tuned by simulation."""
+    tuned: tuple[str, ...] = ()  # the settings that it reads of those that are tuned by simulation
     trains_early: bool = False
     """It accumulates gradients while samples are still generated, where the algorithm allows that."""
 

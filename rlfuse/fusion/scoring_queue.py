@@ -18,8 +18,7 @@ class ScoringQueue:
         self.unscored: dict[str, OrderedDict[str, int]] = {kind: OrderedDict() for kind in kinds}
         """Kind -> finished samples that lack it, none of them under way -> tokens."""
         self.tokens = dict.fromkeys(kinds, 0)
-        self.oldest = dict.fromkeys(kinds, now)
-        """When the wait began that now stands."""
+        self.oldest = dict.fromkeys(kinds, now)  # when the wait began that now stands
         self.needed = tuple(kind for kind in kinds if kind not in deferred)
         """Kinds without which a group can't be prepared."""
         self.deferred: dict[str, dict[int, dict[str, int]]] = {kind: {} for kind in deferred}

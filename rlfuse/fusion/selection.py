@@ -34,10 +34,8 @@ CARRY_OVER = ("partial_rollout", "one_step_off")
 
 
 def label(data: str, tail_speculation: int = 0, quantization: str | None = None) -> str:
-    """What a run's fusion changes: `exact`, `exact in distribution`, `reordered` or `off-policy`.
-
-    Engines of quantized weights draw by another policy than the one that is trained.
-    """
+    """What a run's fusion changes: `exact`, `exact in distribution`, `reordered` or `off-policy`. Engines of quantized
+    weights draw by another policy than the one that is trained."""
     if quantization is not None:
         return "off-policy"
     return "exact in distribution" if data == "exact" and tail_speculation else LABELS[data]
@@ -72,8 +70,7 @@ class Draw:
     groups: list[Group]
     eligible: int
     needed: int
-    partials: dict[str, Partial]
-    """Of samples that were begun in an earlier step."""
+    partials: dict[str, Partial]  # of samples that were begun in an earlier step
 
 
 class Source(Protocol):

@@ -30,11 +30,9 @@ REWARD = "reward"
 PATIENCE = 10
 """A small batch waits for more samples while others generate, at most so many times as long as a call takes."""
 
-BUSY = -1
-"""Stands for the busy slot that will be free next."""
+BUSY = -1  # stands for the busy slot that will be free next
 
-NEXT_FEW = 16
-"""Samples, or families of them, that are looked at for one that fits."""
+NEXT_FEW = 16  # samples, or families of them, that are looked at for one that fits
 
 REWARD_EVERY_S, REWARD_RARELY_S = 0.03, 0.1
 """While others generate, rewards take what has come in this time: each call costs the driver some milliseconds. Rarely
@@ -64,17 +62,14 @@ class Capacity:
         self._order()
 
     def _order(self) -> None:
-        """By how long its steps take; in typical slots the more samples the longer."""
         self.order = (self.rate * self.view.costs.decode_step(self.load, 0.0), self.load, self.slot)
 
     def __lt__(self, other: Capacity) -> bool:
         return self.order < other.order
 
     def fits(self, group: int) -> bool:
-        """Whether there is room for the group; an empty engine takes any, as no other could hold it better.
-
-        A slow one takes what it can generate in time, unless nothing else is under way.
-        """
+        """Whether there is room for the group; an empty engine takes any, as no other could hold it better. A slow one
+        takes what it can generate in time, unless nothing else is under way."""
         if self.rate > 1 and self.view.in_flight and not self.in_time(group):
             return False
         costs, count = self.view.costs, self.view.waiting[group]
@@ -97,9 +92,7 @@ class Capacity:
 
 def admit(view: Snapshot, capacities: list[Capacity] | None = None) -> list[Decision]:
     """Admit waiting groups, in order, each to the slot with the shortest steps, of equal ones with the fewest samples.
-
-    As far as there is room; `capacities`: of all slots with room, some of which took groups already.
-    """
+    As far as there is room; `capacities`: of all slots with room, some of which took groups already."""
     if not view.waiting or admission_paused(view):
         return []
     readers, decoders = readers_and_decoders(view)
@@ -135,10 +128,8 @@ def switch_idle_slots_to_rollout(view: Snapshot, capacities: list[Capacity]) -> 
 
 
 def score_rewards(view: Snapshot) -> list[Decision]:
-    """Score the rewards of what is finished, beside the slots; no sample waits for the reward of another.
-
-    Under a credit one call at a time: what waits behind it is what the credit counts.
-    """
+    """Score the rewards of what is finished, beside the slots; no sample waits for the reward of another. Under a
+    credit one call at a time: what waits behind it is what the credit counts."""
     names, none = view.unscored.get(REWARD), Settings()
     credit = (view.settings.credit_samples, view.settings.credit_tokens) != (none.credit_samples, none.credit_tokens)
     if not names or (credit and REWARD in view.scoring) or not batch_is_ready(view, REWARD):
@@ -246,10 +237,8 @@ def share(
 
 
 def families(view: Snapshot, names: Iterable[str], slots: int) -> Iterator[tuple[str, ...]]:
-    """What goes to one slot together: siblings where their prompt, which then runs once, is most of them.
-
-    Where nothing more will come and slots would be left without any, as many parts of each as these can take.
-    """
+    """What goes to one slot together: siblings where their prompt, which then runs once, is most of them. Where nothing
+    more will come and slots would be left without any, as many parts of each as these can take."""
     whole = (tuple(family) for _, family in groupby(names, prompt_of if view.siblings_together else None))
     first = list(islice(whole, slots))
     parts = 1 if view.unfinished or not first else slots // len(first)

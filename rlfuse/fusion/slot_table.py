@@ -33,8 +33,7 @@ class SlotTable:
             Slot(index, rate=rate, measured=rate, unheard=self.rates.unheard.get(index, 0))
             for index, rate in enumerate(self.rates.current)
         ]
-        self.power = 0.0
-        """Typical slots that those make up which are not drained."""
+        self.power = 0.0  # typical slots that those make up which are not drained
         self._generating, self._slow_engines = dict[int, None](), dict[int, None]()
         self._stopwatch = Stopwatch(count, costs, self.rates, self._changed)
         self._drained, self._shortest_first = set[int](), list[int]()
@@ -190,7 +189,6 @@ class SlotTable:
             self._refresh(slot)
 
     def _wait(self, sample: SampleRecord) -> None:
-        """It is on no engine any more, and goes nowhere for now."""
         self._release_target(sample)
         if sample.group.unneeded:
             sample.become(SampleState.UNNEEDED)
@@ -224,11 +222,8 @@ class SlotTable:
             self.replan()
 
     def leave_drained(self, now: float) -> list[tuple[int, list[str], str]]:
-        """(slot, samples, how to carry them) that are to leave drained slots now, to wait for another.
-
-        Those stay that are about to end: sooner than they could leave. Caches are carried only where they are taken up
-        at once.
-        """
+        """(slot, samples, how to carry them) that are to leave drained slots now, to wait for another. Those stay that
+        are about to end: sooner than they could leave. Caches are carried only where they are taken up at once."""
         self._apply_drained()
         drained = (self.slots[index] for index in sorted(self._drained))
         return [left for slot in drained if slot.samples for left in self._leaving(slot, now)]
@@ -294,7 +289,6 @@ class SlotTable:
             self._stopwatch.answered(place, load.steps)
 
     def _changed(self, slot: Slot) -> None:
-        """It has another rate."""
         self._sum_power()
         self._refresh(slot)
 

@@ -10,10 +10,8 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Accumulate, Score, Slot
 from rlfuse.fusion.rates import Rates
 
-STEPS_TO_MEASURE = 16
-"""Decoding steps after which a sample tells how fast its engine is."""
-SILENCE_S = 1.0
-"""An engine of which nothing was heard for so long is asked how far it is."""
+STEPS_TO_MEASURE = 16  # decoding steps after which a sample tells how fast its engine is
+SILENCE_S = 1.0  # an engine of which nothing was heard for so long is asked how far it is
 MOST_ASKED = 64
 """Engines that are asked at a time, so that a large cluster's don't keep its driver busy."""
 
@@ -22,17 +20,12 @@ MOST_ASKED = 64
 class Stretch:
     """What an engine did since it was last measured."""
 
-    steps: float = 0.0
-    """That it had done before."""
+    steps: float = 0.0  # that it had done before
     since: float = 0.0
-    seconds: float = 0.0
-    """While it held samples."""
-    decoding: float = 0.0
-    """Seconds, of these, for which costs foresee no prefill."""
-    foreseen: float = 0.0
-    """Decoding steps in them, by costs alone."""
-    prefill: float = 0.0
-    """Seconds of prefill that costs foresaw."""
+    seconds: float = 0.0  # while it held samples
+    decoding: float = 0.0  # seconds, of these, for which costs foresee no prefill
+    foreseen: float = 0.0  # decoding steps in them, by costs alone
+    prefill: float = 0.0  # seconds of prefill that costs foresaw
 
     def expected(self, steps: float) -> float:
         """Seconds that costs foresee for what it did, now that so many steps are known to be done in all."""
@@ -43,14 +36,11 @@ class Stretch:
 class Call:
     """What a rank is doing alone."""
 
-    kind: str
-    """Of scoring, or the model that is trained."""
+    kind: str  # of scoring, or the model that is trained
     call_s: float
-    seconds: float
-    """That costs foresee for its tokens."""
+    seconds: float  # that costs foresee for its tokens
     since: float
-    end: float
-    """Foreseen."""
+    end: float  # foreseen
 
 
 class Stopwatch:

@@ -19,10 +19,8 @@ from rlfuse.health.sampling import Sampler
 from rlfuse.health.series import Sample
 
 PERIOD_S = 1.0
-SHARE = 0.01
-"""Of a core, in the mean over some looks."""
-KEPT = 200_000
-"""Samples that are not drained yet: of a hundred workers over half an hour."""
+SHARE = 0.01  # of a core, in the mean over some looks
+KEPT = 200_000  # samples that are not drained yet: of a hundred workers over half an hour
 DRAIN_S = 5.0
 
 

@@ -15,8 +15,7 @@ from rlfuse.observe.alerts import Alert
 
 FILE = "health.jsonl"
 TUPLES = ("peers", "window", "beside")
-SHOWN = 4
-"""Peers that are named."""
+SHOWN = 4  # peers that are named
 
 
 def write_alarms(folder: Path, alarms: Iterable[Alarm]) -> None:

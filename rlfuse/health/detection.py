@@ -25,14 +25,11 @@ from rlfuse.health.work import role_of
 SIMILARITY = 4.0
 """Score above the peers', in units of scatter, from which a worker is a candidate: with the least of slowness, 0.05, a
 worker that takes 1.22 times as long."""
-OWN = 1.5
-"""Thresholds from which one of two workers is the odd one, whatever it was like before."""
+OWN = 1.5  # thresholds from which one of two workers is the odd one, whatever it was like before
 CONTINUED = 0.5
 """Of the threshold: what a candidate has to stay above, and since when it is said to have begun."""
-SMOOTHING = 0.15
-"""Of the exponential average, for a window with usual work."""
-CONTINUITY_S = 240.0
-"""The paper's: jitters of healthy machines are shorter."""
+SMOOTHING = 0.15  # of the exponential average, for a window with usual work
+CONTINUITY_S = 240.0  # the paper's: jitters of healthy machines are shorter
 STEPS = 12
 """Where steps are short, so many in a row are enough: each has samples, lengths and decisions of its own."""
 WINDOWS, FRESHLY = 12, 8
@@ -43,20 +40,13 @@ AGAIN_SHARE, REST = 0.3, 8
 """Of a machine that is slow again and again, in FRESHLY windows at least: the least share of windows in which one of
 its workers is far off, by the scatter of values that are not averaged, and the most windows between two of them. Disks
 are so in health, by checkpoints."""
-MANY = 8
-"""Workers from which on thresholds grow."""
-CHANCE = 6.0
-"""Standard deviations above what chance makes of as many windows of its peers."""
-BEGINNING = 6
-"""Windows of a worker that tell what it was like at first; none is judged before."""
-FRESH = 10
-"""Windows for which a worker without work remains a peer."""
-SCATTER = 512
-"""Latest changes from one window to the next that tell the scatter of a role."""
-FEW = 6
-"""Workers below which the scatter of their scores tells nothing."""
-MAD = 1.4826
-"""From a median of absolute deviations to a standard deviation."""
+MANY = 8  # workers from which on thresholds grow
+CHANCE = 6.0  # standard deviations above what chance makes of as many windows of its peers
+BEGINNING = 6  # windows of a worker that tell what it was like at first; none is judged before
+FRESH = 10  # windows for which a worker without work remains a peer
+SCATTER = 512  # latest changes from one window to the next that tell the scatter of a role
+FEW = 6  # workers below which the scatter of their scores tells nothing
+MAD = 1.4826  # from a median of absolute deviations to a standard deviation
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,26 +55,17 @@ class Alarm:
 
     worker: str
     metric: str
-    value: float
-    """Its own, and that of its peers (or its own before), in the metric's unit."""
+    value: float  # its own, and that of its peers (or its own before), in the metric's unit
     usual: float
-    distance: float
-    """Logarithm of how far it is from its peers."""
+    distance: float  # logarithm of how far it is from its peers
     threshold: float
-    peers: tuple[str, ...]
-    """Who it was compared with; none: its own beginning."""
-    began: float
-    """Epoch seconds."""
-    step: int
-    """In which it began."""
-    told: float
-    """When it was said."""
-    window: tuple[float, float]
-    """The last one that was looked at then."""
-    beside: tuple[str, ...] = ()
-    """What else is apart of it, or of its node."""
-    ended: float | None = None
-    """When it was like its peers again."""
+    peers: tuple[str, ...]  # who it was compared with; none: its own beginning
+    began: float  # epoch seconds
+    step: int  # in which it began
+    told: float  # when it was said
+    window: tuple[float, float]  # the last one that was looked at then
+    beside: tuple[str, ...] = ()  # what else is apart of it, or of its node
+    ended: float | None = None  # when it was like its peers again
 
     @property
     def ratio(self) -> float:
@@ -100,11 +81,9 @@ class _Worker:
     weight: float = 0.0
     last: float = 0.0
     seen: int = 0
-    at: int = 0
-    """Number of the last window with a value."""
+    at: int = 0  # number of the last window with a value
     beginning: list[float] = field(default_factory=list)
-    began: float = 0.0
-    """Median of these."""
+    began: float = 0.0  # median of these
 
     @property
     def ahead(self) -> float:
@@ -119,10 +98,8 @@ class _Streak:
     began: float
     step: int
     candidate: bool = False
-    windows: int = 0
-    """In a row as a candidate."""
-    freshly: int = 0
-    """Of these, apart by its value in the window."""
+    windows: int = 0  # in a row as a candidate
+    freshly: int = 0  # of these, apart by its value in the window
 
 
 @dataclass(slots=True)
@@ -133,8 +110,7 @@ class _Again:
     step: int
     windows: int = 0
     far: int = 0
-    rested: int = 0
-    """Windows since the last one that was far off."""
+    rested: int = 0  # windows since the last one that was far off
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +119,9 @@ class _Judged:
 
     distance: float
     threshold: float
-    now: float
-    """Distance of its value in this window alone."""
-    far: bool
-    """By the scatter of such values."""
-    level: float
-    """What is compared: averaged."""
+    now: float  # distance of its value in this window alone
+    far: bool  # by the scatter of such values
+    level: float  # what is compared: averaged
     peers: tuple[str, ...]
 
 
@@ -206,10 +179,8 @@ class _Group:
             worker.began = median(worker.beginning)
 
     def _levels(self, known: Mapping[str, _Worker]) -> np.ndarray:
-        """What is compared: values, or their change since the beginning.
-
-        A beginning that is worse than its peers' by more than half a threshold is no nature of a worker's.
-        """
+        """What is compared: values, or their change since the beginning. A beginning that is worse than its peers' by
+        more than half a threshold is no nature of a worker's."""
         smooth = np.array([worker.smooth for worker in known.values()])
         if self.signal.from_start and len(self.workers) > 1:
             return smooth
@@ -218,7 +189,6 @@ class _Group:
 
 
 def _apart(levels: np.ndarray, scatter: float, signal: Signal) -> tuple[np.ndarray, float]:
-    """Distance of each from its peers, positive where it is worse, and the threshold that it is held against."""
     count, least = len(levels), max(signal.least, scatter)
     if count == 1:
         return levels, _limit(1, least)
@@ -238,15 +208,12 @@ def _limit(count: int, scatter: float) -> float:
 
 
 class Detector:
-    """Of one run. `continuity_s`: how long a worker has to stay apart, unless STEPS are over before.
-
-    `machine`: of a worker; those that take a device in turns share one.
-    """
+    """Of one run. `continuity_s`: how long a worker has to stay apart, unless STEPS are over before. `machine`: of a
+    worker; those that take a device in turns share one."""
 
     def __init__(self, continuity_s: float = CONTINUITY_S, machine: Callable[[str], str] = lambda worker: worker):
         self.continuity_s, self._machine = continuity_s, machine
-        self.standing: dict[tuple[str, str], Alarm] = {}
-        """(worker, metric) -> its alarm."""
+        self.standing: dict[tuple[str, str], Alarm] = {}  # (worker, metric) -> its alarm
         share = min(1.0, continuity_s / CONTINUITY_S)
         self._windows, self._freshly = max(3, round(WINDOWS * share)), max(2, round(FRESHLY * share))
         self._groups: dict[tuple[str, str], _Group] = {}

@@ -120,7 +120,6 @@ class Monitor:
         return worker if slot is None else f"slot/{slot}"
 
     def _metrics(self, series: Series) -> dict[str, float]:
-        """The worst of all workers."""
         values = {"health/alarms": float(len({worker for worker, _ in self.detector.standing}))}
         for role, distance in self.detector.farthest(SLOWNESS).items():
             values[f"health/slowness/{role}/max"] = math.exp(distance)

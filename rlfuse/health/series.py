@@ -19,10 +19,8 @@ from rlfuse.health.work import Expected, is_work
 
 WINDOW_S = 8.0
 """Length of a window (the paper's: eight samples of a second); a shorter step is one window."""
-LEAST_WORK_S = 0.1
-"""Expected work in a window below which a worker is not judged in it."""
-BUSY = 0.1
-"""Expected work in a second from which an agent's sample of it counts as taken at work."""
+LEAST_WORK_S = 0.1  # expected work in a window below which a worker is not judged in it
+BUSY = 0.1  # expected work in a second from which an agent's sample of it counts as taken at work
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,21 +14,17 @@ class Signal:
     """One number of every worker of a role (or of every node) in each window."""
 
     name: str
-    told: str
-    """What it is, for a person."""
+    told: str  # what it is, for a person
     per: Literal["work", "busy", "time"]
     """Its amount is divided by expected seconds of work, averaged over seconds with work, or over all."""
     least: float
     """The smallest step of distance: what is told apart has to differ by `detection.SIMILARITY` of them."""
-    unit: float = 0.0
-    """0: compared by ratio."""
-    worse: int = 1
-    """1: high is bad, -1: low is."""
+    unit: float = 0.0  # 0: compared by ratio
+    worse: int = 1  # 1: high is bad, -1: low is
     from_start: bool = False
     """Compared as it is; the others by how they changed since the worker's own beginning, as nodes differ rightfully
     (one has the driver, one writes checkpoints)."""
-    factor: float = 1.0
-    """To the unit that it is told in."""
+    factor: float = 1.0  # to the unit that it is told in
 
     def compared(self, value: float) -> float:
         """On the scale of distances, high is bad."""

@@ -15,12 +15,9 @@ TRAINING = ("forward", "backward")
 ROLES = {"rollout": ("decode",), "trainer": (*PASSES, *TRAINING), "reward": ("reward",), "encoder": ("encode",)}
 """Work that a worker does by itself. Collectives (optimizer steps, weights) are none: all wait there for the slowest,
 so that everyone but that one looks slow."""
-STARTED = ("start", "restart")
-"""Spans after which a worker is another one."""
-LEARNED = 128
-"""Pieces of a class from each worker, the first ones, that its factor is made of."""
-LEAST = 5
-"""Pieces below which a class has no factor."""
+STARTED = ("start", "restart")  # spans after which a worker is another one
+LEARNED = 128  # pieces of a class from each worker, the first ones, that its factor is made of
+LEAST = 5  # pieces below which a class has no factor
 
 Class = tuple[str, ...]
 

@@ -23,11 +23,9 @@ class Leaving:
     """What becomes of a micro-batch's activations."""
 
     tokens: int
-    layer: float
-    """Bytes that the largest layer leaves."""
+    layer: float  # bytes that the largest layer leaves
     places: Places
-    peak: float
-    """Bytes on the device at most."""
+    peak: float  # bytes on the device at most
 
     def waiting(self, tier: Place) -> float:
         """Bytes of layers there."""
@@ -42,10 +40,8 @@ class Leaving:
 def leaving(
     config: Config, shape: Shape, role: str, texts: Texts, device: str, seconds: float = inf, host_s: float = inf
 ) -> Leaving:
-    """Of a micro-batch that `role` learns from.
-
-    `seconds`: of its forward pass through a layer; `host_s`: bytes a second to the host. By default copies keep up.
-    """
+    """Of a micro-batch that `role` learns from. `seconds`: of its forward pass through a layer; `host_s`: bytes a
+    second to the host. By default copies keep up."""
     model, tokens = config.model, sum(map(sum, texts.lengths))
     kept = _work(config, shape, role, texts, device, model.enable_gradient_checkpointing)
     if not model.enable_activation_offload:

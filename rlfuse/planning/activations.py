@@ -24,10 +24,8 @@ PASS_OF = {"actor": "reference", "critic": "values"}
 
 
 def micro_batch_tokens(config: Config, learns: bool = False) -> int:
-    """Of the largest micro-batch on one rank: the budget, or one sequence that is longer even when it is cut.
-
-    `learns`: of those with gradients.
-    """
+    """Of the largest micro-batch on one rank: the budget, or one sequence that is longer even when it is cut. `learns`:
+    of those with gradients."""
     return max(_filled(config, learns), -(-_longest(config) // config.training.ulysses_sequence_parallel_size))
 
 
@@ -36,7 +34,6 @@ def _longest(config: Config) -> int:
 
 
 def _prompts(config: Config, learns: bool) -> int:
-    """That gradients, or passes without them, are asked for at once."""
     return config.actor.ppo_mini_batch_size if learns else config.data.train_batch_size
 
 
@@ -59,10 +56,8 @@ def _filled(config: Config, learns: bool) -> int:
 
 
 def worst(config: Config, linear: bool, learns: bool = True) -> list[Texts]:
-    """Micro-batches of which one needs the most memory; `linear`: attention keeps no scores.
-
-    Then the longest samples need no more than others of as many tokens. `learns`: those with gradients.
-    """
+    """Micro-batches of which one needs the most memory; `linear`: attention keeps no scores. Then the longest samples
+    need no more than others of as many tokens. `learns`: those with gradients."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     tokens, filled = micro_batch_tokens(config, learns), _filled(config, learns)
     most = _prompts(config, learns) * config.rollout.n
@@ -159,7 +154,6 @@ def _of_stage(config: Config, shape: Shape, role: str, texts: Texts, device: str
 
 
 def _one_layer(config: Config, shape: Shape, role: str, texts: Texts, device: str) -> int:
-    """What the layer keeps that is run again for its backward pass."""
     whole = replace(config, model=replace(config.model, enable_gradient_checkpointing=False))
     work: Work = shape.model.work(whole, role, texts, device)
     return max(work.layers)
@@ -180,10 +174,8 @@ def _pipelines(config: Config, role: str) -> Pipelines:
 
 
 def stage_parts(config: Config, shape: Shape, role: str = "actor") -> tuple[Part, ...]:
-    """Which layers, and which share of the head, make each stage, as ranks cut the model when a run starts.
-
-    `shape`: of a rank's share of the layers, as all that tell of stages here.
-    """
+    """Which layers, and which share of the head, make each stage, as ranks cut the model when a run starts. `shape`: of
+    a rank's share of the layers, as all that tell of stages here."""
     return _parts(shape, _pipelines(config, role), share_with_logits(config.data))
 
 

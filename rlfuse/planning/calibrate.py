@@ -105,7 +105,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises CalibrationError with everything that is wrong with the arguments."""
     wrong = []
     if [arguments.probe, bool(arguments.runs), arguments.links].count(True) != 1:
         wrong.append("rlfuse calibrate needs RUN_DIRs, --probe or --links, one of them")
@@ -123,7 +122,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _measure_links(arguments: argparse.Namespace, console: Console) -> None:
-    """Between the nodes of the cluster at --address, into --out."""
     from rlfuse.cluster import joining, link_probe, nodes, placement  # imports ray
 
     joining.join_ray(arguments.address)
@@ -235,7 +233,6 @@ def _unseen(hardware: Hardware) -> list[str]:
 
 
 def _between_ranks(works: Sequence[Work], hardware: Hardware) -> Iterator[str]:
-    """What only ranks that exchange something tell."""
     if hardware.sent_bytes_per_s is None:
         yield EXCHANGES if any(work.sent for work in works) else NO_EXCHANGES
     if not any(work.gathers for work in works):
@@ -243,7 +240,6 @@ def _between_ranks(works: Sequence[Work], hardware: Hardware) -> Iterator[str]:
 
 
 def _device() -> str:
-    """A GPU's name, else the processor's."""
     import torch
 
     if torch.cuda.is_available():
@@ -257,7 +253,6 @@ def _device() -> str:
 
 
 def _table(calibration: Calibration) -> Table:
-    """Errors, and what the work told."""
     title = f"{calibration.device}: {calibration.held_out}"
     table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
     for name in ("kind of work", "off by, in the mean"):

@@ -19,8 +19,7 @@ from rlfuse.planning.features import Work, seconds_of
 from rlfuse.planning.hardware import KINDS, Hardware
 from rlfuse.simulate.fitting import MIN_SPANS, robust
 
-UNSEEN = 1e18
-"""A rate so high that nothing of it could be seen."""
+UNSEEN = 1e18  # a rate so high that nothing of it could be seen
 ROOFS = tuple(2.0**power for power in range(13))
 """FLOP for each byte read at which decoding begins to be bound by computing: those that are tried."""
 MOST_CROWDING, NARROWED = 1.0, 6
@@ -48,8 +47,6 @@ def fitted(works: Sequence[Work]) -> Hardware:
 
 
 def _crowding(works: Sequence[Work]) -> float:
-    """With which the others tell the work best."""
-
     @functools.cache
     def off(crowding: float) -> float:
         return sum(total.error**2 for total in totals(works, _fitted(works, crowding)))
@@ -62,7 +59,6 @@ def _crowding(works: Sequence[Work]) -> float:
 
 
 def _fitted(works: Sequence[Work], crowding: float) -> Hardware:
-    """With this share of crowding."""
     alone = [_alone(work, 1 + crowding * work.beside) for work in works]
     of = {kind: [work for work in alone if work.kind == kind] for kind in KINDS}
     models = {round(work.read / work.steps) for work in of["generating"]}
@@ -141,7 +137,6 @@ def _fit_optimizer(works: Sequence[Work], known: Fields) -> Fields:
 
 
 def _unit(columns: np.ndarray) -> np.ndarray:
-    """Each in shares of its largest."""
     return columns / np.maximum(columns.max(axis=0), 1e-300)
 
 
@@ -245,11 +240,8 @@ def errors_of(found: Sequence[Total]) -> Errors:
 
 
 def scaled(hardware: Hardware, flops_ratio: float, bandwidth_ratio: float) -> Hardware:
-    """Another device, so many times as fast at matrix products and at copies as the one that was measured.
-
-    What a host does between kernels stays, its links are others; errors grow by CDMPP's for unseen devices, in
-    quadrature.
-    """
+    """Another device, so many times as fast at matrix products and at copies as the one that was measured. What a host
+    does between kernels stays, its links are others; errors grow by CDMPP's for unseen devices, in quadrature."""
     for name, ratio in (("flops_ratio", flops_ratio), ("bandwidth_ratio", bandwidth_ratio)):
         if not (ratio > 0 and math.isfinite(ratio)):
             raise CalibrationError(f"{name}={ratio:g}: needs a number above 0: measured speeds of the two devices")

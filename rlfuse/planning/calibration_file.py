@@ -62,8 +62,7 @@ class Coefficients:
     update_bytes_per_s: Positive | None = None
     copied_bytes_per_s: Positive | None = None
     sent_bytes_per_s: Positive | None = None
-    host_bytes_per_s: Positive | None = None
-    """None of these where it was not measured."""
+    host_bytes_per_s: Positive | None = None  # none of these where it was not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +82,11 @@ class Source:
     parameters: Index
     layers: Index
     hidden: Index
-    prompt_tokens: AtLeastZero
-    """In the mean."""
+    prompt_tokens: AtLeastZero  # in the mean
     response_tokens: AtLeastZero
-    longest: Index
-    """Tokens of the longest sample."""
+    longest: Index  # tokens of the longest sample
     slots: Count
-    generating: Index = 0
-    """Pieces of work of a run, as of the kinds below."""
+    generating: Index = 0  # pieces of work of a run, as of the kinds below
     scoring: Index = 0
     training: Index = 0
 
@@ -101,8 +97,7 @@ class Calibration:
 
     measured: Annotated[str, one_of("runs", "probe")]
     device: Text
-    count: Count
-    """Devices that were at work at the same time; cores of a machine without GPUs."""
+    count: Count  # devices that were at work at the same time; cores of a machine without GPUs
     rlfuse: Text
     hardware: Coefficients
     errors: Errors
@@ -133,7 +128,6 @@ def write(calibration: Calibration, path: Path) -> None:
 
 
 def _plain(value: object) -> object:
-    """Lists for tuples."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, tuple | list) else value

@@ -82,9 +82,7 @@ class _Node:
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Machines. A run uses the same number of devices on each of its nodes; of these nodes the smallest memory counts.
-
-    Computing speed has one definition: a device achieves `utilization` of its `peak_tflops` in passes and training.
-    """
+    Computing speed has one definition: a device achieves `utilization` of its `peak_tflops` in passes and training."""
 
     nodes: Count
     devices_per_node: Count
@@ -156,7 +154,6 @@ class Cluster:
         return sorted(found, reverse=True)
 
     def _used(self, config: Config) -> list[_Node]:
-        """Those that a run of the job would use."""
         enough = [node for node in self._nodes if node.devices >= config.trainer.n_gpus_per_node]
         return enough[: config.trainer.nnodes]
 

@@ -17,8 +17,7 @@ from rlfuse.errors import EngineError, UserError, VideoError
 from rlfuse.planning.planned_job import unset
 from rlfuse.planning.tables import table_of
 
-NO_LIMIT = 1 << 31
-"""Tokens of a prompt."""
+NO_LIMIT = 1 << 31  # tokens of a prompt
 ROWS = {"rl": "prompt", "reward_model": "sequence (prompt with one answer)"}
 """By trainer.task, what is as long as a limit allows."""
 
@@ -27,14 +26,10 @@ ROWS = {"rl": "prompt", "reward_model": "sequence (prompt with one answer)"}
 class DataLengths:
     """Tokens of all rows of data.train_files that can be used."""
 
-    tokens: dict[str, list[int]]
-    """By what they are of: rows, clips, images; the rows come first."""
-    report: str
-    """How many rows there are and which can't be used."""
-    limit: int
-    """Longest that a row may be."""
-    is_dropped: bool
-    """Whether longer rows are left out."""
+    tokens: dict[str, list[int]]  # by what they are of: rows, clips, images; the rows come first
+    report: str  # how many rows there are and which can't be used
+    limit: int  # longest that a row may be
+    is_dropped: bool  # whether longer rows are left out
     truncation: str
 
     @property

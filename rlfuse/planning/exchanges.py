@@ -24,10 +24,8 @@ class Traffic:
     """Bytes that a rank reads and writes of its own memory."""
 
     in_place: float = 0.0
-    copied: float = 0.0
-    """Into new memory, where the device is a host."""
-    on_hosts: float = 0.0
-    """Likewise, and not at all on GPUs."""
+    copied: float = 0.0  # into new memory, where the device is a host
+    on_hosts: float = 0.0  # likewise, and not at all on GPUs
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.in_place + other.in_place, self.copied + other.copied, self.on_hosts + other.on_hosts)
@@ -41,16 +39,11 @@ class Traffic:
 class Exchange:
     """All-gathers and reduce-scatters among all ranks."""
 
-    bytes: float = 0.0
-    """Of whole tensors, each as often as it is gathered or scattered."""
-    scattered: float = 0.0
-    """Of the bytes those that gloo sums: they go twice as far."""
-    modules: int = 0
-    """That ZeRO 3 looks after, each as often as it does so."""
-    messages: int = 0
-    """In which it gathers and scatters."""
-    copies: Traffic = Traffic()
-    """Of a rank, for these messages."""
+    bytes: float = 0.0  # of whole tensors, each as often as it is gathered or scattered
+    scattered: float = 0.0  # of the bytes those that gloo sums: they go twice as far
+    modules: int = 0  # that ZeRO 3 looks after, each as often as it does so
+    messages: int = 0  # in which it gathers and scatters
+    copies: Traffic = Traffic()  # of a rank, for these messages
 
     def sent(self, hardware: Hardware) -> float:
         """Bytes."""
@@ -106,10 +99,8 @@ def moved_in_step(config: Config, held: float, copies: float) -> Traffic:
 
 
 def updated(share: float, item: int) -> Traffic:
-    """By a flat float32 tensor's step: gradients' norm in float64, and what follows.
-
-    On hosts two tensors of roots are made in it; on GPUs all is one kernel.
-    """
+    """By a flat float32 tensor's step: gradients' norm in float64, and what follows. On hosts two tensors of roots are
+    made in it; on GPUs all is one kernel."""
     roots = 4 * share
     return Traffic((4 + 2 * 8) * share + stepped(share, item), on_hosts=2 * 2 * roots if roots > KEPT else 0.0)
 
@@ -145,7 +136,6 @@ def _written(size: float, moved: float) -> Traffic:
 
 
 def _messages(shape: Shape, together: int) -> int:
-    """Of all modules' parameters, so many together; a module is not cut up."""
     return min(shape.modules, -(-shape.parameters // together))
 
 

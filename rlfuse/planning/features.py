@@ -37,39 +37,26 @@ class Work:
 
     kind: str
     """`generating scoring training`; `step`: what a step takes beside these; `copying`: nothing but that."""
-    source: str
-    """The run, or the part of a probe."""
-    part: int
-    """Step of the run, or place in the probe: what is held out together."""
+    source: str  # the run, or the part of a probe
+    part: int  # step of the run, or place in the probe: what is held out together
     seconds: float
     calls: int = 0
     layers: int = 0
     """Of micro-batches, with their ENDS: in each forward pass; backward counts as two."""
-    hidden: float = 0.0
-    """Bytes of hidden states, of every layer, forward."""
-    flops: float = 0.0
-    """Of passes, prefills, updates."""
-    steps: int = 0
-    """Of decoding."""
-    batch: int = 0
-    """Sequences in each of them."""
-    attended: float = 0.0
-    """Sequences, in each layer of each of them."""
-    read: float = 0.0
-    """Bytes of weights that decoding reads."""
-    computed: float = 0.0
-    """FLOP of decoding."""
+    hidden: float = 0.0  # bytes of hidden states, of every layer, forward
+    flops: float = 0.0  # of passes, prefills, updates
+    steps: int = 0  # of decoding
+    batch: int = 0  # sequences in each of them
+    attended: float = 0.0  # sequences, in each layer of each of them
+    read: float = 0.0  # bytes of weights that decoding reads
+    computed: float = 0.0  # FLOP of decoding
     moved: float = 0.0
     """Bytes of caches that decoding reads; of gradients and states, in place; of weights that are pushed."""
-    copied: float = 0.0
-    """Bytes of gradients into new memory."""
+    copied: float = 0.0  # bytes of gradients into new memory
     optimizer_steps: int = 0
-    sent: float = 0.0
-    """Bytes to other ranks of its node."""
-    gathers: float = 0
-    """Modules that ZeRO 3 looks after, in each pass."""
-    beside: int = 0
-    """Other devices of its node that were at work at the same time."""
+    sent: float = 0.0  # bytes to other ranks of its node
+    gathers: float = 0  # modules that ZeRO 3 looks after, in each pass
+    beside: int = 0  # other devices of its node that were at work at the same time
 
 
 def seconds_of(work: Work, hardware: Hardware) -> float:
@@ -153,7 +140,6 @@ def _calls(
     spans: Sequence[Span],
     lengths: Mapping[str, tuple[int, int]],
 ) -> Iterator[Work]:
-    """Passes, gradients and optimizer steps, as the driver waited for them."""
     within = config.trainer.nnodes == 1  # what goes between nodes tells nothing of the links within one
     copies = config.slots // config.training.tensor_model_parallel_size  # ranks that hold the same parameters
     share = (copies - 1) / copies if within else 0.0
@@ -196,7 +182,6 @@ def _with_forwards(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def _learning(kind: str) -> str:
-    """The model of such an update."""
     return kind.removeprefix("update_")
 
 

@@ -19,12 +19,9 @@ from rlfuse.planning.step_time import NOTHING, Seconds
 class Finalists:
     """Plans, the fastest first, with tuned thresholds."""
 
-    plans: tuple[Plan, ...]
-    """The first one with the policy that is best for it."""
-    policies: Mapping[str, Seconds]
-    """Steps of the first under each policy that may be chosen."""
-    left_out: int
-    """Plans that could not be tuned in time."""
+    plans: tuple[Plan, ...]  # the first one with the policy that is best for it
+    policies: Mapping[str, Seconds]  # steps of the first under each policy that may be chosen
+    left_out: int  # plans that could not be tuned in time
 
 
 def finalists(

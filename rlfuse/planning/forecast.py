@@ -25,12 +25,9 @@ from rlfuse.simulate.recorded import Recording
 from rlfuse.simulate.tuning import resample
 from rlfuse.simulate.workload import Drawn, Lognormal, Workload
 
-SPREAD = 0.6
-"""Sigma of log-lengths where no run tells them."""
-HALVINGS = 20
-"""Until lengths have the mean that is asked for, to a ten-thousandth."""
-UNCOUNTED = 1e18
-"""Bytes per second of a link that nothing tells of."""
+SPREAD = 0.6  # sigma of log-lengths where no run tells them
+HALVINGS = 20  # until lengths have the mean that is asked for, to a ten-thousandth
+UNCOUNTED = 1e18  # bytes per second of a link that nothing tells of
 WANTED = {"decoding": "generates", "scoring": "scores", "training": "trains"}
 
 
@@ -42,16 +39,11 @@ class ForecastError(UserError):
 class Forecast:
     """How long a step takes under each policy."""
 
-    steps: Mapping[str, Seconds]
-    """Of each policy; the job's comes first."""
-    errors: Mapping[str, float]
-    """Kind of work -> part of it that they may be wrong by."""
-    bound: Bound | None = None
-    """That no schedule beats, where the job has no pipelines."""
-    schedule: Problem | None = None
-    """Of one mini-batch, where it has."""
-    disaggregate: str = ""
-    """What `rollout.disaggregate` comes to, and why."""
+    steps: Mapping[str, Seconds]  # of each policy; the job's comes first
+    errors: Mapping[str, float]  # kind of work -> part of it that they may be wrong by
+    bound: Bound | None = None  # that no schedule beats, where the job has no pipelines
+    schedule: Problem | None = None  # of one mini-batch, where it has
+    disaggregate: str = ""  # what `rollout.disaggregate` comes to, and why
     lost_overlap: float = 0.0
     """Seconds by which the job's step is longer because training reads the whole batch."""
 
@@ -102,9 +94,7 @@ def forecast(
     speeds: Sequence[WorkSpeed] = (),
 ) -> Forecast:
     """A step as a run goes on, thresholds tuned; where the job has pipelines, with the schedule that it starts with.
-
-    `errors`: kind of work -> part of it that the costs may be wrong by; `speeds`: of the nodes, where they differ.
-    """
+    `errors`: kind of work -> part of it that the costs may be wrong by; `speeds`: of the nodes, where they differ."""
     workload, training = times.workload(config, costs, speeds)
     steps, whys = {}, list[str]()
     for policy in dict.fromkeys((config.fusion.policy, *POLICIES)):
@@ -123,7 +113,6 @@ def forecast(
 
 
 def _overlapped(times: StepTimes, workload: Workload, policy: str) -> Seconds:
-    """The step if training could start on every group that is scored."""
     training = replace(workload.training, early=True, critic_early=True)
     overlapped = replace(workload, training=training)
     return seconds_of(overlapped, 0.0, policy, times.tuned(overlapped, policy))

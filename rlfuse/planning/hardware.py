@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
-ADAM = 32
-"""Bytes of a parameter that an optimizer step reads and writes: weights and moments."""
+ADAM = 32  # bytes of a parameter that an optimizer step reads and writes: weights and moments
 RATES = ["pass_flops", "train_flops", "decode_flops", "bytes_per_s", "hidden_bytes_per_s", "update_bytes_per_s"]
 RATES += ["copied_bytes_per_s"]
 WAITS = ["pass_call_s", "train_call_s", "decode_step_s", "decode_sequence_s", "decode_attention_s", "layer_s"]
@@ -28,15 +27,13 @@ class NodeSpeed(NamedTuple):
     """How many times as fast as the cluster's own devices those of a node are."""
 
     compute: float = 1.0
-    memory: float = 1.0
-    """Of reading it."""
+    memory: float = 1.0  # of reading it
 
 
 class WorkSpeed(NamedTuple):
     """How many times as fast as by the costs of a plan its work is done on a node, or by an engine."""
 
-    compute: float = 1.0
-    """Scoring, training and prefill."""
+    compute: float = 1.0  # scoring, training and prefill
     decode: float = 1.0
 
 
@@ -45,12 +42,10 @@ class Links:
     """Bytes per second that a device sends while it receives as many, and seconds until the first arrives."""
 
     within_bytes_per_s: float = inf
-    between_bytes_per_s: float = inf
-    """Of one device, while all devices of its node send to others."""
+    between_bytes_per_s: float = inf  # of one device, while all devices of its node send to others
     within_s: float = 0.0
     between_s: float = 0.0
-    per_node: int = 1 << 30
-    """Devices of a node."""
+    per_node: int = 1 << 30  # devices of a node
 
     def send(self, size: float, far: bool) -> float:
         """Seconds from a device to its neighbour, in this node or (`far`) in another."""
@@ -60,9 +55,7 @@ class Links:
 
     def all_gather(self, size: float, ranks: int, stride: int = 1) -> float:
         """Seconds until each of `ranks` has all `size` bytes, of which each began with a part; so for reduce-scatter.
-
-        `stride`: devices from one rank to the next, which is how many such rings share a node's links.
-        """
+        `stride`: devices from one rank to the next, which is how many such rings share a node's links."""
         here = min(ranks, max(1, self.per_node // stride))
         nodes = -(-ranks // here)
         within = (here - 1) * (self.within_s + size / ranks * nodes / self.within_bytes_per_s)
@@ -77,20 +70,15 @@ class Links:
 class Hardware:
     """One kind of device, as far as models make use of it."""
 
-    pass_flops: float
-    """Per second, in passes without gradients and in prefills."""
-    train_flops: float
-    """Per second, forward and backward."""
+    pass_flops: float  # per second, in passes without gradients and in prefills
+    train_flops: float  # per second, forward and backward
     decode_flops: float
-    bytes_per_s: float
-    """From the device's memory, while decoding."""
-    pass_call_s: float = 0.0
-    """Of each call to score, beside its tokens."""
+    bytes_per_s: float  # from the device's memory, while decoding
+    pass_call_s: float = 0.0  # of each call to score, beside its tokens
     train_call_s: float = 0.0
     decode_step_s: float = 0.0
     """Of each decoding step, beside what it reads and computes: scheduling, sampling."""
-    decode_sequence_s: float = 0.0
-    """Of each sequence of a decoding step, likewise."""
+    decode_sequence_s: float = 0.0  # of each sequence of a decoding step, likewise
     decode_attention_s: float = 0.0
     """Of each sequence in each layer of a decoding step, beside its cache: hosts attend over one after the other."""
     decode_overlaps: bool = True
@@ -100,8 +88,7 @@ class Hardware:
     backward."""
     hidden_bytes_per_s: float = inf
     """Of a layer's hidden states in a forward pass, each counted once: what reads and writes them between products."""
-    optimizer_s: float = 0.0
-    """Of each optimizer step, beside the states that it reads and writes."""
+    optimizer_s: float = 0.0  # of each optimizer step, beside the states that it reads and writes
     gather_s: float = 0.0
     """Of each module that ZeRO 3 looks after, in each pass, beside its bytes: hooks and messages; all of them together
     take at least as long as the messages do by `links`."""

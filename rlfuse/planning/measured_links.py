@@ -28,20 +28,16 @@ class Pair:
 
     first: Text
     second: Text
-    gbs: Positive
-    """GB/s of one process on each, while no other sends."""
-    us: AtLeastZero
-    """Microseconds of an empty message."""
+    gbs: Positive  # gB/s of one process on each, while no other sends
+    us: AtLeastZero  # microseconds of an empty message
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLinks:
     """What the file holds."""
 
-    over: Text
-    """`gloo` or `nccl`."""
-    nodes: tuple[Text, ...]
-    """Addresses, or ids where they share one: names for cluster.node_order."""
+    over: Text  # `gloo` or `nccl`
+    nodes: tuple[Text, ...]  # addresses, or ids where they share one: names for cluster.node_order
     pairs: tuple[Pair, ...]
 
     def __post_init__(self) -> None:

@@ -22,14 +22,12 @@ from rlfuse.planning.residency import MODELS, PHASES, TRAINING, Item, contents
 
 GIB, MIB = 1 << 30, 1 << 20
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
-STATES = 8
-"""AdamW's two moments, in float32."""
+STATES = 8  # adamW's two moments, in float32
 FAMILY_TOKENS = 768
 """Of a frame, at most, as the processors of VideoLLaMA3 and Qwen2.5-VL have it where a checkpoint does not say."""
 REDUCED_WHOLE = 500_000_000
 """Gradient elements that DeepSpeed reduces at a time without ZeRO, whatever its configuration says."""
-LIVE = 1_000_000_000
-"""Parameters that ZeRO 3 holds gathered at a time, at the most."""
+LIVE = 1_000_000_000  # parameters that ZeRO 3 holds gathered at a time, at the most
 PROCESS = 600 * MIB
 """What each process of a slot takes besides: a CUDA context, or Python with torch."""
 SERVED_BYTES = 8
@@ -41,8 +39,7 @@ CPU_WORKER = 60 * MIB
 `tests/benchmarks/memory_peaks.py`."""
 GRAPHS = 1 * GIB
 """What an engine that sleeps keeps: CUDA graphs and NCCL's buffers. An allowance, not measured."""
-NCCL = 1 * GIB
-"""What a rank's communicators keep. Likewise."""
+NCCL = 1 * GIB  # what a rank's communicators keep. Likewise.
 SCORED_TOKENS, SCORER = 16384, GIB + 256 * MIB
 """A reward model's tokens at a time; its CUDA graphs and KV cache by default, where vLLM runs it. Likewise."""
 LANES = 1 * GIB
@@ -53,13 +50,10 @@ LANES = 1 * GIB
 class Part:
     """Something that lies on the device."""
 
-    role: str
-    """`actor`, `critic`, `reference`, `engine`, `tower`, `reward models` or `processes`."""
+    role: str  # `actor`, `critic`, `reference`, `engine`, `tower`, `reward models` or `processes`
     what: str
-    size: float
-    """Bytes."""
-    item: Item
-    """When it is there."""
+    size: float  # bytes
+    item: Item  # when it is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +71,7 @@ class Moved:
     """Bytes on their way between a GPU and its host."""
 
     all: float = 0.0
-    optimizers: float = 0.0
-    """Of these, what only optimizer steps read."""
+    optimizers: float = 0.0  # of these, what only optimizer steps read
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +80,14 @@ class Memory:
 
     parts: tuple[Part, ...]
     budget: Budget
-    kv_tokens: int
-    """That an engine's cache holds, all its devices together; 0 or less: none fits."""
+    kv_tokens: int  # that an engine's cache holds, all its devices together; 0 or less: none fits
     host: float
     """Bytes of pinned memory per slot while models are off a GPU, of offloaded optimizers and activations."""
     optimizers_alone: bool = False
     """Each optimizer is on the device in its own steps only, and for checkpoints."""
     kv_cache_bytes: int | None = None
     """That each device of an engine is given for its KV cache; None: what vLLM finds left of its share."""
-    hands_over: bool = True
-    """Engine and ranks take turns on the device; False: both stay there."""
+    hands_over: bool = True  # engine and ranks take turns on the device; False: both stay there
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -160,7 +151,6 @@ def memory_of(
 
 
 def _residents(config: Config, shapes: Mapping[str, Shape], budget: Budget, served: Mapping[str, Shape]) -> list[Part]:
-    """What never leaves: encoder ranks, reward models, and each process's own."""
     found, tower = [], shapes["actor"].tower
     if tower:
         found.append(Part("tower", "encoders' parameters", tower * ITEM[config.model.dtype], Item.RESIDENTS))
@@ -213,7 +203,6 @@ def models_of(config: Config, shapes: Mapping[str, Shape], device: str) -> list[
 
 
 def _position(config: Config, shapes: Mapping[str, Shape], device: str, position: int) -> list[Part]:
-    """Parts on the device that has the actor's stage `position`."""
     item, zero, stages = ITEM[config.model.dtype], config.actor.zero_stage, config.training.pipeline_parallel_size
     copies = config.slots // stages // config.training.tensor_model_parallel_size
     found = [] if config.video.freeze_tower else _trained_tower(config, shapes["actor"].tower, copies)
@@ -259,7 +248,6 @@ def _position(config: Config, shapes: Mapping[str, Shape], device: str, position
 
 
 def _states(config: Config, role: str, held: float, copies: int) -> list[Part]:
-    """Gradients and optimizer of `held` parameters that `copies` ranks have."""
     zero, dtype = config.actor.zero_stage, config.model.dtype
     gradients = gradient_bytes(zero, dtype, config.actor.grad_accum_dtype, copies) * held
     found = [Part(role, "gradients", gradients, _of_gradients(zero))]
@@ -285,10 +273,8 @@ def _of_gradients(zero: int) -> Item:
 
 
 def _trained_tower(config: Config, size: int, copies: int) -> list[Part]:
-    """A tower that learns: as DeepSpeed holds it, as it runs, its sums of gradients, and as the run began.
-
-    See `engines.trainer.vision_tower`.
-    """
+    """A tower that learns: as DeepSpeed holds it, as it runs, its sums of gradients, and as the run began. See
+    `engines.trainer.vision_tower`."""
     item, whole = ITEM[config.model.dtype], config.actor.zero_stage < 3
     each = (1 + (1 if whole else 1 / copies)) * item + 4 + (item if config.uses_reference else 0)
     return [Part("tower", "copies that learn", each * size, Item.PARAMETERS), *_states(config, "tower", size, copies)]
@@ -357,10 +343,8 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
 
 
 def quantized_away(config: Config, shape: Shape) -> float:
-    """Bytes of an engine's weights that `rollout.quantization` saves, on all its devices together.
-
-    vLLM leaves embedding and head as they are; a layer's norms, and the scales, are too small to count.
-    """
+    """Bytes of an engine's weights that `rollout.quantization` saves, on all its devices together. vLLM leaves
+    embedding and head as they are; a layer's norms, and the scales, are too small to count."""
     share = {None: 0.0, EXPERTS_ALONE: shape.of_experts}.get(config.rollout.quantization, 1.0)
     return (ITEM[config.model.dtype] - 1) * share * sum(shape.layers)
 

@@ -14,8 +14,7 @@ from rlfuse.planning.memory import GIB, Memory
 
 HUES = {"engine": "#6aa3d8", "actor": "#7fbf9b", "critic": "#f0b45c", "reference": "#b39ad6", "tower": "#d98880"}
 OTHER = "#c8c8c8"
-NAMED = 0.035
-"""Share of the device from which a part is named."""
+NAMED = 0.035  # share of the device from which a part is named
 INK, LIMIT = "#2b2b2b", "#b03a2e"
 
 

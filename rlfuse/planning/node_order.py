@@ -13,12 +13,9 @@ from rlfuse.planning.exchanges import held_of
 from rlfuse.planning.memory import ITEM
 from rlfuse.planning.model_sizes import Shape
 
-FEW = 7
-"""Nodes of which every order is tried."""
-TRIES, STARTS = 4000, 4
-"""Changes of an order, and orders that are begun from."""
-COOLEST = 1e-3
-"""Share of the first order's seconds at which annealing ends."""
+FEW = 7  # nodes of which every order is tried
+TRIES, STARTS = 4000, 4  # changes of an order, and orders that are begun from
+COOLEST = 1e-3  # share of the first order's seconds at which annealing ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,30 +24,24 @@ class NodeLinks:
 
     names: tuple[str, ...]
     bytes_per_s: tuple[tuple[float, ...], ...]
-    seconds: tuple[tuple[float, ...], ...]
-    """Until the first byte is there."""
+    seconds: tuple[tuple[float, ...], ...]  # until the first byte is there
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
     """What a step sends between nodes: bytes, and how many messages wait for one another."""
 
-    ring: float
-    """Of a device on each link of a ring of ranks that have the same stage."""
+    ring: float  # of a device on each link of a ring of ranks that have the same stage
     ring_hops: int
-    handed: float
-    """From stage to stage of a pipeline."""
+    handed: float  # from stage to stage of a pipeline
     hand_overs: int
-    nodes: int
-    """That are used, the first of an order."""
+    nodes: int  # that are used, the first of an order
     nodes_of_a_pipeline: int = 1
 
 
 def exchanged(config: Config, shape: Shape, tokens: int) -> Exchanged:
-    """What a step over so many tokens sends, of one model: gradients and weights, and hidden states and theirs.
-
-    ZeRO 2 scatters gradients in every micro-batch, ZeRO 3 gathers weights in it twice; else once a mini-batch.
-    """
+    """What a step over so many tokens sends, of one model: gradients and weights, and hidden states and theirs. ZeRO 2
+    scatters gradients in every micro-batch, ZeRO 3 gathers weights in it twice; else once a mini-batch."""
     training, actor, item = config.training, config.actor, ITEM[config.model.dtype]
     stages, zero, each = training.pipeline_parallel_size, actor.zero_stage, config.trainer.n_gpus_per_node
     pipeline = stages * training.tensor_model_parallel_size  # its devices
@@ -80,7 +71,6 @@ def seconds_of(order: Sequence[int], links: NodeLinks, sent: Exchanged) -> float
 
 
 def _slowest(path: Sequence[int], links: NodeLinks, size: float, messages: int) -> float:
-    """Every link of a path carries the same at the same time."""
     return max(
         (size / links.bytes_per_s[a][b] + messages * links.seconds[a][b] for a, b in pairwise(path)), default=0.0
     )

@@ -18,8 +18,7 @@ class SlotPlacement:
     node: int
     engine: str
     trainer: str
-    encoders: int = 0
-    """Encoder ranks of a video job."""
+    encoders: int = 0  # encoder ranks of a video job
 
 
 def placements(config: Config, shapes: Mapping[str, Shape]) -> list[SlotPlacement]:
@@ -37,7 +36,6 @@ def placements(config: Config, shapes: Mapping[str, Shape]) -> list[SlotPlacemen
 
 
 def _part(slot: int, width: int) -> str:
-    """Which of the devices that have something together."""
     return f" ({slot % width + 1} of {width})" if width > 1 else ""
 
 

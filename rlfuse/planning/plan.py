@@ -134,7 +134,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _facts(config: Config, arguments: argparse.Namespace) -> Facts:
-    """What config.json and files of functions say; data and tokenizer may be on another machine, as GPUs may."""
     enough = "a plan needs no more of a model than a folder with its config.json"
     found = facts_of_a_plan(config)
     wrong = {key: f"{why}; {enough}" for key, why in found.model_problems.items()}
@@ -153,7 +152,6 @@ def device_of(config: Config, arguments: argparse.Namespace) -> str:
 
 
 def _check(arguments: argparse.Namespace, config: Config) -> None:
-    """Raises ConfigError with everything that is wrong with the options."""
     wrong = []
     for name in ("device_memory", "response_tokens", "prompt_tokens"):
         value = getattr(arguments, name)
@@ -257,7 +255,6 @@ def _show_settings(config: Config, memory: Memory, all_of_them: bool, console: C
 def _forecast(
     config: Config, shapes: Mapping[str, Shape], memory: Memory, arguments: argparse.Namespace, console: Console
 ) -> None:
-    """Times by stage, if anything tells them, and the picture."""
     if all(getattr(arguments, name) is None for name in COSTS.values()):
         console.print(
             "Time: give --peak-tflops N, the peak of a device, --cluster FILE of the machines, or --from RUN_DIR for "
@@ -304,10 +301,8 @@ def _forecast(
 
 
 def _machines(config: Config, memory: Memory, arguments: argparse.Namespace) -> Cluster | None:
-    """Return those of the cluster file, or those that the options describe; None for the costs of a run.
-
-    Raises ClusterError, naming the options.
-    """
+    """Return those of the cluster file, or those that the options describe; None for the costs of a run. Raises
+    ClusterError, naming the options."""
     if arguments.cluster is not None or arguments.peak_tflops is None:
         return arguments.cluster
     options = {field: getattr(arguments, name) for field, name in OF_DEVICE.items()}
@@ -324,7 +319,6 @@ def _machines(config: Config, memory: Memory, arguments: argparse.Namespace) -> 
 def _travels(
     config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved
 ) -> Iterator[str]:
-    """What is said of what goes between devices and host for optimizers."""
     from rlfuse.planning.costs import carried, optimizer_trips
 
     if moved.optimizers:
@@ -335,7 +329,6 @@ def _travels(
 
 
 def _optimizer_words(config: Config, size: float, seconds: float, hidden: float) -> str:
-    """How long a step's optimizers travel."""
     residency = config.actor.optimizer_residency
     told = f"  actor.optimizer_residency={residency}: {size / GIB:.1f} GiB of optimizer state"
     if not seconds:
@@ -345,7 +338,6 @@ def _optimizer_words(config: Config, size: float, seconds: float, hidden: float)
 
 
 def _offload_words(size: float, seconds: float) -> str:
-    """How long gradients and weights travel in a step, where optimizers stay on the host."""
     told = f"  actor.offload_optimizer=true: {size / GIB:.1f} GiB of gradients and weights"
     if not seconds:
         return f"{told} to the host and back; --cluster tells how long they are on their way"
@@ -379,7 +371,6 @@ def _draw_memory(config: Config, memory: Memory, path: Path, console: Console) -
 
 
 def _draw(problem, path: Path, console: Console) -> None:
-    """Serial 1F1B above the fused schedule of one mini-batch."""
     from rlfuse.fusion.schedules.baselines import serial_1f1b_rows
     from rlfuse.fusion.schedules.picture import draw
     from rlfuse.fusion.schedules.planning import SEARCH_S

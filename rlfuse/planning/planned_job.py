@@ -100,5 +100,4 @@ def write_job(path: Path, given: DictConfig, settings: Mapping[str, object], pla
 
 
 def _as_given(given: DictConfig, key: str) -> object:
-    """Unresolved."""
     return reduce(getitem, key.split("."), OmegaConf.to_container(given))

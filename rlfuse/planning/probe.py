@@ -27,12 +27,10 @@ ENOUGH_S, FEWEST = 0.12, 3
 """A measurement is repeated until it has taken so long, but at least so many times."""
 DEPTHS, WIDTHS, VOCABULARY = (2, 4), (256, 512), 1024
 TOKENS, BATCHES, CONTEXTS, STEPS = (64, 192, 512), (1, 4, 16), (64, 256), 4
-COPIED = 1 << 26
-"""Bytes."""
+COPIED = 1 << 26  # bytes
 STEPPED = (4_000_000, 8_000_000, 16_000_000)
 """Parameters of optimizer steps: whose states no cache holds, as none holds a model's."""
-NORMED = 1 << 18
-"""Gradients of one parameter, whose norm is made at a time."""
+NORMED = 1 << 18  # gradients of one parameter, whose norm is made at a time
 
 
 @dataclass

@@ -14,8 +14,7 @@ from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.residency import GENERATING, PHASES, TRAINING
 from rlfuse.planning.shortages import problems
 
-Setting = tuple[str, object]
-"""A key and the value to give it."""
+Setting = tuple[str, object]  # a key and the value to give it
 
 
 def remedies(
@@ -50,11 +49,9 @@ class _Plan:
         self.memory = memory_of(config, *self._given)
 
     def valid(self, settings: Sequence[Setting]) -> bool:
-        """Whether nothing speaks against it that does not speak against the job as it is."""
         return set(check(changed(self._config, settings), self._facts)) <= self._known
 
     def fits(self, settings: Sequence[Setting]) -> bool:
-        """Whether that is all it takes."""
         if not self.valid(settings):
             return False
         config = changed(self._config, settings)
@@ -105,10 +102,8 @@ def _families(config: Config, memory: Memory) -> Iterator[list[Setting]]:
 
 
 def _caches(config: Config, memory: Memory, longest: int) -> list[Setting]:
-    """Other sizes of the engine's cache: of a GPU the nearest shares, of a host what the longest sample takes.
-
-    The given share comes last, as what goes together with other settings: none is stronger than the others.
-    """
+    """Other sizes of the engine's cache: of a GPU the nearest shares, of a host what the longest sample takes. The
+    given share comes last, as what goes together with other settings: none is stronger than the others."""
     if memory.budget.device == "cuda":
         given = config.rollout.gpu_memory_utilization
         shares = sorted({share / 20 for share in range(2, 20)} - {given}, key=lambda share: abs(share - given))

@@ -47,11 +47,9 @@ class Call:
     phase: str | None = None
     """None: it only moves; what it leaves behind is of the phase that follows."""
     needs: Set[Item] = frozenset()
-    apart_from: Set[Item] = frozenset()
-    """Must have left."""
+    apart_from: Set[Item] = frozenset()  # must have left
     brings: Set[Item] = frozenset()
-    during: Set[Item] = frozenset()
-    """On the device only while the call lasts."""
+    during: Set[Item] = frozenset()  # on the device only while the call lasts
     takes: Set[Item] = frozenset()
     beside: bool = False
     """Whether others may be under way meanwhile, but for what takes models away, although it moves something."""
@@ -111,8 +109,7 @@ ALONE = {
 """What takes the place of calls where optimizers are there for steps alone."""
 MOVES = frozenset({"take_device", "take_weights", "leave_device", "sleep", "wake(weights)", "wake(kv_cache)"})
 """Calls by which a device changes hands."""
-TOGETHER = tuple(name for name in STEP if name not in MOVES)
-"""The same step where it never does."""
+TOGETHER = tuple(name for name in STEP if name not in MOVES)  # the same step where it never does
 
 
 class ResidencyError(RuntimeError):

@@ -26,8 +26,7 @@ from rlfuse.planning.step_time import NOTHING, Seconds
 
 LOOKING = 0.7
 """Share of a search's time after which the plans that were found are tried under other policies."""
-FIRST = 8
-"""Plans that are simulated under every policy."""
+FIRST = 8  # plans that are simulated under every policy
 LATE, SLOWER = "not looked at in time", "can't be as fast"
 Progress, Clock = Callable[[str], None], Callable[[], float]
 
@@ -62,8 +61,7 @@ class Found:
 @dataclass(order=True, slots=True)
 class _Entry:
     seconds: float
-    nodes: int
-    """Of equals the fewest machines come first."""
+    nodes: int  # of equals the fewest machines come first
     number: int
     kind: str = field(compare=False)
     """`sketch` of a structure, `structure`, `filling` or `simulated`."""
@@ -101,8 +99,7 @@ class _Search:
         """How much each needs at the least, as `_missing`."""
         self._least, self._gained = inf, 0
         """The best step, and how many plans had been simulated when it was last told apart from the one before."""
-        self._unseen = True
-        """Whether there are structures that time did not reach for."""
+        self._unseen = True  # whether there are structures that time did not reach for
         self._told = self._clock()
 
     def run(self, facts: Facts, seconds: float, patience: float = inf) -> Found:
@@ -137,7 +134,6 @@ class _Search:
 
     @property
     def _done(self) -> bool:
-        """Whether a plan comes first, so that nothing hides a faster one."""
         return not self._unseen and (not self._heap or self._heap[0].kind == "simulated")
 
     def _left(self) -> int:
@@ -152,7 +148,6 @@ class _Search:
                 return
 
     def _try_other_policies(self, until: float) -> None:
-        """With the first plans of all."""
         for plan in list(ranked(self._plans))[:FIRST]:
             if self._under_one[plan.settings] < min(each.seconds.step for each in self._plans):
                 for policy in self._job.axes[POLICY]:
@@ -176,7 +171,6 @@ class _Search:
         return f"{looked}, {self._refused} don't fit{best}{least}"
 
     def _open_first(self) -> None:
-        """Put what the first entry stands for in its place."""
         entry = heapq.heappop(self._heap)
         try:
             if entry.kind == "filling":
@@ -192,7 +186,6 @@ class _Search:
             raise
 
     def _simulate(self, structure: tuple[Setting, ...], filling: Filling, bound: float = 0.0) -> bool:
-        """Whether it fits."""
         config, memory = self._job.sized(self._settings(structure, filling))
         if wrong := problems(config, memory):
             self._refuse(memory, wrong)
@@ -241,7 +234,6 @@ class _Search:
 
 
 def _missing(memory: Memory) -> float:
-    """Bytes by which the fullest phase exceeds the device."""
     return max(memory.total(phase) for phase in memory.phases) - memory.budget.bytes
 
 
@@ -320,7 +312,6 @@ class _Neighbours:
         return [plan for plan in tried if isinstance(plan, Plan) and plan.seconds.step < enough]
 
     def told(self, best: Plan) -> list[Neighbour]:
-        """What becomes of each."""
         tried = [(setting, self._tried(settings)) for setting, settings in self._beside(best)]
         return [
             Neighbour(setting, each) if isinstance(each, Plan) else Neighbour(setting, None, each)
@@ -342,7 +333,6 @@ class _Neighbours:
         return best
 
     def _beside(self, best: Plan) -> Iterator[tuple[Setting, tuple[Setting, ...]]]:
-        """For each axis the values beside the plan's."""
         given = dict(best.settings)
         for key, values in self._job.axes.items():
             if key == POLICY:  # each was tried with every plan
@@ -352,7 +342,6 @@ class _Neighbours:
                 yield (key, value), but_for(best.settings, key, value)
 
     def _tried(self, settings: tuple[Setting, ...], most: float = inf) -> Plan | str:
-        """The plan, or why it can't be, or takes more than `most`."""
         if settings in self._plans:
             return self._plans[settings]
         late = self._clock() >= self._until
@@ -370,7 +359,6 @@ class _Neighbours:
         return self._plans[settings]
 
     def _with_memory(self, settings: tuple[Setting, ...]) -> tuple[Config, Memory] | str:
-        """Its configuration and memory, or why it can't be."""
         job = self._job
         if refused := [line for line in check(changed(job.config, settings), self._facts) if line not in self._known]:
             return refused[0]

@@ -44,8 +44,7 @@ SECONDS, PATIENCE = 60.0, 64
 """All in all, where --seconds does not say; less where so many plans one after the other gain next to nothing."""
 LOOKING, SETTLING = 0.5, 0.8
 """Shares of them after which the best plan so far is taken, and its neighbours; the rest is for tuning thresholds."""
-SHOWN = 8
-"""Plans in the table."""
+SHOWN = 8  # plans in the table
 
 
 def main(argv: Sequence[str]) -> None:
@@ -142,14 +141,12 @@ def _on_these(nodes: int, each: int, device: str, given: DictConfig, keep: Colle
 
 
 def _unplannable(config: Config, cluster: Cluster) -> Iterator[str]:
-    """What the cluster does not have, or no search knows the time of."""
     if config.trainer.task != "rl":
         yield f"trainer.task={config.trainer.task}: what is searched are steps that generate; drop --search"
     yield from cluster.lacks(config)
 
 
 def _facts(config: Config) -> Facts:
-    """What config.json tells; machines and files may be elsewhere."""
     found = facts_of_a_plan(config)
     enough = "a plan needs no more of a model than a folder with its config.json"
     return replace(
@@ -193,7 +190,6 @@ def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tup
 
 
 def _nothing_fits(found: Found, seconds: float, console: Console) -> None:
-    """Of all plans, or of those that were looked at in time."""
     _, wrong = found.nearest or (0.0, ("the checks refuse every combination",))
     if found.left:
         looked = f"none of {found.not_fitting} combinations that were looked at in {seconds:g} s"

@@ -122,8 +122,6 @@ class Job:
 
 
 def _without_passes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Models whose passes leave nothing."""
-
     def idle(meta: MetaModel) -> SimpleNamespace:
         nothing = Work(0, (0,) * len(meta.stack), 0, 0, 0)
         return SimpleNamespace(

@@ -43,8 +43,7 @@ STRUCTURE = (
 POLICY = "fusion.policy"
 """The only axis that memory does not depend on: every plan is simulated under all of them."""
 CACHE = {"cuda": "rollout.gpu_memory_utilization", "cpu": "rollout.kv_cache_memory_mb"}
-FEW_NODES = 8
-"""Up to here every number of nodes is tried, above it powers of two and all."""
+FEW_NODES = 8  # up to here every number of nodes is tried, above it powers of two and all
 
 Axes = Mapping[str, tuple[object, ...]]
 Filling = tuple[int, int, int]
@@ -95,20 +94,17 @@ def _too_long(config: Config, shape: Shape, device: str) -> bool:
 
 
 def _wide(config: Config, shape: Shape) -> bool:
-    """Whether the head takes a layer's time or more."""
     layers, _, head = layer_costs(shape, share_with_logits(config.data))
     return head >= max(layers)
 
 
 def _with(given: float, values: tuple[float, ...]) -> tuple[float, ...]:
-    """And what the job has."""
     return tuple(sorted({given, *values}))
 
 
 def _caches(config: Config, gpu: bool) -> tuple[float, ...]:
     """The largest first. Where the device is the host, pages that were never written cost time at first: a job whose
-    small cache is as fast keeps it.
-    """
+    small cache is as fast keeps it."""
     given, values = (
         (config.rollout.gpu_memory_utilization, (0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
         if gpu
@@ -122,7 +118,6 @@ def _powers(most: int) -> tuple[int, ...]:
 
 
 def _shared(shape: Shape, most: int) -> tuple[int, ...]:
-    """Degrees at which ranks can share the model's layers."""
     return tuple(width for width in _powers(most) if width == 1 or _cuttable(shape, width))
 
 
@@ -157,10 +152,8 @@ def structural(key: str) -> bool:
 def structures(
     config: Config, facts: Facts, axes: Axes, shape: Shape, cluster: Cluster | None = None
 ) -> Iterator[tuple[Setting, ...]]:
-    """Settings of the axes that have to go together, and do; those on the most machines first.
-
-    `cluster`: leaves out what it has no nodes for.
-    """
+    """Settings of the axes that have to go together, and do; those on the most machines first. `cluster`: leaves out
+    what it has no nodes for."""
     known = set(check(config, facts))
     refusals: list[Refusal] = [partial(_unlike, known, find, facts) for find in checks(config)]
     refusals += [partial(_placed_for_nothing, config), _away_anyway]
@@ -172,7 +165,6 @@ def structures(
 
 
 def _unlike(known: Collection[str], find: Check, facts: Facts, there: Config) -> bool:
-    """Whether a check finds something else than it does of the job."""
     return any(line not in known for line in find(there, facts))
 
 
@@ -188,7 +180,6 @@ def _placed_for_nothing(config: Config, there: Config) -> bool:
 
 
 def _away_anyway(there: Config) -> bool:
-    """Whether an optimizer that never comes to the device is to come for its steps."""
     return there.actor.offload_optimizer and there.actor.optimizer_residency == "step"
 
 
@@ -201,10 +192,8 @@ def but_for(settings: tuple[Setting, ...], key: str, value: object) -> tuple[Set
 
 
 class Fillings:
-    """Settings of the other axes but the size of the engine's cache: that follows from the memory that is left.
-
-    A filling is known by its place in each axis, the fastest first, were there room for it.
-    """
+    """Settings of the other axes but the size of the engine's cache: that follows from the memory that is left. A
+    filling is known by its place in each axis, the fastest first, were there room for it."""
 
     def __init__(self, axes: Axes):
         self._axes = {AGAIN: axes[AGAIN], TOKENS: axes[TOKENS][::-1], SEQUENCES: axes[SEQUENCES][::-1]}

@@ -55,10 +55,8 @@ def first_line(error: Exception) -> str:
 class Texts:
     """The sequences of a micro-batch."""
 
-    lengths: tuple[tuple[int, int], ...]
-    """Tokens of prompt and response."""
-    shared: bool = False
-    """Whether equal prompts are there once."""
+    lengths: tuple[tuple[int, int], ...]  # tokens of prompt and response
+    shared: bool = False  # whether equal prompts are there once
 
     @property
     def prompts(self) -> int:
@@ -71,28 +69,20 @@ class Texts:
 class Work:
     """Bytes of one micro-batch on one device, beside parameters."""
 
-    before: int
-    """When the first layer begins."""
-    layers: tuple[int, ...]
-    """That each layer adds and that stay until its backward pass."""
-    kept: int
-    """When the loss is known: all that the backward pass needs."""
-    peak: int
-    """At the most, at any time of forward and backward pass."""
-    small: int
-    """Likewise, of blocks below HEAP alone."""
+    before: int  # when the first layer begins
+    layers: tuple[int, ...]  # that each layer adds and that stay until its backward pass
+    kept: int  # when the loss is known: all that the backward pass needs
+    peak: int  # at the most, at any time of forward and backward pass
+    small: int  # likewise, of blocks below HEAP alone
 
 
 def _settings(model: PreTrainedModel) -> str:
-    """The model's configuration, wherever it lies."""
     return repr(sorted((model.config.to_dict() | {"_name_or_path": None}).items()))
 
 
 class MetaModel:
-    """A model on the meta device, ready to train as the trainer makes it; `stack` are its decoder layers.
-
-    `width`: ranks that share them, of which this is the first.
-    """
+    """A model on the meta device, ready to train as the trainer makes it; `stack` are its decoder layers. `width`:
+    ranks that share them, of which this is the first."""
 
     def __init__(self, model: PreTrainedModel, stack: nn.ModuleList, width: int = 1):
         self.model, self.stack = model, stack
@@ -112,10 +102,8 @@ class MetaModel:
         return self._shares[width]
 
     def work(self, config: Config, role: str, texts: Texts, device: str) -> Work:
-        """Of a micro-batch that `actor` or `critic` learns from, or of a `reference`'s or a `values` pass.
-
-        ConfigError for a model whose passes depend on the numbers in its tensors, or fail otherwise.
-        """
+        """Of a micro-batch that `actor` or `critic` learns from, or of a `reference`'s or a `values` pass. ConfigError
+        for a model whose passes depend on the numbers in its tensors, or fail otherwise."""
         actor, model = config.actor, config.model
         loss = (actor.entropy_coeff != 0, actor.use_kl_loss, actor.loss_mode, actor.loss_agg_mode)
         run = (model.dtype, model.enable_gradient_checkpointing, model.use_remove_padding)
@@ -202,10 +190,8 @@ class _Live(TorchDispatchMode):
 
 @contextmanager
 def _losses(fused: bool) -> Iterator[None]:
-    """Log-probs and entropy as the device computes them: by kernels that keep nothing, or in slices of rows.
-
-    The second slice is there beside the first, and the others are like it.
-    """
+    """Log-probs and entropy as the device computes them: by kernels that keep nothing, or in slices of rows. The second
+    slice is there beside the first, and the others are like it."""
     slices, is_fused = losses._slices, fused_log_probs.is_fused
     losses._slices, fused_log_probs.is_fused = lambda rows: slices(rows)[:2], lambda _: fused
     try:
@@ -354,10 +340,8 @@ class _Stack:
 
 
 def _models(kinds: list[tuple]) -> list[int]:
-    """For each layer the one that it repeats, or itself: the first two of a kind, and the last of all.
-
-    The second stands for the others, as what goes into the first layer stays with the caller.
-    """
+    """For each layer the one that it repeats, or itself: the first two of a kind, and the last of all. The second
+    stands for the others, as what goes into the first layer stays with the caller."""
     places: dict[tuple, list[int]] = {}
     for number, kind in enumerate(kinds):
         places.setdefault(kind, []).append(number)

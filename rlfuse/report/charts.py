@@ -15,8 +15,7 @@ from rlfuse.report.gather import QUANTILES, Gathered, Timeline
 
 POINTS, LEAST_POINTS = 400, 80
 RUNS = ("#1d5c9e", "#c2385a", "#3f9e6e", "#d98c1f", "#8467b5", "#4fb3bf", "#7a6a5d", "#b0409c", "#8a9a2b", "#2b2b2b")
-DASHES = ("", "2,3", "8,4", "9,3,2,3")
-"""As in SVG: pixels drawn and left out."""
+DASHES = ("", "2,3", "8,4", "9,3,2,3")  # as in SVG: pixels drawn and left out
 INK, GRID = "#2b2b2b", "#e6e3de"
 COLOURS = {
     "busy/generate": "#3f7fbf",
@@ -72,8 +71,7 @@ class Panel:
     """A chart of some metrics over the steps."""
 
     title: str
-    lines: tuple[tuple[str, str], ...]
-    """(metric, dash)."""
+    lines: tuple[tuple[str, str], ...]  # (metric, dash)
 
 
 def colours(count: int) -> list[str]:
@@ -166,9 +164,7 @@ BANDS = (
 
 def time(runs: Sequence[Gathered]) -> dict[int, go.Figure]:
     """Run's number -> seconds of a slot in each step by what it did, without start-up; for runs that account for it.
-
-    One axis serves nearly all steps; the few that reach beyond it are marked, and hovering tells how far.
-    """
+    One axis serves nearly all steps; the few that reach beyond it are marked, and hovering tells how far."""
     stacks = {number: stack for number, run in enumerate(runs) if (stack := _stack(run))}
     totals = {number: np.sum([values for _, values in stack.values()], axis=0) for number, stack in stacks.items()}
     every = np.concatenate([*totals.values(), [0.0]])
@@ -188,19 +184,16 @@ def time(runs: Sequence[Gathered]) -> dict[int, go.Figure]:
     return _equal(figures, runs, "seconds per slot", top)
 
 
-OUTLYING = 3.0
-"""Times what nine of ten steps take: the highest that an axis of time reaches."""
+OUTLYING = 3.0  # times what nine of ten steps take: the highest that an axis of time reaches
 
 
 def _stack(run: Gathered) -> dict[str, tuple[list[int], list[float]]]:
-    """What slots did -> steps and seconds."""
     steps = [row["step"] for row in run.steps]
     found = {what: [row.get(what, 0.0) for row in run.steps] for what in COLOURS if what != "idle/start_up"}
     return {what: thin(steps, values) for what, values in found.items() if any(values)}
 
 
 def _equal(figures: dict[int, go.Figure], runs: Sequence[Gathered], title: str, top: float) -> dict[int, go.Figure]:
-    """Give the figures the same axes."""
     last = max((row["step"] for run in runs for row in run.rows), default=0)
     for figure in figures.values():
         figure.update_xaxes(title_text="step", range=[0.4, last + 0.6])

@@ -25,8 +25,7 @@ from rlfuse.run_folder.code import add_option, policy_code
 from rlfuse.run_folder.reader import RunFolder, open_run, reading
 
 MOST_ALERTS = 50
-TURNED = 3
-"""With more runs than that a table has a row for each of them."""
+TURNED = 3  # with more runs than that a table has a row for each of them
 
 
 def main(argv: Sequence[str]) -> None:
@@ -139,7 +138,6 @@ def _legend(drawn: Any) -> list[tuple[str, str, str]]:
 
 
 def _data(runs: Sequence[Gathered], colours: list[str], panels: dict[str, list[charts.Panel]]) -> dict[str, Any]:
-    """What the page's script draws and shows: every scalar of each run, panels, samples."""
     return {
         "runs": [_scalars(run, colour, len(runs)) for run, colour in zip(runs, colours, strict=True)],
         "panels": {name: [asdict(panel) for panel in each] for name, each in panels.items()},

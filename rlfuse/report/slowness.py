@@ -11,12 +11,10 @@ from rlfuse.whatif.questions import Answer
 from rlfuse.whatif.run_slowdown import RunSlowdown
 from rlfuse.whatif.slowdown import ATTRIBUTED
 
-MOST = 12
-"""Workers and kinds of work, the slowest first."""
+MOST = 12  # workers and kinds of work, the slowest first
 REAL, IDEAL, BLAMED, FINE = "#3f7fbf", "#9cc0e0", "#b3304f", "#c9c3bb"
 HOT, COOL_RGB, HOT_RGB = 1.5, (230, 227, 222), (214, 84, 110)
-Row = tuple[str, float, str, str]
-"""(name, share of the width, colour, text)."""
+Row = tuple[str, float, str, str]  # (name, share of the width, colour, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +23,7 @@ class Shown:
 
     verdict: str
     cause: Cause | None
-    heat: list[tuple[int, float, str]]
-    """(slot, its time over expected, colour)."""
+    heat: list[tuple[int, float, str]]  # (slot, its time over expected, colour)
     tables: list[tuple[str, list[Row]]]
 
 
@@ -67,7 +64,6 @@ def _heat(found: RunSlowdown) -> list[tuple[int, float, str]]:
 
 
 def _warmth(rate: float) -> str:
-    """From pale to red at HOT times the expected time."""
     share = min(1.0, max(0.0, (rate - 1) / (HOT - 1)))
     mixed = [round(pale + share * (red - pale)) for pale, red in zip(COOL_RGB, HOT_RGB, strict=True)]
     return f"rgb({', '.join(map(str, mixed))})"

@@ -17,8 +17,7 @@ from rlfuse.report.gather import Gathered
 from rlfuse.run_folder.run_lock import last_sign
 from rlfuse.run_folder.status import state_now
 
-Rows = list[tuple[str, list[str]]]
-"""(what, text of each run)."""
+Rows = list[tuple[str, list[str]]]  # (what, text of each run)
 WINDOW, UNKNOWN = 5, "(no such key)"
 COMPARED = {
     "mean reward": "critic/score/mean",
@@ -40,7 +39,6 @@ def became(runs: Sequence[Gathered]) -> Rows:
 
 
 def _became(run: Gathered) -> tuple[dict[str, str], dict[str, str]]:
-    """What stands above the figures, and below."""
     status, summary = run.status, run.summary
     seconds = status.seconds(last_sign(run.run.path)) if status else summary.get("seconds")
     faults = summary.get("faults") or {
@@ -70,7 +68,6 @@ def facts(runs: Sequence[Gathered]) -> Rows:
 
 
 def _filled(told: Sequence[dict[str, str]]) -> Rows:
-    """Rows that any run fills."""
     return [(name, [each[name] for each in told]) for name in told[0] if any(each[name] for each in told)]
 
 
@@ -186,5 +183,4 @@ def _settings(run: Gathered) -> dict[str, str]:
 
 
 def _value(value: Any) -> str:
-    """As a job file has it, on one line."""
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()

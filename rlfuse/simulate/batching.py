@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from rlfuse.fusion.costs import Costs
 from rlfuse.simulate.workload import TailSpeculation
 
-EPSILON = 1e-9
-"""Steps: an interruption this short before the end of a step belongs to its end."""
+EPSILON = 1e-9  # steps: an interruption this short before the end of a step belongs to its end
 
 
 class SimulationError(AssertionError):
@@ -28,19 +27,13 @@ class Sequence:
     """One sample on an engine."""
 
     name: str
-    prompt: Hashable
-    """Siblings have the same, and share its cache."""
+    prompt: Hashable  # siblings have the same, and share its cache
     prompt_tokens: int
-    total: int
-    """Response tokens in the end."""
-    done: int = 0
-    """Response tokens when it was last admitted; before that, those it came with."""
-    cached: bool = False
-    """Its KV cache came with it."""
-    since: int = 0
-    """Step at which it was admitted."""
-    ends: int = -1
-    """Step at which it is whole; -1 while it doesn't run."""
+    total: int  # response tokens in the end
+    done: int = 0  # response tokens when it was last admitted; before that, those it came with
+    cached: bool = False  # its KV cache came with it
+    since: int = 0  # step at which it was admitted
+    ends: int = -1  # step at which it is whole; -1 while it doesn't run
 
     @property
     def tokens(self) -> int:
@@ -55,8 +48,7 @@ class Batch:
     costs: Costs
     speculation: TailSpeculation | None = None
     step: int = 0
-    context: int = 0
-    """Tokens in the KV cache."""
+    context: int = 0  # tokens in the KV cache
     running: dict[str, Sequence] = field(default_factory=dict)
     waiting: deque[Sequence] = field(default_factory=deque)
     _ends: list[tuple[int, int, Sequence]] = field(default_factory=list)

@@ -42,16 +42,14 @@ from rlfuse.fusion.decisions import PASS_BEFORE_STEP
 from rlfuse.simulate.speed import Speed, together
 from rlfuse.simulate.workload import Workload
 
-NEAR = 1e-8
-"""Share of the bound by which it may be below the crossing that it is searched by."""
+NEAR = 1e-8  # share of the bound by which it may be below the crossing that it is searched by
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
     """Seconds that no on-policy schedule can beat."""
 
-    seconds: float
-    """The whole step."""
+    seconds: float  # the whole step
     bound_by: str
     """`longest sample`: generation can't be shorter, whatever overlaps it. Otherwise the slots' work: `generation
     work`, `scoring` or `training` where that is more than half of it, else `work`."""
@@ -120,7 +118,6 @@ def _crossing(earliest: float, rising: Callable[[float], float], falling: Callab
 
 
 def _binding(earliest: float, end: float, generation_work: float, rest: _Rest) -> str:
-    """What the bound consists of, most of all."""
     if end <= earliest:
         return "longest sample" if earliest >= rest.after_first_s else "training"
     parts = {"generation work": generation_work, "scoring": rest.scoring_work, "training": rest.training_work}
@@ -170,7 +167,6 @@ def _falling_hull(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    """Whether b lies on or above the line from a to c."""
     return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
 
 
@@ -217,10 +213,8 @@ class _Rest:
         self.in_lockstep = self._in_lockstep(workload, float(even.sum()), len(each))
 
     def _in_lockstep(self, workload: Workload, even: float, parts: int) -> tuple[float, float]:
-        """Point 8: seconds of cost that each slot does after generation, and seconds in which none works.
-
-        `even`: of one model on each slot.
-        """
+        """Point 8: seconds of cost that each slot does after generation, and seconds in which none works. `even`: of
+        one model on each slot."""
         scoring, training, models = workload.scoring, workload.training, len(workload.training.models)
         alike, bubbles = workload.lockstep == "all", training.bubbles
         passes = self.scoring_work / workload.slots if alike else 0.0

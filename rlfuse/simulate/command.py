@@ -26,8 +26,7 @@ from rlfuse.simulate.slot_rates import SLOW
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import EXAMPLE, Workload, read_workload
 
-REPLAYED = 8
-"""Steps of a run that are replayed: the last ones, as the first are warming up."""
+REPLAYED = 8  # steps of a run that are replayed: the last ones, as the first are warming up
 
 
 def main(argv: Sequence[str]) -> None:
@@ -122,7 +121,6 @@ def table(workload: Workload, results: Sequence[Result]) -> str:
 
 
 def _width(policies: Iterable[str]) -> int:
-    """Of a column for their names."""
     return max(10, *(len(policy) + 2 for policy in policies))
 
 
@@ -212,7 +210,6 @@ def replay_table(recording: Recording, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _replay_timelines(recording: Recording, step: Step, policies: Sequence[str], threshold: float | None) -> list[Any]:
-    """The last step as it was, and as it is simulated."""
     from rlfuse.simulate.picture import Timeline
 
     title = f"{recording.policy}, measured   {step.seconds:.2f} s"

@@ -27,10 +27,8 @@ PASS_OF = {"actor": "old_log_prob", "ref": "ref"}
 
 
 class SimulatedTrainer:
-    """One rank on each device, with whole models, sharded or not.
-
-    `scored` and `trained` count how often each sample was, per kind and model.
-    """
+    """One rank on each device, with whole models, sharded or not. `scored` and `trained` count how often each sample
+    was, per kind and model."""
 
     optimizers_away: Mapping[int, float] = {}
     """None is ever: what they cost is in the costs of a switch and of a step."""
@@ -79,7 +77,6 @@ class SimulatedTrainer:
         return self._gained(model, rows)
 
     def _gained(self, model: str, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Old log-probs, by the actor's first update."""
         first = self._by_update and model == "actor" and not self.trained[model]
         return [self._zeros.take(len(row.response_ids))[1] for row in rows] if first else []
 
@@ -227,11 +224,9 @@ class _Call:
     """Work of some devices at the same time."""
 
     devices: Sequence[Device]
-    done: list[tuple[float, int]] = field(default_factory=list)
-    """(when, tokens) of each."""
+    done: list[tuple[float, int]] = field(default_factory=list)  # (when, tokens) of each
 
     async def work(self, tokens: Sequence[float], token_s: float) -> None:
-        """Wait until each device has done its tokens."""
         now = asyncio.get_running_loop().time()
         self.done = [
             (device.speed.end(now, share * token_s), round(share))

@@ -19,19 +19,14 @@ from rlfuse.events import Span
 from rlfuse.fusion.costs import Costs
 from rlfuse.observe.metrics import covered
 
-KEPT_SHARE = 0.95
-"""Share of the spans of a kind that decide how its costs relate."""
-OUTLIER = 5.0
-"""A span that took so many times what the costs say is not one of its kind."""
+KEPT_SHARE = 0.95  # share of the spans of a kind that decide how its costs relate
+OUTLIER = 5.0  # a span that took so many times what the costs say is not one of its kind
 ROUNDS = 4
-MIN_SPANS = 4
-"""Spans of a kind from which costs are fitted."""
-INSTANT_TOKENS_PER_S = 1e12
-"""Tokens per second where no cost of tokens can be seen."""
+MIN_SPANS = 4  # spans of a kind from which costs are fitted
+INSTANT_TOKENS_PER_S = 1e12  # tokens per second where no cost of tokens can be seen
 
 
-ALIKE: Mapping[str, float] = {}
-"""Rates of workers of which none is slow."""
+ALIKE: Mapping[str, float] = {}  # rates of workers of which none is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +34,9 @@ class Accuracy:
     """How the fitted costs tell the spans of one kind that they were fitted to."""
 
     spans: int
-    seconds: float
-    """Measured, of all of them."""
-    total: float
-    """(predicted - measured) / measured, over all of them."""
-    typical: float
-    """Median of |predicted - measured| / measured."""
+    seconds: float  # measured, of all of them
+    total: float  # (predicted - measured) / measured, over all of them
+    typical: float  # median of |predicted - measured| / measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +49,7 @@ class Fit:
 
 def fit(spans: Sequence[Span], before: Costs | None = None, rates: Sequence[float] = (), width: int = 1) -> Fit:
     """Return costs from the spans of one step or many, or as `before` (or the defaults) where there are no such spans.
-
-    `rates`: of each slot, with `width` trainer ranks; the costs are then those of a slot of rate 1.
-    """
+    `rates`: of each slot, with `width` trainer ranks; the costs are then those of a slot of rate 1."""
     accuracy: dict[str, Accuracy] = {}
     slower = {f"rollout/{slot}": rate for slot, rate in enumerate(rates)}
     slower |= {f"trainer/{rank}": rates[rank // width] for rank in range(len(rates) * width)}
@@ -162,7 +152,6 @@ def busiest(
 def _fit_calls(
     name: str, found: Sequence[tuple[float, float]], accuracy: dict[str, Accuracy]
 ) -> tuple[float, float] | None:
-    """(seconds per call, tokens per second)."""
     if len(found) < MIN_SPANS:
         return None
     seconds, tokens = np.array(found, float).T
@@ -217,7 +206,6 @@ def robust(columns: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, float]
 
 
 def _mean(seconds: np.ndarray) -> float:
-    """Without freak ones."""
     return float(seconds[seconds <= OUTLIER * np.median(seconds)].mean())
 
 

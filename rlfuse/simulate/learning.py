@@ -27,8 +27,7 @@ SHARE = 0.02
 CALL_S = 0.005
 """Least cost of a call: Ray, the driver and the policy take their time between two calls, which no span shows. Two to
 five milliseconds beside small models on two cores."""
-MOST_SAMPLES = 2048
-"""Larger steps are simulated scaled down to this."""
+MOST_SAMPLES = 2048  # larger steps are simulated scaled down to this
 
 Shape = tuple[float | None, float, float, float]
 """Of a step: error of expected lengths, if they were known; mean and longest length; speed of all slots together."""
@@ -70,7 +69,6 @@ class Learning:
 
 
 def _drifted(before: Shape, now: Shape) -> bool:
-    """Whether lengths have become known, are known better or worse, or are others, or slots are."""
     (error_before, *others_before), (error, *others) = before, now
     learned = (error is None) != (error_before is None) or abs((error or 0.0) - (error_before or 0.0)) > DRIFT
     return learned or any(abs(new / old - 1) > DRIFT for new, old in zip(others, others_before, strict=True))
@@ -81,7 +79,6 @@ def _step(spans: Sequence[Span]) -> Span:
 
 
 def _speeds(tuning: Tuning) -> tuple[float, ...]:
-    """Of the slots, as the run has seen them."""
     return tuple(1 / rate for rate in tuning.rates.current)
 
 

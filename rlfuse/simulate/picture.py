@@ -42,8 +42,7 @@ KINDS = {
 }
 MOVING = "#c2385a"
 MOST_ROWS = 32
-MOST_COLUMNS = 9
-"""Of the legend: more would be cut off."""
+MOST_COLUMNS = 9  # of the legend: more would be cut off
 INK, PALE = "#2b2b2b", "#8a8a8a"
 
 
@@ -52,15 +51,11 @@ class Timeline:
     """One step to draw."""
 
     title: str
-    note: str
-    """In small print behind the title."""
+    note: str  # in small print behind the title
     spans: Sequence[Span]
-    start: float
-    """On the spans' clock; drawn as 0."""
-    seconds: float
-    """Of the step."""
-    bound: float | None = None
-    """No schedule takes fewer seconds."""
+    start: float  # on the spans' clock; drawn as 0
+    seconds: float  # of the step
+    bound: float | None = None  # no schedule takes fewer seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +160,6 @@ def _moves(timeline: Timeline) -> list[Span]:
 
 
 def _panel(axes: Axes, timeline: Timeline, bars: Sequence[Bar], rows: dict[int, int], shade: Normalize) -> None:
-    """One step."""
     per_row: dict[int, list[Bar]] = defaultdict(list)
     for bar in bars:
         if bar.slot in rows:
@@ -200,7 +194,6 @@ def _panel(axes: Axes, timeline: Timeline, bars: Sequence[Bar], rows: dict[int, 
 
 
 def _legend(figure: Figure, seen: set[str], largest: float, note: str) -> None:
-    """What the colours mean, above all panels."""
     patches: list[Artist] = [
         Patch(color=GENERATING(1 / max(largest, 1.0)), label="generating: batch of 1"),
         Patch(color=GENERATING(1.0), label=f"batch of {largest:.0f}"),

@@ -13,8 +13,7 @@ from rlfuse.simulate.runner import later_step
 from rlfuse.simulate.tuning import draws_of
 from rlfuse.simulate.workload import Workload
 
-SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)
-"""Shares of the engines that may read prompts."""
+SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)  # shares of the engines that may read prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,6 @@ def error_of(fitted: Fit) -> float:
 
 
 def _shares(engines: int) -> Sequence[float]:
-    """Those that differ for so many engines."""
     return list({count_of(share, engines): share for share in SHARES}.values())
 
 

@@ -43,8 +43,7 @@ class Recording:
     policy: str
     fit: Fit
     steps: list[Step]
-    rates: tuple[float, ...] = ()
-    """Of each slot; empty where none is slow."""
+    rates: tuple[float, ...] = ()  # of each slot; empty where none is slow
     by_rates: bool = True
     """Whether work was shared out by measured rates: not with trainer.deterministic."""
 
@@ -175,10 +174,8 @@ def micro_batches(config: Config, prompts: int, context: float) -> int:
 
 
 def whole_samples(spans: Sequence[Span]) -> tuple[tuple[int, ...], int]:
-    """Lengths by prompt and sibling, and the mean number of prompt tokens, from `generate` spans.
-
-    A sample that moved has a span on each engine; the last one tells all its tokens, those it came with too.
-    """
+    """Lengths by prompt and sibling, and the mean number of prompt tokens, from `generate` spans. A sample that moved
+    has a span on each engine; the last one tells all its tokens, those it came with too."""
     tokens: dict[tuple[int, int], int] = {}
     prompts = []
     for span in spans:

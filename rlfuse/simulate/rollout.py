@@ -1,7 +1,7 @@
 """A simulated rollout engine: the protocol of a vLLM engine over continuous batching on a virtual clock.
 
-    generate --> link (kv) --> waiting --> admitted, prefilled --> decoding --> response
-                                  ^------------ pre-empted <----------+-----> evicted: partial
+generate --> link (kv) --> waiting --> admitted, prefilled --> decoding --> response
+                              ^------------ pre-empted <----------+-----> evicted: partial
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from rlfuse.samples import Partial, Response, Sample
 from rlfuse.simulate.batching import Batch, Sequence, SimulationError
 from rlfuse.simulate.speed import Speed
 
-TOKEN_BYTES = 8
-"""A token that moves without its cache: an id and a log-prob."""
+TOKEN_BYTES = 8  # a token that moves without its cache: an id and a log-prob
 
 
 @dataclass(slots=True)
@@ -29,16 +28,11 @@ class Device:
 
     index: int
     speed: Speed = field(default_factory=Speed)
-    decoding: Speed = field(default_factory=Speed)
-    """Of decoding steps."""
-    asleep: bool = False
-    """Whether its engine is."""
-    role: str = "rollout"
-    """`rollout`, `trainer` or `switching`."""
-    held: int = 0
-    """Samples on its engine."""
-    work: str = ""
-    """What its rank is doing."""
+    decoding: Speed = field(default_factory=Speed)  # of decoding steps
+    asleep: bool = False  # whether its engine is
+    role: str = "rollout"  # `rollout`, `trainer` or `switching`
+    held: int = 0  # samples on its engine
+    work: str = ""  # what its rank is doing
 
 
 @dataclass(slots=True)
@@ -67,8 +61,7 @@ class _Held:
     sequence: Sequence
     results: asyncio.Queue
     since: float
-    where: str = "batch"
-    """`link` while its cache is on its way, `batch`, or `leaving`."""
+    where: str = "batch"  # `link` while its cache is on its way, `batch`, or `leaving`
 
 
 @dataclass(slots=True)
@@ -209,7 +202,6 @@ class SimulatedRollout:
         loop.call_at(self._link_free, self._arrive, held)
 
     def _arrive(self, held: _Held) -> None:
-        """Its cache is here."""
         if self._held.get(held.sequence.name) is held and held.where == "link":
             held.where = "batch"
             self.batch.waiting.append(held.sequence)
@@ -270,7 +262,6 @@ class SimulatedRollout:
         self._timer = asyncio.get_running_loop().call_at(speed.end(now, cost), self._turn)
 
     def _record(self, now: float) -> None:
-        """A span of the steps that end now, and of the prefill before them."""
         size = len(self.batch.running)
         attributes = {
             "steps": self._steps,
@@ -283,7 +274,6 @@ class SimulatedRollout:
         self._since, self._prefill = -1.0, 0
 
     def _evict_departing(self) -> None:
-        """Take out who was told to leave."""
         departures, self._departures = self._departures, []
         for departure in departures:
             evicted = []

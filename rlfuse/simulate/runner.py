@@ -50,14 +50,11 @@ class Result:
     """What became of a step, in virtual seconds from its start."""
 
     policy: str
-    generation_s: float
-    """Until the last sample was whole."""
+    generation_s: float  # until the last sample was whole
     generation_and_scoring_s: float
     step_s: float
-    oracle_s: float
-    """No on-policy schedule takes less (`bound`)."""
-    busy_share: float
-    """Of all slots' time, the part in which they generate, score or train."""
+    oracle_s: float  # no on-policy schedule takes less (`bound`)
+    busy_share: float  # of all slots' time, the part in which they generate, score or train
     moved_samples: int
     moved_bytes: float
     samples_finished: int
@@ -108,10 +105,8 @@ def simulate(
 def later_step(
     workload: Workload, policy: str | Policy, settings: Settings | None = None, by_rates: bool = True
 ) -> Simulated:
-    """The same of a step after others that showed how fast each slot is (`slot_speed`).
-
-    `by_rates`: whether work is shared out by that.
-    """
+    """The same of a step after others that showed how fast each slot is (`slot_speed`). `by_rates`: whether work is
+    shared out by that."""
     rates = Rates(workload.slots, measured=False)
     if by_rates:
         rates = Rates.of(workload.slot_speed) if workload.slot_speed else Rates(workload.slots)
@@ -295,7 +290,6 @@ class _Log:
         self.spans: list[Span] = []
 
     async def collect(self, step: int) -> list[Span]:
-        """All spans since the start."""
         self.spans += self.recorder.drain()
         for engine in self._engines:
             self.spans += await engine.drain()

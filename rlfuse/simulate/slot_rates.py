@@ -18,10 +18,8 @@ from rlfuse.simulate.fitting import robust
 
 ROUNDS, SETTLED = 20, 1e-3
 """Of fitting what work costs and how fast workers are, at most: until rates change by less than this share."""
-FEWEST = 4
-"""Operations of a kind from which the dependence of their time on tokens is fitted."""
-SLOW = 1.1
-"""Rates below are within the noise: the worker counts as typical."""
+FEWEST = 4  # operations of a kind from which the dependence of their time on tokens is fitted
+SLOW = 1.1  # rates below are within the noise: the worker counts as typical
 OF_RANKS = (*PASSES, "forward", "backward")
 
 Group = tuple[np.ndarray, np.ndarray]
@@ -29,11 +27,8 @@ Group = tuple[np.ndarray, np.ndarray]
 
 
 def slot_rates(spans: Sequence[Span], slots: int, width: int, together: bool) -> tuple[float, ...]:
-    """Return the rate of each slot, or nothing where all are typical.
-
-    `width`: trainer ranks of a slot; `together`: ranks wait for each other within their passes, so that only decoding
-    shows how slow a slot is.
-    """
+    """Return the rate of each slot, or nothing where all are typical. `width`: trainer ranks of a slot; `together`:
+    ranks wait for each other within their passes, so that only decoding shows how slow a slot is."""
     work: dict[tuple[Any, ...], list[tuple[int, float, tuple[float, ...]]]] = defaultdict(list)
     for span in spans:
         role, _, index = span.where.partition("/")
@@ -83,7 +78,6 @@ def expected_seconds(groups: Iterable[Group], own: np.ndarray, worker: np.ndarra
 
 
 def _expected(groups: Sequence[Group], own: np.ndarray, worker: np.ndarray, slower: np.ndarray) -> np.ndarray:
-    """From these rates of workers on."""
     expected = own.copy()
     for _ in range(ROUNDS):
         for numbers, columns in groups:
@@ -98,9 +92,7 @@ def _expected(groups: Sequence[Group], own: np.ndarray, worker: np.ndarray, slow
 
 def typical_seconds(groups: Iterable[Group], own: np.ndarray, expected: np.ndarray, worker: np.ndarray) -> np.ndarray:
     """float [N]: the expected seconds at the speed that at least half of the workers reach; of two the faster one's.
-
-    What is in no group stays as it was.
-    """
+    What is in no group stays as it was."""
     typical = own.copy()
     for numbers, _ in groups:
         _, of = np.unique(worker[numbers], return_inverse=True)

@@ -34,8 +34,7 @@ RISK = 0.1
 other lengths than were simulated it may turn out worse."""
 HELD_BACK = 0.005
 """Part of a step that giving slots fewer samples at once must promise: it counts on lengths that stay as well known."""
-EQUAL = 1e-6
-"""Part of a step by which two that are the same may differ."""
+EQUAL = 1e-6  # part of a step by which two that are the same may differ
 LOST = 0.02
 """Part of a step that a draw may lose where all of them together gain: costs are not known better than that."""
 LOST_OF_GAIN = 0.25
@@ -43,8 +42,7 @@ LOST_OF_GAIN = 0.25
 draw in ten loses 5 to 13 % by what overlaps, where the others gain up to 37 %. With a half, three that lost 4 to 6 %
 were taken for others that gained as much."""
 DRAWS = 2
-FEW = 64
-"""Samples of a scaled-down step up to which it is worth simulating more than one draw."""
+FEW = 64  # samples of a scaled-down step up to which it is worth simulating more than one draw
 PROOFS, PROVED = 8, 1024
 """More draws, as long as they have no more samples than that all in all, that what was found is held against `serial`
 on: of a few samples which order is best is as much chance as it is the order."""
@@ -145,7 +143,6 @@ def proofs_of(workload: Workload) -> list[Workload]:
 
 
 def _drawn(workload: Workload, seeds: Iterable[int]) -> list[Workload]:
-    """Other draws of its lengths, scaled down."""
     slots, samples = _scaled(workload)
     speeds, decoding = some_of(workload.slot_speed, slots), some_of(workload.decode_speed, slots)
     small = replace(workload, slots=slots, slot_speed=speeds, decode_speed=decoding, slowdowns=(), failures=())
@@ -154,7 +151,6 @@ def _drawn(workload: Workload, seeds: Iterable[int]) -> list[Workload]:
 
 
 def _scaled(workload: Workload) -> tuple[int, int]:
-    """Slots and samples."""
     per_slot = workload.samples / workload.slots
     slots = min(workload.slots, MOST_SLOTS if per_slot * MOST_SLOTS <= MOST_SAMPLES else MOST_SLOTS // 2)
     return slots, max(1, round(per_slot * slots))

@@ -308,7 +308,6 @@ class Workload:
 
 
 def _speed(speed: float, slowdowns: Iterable[Slowdown]) -> Speed:
-    """A slot of this speed, slowed down."""
     jumps = [(each.from_s, 1 / each.rate) for each in slowdowns]
     jumps += [(each.until_s, each.rate) for each in slowdowns if each.until_s is not None]
     changes = {0.0: speed}
@@ -320,9 +319,7 @@ def _speed(speed: float, slowdowns: Iterable[Slowdown]) -> Speed:
 
 def of_costs(costs: Costs, slots: int, response_tokens: tuple[int, ...], **more: Any) -> Workload:
     """A workload on a machine with these costs; `more`: its other fields, `scoring` and `training` without their costs.
-
-    Raises WorkloadError.
-    """
+    Raises WorkloadError."""
     scoring, training = more.pop("scoring", Scoring()), more.pop("training", Training())
     return Workload(
         slots,

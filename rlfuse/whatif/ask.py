@@ -29,8 +29,7 @@ from rlfuse.whatif.study_trace import TraceError, operations_of, read
 from rlfuse.whatif.telling import told_of_job, told_of_run
 from rlfuse.whatif.timeline import of_job, of_run
 
-SIZES = {"dp_size": "ranks", "pp_size": "stages"}
-"""Keys of the metadata that the table tells, too."""
+SIZES = {"dp_size": "ranks", "pp_size": "stages"}  # keys of the metadata that the table tells, too
 
 
 class WhatIfError(UserError):

@@ -1,10 +1,10 @@
 """Find the likely cause of lost time by rule, with evidence and advice (arXiv 2505.05713, section 5).
 
-    machine    M_W >= 0.5: the slowest few workers explain it
-    stages     M_S >= 0.5: the last stage of the pipeline does
-    tail       half of what balance would save is generation's: the longest responses
-    lengths    forward and backward durations of the same micro-batches correlate, >= 0.9 (of a job: and M_L >= 0.5)
-    gc         forwards alone take several times as long now and then, each time on another worker
+machine    M_W >= 0.5: the slowest few workers explain it
+stages     M_S >= 0.5: the last stage of the pipeline does
+tail       half of what balance would save is generation's: the longest responses
+lengths    forward and backward durations of the same micro-batches correlate, >= 0.9 (of a job: and M_L >= 0.5)
+gc         forwards alone take several times as long now and then, each time on another worker
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ import numpy as np
 
 from rlfuse.whatif.run_operations import Piece
 
-HALF = 0.5
-"""Of the time lost, from which on a part counts as its cause."""
+HALF = 0.5  # of the time lost, from which on a part counts as its cause
 CORRELATED = 0.9
-PAIRS = 8
-"""Micro-batches that tell a correlation."""
-SLOW = 1.1
-"""A worker below so many times its expected time is like the others."""
+PAIRS = 8  # micro-batches that tell a correlation
+SLOW = 1.1  # a worker below so many times its expected time is like the others
 VARIES = 0.1
 """Standard deviation over mean of their durations, below which there is nothing to correlate."""
-SPIKE = 3.0
-"""An operation that took so many times what its like take stood still meanwhile."""
+SPIKE = 3.0  # an operation that took so many times what its like take stood still meanwhile
 SPIKES = 4
 
 
@@ -160,7 +156,6 @@ def correlation(of: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> fl
 
 
 def _pairs(seen: Seen) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Arguments for `correlation`."""
     found: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
     for piece in seen.pieces:
         if piece.kind in ("forward", "backward") and piece.span.kind == piece.kind:

@@ -14,8 +14,7 @@ from rlfuse.whatif.questions import Simulated, ranks_of, simulated
 from rlfuse.whatif.run_operations import operations, recorded_steps
 from rlfuse.whatif.run_slowdown import Analysis, RunSlowdown
 
-STEPS = 20
-"""Of a run, the last."""
+STEPS = 20  # of a run, the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +25,12 @@ class Examined:
     analysis: Analysis
     simulated: Simulated | None
     found: RunSlowdown
-    alarms: list[Alarm]
-    """What the run told of slow and faulty workers itself, and when that began."""
+    alarms: list[Alarm]  # what the run told of slow and faulty workers itself, and when that began
 
 
 def examine(run: RunFolder, steps: int = STEPS, run_code: bool = False) -> Examined:
-    """RunError or WorkloadError where the folder doesn't tell enough.
-
-    Steps on other ranks than the last are left out: a run may have been resumed on more devices, or fewer.
-    """
+    """RunError or WorkloadError where the folder doesn't tell enough. Steps on other ranks than the last are left out:
+    a run may have been resumed on more devices, or fewer."""
     config, recorded = config_of(file := run.path / "config.yaml"), recorded_steps(run, steps)
     refuse_code(file, policy_code(config.fusion.policy), run_code)
     ranks = ranks_of(recorded[-1][1])

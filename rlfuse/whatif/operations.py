@@ -17,23 +17,16 @@ ALONE = -1
 class Operations:
     """Arrays over N operations. Times are seconds."""
 
-    kind: np.ndarray
-    """int [N]: index into `kinds`."""
+    kind: np.ndarray  # int [N]: index into `kinds`
     kinds: tuple[str, ...]
-    step: np.ndarray
-    """int [N]: number of the step, from 0 without gaps."""
-    stage: np.ndarray
-    """int [N]: of the pipeline."""
-    rank: np.ndarray
-    """int [N]: data-parallel."""
+    step: np.ndarray  # int [N]: number of the step, from 0 without gaps
+    stage: np.ndarray  # int [N]: of the pipeline
+    rank: np.ndarray  # int [N]: data-parallel
     start: np.ndarray
     end: np.ndarray
-    waits: np.ndarray
-    """int [E, 2]: (an operation, what it waits for)."""
-    group: np.ndarray
-    """int [N]: operations with the same number end together; `ALONE`: in no group."""
-    communicates: np.ndarray
-    """bool [N]: by its kind, whether or not it is in a group."""
+    waits: np.ndarray  # int [E, 2]: (an operation, what it waits for)
+    group: np.ndarray  # int [N]: operations with the same number end together; `ALONE`: in no group
+    communicates: np.ndarray  # bool [N]: by its kind, whether or not it is in a group
     pairs: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
     """int [P, 3]: forward and backward of one micro-batch on one worker, and the chunk of the model that they run."""
 

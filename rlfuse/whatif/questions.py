@@ -21,10 +21,8 @@ from rlfuse.whatif.run_operations import COMMUNICATION, REWARD
 from rlfuse.whatif.run_slowdown import Analysis
 from rlfuse.whatif.slowdown import SLOWEST, TOGETHER, Job, Slowdown, slowest
 
-SIMULATED = 3
-"""Steps, the last of the run."""
-LONGEST = 0.05
-"""Of the responses."""
+SIMULATED = 3  # steps, the last of the run
+LONGEST = 0.05  # of the responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +30,16 @@ class Answer:
     """A question, and what a step would take."""
 
     question: str
-    seconds: float
-    """Of a step in the mean."""
-    change: float
-    """Over the step as it was, less 1."""
-    by: str
-    """`replay` or `simulation`."""
+    seconds: float  # of a step in the mean
+    change: float  # over the step as it was, less 1
+    by: str  # `replay` or `simulation`
 
 
 def answers(
     analysis: Analysis, simulated: Simulated | None, without: Sequence[str] = (), policies: Sequence[str] = ()
 ) -> Iterator[Answer]:
-    """To the standard questions; and those without further kinds of work, and under other policies.
-
-    `simulated`: None leaves out what needs it. PolicyError for a policy that can't be used.
-    """
+    """To the standard questions; and those without further kinds of work, and under other policies. `simulated`: None
+    leaves out what needs it. PolicyError for a policy that can't be used."""
     time = analysis.mean(analysis.durations.recorded)
 
     def replayed(question: str, kinds: Sequence[str], factor: float) -> Answer:
@@ -119,9 +112,8 @@ def ranks_of(spans: Sequence[Span]) -> set[str]:
 
 
 def simulated(config: Config, steps: Sequence[tuple[Span, Sequence[Span]]]) -> Simulated | None:
-    """The last of these steps; None where the simulator has no such job: stages in pipelines, nothing generated, or
-    a configuration of other devices, with which the run was resumed and made no step yet.
-    """
+    """The last of these steps; None where the simulator has no such job: stages in pipelines, nothing generated, or a
+    configuration of other devices, with which the run was resumed and made no step yet."""
     spans = [span for _, inside in steps for span in inside]
     generated = any(span.kind == "generate" for span in spans)
     if not generated or len(ranks_of(spans)) != config.slots or config.training.pipeline_parallel_size > 1:
@@ -136,13 +128,11 @@ def _as_it_was(workload: Workload) -> Workload:
 
 
 def _with_another_slot(workload: Workload) -> Workload:
-    """A typical one."""
     speeds = (*workload.slot_speed, 1.0) if workload.slot_speed else ()
     return replace(workload, slots=workload.slots + 1, slot_speed=speeds)
 
 
 def _without_longest(workload: Workload) -> Workload:
-    """They end where the others do."""
     lengths = workload.lengths()
     cut = np.minimum(lengths, int(np.quantile(lengths, 1 - LONGEST, method="lower")))
     return replace(workload, response_tokens=tuple(cut.tolist()))

@@ -89,7 +89,6 @@ def _run(order, members, member_from, before, before_from, seconds, ends):
 
 
 def _circle(operations: Operations, unit: np.ndarray, done: set[int]) -> str:
-    """Names one operation that never starts."""
     stuck = next(number for number in range(len(operations)) if int(unit[number]) not in done)
     name = operations.kinds[operations.kind[stuck]]
     return (

@@ -41,10 +41,8 @@ WORK_OF = {
 CALLS = (*PASSES, "update_actor", "update_critic", "update_weights", REWARD, "data", "gen", "switch")
 """Of jobs that generate; of others a step is one call."""
 RENAMED = {"weight_gradients": "backward"}
-EXPLAINED_S = 2e-3
-"""What began so soon after its own reasons had ended was not kept waiting."""
-SAME_S = 1e-4
-"""Clocks of one host, read one after the other."""
+EXPLAINED_S = 2e-3  # what began so soon after its own reasons had ended was not kept waiting
+SAME_S = 1e-4  # clocks of one host, read one after the other
 
 
 @dataclass(eq=False, repr=False, slots=True, kw_only=True)
@@ -57,8 +55,7 @@ class Piece:
     end: float
     span: Span
     stage: int = 0
-    rank: int = -1
-    """Of the trainer."""
+    rank: int = -1  # of the trainer
     call: Call | None = None
     step: int = 0
     number: int = -1
@@ -71,8 +68,7 @@ class Call:
     """What the driver asked for: on its way there, at work, on its way back."""
 
     span: Span
-    slots: tuple[int, ...] = ()
-    """Those that it keeps busy."""
+    slots: tuple[int, ...] = ()  # those that it keeps busy
     begin: Piece | None = None
     work: list[Piece] = field(default_factory=list)
     end: Piece | None = None
@@ -82,14 +78,10 @@ class Call:
 class Recorded:
     """Operations of a run, and what they were made of."""
 
-    operations: Operations
-    """`rank` is the number of the worker, `stage` that of the pipeline."""
-    workers: tuple[str, ...]
-    """`slot 0`, `reward/0`, `encoder/0`, `driver`."""
-    pieces: list[Piece]
-    """One for each operation."""
-    steps: tuple[Span, ...]
-    """The driver's spans of them."""
+    operations: Operations  # `rank` is the number of the worker, `stage` that of the pipeline
+    workers: tuple[str, ...]  # `slot 0`, `reward/0`, `encoder/0`, `driver`
+    pieces: list[Piece]  # one for each operation
+    steps: tuple[Span, ...]  # the driver's spans of them
 
 
 def recorded_steps(run: RunFolder, at_most: int) -> list[tuple[Span, list[Span]]]:
@@ -113,11 +105,8 @@ def _undisturbed(spans: Sequence[Span]) -> bool:
 
 
 def operations(steps: Sequence[tuple[Span, Sequence[Span]]], width: int = 1, zero_stage: int = 0) -> Recorded:
-    """What ran in these steps and what it waited for.
-
-    `width`: trainer ranks of a slot; `zero_stage`: from 2 on ranks compute their n-th gradient together, from 3 on
-    every pass.
-    """
+    """What ran in these steps and what it waited for. `width`: trainer ranks of a slot; `zero_stage`: from 2 on ranks
+    compute their n-th gradient together, from 3 on every pass."""
     pieces: list[Piece] = []
     for number, (_, spans) in enumerate(steps):
         for piece in _Step(spans, width, zero_stage).pieces():
@@ -170,7 +159,6 @@ class _Step:
         return int(index) // self.width if role == "trainer" else int(index)
 
     def pieces(self) -> list[Piece]:
-        """Each with what it waited for."""
         calls = self._calls()
         alone = [self._piece(span, _kind(span)) for span in self.spans if span.kind in ("decode", "move", "adv")]
         found = alone + [piece for call in calls for piece in (call.begin, *call.work, call.end) if piece is not None]
@@ -187,7 +175,6 @@ class _Step:
     # Calls -----------------------------------------------------------------------------------------------------------
 
     def _calls(self) -> list[Call]:
-        """Of the driver, with the work that was done in them."""
         work = defaultdict(list)
         for span in self.spans:
             work[span.where.partition("/")[0]].append(span)
@@ -208,7 +195,6 @@ class _Step:
         return calls
 
     def _divide(self, call: Call, candidates: Sequence[Span]) -> None:
-        """The way there, the work, the way back."""
         span, first = call.span, bisect_left(candidates, call.span.start - SAME_S, key=lambda each: each.start)
         last = bisect_right(candidates, span.end, key=lambda each: each.start)
         call.work = [
@@ -300,11 +286,9 @@ class _Step:
         return self._last(piece, where, f"slot {self._slot(piece.span)}", f"to {where}")
 
     def _last(self, piece: Piece, *streams: str) -> list[Piece]:
-        """The last of each stream that had ended when the piece began."""
         return [last for name in streams if (last := self.streams[name].before(piece.start)) is not None]
 
     def _stage_before(self, piece: Piece) -> list[Piece]:
-        """Of the same micro-batch in a pipeline."""
         attributes = piece.span.attributes
         if "pipeline" not in attributes or piece.span.kind == "weight_gradients" or piece.call is None:
             return []
@@ -344,7 +328,6 @@ class _Step:
             piece.waits.append(last)
 
     def _note(self, piece: Piece) -> None:
-        """For those that come after."""
         span, call = piece.span, piece.call
         if call is None:
             names = [span.where] if piece.kind == "decode" or piece.kind == "prefill" else [piece.kind]
@@ -372,12 +355,10 @@ class _Stream:
         insort(self._pieces, piece, key=lambda each: each.end)
 
     def before(self, time: float) -> Piece | None:
-        """The last that had ended then."""
         place = bisect_right(self._pieces, time + SAME_S, key=lambda each: each.end)
         return self._pieces[place - 1] if place else None
 
     def after(self, time: float) -> Piece | None:
-        """The first that began then or later."""
         return next((piece for piece in self._pieces if piece.start >= time - SAME_S), None)
 
 

@@ -1,8 +1,8 @@
 """Measure what uneven work and slow machines cost a run, and find the likely cause.
 
-    no slow machine   the same work, predicted by fitted costs, at the speed of a typical worker
-    balanced          that work shared out evenly over all workers that did some of its kind
-    S = T / T_balanced = S_machine * S_skew,    S_machine = T / T_no_slow_machine,    waste = 1 - 1 / S
+no slow machine   the same work, predicted by fitted costs, at the speed of a typical worker
+balanced          that work shared out evenly over all workers that did some of its kind
+S = T / T_balanced = S_machine * S_skew,    S_machine = T / T_no_slow_machine,    waste = 1 - 1 / S
 """
 
 from __future__ import annotations
@@ -40,22 +40,17 @@ class RunSlowdown:
     S: float
     S_machine: float
     S_skew: float
-    waste: float
-    """The share of all workers' time."""
-    measured: float
-    """Seconds of a step in the mean, by the driver's clock."""
-    seconds: float
-    """The same, replayed as recorded."""
+    waste: float  # the share of all workers' time
+    measured: float  # seconds of a step in the mean, by the driver's clock
+    seconds: float  # the same, replayed as recorded
     no_slow_machine_seconds: float
     ideal_seconds: float
     launch_delay: float
     """Share of the recorded steps' time that the replay leaves out: how wrong it may be."""
-    workers: dict[str, float]
-    """Worker -> slowdown of the run by its machine alone, largest first."""
+    workers: dict[str, float]  # worker -> slowdown of the run by its machine alone, largest first
     rates: dict[str, float]
     """Worker -> seconds of its work over those that a typical worker would have taken for it."""
-    S_t: dict[str, float] | None = None
-    """Kind of operation -> slowdown by it alone, largest first."""
+    S_t: dict[str, float] | None = None  # kind of operation -> slowdown by it alone, largest first
     M_W: float | None = None
     """Share of the time lost to machines that goes if the slowest 3 % of the workers, rounded up, were typical."""
     M_S: float | None = None
@@ -68,16 +63,13 @@ class Durations:
     """Seconds of every operation, float [N] each."""
 
     recorded: np.ndarray
-    typical: np.ndarray
-    """No slow machine."""
+    typical: np.ndarray  # no slow machine
     balanced: np.ndarray
 
 
 class Analysis:
-    """A recorded run, its replay and its ideals; questions are further durations for the same replay.
-
-    `spans`: of the recorded steps, which costs are fitted to.
-    """
+    """A recorded run, its replay and its ideals; questions are further durations for the same replay. `spans`: of the
+    recorded steps, which costs are fitted to."""
 
     def __init__(self, recorded: Recorded, spans: Sequence[Span]):
         self.recorded, self.operations, self.replay = recorded, recorded.operations, Replay(recorded.operations)
@@ -92,7 +84,6 @@ class Analysis:
         return float(self.replay.step_seconds(seconds).mean())
 
     def _of(self, worker: str) -> np.ndarray:
-        """bool [N]: its operations."""
         if worker not in self.recorded.workers:
             return np.zeros(len(self.operations), bool)
         return self.operations.rank == self.recorded.workers.index(worker)
@@ -177,9 +168,7 @@ def comparable(recorded: Recorded, flat_batch: int) -> Iterator[Group]:
 
 def balanced_seconds(operations: Operations, typical: np.ndarray, kinds: Sequence[Sequence[str]]) -> np.ndarray:
     """float [N]: the work of each of these sets of kinds in a step shared out evenly over the workers that did some.
-
-    Operations of one kind on one worker take as long as one another.
-    """
+    Operations of one kind on one worker take as long as one another."""
     balanced = typical.copy()
     for step in range(operations.steps):
         inside = (operations.step == step) & (operations.group == ALONE)

@@ -1,8 +1,8 @@
 """What-if analysis of stragglers in a training job (arXiv 2505.05713, OSDI '25).
 
-    S = T / T_ideal        waste = 1 - 1 / S       S_x: ideal, but the part x as recorded, over T_ideal
-    M = (T - T_fixed) / (T - T_ideal), where a part is ideal in the recorded run: the slowest workers (M_W), the last
-    stage (M_S); or where all micro-batches are alike (M_L)
+S = T / T_ideal        waste = 1 - 1 / S       S_x: ideal, but the part x as recorded, over T_ideal
+M = (T - T_fixed) / (T - T_ideal), where a part is ideal in the recorded run: the slowest workers (M_W), the last
+stage (M_S); or where all micro-batches are alike (M_L)
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from rlfuse.whatif.replay import Replay
 
 ATTRIBUTED = 1.03
 """A smaller slowdown is within the error of the replay (1.3 % in the median of the study's jobs): nobody caused it."""
-SLOWEST = 0.03
-"""Of the workers, rounded up: those whose share of the slowdown is `M_W`."""
+SLOWEST = 0.03  # of the workers, rounded up: those whose share of the slowdown is `M_W`
 TOGETHER = {"forward-pp-comm": ("forward-send", "forward-recv"), "backward-pp-comm": ("backward-send", "backward-recv")}
 """Kinds that the study attributes together, beside each alone."""
 
@@ -31,17 +30,13 @@ class Slowdown:
     """Of a recorded run; everything that attributes is None where `S` is below `ATTRIBUTED`."""
 
     S: float
-    waste: float
-    """The share of all workers' time."""
-    seconds: float
-    """Of a step in the mean, replayed as recorded."""
+    waste: float  # the share of all workers' time
+    seconds: float  # of a step in the mean, replayed as recorded
     ideal_seconds: float
     launch_delay: float
     """Share of the recorded steps' time that the replay leaves out: how wrong it may be."""
-    S_t: dict[str, float] | None = None
-    """Kind of operation -> slowdown by it alone, largest first."""
-    workers: list[list[float]] | None = None
-    """[stage][data rank]: slowdown by that worker alone."""
+    S_t: dict[str, float] | None = None  # kind of operation -> slowdown by it alone, largest first
+    workers: list[list[float]] | None = None  # [stage][data rank]: slowdown by that worker alone
     M_W: float | None = None
     M_S: float | None = None
     M_L: float | None = None
@@ -55,8 +50,7 @@ class Job:
 
     def __init__(self, operations: Operations):
         self.operations, self.replay = operations, Replay(operations)
-        self.recorded = operations.own_seconds()
-        """float [N]; as the next two."""
+        self.recorded = operations.own_seconds()  # float [N]; as the next two
         self.ideal = ideal_seconds(operations, self.recorded)
         self.even = even_seconds(operations, self.recorded)
 
@@ -110,9 +104,7 @@ def analyse(operations: Operations) -> Slowdown:
 
 def ideal_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
     """float [N]: what each would take if all of its kind took the same: of computing the mean, of transfers the median.
-
-    Transfers have a long tail of accidents, computing is worth what it is in the mean.
-    """
+    Transfers have a long tail of accidents, computing is worth what it is in the mean."""
     ideal = np.empty(len(operations))
     for number in range(len(operations.kinds)):
         if (of_kind := operations.kind == number).any():

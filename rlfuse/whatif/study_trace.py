@@ -1,7 +1,7 @@
 """Read tables of training jobs as the study of stragglers published them (arXiv 2505.05713, section 3).
 
-    params-all-gather --> first forward of the chunk      last backward --> layernorm, embedding, grads, clip, step
-    forward-recv --> forward-compute --> forward-send       and backward likewise; each stream of a worker in its order
+params-all-gather --> first forward of the chunk      last backward --> layernorm, embedding, grads, clip, step
+forward-recv --> forward-compute --> forward-send       and backward likewise; each stream of a worker in its order
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from rlfuse.errors import UserError
 from rlfuse.whatif.operations import ALONE, Operations
 
 FORWARD, BACKWARD = "forward", "backward"
-COMPUTE = ("forward-compute", "backward-compute", "gc", "first-op")
-"""In the stream of computing."""
+COMPUTE = ("forward-compute", "backward-compute", "gc", "first-op")  # in the stream of computing
 P2P = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 DATA = ("params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce")
 """Collectives over data ranks."""
@@ -32,8 +31,7 @@ COMMUNICATION = {*P2P, *DATA, CLIP, EMBEDDING, "layernorm-grads-all-reduce"}
 NEEDED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
 NUMBERS = {"seq_id": 0, "mc": 0, "mb_id": 0, "gmc": None}
 """Columns that a table may lack, and their value then; `gmc` is the stage where there is one chunk."""
-CLOCK_S = 5e-4
-"""Clocks of hosts differ by less."""
+CLOCK_S = 5e-4  # clocks of hosts differ by less
 
 
 class TraceError(UserError):
@@ -67,7 +65,6 @@ def operations_of(table: pd.DataFrame) -> Operations:
 
 
 def _sorted(table: pd.DataFrame) -> pd.DataFrame:
-    """Numbered from 0, worker after worker, each in its order."""
     stages = int(table["stage"].max()) + 1
     columns = {name: table[name] for name in NEEDED}
     for name, default in NUMBERS.items():
@@ -82,7 +79,6 @@ def _sorted(table: pd.DataFrame) -> pd.DataFrame:
 
 @cache
 def _members(names: tuple[str, ...]) -> np.ndarray:
-    """bool [kinds]: whether a kind has one of these names."""
     return np.isin(KINDS, names)
 
 
@@ -93,12 +89,10 @@ class _Worker:
     step: int
     rank: int
     stage: int
-    kinds: np.ndarray
-    """[n], of the operations from `first` on."""
+    kinds: np.ndarray  # [n], of the operations from `first` on
     first: int
 
     def of(self, *names: str) -> np.ndarray:
-        """Their indices."""
         return self.first + np.flatnonzero(_members(names)[self.kinds])
 
     def __str__(self) -> str:
@@ -235,7 +229,6 @@ class _Builder:
                 self.groups[kind, worker.step, *by, number].append(int(operation))
 
     def _pair(self) -> None:
-        """Each send with its receive."""
         for key, received in self.receives.items():
             sent = self.sends.get(key, received[:0])
             if len(sent) != len(received):

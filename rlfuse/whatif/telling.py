@@ -16,8 +16,7 @@ from rlfuse.whatif.questions import Answer
 from rlfuse.whatif.run_slowdown import RunSlowdown
 from rlfuse.whatif.slowdown import ATTRIBUTED, SLOWEST, Slowdown
 
-SHOWN = 5
-"""Workers and kinds, the slowest first."""
+SHOWN = 5  # workers and kinds, the slowest first
 
 
 def told_of_run(
@@ -91,7 +90,6 @@ def told_of_job(found: Slowdown, operations: Operations, asked: Sequence[Answer]
 
 
 def _first_of(names: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
-    """The first rows."""
     table = Table(box=box.SIMPLE_HEAD)
     for name in names:
         table.add_column(name, overflow="fold")

@@ -31,12 +31,8 @@ def anneal(
     seed: int,
     stop: np.ndarray,
 ) -> float:
-    """Change `state` until no device holds more than `goal`, or proposals run out; returns the energy left.
-
-    It ends, too, when another thread sets `stop[0]`.
-
-    No order on the way has a makespan above `longest`.
-    """
+    """Change `state` until no device holds more than `goal`, or proposals run out; returns the energy left. It ends,
+    too, when another thread sets `stop[0]`. No order on the way has a makespan above `longest`."""
     np.random.seed(seed)
     devices, length = state.order.shape
     edge = EDGE * shop.acquires.max()
@@ -80,7 +76,6 @@ def _excess(held: float, gets: float, goal: float, edge: float) -> float:
 
 @njit(cache=True)
 def _energy(shop: Shop, state: State, before: np.ndarray, goal: float, edge: float) -> float:
-    """Of all forwards."""
     energy = 0.0
     for device in range(len(before)):
         for place, operation in enumerate(state.order[device]):

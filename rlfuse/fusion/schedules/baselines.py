@@ -24,8 +24,7 @@ from rlfuse.fusion.schedules.timing import makespan, planned
 
 Baseline = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 BASELINES: tuple[Baseline, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
-DRAWS = 60
-"""Of list schedules for a model's ZB-V; more gain nothing on the published instances."""
+DRAWS = 60  # of list schedules for a model's ZB-V; more gain nothing on the published instances
 Line = list[tuple[Kind, int]]
 """(kind, chunk) of what a stage runs, micro-batches implied: first in, first out."""
 
@@ -53,7 +52,6 @@ def baseline(problem: Problem, name: Baseline, *, barrier: bool, over: Callable[
 
 
 def _in_groups(problem: Problem) -> bool:
-    """Whether micro-batches come in the groups that interleaving needs."""
     return not any(model.micro_batches % model.stages for model in problem.models)
 
 
@@ -102,7 +100,6 @@ def joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _order(problem: Problem, name: Baseline, over: Callable[[], bool] = never) -> np.ndarray:
-    """Of a problem of one model."""
     if name == "zb-v":
         return _listed(problem, over)
     shop, (model,) = compiled(problem), problem.models
@@ -123,7 +120,6 @@ def _order(problem: Problem, name: Baseline, over: Callable[[], bool] = never) -
 
 
 def _first_in_first_out(shop: Shop, classes: list[int], offset: int) -> np.ndarray:
-    """The operations of a row, from their classes."""
     row = np.array(classes) + offset
     order = np.empty(len(row), np.int64)
     for own in set(row.tolist()):

@@ -93,7 +93,6 @@ def _descendants(shop: Shop, own: int) -> list[int]:
 def _one_machine(
     shop: Shop, together: list[int], own: int, release: list[np.ndarray] | dict[int, np.ndarray]
 ) -> np.ndarray:
-    """Step 2 of the proof with K = `together`."""
     work = sum(shop.duration[k] for k in together)
     batches = np.arange(shop.micro_batches[own])
     earliest = np.minimum.reduce([release[k] for k in together])

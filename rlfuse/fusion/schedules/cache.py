@@ -14,8 +14,7 @@ from rlfuse.fusion.schedules.problem import Problem, ScheduleError
 from rlfuse.fusion.schedules.schedule import Schedule, check, read_schedule
 from rlfuse.user_folders import home
 
-VERSION = 2
-"""Of the search: raise it when results change."""
+VERSION = 2  # of the search: raise it when results change
 _seen: dict[str, Schedule] = {}
 
 

@@ -13,8 +13,7 @@ from rlfuse.fusion.schedules.operations import Operation, Rows, meeting
 from rlfuse.fusion.schedules.problem import ScheduleError
 from rlfuse.fusion.schedules.transfers import Lane, Program, Stages, Transfer, meetings, programs, told
 
-Queue = Callable[[Transfer], Hashable]
-"""Which of a device's queues the call for a transfer goes to."""
+Queue = Callable[[Transfer], Hashable]  # which of a device's queues the call for a transfer goes to
 
 
 def own_queue(transfer: Transfer) -> Operation:
@@ -99,7 +98,6 @@ class _Replay:
         self._carry_out(transfer)
 
     def _carry_out(self, transfer: Transfer) -> None:
-        """If both devices have come to it; then whatever was behind it."""
         lane, queue = transfer.lane, self.queue(transfer)
         ends = [self.calls[device, queue] for device in (lane.sender, lane.receiver)]
         if not all(calls and calls[0] is transfer for calls in ends):

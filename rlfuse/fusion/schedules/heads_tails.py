@@ -15,12 +15,10 @@ class State(NamedTuple):
     """An order with its heads and tails."""
 
     order: np.ndarray
-    position: np.ndarray
-    """Operation -> place in its device's row."""
+    position: np.ndarray  # operation -> place in its device's row
     head: np.ndarray
     tail: np.ndarray
-    queue: np.ndarray
-    """Operations to look at again; a ring."""
+    queue: np.ndarray  # operations to look at again; a ring
     queued: np.ndarray
 
 

@@ -21,10 +21,8 @@ class Rules(NamedTuple):
     level: np.ndarray
     slope: np.ndarray
     pressure: np.ndarray
-    quota: np.ndarray
-    """Micro-batches that a forward class may hold."""
-    patience: float
-    """How long a device may wait for something that matters more than what is ready."""
+    quota: np.ndarray  # micro-batches that a forward class may hold
+    patience: float  # how long a device may wait for something that matters more than what is ready
 
 
 def fits(shop: Shop, limit: float) -> bool:
@@ -54,10 +52,8 @@ def chain_tails(shop: Shop) -> np.ndarray:
 
 @njit(cache=True)
 def schedule(shop: Shop, limit: float, rules: Rules) -> tuple[np.ndarray, float]:
-    """An order under the memory limit and its makespan.
-
-    The limit has to hold one micro-batch of every forward class of a device (`fits`).
-    """
+    """An order under the memory limit and its makespan. The limit has to hold one micro-batch of every forward class of
+    a device (`fits`)."""
     devices, classes = shop.of_device.shape[0], len(shop.micro_batches)
     length = len(shop.class_of) // devices
     order, end = np.empty((devices, length), np.int64), np.empty(len(shop.class_of))
@@ -97,10 +93,8 @@ def schedule(shop: Shop, limit: float, rules: Rules) -> tuple[np.ndarray, float]
 
 @njit(cache=True)
 def _forwards(shop: Shop) -> np.ndarray:
-    """For a class that ends an activation's life the forward class that began it, else NONE.
-
-    Forwards of a model that only scores end it themselves.
-    """
+    """For a class that ends an activation's life the forward class that began it, else NONE. Forwards of a model that
+    only scores end it themselves."""
     forward = np.full(len(shop.micro_batches), NONE)
     trains = np.zeros(len(shop.micro_batches), np.bool_)  # lane -> whether it has backwards
     trains[shop.lane[shop.kind == B]] = True
@@ -118,7 +112,6 @@ def _forwards(shop: Shop) -> np.ndarray:
 
 @njit(cache=True)
 def _next_ready(shop: Shop, own: int, begun: np.ndarray, ready: np.ndarray, end: np.ndarray) -> None:
-    """A class has begun an operation: when are the data of its next there?"""
     before, micro_batch = shop.before[own], begun[own]
     if micro_batch == shop.micro_batches[own] or (before != NONE and begun[before] <= micro_batch):
         ready[own] = np.inf

@@ -22,17 +22,14 @@ HUES = (
     {"F": "#d8cbe9", "B": "#8d72bd", "W": "#4d3580", "H": "#a596bd"},
 )
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradient", "H": "head"}
-LABELLED = 800
-"""Micro-batch numbers are written where a schedule has at most so many operations."""
+LABELLED = 800  # micro-batch numbers are written where a schedule has at most so many operations
 INK, PALE = "#2b2b2b", "#8a8a8a"
 TimedRows = tuple[tuple[Timed, ...], ...]
 
 
 def draw(problem: Problem, schedules: Sequence[tuple[str, TimedRows]], path: Path, unit: str = "") -> None:
-    """(title, rows) of each schedule, on one time axis, into a PNG or, by the name's end, an HTML page.
-
-    `unit`: of the times; without, the problem's.
-    """
+    """(title, rows) of each schedule, on one time axis, into a PNG or, by the name's end, an HTML page. `unit`: of the
+    times; without, the problem's."""
     height = max(1.2, 0.17 * problem.devices + 0.5)
     figure = Figure(figsize=(12.0, height * len(schedules) + 0.9), layout="constrained")
     panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False)[:, 0]
@@ -58,7 +55,6 @@ def draw(problem: Problem, schedules: Sequence[tuple[str, TimedRows]], path: Pat
 
 
 def _panel(axes: Axes, title: str, rows: TimedRows, hues: dict[str, dict[str, str]]) -> None:
-    """One schedule."""
     labelled = sum(map(len, rows)) <= LABELLED
     for device, row in enumerate(rows):
         bars, colours = [], []

@@ -20,13 +20,10 @@ from rlfuse.fusion.schedules.schedule import Timed, timed
 from rlfuse.fusion.schedules.search import search
 
 DRIFT = 0.2
-KEPT = 64
-"""Last durations of each operation."""
+KEPT = 64  # last durations of each operation
 SEARCH_S = 2.0
-SCORED = " (scored)"
-"""Behind the name of a model whose micro-batches have no backward."""
-Key = tuple[tuple[tuple[str, int], ...], ...]
-"""Micro-batches of each model, trained on and scored."""
+SCORED = " (scored)"  # behind the name of a model whose micro-batches have no backward
+Key = tuple[tuple[tuple[str, int], ...], ...]  # micro-batches of each model, trained on and scored
 GUESS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "W": 1.0, "H": 1.0}
 
 
@@ -81,10 +78,8 @@ class Planner:
         self._rates: tuple[float, ...] = ()
 
     def replan(self, rates: Sequence[float]) -> None:
-        """Schedules are searched for devices with these rates from now on.
-
-        What was measured on a device while its real rate was not known yet is forgotten.
-        """
+        """Schedules are searched for devices with these rates from now on. What was measured on a device while its real
+        rate was not known yet is forgotten."""
         before, self._rates = self._rates or (1.0,) * self.stages, tuple(rates)
         self.forget(device for device, rate in enumerate(rates) if rate != before[device])
 
@@ -131,7 +126,6 @@ class Planner:
         return timed(problem, rows, shared_heads.duration(problem, self._heads(problem)))
 
     def _serial_with_heads(self, problem: Problem) -> list[Rows]:
-        """1F1B of each model, where devices share heads."""
         heads = self._heads(problem)
         return [shared_heads.with_heads(each, _serial(each), heads) for each in _one_by_one(problem)] if heads else []
 
@@ -212,13 +206,11 @@ def planner_of(config: Config) -> Planner:
 
 
 def _one_by_one(problem: Problem) -> list[Problem]:
-    """Its models alone, a stage a device, backward whole."""
     plain = problem.variant(split_backward=False, chunks_per_device=1)
     return [plain.only(model) for model in plain.models]
 
 
 def _serial(problem: Problem) -> Rows:
-    """1F1B of one model after the other."""
     return tuple(tuple(each.operation for each in row) for row in serial_1f1b_rows(problem))
 
 
@@ -231,8 +223,6 @@ def _as_run(operation: Operation, trained: Mapping[str, int]) -> Operation:
 
 
 def _drifted(before: Problem, now: Problem) -> bool:
-    """Whether a stage's time is another by so much that the schedule should be too."""
-
     def times(problem: Problem) -> Iterable[float]:
         for model in problem.models:
             for kind in problem.kinds(model):

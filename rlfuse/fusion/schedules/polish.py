@@ -51,7 +51,6 @@ def polish(
 
 
 def _order(model, shop: Shop, begin: list, long: np.ndarray, lag: np.ndarray, end) -> None:
-    """Data, first in, first out, and one thing at a time."""
     intervals: list[list] = [[] for _ in range(shop.devices)]
     for own, (first, count, before) in enumerate(zip(shop.first, shop.micro_batches, shop.before, strict=True)):
         size = int(long[own])
@@ -85,7 +84,6 @@ def _memory(model, shop: Shop, begin: list, long: np.ndarray, limit: float) -> N
 
 
 def _last_use(shop: Shop, own: int) -> int:
-    """The class that ends what a forward class keeps."""
     backward = backward_of(shop, own)
     return int(backward if shop.leaf[backward] == NONE else shop.leaf[backward])
 

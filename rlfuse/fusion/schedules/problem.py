@@ -164,7 +164,6 @@ class Problem:
         return place_of(stage, model.stages, self.placement)
 
     def _of(self, model: Model, field: str, stage: int) -> float:
-        """`forward`, `backward` or `activation` of a stage or chunk-stage."""
         value = getattr(model, field)
         if isinstance(value, tuple) and len(value) == self.stages(model):
             return value[stage]
@@ -191,10 +190,8 @@ class Problem:
 
     @property
     def memory_unit(self) -> float:
-        """Peak activation of serial 1F1B's worst device: stage s of S holds min(S - s, M) micro-batches.
-
-        1 where nothing is kept.
-        """
+        """Peak activation of serial 1F1B's worst device: stage s of S holds min(S - s, M) micro-batches. 1 where
+        nothing is kept."""
         whole = self.variant(split_backward=False, chunks_per_device=1)
         held = (
             min(model.stages - stage, model.micro_batches) * whole.activation(model, stage)

@@ -13,13 +13,11 @@ from rlfuse.fusion.schedules.shop import B, F, Shop, W
 from rlfuse.fusion.schedules.timing import peak
 
 KEPT = 6
-FRESH = 0.3
-"""Share of draws that owe nothing to those before."""
+FRESH = 0.3  # share of draws that owe nothing to those before
 SHARED = 4
 """Settings that all pipelines share; then come bias, slope, pressure of each, and a quota where backwards are
 whole: with W as a filler quotas gain nothing, and a larger space is searched more slowly."""
-NO_QUOTA = 5.0
-"""Quotas are exp(this) times what is in flight in a steady state."""
+NO_QUOTA = 5.0  # quotas are exp(this) times what is in flight in a steady state
 
 
 class Found(NamedTuple):
@@ -58,10 +56,8 @@ class Draws:
         score: Callable[[float, float], tuple[float, ...]],
         settings: np.ndarray | None = None,
     ) -> Found:
-        """One more schedule under a memory limit, by these settings or by some at random.
-
-        `score` of makespan and peak memory decides what is kept.
-        """
+        """One more schedule under a memory limit, by these settings or by some at random. `score` of makespan and peak
+        memory decides what is kept."""
         self.drawn += 1
         if settings is None:
             fresh = len(self.best) < KEPT or self.rng.random() < FRESH
@@ -100,7 +96,6 @@ class Draws:
         return np.concatenate(settings)
 
     def _changed(self, settings: np.ndarray) -> np.ndarray:
-        """A neighbour: one setting, some, or all of them moved."""
         rng, lanes, size = self.rng, self.lanes, len(settings)
         sizes = np.repeat([0.15, 0.3, 0.1, 0.2], lanes)
         sizes = np.concatenate([[0.3, 0.5, 0.5 * self.shop.duration.mean(), 0.2], sizes])[:size]

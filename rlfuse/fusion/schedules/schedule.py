@@ -15,8 +15,7 @@ from rlfuse.config.input_files import read_json
 from rlfuse.fusion.schedules.operations import Kind, Operation, Rows, meeting
 from rlfuse.fusion.schedules.problem import Problem, ScheduleError
 
-LOOSE = 1e-6
-"""Relative slack in comparing times and memory: JSON and sums round them."""
+LOOSE = 1e-6  # relative slack in comparing times and memory: JSON and sums round them
 SHOWN = 6
 
 
@@ -45,18 +44,13 @@ class Timed(NamedTuple):
 class Schedule:
     """Rows with times, and how good they are."""
 
-    rows: tuple[tuple[Timed, ...], ...]
-    """Device -> what it runs, in order."""
-    lower_bound: float
-    """No schedule of the problem is shorter."""
+    rows: tuple[tuple[Timed, ...], ...]  # device -> what it runs, in order
+    lower_bound: float  # no schedule of the problem is shorter
     serial_1f1b: float
     """Makespan of the models one after the other in 1F1B, backward whole, with a barrier between them."""
-    memory_peak: float
-    """Of the worst device, relative to that of serial 1F1B."""
-    method: str
-    """What found it."""
-    seconds: float = 0.0
-    """The search took."""
+    memory_peak: float  # of the worst device, relative to that of serial 1F1B
+    method: str  # what found it
+    seconds: float = 0.0  # the search took
 
     @property
     def makespan(self) -> float:
@@ -195,12 +189,10 @@ def _listed(parts: Sequence[str]) -> str:
 
 
 def _class_of(each: Operation) -> tuple[str, int, int, Kind]:
-    """What it shares its duration with: all micro-batches."""
     return each.model, each.pipeline, each.stage, each.kind
 
 
 def _lengths(problem: Problem) -> dict[tuple[str, int, int, Kind], float]:
-    """(model, pipeline, stage, kind) -> duration."""
     return {
         (model.name, pipeline, stage, kind): problem.duration(model, pipeline, stage, kind)
         for model in problem.models
@@ -290,7 +282,6 @@ def peaks(problem: Problem, rows: tuple[tuple[Timed, ...], ...]) -> list[float]:
 
 
 def _sizes(problem: Problem) -> dict[tuple[str, int], float]:
-    """(model, stage) -> what a micro-batch keeps there."""
     return {
         (model.name, stage): problem.activation(model, stage)
         for model in problem.models

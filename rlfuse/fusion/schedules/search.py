@@ -33,30 +33,22 @@ from rlfuse.fusion.schedules.timing import makespan, peak, planned
 Method = Literal["auto", "improve", "list"]
 METHODS: tuple[Method, ...] = ("auto", "improve", "list")
 LONGEST_S, LARGEST_SEED = 1_000_000, 1_000_000
-FINISHING_S = 1.2e-5
-"""Of the time limit, for each operation: what comes after the search."""
-DRAWS = 1200
-"""List schedules under the cap at most, and until none of them ..."""
-PATIENCE = 200
-"""... in so many was better."""
+FINISHING_S = 1.2e-5  # of the time limit, for each operation: what comes after the search
+DRAWS = 1200  # list schedules under the cap at most, and until none of them ..
+PATIENCE = 200  # ... in so many was better.
 TARGETS = (0.6, 0.3, 0.8, 0.0, 0.15)
 """Where in the gap between bound and best makespan step 3 aims, in turn."""
-ROUNDS, STALE = 100, 40
-"""Of step 3 at most, and without any gain."""
+ROUNDS, STALE = 100, 40  # of step 3 at most, and without any gain
 STARTS = 60
 """List schedules before each tabu search, and again for each target, from which annealing starts."""
 STEPS, STEPS_OPERATIONS = 20_000, 60_000_000
 """Of one tabu search: at most, and times operations, so that a search of many operations looks at the clock too."""
-TENURES = (20, 8, 60)
-"""Of tabu search, in turn: which is best differs."""
-WIDEST = 2.5
-"""What the first of them may hold, over the cap."""
-STEP = 0.98
-"""Annealing's next goal, over what the schedule holds."""
+TENURES = (20, 8, 60)  # of tabu search, in turn: which is best differs
+WIDEST = 2.5  # what the first of them may hold, over the cap
+STEP = 0.98  # annealing's next goal, over what the schedule holds
 PROPOSALS = 500_000
 """Of annealing for each goal; twice as many with every try, more in later rounds."""
-POLISHED = 1600
-"""Operations up to which CP-SAT has a chance."""
+POLISHED = 1600  # operations up to which CP-SAT has a chance
 POLISH_SHARE, POLISH_OPERATIONS = 0.4, 150
 """CP-SAT gets this share of the time for so many operations, less for more."""
 
@@ -139,7 +131,6 @@ class _Hunt:
         return self.order
 
     def list_schedules(self) -> None:
-        """Step 2."""
         improved = 0
         while self.draws.drawn < min(DRAWS, improved + PATIENCE) and not self.over():
             if self.draw():
@@ -151,7 +142,6 @@ class _Hunt:
         return self.offer(found.order, "list scheduling")
 
     def improve(self, share: float) -> None:
-        """Step 3, in this share of the time."""
         draws = Draws(self.shop, self.seed + 1)
         failed: dict[float, int] = {}
         improved = 0
@@ -170,7 +160,6 @@ class _Hunt:
             improved = turn if self.makespan < before else improved
 
     def shorten(self, turn: int, share: float) -> None:
-        """Step 3a."""
         for _ in range(STARTS):
             if self.over(share):
                 return
@@ -222,7 +211,6 @@ class _Hunt:
         return best if best is not None and best.makespan < self.makespan * (1 - LOOSE) else None
 
     def polish(self) -> None:
-        """Step 4, in what is left of the time."""
         seconds = self.time_limit - self.elapsed
         if self.order is None or self.over() or self.problem.operations > POLISHED or seconds < 0.5:
             return

@@ -51,10 +51,8 @@ def duration(problem: Problem, heads: Heads) -> Callable[[Operation], float]:
 
 
 def with_heads(problem: Problem, rows: Rows, heads: Heads, patient: bool = False) -> Rows:
-    """The rows with the heads of these models. ScheduleError for rows that can't be run.
-
-    `patient`: nothing begins that would run past a head whose time is known.
-    """
+    """The rows with the heads of these models. ScheduleError for rows that can't be run. `patient`: nothing begins that
+    would run past a head whose time is known."""
     return _Play(problem, rows, heads, patient).run()
 
 
@@ -138,12 +136,10 @@ class _Play:
         return found
 
     def _devices(self, operation: Operation) -> dict[int, int]:
-        """Of its pipeline: share of the head -> device."""
         model = self.models[operation.model]
         return {stage: self.problem.device(model, operation.pipeline, stage) for stage in range(model.stages)}
 
     def _is_last(self, operation: Operation) -> bool:
-        """Whether its stage is followed by a head that devices share."""
         model = self.models[operation.model]
         return operation.model in self.heads and operation.stage == self.problem.stages(model) - 1
 
@@ -169,7 +165,6 @@ class _Play:
 
 
 def _more_in_flight(problem: Problem) -> Iterator[Rows]:
-    """1F1B of one model after the other, W right after its B, with more micro-batches in flight."""
     if any(problem.chunks(model) > 1 for model in problem.models):
         return
     for slope, more in IN_FLIGHT:

@@ -17,8 +17,7 @@ from rlfuse.fusion.schedules.problem import Model, Problem
 NONE = -1
 F, B, W = 0, 1, 2
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
-LOOSE = 1e-9
-"""Relative slack in comparisons of times and of memory, whose sums are rounded."""
+LOOSE = 1e-9  # relative slack in comparisons of times and of memory, whose sums are rounded
 
 
 class Shop(NamedTuple):
@@ -26,29 +25,18 @@ class Shop(NamedTuple):
 
     device: np.ndarray
     lane: np.ndarray
-    kind: np.ndarray
-    """F, B or W."""
+    kind: np.ndarray  # F, B or W
     duration: np.ndarray
-    micro_batches: np.ndarray
-    """How many."""
-    first: np.ndarray
-    """Its first operation."""
-    before: np.ndarray
-    """Class of the data predecessor, or NONE."""
-    lag: np.ndarray
-    """Communication from there."""
-    after: np.ndarray
-    """Class of the next F or B in the chain, or NONE."""
-    leaf: np.ndarray
-    """Class of the W that a B allows, or NONE."""
-    acquires: np.ndarray
-    """Memory taken at the start."""
-    releases: np.ndarray
-    """Memory given back at the end."""
-    class_of: np.ndarray
-    """Operation -> class."""
-    of_device: np.ndarray
-    """[devices, classes of each]."""
+    micro_batches: np.ndarray  # how many
+    first: np.ndarray  # its first operation
+    before: np.ndarray  # class of the data predecessor, or NONE
+    lag: np.ndarray  # communication from there
+    after: np.ndarray  # class of the next F or B in the chain, or NONE
+    leaf: np.ndarray  # class of the W that a B allows, or NONE
+    acquires: np.ndarray  # memory taken at the start
+    releases: np.ndarray  # memory given back at the end
+    class_of: np.ndarray  # operation -> class
+    of_device: np.ndarray  # [devices, classes of each]
 
     @property
     def devices(self) -> int:
@@ -99,7 +87,6 @@ def compiled(problem: Problem) -> Shop:
 
 
 def _lane(problem: Problem, model: Model, pipeline: int, lane: int) -> dict[str, np.ndarray]:
-    """One pipeline's classes, numbered from 0."""
     classes = stages(problem, model)
     chain = sum(kind != W for _, kind in classes)
     releasing = W if problem.split_backward else B

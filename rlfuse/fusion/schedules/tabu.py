@@ -50,7 +50,6 @@ def tabu(
 
 @njit(cache=True)
 def _longest(shop: Shop, state: State) -> float:
-    """The makespan."""
     longest = 0.0
     for row in state.order:
         longest = max(longest, state.head[row[-1]] + shop.duration[shop.class_of[row[-1]]])
@@ -69,10 +68,8 @@ def _chosen(
     now: float,
     best: float,
 ) -> tuple[int, int]:
-    """Of the pairs on a longest path the one through which paths are shortest once exchanged.
-
-    Where all are tabu, the one that is so for the shortest time; NONE where memory and data leave none.
-    """
+    """Of the pairs on a longest path the one through which paths are shortest once exchanged. Where all are tabu, the
+    one that is so for the shortest time; NONE where memory and data leave none."""
     slack = LOOSE * now
     first, second, least = NONE, NONE, np.inf
     v = _any_last(shop, state, now - slack)
@@ -108,7 +105,6 @@ def _any_last(shop: Shop, state: State, latest: float) -> int:
 
 @njit(cache=True)
 def _fits(shop: Shop, held: float, u: int, v: int, limit: float) -> bool:
-    """Whether memory lets v run before u where so much is held."""
     own, other = shop.class_of[u], shop.class_of[v]
     with_v = held + shop.acquires[other]
     return with_v <= limit and with_v - shop.releases[other] + shop.acquires[own] <= limit

@@ -19,8 +19,7 @@ from rlfuse.fusion.schedules.operations import Kind, Operation, Rows, meeting
 from rlfuse.fusion.schedules.problem import ScheduleError
 from rlfuse.fusion.schedules.schedule import show
 
-LOOKAHEAD = 4
-"""Operations."""
+LOOKAHEAD = 4  # operations
 SHOWN = 8
 
 
@@ -48,8 +47,7 @@ class Lane:
 
     model: str
     kind: Kind
-    returning: bool
-    """Whether the receiving stage is not its device's first."""
+    returning: bool  # whether the receiving stage is not its device's first
     sender: int
     receiver: int
 
@@ -71,8 +69,7 @@ class Step:
     """An operation, and what its device does before and after it."""
 
     operation: Operation
-    posted: tuple[Transfer, ...]
-    """Receives to post before it waits for its input."""
+    posted: tuple[Transfer, ...]  # receives to post before it waits for its input
     input: Transfer | None
     output: Transfer | None
 
@@ -132,7 +129,6 @@ def _input(layout: Stages, operation: Operation) -> Transfer | None:
 
 
 def _maker(layout: Stages, operation: Operation) -> Operation:
-    """The operation whose result is the input of this one."""
     stage = layout.source(operation)
     if stage is None:
         raise ValueError(f"{show(operation)} takes no operation's result")

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from rlfuse.fusion.consolidation import as_moves, consolidate, slots_needed
-from rlfuse.fusion.decisions import Decision, Generate, Move, Slot, Snapshot
-from rlfuse.fusion.registry import TUNABLE, fusion_policy
+from rlfuse.fusion.decisions import TUNABLE, Decision, Generate, Move, Slot, Snapshot, fusion_policy
 from rlfuse.fusion.serial import serial, train
 from rlfuse.fusion.sharing import (
     REWARD,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from rlfuse.config.valid_values import CHOICES
 from rlfuse.fusion.adaptive import adaptive
 from rlfuse.fusion.consolidation import consolidate
-from rlfuse.fusion.decisions import Decision, Policy, Snapshot
-from rlfuse.fusion.registry import REGISTERED, fusion_policy
+from rlfuse.fusion.decisions import REGISTERED, Decision, Policy, Snapshot, fusion_policy
 from rlfuse.fusion.serial import serial, train
 from rlfuse.fusion.sharing import (
     admit,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rlfuse.fusion.decisions import Decision, Snapshot
-from rlfuse.fusion.registry import fusion_policy
+from rlfuse.fusion.decisions import Decision, Snapshot, fusion_policy
 from rlfuse.fusion.sharing import (
     accumulate_gradients,
     admission_paused,

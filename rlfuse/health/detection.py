@@ -18,9 +18,8 @@ from statistics import median, median_low
 
 import numpy as np
 
-from rlfuse.health.series import Window
+from rlfuse.health.series import Window, role_of
 from rlfuse.health.signals import SIGNALS, SLOWNESS, Signal
-from rlfuse.health.work import role_of
 
 SIMILARITY = 4.0
 """Score above the peers', in units of scatter, from which a worker is a candidate: with the least of slowness, 0.05, a

@@ -16,9 +16,8 @@ from rlfuse.events import Span
 from rlfuse.fusion.costs import Costs
 from rlfuse.health.alarms import alert_of, write_alarms
 from rlfuse.health.detection import Alarm, Detector
-from rlfuse.health.series import Sample, Series
+from rlfuse.health.series import Expected, Sample, Series, Settled
 from rlfuse.health.signals import LOGGED, SIGNALS, SLOWNESS
-from rlfuse.health.work import Expected, Settled
 from rlfuse.observe.alerts import Alert
 
 SLOTTED = ("rollout", "trainer")

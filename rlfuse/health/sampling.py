@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from rlfuse import clock
 from rlfuse.cluster.watchdog import Registered, registered
-from rlfuse.health.gpus import Gpus, open_gpus
 from rlfuse.health.series import Sample
 
 PROC = Path("/proc")
@@ -151,3 +151,47 @@ def round_trip(address: str, port: int) -> float:
         socket.create_connection((address, port), PROBE_S).close()
         return time.perf_counter() - began
     return PROBE_S
+
+
+class Gpus:
+    """`nvml`: the module pynvml, initialised."""
+
+    def __init__(self, nvml: Any):
+        self._nvml = nvml
+        self._handles: dict[str, Any] = {}
+
+    def read(self, device: str) -> dict[str, float]:
+        """Of one device, as CUDA_VISIBLE_DEVICES names it: its number, or `GPU-...`."""
+        nvml, found = self._nvml, {}
+        with suppress(nvml.NVMLError):
+            handle = self._handle(device)
+            asked: dict[str, Callable[[], float]] = {
+                "gpu_use": lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+                "gpu_clock": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+                "gpu_power": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+            }
+            for name, ask in asked.items():
+                with suppress(nvml.NVMLError):  # this kind of device doesn't know
+                    found[name] = ask()
+        return found
+
+    def _handle(self, device: str) -> Any:
+        if device not in self._handles:
+            if device.isdecimal():
+                self._handles[device] = self._nvml.nvmlDeviceGetHandleByIndex(int(device))
+            else:
+                self._handles[device] = self._nvml.nvmlDeviceGetHandleByUUID(device)
+        return self._handles[device]
+
+
+def open_gpus() -> Gpus | None:
+    """None where there is no package, or no driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return Gpus(pynvml)

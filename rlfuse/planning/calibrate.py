@@ -20,8 +20,8 @@ from rlfuse.planning.calibration import UNSEEN, errors_of, fitted, held_out
 from rlfuse.planning.calibration_file import Calibration, CalibrationError, Source, coefficients_of, write
 from rlfuse.planning.features import Work, lengths_of, works_of
 from rlfuse.planning.hardware import KINDS, Hardware
-from rlfuse.planning.measured_links import MeasuredLinks, Pair, write_links
 from rlfuse.planning.model_sizes import Shape
+from rlfuse.planning.node_order import MeasuredLinks, Pair, write_links
 from rlfuse.planning.plan import shapes_of
 from rlfuse.progress import Console
 from rlfuse.run_folder.code import add_option, refuse_code
@@ -80,9 +80,9 @@ def main(argv: Sequence[str]) -> None:
         console.print(f"  not measured: {escape(line)}", soft_wrap=True)
     console.print(f"wrote {escape(str(arguments.out))}", soft_wrap=True)
     if arguments.picture is not None:
-        from rlfuse.planning.calibration_picture import draw
+        from rlfuse.planning.pictures import draw_calibration
 
-        draw(found, f"{calibration.device}: {words}", arguments.picture)
+        draw_calibration(found, f"{calibration.device}: {words}", arguments.picture)
         console.print(f"picture: {escape(str(arguments.picture))}", soft_wrap=True)
 
 

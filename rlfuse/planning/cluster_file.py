@@ -13,9 +13,8 @@ from rlfuse.config.input_files import AtLeastZero, Count, InputError, Positive, 
 from rlfuse.config.schema import Config
 from rlfuse.parsing import parse_yaml
 from rlfuse.planning.hardware import KINDS, Hardware, Links, NodeSpeed
-from rlfuse.planning.measured_links import read_links
 from rlfuse.planning.memory import GIB, Budget
-from rlfuse.planning.node_order import Exchanged, NodeLinks, best_order
+from rlfuse.planning.node_order import Exchanged, NodeLinks, best_order, read_links
 
 MOST_UTILIZATION = 0.547
 """Of a device's peak, in training: what DistTrain (arXiv 2408.04275) measured of a 72B model, the most published."""

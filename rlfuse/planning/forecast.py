@@ -20,9 +20,8 @@ from rlfuse.planning.cluster_file import UNMEASURED, Cluster
 from rlfuse.planning.hardware import Hardware, WorkSpeed
 from rlfuse.planning.step_time import Seconds, StepTimes, of_slowest, seconds_of
 from rlfuse.simulate.bound import Bound, lower_bound
-from rlfuse.simulate.prefill_share import find
 from rlfuse.simulate.recorded import Recording
-from rlfuse.simulate.tuning import resample
+from rlfuse.simulate.tuning import find, resample
 from rlfuse.simulate.workload import Drawn, Lognormal, Workload
 
 SPREAD = 0.6  # sigma of log-lengths where no run tells them

@@ -22,18 +22,16 @@ from rlfuse.config.facts import Facts, facts_of_a_plan
 from rlfuse.config.input_files import read
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
+from rlfuse.fusion.decisions import traits_of
 from rlfuse.fusion.own_policies import load_policy
-from rlfuse.fusion.registry import traits_of
 from rlfuse.planning import search_command, sharing
-from rlfuse.planning.activation_tiers import words
-from rlfuse.planning.activations import PASS_OF, leaves
+from rlfuse.planning.activations import PASS_OF, leaves, words
 from rlfuse.planning.cluster_file import Cluster, ClusterError, read_cluster
 from rlfuse.planning.data_lengths import DataLengths, prompt_tokens, read_lengths
 from rlfuse.planning.memory import GIB, Budget, Memory, Moved, memory_of
 from rlfuse.planning.model_sizes import Shape, served_shapes, shapes_of
 from rlfuse.planning.planned_job import beyond_limits, completed, needed_by_run, plannable, unset
-from rlfuse.planning.remedies import remedies
-from rlfuse.planning.shortages import problems
+from rlfuse.planning.remedies import problems, remedies
 from rlfuse.planning.step_time import NOTHING, standings
 from rlfuse.planning.tables import memory_table, placement_table, settings_table, table_of
 from rlfuse.progress import Console
@@ -267,8 +265,8 @@ def _forecast(
     from rlfuse.planning.forecast import assumptions, forecast, lengths_of, recorded_costs
     from rlfuse.planning.hardware import KINDS
     from rlfuse.planning.step_time import StepTimes
-    from rlfuse.simulate.prefill_share import error_of
     from rlfuse.simulate.recorded import read_run
+    from rlfuse.simulate.tuning import error_of
 
     recording = None if arguments.run is None else read_run(arguments.run)
     hardware, machines, speeds = None, _machines(config, memory, arguments), ()
@@ -364,9 +362,9 @@ def time_table(found: Forecast) -> Table:
 
 
 def _draw_memory(config: Config, memory: Memory, path: Path, console: Console) -> None:
-    from rlfuse.planning.memory_picture import draw
+    from rlfuse.planning.pictures import draw_memory
 
-    draw(memory, f"{config.model.path}, {config.slots} slots, actor.zero_stage={config.actor.zero_stage}", path)
+    draw_memory(memory, f"{config.model.path}, {config.slots} slots, actor.zero_stage={config.actor.zero_stage}", path)
     console.print(f"picture: {path}\n", soft_wrap=True)
 
 

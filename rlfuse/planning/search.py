@@ -18,9 +18,8 @@ from rlfuse.config.checks import check, value_of
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 from rlfuse.planning.memory import Memory
-from rlfuse.planning.remedies import Setting, changed
+from rlfuse.planning.remedies import Setting, changed, problems
 from rlfuse.planning.searched_job import Job
-from rlfuse.planning.shortages import problems
 from rlfuse.planning.space import FASTEST, POLICY, Filling, Fillings, but_for, structural, structures
 from rlfuse.planning.step_time import NOTHING, Seconds
 

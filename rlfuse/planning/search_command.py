@@ -216,9 +216,9 @@ def _show(
     for line in _told(job, found, last, errors):
         console.print(escape(line), soft_wrap=True)
     if arguments.picture is not None:
-        from rlfuse.planning.search_picture import draw
+        from rlfuse.planning.pictures import draw_plans
 
-        draw(plans, [name_of(job, plan) for plan in plans], errors, arguments.picture)
+        draw_plans(plans, [name_of(job, plan) for plan in plans], errors, arguments.picture)
         console.print(f"picture: {arguments.picture}", soft_wrap=True)
     settings = dict(best.settings) | {"cluster.device": job.cluster.device}
     if placed := _placed(job, config):

@@ -15,8 +15,7 @@ from rlfuse.planning.costs import STAYS, costs_of, work_speeds
 from rlfuse.planning.hardware import Hardware, WorkSpeed
 from rlfuse.planning.memory import Memory, Moved, Part, memory_of, models_of
 from rlfuse.planning.model_sizes import Shape
-from rlfuse.planning.remedies import Setting, changed
-from rlfuse.planning.shortages import problems
+from rlfuse.planning.remedies import Setting, changed, problems
 from rlfuse.planning.space import CACHE, POLICY, Axes
 from rlfuse.planning.step_time import Seconds, StepTimes
 from rlfuse.planning.tracing import MetaModel, Work

@@ -23,8 +23,7 @@ from rlfuse.observe.idle import divide, union
 from rlfuse.run_folder.reader import RunError, RunFolder
 from rlfuse.run_folder.status import Status, read
 from rlfuse.simulate.workload import WorkloadError
-from rlfuse.whatif.of_run import examine
-from rlfuse.whatif.questions import Answer, answers
+from rlfuse.whatif.questions import Answer, answers, examine
 from rlfuse.whatif.run_slowdown import RunSlowdown
 
 TIMELINES, SLOWEST, SAMPLES, VALIDATED = 5, 15, 400, 400

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from rlfuse.files import write_whole
-from rlfuse.report import charts, slowness, tables
+from rlfuse.report import charts, tables
 from rlfuse.report.gather import Gathered, gather
 from rlfuse.run_folder.code import add_option, policy_code
 from rlfuse.run_folder.reader import RunFolder, open_run, reading
@@ -103,7 +103,7 @@ def render(runs: Sequence[Gathered]) -> str:
         became=tables.became(runs),
         facts=tables.facts(runs),
         idle=tables.idle(runs),
-        slow={number: slowness.shown(run) for number, run in enumerate(runs) if run.slowdown is not None},
+        slow={number: tables.slowness(run) for number, run in enumerate(runs) if run.slowdown is not None},
         alerts=[(run.name, step, alert) for run in runs for step, alert in run.alerts][:MOST_ALERTS],
         configurations=[yaml.safe_dump(run.run.config, sort_keys=False) for run in runs],
         data=finite(_data(runs, colours, panels)),

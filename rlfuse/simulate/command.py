@@ -14,10 +14,9 @@ import numpy as np
 from rlfuse.config.input_files import WorkloadError, publish, schema_of
 from rlfuse.files import write_whole
 from rlfuse.fusion.costs import Costs
-from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.decisions import Settings, traits_of
 from rlfuse.fusion.own_policies import load_policy, loaded_policy
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.fusion.registry import traits_of
 from rlfuse.run_folder.code import add_option, policy_code, refuse_code
 from rlfuse.simulate.fitting import Fit
 from rlfuse.simulate.recorded import Recording, Step, read_run

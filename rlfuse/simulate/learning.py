@@ -15,9 +15,8 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.simulate.fitting import fit
-from rlfuse.simulate.prefill_share import error_of, find
 from rlfuse.simulate.recorded import spans_within, whole_samples, workload_of
-from rlfuse.simulate.tuning import tune
+from rlfuse.simulate.tuning import error_of, find, tune
 from rlfuse.simulate.workload import Workload
 
 STEPS = 4

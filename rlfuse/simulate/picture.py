@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from rlfuse.events import Span, span_of
-from rlfuse.files import replacing
+from rlfuse.fusion.schedules.picture import save
 
 GENERATING = LinearSegmentedColormap.from_list("generating", ["#c9def2", "#6aa3d8", "#1d5c9e", "#0c3260"])
 """From a batch of one to the largest."""
@@ -89,8 +89,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
     seen |= {"moving"} if any(map(_moves, timelines)) else set()
     seen |= {"bound"} if any(timeline.bound is not None for timeline in timelines) else set()
     _legend(figure, seen, largest, note)
-    with replacing(path) as aside:
-        figure.savefig(aside, format=path.suffix[1:], dpi=150)
+    save(figure, path)
 
 
 def draw_step(path: Path, events: Path, first: int, last: int, note: str) -> None:

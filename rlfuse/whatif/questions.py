@@ -12,13 +12,17 @@ import numpy as np
 from rlfuse.config.schema import Config
 from rlfuse.events import Span
 from rlfuse.fusion.decisions import Settings
-from rlfuse.simulate.recorded import fit_run, recorded_workload
+from rlfuse.health.alarms import read_alarms
+from rlfuse.health.detection import Alarm
+from rlfuse.run_folder.code import policy_code, refuse_code
+from rlfuse.run_folder.reader import RunFolder
+from rlfuse.simulate.recorded import config_of, fit_run, recorded_workload
 from rlfuse.simulate.runner import later_step
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import Workload
 from rlfuse.whatif.causes import SLOW
-from rlfuse.whatif.run_operations import COMMUNICATION, REWARD
-from rlfuse.whatif.run_slowdown import Analysis
+from rlfuse.whatif.run_operations import COMMUNICATION, REWARD, operations, recorded_steps
+from rlfuse.whatif.run_slowdown import Analysis, RunSlowdown
 from rlfuse.whatif.slowdown import SLOWEST, TOGETHER, Job, Slowdown, slowest
 
 SIMULATED = 3  # steps, the last of the run
@@ -136,3 +140,31 @@ def _without_longest(workload: Workload) -> Workload:
     lengths = workload.lengths()
     cut = np.minimum(lengths, int(np.quantile(lengths, 1 - LONGEST, method="lower")))
     return replace(workload, response_tokens=tuple(cut.tolist()))
+
+
+STEPS = 20  # of a run, the last
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A run's last undisturbed steps, and what was found."""
+
+    steps: list[tuple[Span, list[Span]]]
+    analysis: Analysis
+    simulated: Simulated | None
+    found: RunSlowdown
+    alarms: list[Alarm]  # what the run told of slow and faulty workers itself, and when that began
+
+
+def examine(run: RunFolder, steps: int = STEPS, run_code: bool = False) -> Examined:
+    """RunError or WorkloadError where the folder doesn't tell enough. Steps on other ranks than the last are left out:
+    a run may have been resumed on more devices, or fewer."""
+    config, recorded = config_of(file := run.path / "config.yaml"), recorded_steps(run, steps)
+    refuse_code(file, policy_code(config.fusion.policy), run_code)
+    ranks = ranks_of(recorded[-1][1])
+    recorded = [step for step in recorded if ranks_of(step[1]) == ranks]
+    spans = [span for _, inside in recorded for span in inside]
+    analysis = Analysis(operations(recorded, run.width, config.actor.zero_stage), spans)
+    clock = simulated(config, recorded)
+    found = analysis.found() if clock is None else analysis.found(clock.decided_anew)
+    return Examined(recorded, analysis, clock, found, read_alarms(run.path))

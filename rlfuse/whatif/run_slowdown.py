@@ -20,8 +20,7 @@ from rlfuse.events import Span
 from rlfuse.simulate.fitting import fit
 from rlfuse.simulate.slot_rates import Group, decoding_work, expected_seconds, tokens_work, typical_seconds
 from rlfuse.whatif.causes import Cause, Seen, likely
-from rlfuse.whatif.operations import ALONE, Operations
-from rlfuse.whatif.replay import Replay
+from rlfuse.whatif.operations import ALONE, Operations, Replay
 from rlfuse.whatif.run_operations import CONTROLLER, DRIVER, Recorded
 from rlfuse.whatif.slowdown import ATTRIBUTED, SLOWEST, largest_first
 

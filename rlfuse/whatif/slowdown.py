@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlfuse.whatif.causes import Cause, correlation, likely_of_job
-from rlfuse.whatif.operations import Operations
-from rlfuse.whatif.replay import Replay
+from rlfuse.whatif.operations import Operations, Replay
 
 ATTRIBUTED = 1.03
 """A smaller slowdown is within the error of the replay (1.3 % in the median of the study's jobs): nobody caused it."""

@@ -23,7 +23,7 @@ from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 from rlfuse.config.video import VideoConfig
 from rlfuse.errors import ConfigError, EngineError, EngineLost
-from rlfuse.planning.placing import placements
+from rlfuse.planning.tables import placements
 from rlfuse.run.inference import decoders_elsewhere
 from rlfuse.run.job import open_job
 from rlfuse.train import reported

@@ -19,7 +19,7 @@ from rlfuse.config.facts import facts_of_a_plan
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning import search_command
 from rlfuse.planning.cluster_file import ClusterError, read_cluster
-from rlfuse.planning.measured_links import MeasuredLinks, Pair, write_links
+from rlfuse.planning.node_order import MeasuredLinks, Pair, write_links
 
 
 def seconds_in(out):

@@ -15,10 +15,9 @@ from rlfuse.planning.calibration_file import Calibration, Errors, Source, coeffi
 from rlfuse.planning.cluster_file import MOST_UTILIZATION, Cluster, ClusterError, LinksGiven
 from rlfuse.planning.forecast import lengths_of
 from rlfuse.planning.hardware import Hardware
-from rlfuse.planning.remedies import changed
+from rlfuse.planning.remedies import changed, problems
 from rlfuse.planning.search import search
 from rlfuse.planning.search_command import LOOKING, PATIENCE, SECONDS
-from rlfuse.planning.shortages import problems
 from rlfuse.planning.space import axes_of, structural, structures
 
 

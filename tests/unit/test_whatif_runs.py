@@ -20,9 +20,8 @@ from rlfuse.run_folder.reader import open_run
 from rlfuse.simulate.runner import later_step, simulate
 from rlfuse.simulate.workload import Scoring, Training, of_costs
 from rlfuse.whatif.causes import Seen, likely
-from rlfuse.whatif.of_run import examine
 from rlfuse.whatif.operations import ALONE
-from rlfuse.whatif.questions import Simulated, answers
+from rlfuse.whatif.questions import Simulated, answers, examine
 from rlfuse.whatif.run_operations import Piece, operations
 from rlfuse.whatif.run_slowdown import Analysis
 

@@ -14,13 +14,11 @@ from typing import Literal
 import numpy as np
 
 from rlfuse.fusion.schedules.bound import bound
-from rlfuse.fusion.schedules.list_scheduling import fits
+from rlfuse.fusion.schedules.list_scheduling import Draws, fits
 from rlfuse.fusion.schedules.operations import Kind
 from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
-from rlfuse.fusion.schedules.rules import Draws
 from rlfuse.fusion.schedules.schedule import Timed
-from rlfuse.fusion.schedules.shop import KINDS, LOOSE, Shop, compiled, stages
-from rlfuse.fusion.schedules.timing import makespan, planned
+from rlfuse.fusion.schedules.shop import KINDS, LOOSE, Shop, compiled, makespan, planned, stages
 
 Baseline = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 BASELINES: tuple[Baseline, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")

@@ -51,7 +51,7 @@ def draw(problem: Problem, schedules: Sequence[tuple[str, TimedRows]], path: Pat
         labelcolor=INK,
         handlelength=1.2,
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def _panel(axes: Axes, title: str, rows: TimedRows, hues: dict[str, dict[str, str]]) -> None:
@@ -79,7 +79,8 @@ def _panel(axes: Axes, title: str, rows: TimedRows, hues: dict[str, dict[str, st
     axes.tick_params(colors=PALE, labelsize=9)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG or, by the name's end, a self-contained HTML page; a reader never sees half of it."""
     if path.suffix != ".html":
         with replacing(path) as aside:
             figure.savefig(aside, format=path.suffix[1:], dpi=150)

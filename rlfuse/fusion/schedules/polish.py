@@ -7,8 +7,7 @@ from math import ceil, floor, gcd, lcm
 
 import numpy as np
 
-from rlfuse.fusion.schedules.shop import LOOSE, NONE, F, Shop, backward_of
-from rlfuse.fusion.schedules.timing import starts
+from rlfuse.fusion.schedules.shop import LOOSE, NONE, F, Shop, backward_of, starts
 
 FINEST = 10_000
 """Times are rational multiples of a unit; those that are not, in steps of 1 / FINEST of the longest, are rounded up."""

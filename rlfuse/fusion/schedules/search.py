@@ -17,18 +17,14 @@ from typing import Literal
 import numpy as np
 
 from rlfuse.fusion.schedules import cache
-from rlfuse.fusion.schedules.annealing import COOLING, anneal
 from rlfuse.fusion.schedules.baselines import one_by_one, serial_1f1b
 from rlfuse.fusion.schedules.bound import bound
-from rlfuse.fusion.schedules.heads_tails import state_of
-from rlfuse.fusion.schedules.list_scheduling import fits
+from rlfuse.fusion.schedules.list_scheduling import Draws, Found, fits
+from rlfuse.fusion.schedules.local_search import COOLING, anneal, state_of, tabu
 from rlfuse.fusion.schedules.polish import polish
 from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
-from rlfuse.fusion.schedules.rules import Draws, Found
 from rlfuse.fusion.schedules.schedule import Schedule, check
-from rlfuse.fusion.schedules.shop import LOOSE, compiled
-from rlfuse.fusion.schedules.tabu import tabu
-from rlfuse.fusion.schedules.timing import makespan, peak, planned
+from rlfuse.fusion.schedules.shop import LOOSE, compiled, makespan, peak, planned
 
 Method = Literal["auto", "improve", "list"]
 METHODS: tuple[Method, ...] = ("auto", "improve", "list")

@@ -51,9 +51,6 @@ def adaptive(view: Snapshot) -> list[Decision]:
     return admitted + moved + score_rewards(view) + switch_idle_slots_to_trainer(view) + work
 
 
-# Admission -----------------------------------------------------------------------------------------------------------
-
-
 def admit_by_deadline(view: Snapshot) -> list[Decision]:
     """Admit the longest groups first, to batches small enough for them to be in time; evenly, if all find room."""
     if not view.waiting or admission_paused(view):
@@ -118,9 +115,6 @@ def batch_in_time(view: Snapshot, remaining: float, capacity: Capacity) -> int:
     step = max(0.0, view.deadline - view.now) / min(max(1.0, remaining), view.costs.max_tokens) / capacity.rate
     within = view.costs.batch_within(step - view.costs.step_per_context_token_s * capacity.reserved)
     return max(within, view.costs.flat_batch)
-
-
-# Release -------------------------------------------------------------------------------------------------------------
 
 
 def look_is_due(view: Snapshot) -> bool:

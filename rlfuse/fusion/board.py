@@ -115,10 +115,7 @@ class Board:
             self._passes_left[kind] += size
         self._to_score += size * len({*kinds} - {"reward"}) * (prompt_tokens + expected)
 
-    # What happens: generation ----------------------------------------------------------------------------------------
-
     def start(self, decision: Decision, now: float) -> None:
-        """A decision is being carried out."""
         if isinstance(decision, Generate):
             self.slot_table.admit(decision.slot, decision.groups, now)
         elif isinstance(decision, Move):
@@ -142,7 +139,6 @@ class Board:
         return range(len(self.slot_table.slots)) if slot is None else (slot,)
 
     def finished(self, name: str, response: Response, now: float) -> None:
-        """A rollout engine returned a whole sample."""
         record = self.records[name]
         self.slot_table.finish(record, len(response.token_ids), now)
         record.sample.response = response
@@ -194,12 +190,10 @@ class Board:
         return groups, {s.id: self.partials[s.id] for g in groups for s in g.samples if s.id in self.partials}
 
     def evicted(self, name: str, partial: Partial, now: float) -> int | None:
-        """A sample left its engine unfinished; returns the slot it goes on at, if any."""
         self.partials[name] = partial
         return self.slot_table.evict(self.records[name], len(partial.token_ids), now)
 
     def arrived(self, name: str, slot: int, now: float) -> Partial:
-        """A moved sample goes on at its new slot."""
         self.slot_table.arrive(self.records[name], slot, now, self.partials[name].kv_key is not None)
         return self.partials.pop(name)
 
@@ -208,11 +202,8 @@ class Board:
         self.slot_table.lose_engine(slot, now)
 
     def switched(self, slot: int, role: Role) -> None:
-        """A slot has its new role."""
         self.slot_table.slots[slot].role = role
         self.slot_table.release(slot)
-
-    # What happens: scoring and training ------------------------------------------------------------------------------
 
     def _start_scoring(self, kind: str, names: Iterable[str]) -> int:
         self._queue.begin(kind)
@@ -221,7 +212,6 @@ class Board:
         return tokens
 
     def scored(self, decision: Score, now: float) -> None:
-        """A scoring call returned; its results are on the samples."""
         self._end_scoring(decision.kind, decision.samples, now)
         self.slot_table.release(*self._slots(decision), now=now)
 
@@ -248,7 +238,6 @@ class Board:
             self._complete.append(record.group.number)
 
     def take_complete(self) -> list[int]:
-        """Groups that have all they need to be prepared, since the last call."""
         complete, self._complete = self._complete, []
         return complete
 
@@ -265,12 +254,10 @@ class Board:
                     self.mini_batches[model].prepare({record.id: (record.group.number, record.sample.tokens)})
 
     def accumulated(self, decision: Accumulate, now: float) -> None:
-        """A call that added gradients returned."""
         self.mini_batches[decision.model].finish(decision.samples)
         self.slot_table.release(*self._slots(decision), now=now)
 
     def trained(self, decision: Train, now: float) -> None:
-        """A schedule that added gradients of several models, and scored beside that, ran to its end."""
         for model, names in decision.samples.items():
             self.mini_batches[model].finish(names)
         for kind, names in decision.passes.items():
@@ -278,7 +265,6 @@ class Board:
         self.slot_table.release(*self._slots(decision))
 
     def stepped(self, decision: OptimizerStep) -> None:
-        """An optimizer step was taken."""
         self.mini_batches[decision.model].step()
         self.slot_table.release(*self._slots(decision))
 
@@ -306,8 +292,6 @@ class Board:
             tokens[of[group.number]] += live * (group.prompt_tokens + group.expected)
         for progress in self.mini_batches.values():
             progress.divide(of, sizes, tokens)
-
-    # What stands -----------------------------------------------------------------------------------------------------
 
     def snapshot(self, now: float) -> Snapshot:
         """What a policy may know; O(1), but for the plan that now and then is due."""
@@ -361,12 +345,10 @@ class Board:
 
     @property
     def idle(self) -> bool:
-        """Nothing is under way."""
         return not self.slot_table.in_flight and not self.slot_table.busy and not self._queue.under_way()
 
     @property
     def done(self) -> bool:
-        """All scored, and trained as often as asked."""
         return self.all_scored and self.idle and all(progress.done for progress in self.mini_batches.values())
 
     def failures(self) -> list[tuple[Sample, RewardFailure]]:
@@ -381,11 +363,9 @@ class Board:
         return [group for group in kept if group.samples]
 
     def needed_samples(self) -> list[Sample]:
-        """Samples of the groups that the step did not leave."""
         return [sample for record in self.group_records if not record.unneeded for sample in record.group.samples]
 
     def response_lengths(self) -> Mapping[int, list[int]]:
-        """Prompt -> lengths of its responses."""
         return {
             record.group.prompt.index: [len(s.response.token_ids) for s in record.group.samples if s.response]
             for record in self.group_records

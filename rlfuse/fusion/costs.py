@@ -37,7 +37,6 @@ class Costs:
     """What a training step costs beside all of this: weights to the engines, data, bookkeeping."""
 
     def decode_step(self, batch: float, context: float) -> float:
-        """Seconds of one decoding step."""
         beyond = max(0.0, batch - self.flat_batch)
         return self.step_base_s + self.step_per_sequence_s * beyond + self.step_per_context_token_s * context
 

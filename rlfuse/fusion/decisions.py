@@ -116,7 +116,6 @@ class Slot:
 
     @property
     def load(self) -> int:
-        """Samples it holds or is about to."""
         return len(self.samples) + self.arriving
 
     @property
@@ -132,11 +131,9 @@ class Slot:
         return max(0.0, now - self.seen - self.stall * self.measured)
 
     def steps_by(self, now: float, costs: Costs) -> float:
-        """Decoding steps done by now, about."""
         return self.steps + self.decoding(now) / self.pace(costs)
 
     def tokens(self, sample: SampleRecord, now: float, costs: Costs) -> float:
-        """Response tokens that the sample has, about."""
         return sample.carried + max(0.0, self.steps_by(now, costs) - sample.steps_before)
 
     def remaining(self, sample: SampleRecord, now: float, costs: Costs) -> float:
@@ -144,7 +141,6 @@ class Slot:
         return self._remaining((sample,), now, costs)[0]
 
     def all_remaining(self, now: float, costs: Costs) -> list[float]:
-        """`remaining` of each of its samples."""
         return self._remaining(self.samples.values(), now, costs) if self.samples else []
 
     def _remaining(self, samples: Iterable[SampleRecord], now: float, costs: Costs) -> list[float]:

@@ -28,12 +28,10 @@ class Lengths:
         return prompt in self._of_prompt
 
     def expect(self, prompt: int) -> float:
-        """Response tokens of a sample of this prompt."""
         unknown = self._mean if self._mean is not None else self._longest / 4
         return min(self._of_prompt.get(prompt, unknown), self._longest)
 
     def learn(self, lengths: Mapping[int, Sequence[float]]) -> None:
-        """What a step generated: prompt -> lengths of its responses."""
         self.recorded = [length for each in lengths.values() for length in each]
         if not self.recorded:
             return

@@ -49,17 +49,14 @@ class MiniBatchProgress:
         return tokens
 
     def finish(self, names: Sequence[str]) -> None:
-        """Their gradients are in."""
         self._done += names
 
     def step(self) -> None:
-        """The optimizer step of the present mini-batch was taken: on to the next."""
         self.completed += 1
         self._open()
 
     @property
     def accumulated_samples(self) -> list[str]:
-        """Those whose gradients are in since the last step."""
         return self._done
 
     @property

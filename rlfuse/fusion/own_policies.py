@@ -58,7 +58,6 @@ class CheckedPolicy:
         self._unfinished = self._aimless = 0
 
     def __call__(self, view: Snapshot) -> list[Decision]:
-        """What it decides. Raises PolicyError."""
         try:
             decisions = self.function(view)
         except (Exception, SystemExit) as error:
@@ -100,9 +99,6 @@ def _left_to_do(view: Snapshot) -> str:
     found += [f"OptimizerStep of the {model}" for model in view.steppable]
     idle = f"idle engines {listed(view.idle_engines)}, idle trainers {listed(view.idle_trainers)}"
     return f"{'; '.join(found) or 'nothing yet'} ({idle})"
-
-
-# From a file ---------------------------------------------------------------------------------------------------------
 
 
 def _function_of(name: str, given_as: str) -> Callable[[Snapshot], list[Decision]]:

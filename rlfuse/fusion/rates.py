@@ -103,7 +103,6 @@ class Rates:
             self.current[slot] = 1.0 if 1 / THRESHOLD < now < THRESHOLD else now
 
     def drain(self, slot: int, until_well: bool = False) -> None:
-        """It gets no work from now on, until it is restored; or until it is as fast as the others."""
         self.drained.add(slot)
         self._returning.discard(slot)
         if until_well:  # which probes alone tell: whoever drained it may know more than was observed
@@ -111,7 +110,6 @@ class Rates:
             self._last[slot].clear()
 
     def restore(self, slot: int) -> None:
-        """It gets work again."""
         self.drained.discard(slot)
         self._returning.discard(slot)
 

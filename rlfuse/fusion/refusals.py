@@ -79,8 +79,6 @@ class _Reading:
             kinds = ", ".join(kind.__name__ for kind in get_args(Decision))
             raise Refused(f"a {type(decision).__name__} is no decision; those are {kinds}")
 
-    # Slots -----------------------------------------------------------------------------------------------------------
-
     def _slot(self, slot: int) -> Slot:
         count = len(self.view.slots)
         if not isinstance(slot, int) or not 0 <= slot < count:
@@ -121,8 +119,6 @@ class _Reading:
             raise Refused(f"it needs a slot; idle trainers: {listed(self.view.idle_trainers)}")
         else:
             self._works(slot, self.view.idle_trainers, "idle trainer")
-
-    # Samples ---------------------------------------------------------------------------------------------------------
 
     def _among(self, what: str, given: tuple, valid: Collection, taken: set, key: str | None = None) -> None:
         """A tuple of some of `valid`, none of them taken; `key`: what they are taken for."""

@@ -43,7 +43,6 @@ class ScoringQueue:
             self.deferred[kind].setdefault(self._progress.mini_batch_of[group], {})[record.id] = tokens
 
     def add(self, kind: str, samples: Mapping[str, int], now: float) -> None:
-        """Finished samples, with their tokens, are to be scored now."""
         if not self.unscored[kind]:
             self.oldest[kind] = now
         self.unscored[kind].update(samples)
@@ -69,18 +68,14 @@ class ScoringQueue:
         return tokens
 
     def drop(self, kind: str, names: Iterable[str]) -> None:
-        """These samples need not be scored, whether they wait or not."""
         self.tokens[kind] -= sum(self.unscored[kind].pop(name, 0) for name in names)
 
     def begin(self, kind: str) -> None:
-        """A call is under way."""
         self._calls[kind] += 1
 
     def end(self, kind: str, now: float) -> None:
-        """A call is over."""
         self._calls[kind] -= 1
         self.oldest[kind] = now
 
     def under_way(self, kinds: Iterable[str] | None = None) -> frozenset[str]:
-        """Kinds (of these) with a call under way."""
         return frozenset(kind for kind in (self._calls if kinds is None else kinds) if self._calls[kind])

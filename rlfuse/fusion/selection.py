@@ -77,13 +77,11 @@ class Source(Protocol):
     """Where prompts come from (`rlfuse.data.prompts.PromptSource`)."""
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
-        """The whole data set."""
+    def prompts(self) -> Sequence[Prompt]: ...
 
     def next_batch(self) -> list[Prompt]: ...
 
-    def upcoming(self) -> list[Prompt]:
-        """What `next_batch` will return."""
+    def upcoming(self) -> list[Prompt]: ...
 
 
 class Selection:
@@ -98,7 +96,6 @@ class Selection:
         self._partials: dict[str, Partial] = {}
 
     def draw(self, make: Callable[[list[Prompt]], list[Group]]) -> Draw:
-        """The groups of a new step; `make` turns prompts into unfinished samples."""
         batch, more = self.batch, drawn_at_most(self.data, self.excess, self.batch)
         tail = self.data == "tail_batching" and len({prompt.index for prompt in self._cut_off}) >= batch
         if tail or self.data == "exact":

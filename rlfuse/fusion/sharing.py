@@ -39,9 +39,6 @@ REWARD_EVERY_S, REWARD_RARELY_S = 0.03, 0.1
 as long as all slots generate, for whose cores on a CPU host it would be."""
 
 
-# Generation ----------------------------------------------------------------------------------------------------------
-
-
 def admission_paused(view: Snapshot) -> bool:
     """Whether scoring is so far behind that no more is admitted."""
     settings = view.settings
@@ -77,12 +74,10 @@ class Capacity:
         return not self.load or (self.load + count <= costs.max_sequences and self.reserved + more <= costs.kv_tokens)
 
     def in_time(self, group: int) -> bool:
-        """Whether the group would be whole here by the deadline."""
         view, load = self.view, self.load + self.view.waiting[group]
         return view.now + self.rate * view.costs.decode_step(load, 0.0) * view.expected(group)[1] <= view.deadline
 
     def take(self, group: int) -> None:
-        """Count the group in."""
         count = self.view.waiting[group]
         self.groups.append(group)
         self.load += count
@@ -122,9 +117,6 @@ def switch_idle_slots_to_rollout(view: Snapshot, capacities: list[Capacity]) -> 
     if capacities:
         return []
     return [Switch(slot, "rollout") for slot in view.idle_trainers if view.slots[slot].alive]
-
-
-# Scoring and training ------------------------------------------------------------------------------------------------
 
 
 def score_rewards(view: Snapshot) -> list[Decision]:

@@ -53,10 +53,7 @@ class Stopwatch:
         self._answers: dict[int, tuple[Stretch, int]] = {}
         """Slot -> what it was doing when it was asked, and steps of its engine by then."""
 
-    # Decoding --------------------------------------------------------------------------------------------------------
-
     def begin_stretch(self, slot: Slot, steps: float) -> None:
-        """Its engine has done so many steps, and is measured from here on."""
         self._stretches[slot.index] = Stretch(steps, slot.seen)
 
     def advance(self, slot: Slot, now: float) -> float:
@@ -97,10 +94,7 @@ class Stopwatch:
             return
         self._answers[slot.index] = (self._stretches[slot.index], steps)
 
-    # Calls -----------------------------------------------------------------------------------------------------------
-
     def begin_call(self, slot: Slot, call: Score | Accumulate, tokens: int, now: float) -> None:
-        """It was given a call over so many tokens."""
         costs = self._costs
         if isinstance(call, Score):
             kind, call_s, seconds = call.kind, costs.score_call_s, tokens / costs.score_tokens_per_s
@@ -109,7 +103,6 @@ class Stopwatch:
         self._calls[slot.index] = Call(kind, call_s, seconds, now, now + call_s + seconds * slot.rate)
 
     def ends(self) -> list[float]:
-        """When those under way are over, if they take what is foreseen."""
         return [call.end for call in self._calls.values()]
 
     def end_call(self, slot: Slot, now: float) -> None:

@@ -24,7 +24,6 @@ class Tuning:
     relearn: Callable[[Tuning, Sequence[Span]], None] | None = None
 
     def settings(self, samples: int) -> Settings:
-        """For a step of so many samples."""
         return replace(self.fixed, samples=samples)
 
     def learn(self, board: Board, spans: Sequence[Span]) -> None:

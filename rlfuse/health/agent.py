@@ -40,7 +40,6 @@ class Agent:
         return [self._samples.popleft() for _ in range(len(self._samples))], failure
 
     def close(self) -> None:
-        """Stop looking."""
         self._ended.set()
         self._thread.join(PERIOD_S)
 
@@ -74,7 +73,6 @@ class AgentHandle:
             return [], str(error).partition("\n")[0]
 
     def close(self) -> None:
-        """It is no longer needed; one on another node ends with the run's part of Ray."""
         if not self._remote:
             self._agent.close()
 

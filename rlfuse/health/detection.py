@@ -86,7 +86,6 @@ class _Worker:
 
     @property
     def ahead(self) -> float:
-        """Of its average, in its last window."""
         return self.last - self.smooth
 
 

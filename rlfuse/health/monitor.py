@@ -28,11 +28,9 @@ class Drained(Protocol):
 
     node: str
 
-    async def drain(self) -> tuple[list[Sample], str]:
-        """What it saw, and what failed."""
+    async def drain(self) -> tuple[list[Sample], str]: ...
 
-    def close(self) -> None:
-        """It is no longer needed."""
+    def close(self) -> None: ...
 
 
 class Monitor:
@@ -64,7 +62,6 @@ class Monitor:
             return {}
 
     def close(self) -> None:
-        """Agents end."""
         for agent in self.agents:
             agent.close()
 

@@ -45,7 +45,6 @@ class Sampler:
         self._node_before: Counters = {}
 
     def sample(self) -> list[Sample]:
-        """All that is known of the time since the last call."""
         if (now := time.monotonic()) - self._looked >= FAMILY_S:
             self._looked, self._families = now, families(self._workers())
         before, self._at = self._at, clock.now()

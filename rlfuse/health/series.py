@@ -87,7 +87,6 @@ class Expected:
         self._factors: dict[Class, float | None] = {}
 
     def learn(self, spans: Iterable[Span], costs: Costs) -> None:
-        """Take in pieces of work; `costs` count the first time only."""
         self._costs = costs if self._costs is None else self._costs
         for span in spans:
             if is_work(span) and (by_costs := predicted(span, self._costs)) > 0:
@@ -165,21 +164,18 @@ class Series:
             cell[1, second] += covered
 
     def add_spans(self, spans: Sequence[Span], expected: Expected) -> None:
-        """Work as it was, and as it should have been."""
         for span in spans:
             if is_work(span) and (seconds := expected.seconds(span)):
                 self.add(SLOWNESS, span.where, span.start, span.end, span.seconds)
                 self.add("work", span.where, span.start, span.end, seconds)
 
     def add_samples(self, samples: Sequence[Sample]) -> None:
-        """What agents saw."""
         for sample in samples:
             for name, amount in sample.amounts.items():
                 whole = amount if name in SIGNALS and SIGNALS[name].per == "work" else amount * sample.seconds
                 self.add(name, sample.worker, sample.end - sample.seconds, sample.end, whole)
 
     def windows(self, step: int) -> list[Window]:
-        """One after the other, about WINDOW_S each."""
         count = max(1, round(self.seconds / WINDOW_S))
         edges = np.linspace(0, self.seconds, count + 1).round().astype(int)
         return [
@@ -188,12 +184,10 @@ class Series:
         ]
 
     def mean(self, name: str, worker: str) -> float | None:
-        """Over the seconds that it is known of."""
         cell = self._cells.get((name, worker))
         return None if cell is None or not cell[1].any() else float(cell[0].sum() / cell[1].sum())
 
     def workers(self, name: str) -> list[str]:
-        """Who has such values."""
         return list(self._workers[name])
 
     def _values(self, first: int, last: int) -> dict[str, dict[str, tuple[float, float]]]:

@@ -31,11 +31,9 @@ class Signal:
         return self.worse * math.log(value + self.unit)
 
     def value(self, compared: float) -> float:
-        """The inverse."""
         return math.exp(self.worse * compared) - self.unit
 
     def shown(self, value: float) -> str:
-        """For a person."""
         return f"{value * self.factor:.3g}"
 
 

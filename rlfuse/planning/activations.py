@@ -38,12 +38,10 @@ class Leaving:
     peak: float  # bytes on the device at most
 
     def waiting(self, tier: Place) -> float:
-        """Bytes of layers there."""
         return self.places.layers.count(tier) * self.layer
 
     @property
     def run_again(self) -> float:
-        """Share of the layers."""
         return self.places.layers.count(Place.AGAIN) / len(self.places.layers)
 
 

@@ -146,8 +146,6 @@ def _measure_links(arguments: argparse.Namespace, console: Console) -> None:
     console.print(f"wrote {escape(str(arguments.out))}; name it as `links: {{measured: ...}}` in a cluster file")
 
 
-# Measured work -------------------------------------------------------------------------------------------------------
-
 Measured = tuple[list[Work], list[Source], list[str], dict[str, float]]
 """Work, where it comes from, what is missing, and speeds of the device by themselves."""
 

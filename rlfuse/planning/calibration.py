@@ -31,9 +31,6 @@ ACROSS_DEVICES = 0.1085
 Fields = dict[str, float | bool]
 
 
-# Fitting -------------------------------------------------------------------------------------------------------------
-
-
 def fitted(works: Sequence[Work]) -> Hardware:
     """The device that these pieces of work tell. Raises CalibrationError where they tell of no decoding or training."""
     seen = {kind: sum(work.kind == kind for work in works) for kind in ("generating", "training")}
@@ -182,9 +179,6 @@ def _seconds(works: Iterable[Work]) -> np.ndarray:
 
 def _rate(factor: float) -> float:
     return min(1 / factor, UNSEEN) if factor > 0 else UNSEEN
-
-
-# Holding out ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

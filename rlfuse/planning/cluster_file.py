@@ -133,11 +133,9 @@ class Cluster:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of devices that nodes have, the smallest first."""
         return tuple(sorted({node.devices for node in self._nodes}))
 
     def nodes_with(self, devices: int) -> int:
-        """Return the number of nodes that have so many devices."""
         return sum(node.devices >= devices for node in self._nodes)
 
     @property

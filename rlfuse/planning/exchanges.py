@@ -46,7 +46,6 @@ class Exchange:
     copies: Traffic = Traffic()  # of a rank, for these messages
 
     def sent(self, hardware: Hardware) -> float:
-        """Bytes."""
         return self.bytes + (self.scattered if hardware.is_host else 0.0)
 
 

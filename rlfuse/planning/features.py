@@ -86,9 +86,6 @@ def forward_flops(shape: Shape, prompts: Sequence[float], responses: Sequence[fl
     return 2 * (shape.passed * sum(whole) + shape.head * sum(responses)) + attention
 
 
-# A run ---------------------------------------------------------------------------------------------------------------
-
-
 def works_of(source: str, config: Config, shapes: Mapping[str, Shape], spans: Sequence[Span]) -> list[Work]:
     """All work of a run's steps but the first; nothing where it has no second one."""
     lengths = lengths_of(spans)

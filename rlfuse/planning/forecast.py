@@ -48,7 +48,6 @@ class Forecast:
 
     @property
     def seconds(self) -> Seconds:
-        """Under the job's policy."""
         return next(iter(self.steps.values()))
 
 

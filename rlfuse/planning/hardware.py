@@ -48,7 +48,6 @@ class Links:
     per_node: int = 1 << 30  # devices of a node
 
     def send(self, size: float, far: bool) -> float:
-        """Seconds from a device to its neighbour, in this node or (`far`) in another."""
         if far:
             return self.between_s + size / self.between_bytes_per_s
         return self.within_s + size / self.within_bytes_per_s
@@ -62,7 +61,6 @@ class Links:
         return within + (nodes - 1) * (self.between_s + size / ranks / self.between_bytes_per_s)
 
     def all_reduce(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Seconds of a reduce-scatter and an all-gather."""
         return 2 * self.all_gather(size, ranks, stride)
 
 
@@ -119,12 +117,10 @@ class Hardware:
 
     @property
     def updating(self) -> float:
-        """Bytes per second, in place."""
         return self.update_bytes_per_s or self.bytes_per_s
 
     @property
     def copying(self) -> float:
-        """Bytes per second, into new memory."""
         return self.copied_bytes_per_s or self.updating
 
     def decoding_s(self, read_s: float, computed_s: float) -> float:

@@ -95,14 +95,12 @@ class Memory:
         return PHASES if self.budget.device == "cuda" else (TRAINING,)
 
     def of(self, phase: str) -> list[Part]:
-        """Return the parts that are there in a phase."""
         if self.budget.device == "cpu":
             return list(self.parts)
         there = contents(self.optimizers_alone, self.hands_over)[phase]
         return [part for part in self.parts if part.item in there]
 
     def total(self, phase: str) -> float:
-        """Sum up the bytes of a phase."""
         return sum(part.size for part in self.of(phase))
 
     @property
@@ -116,12 +114,10 @@ class Memory:
         return Moved(optimizers, optimizers) if self.optimizers_alone else Moved()
 
     def size_of(self, items: Set[Item]) -> float:
-        """Sum up the bytes of these items."""
         return sum(part.size for part in self.parts if part.item in items)
 
     @property
     def tightest(self) -> str:
-        """The phase that needs the most."""
         return max(self.phases, key=self.total)
 
 
@@ -188,9 +184,6 @@ def _on_their_way(config: Config, shape: Shape) -> list[Part]:
         Part("actor", "bucket of weights", bucket * (at_a_time + gathered), Item.BUCKETS),
         Part("engine", "layer being loaded", max(layer, ends) / config.rollout.tensor_model_parallel_size, Item.LAYER),
     ]
-
-
-# Training ------------------------------------------------------------------------------------------------------------
 
 
 def models_of(config: Config, shapes: Mapping[str, Shape], device: str) -> list[Part]:
@@ -306,9 +299,6 @@ def parameters_on(config: Config, shape: Shape, role: str, position: int) -> int
         + (shape.head // part.head[1] if part.head else 0)
         for part in parts_on(config, shape, role, position)
     )
-
-
-# Generating ----------------------------------------------------------------------------------------------------------
 
 
 def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], int, Bounds]:

@@ -204,9 +204,6 @@ def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:
     return Budget(device, torch.cuda.get_device_properties(0).total_memory)
 
 
-# Words ---------------------------------------------------------------------------------------------------------------
-
-
 def _activations_away(config: Config, shapes: Mapping[str, Shape], device: str) -> list[str]:
     """What the largest micro-batches of each trained model have wait off the device, or computed again."""
     if not config.model.enable_activation_offload:
@@ -245,9 +242,6 @@ def _show_settings(config: Config, memory: Memory, all_of_them: bool, console: C
             console.print(f"  {escape(each.name)}={escape(each.value)}", soft_wrap=True)
             console.print(Padding(escape(each.why), (0, 0, 0, 6)))
         console.print()
-
-
-# Time ----------------------------------------------------------------------------------------------------------------
 
 
 def _forecast(

@@ -49,7 +49,6 @@ class Probe:
     _part: int = 0
 
     def measure(self, folder: str | None) -> None:
-        """Everything; `folder`: a model's, with its config.json."""
         with _threads(self.device):
             dtype = _dtype(AutoConfig.from_pretrained(folder)) if folder else self._own_dtype
             self._rates(dtype)

@@ -186,9 +186,6 @@ def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tup
     return job, facts
 
 
-# Words ---------------------------------------------------------------------------------------------------------------
-
-
 def _nothing_fits(found: Found, seconds: float, console: Console) -> None:
     _, wrong = found.nearest or (0.0, ("the checks refuse every combination",))
     if found.left:

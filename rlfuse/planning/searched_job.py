@@ -43,23 +43,17 @@ class Job:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_lean", _without_passes(self.shapes))
 
-    # Time ------------------------------------------------------------------------------------------------------------
-
     @functools.cached_property
     def times(self) -> StepTimes:
-        """What was simulated is not simulated again."""
         return StepTimes(self.shapes, self.lengths, self.prompt_tokens)
 
     def bound(self, config: Config, memory: Memory, roomy: bool = False) -> float:
-        """As `StepTimes.bound`."""
         return self.times.bound(config, self.costs(config, memory), self.speeds(config), roomy)
 
     def sketched(self, config: Config) -> float:
-        """As `StepTimes.sketched`."""
         return self.times.sketched(config, self._costs_of(config), self.speeds(config))
 
     def simulated(self, config: Config, memory: Memory, policy: str | None = None, tuned: bool = False) -> Seconds:
-        """As `StepTimes.simulated`."""
         return self.times.simulated(config, self.costs(config, memory), self.speeds(config), policy, tuned)
 
     def costs(self, config: Config, memory: Memory) -> Costs:
@@ -68,7 +62,6 @@ class Job:
         return replace(found, max_sequences=config.rollout.max_num_seqs, kv_tokens=max(1, memory.kv_tokens))
 
     def _costs_of(self, config: Config, moved: Moved = STAYS) -> Costs:
-        """Without those two, on which no other depends."""
         key = (moved, *self._but_of_engines(config))
         if key not in self._costs:
             context = self.times.context
@@ -84,8 +77,6 @@ class Job:
         nodes = self.cluster.speeds(config)
         return work_speeds(config, self.shapes["actor"], self.hardware, nodes, self.times.context)
 
-    # Memory ----------------------------------------------------------------------------------------------------------
-
     def lean(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
         """With the largest cache that fits, and memory without activations: no plan needs less."""
         return self._sized(settings, self._lean)
@@ -95,7 +86,6 @@ class Job:
         return self._sized(settings, self.shapes)
 
     def with_settings(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
-        """As the settings say, and all of its memory."""
         config = changed(self.config, settings)
         return config, self._memory(config, self.shapes)
 
@@ -116,7 +106,6 @@ class Job:
         return memory_of(config, shapes, budget, self.served, self._models[key])
 
     def settings_of(self, config: Config, settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
-        """With those of cache and policy."""
         return *settings, *((key, value_of(config, key)) for key in (CACHE[self.cluster.device], POLICY))
 
 

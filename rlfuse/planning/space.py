@@ -206,7 +206,6 @@ class Fillings:
         return tuple((key, values[at]) for (key, values), at in zip(self._axes.items(), filling, strict=True))
 
     def first(self, structure: Iterable[Setting]) -> list[Filling]:
-        """Those that no other comes before."""
         return [(0, at, 0) for at in range(1 if _in_order(structure) else len(self._axes[TOKENS]))]
 
     def after(self, structure: Iterable[Setting], filling: Filling, fits: bool) -> Iterator[Filling]:

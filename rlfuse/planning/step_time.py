@@ -80,7 +80,6 @@ class StepTimes:
 
     @property
     def context(self) -> float:
-        """Tokens of a sample with its prompt, in the mean."""
         return self._prompt_tokens + self._mean
 
     def bound(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = (), roomy: bool = False) -> float:
@@ -194,7 +193,6 @@ class StepTimes:
         return dict.fromkeys(models, count), tokens / count / rate / 3
 
     def planner(self, config: Config, counts: Mapping[str, int], forward: float) -> Planner:
-        """That knows each operation's duration."""
         planner = planner_of(config)
         kinds: dict[Kind, float] = {"F": 1, "B": 1, "W": 1} if planner.split else {"F": 1, "B": 2}
         for role in counts:
@@ -222,7 +220,6 @@ class StepTimes:
         return replace(workload, scoring=scoring, training=training, slot_speed=compute, decode_speed=decode)
 
     def _some(self, config: Config) -> tuple[int, tuple[int, ...]]:
-        """How many engines, and the lengths of their samples."""
         all_of_them, rows = config.slots // config.rollout.tensor_model_parallel_size, config.rollout.n
         mini_batches = mini_batches_of(config)
         engines, prompts = cut(all_of_them, config.actor.ppo_mini_batch_size, mini_batches, rows)

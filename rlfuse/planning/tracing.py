@@ -60,7 +60,6 @@ class Texts:
 
     @property
     def prompts(self) -> int:
-        """Tokens of all prompts that are there."""
         found = [prompt for prompt, _ in self.lengths]
         return found[0] if self.shared else sum(found)
 
@@ -200,9 +199,6 @@ def _losses(fused: bool) -> Iterator[None]:
         losses._slices, fused_log_probs.is_fused = slices, is_fused
 
 
-# Attention -----------------------------------------------------------------------------------------------------------
-
-
 class _Attention(torch.autograd.Function):
     """What flash and memory-efficient attention keep: [B, heads, tokens, d] or, of a layout, [B, tokens, heads, d]."""
 
@@ -266,9 +262,6 @@ class _Kernels(TorchFunctionMode):
         """Else torch computes all scores: for keys that are broadcast, and values narrower than keys."""
         alike = query.shape[-3] == key.shape[-3] or (self.grouped and bool(shares))
         return alike and query.shape[-1] == value.shape[-1]
-
-
-# Layers --------------------------------------------------------------------------------------------------------------
 
 
 class _Again(torch.autograd.Function):

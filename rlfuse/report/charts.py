@@ -96,9 +96,6 @@ def series(run: Gathered, name: str, sharing: int = 1) -> tuple[list[int], list[
     return thin(*zip(*points, strict=True), max(LEAST_POINTS, POINTS * 4 // (3 + sharing))) if points else ([], [])
 
 
-# Curves --------------------------------------------------------------------------------------------------------------
-
-
 def curves(runs: Sequence[Gathered]) -> list[Panel]:
     """The usual panels; those that no run has are left out."""
     names = sorted({name for run in runs for row in run.rows for name in row})
@@ -119,9 +116,6 @@ def parts(runs: Sequence[Gathered]) -> list[Panel]:
     return [Panel(name.split("/", 1)[1].removesuffix("/mean"), ((name, ""),)) for name in means] + [
         Panel(f"failures of {name.split('/', 2)[2]}, samples", ((name, ""),)) for name in failures
     ]
-
-
-# Lengths and time, over the steps ------------------------------------------------------------------------------------
 
 
 def lengths(runs: Sequence[Gathered], colour_of: Sequence[str]) -> dict[int, go.Figure]:
@@ -201,9 +195,6 @@ def _equal(figures: dict[int, go.Figure], runs: Sequence[Gathered], title: str, 
     return figures
 
 
-# One step ------------------------------------------------------------------------------------------------------------
-
-
 def timeline(shown: Timeline) -> go.Figure:
     """Samples in flight above, a row for each slot below."""
     labels = [label for label, _ in shown.rows]
@@ -244,9 +235,6 @@ def _bar(what: str, bars: Iterable[tuple[str, float, float]]) -> go.Bar:
         marker={"color": COLOURS[what], "line": {"width": 0}},
         hovertemplate=f"%{{y}}: {WORDS[what]}<br>from %{{base:.3f}} s, for %{{x:.3f}} s<extra></extra>",
     )
-
-
-# Style ---------------------------------------------------------------------------------------------------------------
 
 
 def styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:

@@ -207,9 +207,6 @@ def _whole(name: str, parts: Sequence[Span]) -> Generated:
     return Generated(name, parts[0].step, end - start, tokens, engines)
 
 
-# Timelines -----------------------------------------------------------------------------------------------------------
-
-
 def _timeline(step: Span, spans: Sequence[Span], slots: int, width: int) -> Timeline:
     shown = sorted({i * slots // min(slots, ROWS) for i in range(min(slots, ROWS))})
     divided = divide(spans, step.start, step.end, slots, width)
@@ -244,9 +241,6 @@ def _bars(claims: Iterable[tuple[str, list[tuple[float, float]]]], step: Span) -
                 joined.append([start, end])
         bars += [(what, start - step.start, end - start) for start, end in joined if end - start >= finest / 4]
     return bars
-
-
-# Samples -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

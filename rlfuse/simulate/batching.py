@@ -37,7 +37,6 @@ class Sequence:
 
     @property
     def tokens(self) -> int:
-        """In the cache when it is admitted."""
         return self.prompt_tokens + self.done
 
 
@@ -54,8 +53,6 @@ class Batch:
     _ends: list[tuple[int, int, Sequence]] = field(default_factory=list)
     _entries: int = 0
     _sharing: dict[Hashable, int] = field(default_factory=dict)
-
-    # Time ------------------------------------------------------------------------------------------------------------
 
     def _speedup(self) -> float:
         if self.speculation is not None and len(self.running) <= self.speculation.batch:
@@ -95,8 +92,6 @@ class Batch:
                 self._leave(sequence)
                 whole.append(sequence)
         return whole
-
-    # Who runs --------------------------------------------------------------------------------------------------------
 
     def admit(self) -> int:
         """Let in what has room, in order; tokens to prefill. Siblings of a running one share their prompt's cache."""

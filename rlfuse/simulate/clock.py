@@ -37,7 +37,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._clock)
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
         return self._clock.now
 
     def _run_once(self) -> None:

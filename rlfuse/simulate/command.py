@@ -88,9 +88,6 @@ def _write(path: Path | None, objects: list[dict[str, Any]]) -> None:
         write_whole(path, json.dumps(objects[0] if len(objects) == 1 else objects, indent=2) + "\n")
 
 
-# A workload ----------------------------------------------------------------------------------------------------------
-
-
 def _compare(arguments: argparse.Namespace) -> None:
     workload = read_workload(arguments.workload)
     runs = _run(workload, arguments.policy or list(POLICIES), arguments.threshold)
@@ -138,9 +135,6 @@ def _draw(path: Path, timelines: Sequence[Any]) -> None:
 
     draw(timelines, path)
     print(f"picture    {path}")
-
-
-# A recorded run ------------------------------------------------------------------------------------------------------
 
 
 def _replay(arguments: argparse.Namespace) -> None:

@@ -53,7 +53,6 @@ class SimulatedTrainer:
         self._spans: list[Span] = []
 
     async def log_probs(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """Zeros, after the time of a pass over the rows."""
         return await self._score(PASS_OF[model], rows, slot)
 
     async def values(self, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
@@ -68,7 +67,6 @@ class SimulatedTrainer:
         return [self._zeros.take(len(row.response_ids))[1] for row in rows]
 
     async def accumulate(self, model: str, rows: Sequence[Row], slot: int | None = None) -> list[np.ndarray]:
-        """The time of a forward and a backward pass over the rows."""
         self._check_alone("backward", slot, self.lockstep_backward)
         async with self._at_work("backward", rows, slot, model) as call:
             await asyncio.sleep(self.costs.train_call_s)
@@ -85,7 +83,6 @@ class SimulatedTrainer:
             raise SimulationError(f"slot {slot} is told to do {kind} alone, which needs all ranks")
 
     async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
-        """An optimizer step of all ranks on what was accumulated."""
         rows = self._accumulated.pop(model, [])
         once = Counter(row.id for row in rows)
         if sorted(len(row.response_ids) for row in rows) != sorted(lengths) or (once and max(once.values()) > 1):
@@ -135,12 +132,10 @@ class SimulatedTrainer:
         device.work = kind
 
     async def probe(self) -> list[float | None]:
-        """The speed of each device, in no time."""
         now = asyncio.get_running_loop().time()
         return [device.speed.done(now, now + 1) for device in self.devices]
 
-    async def fetch_optimizers(self, slot: int) -> None:
-        """There is nothing to fetch."""
+    async def fetch_optimizers(self, slot: int) -> None: ...
 
     async def take_device(self, slot: int) -> None:
         await self._switch(self.devices[slot], "rollout", "trainer")
@@ -167,17 +162,13 @@ class SimulatedTrainer:
         """Calls of all ranks are shared out by these rates from now on."""
         self._rates = list(rates) if rates else [1.0] * len(self.devices)
 
-    async def save(self, folder: Path) -> None:
-        """There is nothing to save."""
+    async def save(self, folder: Path) -> None: ...
 
-    async def describe(self, folder: Path) -> None:
-        """There is nothing to describe."""
+    async def describe(self, folder: Path) -> None: ...
 
-    def drop_gradients(self) -> None:
-        """There are none."""
+    def drop_gradients(self) -> None: ...
 
-    async def load(self, folder: Path) -> None:
-        """There is nothing to load."""
+    async def load(self, folder: Path) -> None: ...
 
     async def drain(self, collect: bool = False) -> list[Span]:
         spans, self._spans = self._spans, []

@@ -76,9 +76,6 @@ def fit(spans: Sequence[Span], before: Costs | None = None, rates: Sequence[floa
     return Fit(costs, accuracy)
 
 
-# Decoding ------------------------------------------------------------------------------------------------------------
-
-
 def _fit_decoding(
     spans: Sequence[Span], costs: Costs, accuracy: dict[str, Accuracy], slower: Mapping[str, float]
 ) -> Costs:
@@ -106,9 +103,6 @@ def _fit_decoding(
         flat_batch=flat,
         prefill_tokens_per_s=1 / prefilled if prefilled > 1 / INSTANT_TOKENS_PER_S else INSTANT_TOKENS_PER_S,
     )
-
-
-# Calls ---------------------------------------------------------------------------------------------------------------
 
 
 def calls(
@@ -187,9 +181,6 @@ def unexplained(spans: Sequence[Span]) -> Iterable[float]:
             if span.end > step.start and span.start < step.end
         ]
         yield step.seconds - covered(inside)
-
-
-# Least squares -------------------------------------------------------------------------------------------------------
 
 
 def robust(columns: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, float]:

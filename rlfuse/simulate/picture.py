@@ -108,9 +108,6 @@ def _rows(slots: int) -> dict[int, int]:
     return {slot: row for row, slot in enumerate(sorted({i * slots // count for i in range(count)}))}
 
 
-# What slots do -------------------------------------------------------------------------------------------------------
-
-
 def activity(timeline: Timeline) -> Iterable[Bar]:
     """Bars of one step, in seconds from its start, cut to it."""
     start, end = timeline.start, timeline.start + timeline.seconds
@@ -153,9 +150,6 @@ def _from_samples(spans: Iterable[Span]) -> list[Bar]:
 
 def _moves(timeline: Timeline) -> list[Span]:
     return [span for span in timeline.spans if span.kind == "move" and span.where == "driver"]
-
-
-# Drawing -------------------------------------------------------------------------------------------------------------
 
 
 def _panel(axes: Axes, timeline: Timeline, bars: Sequence[Bar], rows: dict[int, int], shade: Normalize) -> None:

@@ -88,8 +88,6 @@ class SimulatedRollout:
         self._link_free = 0.0
         self._spans: list[Span] = []
 
-    # The protocol ----------------------------------------------------------------------------------------------------
-
     async def generate(
         self, samples: Iterable[Sample], sampling: Sampling, partials: Mapping[str, Partial] | None = None
     ) -> AsyncIterator[tuple[str, Response | Partial]]:
@@ -170,8 +168,6 @@ class SimulatedRollout:
         self._departures, self._timer, self._steps = [], None, 0
         self._since, self._prefill, self._link_free = -1.0, 0, 0.0
 
-    # Samples ---------------------------------------------------------------------------------------------------------
-
     def _check(self, action: str) -> None:
         if self.lost:
             raise EngineLost(f"{self.name} is lost and can't {action}")
@@ -218,8 +214,6 @@ class SimulatedRollout:
         self._deliver(held, Response(*self._zeros.take(whole), reason, self.version, ""))
         which, told = (held.sample.step, (sequence.name,)), {"prompt_tokens": sequence.prompt_tokens}
         self._spans.append(Span("generate", self.name, held.since, now, *which, whole, "admitted", told))
-
-    # Time ------------------------------------------------------------------------------------------------------------
 
     def _interrupt(self) -> None:
         """Take a turn at the end of the step under way; at once if there is none. A stall ends by itself."""

@@ -295,23 +295,17 @@ class _Log:
             self.spans += await engine.drain()
         return self.spans
 
-    def note(self, values: Mapping[str, float]) -> None:
-        """There are no metrics."""
+    def note(self, values: Mapping[str, float]) -> None: ...
 
-    def watch(self, board: Board) -> None:
-        """Nobody looks on."""
+    def watch(self, board: Board) -> None: ...
 
-    def log_step(self, step: int, board: Board, spans: Sequence[Span]) -> None:
-        """The caller looks at the spans."""
+    def log_step(self, step: int, board: Board, spans: Sequence[Span]) -> None: ...
 
-    def log_validation(self, step: int, board: Board) -> None:
-        """There are no held-out prompts."""
+    def log_validation(self, step: int, board: Board) -> None: ...
 
-    def log_agreement(self, step: int, agreement: Agreement) -> None:
-        """There are no numbers to compare."""
+    def log_agreement(self, step: int, agreement: Agreement) -> None: ...
 
-    def check(self, step: int, board: Board) -> None:
-        """Simulated rewards don't fail."""
+    def check(self, step: int, board: Board) -> None: ...
 
 
 class _NoCheckpoints:
@@ -327,17 +321,13 @@ class _NoCheckpoints:
         """Never."""
         return False
 
-    def check_room(self, step: int) -> None:
-        """None is needed."""
+    def check_room(self, step: int) -> None: ...
 
-    def remember(self, step: int) -> None:
-        """There is no state."""
+    def remember(self, step: int) -> None: ...
 
-    async def write(self, step: int, required: bool = False) -> None:
-        """Not asked for."""
+    async def write(self, step: int, required: bool = False) -> None: ...
 
-    def publish(self) -> None:
-        """Nothing was written."""
+    def publish(self) -> None: ...
 
 
 class _Experience:

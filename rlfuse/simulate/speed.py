@@ -26,7 +26,6 @@ class Speed:
         self.least, self.most = min(self._speeds), max(self._speeds)
 
     def done(self, start: float, end: float) -> float:
-        """Seconds of cost that are done between the two."""
         if len(self._times) == 1:
             return (end - start) * self._speeds[0]
         return self._until(end) - self._until(start)
@@ -48,11 +47,9 @@ class Speed:
         return self._done[piece] + (when - self._times[piece]) * self._speeds[piece]
 
     def times(self, factor: float) -> Speed:
-        """The same, so many times as fast."""
         return Speed([(time, speed * factor) for time, speed in self.changes])
 
     def later(self, seconds: float) -> Speed:
-        """The same, so many seconds later."""
         return Speed([(time + seconds, speed) for time, speed in self.changes])
 
 

@@ -237,7 +237,6 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Response tokens of the longest sample."""
         return int(self.lengths().max())
 
     @property
@@ -261,7 +260,6 @@ class Workload:
         return ~(first & (self.scoring.by_update and kind == "old_log_prob"))
 
     def speeds(self) -> tuple[Speed, ...]:
-        """Of each slot, from the step's start."""
         of_slot = defaultdict[int, list[Slowdown]](list)
         for slowdown in self.slowdowns:
             of_slot[slowdown.slot].append(slowdown)
@@ -269,7 +267,6 @@ class Workload:
         return tuple(_speed(speed, of_slot.get(slot, ())) for slot, speed in enumerate(given))
 
     def lengths(self) -> np.ndarray:
-        """int64 [samples]: response tokens."""
         drawn = self.response_tokens
         return drawn.draw(self.group, self.seed) if isinstance(drawn, Drawn) else np.array(drawn, np.int64)
 
@@ -282,7 +279,6 @@ class Workload:
         return means * np.exp(rng.normal(0.0, self.length_history_sigma, self.prompts))
 
     def settings(self, given: Settings) -> Settings:
-        """These, with what the workload decides of them."""
         if self.credit_samples is not None:
             given = replace(given, credit_samples=self.credit_samples)
         return replace(
@@ -293,7 +289,6 @@ class Workload:
         )
 
     def costs(self) -> Costs:
-        """As the policies and the simulated engines see it."""
         engine = {entry.name: getattr(self.engine, entry.name) for entry in fields(Engine)}
         return Costs(
             **engine,

@@ -73,9 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# A run ---------------------------------------------------------------------------------------------------------------
-
-
 def _run(arguments: argparse.Namespace) -> tuple[list[str | Table], dict[str, Any]]:
     if arguments.steps < 1:
         raise WhatIfError(f"--steps {arguments.steps}: give 1 or more")
@@ -99,9 +96,6 @@ def _check_kinds(given: Sequence[str], valid: Sequence[str]) -> None:
 
 def _write_timeline(path: Path, timeline: dict[str, Any]) -> None:
     write_whole(path, json.dumps(timeline, separators=(",", ":")))
-
-
-# A table -------------------------------------------------------------------------------------------------------------
 
 
 def _job(arguments: argparse.Namespace) -> tuple[list[str | Table], dict[str, Any]]:

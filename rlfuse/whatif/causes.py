@@ -172,9 +172,6 @@ def _pairs(seen: Seen) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return of.astype(int), forward, backward
 
 
-# A training job ------------------------------------------------------------------------------------------------------
-
-
 def likely_of_job(found: Mapping[str, Any], pairs: int) -> Cause:
     """Return the cause of a training job's slowdown. `found`: the fields of its `Slowdown` so far."""
     if found["M_W"] >= HALF:

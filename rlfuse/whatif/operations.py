@@ -56,7 +56,6 @@ class Operations:
         return np.maximum(self.end - starts, 0.0)  # clocks of two hosts differ
 
     def kinds_of(self, *names: str) -> np.ndarray:
-        """bool [N]: of one of these kinds."""
         return np.isin(self.kind, [number for number, name in enumerate(self.kinds) if name in names])
 
 

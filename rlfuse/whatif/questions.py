@@ -90,12 +90,10 @@ class Simulated:
     """Recorded steps on a virtual clock, under the run's own policy or another."""
 
     def __init__(self, workloads: Sequence[Workload], policy: str, by_rates: bool = True):
-        """`by_rates`: as `later_step`."""
         self.workloads, self.policy, self._by_rates = workloads, policy, by_rates
         self._settings: Callable[[str], Settings] = cache(lambda name: tune(workloads[-1], name))
 
     def seconds(self, change: Callable[[Workload], Workload], policy: str = "") -> float:
-        """Of a step in the mean."""
         settings = self._settings(policy or self.policy)
         steps = [later_step(change(each), policy or self.policy, settings, self._by_rates) for each in self.workloads]
         return fmean(step.result.step_s for step in steps)

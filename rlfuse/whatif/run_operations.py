@@ -172,8 +172,6 @@ class _Step:
             woken.add(piece)
         return found
 
-    # Calls -----------------------------------------------------------------------------------------------------------
-
     def _calls(self) -> list[Call]:
         work = defaultdict(list)
         for span in self.spans:
@@ -256,8 +254,6 @@ class _Step:
         """What the driver does about a call; changing a slot's role is the slot's."""
         worker = f"slot {call.slots[0]}" if kind == "switch" else DRIVER
         return Piece(kind=kind, worker=worker, start=start, end=max(start, end), span=call.span, call=call)
-
-    # What waits for what ---------------------------------------------------------------------------------------------
 
     def _waits(self, piece: Piece) -> list[Piece]:
         call = piece.call

@@ -79,7 +79,6 @@ class Analysis:
         self.durations = Durations(own, typical, min(ways, key=self.mean))
 
     def mean(self, seconds: np.ndarray) -> float:
-        """Of a step."""
         return float(self.replay.step_seconds(seconds).mean())
 
     def _of(self, worker: str) -> np.ndarray:
@@ -145,9 +144,6 @@ class Analysis:
     def _rate(self, part: np.ndarray) -> float:
         typical = self.durations.typical[part].sum()
         return float(self.durations.recorded[part].sum() / typical) if typical else 1.0
-
-
-# Ideals --------------------------------------------------------------------------------------------------------------
 
 
 def comparable(recorded: Recorded, flat_batch: int) -> Iterator[Group]:

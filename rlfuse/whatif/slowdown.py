@@ -54,7 +54,6 @@ class Job:
         self.even = even_seconds(operations, self.recorded)
 
     def mean(self, seconds: np.ndarray) -> float:
-        """Return the seconds of a step with these of its operations."""
         return float(self.replay.step_seconds(seconds).mean())
 
     def found(self) -> Slowdown:

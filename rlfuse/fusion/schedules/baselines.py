@@ -144,9 +144,6 @@ def _listed(problem: Problem, over: Callable[[], bool]) -> np.ndarray:
     return draws.best[0].order
 
 
-# Lines of one stage --------------------------------------------------------------------------------------------------
-
-
 def _gpipe(model: Model, stage: int, split: bool) -> Line:
     backward: Line = [("B", 0), ("W", 0)] if split else [("B", 0)]
     forward: Line = [("F", 0)]

@@ -84,7 +84,6 @@ class Planner:
         self.forget(device for device, rate in enumerate(rates) if rate != before[device])
 
     def forget(self, devices: Iterable[int]) -> None:
-        """What these devices were measured to take holds no more."""
         if changed := set(devices):
             self._plans.clear()
             for key in [key for key in self._seconds if self._device(*key[:2]) in changed]:
@@ -145,7 +144,6 @@ class Planner:
         }
 
     def problem(self, trained: Mapping[str, int], scored: Mapping[str, int] | None = None) -> Problem:
-        """What `plan` searches a schedule for."""
         models = [self._model(name, count) for name, count in sorted(trained.items())]
         models += [self._scoring(name, count) for name, count in sorted((scored or {}).items())]
         return Problem(

@@ -117,17 +117,13 @@ class Problem:
                     chunks = f" (of {self.stages(model)} chunks)" * (self.chunks(model) > 1)
                     yield f"{where}.{field} has {count}: give one each{chunks}, or a number"
 
-    # One model's stages ----------------------------------------------------------------------------------------------
-
     def model(self, name: str) -> Model:
-        """By its name. Raises ScheduleError for one that isn't there."""
         for model in self.models:
             if model.name == name:
                 return model
         raise ScheduleError(f"model {name!r}: the problem has {', '.join(model.name for model in self.models)}")
 
     def chunks(self, model: Model) -> int:
-        """How many chunks of a stage of this model a device holds."""
         return model.chunks_per_device or self.chunks_per_device
 
     def stages(self, model: Model) -> int:
@@ -135,7 +131,6 @@ class Problem:
         return model.stages * self.chunks(model)
 
     def device(self, model: Model, pipeline: int, stage: int) -> int:
-        """Where a stage or chunk-stage stands."""
         place = self._place(model, stage)
         return pipeline * model.stages + (place if model.direction == "down" else model.stages - 1 - place)
 
@@ -149,7 +144,6 @@ class Problem:
         return whole * (model.weight_gradient if kind == "W" else 1 - model.weight_gradient)
 
     def activation(self, model: Model, stage: int) -> float:
-        """What a micro-batch keeps on a stage or chunk-stage."""
         if model.backward is None:
             return 0.0
         return self._of(model, "activation", stage)
@@ -179,11 +173,8 @@ class Problem:
             sums[self._place(model, stage)] += each
         return tuple(sums)
 
-    # The whole problem -----------------------------------------------------------------------------------------------
-
     @property
     def operations(self) -> int:
-        """How many a schedule has."""
         return sum(
             model.pipelines * self.stages(model) * model.micro_batches * len(self.kinds(model)) for model in self.models
         )
@@ -215,7 +206,6 @@ class Problem:
         )
 
     def variant(self, *, split_backward: bool, chunks_per_device: int, placement: str = "v") -> Problem:
-        """The same work of each device, divided otherwise."""
         whole = ({field: self._whole(model, field) for field in PER_STAGE} for model in self.models)
         models = tuple(
             replace(model, chunks_per_device=None, **fields) for model, fields in zip(self.models, whole, strict=True)
@@ -229,7 +219,6 @@ class Problem:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What `parse` reads."""
         return asdict(self)
 
 

@@ -27,7 +27,6 @@ class Timed(NamedTuple):
     end: float
 
     def as_json(self) -> dict[str, Any]:
-        """As in a schedule's file."""
         operation = self.operation
         return {
             "model": operation.model,
@@ -58,7 +57,6 @@ class Schedule:
 
     @property
     def operations(self) -> Rows:
-        """What the executor runs."""
         return tuple(tuple(timed.operation for timed in row) for row in self.rows)
 
     @property
@@ -68,7 +66,6 @@ class Schedule:
         return tuple(1 - sum(timed.end - timed.start for timed in row) / total for row in self.rows)
 
     def as_json(self) -> dict[str, Any]:
-        """What `read_schedule` reads."""
         return {
             "makespan": round(self.makespan, 9),
             "lower_bound": round(self.lower_bound, 9),
@@ -103,9 +100,6 @@ def read_schedule(path: Path) -> Schedule:
 def _timed(entry: dict[str, Any]) -> Timed:
     names = ("model", "pipeline", "stage", "micro_batch", "op")
     return Timed(Operation(*(entry[name] for name in names)), float(entry["start"]), float(entry["end"]))
-
-
-# Times ---------------------------------------------------------------------------------------------------------------
 
 
 def timed(
@@ -200,9 +194,6 @@ def _lengths(problem: Problem) -> dict[tuple[str, int, int, Kind], float]:
         for stage in range(problem.stages(model))
         for kind in problem.kinds(model)
     }
-
-
-# The check -----------------------------------------------------------------------------------------------------------
 
 
 def expected(problem: Problem) -> dict[Operation, int]:

@@ -216,8 +216,6 @@ class _Hunt:
         if better is not None:
             self.offer(better, "CP-SAT")
 
-    # What is best so far ---------------------------------------------------------------------------------------------
-
     def offer(self, order: np.ndarray, method: str) -> bool:
         """Keep an order if it fits and is better than what there was; whether it was kept."""
         length = makespan(self.shop, order)

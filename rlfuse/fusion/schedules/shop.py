@@ -46,7 +46,6 @@ class Shop(NamedTuple):
 
     @property
     def row_length(self) -> int:
-        """Operations of each device."""
         return len(self.class_of) // self.devices
 
 
@@ -112,9 +111,6 @@ def _lane(problem: Problem, model: Model, pipeline: int, lane: int) -> dict[str,
         "acquires": np.where(kind == F, activation, 0.0),
         "releases": np.where(kind == releasing, activation, 0.0),
     }
-
-
-# Names ---------------------------------------------------------------------------------------------------------------
 
 
 def operations(problem: Problem) -> list[Operation]:

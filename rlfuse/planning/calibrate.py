@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rlfuse import version_of
+from rlfuse.config.input_files import unwritable
 from rlfuse.config.schema import Config
 from rlfuse.events import read_events
 from rlfuse.planning.calibration import UNSEEN, errors_of, fitted, held_out
@@ -112,11 +113,7 @@ def _check(arguments: argparse.Namespace) -> None:
         wrong.append("--picture: shows work of a device; --links measures none")
     if len(set(map(Path.resolve, arguments.runs))) < len(arguments.runs):
         wrong.append("RUN_DIR: one run is named twice, and would be held against itself; name each once")
-    for option, path in (("--out", arguments.out), ("--picture", arguments.picture)):
-        if path is not None and not path.absolute().parent.is_dir():
-            wrong.append(f"{option} {path}: the folder does not exist; make it first")
-    if arguments.picture is not None and arguments.picture.suffix != ".png":
-        wrong.append(f"--picture {arguments.picture}: needs a name that ends in .png")
+    wrong += unwritable("--out", arguments.out) + unwritable("--picture", arguments.picture, ".png")
     if wrong:
         raise CalibrationError(*wrong)
 

@@ -17,20 +17,11 @@ from rlfuse.config.input_files import (
     InputError,
     Positive,
     Schema,
-    line_of,
-    lines_of,
     one_of,
-    read,
+    read_yaml,
 )
 from rlfuse.files import write_whole
-from rlfuse.parsing import parse_yaml
 from rlfuse.planning.hardware import Hardware
-
-COUNTED_BEFORE = {
-    "optimizer_bytes_per_s": "counted fewer bytes of an optimizer step than it moves",
-    "micro_batch_s": "took what layers take for a micro-batch's own",
-}
-"""Fields of files that are refused, and what was wrong with them."""
 
 Text = Annotated[str, Schema(type="string", minLength=1)]
 
@@ -135,26 +126,7 @@ def _plain(value: object) -> object:
 
 def read_file(path: Path) -> Calibration:
     """Raises CalibrationError, naming file, line, field, value and what it may be."""
-    try:
-        text = path.read_text()
-        data = parse_yaml(text)
-    except OSError as error:
-        raise CalibrationError(f"{path}: {error.strerror}; `rlfuse calibrate` writes such a file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CalibrationError(f"{path}: no YAML: {error}") from error
-    given = data.get("hardware") if isinstance(data, dict) else None
-    for name in COUNTED_BEFORE.keys() & (given.keys() if isinstance(given, dict) else ()):
-        raise CalibrationError(
-            f"{path}: hardware.{name}: an older rlfuse wrote this file, and {COUNTED_BEFORE[name]}; "
-            "let `rlfuse calibrate` write it anew, of the same runs or of a probe"
-        )
-    try:
-        return read(Calibration, data, CalibrationError)
-    except CalibrationError as error:
-        lines = lines_of(text)
-        raise CalibrationError(
-            *(f"{path}{line_of(problem, lines)}: {problem}" for problem in error.problems)
-        ) from error
+    return read_yaml(path, Calibration, CalibrationError, "`rlfuse calibrate` writes such a file")
 
 
 def read_calibration(path: Path) -> Hardware:

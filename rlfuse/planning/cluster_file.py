@@ -7,11 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-import yaml
-
-from rlfuse.config.input_files import AtLeastZero, Count, InputError, Positive, Schema, number, one_of, read
+from rlfuse.config.input_files import AtLeastZero, Count, InputError, Positive, Schema, number, one_of, read_yaml
 from rlfuse.config.schema import Config
-from rlfuse.parsing import parse_yaml
 from rlfuse.planning.hardware import KINDS, Hardware, Links, NodeSpeed
 from rlfuse.planning.memory import GIB, Budget
 from rlfuse.planning.node_order import Exchanged, NodeLinks, best_order, read_links
@@ -249,16 +246,7 @@ class Cluster:
 
 def read_cluster(path: Path) -> Cluster:
     """Raises ClusterError, naming the file and each field that is wrong."""
-    try:
-        data = parse_yaml(path.read_text())
-    except FileNotFoundError:
-        raise ClusterError(f"--cluster {path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ClusterError(f"--cluster {path}: can't be read as YAML: {error}") from error
-    try:
-        found = read(Cluster, data, ClusterError)
-        if found.links.measured is None:
-            return found
-        return replace(found, links=replace(found.links, measured=str(path.parent / found.links.measured)))
-    except ClusterError as error:
-        raise ClusterError(*(f"--cluster {path}: {problem}" for problem in error.problems)) from None
+    found = read_yaml(path, Cluster, ClusterError, "give the file of a cluster", "--cluster ")
+    if found.links.measured is None:
+        return found
+    return replace(found, links=replace(found.links, measured=str(path.parent / found.links.measured)))

@@ -12,10 +12,9 @@ from typing import Annotated
 
 import yaml
 
-from rlfuse.config.input_files import AtLeastZero, InputError, Positive, Schema, read
+from rlfuse.config.input_files import AtLeastZero, InputError, Positive, Schema, read_yaml
 from rlfuse.config.schema import Config
 from rlfuse.files import write_whole
-from rlfuse.parsing import parse_yaml
 from rlfuse.planning.exchanges import held_of
 from rlfuse.planning.memory import ITEM
 from rlfuse.planning.model_sizes import Shape
@@ -197,11 +196,4 @@ def write_links(links: MeasuredLinks, path: Path) -> None:
 
 def read_links(path: Path) -> MeasuredLinks:
     """Raises LinksError, naming the file and each field that is wrong."""
-    try:
-        data = parse_yaml(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise LinksError(f"{path}: can't be read: {error}; `rlfuse calibrate --links` writes such a file") from error
-    try:
-        return read(MeasuredLinks, data, LinksError)
-    except LinksError as error:
-        raise LinksError(*(f"{path}: {problem}" for problem in error.problems)) from None
+    return read_yaml(path, MeasuredLinks, LinksError, "`rlfuse calibrate --links` writes such a file")

@@ -19,7 +19,7 @@ from rlfuse.algorithms.experience import Experience
 from rlfuse.cluster.cuda import gpu_settings
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.facts import Facts, facts_of_a_plan
-from rlfuse.config.input_files import read
+from rlfuse.config.input_files import read, unwritable
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.decisions import traits_of
@@ -45,7 +45,6 @@ COSTS = {"from": "run", "peak-tflops": "peak_tflops", "cluster": "cluster"}
 OPTIONAL = ("utilization", "bandwidth")
 OF_DEVICE = {"peak_tflops": "peak_tflops", "utilization": "utilization", "memory_bandwidth_gbs": "bandwidth"}
 """Field of a cluster file -> option that gives the same without one."""
-PICTURES = (".png", ".html")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -163,8 +162,8 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
     if arguments.cluster is not None and arguments.device_memory is not None:
         wrong.append("--cluster and --device-memory: both tell the memory; give one of them")
     wrong += arguments.cluster.lacks(config) if arguments.cluster is not None else ()
-    wrong += _wrong_file("--picture", arguments.picture, PICTURES)
-    wrong += _wrong_file("--memory-picture", arguments.memory_picture, PICTURES[:1])
+    wrong += unwritable("--picture", arguments.picture, ".png", ".html")
+    wrong += unwritable("--memory-picture", arguments.memory_picture, ".png")
     if arguments.picture is not None:
         if config.training.pipeline_parallel_size == 1:
             wrong.append("--picture: shows the schedule of pipelines; set training.pipeline_parallel_size above 1")
@@ -172,16 +171,6 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
             wrong.append("--picture: a schedule needs durations; give --peak-tflops, --cluster or --from")
     if wrong:
         raise ConfigError(wrong)
-
-
-def _wrong_file(option: str, path: Path | None, endings: Sequence[str]) -> list[str]:
-    if path is None:
-        return []
-    if path.suffix not in endings:
-        return [f"{option} {path}: needs a name that ends in {' or '.join(endings)}"]
-    if not path.absolute().parent.is_dir():
-        return [f"{option} {path}: the folder does not exist; make it first"]
-    return []
 
 
 def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:

@@ -19,6 +19,7 @@ from rich.table import Table
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.documentation import as_typed
 from rlfuse.config.facts import Facts, facts_of_a_plan
+from rlfuse.config.input_files import unwritable
 from rlfuse.config.keys import did_you_mean
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
@@ -109,10 +110,8 @@ def _check(arguments: argparse.Namespace, words: Sequence[str]) -> None:
         if (value := getattr(arguments, name)) is not None and not (value > 0 and (name == "seconds" or value < inf))
     ]
     for option, path, ending in (("--out", arguments.out, ".yaml"), ("--picture", arguments.picture, ".png")):
-        if path is not None and path.suffix != ending:
-            wrong.append(f"{option} {path}: needs a name that ends in {ending}")
-        elif path is not None and not path.absolute().parent.is_dir():
-            wrong.append(f"{option} {path}: the folder does not exist; make it first")
+        if problems := unwritable(option, path, ending):
+            wrong += problems
         elif path is not None and path.resolve() in {Path(word).resolve() for word in (*words, arguments.cluster)}:
             wrong.append(f"{option} {path}: would be written over what it is made from; give another name")
     if wrong:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlfuse.config.input_files import WorkloadError, publish, schema_of
+from rlfuse.config.input_files import WorkloadError, publish, schema_of, unwritable
 from rlfuse.files import write_whole
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings, traits_of
@@ -40,9 +40,8 @@ def main(argv: Sequence[str]) -> None:
         raise WorkloadError("rlfuse simulate needs a WORKLOAD.json or --from RUN_DIR, one of them; --example shows one")
     for policy in arguments.policy or ():
         load_policy(policy, f"--policy {policy}")
-    for path in (arguments.out, arguments.picture):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise WorkloadError(f"{path}: the folder {path.absolute().parent} does not exist; make it first")
+    if wrong := unwritable("--out", arguments.out) + unwritable("--picture", arguments.picture):
+        raise WorkloadError(*wrong)
     if arguments.threshold is not None and not 0 <= arguments.threshold <= 1:
         raise WorkloadError(f"--threshold {arguments.threshold}: needs a share of the samples, 0 to 1")
     if arguments.run is not None:

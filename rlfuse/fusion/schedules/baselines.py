@@ -1,6 +1,6 @@
-"""Schedules of other systems, one model after the other: GPipe, 1F1B, interleaved, ZB-H1 and ZB-V.
+"""Schedules of other systems, one model after the other: 1F1B, interleaved, ZB-H1 and ZB-V.
 
-`gpipe` arXiv 1811.06965, `1f1b` arXiv 2006.09503, `interleaved` arXiv 2104.04473, `zb-h1` arXiv 2401.10241, `zb-v`
+`1f1b` arXiv 2006.09503, `interleaved` arXiv 2104.04473, `zb-h1` arXiv 2401.10241, `zb-v`
 arXiv 2405.15362 (here by list scheduling). The search starts from them and never returns anything longer.
 """
 
@@ -20,8 +20,8 @@ from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
 from rlfuse.fusion.schedules.schedule import Timed
 from rlfuse.fusion.schedules.shop import KINDS, LOOSE, Shop, compiled, makespan, planned, stages
 
-Baseline = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
-BASELINES: tuple[Baseline, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+Baseline = Literal["1f1b", "interleaved", "zb-h1", "zb-v"]
+BASELINES: tuple[Baseline, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v")
 DRAWS = 60  # of list schedules for a model's ZB-V; more gain nothing on the published instances
 Line = list[tuple[Kind, int]]
 """(kind, chunk) of what a stage runs, micro-batches implied: first in, first out."""
@@ -79,10 +79,9 @@ def one_by_one(problem: Problem, over: Callable[[], bool] = never) -> Iterator[t
     chunked = {problem.chunks(model) for model in problem.models}
     alone = [problem.only(model) for model in problem.models]
     if chunked == {1}:
-        whole: list[Baseline] = ["1f1b", "gpipe"]
-        split: list[Baseline] = ["zb-h1"] if problem.split_backward else []
-        for name in whole + split:
-            yield f"serial {name}", joined([_order(each, name) for each in alone])
+        yield "serial 1f1b", joined([_order(each, "1f1b") for each in alone])
+        if problem.split_backward:
+            yield "serial zb-h1", joined([_order(each, "zb-h1") for each in alone])
     if 1 not in chunked and problem.placement == "interleaved" and _in_groups(problem):
         yield "serial interleaved", joined([_order(each, "interleaved") for each in alone])
     v = chunked == {2} and problem.placement == "v"
@@ -144,12 +143,6 @@ def _listed(problem: Problem, over: Callable[[], bool]) -> np.ndarray:
     return draws.best[0].order
 
 
-def _gpipe(model: Model, stage: int, split: bool) -> Line:
-    backward: Line = [("B", 0), ("W", 0)] if split else [("B", 0)]
-    forward: Line = [("F", 0)]
-    return forward * model.micro_batches + backward * model.micro_batches
-
-
 def _one_f_one_b(model: Model, stage: int, split: bool) -> Line:
     backward: Line = [("B", 0), ("W", 0)] if split else [("B", 0)]
     ahead, count = min(model.stages - stage, model.micro_batches), model.micro_batches
@@ -183,4 +176,4 @@ def _interleaved(model: Model, stage: int, chunks: int, split: bool) -> Line:
     return line
 
 
-LINES: dict[str, Callable[[Model, int, bool], Line]] = {"gpipe": _gpipe, "1f1b": _one_f_one_b, "zb-h1": _zb_h1}
+LINES: dict[str, Callable[[Model, int, bool], Line]] = {"1f1b": _one_f_one_b, "zb-h1": _zb_h1}

@@ -7,14 +7,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlfuse.config.input_files import publish, schema_of
+from rlfuse.config.input_files import publish, schema_of, unwritable
 from rlfuse.files import write_whole
 from rlfuse.fusion.schedules.baselines import baseline, serial_1f1b_rows
 from rlfuse.fusion.schedules.problem import EXAMPLE, Problem, ScheduleError, read_problem
 from rlfuse.fusion.schedules.schedule import Schedule
 from rlfuse.fusion.schedules.search import METHODS, search
 
-PICTURES = (".png", ".html")
 COMPARED = 30_000
 """Operations up to which ZB-V is drawn to compare with, in a tenth of the time limit; it has three times as many."""
 
@@ -29,12 +28,9 @@ def main(argv: Sequence[str]) -> None:
         return
     if arguments.problem is None:
         raise ScheduleError("rlfuse schedule needs a PROBLEM.json; --example shows one")
-    for path in (arguments.out, arguments.picture):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ScheduleError(f"{path}: the folder {path.absolute().parent} does not exist; make it first")
     picture = arguments.picture
-    if picture is not None and picture.suffix not in PICTURES:
-        raise ScheduleError(f"--picture {picture}: needs a name that ends in {' or '.join(PICTURES)}")
+    if wrong := unwritable("--out", arguments.out) + unwritable("--picture", picture, ".png", ".html"):
+        raise ScheduleError(*wrong)
     problem = read_problem(arguments.problem)
     found = search(problem, time_limit=arguments.time_limit, method=arguments.method, seed=arguments.seed)
     print(summary(problem, found, time.perf_counter() + arguments.time_limit / 10))

@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ from rlfuse.fusion.schedules.problem import Problem, ScheduleError
 
 LOOSE = 1e-6  # relative slack in comparing times and memory: JSON and sums round them
 SHOWN = 6
+IN_JSON = ("model", "pipeline", "stage", "micro_batch", "op", "start", "end")
+NUMBERS = ("lower_bound", "serial_1f1b", "memory_peak", "seconds")
 
 
 class Timed(NamedTuple):
@@ -27,16 +29,7 @@ class Timed(NamedTuple):
     end: float
 
     def as_json(self) -> dict[str, Any]:
-        operation = self.operation
-        return {
-            "model": operation.model,
-            "pipeline": operation.pipeline,
-            "stage": operation.stage,
-            "micro_batch": operation.micro_batch,
-            "op": operation.kind,
-            "start": round(self.start, 9),
-            "end": round(self.end, 9),
-        }
+        return dict(zip(IN_JSON, (*self.operation, round(self.start, 9), round(self.end, 9)), strict=True))
 
 
 @dataclass(frozen=True)
@@ -66,15 +59,8 @@ class Schedule:
         return tuple(1 - sum(timed.end - timed.start for timed in row) / total for row in self.rows)
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "makespan": round(self.makespan, 9),
-            "lower_bound": round(self.lower_bound, 9),
-            "serial_1f1b": round(self.serial_1f1b, 9),
-            "memory_peak": round(self.memory_peak, 9),
-            "seconds": round(self.seconds, 3),
-            "method": self.method,
-            "rows": [[timed.as_json() for timed in row] for row in self.rows],
-        }
+        numbers = {name: round(getattr(self, name), 9) for name in ("makespan", *NUMBERS)}
+        return numbers | {"method": self.method, "rows": [[timed.as_json() for timed in row] for row in self.rows]}
 
     @functools.cached_property
     def text(self) -> str:
@@ -86,8 +72,7 @@ def from_json(data: dict[str, Any]) -> Schedule:
     """A schedule from decoded JSON; `check` it against its problem before use. Raises ScheduleError."""
     try:
         rows = tuple(tuple(_timed(entry) for entry in row) for row in data["rows"])
-        bound, serial, memory = float(data["lower_bound"]), float(data["serial_1f1b"]), float(data["memory_peak"])
-        return Schedule(rows, bound, serial, memory, str(data["method"]), float(data["seconds"]))
+        return Schedule(rows, method=str(data["method"]), **{name: float(data[name]) for name in NUMBERS})
     except (KeyError, TypeError, ValueError) as error:
         raise ScheduleError(f"schedule: {error!r} is missing or wrong; search it again") from error
 
@@ -98,8 +83,8 @@ def read_schedule(path: Path) -> Schedule:
 
 
 def _timed(entry: dict[str, Any]) -> Timed:
-    names = ("model", "pipeline", "stage", "micro_batch", "op")
-    return Timed(Operation(*(entry[name] for name in names)), float(entry["start"]), float(entry["end"]))
+    *operation, start, end = (entry[name] for name in IN_JSON)
+    return Timed(Operation(*operation), float(start), float(end))
 
 
 def timed(
@@ -114,43 +99,57 @@ def timed(
     lengths = _lengths(problem)
     duration = duration or (lambda each: lengths[_class_of(each)])
     where = {each: device for device, row in enumerate(rows) for each in row}
-    together = Counter(meeting(each) for each in where if each.kind == "H")
-    met: dict[Operation, set[int]] = defaultdict(set)
     if unknown := {each for each in where if each.kind != "H"} - expected(problem).keys():
         raise ScheduleError(f"no part of the problem: {_listed([show(each) for each in sorted(unknown)])}")
     ends: dict[Operation, float] = {}
     result: list[list[Timed]] = [[] for _ in rows]
-    waiting, runnable = dict[Operation, int](), list(range(len(rows)))
-    while runnable:
-        row = rows[device := runnable.pop()]
-        while len(result[device]) < len(row):
-            each = row[len(result[device])]
-            if each.kind == "H":
-                came = met[meeting(each)]
-                came.add(device)
-                if len(came) < together[meeting(each)]:
-                    break
-                start = max((result[other][-1].end for other in came if result[other]), default=0.0)
-                for other in came:
-                    own = rows[other][len(result[other])]
-                    result[other].append(Timed(own, start, start + duration(own)))
-                runnable += came - {device}
-                continue
-            need = needs(problem, each)
-            if need is not None and need not in ends:
-                waiting[need] = device
-                break
-            start = result[device][-1].end if result[device] else 0.0
+    for began in walk(rows, lambda each: needs(problem, each)):
+        start = max((result[device][-1].end for device in began if result[device]), default=0.0)
+        for device, each in began.items():
+            need = needs(problem, each) if each.kind != "H" else None
             if need is not None:
                 start = max(start, ends[need] + (problem.communication if where[need] != device else 0.0))
             ends[each] = start + duration(each)
             result[device].append(Timed(each, start, ends[each]))
-            if each in waiting:
-                runnable.append(waiting.pop(each))
     stuck = [row[len(done)] for row, done in zip(rows, result, strict=True) if len(done) < len(row)]
     if stuck:
         raise ScheduleError(f"deadlock: {_listed([_waits(problem, each) for each in stuck])}")
     return tuple(tuple(row) for row in result)
+
+
+def walk(rows: Rows, need: Callable[[Operation], Operation | None]) -> Iterator[dict[int, Operation]]:
+    """Yield what devices begin, each operation after the one that it needs; ends where all rows are done or stuck.
+
+    Device -> operation: one device's, or that of all devices that compute a head together.
+    """
+    members, met = meetings(rows), defaultdict[Operation, set[int]](set)
+    done, waiting = set[Operation](), dict[Operation, int]()
+    reached, runnable = [0] * len(rows), list(range(len(rows)))
+    while runnable:
+        device = runnable.pop()
+        while reached[device] < len(rows[device]):
+            each = rows[device][reached[device]]
+            came = {device}
+            if each.kind == "H":
+                came = met[meeting(each)]
+                came.add(device)
+                if len(came) < members[meeting(each)]:
+                    break
+                runnable += came - {device}
+            elif (before := need(each)) is not None and before not in done:
+                waiting[before] = device
+                break
+            yield {other: rows[other][reached[other]] for other in came}
+            for other in came:
+                reached[other] += 1
+            done.add(each)
+            if each in waiting:
+                runnable.append(waiting.pop(each))
+
+
+def meetings(rows: Rows) -> Counter[Operation]:
+    """Of each head that devices compute together, how many they are."""
+    return Counter(meeting(each) for row in rows for each in row if each.kind == "H")
 
 
 def needs(problem: Problem, each: Operation) -> Operation | None:

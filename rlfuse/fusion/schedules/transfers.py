@@ -9,7 +9,7 @@ depends on.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +17,7 @@ from typing import Protocol
 
 from rlfuse.fusion.schedules.operations import Kind, Operation, Rows, meeting
 from rlfuse.fusion.schedules.problem import ScheduleError
-from rlfuse.fusion.schedules.schedule import show
+from rlfuse.fusion.schedules.schedule import meetings, show, walk
 
 LOOKAHEAD = 4  # operations
 SHOWN = 8
@@ -139,45 +139,18 @@ def _launched_before(rows: Rows, makers: Mapping[Operation, Operation]) -> dict[
     """Operation -> of each device's row, how many operations must have been launched for it to end."""
     counts: dict[Operation, list[int]] = {}
     latest = [[0] * len(rows) for _ in rows]
-    reached, runnable, waiting = [0] * len(rows), list(range(len(rows))), {}
-    met, members = defaultdict[Operation, set[int]](set), meetings(rows)
-    while runnable:
-        device = runnable.pop()
-        while reached[device] < len(rows[device]):
-            operation = rows[device][reached[device]]
-            if operation.kind == "H":
-                came = met[meeting(operation)]
-                came.add(device)
-                if len(came) < members[meeting(operation)]:
-                    break
-                for each in came:
-                    reached[each] += 1
-                    latest[each][each] = reached[each]
-                together = [max(counted) for counted in zip(*(latest[each] for each in came), strict=True)]
-                for each in came:
-                    latest[each] = list(together)
-                runnable += came - {device}
-                continue
-            maker = makers.get(operation)
-            if maker is not None and maker not in counts:
-                waiting[maker] = device
-                break
-            if maker is not None:
+    for began in walk(rows, makers.get):
+        for device, operation in began.items():
+            if (maker := makers.get(operation)) is not None:
                 latest[device] = list(map(max, latest[device], counts[maker]))
-            reached[device] += 1
-            latest[device][device] = reached[device]
-            counts[operation] = list(latest[device])
-            if operation in waiting:
-                runnable.append(waiting.pop(operation))
-    stuck = {device: row[done] for device, (row, done) in enumerate(zip(rows, reached, strict=True)) if done < len(row)}
+            latest[device][device] += 1
+        together = [max(counted) for counted in zip(*(latest[device] for device in began), strict=True)]
+        for device, operation in began.items():
+            latest[device], counts[operation] = list(together), together
+    stuck = {d: row[latest[d][d]] for d, row in enumerate(rows) if latest[d][d] < len(row)}
     if stuck:
         raise ScheduleError(f"The schedule waits for itself: {told(stuck)}. Search it again.")
     return counts
-
-
-def meetings(rows: Rows) -> Counter[Operation]:
-    """Of each head that devices compute together, how many they are."""
-    return Counter(meeting(each) for row in rows for each in row if each.kind == "H")
 
 
 def told(stuck: Mapping[int, Operation]) -> str:

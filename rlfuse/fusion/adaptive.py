@@ -33,8 +33,7 @@ RELEASE_CHECKS = 32
 """Whether to move samples is looked at each time the unfinished ones have shrunk by about this part."""
 HYSTERESIS = 1.25  # samples are moved when so many times more slots hold them than need to
 OVERDUE = 8  # steps without any news of a slow slot, after which it is tried though it will be late
-MARGIN = 1.3
-"""Samples are admitted as if they would be so many times longer than expected: some will be."""
+MARGIN = 1.3  # samples are admitted as if they would be so many times longer than expected: some will be
 
 
 @fusion_policy(tuned=TUNABLE, trains_early=True)
@@ -66,7 +65,8 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
     group, decisions = next(groups, None), []
     for capacity in capacities:
         slot = view.slots[capacity.slot]
-        longest = first_on(view, slot)
+        first = next(iter(slot.samples.values()), None)  # mostly the longest there, and sooner known
+        longest = slot.remaining(first, view.now, view.costs) if first else 0.0
         if group is not None and joins_in_time(view, capacity, group, longest):
             longest = longest_on(view, slot)
         while group is not None and capacity.fits(group) and joins_in_time(view, capacity, group, longest):
@@ -91,12 +91,6 @@ def probe_slow_slots(view: Snapshot, capacities: Iterable[Capacity]) -> set[int]
             capacity.take(group)
             tried.add(group)
     return tried
-
-
-def first_on(view: Snapshot, slot: Slot) -> float:
-    """Tokens that the sample which came first to the slot still needs: mostly the most there, and sooner known."""
-    first = next(iter(slot.samples.values()), None)
-    return slot.remaining(first, view.now, view.costs) if first else 0.0
 
 
 def longest_on(view: Snapshot, slot: Slot) -> float:

@@ -28,11 +28,9 @@ class Costs:
     train_call_s: float = 0.0
     optimizer_s: float = 0.0  # an optimizer step, all ranks together
     switch_s: float = 0.0  # changing a slot's role, either way
-    move_s: float = 0.02
-    """Taking samples off an engine and handing them over, beside prefill or transfer."""
+    move_s: float = 0.02  # taking samples off an engine and handing them over, beside prefill or transfer
     kv_bytes_per_token: float = 1.0
-    link_bytes_per_s: float = 0.0
-    """Between two slots' KV caches; 0 where they can't be carried over."""
+    link_bytes_per_s: float = 0.0  # between two slots' KV caches; 0 where they can't be carried over
     step_s: float = 0.0
     """What a training step costs beside all of this: weights to the engines, data, bookkeeping."""
 

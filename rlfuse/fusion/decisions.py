@@ -96,23 +96,19 @@ class Slot:
     role: Role = "rollout"
     samples: dict[str, SampleRecord] = field(default_factory=dict)  # on its engine
     arriving: int = 0  # samples on their way here; room is kept for them
-    reserved: float = 0.0
-    """Tokens that its KV cache will hold when its samples are as long as expected."""
+    reserved: float = 0.0  # tokens that its KV cache will hold when its samples are as long as expected
     context: float = 0.0  # tokens in its KV cache, as of `seen`
     steps: float = 0.0  # decoding steps done, as of `seen`
-    stall: float = 0.0
-    """Seconds of prefill that costs foresee before its next decoding step, as of `seen`."""
+    stall: float = 0.0  # seconds of prefill that costs foresee before its next decoding step, as of `seen`
     seen: float = 0.0
-    rate: float = 1.0
-    """Seconds its work takes for each that a typical slot's takes, for plans (`rates`)."""
+    rate: float = 1.0  # seconds its work takes for each that a typical slot's takes, for plans (`rates`)
     measured: float = 1.0
     """Seconds its engine takes for each that costs foresee, by what finished there last, for dead reckoning."""
     unheard: int = 0
     """Steps that began since it was last measured, if it is slow: a small piece of work would tell how it is now."""
     busy: bool = False  # scoring, training or changing roles
     alive: bool = True  # whether its engine still runs
-    drained: bool = False
-    """It gets no work of its own; its rank still takes part where all ranks work together."""
+    drained: bool = False  # it gets no work of its own; its rank still takes part where all ranks work together
 
     @property
     def load(self) -> int:
@@ -166,16 +162,13 @@ class Settings:
     credit_tokens: int = 1 << 40  # the same in tokens
     lockstep: bool = False  # passes without gradients need all ranks together (ZeRO 3)
     lockstep_backward: bool = False  # gradients need all ranks together (ZeRO 2 and 3)
-    pipelined: bool = False
-    """Ranks hold stages of the models, which train together in one schedule (`Train`)."""
+    pipelined: bool = False  # ranks hold stages of the models, which train together in one schedule (`Train`)
     threshold: float = 0.2
     """Share of the step's samples at which their tail is consolidated (adaptive: from where on); 0 never."""
     max_decode_slowdown: float = 1.0
     """A decoding step may take so many times its shortest for samples to count as fitting onto one slot."""
-    cost_gated: bool = True
-    """adaptive: samples move only where none ends later by it; else as in rlhfuse, once."""
-    longest_first: bool = True
-    """adaptive: admit by expected length, where lengths are known from before."""
+    cost_gated: bool = True  # adaptive: samples move only where none ends later by it; else as in rlhfuse, once
+    longest_first: bool = True  # adaptive: admit by expected length, where lengths are known from before
     overlapping: bool = True
     """adaptive: stages overlap; else one follows the other, as in serial, as long as no engine is lost."""
     early_training: bool = True
@@ -198,8 +191,7 @@ class Snapshot:
     shortest_first: Sequence[int]
     """Waiting groups by expected length, and some that wait no more: the longest is the last. Empty when nothing is
     known of lengths."""
-    deadline: float
-    """When generation can be over, if lengths are as expected and slots are shared out ideally."""
+    deadline: float  # when generation can be over, if lengths are as expected and slots are shared out ideally
     unfinished: int  # samples without a whole response, waiting ones too
     finished: int  # samples that became whole since the snapshot before
     unscored: Mapping[str, Mapping[str, int]]
@@ -229,8 +221,7 @@ class Snapshot:
     generating: Collection[int]  # slots that hold samples or are about to, but for drained ones
     slow_engines: Collection[int]  # slots that hold samples and are slow, but for drained ones
     power: float  # typical slots that all slots make up which are not drained
-    ends: Callable[[], list[float]]
-    """When the calls under way on slots are over, if they take what is foreseen."""
+    ends: Callable[[], list[float]]  # when the calls under way on slots are over, if they take what is foreseen
     siblings_together: bool
     """Whether prompts are most of the tokens, so that siblings are better scored and trained on in one call."""
     costs: Costs

@@ -40,8 +40,9 @@ def hand_on(view: Snapshot, readers: Iterable[Slot], decoders: Iterable[Slot]) -
                 groups[sample.group.number].append(sample)
             elif sample.target in rooms:
                 rooms[sample.target].reserved += sample.reserved  # room is kept for it
-        if any(_unread(view, slot, sample) for group in groups.values() for sample in group):
-            continue
+        held = [sample for group in groups.values() for sample in group]
+        if any(slot.tokens(sample, view.now, view.costs) < sample.carried + 1 for sample in held):
+            continue  # a prompt is still being read
         for group in groups.values():
             target = min((each for each in rooms.values() if each.fits(*_size(group))), default=None)
             if target is not None:
@@ -57,11 +58,6 @@ def _in_order(view: Snapshot) -> list[int]:
     if view.shortest_first and view.settings.longest_first:
         return [group for group in view.shortest_first if group in view.waiting]
     return list(reversed(view.waiting))
-
-
-def _unread(view: Snapshot, slot: Slot, sample: SampleRecord) -> bool:
-    """Whether its prompt is still being read, as far as is known: it has no token of its own yet."""
-    return slot.tokens(sample, view.now, view.costs) < sample.carried + 1
 
 
 def _next(view: Snapshot, room: _Room, waiting: list[int]) -> Iterator[int]:

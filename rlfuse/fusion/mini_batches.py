@@ -10,8 +10,7 @@ class MiniBatchProgress:
     """`passes`: how often the model goes over the samples."""
 
     def __init__(self, passes: int):
-        self._passes, self.completed = passes, 0
-        """Mini-batches that the model is past, of all passes."""
+        self._passes, self.completed = passes, 0  # mini-batches that the model is past, of all passes
         self.mini_batch_of: Mapping[int, int] = {}  # group -> number of its mini-batch
         self._sizes: list[int] = []
         self._tokens: list[float] = []
@@ -19,8 +18,7 @@ class MiniBatchProgress:
         self._done: list[str] = []
         self.ready: OrderedDict[str, int] = OrderedDict()
         """Samples of the present mini-batch whose gradients can be accumulated now -> tokens."""
-        self.left_tokens = 0.0
-        """Of the present mini-batch, not yet taken up; by expectation where unknown."""
+        self.left_tokens = 0.0  # of the present mini-batch, not yet taken up; by expectation where unknown
 
     def divide(self, mini_batch_of: Mapping[int, int], sizes: Sequence[int], tokens: Sequence[float]) -> None:
         """Group -> number of its mini-batch, and each one's samples and (expected) tokens; before anything is ready."""
@@ -75,7 +73,8 @@ class MiniBatchProgress:
 
     def _open(self) -> None:
         self._done = []
-        self._skip_empty()
+        while not self.done and self._sizes[self.completed % len(self._sizes)] == 0:
+            self.completed += 1  # all of its samples failed
         part = self.completed % len(self._sizes) if self._sizes else 0
         self.ready = OrderedDict() if self.done else OrderedDict(self._prepared.get(part, {}))
         if self.done:
@@ -83,8 +82,3 @@ class MiniBatchProgress:
         else:
             whole = len(self.ready) == self._sizes[part]
             self.left_tokens = sum(self.ready.values()) if whole else self._tokens[part]
-
-    def _skip_empty(self) -> None:
-        while not self.done and self._sizes[self.completed % len(self._sizes)] == 0:
-            self.completed += 1
-            self._done = []

@@ -8,8 +8,7 @@ from math import inf
 from rlfuse.fusion.decisions import PASS_BEFORE_STEP, Snapshot
 from rlfuse.fusion.mini_batches import MiniBatchProgress
 
-MARGIN = 1.5
-"""Copies that others' work runs beside take so many times as long as those that nothing ran beside."""
+MARGIN = 1.5  # copies that others' work runs beside take so many times as long as those that nothing ran beside
 LOOK_S = 0.5  # from one look at the forecast to the next, at the most, and for a call to arrive
 
 

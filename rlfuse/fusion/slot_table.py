@@ -19,8 +19,7 @@ from rlfuse.fusion.states import GroupRecord, SampleRecord, SampleState
 from rlfuse.fusion.stopwatch import Stopwatch
 from rlfuse.protocols import Load
 
-REPLAN_PART = 16
-"""The plan is due again when one in so many of the unfinished samples was admitted or finished."""
+REPLAN_PART = 16  # the plan is due again when one in so many of the unfinished samples was admitted or finished
 
 
 class SlotTable:

@@ -70,8 +70,7 @@ class SampleRecord:
     slot: int | None = None  # whose engine holds it
     target: int | None = None  # the slot that it was told to move to, which keeps room for it
     steps_before: float = 0.0  # decoding steps the engine had done when it came
-    moved: bool = False
-    """It came from another engine: when it began to decode here is not known to the step."""
+    moved: bool = False  # it came from another engine: when it began to decode here is not known to the step
     expected: float = 0.0  # response tokens that it is expected to have in the end
     reserved: float = 0.0  # tokens of KV cache that room was made for
     prepared: bool = False
@@ -96,8 +95,7 @@ class GroupRecord:
     unscored: int  # samples that lack a score which the advantage needs
     chosen: bool  # whether the step trains on it, as far as that is decided
     generated: int = 0  # samples that were generated in this step
-    next_step: bool = False
-    """Drawn for the next step: it is admitted when nothing of this one waits."""
+    next_step: bool = False  # drawn for the next step: it is admitted when nothing of this one waits
     state: GroupState = GroupState.GENERATING
     samples: list[SampleRecord] = field(default_factory=list)
     waiting: dict[str, SampleRecord] = field(default_factory=dict)

@@ -12,8 +12,7 @@ from rlfuse.fusion.rates import Rates
 
 STEPS_TO_MEASURE = 16  # decoding steps after which a sample tells how fast its engine is
 SILENCE_S = 1.0  # an engine of which nothing was heard for so long is asked how far it is
-MOST_ASKED = 64
-"""Engines that are asked at a time, so that a large cluster's don't keep its driver busy."""
+MOST_ASKED = 64  # engines that are asked at a time, so that a large cluster's don't keep its driver busy
 
 
 @dataclass(slots=True)

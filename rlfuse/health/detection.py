@@ -25,8 +25,7 @@ SIMILARITY = 4.0
 """Score above the peers', in units of scatter, from which a worker is a candidate: with the least of slowness, 0.05, a
 worker that takes 1.22 times as long."""
 OWN = 1.5  # thresholds from which one of two workers is the odd one, whatever it was like before
-CONTINUED = 0.5
-"""Of the threshold: what a candidate has to stay above, and since when it is said to have begun."""
+CONTINUED = 0.5  # of the threshold: what a candidate has to stay above, and since when it is said to have begun
 SMOOTHING = 0.15  # of the exponential average, for a window with usual work
 CONTINUITY_S = 240.0  # the paper's: jitters of healthy machines are shorter
 STEPS = 12

@@ -19,8 +19,7 @@ from rlfuse.health.series import Sample
 
 PROC = Path("/proc")
 TICK, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-FAMILY_S = 10.0
-"""Between two looks at which processes belong to which worker: it goes through all of the host."""
+FAMILY_S = 10.0  # between two looks at which processes belong to which worker: it goes through all of the host
 PROBE_EVERY_S, PROBE_S = 5.0, 0.5  # between two probes of the network, and what one takes at most
 
 Counters = dict[str, float]

@@ -109,8 +109,7 @@ class Expected:
         return self._factors[group]
 
 
-WINDOW_S = 8.0
-"""Length of a window (the paper's: eight samples of a second); a shorter step is one window."""
+WINDOW_S = 8.0  # length of a window (the paper's: eight samples of a second); a shorter step is one window
 LEAST_WORK_S = 0.1  # expected work in a window below which a worker is not judged in it
 BUSY = 0.1  # expected work in a second from which an agent's sample of it counts as taken at work
 
@@ -122,8 +121,7 @@ class Sample:
     worker: str
     end: float
     seconds: float
-    amounts: Mapping[str, float]
-    """Of signals per work what was used in these seconds; of all others their mean."""
+    amounts: Mapping[str, float]  # of signals per work what was used in these seconds; of all others their mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ from rlfuse.planning.tracing import Texts, Work
 from rlfuse.video.embedding import BF16
 
 MIB, GIB = 1 << 20, 1 << 30
-DISK_BYTES_PER_S = 2e9
-"""Of an NVMe drive, either way, where nothing was measured; ranks measure theirs."""
+DISK_BYTES_PER_S = 2e9  # of an NVMe drive, either way, where nothing was measured; ranks measure theirs
 ENDURANCE = 600e12
 """Bytes that a drive of 1 TB is rated for to be written, as makers state it of consumers' drives (600 TBW)."""
 

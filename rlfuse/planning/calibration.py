@@ -22,11 +22,9 @@ from rlfuse.simulate.fitting import MIN_SPANS, robust
 UNSEEN = 1e18  # a rate so high that nothing of it could be seen
 ROOFS = tuple(2.0**power for power in range(13))
 """FLOP for each byte read at which decoding begins to be bound by computing: those that are tried."""
-MOST_CROWDING, NARROWED = 1.0, 6
-"""Where `Hardware.crowding` is looked for, and how often that is halved."""
+MOST_CROWDING, NARROWED = 1.0, 6  # where `Hardware.crowding` is looked for, and how often that is halved
 FOLDS = 5
-ACROSS_DEVICES = 0.1085
-"""Error of CDMPP's forecasts on devices that it was not fitted to (arXiv 2311.09690)."""
+ACROSS_DEVICES = 0.1085  # error of CDMPP's forecasts on devices that it was not fitted to (arXiv 2311.09690)
 
 Fields = dict[str, float | bool]
 

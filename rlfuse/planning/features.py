@@ -27,8 +27,7 @@ from rlfuse.planning.model_sizes import Shape
 from rlfuse.simulate.fitting import busiest, is_optimizer_step, unexplained, updates
 from rlfuse.simulate.recorded import spans_within
 
-ROLES = {"actor": "actor", "critic": "critic", "ref": "reference"}
-"""A model's name in spans -> in shapes."""
+ROLES = {"actor": "actor", "critic": "critic", "ref": "reference"}  # a model's name in spans -> in shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,7 @@ class Work:
     part: int  # step of the run, or place in the probe: what is held out together
     seconds: float
     calls: int = 0
-    layers: int = 0
-    """Of micro-batches, with their ENDS: in each forward pass; backward counts as two."""
+    layers: int = 0  # of micro-batches, with their ENDS: in each forward pass; backward counts as two
     hidden: float = 0.0  # bytes of hidden states, of every layer, forward
     flops: float = 0.0  # of passes, prefills, updates
     steps: int = 0  # of decoding

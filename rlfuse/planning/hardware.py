@@ -19,8 +19,7 @@ WAITS += ["optimizer_s"]
 ENDS = 2
 """A micro-batch's embedding and head take as long as so many layers until their kernels run. Models that are about as
 deep do not tell the two apart: a fit that looked for both made models of few layers slow."""
-KINDS = ("generating", "scoring", "training")
-"""Kinds of work whose forecasts have errors of their own."""
+KINDS = ("generating", "scoring", "training")  # kinds of work whose forecasts have errors of their own
 
 
 class NodeSpeed(NamedTuple):
@@ -74,8 +73,7 @@ class Hardware:
     bytes_per_s: float  # from the device's memory, while decoding
     pass_call_s: float = 0.0  # of each call to score, beside its tokens
     train_call_s: float = 0.0
-    decode_step_s: float = 0.0
-    """Of each decoding step, beside what it reads and computes: scheduling, sampling."""
+    decode_step_s: float = 0.0  # of each decoding step, beside what it reads and computes: scheduling, sampling
     decode_sequence_s: float = 0.0  # of each sequence of a decoding step, likewise
     decode_attention_s: float = 0.0
     """Of each sequence in each layer of a decoding step, beside its cache: hosts attend over one after the other."""

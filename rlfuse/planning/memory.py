@@ -28,12 +28,9 @@ FAMILY_TOKENS = 768
 REDUCED_WHOLE = 500_000_000
 """Gradient elements that DeepSpeed reduces at a time without ZeRO, whatever its configuration says."""
 LIVE = 1_000_000_000  # parameters that ZeRO 3 holds gathered at a time, at the most
-PROCESS = 600 * MIB
-"""What each process of a slot takes besides: a CUDA context, or Python with torch."""
-SERVED_BYTES = 8
-"""Per word and sequence, while vLLM samples: logits in float32, and their log-probs."""
-CPU_STEP_TOKENS = 2048
-"""Of an engine on CPUs in one step at the most, as vLLM has it inside of another program."""
+PROCESS = 600 * MIB  # what each process of a slot takes besides: a CUDA context, or Python with torch
+SERVED_BYTES = 8  # per word and sequence, while vLLM samples: logits in float32, and their log-probs
+CPU_STEP_TOKENS = 2048  # of an engine on CPUs in one step at the most, as vLLM has it inside of another program
 CPU_WORKER = 60 * MIB
 """What an engine's process on CPUs has above PROCESS before its model comes. Measured by
 `tests/benchmarks/memory_peaks.py`."""
@@ -62,8 +59,7 @@ class Budget:
 
     device: str
     bytes: int
-    host: int | None = None
-    """Bytes of a node's own memory for what is off its GPUs; None: as many as it takes."""
+    host: int | None = None  # bytes of a node's own memory for what is off its GPUs; None: as many as it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +79,7 @@ class Memory:
     kv_tokens: int  # that an engine's cache holds, all its devices together; 0 or less: none fits
     host: float
     """Bytes of pinned memory per slot while models are off a GPU, of offloaded optimizers and activations."""
-    optimizers_alone: bool = False
-    """Each optimizer is on the device in its own steps only, and for checkpoints."""
+    optimizers_alone: bool = False  # each optimizer is on the device in its own steps only, and for checkpoints
     kv_cache_bytes: int | None = None
     """That each device of an engine is given for its KV cache; None: what vLLM finds left of its share."""
     hands_over: bool = True  # engine and ranks take turns on the device; False: both stay there

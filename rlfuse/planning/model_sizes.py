@@ -56,8 +56,7 @@ class Shape:
     layers: tuple[int, ...]  # of each decoder layer
     embedding: int
     head: int  # of the output layer; that of the embedding again where the two are one tensor
-    active: float
-    """Share of the layers' parameters that a token passes: below 1 in mixtures of experts."""
+    active: float  # share of the layers' parameters that a token passes: below 1 in mixtures of experts
     hidden: int
     intermediate: int  # width of the widest part of a layer; of experts all that a token passes
     heads: int

@@ -80,7 +80,11 @@ def main(argv: Sequence[str]) -> None:
     for line in (*away, *filter(None, [blocked]), *unread):
         console.print(escape(line), soft_wrap=True)
     if arguments.memory_picture is not None:
-        _draw_memory(config, memory, arguments.memory_picture, console)
+        from rlfuse.planning.pictures import draw_memory
+
+        path, stage = arguments.memory_picture, config.actor.zero_stage
+        draw_memory(memory, f"{config.model.path}, {config.slots} slots, actor.zero_stage={stage}", path)
+        console.print(f"picture: {path}\n", soft_wrap=True)
     if budget.device == "cuda":
         _show_settings(config, memory, arguments.settings, console)
     _forecast(config, shapes, memory, arguments, console)
@@ -342,13 +346,6 @@ def time_table(found: Forecast) -> Table:
     if found.bound is not None:
         table.add_row(f"no schedule takes less ({found.bound.bound_by})", f"{found.bound.seconds:.2f}")
     return table
-
-
-def _draw_memory(config: Config, memory: Memory, path: Path, console: Console) -> None:
-    from rlfuse.planning.pictures import draw_memory
-
-    draw_memory(memory, f"{config.model.path}, {config.slots} slots, actor.zero_stage={config.actor.zero_stage}", path)
-    console.print(f"picture: {path}\n", soft_wrap=True)
 
 
 def _draw(problem, path: Path, console: Console) -> None:

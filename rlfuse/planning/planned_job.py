@@ -83,10 +83,15 @@ def differing(given: DictConfig, settings: Mapping[str, object]) -> list[tuple[s
 
 def write_job(path: Path, given: DictConfig, settings: Mapping[str, object], planned: Config, console: Console) -> None:
     """Every key that differs from its default, as a job file: as the job writes it, be it by a reference."""
-    written = OmegaConf.create()
+    written, as_given = OmegaConf.create(), OmegaConf.to_container(given)  # unresolved
     for key in keys():
         if key.required or value_of(planned, key.name) != key.default:
-            OmegaConf.update(written, key.name, settings.get(key.name, _as_given(given, key.name)), force_add=True)
+            OmegaConf.update(
+                written,
+                key.name,
+                settings.get(key.name, reduce(getitem, key.name.split("."), as_given)),
+                force_add=True,
+            )
     read = OmegaConf.to_object(plannable(OmegaConf.merge(OmegaConf.structured(Config), written)))
     for key in keys():  # a reference to what the plan changes
         if value_of(read, key.name) != value_of(planned, key.name):
@@ -97,7 +102,3 @@ def write_job(path: Path, given: DictConfig, settings: Mapping[str, object], pla
     console.print(f"job file: {path}; `rlfuse plan {path}`, `rlfuse train {path}`", soft_wrap=True)
     if open_keys:
         console.print(f"  put yours into it: {open_keys}", soft_wrap=True)
-
-
-def _as_given(given: DictConfig, key: str) -> object:
-    return reduce(getitem, key.split("."), OmegaConf.to_container(given))

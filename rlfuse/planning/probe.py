@@ -23,8 +23,7 @@ from rlfuse.planning.features import Work, forward_flops
 from rlfuse.planning.hardware import ENDS
 from rlfuse.planning.model_sizes import Shape, read_shape
 
-ENOUGH_S, FEWEST = 0.12, 3
-"""A measurement is repeated until it has taken so long, but at least so many times."""
+ENOUGH_S, FEWEST = 0.12, 3  # a measurement is repeated until it has taken so long, but at least so many times
 DEPTHS, WIDTHS, VOCABULARY = (2, 4), (256, 512), 1024
 TOKENS, BATCHES, CONTEXTS, STEPS = (64, 192, 512), (1, 4, 16), (64, 256), 4
 COPIED = 1 << 26  # bytes

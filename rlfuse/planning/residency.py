@@ -44,8 +44,7 @@ ENGINE = frozenset({Item.ENGINE_WEIGHTS, Item.KV_CACHE})
 class Call:
     """What one kind of call needs and does on the device of its slot."""
 
-    phase: str | None = None
-    """None: it only moves; what it leaves behind is of the phase that follows."""
+    phase: str | None = None  # none: it only moves; what it leaves behind is of the phase that follows
     needs: Set[Item] = frozenset()
     apart_from: Set[Item] = frozenset()  # must have left
     brings: Set[Item] = frozenset()
@@ -150,7 +149,10 @@ class ResidencyReplay:
             raise self._refusal(name, slot, f"needs {_listed(missing)} on the device")
         if not self.hands_over and name in MOVES:
             raise self._refusal(name, slot, "would move what stays on the device")
-        if beside := self._apart_from(call) & here:
+        away = call.apart_from
+        if not self.hands_over:  # both sides stay: only what a side itself keeps away
+            away = away - ENGINE if away >= ENGINE else frozenset()
+        if beside := away & here:
             raise self._refusal(name, slot, f"finds {_listed(beside)} on the device")
         if others := [other for other in self._under_way[slot] if _clash(name, other)]:
             raise self._refusal(name, slot, f"begins while {others[0]} is under way")
@@ -166,12 +168,6 @@ class ResidencyReplay:
         if name == "leave_device":
             self._away[slot] = self.held[slot] & CALLS[name].takes
         self.held[slot] -= CALLS[name].takes
-
-    def _apart_from(self, call: Call) -> Set[Item]:
-        """What must have left before the call; of both sides where they stay, only what a side itself keeps away."""
-        if self.hands_over:
-            return call.apart_from
-        return call.apart_from - ENGINE if call.apart_from >= ENGINE else frozenset()
 
     def _refusal(self, name: str, slot: int, why: str) -> ResidencyError:
         there = _listed(self.held[slot]) or "nothing"

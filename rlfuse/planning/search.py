@@ -23,8 +23,7 @@ from rlfuse.planning.searched_job import Job
 from rlfuse.planning.space import FASTEST, POLICY, Filling, Fillings, but_for, structural, structures
 from rlfuse.planning.step_time import NOTHING, Seconds
 
-LOOKING = 0.7
-"""Share of a search's time after which the plans that were found are tried under other policies."""
+LOOKING = 0.7  # share of a search's time after which the plans that were found are tried under other policies
 FIRST = 8  # plans that are simulated under every policy
 LATE, SLOWER = "not looked at in time", "can't be as fast"
 Progress, Clock = Callable[[str], None], Callable[[], float]
@@ -62,8 +61,7 @@ class _Entry:
     seconds: float
     nodes: int  # of equals the fewest machines come first
     number: int
-    kind: str = field(compare=False)
-    """`sketch` of a structure, `structure`, `filling` or `simulated`."""
+    kind: str = field(compare=False)  # `sketch` of a structure, `structure`, `filling` or `simulated`
     structure: tuple[Setting, ...] = field(compare=False)
     filling: Filling = field(compare=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -59,7 +59,9 @@ def main(argv: Sequence[str]) -> None:
     config = _accepted(cluster, plannable(given), arguments.keep)
     load_policy(config.fusion.policy)
     beyond = beyond_limits(config, arguments.prompt_tokens, arguments.response_tokens)
-    if wrong := [*_unplannable(config, cluster), *untrainable(config), *beyond]:
+    task = [f"trainer.task={config.trainer.task}: what is searched are steps that generate; drop --search"]
+    task *= config.trainer.task != "rl"
+    if wrong := [*task, *cluster.lacks(config), *untrainable(config), *beyond]:
         raise ConfigError(wrong)
     (job, facts), began = _job(config, cluster, arguments), time.monotonic()
     seconds, patience = arguments.seconds or SECONDS, inf if arguments.seconds else PATIENCE
@@ -137,12 +139,6 @@ def _on_these(nodes: int, each: int, device: str, given: DictConfig, keep: Colle
         if key not in keep:
             OmegaConf.update(job, key, value)
     return job
-
-
-def _unplannable(config: Config, cluster: Cluster) -> Iterator[str]:
-    if config.trainer.task != "rl":
-        yield f"trainer.task={config.trainer.task}: what is searched are steps that generate; drop --search"
-    yield from cluster.lacks(config)
 
 
 def _facts(config: Config) -> Facts:

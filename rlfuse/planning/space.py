@@ -158,7 +158,8 @@ def structures(
     what it has no nodes for."""
     known = set(check(config, facts))
     refusals: list[Refusal] = [partial(_unlike, known, find, facts) for find in checks(config)]
-    refusals += [partial(_placed_for_nothing, config), _away_anyway]
+    refusals.append(partial(_placed_for_nothing, config))
+    refusals.append(lambda there: there.actor.offload_optimizer and there.actor.optimizer_residency == "step")
     if cluster is not None:
         refusals.append(lambda there: any(cluster.lacks(there)))
     values = {key: each[:: -1 if key == "trainer.nnodes" else 1] for key, each in axes.items() if structural(key)}
@@ -179,10 +180,6 @@ def _placed_for_nothing(config: Config, there: Config) -> bool:
     if training.virtual_pipeline_model_parallel_size != 1:
         return training.pipeline_parallel_size == 1
     return training.pipeline_placement != config.training.pipeline_placement
-
-
-def _away_anyway(there: Config) -> bool:
-    return there.actor.offload_optimizer and there.actor.optimizer_residency == "step"
 
 
 def but_for(settings: tuple[Setting, ...], key: str, value: object) -> tuple[Setting, ...]:

@@ -308,9 +308,6 @@ class _Stack:
         self.added = [b - a for a, b in pairwise(self.starts)]
         self.added.append(self.added[-1] if self.added else held - self.starts[0])
 
-    def _added(self, starts: list[int], layer: int) -> int:
-        return starts[layer + 1] - starts[layer] if torch.is_grad_enabled() else 0
-
     def _wrapped(self, number: int, forward: Callable) -> Callable:
         like = self._like[number]
 
@@ -324,7 +321,8 @@ class _Stack:
                 self._tuples[number] = len(result) if isinstance(result, tuple) else 0
                 return result
             hidden = args[0] if args else kwargs["hidden_states"]
-            left, small = (self._added(each, like) for each in (self.starts, self._small))
+            left, small = (each[like + 1] - each[like] for each in (self.starts, self._small))
+            left, small = (left, small) if torch.is_grad_enabled() else (0, 0)
             small = max(0, min(small, left))
             result = _Again.apply(hidden, left - small, small)
             return (result, *[None] * (self._tuples[like] - 1)) if self._tuples[like] else result

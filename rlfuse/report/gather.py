@@ -88,8 +88,7 @@ class Gathered:
     lengths: dict[int, list[float]]  # step -> response tokens at QUANTILES
     slowest: list[Generated]
     timelines: list[Timeline]
-    samples: list[dict[str, Any]]
-    """Rows of `samples.jsonl` and, with `validation` true, of `validation.jsonl`."""
+    samples: list[dict[str, Any]]  # rows of `samples.jsonl` and, with `validation` true, of `validation.jsonl`
     alerts: list[tuple[int, Alert]]  # (step, alert), by the run's own thresholds
     slowdown: RunSlowdown | None
     """What uneven workers cost its last steps; None where it has none yet that tell."""

@@ -211,11 +211,15 @@ def slowness(run: Gathered) -> Shown:
     """Of a run that has a slowdown."""
     assert run.slowdown is not None
     found = run.slowdown
+    rates = {int(name.split()[1]): rate for name, rate in found.rates.items() if name.startswith("slot ")}
     tables = [("A step takes", _times(found)), ("Slowest workers: time over expected", _workers(found))]
     if found.S_t is not None:
         tables.append(("Each kind of work alone slows the run by", _kinds(found.S_t)))
     return Shown(
-        _verdict(found), found.cause, _heat(found), [*tables, ("What if", _questions(found.seconds, run.what_if))]
+        _verdict(found),
+        found.cause,
+        [(slot, rates[slot], _warmth(rates[slot])) for slot in sorted(rates)],
+        [*tables, ("What if", _questions(found.seconds, run.what_if))],
     )
 
 
@@ -236,11 +240,6 @@ def _times(found: RunSlowdown) -> list[Row]:
     }
     most = max(seconds for seconds, _ in times.values())
     return [(name, seconds / most, colour, f"{seconds:.2f} s") for name, (seconds, colour) in times.items()]
-
-
-def _heat(found: RunSlowdown) -> list[tuple[int, float, str]]:
-    rates = {int(name.split()[1]): rate for name, rate in found.rates.items() if name.startswith("slot ")}
-    return [(slot, rates[slot], _warmth(rates[slot])) for slot in sorted(rates)]
 
 
 def _warmth(rate: float) -> str:

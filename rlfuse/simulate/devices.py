@@ -110,7 +110,12 @@ class SimulatedTrainer:
         devices = self.devices if slot is None else [self.devices[slot]]
         start, call = asyncio.get_running_loop().time(), _Call(devices)
         for device in devices:
-            self._occupy(device, kind)
+            if device.role != "trainer" or device.held or device.work:
+                raise SimulationError(
+                    f"slot {device.index} is told to do {kind} while it has the role {device.role}, holds "
+                    f"{device.held} samples and does {device.work or 'nothing'}"
+                )
+            device.work = kind
         try:
             yield call
         finally:
@@ -122,14 +127,6 @@ class SimulatedTrainer:
                 self._spans.append(
                     Span(kind, where, start, until, samples=samples, tokens=tokens, attributes=dict(attributes))
                 )
-
-    def _occupy(self, device: Device, kind: str) -> None:
-        if device.role != "trainer" or device.held or device.work:
-            raise SimulationError(
-                f"slot {device.index} is told to do {kind} while it has the role {device.role}, holds {device.held} "
-                f"samples and does {device.work or 'nothing'}"
-            )
-        device.work = kind
 
     async def probe(self) -> list[float | None]:
         now = asyncio.get_running_loop().time()

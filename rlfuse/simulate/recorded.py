@@ -44,8 +44,7 @@ class Recording:
     fit: Fit
     steps: list[Step]
     rates: tuple[float, ...] = ()  # of each slot; empty where none is slow
-    by_rates: bool = True
-    """Whether work was shared out by measured rates: not with trainer.deterministic."""
+    by_rates: bool = True  # whether work was shared out by measured rates: not with trainer.deterministic
 
 
 def read_run(folder: Path) -> Recording:

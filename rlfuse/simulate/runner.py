@@ -61,8 +61,7 @@ class Result:
     label: str
     """What the policy does to the data: `exact`, or `exact in distribution` where the tail is speculated."""
     bound_by: str
-    cpu_s: float
-    """Of this process, simulated engines included: an upper limit of the controller's own."""
+    cpu_s: float  # of this process, simulated engines included: an upper limit of the controller's own
 
     def as_json(self) -> dict[str, Any]:
         """With seconds to the microsecond."""

@@ -25,8 +25,7 @@ CONSOLIDATIONS = [(0.0, 1.0), *product((0.1, 0.2, 0.35, 0.6), (1.0, 1.25, 1.6, 2
 SHARES = (0.85, 0.7, 0.5, 0.35, 0.25)
 """Of the samples that a slot could hold, so many are given to it at once: with the longest first these then decode in
 small batches, and short ones take their places."""
-SUREST = Settings(threshold=0.0, longest_first=False)
-"""Of what is tuned: as `stream`, but that it trains early."""
+SUREST = Settings(threshold=0.0, longest_first=False)  # of what is tuned: as `stream`, but that it trains early
 MOST_SLOTS, MOST_SAMPLES = 16, 2048
 """Machines are scaled down to so many slots, to half where that are more samples, at the same number per slot: tuning
 takes seconds. On much fewer slots than there are, consolidation looks better or worse than it is."""

@@ -22,8 +22,7 @@ HALF = 0.5  # of the time lost, from which on a part counts as its cause
 CORRELATED = 0.9
 PAIRS = 8  # micro-batches that tell a correlation
 SLOW = 1.1  # a worker below so many times its expected time is like the others
-VARIES = 0.1
-"""Standard deviation over mean of their durations, below which there is nothing to correlate."""
+VARIES = 0.1  # standard deviation over mean of their durations, below which there is nothing to correlate
 SPIKE = 3.0  # an operation that took so many times what its like take stood still meanwhile
 SPIKES = 4
 

@@ -93,15 +93,12 @@ def recorded_steps(run: RunFolder, at_most: int) -> list[tuple[Span, list[Span]]
         place = bisect_right(starts, span.start) - 1
         if place >= 0 and span.end <= steps[place].end + SAME_S:
             inside[place].append(span)
-    whole = [(step, spans) for step, spans in zip(steps, inside, strict=True) if _undisturbed(spans)]
+    kinds = [{span.kind for span in spans} for spans in inside]
+    undisturbed = ["optimizer" in each and not each & set(FAILED) for each in kinds]
+    whole = [each for each, kept in zip(zip(steps, inside, strict=True), undisturbed, strict=True) if kept]
     if not whole:
         raise RunError(f"{run.path / 'events.jsonl'}: no step that went undisturbed to its end; let the run finish one")
     return whole[-at_most:]
-
-
-def _undisturbed(spans: Sequence[Span]) -> bool:
-    kinds = {span.kind for span in spans}
-    return "optimizer" in kinds and not kinds & set(FAILED)
 
 
 def operations(steps: Sequence[tuple[Span, Sequence[Span]]], width: int = 1, zero_stage: int = 0) -> Recorded:

@@ -44,8 +44,7 @@ class RunSlowdown:
     seconds: float  # the same, replayed as recorded
     no_slow_machine_seconds: float
     ideal_seconds: float
-    launch_delay: float
-    """Share of the recorded steps' time that the replay leaves out: how wrong it may be."""
+    launch_delay: float  # share of the recorded steps' time that the replay leaves out: how wrong it may be
     workers: dict[str, float]  # worker -> slowdown of the run by its machine alone, largest first
     rates: dict[str, float]
     """Worker -> seconds of its work over those that a typical worker would have taken for it."""

@@ -32,8 +32,7 @@ class Slowdown:
     waste: float  # the share of all workers' time
     seconds: float  # of a step in the mean, replayed as recorded
     ideal_seconds: float
-    launch_delay: float
-    """Share of the recorded steps' time that the replay leaves out: how wrong it may be."""
+    launch_delay: float  # share of the recorded steps' time that the replay leaves out: how wrong it may be
     S_t: dict[str, float] | None = None  # kind of operation -> slowdown by it alone, largest first
     workers: list[list[float]] | None = None  # [stage][data rank]: slowdown by that worker alone
     M_W: float | None = None
@@ -60,12 +59,15 @@ class Job:
         """Replay the job as it was, ideally, and with each kind, stage and rank as it was."""
         operations, time, ideal = self.operations, self.mean(self.recorded), self.mean(self.ideal)
         slowdown = time / ideal if ideal else 1.0
+        first, last = np.full(operations.steps, np.inf), np.full(operations.steps, -np.inf)
+        np.minimum.at(first, operations.step, operations.start)
+        np.maximum.at(last, operations.step, operations.end)
         found: dict[str, Any] = {
             "S": slowdown,
             "waste": 1 - 1 / slowdown,
             "seconds": time,
             "ideal_seconds": ideal,
-            "launch_delay": 1 - time / float(_recorded_steps(operations).mean()),
+            "launch_delay": 1 - time / float((last - first).mean()),
         }
         if slowdown < ATTRIBUTED:
             return Slowdown(**found)
@@ -118,13 +120,6 @@ def even_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
         counts = np.maximum(np.bincount(chunk), 1)
         even[direction] = (np.bincount(chunk, seconds[direction]) / counts)[chunk]
     return even
-
-
-def _recorded_steps(operations: Operations) -> np.ndarray:
-    first, last = np.full(operations.steps, np.inf), np.full(operations.steps, -np.inf)
-    np.minimum.at(first, operations.step, operations.start)
-    np.maximum.at(last, operations.step, operations.end)
-    return last - first
 
 
 def _by_kind(operations: Operations, alone: Any) -> dict[str, float]:

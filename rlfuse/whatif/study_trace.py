@@ -21,8 +21,7 @@ from rlfuse.whatif.operations import ALONE, Operations
 FORWARD, BACKWARD = "forward", "backward"
 COMPUTE = ("forward-compute", "backward-compute", "gc", "first-op")  # in the stream of computing
 P2P = ("forward-send", "forward-recv", "backward-send", "backward-recv")
-DATA = ("params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce")
-"""Collectives over data ranks."""
+DATA = ("params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce")  # collectives over data ranks
 CLIP, EMBEDDING = "optimizer-clip-main-grad", "embedding-grads-all-reduce"
 TAIL = ("layernorm-grads-all-reduce", EMBEDDING, *DATA[1:], CLIP, "optimizer")
 """After the last backward, in this order."""

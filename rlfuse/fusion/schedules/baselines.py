@@ -23,8 +23,7 @@ from rlfuse.fusion.schedules.shop import KINDS, LOOSE, Shop, compiled, makespan,
 Baseline = Literal["1f1b", "interleaved", "zb-h1", "zb-v"]
 BASELINES: tuple[Baseline, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v")
 DRAWS = 60  # of list schedules for a model's ZB-V; more gain nothing on the published instances
-Line = list[tuple[Kind, int]]
-"""(kind, chunk) of what a stage runs, micro-batches implied: first in, first out."""
+Line = list[tuple[Kind, int]]  # (kind, chunk) of what a stage runs, micro-batches implied: first in, first out
 
 
 def never() -> bool:

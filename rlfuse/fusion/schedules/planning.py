@@ -34,8 +34,7 @@ class Plan:
     rows: Rows
     times: tuple[tuple[tuple[float, float], ...], ...]
     """Device -> start and end of each of its operations, in seconds; empty while nothing was measured."""
-    serial_s: float
-    """The same work in 1F1B, one model after the other, and then the passes that score."""
+    serial_s: float  # the same work in 1F1B, one model after the other, and then the passes that score
     trained: Mapping[str, int] = field(default_factory=dict)
     """Model -> micro-batches of each pipeline that it trains on; those numbered higher are scored."""
 

@@ -46,7 +46,8 @@ def polish(
         return None
     at = np.array([solver.value(variable) for variable in begin])
     device = shop.device[shop.class_of]
-    return np.stack([row[np.argsort(at[row], kind="stable")] for row in _by_device(device, shop.devices)])
+    rows = (np.flatnonzero(device == each) for each in range(shop.devices))
+    return np.stack([row[np.argsort(at[row], kind="stable")] for row in rows])
 
 
 def _order(model, shop: Shop, begin: list, long: np.ndarray, lag: np.ndarray, end) -> None:
@@ -70,7 +71,8 @@ def _memory(model, shop: Shop, begin: list, long: np.ndarray, limit: float) -> N
     unit = _unit(shop.acquires)
     lives: list[tuple[list, list]] = [([], []) for _ in range(shop.devices)]
     for own in np.flatnonzero((shop.kind == F) & (shop.acquires > 0)):
-        last = _last_use(shop, own)
+        backward = backward_of(shop, own)
+        last = int(backward if shop.leaf[backward] == NONE else shop.leaf[backward])
         size = int(_scaled(shop.acquires[own : own + 1], unit)[0])
         for micro_batch in range(shop.micro_batches[own]):
             start = begin[shop.first[own] + micro_batch]
@@ -80,15 +82,6 @@ def _memory(model, shop: Shop, begin: list, long: np.ndarray, limit: float) -> N
             lives[shop.device[own]][1].append(size)
     for intervals, sizes in lives:
         model.add_cumulative(intervals, sizes, floor(limit * unit * (1 + LOOSE)))
-
-
-def _last_use(shop: Shop, own: int) -> int:
-    backward = backward_of(shop, own)
-    return int(backward if shop.leaf[backward] == NONE else shop.leaf[backward])
-
-
-def _by_device(device: np.ndarray, devices: int) -> list[np.ndarray]:
-    return [np.flatnonzero(device == each) for each in range(devices)]
 
 
 def _unit(values: np.ndarray) -> float:

@@ -20,8 +20,7 @@ from rlfuse.fusion.schedules.schedule import needs, peaks, show, timed
 IN_FLIGHT = ((1.0, 1), (1.0, 2), (1.5, 1))
 """How many micro-batches more each stage before has, and those of the last stage; of 1F1B 1 and 1. With 1.5, what a
 forward takes to the next stage but one, and a backward to the next, is the time between two heads."""
-Heads = Mapping[str, float]
-"""Model -> how long its devices take for the head of a micro-batch together."""
+Heads = Mapping[str, float]  # model -> how long its devices take for the head of a micro-batch together
 
 
 def best(problem: Problem, found: Rows, heads: Heads) -> Rows:

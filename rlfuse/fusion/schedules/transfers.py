@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Protocol
 
 from rlfuse.fusion.schedules.operations import Kind, Operation, Rows, meeting
@@ -212,17 +213,8 @@ def _check_heads(rows: Rows, models: Mapping[str, Stages]) -> None:
 Queue = Callable[[Transfer], Hashable]  # which of a device's queues the call for a transfer goes to
 
 
-def own_queue(transfer: Transfer) -> Operation:
-    """Gloo: tagged transfers are independent."""
-    return transfer.operation
-
-
-def queue_of_lane(transfer: Transfer) -> Lane:
-    """NCCL: a communicator's calls run in the order of posting."""
-    return transfer.lane
-
-
-QUEUES: Mapping[str, Queue] = {"gloo": own_queue, "nccl": queue_of_lane}
+QUEUES: Mapping[str, Queue] = {"gloo": attrgetter("operation"), "nccl": attrgetter("lane")}
+"""gloo's tagged transfers are independent; a NCCL communicator's calls run in the order of posting."""
 
 
 def check_deadlock(rows: Rows, layout: tuple[Stages, ...]) -> None:

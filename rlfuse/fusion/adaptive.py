@@ -29,8 +29,7 @@ from rlfuse.fusion.sharing import (
 )
 from rlfuse.fusion.states import SampleRecord, SampleState
 
-RELEASE_CHECKS = 32
-"""Whether to move samples is looked at each time the unfinished ones have shrunk by about this part."""
+RELEASE_CHECKS = 32  # moves are considered each time this part of the unfinished samples is done
 HYSTERESIS = 1.25  # samples are moved when so many times more slots hold them than need to
 OVERDUE = 8  # steps without any news of a slow slot, after which it is tried though it will be late
 MARGIN = 1.3  # samples are admitted as if they would be so many times longer than expected: some will be

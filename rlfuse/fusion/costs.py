@@ -31,8 +31,7 @@ class Costs:
     move_s: float = 0.02  # taking samples off an engine and handing them over, beside prefill or transfer
     kv_bytes_per_token: float = 1.0
     link_bytes_per_s: float = 0.0  # between two slots' KV caches; 0 where they can't be carried over
-    step_s: float = 0.0
-    """What a training step costs beside all of this: weights to the engines, data, bookkeeping."""
+    step_s: float = 0.0  # per training step: weights to the engines, data, bookkeeping
 
     def decode_step(self, batch: float, context: float) -> float:
         beyond = max(0.0, batch - self.flat_batch)

@@ -21,8 +21,7 @@ class Lengths:
         self._mean: float | None = None
         self._of_prompt: dict[int, float] = {}
         self.recorded: list[float] = []  # lengths of the last step, for tuning
-        self.error: float | None = None
-        """Sigma of log(length / expectation) over the last step's prompts; None where half of them or more were new."""
+        self.error: float | None = None  # sigma of log(length / expectation), if most prompts were known
 
     def knows(self, prompt: int) -> bool:
         return prompt in self._of_prompt

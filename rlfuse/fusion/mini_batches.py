@@ -16,8 +16,7 @@ class MiniBatchProgress:
         self._tokens: list[float] = []
         self._prepared: dict[int, dict[str, int]] = {}
         self._done: list[str] = []
-        self.ready: OrderedDict[str, int] = OrderedDict()
-        """Samples of the present mini-batch whose gradients can be accumulated now -> tokens."""
+        self.ready: OrderedDict[str, int] = OrderedDict()  # samples that can be accumulated now -> tokens
         self.left_tokens = 0.0  # of the present mini-batch, not yet taken up; by expectation where unknown
 
     def divide(self, mini_batch_of: Mapping[int, int], sizes: Sequence[int], tokens: Sequence[float]) -> None:

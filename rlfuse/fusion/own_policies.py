@@ -20,9 +20,7 @@ from rlfuse.fusion.decisions import Decision, Move, Policy, Snapshot, Switch
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.refusals import Refused, check, listed
 
-AIMLESS = 20
-"""Times that every slot may switch, and every unfinished sample may move, while no sample is finished and no other work
-begins."""
+AIMLESS = 20  # switches per slot and moves per sample without any progress before it is an error
 
 _loaded: dict[str, Policy] = {}
 

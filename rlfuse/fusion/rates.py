@@ -16,9 +16,7 @@ THRESHOLD = 1.2  # a slot is slow from this rate on (and fast below its inverse)
 DEAD_BAND = 0.3  # share by which a rate is exceeded, or falls short of itself, before it moves
 OBSERVATIONS = 3  # the middle one of so many decides: a single hiccup doesn't
 HICCUP_S = 1.0  # hiccups are shorter: work that took so much longer than foreseen counts twice
-TOLD_BY_S = 0.2
-"""Work that is foreseen to be shorter is observed together with what follows in its step: milliseconds tell of how work
-begins, and of when the driver heard of its end."""
+TOLD_BY_S = 0.2  # work predicted to be shorter is observed together with what follows
 REFRESH = 8  # what is typical is worked out anew after one observation for each so many slots
 
 
@@ -40,15 +38,13 @@ class Rates:
         self._measured = measured
         self.current = [1.0] * slots  # slot -> its rate, for plans
         self.drained: set[int] = set() if drained is None else drained
-        self.unheard: dict[int, int] = {}
-        """Slow slots that may get work -> steps that began since they were last observed, where any did."""
+        self.unheard: dict[int, int] = {}  # slow slot -> steps since it was last observed
         self._last = [deque((1.0,) * OBSERVATIONS, OBSERVATIONS) for _ in range(slots)]
         self._returning: set[int] = set() if returning is None else returning
         for slot in self._returning:
             self._last[slot].clear()
         self._peers: defaultdict[str, _Peers] = defaultdict(lambda: _Peers(slots))
-        self._short: dict[tuple[int, str], tuple[float, float]] = {}
-        """Seconds that work took, and was foreseen to take, that is not observed yet."""
+        self._short: dict[tuple[int, str], tuple[float, float]] = {}  # measured and predicted seconds
         self._costs: Costs | None = None
 
     @classmethod

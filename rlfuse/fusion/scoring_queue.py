@@ -19,8 +19,7 @@ class ScoringQueue:
         """Kind -> finished samples that lack it, none of them under way -> tokens."""
         self.tokens = dict.fromkeys(kinds, 0)
         self.oldest = dict.fromkeys(kinds, now)  # when the wait began that now stands
-        self.needed = tuple(kind for kind in kinds if kind not in deferred)
-        """Kinds without which a group can't be prepared."""
+        self.needed = tuple(kind for kind in kinds if kind not in deferred)  # kinds needed to prepare a group
         self.deferred: dict[str, dict[int, dict[str, int]]] = {kind: {} for kind in deferred}
         """Kind -> mini-batch after the present one -> finished samples that lack it -> tokens."""
         self._progress = progress or MiniBatchProgress(0)

@@ -29,8 +29,7 @@ EXACT, MISMATCHED = "exact", "mismatched"
 STRENGTH = (EXACT, "exact in distribution", "reordered", "off-policy", MISMATCHED)
 """All labels, the strongest first."""
 SET_ASIDE = "fusion/prompts_set_aside"
-CARRY_OVER = ("partial_rollout", "one_step_off")
-"""What goes on under other weights than it began with, and so needs importance correction."""
+CARRY_OVER = ("partial_rollout", "one_step_off")  # need importance correction
 
 
 def label(data: str, tail_speculation: int = 0, quantization: str | None = None) -> str:

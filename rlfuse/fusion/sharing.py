@@ -27,8 +27,7 @@ from rlfuse.fusion.disaggregation import hand_on, readers_and_decoders
 from rlfuse.samples import prompt_of
 
 REWARD = "reward"
-PATIENCE = 10
-"""A small batch waits for more samples while others generate, at most so many times as long as a call takes."""
+PATIENCE = 10  # how many call times a small batch may wait for more samples
 
 BUSY = -1  # stands for the busy slot that will be free next
 

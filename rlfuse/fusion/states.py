@@ -73,8 +73,7 @@ class SampleRecord:
     moved: bool = False  # it came from another engine: when it began to decode here is not known to the step
     expected: float = 0.0  # response tokens that it is expected to have in the end
     reserved: float = 0.0  # tokens of KV cache that room was made for
-    prepared: bool = False
-    """Its advantage is computed; the actor's loss may still lack passes that were deferred."""
+    prepared: bool = False  # its advantage is computed; deferred passes may be missing
 
     def become(self, state: SampleState) -> None:
         """Change its state. Raises RuntimeError where that can't follow."""
@@ -98,8 +97,7 @@ class GroupRecord:
     next_step: bool = False  # drawn for the next step: it is admitted when nothing of this one waits
     state: GroupState = GroupState.GENERATING
     samples: list[SampleRecord] = field(default_factory=list)
-    waiting: dict[str, SampleRecord] = field(default_factory=dict)
-    """Samples in the state WAITING, in the order in which they are to be generated."""
+    waiting: dict[str, SampleRecord] = field(default_factory=dict)  # in the order of generation
 
     @property
     def unneeded(self) -> bool:

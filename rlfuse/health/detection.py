@@ -21,23 +21,17 @@ import numpy as np
 from rlfuse.health.series import Window, role_of
 from rlfuse.health.signals import SIGNALS, SLOWNESS, Signal
 
-SIMILARITY = 4.0
-"""Score above the peers', in units of scatter, from which a worker is a candidate: with the least of slowness, 0.05, a
-worker that takes 1.22 times as long."""
+SIMILARITY = 4.0  # score above the peers', in units of scatter, that makes a candidate
 OWN = 1.5  # thresholds from which one of two workers is the odd one, whatever it was like before
 CONTINUED = 0.5  # of the threshold: what a candidate has to stay above, and since when it is said to have begun
 SMOOTHING = 0.15  # of the exponential average, for a window with usual work
 CONTINUITY_S = 240.0  # the paper's: jitters of healthy machines are shorter
-STEPS = 12
-"""Where steps are short, so many in a row are enough: each has samples, lengths and decisions of its own."""
+STEPS = 12  # in a row are enough where steps are short
 WINDOWS, FRESHLY = 12, 8
 """The least windows as a candidate in the time of CONTINUITY_S, and of these the least whose own value is apart, which
 are SHARE of them, too: an average remembers one long jitter. Fewer where a shorter time is asked for."""
 SHARE = 2 / 3
-AGAIN_SHARE, REST = 0.3, 8
-"""Of a machine that is slow again and again, in FRESHLY windows at least: the least share of windows in which one of
-its workers is far off, by the scatter of values that are not averaged, and the most windows between two of them. Disks
-are so in health, by checkpoints."""
+AGAIN_SHARE, REST = 0.3, 8  # of a machine that is slow again and again: windows far off, and between
 MANY = 8  # workers from which on thresholds grow
 CHANCE = 6.0  # standard deviations above what chance makes of as many windows of its peers
 BEGINNING = 6  # windows of a worker that tell what it was like at first; none is judged before

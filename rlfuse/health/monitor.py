@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rlfuse import clock
 from rlfuse.events import Span
@@ -20,17 +20,10 @@ from rlfuse.health.series import Expected, Sample, Series, Settled
 from rlfuse.health.signals import LOGGED, SIGNALS, SLOWNESS
 from rlfuse.observe.alerts import Alert
 
+if TYPE_CHECKING:
+    from rlfuse.health.agent import AgentHandle  # imports ray
+
 SLOTTED = ("rollout", "trainer")
-
-
-class Drained(Protocol):
-    """A node's agent (`agent.AgentHandle`)."""
-
-    node: str
-
-    async def drain(self) -> tuple[list[Sample], str]: ...
-
-    def close(self) -> None: ...
 
 
 class Monitor:
@@ -39,7 +32,7 @@ class Monitor:
     def __init__(
         self,
         folder: Path,
-        agents: Sequence[Drained],
+        agents: Sequence[AgentHandle],
         continuity_s: float,
         width: int,
         alert: Callable[[int, Alert], None],

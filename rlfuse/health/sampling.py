@@ -121,8 +121,7 @@ def _read(pid: int, name: str) -> bytes:
         return file.read()
 
 
-RATES = ("memory_pressure", "io_pressure", "retransmits")
-"""Of the node's counters, those whose change a second is told."""
+RATES = ("memory_pressure", "io_pressure", "retransmits")  # counters reported per second
 
 
 def node_counters() -> Counters:

@@ -131,8 +131,7 @@ class Window:
     step: int
     start: float
     end: float
-    values: Mapping[str, Mapping[str, tuple[float, float]]]
-    """Signal -> worker -> (value, weight: expected seconds of work, or seconds)."""
+    values: Mapping[str, Mapping[str, tuple[float, float]]]  # signal -> worker -> (value, weight)
 
 
 @dataclass

@@ -15,15 +15,11 @@ class Signal:
 
     name: str
     told: str  # what it is, for a person
-    per: Literal["work", "busy", "time"]
-    """Its amount is divided by expected seconds of work, averaged over seconds with work, or over all."""
-    least: float
-    """The smallest step of distance: what is told apart has to differ by `detection.SIMILARITY` of them."""
+    per: Literal["work", "busy", "time"]  # divided by expected work, or averaged over busy or all seconds
+    least: float  # smallest meaningful distance, times `detection.SIMILARITY`
     unit: float = 0.0  # 0: compared by ratio
     worse: int = 1  # 1: high is bad, -1: low is
-    from_start: bool = False
-    """Compared as it is; the others by how they changed since the worker's own beginning, as nodes differ rightfully
-    (one has the driver, one writes checkpoints)."""
+    from_start: bool = False  # compared as it is, not by its change since the beginning
     factor: float = 1.0  # to the unit that it is told in
 
     def compared(self, value: float) -> float:

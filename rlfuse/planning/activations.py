@@ -23,8 +23,7 @@ from rlfuse.video.embedding import BF16
 
 MIB, GIB = 1 << 20, 1 << 30
 DISK_BYTES_PER_S = 2e9  # of an NVMe drive, either way, where nothing was measured; ranks measure theirs
-ENDURANCE = 600e12
-"""Bytes that a drive of 1 TB is rated for to be written, as makers state it of consumers' drives (600 TBW)."""
+ENDURANCE = 600e12  # bytes that a 1 TB consumer drive is rated for to be written
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +92,7 @@ def words(found: Leaving, role: str) -> Iterator[str]:
         )
 
 
-PASS_OF = {"actor": "reference", "critic": "values"}
-"""What a model that is trained is also asked for, without gradients; a reference computes log-probs as an actor."""
+PASS_OF = {"actor": "reference", "critic": "values"}  # passes of trained models without gradients
 
 
 def micro_batch_tokens(config: Config, learns: bool = False) -> int:

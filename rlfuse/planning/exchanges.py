@@ -15,8 +15,7 @@ from rlfuse.planning.hardware import ADAM, Hardware
 from rlfuse.planning.memory import ITEM
 from rlfuse.planning.model_sizes import Shape
 
-PREFETCHED = 50_000_000
-"""Parameters that ZeRO 3 gathers ahead at a time; DeepSpeed's own `stage3_prefetch_bucket_size`."""
+PREFETCHED = 50_000_000  # parameters that ZeRO 3 gathers ahead (stage3_prefetch_bucket_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,7 @@ ROLES = {"actor": "actor", "critic": "critic", "ref": "reference"}  # a model's 
 class Work:
     """One piece of work of one device; amounts of all that it did, of which most are 0."""
 
-    kind: str
-    """`generating scoring training`; `step`: what a step takes beside these; `copying`: nothing but that."""
+    kind: str  # `generating scoring training`, `step` (everything else) or `copying`
     source: str  # the run, or the part of a probe
     part: int  # step of the run, or place in the probe: what is held out together
     seconds: float
@@ -48,8 +47,7 @@ class Work:
     attended: float = 0.0  # sequences, in each layer of each of them
     read: float = 0.0  # bytes of weights that decoding reads
     computed: float = 0.0  # FLOP of decoding
-    moved: float = 0.0
-    """Bytes of caches that decoding reads; of gradients and states, in place; of weights that are pushed."""
+    moved: float = 0.0  # bytes of caches read, of gradients and states in place, of pushed weights
     copied: float = 0.0  # bytes of gradients into new memory
     optimizer_steps: int = 0
     sent: float = 0.0  # bytes to other ranks of its node

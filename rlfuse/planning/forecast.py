@@ -43,8 +43,7 @@ class Forecast:
     bound: Bound | None = None  # that no schedule beats, where the job has no pipelines
     schedule: Problem | None = None  # of one mini-batch, where it has
     disaggregate: str = ""  # what `rollout.disaggregate` comes to, and why
-    lost_overlap: float = 0.0
-    """Seconds by which the job's step is longer because training reads the whole batch."""
+    lost_overlap: float = 0.0  # seconds lost because training reads the whole batch
 
     @property
     def seconds(self) -> Seconds:

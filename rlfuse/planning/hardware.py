@@ -16,9 +16,7 @@ RATES += ["copied_bytes_per_s"]
 WAITS = ["pass_call_s", "train_call_s", "decode_step_s", "decode_sequence_s", "decode_attention_s", "layer_s"]
 WAITS += ["optimizer_s"]
 """Of a device's own work: what other devices of its node slow."""
-ENDS = 2
-"""A micro-batch's embedding and head take as long as so many layers until their kernels run. Models that are about as
-deep do not tell the two apart: a fit that looked for both made models of few layers slow."""
+ENDS = 2  # embedding and head of a micro-batch count as so many layers until their kernels run
 KINDS = ("generating", "scoring", "training")  # kinds of work whose forecasts have errors of their own
 
 
@@ -75,38 +73,20 @@ class Hardware:
     train_call_s: float = 0.0
     decode_step_s: float = 0.0  # of each decoding step, beside what it reads and computes: scheduling, sampling
     decode_sequence_s: float = 0.0  # of each sequence of a decoding step, likewise
-    decode_attention_s: float = 0.0
-    """Of each sequence in each layer of a decoding step, beside its cache: hosts attend over one after the other."""
-    decode_overlaps: bool = True
-    """Whether decoding computes while it reads weights; hosts do one after the other."""
-    layer_s: float = 0.0
-    """Of each layer of a micro-batch's forward pass, and of its ENDS: what it takes until kernels run. Twice that
-    backward."""
-    hidden_bytes_per_s: float = inf
-    """Of a layer's hidden states in a forward pass, each counted once: what reads and writes them between products."""
+    decode_attention_s: float = 0.0  # per sequence and layer of a decoding step, besides its cache
+    decode_overlaps: bool = True  # whether decoding computes while it reads weights
+    layer_s: float = 0.0  # per layer (and ENDS) of a micro-batch's forward pass, until kernels run
+    hidden_bytes_per_s: float = inf  # of a layer's hidden states in a forward pass
     optimizer_s: float = 0.0  # of each optimizer step, beside the states that it reads and writes
-    gather_s: float = 0.0
-    """Of each module that ZeRO 3 looks after, in each pass, beside its bytes: hooks and messages; all of them together
-    take at least as long as the messages do by `links`."""
-    sent_bytes_per_s: float | None = None
-    """That a rank exchanges with others of its node, as runs told it, where a cluster file does not say; plans go by
-    `links`. None: not told apart from `update_bytes_per_s`."""
-    step_s: float = 0.0
-    """Of each step of the job, beside its work and the bytes of new weights: data, messages, what waits for nothing."""
-    update_bytes_per_s: float | None = None
-    """Of gradients, weights and moments, where they lie, in optimizer steps (`exchanges.Traffic`); with what ranks
-    exchange in them where `sent_bytes_per_s` is None. None: as `bytes_per_s`."""
-    copied_bytes_per_s: float | None = None
-    """Of what hosts copy into new memory, which the system clears page by page as it is first written to. None where
-    that was not measured, and on GPUs, whose allocator keeps memory: as in updates."""
-    crowding: float = 0.0
-    """Share by which work takes longer for each other device of its node that is at work, too: of memory, caches and
-    clocks that they have in common. All above is of a device alone."""
-    host_bytes_per_s: float = inf
-    """Between a device and its host's memory, where models wait while the engine generates."""
+    gather_s: float = 0.0  # per module that ZeRO 3 gathers, in each pass, besides its bytes
+    sent_bytes_per_s: float | None = None  # between ranks of a node, as runs measured it
+    step_s: float = 0.0  # per step of the job, besides its work and new weights
+    update_bytes_per_s: float | None = None  # of optimizer steps, in place; None: as `bytes_per_s`
+    copied_bytes_per_s: float | None = None  # into new memory, on hosts; None: as in updates
+    crowding: float = 0.0  # share by which each other busy device of the node slows its work
+    host_bytes_per_s: float = inf  # between a device and its host's memory
     links: Links = Links()
-    errors: Mapping[str, float] = field(default_factory=dict)
-    """Kind of work -> how far forecasts of it were off where they were held against measurements, as a share."""
+    errors: Mapping[str, float] = field(default_factory=dict)  # kind of work -> relative error of forecasts
 
     @property
     def is_host(self) -> bool:

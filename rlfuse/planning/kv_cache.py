@@ -9,8 +9,7 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.rollout.speculation import DRAFT_TOKENS
 from rlfuse.planning.model_sizes import Shape
 
-SPARE = 0.1
-"""Share of a device that stays free where engine and ranks both stay there, for gaps between tensors. Not measured."""
+SPARE = 0.1  # share kept free where engine and ranks share a device; not measured
 BLOCK = 128  # tokens of a block at most, over vLLM's attention backends
 UNPLANNED = frozenset(
     {

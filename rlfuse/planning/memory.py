@@ -23,24 +23,17 @@ from rlfuse.planning.residency import MODELS, PHASES, TRAINING, Item, contents
 GIB, MIB = 1 << 30, 1 << 20
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATES = 8  # adamW's two moments, in float32
-FAMILY_TOKENS = 768
-"""Of a frame, at most, as the processors of VideoLLaMA3 and Qwen2.5-VL have it where a checkpoint does not say."""
-REDUCED_WHOLE = 500_000_000
-"""Gradient elements that DeepSpeed reduces at a time without ZeRO, whatever its configuration says."""
+FAMILY_TOKENS = 768  # per frame at most (VideoLLaMA3, Qwen2.5-VL), if unknown
+REDUCED_WHOLE = 500_000_000  # gradient elements that DeepSpeed reduces at a time without ZeRO
 LIVE = 1_000_000_000  # parameters that ZeRO 3 holds gathered at a time, at the most
 PROCESS = 600 * MIB  # what each process of a slot takes besides: a CUDA context, or Python with torch
 SERVED_BYTES = 8  # per word and sequence, while vLLM samples: logits in float32, and their log-probs
 CPU_STEP_TOKENS = 2048  # of an engine on CPUs in one step at the most, as vLLM has it inside of another program
-CPU_WORKER = 60 * MIB
-"""What an engine's process on CPUs has above PROCESS before its model comes. Measured by
-`tests/benchmarks/memory_peaks.py`."""
-GRAPHS = 1 * GIB
-"""What an engine that sleeps keeps: CUDA graphs and NCCL's buffers. An allowance, not measured."""
+CPU_WORKER = 60 * MIB  # an engine's process on CPUs above PROCESS (tests/benchmarks/memory_peaks.py)
+GRAPHS = 1 * GIB  # a sleeping engine's CUDA graphs and NCCL buffers; not measured
 NCCL = 1 * GIB  # what a rank's communicators keep. Likewise.
-SCORED_TOKENS, SCORER = 16384, GIB + 256 * MIB
-"""A reward model's tokens at a time; its CUDA graphs and KV cache by default, where vLLM runs it. Likewise."""
-LANES = 1 * GIB
-"""What a rank of a pipeline has besides: kernels loaded at its start, NCCL's buffers of its lanes. Likewise."""
+SCORED_TOKENS, SCORER = 16384, GIB + 256 * MIB  # of a reward model in vLLM; not measured
+LANES = 1 * GIB  # a pipeline rank's kernels and NCCL buffers of lanes; not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +70,9 @@ class Memory:
     parts: tuple[Part, ...]
     budget: Budget
     kv_tokens: int  # that an engine's cache holds, all its devices together; 0 or less: none fits
-    host: float
-    """Bytes of pinned memory per slot while models are off a GPU, of offloaded optimizers and activations."""
+    host: float  # bytes of pinned memory per slot while models or activations are off the GPU
     optimizers_alone: bool = False  # each optimizer is on the device in its own steps only, and for checkpoints
-    kv_cache_bytes: int | None = None
-    """That each device of an engine is given for its KV cache; None: what vLLM finds left of its share."""
+    kv_cache_bytes: int | None = None  # given to each device of an engine; None: vLLM decides
     hands_over: bool = True  # engine and ranks take turns on the device; False: both stay there
 
     @property

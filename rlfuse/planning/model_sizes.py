@@ -63,15 +63,13 @@ class Shape:
     head_width: int
     vocabulary: int  # outputs of the head: words, or 1 of a value model
     cache: Cache
-    model: MetaModel | None = field(repr=False)
-    """Runs its passes without memory; None of a model that only serves."""
+    model: MetaModel | None = field(repr=False)  # None for a model that only serves
     experts: int = 0  # in each layer of a mixture, and how many of them a token passes
     experts_used: int = 0
     modules: int = 0  # with parameters of their own
     tower: int = 0  # of a video model's tower and projector
     sight: tuple[int, int, int] = (0, 0, 0)  # the tower's layers, hidden size and intermediate size
-    embedded: int = 0
-    """Numbers of a visual token's embedding: hidden features, and as many for each layer that is fed besides."""
+    embedded: int = 0  # numbers of a visual token's embedding, for all layers that are fed
 
     def share(self, width: int) -> Shape:
         """What each of `width` ranks holds, which share the layers. The same shape for the same width."""

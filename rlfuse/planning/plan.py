@@ -104,33 +104,18 @@ def _parser() -> argparse.ArgumentParser:
         description="What a job would take. Status 0: it fits, 2: wrong configuration, 3: it does not fit.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--device-memory",
-        type=float,
-        metavar="GIB",
-        help="of a GPU (a slot, for cluster.device=cpu); default: as found",
-    )
-    parser.add_argument(
-        "--peak-tflops", type=float, metavar="N", help="peak of a device, as in a cluster file: forecasts times"
-    )
-    parser.add_argument(
-        "--utilization", type=float, metavar="SHARE", help="of that peak, achieved in passes and training; default: 0.4"
-    )
+    parser.add_argument("--device-memory", type=float, metavar="GIB", help="of a GPU (CPU: a slot); default: as found")
+    parser.add_argument("--peak-tflops", type=float, metavar="N", help="peak of a device: forecasts times")
+    parser.add_argument("--utilization", type=float, metavar="SHARE", help="of that peak (MFU); default: 0.4")
     parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="of a device's memory; default: 2000 (CPU: 20)")
-    parser.add_argument(
-        "--cluster", type=Path, metavar="FILE", help="the machines, as for --search: memory, speed, links"
-    )
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help="the machines: memory, speed, links")
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="costs and lengths of a recorded run")
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: the run's or half the limit")
-    parser.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help="mean; default: the run's, the data's or half the limit"
-    )
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: the run's or the data's")
     parser.add_argument("--picture", type=Path, metavar="out.png|html", help="the fused schedule of a pipeline job")
     parser.add_argument("--memory-picture", type=Path, metavar="out.png", help="what lies on a device in each phase")
     parser.add_argument("--search", action="store_true", help="the fastest plan that fits: --search --help")
-    parser.add_argument(
-        "--settings", action="store_true", help="what is set for GPUs: variables, vLLM's arguments, why"
-    )
+    parser.add_argument("--settings", action="store_true", help="settings for GPUs: variables, vLLM's arguments, why")
     return parser
 
 

@@ -27,8 +27,7 @@ ENOUGH_S, FEWEST = 0.12, 3  # a measurement is repeated until it has taken so lo
 DEPTHS, WIDTHS, VOCABULARY = (2, 4), (256, 512), 1024
 TOKENS, BATCHES, CONTEXTS, STEPS = (64, 192, 512), (1, 4, 16), (64, 256), 4
 COPIED = 1 << 26  # bytes
-STEPPED = (4_000_000, 8_000_000, 16_000_000)
-"""Parameters of optimizer steps: whose states no cache holds, as none holds a model's."""
+STEPPED = (4_000_000, 8_000_000, 16_000_000)  # parameters of optimizer steps, larger than any cache
 NORMED = 1 << 18  # gradients of one parameter, whose norm is made at a time
 
 

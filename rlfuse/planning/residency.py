@@ -15,8 +15,7 @@ from enum import StrEnum
 from itertools import chain
 
 LOADING, GENERATING, TRAINING, SYNC, SAVING = "loading", "generating", "training", "syncing", "saving"
-PHASES = (LOADING, GENERATING, TRAINING, SYNC, SAVING)
-"""In the order in which they happen; the first syncing of weights comes before anything is generated."""
+PHASES = (LOADING, GENERATING, TRAINING, SYNC, SAVING)  # in order; a first syncing precedes generation
 
 
 class Item(StrEnum):
@@ -34,8 +33,7 @@ class Item(StrEnum):
     RESIDENTS = "residents"
 
 
-MODELS = frozenset({Item.PARAMETERS, Item.REFERENCE, Item.OPTIMIZER})
-"""What trainer ranks load, and move when their slot changes hands; gradients, where there are some, with them."""
+MODELS = frozenset({Item.PARAMETERS, Item.REFERENCE, Item.OPTIMIZER})  # gradients move with them
 TRAINED = MODELS | {Item.GRADIENTS}
 ENGINE = frozenset({Item.ENGINE_WEIGHTS, Item.KV_CACHE})
 
@@ -50,8 +48,7 @@ class Call:
     brings: Set[Item] = frozenset()
     during: Set[Item] = frozenset()  # on the device only while the call lasts
     takes: Set[Item] = frozenset()
-    beside: bool = False
-    """Whether others may be under way meanwhile, but for what takes models away, although it moves something."""
+    beside: bool = False  # whether other calls may run meanwhile, except those that take models away
 
 
 CALLS = {

@@ -43,17 +43,12 @@ class Found:
     """Plans, the best first, then the fastest, one for each structure that was simulated."""
 
     plans: tuple[Plan, ...]
-    bound_s: float
-    """No plan of the space takes less; the first plan's own step where the search came to its end, 0 where time did
-    not even reach for the bounds of all structures."""
-    left: int
-    """Structures and fillings that were not looked at when time or patience was out, as far as they were counted until
-    then; 0 where the search came to its end."""
+    bound_s: float  # no plan of the space takes less; 0 if not all structures were bounded
+    left: int  # structures and fillings not looked at in time; 0: the search is complete
     structures: int
     simulated: int
     not_fitting: int
-    nearest: tuple[float, tuple[str, ...]] | None = None
-    """Where nothing fits: bytes that are missing at the least, and why."""
+    nearest: tuple[float, tuple[str, ...]] | None = None  # if nothing fits: missing bytes, and why
 
 
 @dataclass(order=True, slots=True)
@@ -89,13 +84,10 @@ class _Search:
         self._heap: list[_Entry] = []
         self._numbers = count()
         self._plans: list[Plan] = []
-        self._under_one: dict[tuple[Setting, ...], float] = {}
-        """Bounds of plans that were simulated under the job's policy only."""
+        self._under_one: dict[tuple[Setting, ...], float] = {}  # bounds of plans simulated under one policy
         self._refused, self._nearest = 0, None
-        self._structures: dict[tuple[Setting, ...], float] = {}
-        """How much each needs at the least, as `_missing`."""
-        self._least, self._gained = inf, 0
-        """The best step, and how many plans had been simulated when it was last told apart from the one before."""
+        self._structures: dict[tuple[Setting, ...], float] = {}  # bytes that each misses at least
+        self._least, self._gained = inf, 0  # best step, and plans simulated by then
         self._unseen = True  # whether there are structures that time did not reach for
         self._told = self._clock()
 

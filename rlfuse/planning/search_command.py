@@ -41,10 +41,8 @@ from rlfuse.planning.tables import memory_table, table_of
 from rlfuse.progress import Console
 
 DOES_NOT_FIT = 3
-SECONDS, PATIENCE = 60.0, 64
-"""All in all, where --seconds does not say; less where so many plans one after the other gain next to nothing."""
-LOOKING, SETTLING = 0.5, 0.8
-"""Shares of them after which the best plan so far is taken, and its neighbours; the rest is for tuning thresholds."""
+SECONDS, PATIENCE = 60.0, 64  # default time; plans without gain before it ends earlier
+LOOKING, SETTLING = 0.5, 0.8  # shares of the time for searching, and until neighbours end
 SHOWN = 8  # plans in the table
 
 
@@ -96,9 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cluster", type=Path, required=True, metavar="FILE", help="the machines, in YAML")
     parser.add_argument("--out", type=Path, metavar="best.yaml", help="write the best plan as a job file")
     parser.add_argument("--keep", action="append", default=[], metavar="KEY", help="leave this key as the job has it")
-    parser.add_argument(
-        "--seconds", type=float, metavar="N", help=f"all in all; default: {SECONDS:g}, or what is enough"
-    )
+    parser.add_argument("--seconds", type=float, metavar="N", help=f"in all; default: {SECONDS:g}, or what is enough")
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: half the limit")
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: the data's or half the limit")
     parser.add_argument("--picture", type=Path, metavar="out.png", help="the plans' steps beside each other")

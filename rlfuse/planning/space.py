@@ -42,8 +42,7 @@ STRUCTURE = (
     "model.enable_activation_offload",
     "rollout.quantization",
 )
-POLICY = "fusion.policy"
-"""The only axis that memory does not depend on: every plan is simulated under all of them."""
+POLICY = "fusion.policy"  # memory does not depend on it: every plan is simulated under all policies
 CACHE = {"cuda": "rollout.gpu_memory_utilization", "cpu": "rollout.kv_cache_memory_mb"}
 FEW_NODES = 8  # up to here every number of nodes is tried, above it powers of two and all
 
@@ -234,8 +233,7 @@ def _in_order(structure: Iterable[Setting]) -> bool:
     return given["training.pipeline_parallel_size"] == 1 and not given.get("model.enable_activation_offload")
 
 
-Refusal = Callable[[Any], bool]
-"""Whether something speaks against a configuration: a pure function, of what it reads."""
+Refusal = Callable[[Any], bool]  # whether something speaks against a configuration; pure
 
 
 def combinations(

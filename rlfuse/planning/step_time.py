@@ -26,10 +26,8 @@ from rlfuse.simulate.speed import some_of
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import Workload
 
-MOST_ENGINES, MOST_SAMPLES = 8, 384
-"""That are simulated of a plan's, at the same number of samples for each, where that is possible."""
-FEW_PROMPTS, NEAR = 16, 0.02
-"""That are simulated at least, as few are shorter or longer than all; by which share samples for each may be off."""
+MOST_ENGINES, MOST_SAMPLES = 8, 384  # of the simulated part of a plan
+FEW_PROMPTS, NEAR = 16, 0.02  # prompts simulated at least; tolerance of samples per engine
 AMPLE = 1 << 40  # tokens, of a cache that is never full
 NOTHING_TO_TRAIN = 1e15  # tokens per second, where training is a schedule of its own
 NOTHING = 0.002  # share of a step that is not worth a change

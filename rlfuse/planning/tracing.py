@@ -40,8 +40,7 @@ _PASSES = {"reference": log_probs, "values": lambda config, model, batch: batch.
 _RECOMPUTED = {"use_reentrant": False}
 _TENSORS = ("old_log_probs", "advantages", "ref_log_probs", "values", "returns")
 """What objectives read of a row."""
-HEAP = 32 << 20
-"""Blocks of fewer bytes lie in the heap of a CPU host's rank (`rank_group.HOST_MEMORY`), larger ones are mapped."""
+HEAP = 32 << 20  # smaller blocks are in the heap of a CPU rank (`rank_group.HOST_MEMORY`)
 _FOUND: dict[tuple[type, str, int], dict[tuple, Work]] = {}
 """What equal models were found to need: one process may plan several jobs of a model."""
 

@@ -26,12 +26,10 @@ from rlfuse.simulate.workload import WorkloadError
 from rlfuse.whatif.questions import Answer, answers, examine
 from rlfuse.whatif.run_slowdown import RunSlowdown
 
-TIMELINES, SLOWEST, SAMPLES, VALIDATED = 5, 15, 400, 400
-"""What all runs of a page share: steps, rows, rows of training steps and of validation."""
+TIMELINES, SLOWEST, SAMPLES, VALIDATED = 5, 15, 400, 400  # shared by all runs of a page
 VALIDATIONS = 12  # of a run, spread over its steps
 TEXT, IMAGES = 4_000, 4 * 2**20  # characters of a text; bytes of all pictures
-ROWS, MARKS = 32, 1_500
-"""Slots of a timeline, and the finest part of it that is shown: a screen has no more pixels."""
+ROWS, MARKS = 32, 1_500  # slots of a timeline, and parts of a step that a screen can show
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
@@ -41,8 +39,7 @@ class Timeline:
 
     step: int
     seconds: float
-    rows: list[tuple[str, list[tuple[str, float, float]]]]
-    """(label, [(`busy/{work}` or `idle/{cause}`, start, seconds)])."""
+    rows: list[tuple[str, list[tuple[str, float, float]]]]  # (label, [(work or cause, start, seconds)])
     in_flight: list[tuple[float, int]]  # (second, samples being generated), at each change
 
 
@@ -90,8 +87,7 @@ class Gathered:
     timelines: list[Timeline]
     samples: list[dict[str, Any]]  # rows of `samples.jsonl` and, with `validation` true, of `validation.jsonl`
     alerts: list[tuple[int, Alert]]  # (step, alert), by the run's own thresholds
-    slowdown: RunSlowdown | None
-    """What uneven workers cost its last steps; None where it has none yet that tell."""
+    slowdown: RunSlowdown | None  # of its last steps; None: too few steps
     what_if: list[Answer]  # questions to these steps
 
     @property

@@ -60,9 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     tuned = " and ".join(name for name, policy in POLICIES.items() if "threshold" in traits_of(policy).tuned)
     parser.add_argument("--threshold", type=float, metavar="R", help=f"of {tuned}; default: tuned by simulation")
     parser.add_argument("--out", type=Path, metavar="RESULT.json", help="one object for one policy, a list for several")
-    parser.add_argument(
-        "--picture", type=Path, metavar="PNG", help="a timeline of every slot, policies below each other"
-    )
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="a timeline of every slot, for each policy")
     parser.add_argument("--example", nargs="?", const="-", metavar="FILE", help="print a workload, or write it there")
     parser.add_argument("--schema", nargs="?", const="-", metavar="FILE", help="the same with the JSON schema of one")
     return parser

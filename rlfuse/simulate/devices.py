@@ -30,8 +30,7 @@ class SimulatedTrainer:
     """One rank on each device, with whole models, sharded or not. `scored` and `trained` count how often each sample
     was, per kind and model."""
 
-    optimizers_away: Mapping[int, float] = {}
-    """None is ever: what they cost is in the costs of a switch and of a step."""
+    optimizers_away: Mapping[int, float] = {}  # none: in the costs of switch and step
 
     def __init__(
         self,

@@ -21,11 +21,8 @@ from rlfuse.simulate.workload import Workload
 
 STEPS = 4
 DRIFT = 0.2
-SHARE = 0.02
-"""Of the run's time that tuning takes at most, but for the first: a second or two, which everybody waits for."""
-CALL_S = 0.005
-"""Least cost of a call: Ray, the driver and the policy take their time between two calls, which no span shows. Two to
-five milliseconds beside small models on two cores."""
+SHARE = 0.02  # of the run's time that tuning may take, except the first time
+CALL_S = 0.005  # least cost of a call: Ray, driver and policy between calls
 MOST_SAMPLES = 2048  # larger steps are simulated scaled down to this
 
 Shape = tuple[float | None, float, float, float]

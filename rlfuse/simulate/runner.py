@@ -58,8 +58,7 @@ class Result:
     moved_samples: int
     moved_bytes: float
     samples_finished: int
-    label: str
-    """What the policy does to the data: `exact`, or `exact in distribution` where the tail is speculated."""
+    label: str  # `exact`, or `exact in distribution` with tail speculation
     bound_by: str
     cpu_s: float  # of this process, simulated engines included: an upper limit of the controller's own
 

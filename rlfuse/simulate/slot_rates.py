@@ -16,14 +16,12 @@ from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span
 from rlfuse.simulate.fitting import robust
 
-ROUNDS, SETTLED = 20, 1e-3
-"""Of fitting what work costs and how fast workers are, at most: until rates change by less than this share."""
+ROUNDS, SETTLED = 20, 1e-3  # of alternating fits, at most; until rates change by less
 FEWEST = 4  # operations of a kind from which the dependence of their time on tokens is fitted
 SLOW = 1.1  # rates below are within the noise: the worker counts as typical
 OF_RANKS = (*PASSES, "forward", "backward")
 
-Group = tuple[np.ndarray, np.ndarray]
-"""Numbers of operations that can be compared, int [n], and what their time consists of, float [n, columns]."""
+Group = tuple[np.ndarray, np.ndarray]  # comparable operations, int [n], and what their time consists of
 
 
 def slot_rates(spans: Sequence[Span], slots: int, width: int, together: bool) -> tuple[float, ...]:

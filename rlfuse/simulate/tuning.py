@@ -22,30 +22,20 @@ from rlfuse.simulate.workload import Workload
 
 CONSOLIDATIONS = [(0.0, 1.0), *product((0.1, 0.2, 0.35, 0.6), (1.0, 1.25, 1.6, 2.0))]
 """(Below which share of the samples, 0: never, the tail is consolidated; how much slower decoding may get by it)."""
-SHARES = (0.85, 0.7, 0.5, 0.35, 0.25)
-"""Of the samples that a slot could hold, so many are given to it at once: with the longest first these then decode in
-small batches, and short ones take their places."""
+SHARES = (0.85, 0.7, 0.5, 0.35, 0.25)  # of the samples that a slot could hold, given to it at once
 SUREST = Settings(threshold=0.0, longest_first=False)  # of what is tuned: as `stream`, but that it trains early
-MOST_SLOTS, MOST_SAMPLES = 16, 2048
-"""Machines are scaled down to so many slots, to half where that are more samples, at the same number per slot: tuning
-takes seconds. On much fewer slots than there are, consolidation looks better or worse than it is."""
-RISK = 0.1
-"""Slower decoding, per part by which it may get slower, must promise to shorten the step by so much: on more slots or
-other lengths than were simulated it may turn out worse."""
-HELD_BACK = 0.005
-"""Part of a step that giving slots fewer samples at once must promise: it counts on lengths that stay as well known."""
+MOST_SLOTS, MOST_SAMPLES = 16, 2048  # of the scaled-down machine; half the slots for more samples
+RISK = 0.1  # gain required per part by which decoding may get slower: lengths to come differ
+HELD_BACK = 0.005  # gain required for giving slots fewer samples at once
 EQUAL = 1e-6  # part of a step by which two that are the same may differ
-LOST = 0.02
-"""Part of a step that a draw may lose where all of them together gain: costs are not known better than that."""
+LOST = 0.02  # part of a step that one draw may lose if all together gain
 LOST_OF_GAIN = 0.25
 """What draws may lose beyond that, in parts of what the others gain: of a few samples that find no room together one
 draw in ten loses 5 to 13 % by what overlaps, where the others gain up to 37 %. With a half, three that lost 4 to 6 %
 were taken for others that gained as much."""
 DRAWS = 2
 FEW = 64  # samples of a scaled-down step up to which it is worth simulating more than one draw
-PROOFS, PROVED = 8, 1024
-"""More draws, as long as they have no more samples than that all in all, that what was found is held against `serial`
-on: of a few samples which order is best is as much chance as it is the order."""
+PROOFS, PROVED = 8, 1024  # more draws to verify on, and their samples in all
 
 
 def tune(workload: Workload, policy: str, given: Settings | None = None) -> Settings:

@@ -59,14 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN_DIR", help="a run's folder")
     add_option(parser)
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, metavar="N", help=f"its last so many steps; default {STEPS}"
-    )
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"its last N steps; default {STEPS}")
     parser.add_argument("--without", action="append", default=[], metavar="KIND", help="asks: if this took no time?")
     parser.add_argument("--policy", action="append", default=[], metavar="P", help="asks: under this fusion policy?")
-    parser.add_argument(
-        "--timeline", type=Path, metavar="FILE", help="the ideal next to the recorded one, for ui.perfetto.dev"
-    )
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="ideal and recorded, for ui.perfetto.dev")
     parser.add_argument("--trace", type=Path, help="of another job: operations, .parquet or .csv, a row each")
     parser.add_argument("--meta", type=Path, help="sizes of that job, .yaml (dp_size, pp_size, ...); else the table's")
     parser.add_argument("--out", type=Path, help="what is found, as JSON")

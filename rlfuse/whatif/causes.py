@@ -46,8 +46,7 @@ class Seen:
     typical: np.ndarray
     balanced: np.ndarray
     slowest: Sequence[str]
-    share: Callable[[np.ndarray, np.ndarray], float]
-    """Share of the time lost that goes if a part of the operations took ideal durations."""
+    share: Callable[[np.ndarray, np.ndarray], float]  # of the lost time that a part's ideal durations save
 
 
 def likely(found: Mapping[str, Any], seen: Seen) -> Cause:

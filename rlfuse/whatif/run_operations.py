@@ -30,8 +30,7 @@ KINDS = (
     *("adv", "forward", "head", "backward", "optimizer", "update_weights", CONTROLLER),
 )
 COMMUNICATION = ("move", "update_weights")
-FAILED = ("lost", "restart", "restart_engine")
-"""Spans of steps that were interrupted: they tell nothing of a healthy step's time."""
+FAILED = ("lost", "restart", "restart_engine")  # spans of interrupted steps, which are left out
 WORK_OF = {
     **dict.fromkeys(PASSES, "trainer/"),
     **dict.fromkeys(("update_actor", "update_critic"), "trainer/"),
@@ -147,8 +146,7 @@ class _Step:
                     if name not in self.generated or self.generated[name].end < span.end:
                         self.generated[name] = span
         self.streams: dict[str, _Stream] = defaultdict(_Stream)
-        self.scored: dict[str, list[Piece]] = defaultdict(list)
-        """Group -> ends of calls that scored samples of it."""
+        self.scored: dict[str, list[Piece]] = defaultdict(list)  # group -> ends of its scoring calls
         self.groups = 0
 
     def _slot(self, span: Span) -> int:

@@ -27,8 +27,7 @@ from rlfuse.whatif.slowdown import ATTRIBUTED, SLOWEST, largest_first
 DECODING = ("decode", "prefill")
 TRAINING = ("forward", "backward")
 ONE_BY_ONE = [[kind] for kind in ("encode", *DECODING, *PASSES, *TRAINING)]
-PHASES = [["encode"], [*DECODING, *PASSES], TRAINING]
-"""A slot that generates less may score more, and both be balanced: the shorter of the two counts."""
+PHASES = [["encode"], [*DECODING, *PASSES], TRAINING]  # the shorter of the two ideals counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +45,10 @@ class RunSlowdown:
     ideal_seconds: float
     launch_delay: float  # share of the recorded steps' time that the replay leaves out: how wrong it may be
     workers: dict[str, float]  # worker -> slowdown of the run by its machine alone, largest first
-    rates: dict[str, float]
-    """Worker -> seconds of its work over those that a typical worker would have taken for it."""
+    rates: dict[str, float]  # worker -> seconds of its work over a typical worker's
     S_t: dict[str, float] | None = None  # kind of operation -> slowdown by it alone, largest first
-    M_W: float | None = None
-    """Share of the time lost to machines that goes if the slowest 3 % of the workers, rounded up, were typical."""
-    M_S: float | None = None
-    """Share of the time lost that goes if the last stage of the pipeline were balanced; None without pipelines."""
+    M_W: float | None = None  # share of the loss saved if the slowest 3 % of workers were typical
+    M_S: float | None = None  # share of the loss saved if the last stage were balanced
     cause: Cause | None = None
 
 

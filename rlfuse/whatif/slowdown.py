@@ -17,8 +17,7 @@ import numpy as np
 from rlfuse.whatif.causes import Cause, correlation, likely_of_job
 from rlfuse.whatif.operations import Operations, Replay
 
-ATTRIBUTED = 1.03
-"""A smaller slowdown is within the error of the replay (1.3 % in the median of the study's jobs): nobody caused it."""
+ATTRIBUTED = 1.03  # a smaller slowdown is within the error of the replay
 SLOWEST = 0.03  # of the workers, rounded up: those whose share of the slowdown is `M_W`
 TOGETHER = {"forward-pp-comm": ("forward-send", "forward-recv"), "backward-pp-comm": ("backward-send", "backward-recv")}
 """Kinds that the study attributes together, beside each alone."""
@@ -38,8 +37,7 @@ class Slowdown:
     M_W: float | None = None
     M_S: float | None = None
     M_L: float | None = None
-    correlation: float | None = None
-    """Of forward and backward durations of the same micro-batches; None where there are too few, or hardly any vary."""
+    correlation: float | None = None  # of forward and backward durations; None: too few or constant
     cause: Cause | None = None
 
 

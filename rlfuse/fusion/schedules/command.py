@@ -14,8 +14,7 @@ from rlfuse.fusion.schedules.problem import EXAMPLE, Problem, ScheduleError, rea
 from rlfuse.fusion.schedules.schedule import Schedule
 from rlfuse.fusion.schedules.search import METHODS, search
 
-COMPARED = 30_000
-"""Operations up to which ZB-V is drawn to compare with, in a tenth of the time limit; it has three times as many."""
+COMPARED = 30_000  # operations up to which ZB-V is drawn for comparison
 
 
 def main(argv: Sequence[str]) -> None:
@@ -45,12 +44,8 @@ def main(argv: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rlfuse schedule", description="Search one pipeline schedule for all models.")
-    parser.add_argument(
-        "problem", nargs="?", type=Path, metavar="PROBLEM.json", help="devices, models, times and memory"
-    )
-    parser.add_argument(
-        "--time-limit", type=float, default=10.0, metavar="S", help="of the search, in seconds; default: 10"
-    )
+    parser.add_argument("problem", nargs="?", type=Path, metavar="PROBLEM.json", help="devices, models, times, memory")
+    parser.add_argument("--time-limit", type=float, default=10.0, metavar="S", help="of the search, s; default: 10")
     parser.add_argument("--method", default="auto", metavar="M", help=f"{', '.join(METHODS)}; default: auto")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument("--out", type=Path, metavar="SCHEDULE.json", help="rows with times")

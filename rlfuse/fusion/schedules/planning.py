@@ -32,11 +32,9 @@ class Plan:
     """A schedule, and what it should take."""
 
     rows: Rows
-    times: tuple[tuple[tuple[float, float], ...], ...]
-    """Device -> start and end of each of its operations, in seconds; empty while nothing was measured."""
+    times: tuple[tuple[tuple[float, float], ...], ...]  # device -> (start, end) of each operation, in s
     serial_s: float  # the same work in 1F1B, one model after the other, and then the passes that score
-    trained: Mapping[str, int] = field(default_factory=dict)
-    """Model -> micro-batches of each pipeline that it trains on; those numbered higher are scored."""
+    trained: Mapping[str, int] = field(default_factory=dict)  # model -> micro-batches that it trains on
 
     @property
     def seconds(self) -> float:

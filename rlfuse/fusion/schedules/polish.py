@@ -9,8 +9,7 @@ import numpy as np
 
 from rlfuse.fusion.schedules.shop import LOOSE, NONE, F, Shop, backward_of, starts
 
-FINEST = 10_000
-"""Times are rational multiples of a unit; those that are not, in steps of 1 / FINEST of the longest, are rounded up."""
+FINEST = 10_000  # times are integers in units of at least 1 / FINEST of the longest
 
 
 def polish(

@@ -38,8 +38,7 @@ class Schedule:
 
     rows: tuple[tuple[Timed, ...], ...]  # device -> what it runs, in order
     lower_bound: float  # no schedule of the problem is shorter
-    serial_1f1b: float
-    """Makespan of the models one after the other in 1F1B, backward whole, with a barrier between them."""
+    serial_1f1b: float  # makespan of serial 1F1B with a barrier between models
     memory_peak: float  # of the worst device, relative to that of serial 1F1B
     method: str  # what found it
     seconds: float = 0.0  # the search took

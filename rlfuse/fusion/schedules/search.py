@@ -35,15 +35,13 @@ PATIENCE = 200  # ... in so many was better.
 TARGETS = (0.6, 0.3, 0.8, 0.0, 0.15)  # where in the gap between bound and best makespan step 3 aims, in turn
 ROUNDS, STALE = 100, 40  # of step 3 at most, and without any gain
 STARTS = 60  # list schedules before each tabu search, and again for each target, from which annealing starts
-STEPS, STEPS_OPERATIONS = 20_000, 60_000_000
-"""Of one tabu search: at most, and times operations, so that a search of many operations looks at the clock too."""
+STEPS, STEPS_OPERATIONS = 20_000, 60_000_000  # of one tabu search, at most
 TENURES = (20, 8, 60)  # of tabu search, in turn: which is best differs
 WIDEST = 2.5  # what the first of them may hold, over the cap
 STEP = 0.98  # annealing's next goal, over what the schedule holds
 PROPOSALS = 500_000  # of annealing for each goal; twice as many with every try, more in later rounds
 POLISHED = 1600  # operations up to which CP-SAT has a chance
-POLISH_SHARE, POLISH_OPERATIONS = 0.4, 150
-"""CP-SAT gets this share of the time for so many operations, less for more."""
+POLISH_SHARE, POLISH_OPERATIONS = 0.4, 150  # of the time for CP-SAT; less for more operations
 
 
 def search(

@@ -67,8 +67,7 @@ class _Play:
         self.free = [0.0] * len(rows)
         self.reached = [0] * len(rows)
         self.made: list[list[Operation]] = [[] for _ in rows]
-        self.due: list[tuple[float, Operation]] = []
-        """Heads of micro-batches that nobody trains on, whose last stage has run."""
+        self.due: list[tuple[float, Operation]] = []  # heads of micro-batches that are only scored
 
     def run(self) -> Rows:
         while options := [*self._heads(), *self._operations()]:

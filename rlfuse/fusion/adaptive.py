@@ -11,7 +11,6 @@ import heapq
 from collections.abc import Iterable
 from itertools import islice
 
-from rlfuse.fusion.consolidation import as_moves, consolidate, slots_needed
 from rlfuse.fusion.decisions import TUNABLE, Decision, Generate, Move, Slot, Snapshot, fusion_policy
 from rlfuse.fusion.serial import serial, train
 from rlfuse.fusion.sharing import (
@@ -20,9 +19,12 @@ from rlfuse.fusion.sharing import (
     accumulate_gradients,
     admission_paused,
     admit,
+    as_moves,
+    consolidate,
     prefetch_passes,
     score_passes,
     score_rewards,
+    slots_needed,
     step_optimizer,
     switch_idle_slots_to_rollout,
     switch_idle_slots_to_trainer,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rlfuse.config.valid_values import CHOICES
 from rlfuse.fusion.adaptive import adaptive
-from rlfuse.fusion.consolidation import consolidate
 from rlfuse.fusion.decisions import REGISTERED, Decision, Policy, Snapshot, fusion_policy
 from rlfuse.fusion.serial import serial, train
 from rlfuse.fusion.sharing import (
     admit,
+    consolidate,
     prefetch_passes,
     score_passes,
     score_rewards,

@@ -7,8 +7,10 @@ while it is idle, in proportion to its speed.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, islice
+from math import ceil
 
 from rlfuse.fusion.decisions import (
     PASS_BEFORE_STEP,
@@ -19,11 +21,13 @@ from rlfuse.fusion.decisions import (
     OptimizerStep,
     Score,
     Settings,
+    Slot,
     Snapshot,
     Switch,
     Train,
 )
 from rlfuse.fusion.disaggregation import hand_on, readers_and_decoders
+from rlfuse.fusion.states import SampleRecord, SampleState
 from rlfuse.samples import prompt_of
 
 REWARD = "reward"
@@ -281,3 +285,47 @@ def _shared_out(
             shares.setdefault(slot, []).extend(members)
         heapq.heapreplace(heaps[rate], (load + size, slot))
     return {slot: tuple(each) for slot, each in shares.items()}
+
+
+def consolidate(view: Snapshot) -> list[Move]:
+    """Empty all but m* slots, when few enough samples are left and more slots hold them."""
+    limit = view.settings.threshold * view.settings.samples
+    if view.waiting or not 0 < view.unfinished <= limit:
+        return []
+    count = slots_needed(view, limit)
+    if len(view.generating) <= count:
+        return []
+    order = [slot for slot in view.slots if slot.load and slot.alive and not slot.drained]
+    order.sort(key=lambda slot: (slot.rate, -slot.load, slot.index))
+    return as_moves(view, spread(view, order[:count], order[count:]))
+
+
+def spread(
+    view: Snapshot, targets: Sequence[Slot], sources: Sequence[Slot]
+) -> Iterator[tuple[SampleRecord, Slot, int]]:
+    """Every sample of `sources` goes to the target with the fewest, as far as there is room: (sample, from, to)."""
+    room = [(target.load, target.index) for target in targets]
+    heapq.heapify(room)
+    for source in sources:
+        for sample in source.samples.values():
+            load, target = room[0]
+            if sample.state is not SampleState.LEAVING and load < view.costs.max_sequences:
+                yield sample, source, target
+                heapq.heapreplace(room, (load + 1, target))
+
+
+def slots_needed(view: Snapshot, samples: float) -> int:
+    """m*: how many slots can hold so many samples at (nearly) flat latency and in their KV caches."""
+    costs = view.costs
+    batch = costs.batch_within(view.settings.max_decode_slowdown * costs.step_base_s)
+    each = view.context / max(1, view.in_flight)
+    return max(1, ceil(samples / batch), ceil(samples * each / costs.kv_tokens))
+
+
+def as_moves(view: Snapshot, chosen: Iterable[tuple[SampleRecord, Slot, int]]) -> list[Move]:
+    """Make decisions of (sample, from, to); each sample is carried in the way that is faster for it."""
+    batches = defaultdict(list)
+    for sample, source, target in chosen:
+        held = sample.group.prompt_tokens + source.tokens(sample, view.now, view.costs)
+        batches[source.index, target, view.costs.carry(held)[0]].append(sample.id)
+    return [Move(tuple(names), source, target, carry) for (source, target, carry), names in batches.items()]

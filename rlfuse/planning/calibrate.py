@@ -18,9 +18,8 @@ from rlfuse.config.input_files import unwritable
 from rlfuse.config.schema import Config
 from rlfuse.events import read_events
 from rlfuse.planning.calibration import UNSEEN, errors_of, fitted, held_out
-from rlfuse.planning.calibration_file import Calibration, CalibrationError, Source, coefficients_of, write
 from rlfuse.planning.features import Work, lengths_of, works_of
-from rlfuse.planning.hardware import KINDS, Hardware
+from rlfuse.planning.hardware import KINDS, Calibration, CalibrationError, Hardware, Source, coefficients_of, write
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.node_order import MeasuredLinks, Pair, write_links
 from rlfuse.planning.plan import shapes_of

@@ -14,9 +14,8 @@ from itertools import product
 
 import numpy as np
 
-from rlfuse.planning.calibration_file import CalibrationError, Errors
 from rlfuse.planning.features import Work, seconds_of
-from rlfuse.planning.hardware import KINDS, Hardware
+from rlfuse.planning.hardware import KINDS, CalibrationError, Errors, Hardware
 from rlfuse.simulate.fitting import MIN_SPANS, robust
 
 UNSEEN = 1e18  # a rate so high that nothing of it could be seen

@@ -228,7 +228,7 @@ class Cluster:
 
     def _measured(self, most: float) -> Hardware:
         from rlfuse.planning.calibration import scaled
-        from rlfuse.planning.calibration_file import read_calibration
+        from rlfuse.planning.hardware import read_calibration
 
         found = read_calibration(Path(self.calibration))
         if self.product_ratio is not None:

@@ -27,10 +27,18 @@ from rlfuse.fusion.own_policies import load_policy
 from rlfuse.planning import search_command, sharing
 from rlfuse.planning.activations import PASS_OF, leaves, words
 from rlfuse.planning.cluster_file import Cluster, ClusterError, read_cluster
-from rlfuse.planning.data_lengths import DataLengths, prompt_tokens, read_lengths
 from rlfuse.planning.memory import GIB, Budget, Memory, Moved, memory_of
 from rlfuse.planning.model_sizes import Shape, served_shapes, shapes_of
-from rlfuse.planning.planned_job import beyond_limits, completed, needed_by_run, plannable, unset
+from rlfuse.planning.planned_job import (
+    DataLengths,
+    beyond_limits,
+    completed,
+    needed_by_run,
+    plannable,
+    prompt_tokens,
+    read_lengths,
+    unset,
+)
 from rlfuse.planning.remedies import problems, remedies
 from rlfuse.planning.step_time import NOTHING, standings
 from rlfuse.planning.tables import memory_table, placement_table, settings_table, table_of

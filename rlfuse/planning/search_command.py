@@ -25,13 +25,20 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
 from rlfuse.planning.cluster_file import Cluster, read_cluster
-from rlfuse.planning.data_lengths import prompt_tokens, read_lengths
-from rlfuse.planning.finalists import Finalists, finalists, untuned
-from rlfuse.planning.forecast import lengths_of
+from rlfuse.planning.forecast import Finalists, finalists, lengths_of, untuned
 from rlfuse.planning.memory import GIB
 from rlfuse.planning.model_sizes import served_shapes, shapes_of
 from rlfuse.planning.node_order import best_order, exchanged, seconds_of
-from rlfuse.planning.planned_job import beyond_limits, completed, differing, needed_by_run, plannable, write_job
+from rlfuse.planning.planned_job import (
+    beyond_limits,
+    completed,
+    differing,
+    needed_by_run,
+    plannable,
+    prompt_tokens,
+    read_lengths,
+    write_job,
+)
 from rlfuse.planning.remedies import changed
 from rlfuse.planning.search import Found, Neighbour, Plan, error_of, neighbours_of, search, settled, structure_of
 from rlfuse.planning.searched_job import Job

@@ -18,10 +18,9 @@ from rlfuse.fusion.decisions import Settings, traits_of
 from rlfuse.fusion.own_policies import load_policy, loaded_policy
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.run_folder.code import add_option, policy_code, refuse_code
-from rlfuse.simulate.fitting import Fit
+from rlfuse.simulate.fitting import SLOW, Fit
 from rlfuse.simulate.recorded import Recording, Step, read_run
 from rlfuse.simulate.runner import Result, Simulated, later_step
-from rlfuse.simulate.slot_rates import SLOW
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import EXAMPLE, Workload, read_workload
 

@@ -20,8 +20,7 @@ from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span, read_events
 from rlfuse.fusion.costs import Costs
 from rlfuse.parsing import parse_yaml
-from rlfuse.simulate.fitting import Fit, fit
-from rlfuse.simulate.slot_rates import slot_rates
+from rlfuse.simulate.fitting import Fit, fit, slot_rates
 from rlfuse.simulate.workload import Scoring, Training, Workload, of_costs
 
 

@@ -18,8 +18,8 @@ from rich.table import Table
 from rlfuse.errors import UserError
 from rlfuse.files import write_whole
 from rlfuse.fusion.own_policies import loaded_policy
-from rlfuse.health.alarms import alert_of
 from rlfuse.health.detection import Alarm
+from rlfuse.health.monitor import alert_of
 from rlfuse.parsing import parse_yaml
 from rlfuse.progress import Console
 from rlfuse.run_folder.code import add_option

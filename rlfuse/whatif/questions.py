@@ -12,8 +12,8 @@ import numpy as np
 from rlfuse.config.schema import Config
 from rlfuse.events import Span
 from rlfuse.fusion.decisions import Settings
-from rlfuse.health.alarms import read_alarms
 from rlfuse.health.detection import Alarm
+from rlfuse.health.monitor import read_alarms
 from rlfuse.run_folder.code import policy_code, refuse_code
 from rlfuse.run_folder.reader import RunFolder
 from rlfuse.simulate.recorded import config_of, fit_run, recorded_workload

@@ -17,8 +17,7 @@ import numpy as np
 
 from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span
-from rlfuse.simulate.fitting import fit
-from rlfuse.simulate.slot_rates import Group, decoding_work, expected_seconds, tokens_work, typical_seconds
+from rlfuse.simulate.fitting import Group, decoding_work, expected_seconds, fit, tokens_work, typical_seconds
 from rlfuse.whatif.causes import Cause, Seen, likely
 from rlfuse.whatif.operations import ALONE, Operations, Replay
 from rlfuse.whatif.run_operations import CONTROLLER, DRIVER, Recorded

@@ -16,21 +16,22 @@ from rlfuse.config.input_files import WorkloadError
 from rlfuse.events import Span, read_events
 from rlfuse.planning.calibrate import read_works
 from rlfuse.planning.calibration import ACROSS_DEVICES, errors_of, fitted, held_out, scaled
-from rlfuse.planning.calibration_file import (
+from rlfuse.planning.costs import costs_of
+from rlfuse.planning.exchanges import moved_in_step
+from rlfuse.planning.features import Work, forward_flops, lengths_of, seconds_of, works_of
+from rlfuse.planning.hardware import (
+    ENDS,
     Calibration,
     CalibrationError,
     Coefficients,
     Errors,
+    Hardware,
     Source,
     coefficients_of,
     read_calibration,
     read_file,
     write,
 )
-from rlfuse.planning.costs import costs_of
-from rlfuse.planning.exchanges import moved_in_step
-from rlfuse.planning.features import Work, forward_flops, lengths_of, seconds_of, works_of
-from rlfuse.planning.hardware import ENDS, Hardware
 from rlfuse.planning.model_sizes import shapes_of
 from rlfuse.planning.probe import Probe
 from rlfuse.planning.step_time import StepTimes

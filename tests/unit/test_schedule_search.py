@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from published_schedules import INSTANCES, problem
 
-from rlfuse.fusion.schedules import cache
+from rlfuse.fusion.schedules import search as searching
 from rlfuse.fusion.schedules.baselines import one_by_one
 from rlfuse.fusion.schedules.bound import lower_bound
 from rlfuse.fusion.schedules.list_scheduling import Draws
@@ -247,7 +247,7 @@ def test_a_seed_is_a_schedule():
 def test_a_schedule_is_searched_once(monkeypatch, tmp_path):
     given_problem = problem(5)
     first = search(given_problem, seed=7)
-    monkeypatch.setattr(cache, "_seen", {})
+    monkeypatch.setattr(searching, "_seen", {})
     again = search(given_problem, seed=7)
     assert again.rows == first.rows and again.seconds == round(first.seconds, 3)
     assert len(list(tmp_path.iterdir())) == 1

@@ -13,8 +13,8 @@ from rlfuse.cli import main
 from rlfuse.events import Span, read_events
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.rates import Rates
-from rlfuse.health.alarms import write_alarms
 from rlfuse.health.detection import Alarm
+from rlfuse.health.monitor import write_alarms
 from rlfuse.health.signals import SLOWNESS
 from rlfuse.run_folder.reader import open_run
 from rlfuse.simulate.runner import later_step, simulate

@@ -288,7 +288,7 @@ def _shared_out(
 
 
 def consolidate(view: Snapshot) -> list[Move]:
-    """Empty all but m* slots, when few enough samples are left and more slots hold them."""
+    """Empty all but m* slots, when few enough samples are left and more hold them (RLHFuse, arXiv 2409.13221)."""
     limit = view.settings.threshold * view.settings.samples
     if view.waiting or not 0 < view.unfinished <= limit:
         return []

@@ -1,4 +1,7 @@
-"""Forecast a step by simulation, on costs from a model's shape and stated rates, or from a recorded run."""
+"""Forecast a step by simulation, on costs from a model's shape and stated rates, or from a recorded run.
+
+The finalists of a plan search are compared by it, with their thresholds tuned.
+"""
 
 from __future__ import annotations
 

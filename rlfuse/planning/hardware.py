@@ -1,6 +1,7 @@
 """What a device and its links do: the numbers from which the costs of any model follow.
 
-Collective operations are rings, within nodes and between them (Megatron; Pipette, arXiv 2405.18093).
+Collective operations are rings, within nodes and between them (Megatron; Pipette, arXiv 2405.18093). A calibration
+file holds the measured ones.
 """
 
 from __future__ import annotations

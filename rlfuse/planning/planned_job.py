@@ -1,4 +1,4 @@
-"""Complete a job file for planning, and write the job file of a plan."""
+"""Complete a job file for planning, read its data for lengths, and write the job file of a plan."""
 
 from __future__ import annotations
 

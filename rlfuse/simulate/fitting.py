@@ -1,6 +1,8 @@
 """Fit a cost model to a run's events by non-negative least squares, and measure how well it predicts them.
 
 The slowest twentieth of each kind does not decide how costs relate; what no span measures stays as `before`.
+Slots' rates: what work costs and how slow workers are is found together, as a slow worker gets less work, in smaller
+pieces.
 """
 
 from __future__ import annotations

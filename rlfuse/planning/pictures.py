@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from rlfuse.fusion.schedules.picture import save
+from rlfuse.fusion.schedules.picture import INK, legend, save
 from rlfuse.planning.calibration import Total
 from rlfuse.planning.hardware import KINDS
 from rlfuse.planning.memory import GIB, Memory
@@ -21,7 +21,7 @@ OTHER = "#c8c8c8"
 RUN_HUES = ("#6aa3d8", "#f0b45c", "#7fbf9b", "#b39ad6", "#d98880", "#8c8c8c")
 KIND_HUES = {"generating": "#4c78a8", "scoring": "#f2b54b", "training": "#54a24b"}
 NAMED = 0.035  # share of the device from which a part is named
-INK, LIMIT, BAND = "#2b2b2b", "#b03a2e", "#e4e4e4"
+LIMIT, BAND = "#b03a2e", "#e4e4e4"
 
 
 def draw_memory(memory: Memory, title: str, path: Path) -> None:
@@ -39,7 +39,7 @@ def draw_memory(memory: Memory, title: str, path: Path) -> None:
     handles = [Patch(color=hue, label=role) for role, hue in ROLE_HUES.items() if role in roles]
     handles += [Patch(color=OTHER, label="contexts, buffers")] if roles - ROLE_HUES.keys() else []
     handles.append(Line2D([], [], color=LIMIT, label=f"the device, {limit:.0f} GiB"))
-    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, labelcolor=INK)
+    legend(figure, handles, len(handles), "lower")
     axes.spines[["top", "right"]].set_visible(False)
     save(figure, path)
 
@@ -63,8 +63,8 @@ def draw_calibration(found: Sequence[Total], title: str, path: Path) -> None:
     for axes, kind in zip(figure.subplots(1, len(KINDS)), KINDS, strict=True):
         _panel(axes, kind, [total for total in found if total.kind == kind], sources)
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False, labelcolor=INK)
+    handles, _ = figure.axes[0].get_legend_handles_labels()
+    legend(figure, handles, len(handles), "lower")
     save(figure, path)
 
 
@@ -100,6 +100,6 @@ def draw_plans(plans: Sequence[Plan], names: Sequence[str], errors: Mapping[str,
     axes.errorbar(left, names, xerr=[error_of(plan.seconds, errors) for plan in plans], fmt="none", color="black")
     axes.invert_yaxis()
     axes.set_xlabel("seconds of a step, and how far they may be off")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
+    legend(figure, axes.get_legend_handles_labels()[0], len(KIND_HUES))
     axes.spines[["top", "right"]].set_visible(False)
     save(figure, path)

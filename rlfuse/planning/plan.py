@@ -18,7 +18,6 @@ from rich.table import Table
 from rlfuse.algorithms.experience import Experience
 from rlfuse.cluster.cuda import gpu_settings
 from rlfuse.config.compose import compose_job, to_config
-from rlfuse.config.facts import Facts, facts_of_a_plan
 from rlfuse.config.input_files import read, unwritable
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
@@ -33,6 +32,7 @@ from rlfuse.planning.planned_job import (
     DataLengths,
     beyond_limits,
     completed,
+    facts_of,
     needed_by_run,
     plannable,
     prompt_tokens,
@@ -64,7 +64,9 @@ def main(argv: Sequence[str]) -> None:
         arguments.cluster = read_cluster(arguments.cluster)
     from rlfuse.engines.trainer.families import untrainable  # imports transformers
 
-    config = to_config(plannable(completed(compose_job(words))), lambda config: _facts(config, arguments))
+    config = to_config(
+        plannable(completed(compose_job(words))), lambda config: facts_of(config, device_of(config, arguments))
+    )
     _check(arguments, config)
     policy = load_policy(config.fusion.policy)
     beyond = beyond_limits(config, arguments.prompt_tokens, arguments.response_tokens)
@@ -125,13 +127,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--search", action="store_true", help="the fastest plan that fits: --search --help")
     parser.add_argument("--settings", action="store_true", help="settings for GPUs: variables, vLLM's arguments, why")
     return parser
-
-
-def _facts(config: Config, arguments: argparse.Namespace) -> Facts:
-    enough = "a plan needs no more of a model than a folder with its config.json"
-    found = facts_of_a_plan(config)
-    wrong = {key: f"{why}; {enough}" for key, why in found.model_problems.items()}
-    return replace(found, model_problems=wrong, cuda={"cuda": True, "cpu": False}.get(device_of(config, arguments)))
 
 
 def device_of(config: Config, arguments: argparse.Namespace) -> str:

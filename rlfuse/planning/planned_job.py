@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -18,7 +18,7 @@ from rich.table import Table
 
 from rlfuse.config.checks import value_of
 from rlfuse.config.documentation import keys
-from rlfuse.config.facts import missing_for_run
+from rlfuse.config.facts import Facts, facts_of_a_plan, missing_for_run
 from rlfuse.config.own_functions import replaced
 from rlfuse.config.prepared import command_for
 from rlfuse.config.schema import Config
@@ -59,6 +59,14 @@ def _resolves(kwargs: DictConfig, name: str) -> bool:
     except OmegaConfBaseException:
         return False
     return True
+
+
+def facts_of(config: Config, device: str) -> Facts:
+    """What a plan knows of the job's surroundings: no more of a model than its config.json, and which device."""
+    found = facts_of_a_plan(config)
+    enough = "a plan needs no more of a model than a folder with its config.json"
+    wrong = {key: f"{why}; {enough}" for key, why in found.model_problems.items()}
+    return replace(found, model_problems=wrong, cuda={"cuda": True, "cpu": False}.get(device))
 
 
 def unset(config: Config) -> list[str]:

@@ -33,6 +33,7 @@ from rlfuse.planning.planned_job import (
     beyond_limits,
     completed,
     differing,
+    facts_of,
     needed_by_run,
     plannable,
     prompt_tokens,
@@ -125,11 +126,16 @@ def _check(arguments: argparse.Namespace, words: Sequence[str]) -> None:
 
 def _accepted(cluster: Cluster, given: DictConfig, keep: Collection[str]) -> Config:
     """The job on all of the machines, or where that is refused on one device: the search tries what is between."""
+
+    def accepted(nodes: int, each: int) -> Config:
+        job = _on_these(nodes, each, cluster.device, given, keep)
+        return to_config(job, lambda config: facts_of(config, config.cluster.device))
+
     try:
-        return to_config(_on_these(cluster.nodes, cluster.sizes[0], cluster.device, given, keep), _facts)
+        return accepted(cluster.nodes, cluster.sizes[0])
     except ConfigError:
         with suppress(ConfigError):
-            return to_config(_on_these(1, 1, cluster.device, given, keep), _facts)
+            return accepted(1, 1)
         raise
 
 
@@ -142,16 +148,6 @@ def _on_these(nodes: int, each: int, device: str, given: DictConfig, keep: Colle
         if key not in keep:
             OmegaConf.update(job, key, value)
     return job
-
-
-def _facts(config: Config) -> Facts:
-    found = facts_of_a_plan(config)
-    enough = "a plan needs no more of a model than a folder with its config.json"
-    return replace(
-        found,
-        model_problems={key: f"{why}; {enough}" for key, why in found.model_problems.items()},
-        cuda=config.cluster.device == "cuda",
-    )
 
 
 def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tuple[Job, Facts]:

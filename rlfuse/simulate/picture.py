@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from rlfuse.events import Span, span_of
-from rlfuse.fusion.schedules.picture import save
+from rlfuse.fusion.schedules.picture import IDLE, INK, frame, legend, save
 
 GENERATING = LinearSegmentedColormap.from_list("generating", ["#c9def2", "#6aa3d8", "#1d5c9e", "#0c3260"])
 """From a batch of one to the largest."""
@@ -43,7 +43,6 @@ KINDS = {
 MOVING = "#c2385a"
 MOST_ROWS = 32
 MOST_COLUMNS = 9  # of the legend: more would be cut off
-INK, PALE = "#2b2b2b", "#8a8a8a"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +174,8 @@ def _panel(axes: Axes, timeline: Timeline, bars: Sequence[Bar], rows: dict[int, 
     axes.axvline(timeline.seconds, color=INK, linewidth=1.0)
     if timeline.bound is not None:
         axes.axvline(timeline.bound, color=INK, linewidth=1.0, linestyle=(0, (2, 2)))
-    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_yticks([])
-    axes.set_title(timeline.title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=4)
-    axes.set_title(timeline.note, loc="right", fontsize=9, color=PALE, pad=4)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(PALE)
-    axes.tick_params(axis="x", colors=PALE, labelsize=9)
+    frame(axes, len(rows), timeline.title, timeline.note)
     axes.grid(axis="x", color="#e6e3de", linewidth=0.6)
     axes.set_axisbelow(True)
 
@@ -193,20 +187,8 @@ def _legend(figure: Figure, seen: set[str], largest: float, note: str) -> None:
     ]
     patches += [Patch(color=colour, label=what) for what, colour in COLOURS.items() if what in seen]
     patches += [Line2D([], [], color=MOVING, label="samples moving")] if "moving" in seen else []
-    patches += [Patch(facecolor="white", edgecolor=PALE, linewidth=0.5, label="idle")]
+    patches += [IDLE]
     dashed = (0, (2, 2))
     patches += [Line2D([], [], color=INK, lw=1, ls=dashed, label="lower bound")] if "bound" in seen else []
-    figure.legend(
-        handles=patches,
-        loc="outside upper left",
-        ncols=min(len(patches), MOST_COLUMNS),
-        frameon=False,
-        fontsize=9,
-        labelcolor=INK,
-        handlelength=1.2,
-        handleheight=0.9,
-        columnspacing=1.4,
-        title=note,
-        title_fontsize=9,
-        alignment="left",
-    )
+    more = {"columnspacing": 1.4, "title": note, "title_fontsize": 9, "alignment": "left"}
+    legend(figure, patches, min(len(patches), MOST_COLUMNS), **more)

@@ -95,11 +95,6 @@ class Job:
         return np.where(part, self.ideal, self.recorded)
 
 
-def analyse(operations: Operations) -> Slowdown:
-    """Return what uneven workers cost a training job."""
-    return Job(operations).found()
-
-
 def ideal_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
     """float [N]: what each would take if all of its kind took the same: of computing the mean, of transfers the median.
     Transfers have a long tail of accidents, computing is worth what it is in the mean."""

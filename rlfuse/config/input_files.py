@@ -25,7 +25,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import yaml
 
 from rlfuse.errors import UserError
-from rlfuse.parsing import parse_json
+from rlfuse.parsing import parse_json, parse_yaml
 
 T = TypeVar("T")
 
@@ -240,6 +240,28 @@ def read_json(path: Path, parse: Callable[[Any], T], kind: str, error: type[Inpu
         raise error(*(f"{path}{line_of(problem, lines)}: {problem}" for problem in cause.problems)) from cause
     except ValueError as cause:
         raise error(f"{path}: {cause}; a {kind} is one JSON object") from cause
+
+
+def read_yaml(path: Path, cls: type[T], error: type[InputError], hint: str, option: str = "") -> T:
+    """Read a YAML file as `cls`. Raises `error`, naming the file and each wrong field with its line."""
+    text = ""
+    try:
+        text = path.read_text()
+        return read(cls, parse_yaml(text), error)
+    except error as cause:
+        lines = lines_of(text)
+        raise error(*(f"{option}{path}{line_of(problem, lines)}: {problem}" for problem in cause.problems)) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as cause:
+        raise error(f"{option}{path}: can't be read as YAML: {cause}; {hint}") from cause
+
+
+def unwritable(option: str, path: Path | None, *endings: str) -> list[str]:
+    """Return what is wrong with the name of a file to write; nothing for None."""
+    if path is None:
+        return []
+    if endings and path.suffix not in endings:
+        return [f"{option} {path}: needs a name that ends in {' or '.join(endings)}"]
+    return [] if path.absolute().parent.is_dir() else [f"{option} {path}: the folder does not exist; make it first"]
 
 
 def line_of(problem: str, lines: dict[str, int]) -> str:

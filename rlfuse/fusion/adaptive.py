@@ -1,19 +1,8 @@
-"""The continuous policy: lengths decide who is admitted where, slots are freed when that pays, free slots also train.
+"""The continuous policy (`fusion=adaptive`): admission by expected length, cost-gated release of slots, early training.
 
-Role: `fusion=adaptive`. Exact like the others. Its settings are tuned by simulating the lengths and costs that the run
-recorded (`rlfuse.simulate.tuning`); where none of them is as fast as `serial` there, it does what that does, unless an
-engine is lost: its rank has nothing to wait for. Four ideas beyond RLHFuse's one threshold:
-1. **Admission by deadline** (`settings.longest_first`). With lengths known from earlier steps, generation can be over
-   by `view.deadline` at best. A sample of r tokens that is to make it can afford decoding steps of (deadline - now) /
-   r, hence a batch of at most `batch_within` that; so the longest samples go first and share small batches, the short
-   ones fill large batches. Where lengths are known well, slots that could hold all are given fewer at once
-   (`settings.max_sequences`): the longest begin in smaller batches, and short ones take the places of what ends.
-2. **Cost-gated release** (`settings.cost_gated`). Below the threshold, whenever the unfinished samples fit onto fewer
-   slots at flat latency, and work waits that is worth more than moving and switching, the others are emptied; the
-   longest samples, on which the end of generation depends, stay where they are.
-3. **Free slots score, then accumulate** the gradients of the first mini-batch (`settings.early_training`).
-4. **Slow slots give away** what they would end too late (after Malleus, arXiv 2410.13333): by the slots' rates, samples
-   that they hold go on elsewhere when that pays, the longest first.
+Exact like the others. `simulate.tuning` sets it by simulating recorded lengths and costs; where none of its settings
+beats `serial`, it does what `serial` does. Slow slots give away what they would end too late (Malleus, arXiv
+2410.13333).
 """
 
 from __future__ import annotations
@@ -22,9 +11,7 @@ import heapq
 from collections.abc import Iterable
 from itertools import islice
 
-from rlfuse.fusion.consolidation import as_moves, consolidate, slots_needed
-from rlfuse.fusion.decisions import Decision, Generate, Move, Slot, Snapshot
-from rlfuse.fusion.registry import TUNABLE, fusion_policy
+from rlfuse.fusion.decisions import TUNABLE, Decision, Generate, Move, Slot, Snapshot, fusion_policy
 from rlfuse.fusion.serial import serial, train
 from rlfuse.fusion.sharing import (
     REWARD,
@@ -32,23 +19,22 @@ from rlfuse.fusion.sharing import (
     accumulate_gradients,
     admission_paused,
     admit,
+    as_moves,
+    consolidate,
     prefetch_passes,
     score_passes,
     score_rewards,
+    slots_needed,
     step_optimizer,
     switch_idle_slots_to_rollout,
     switch_idle_slots_to_trainer,
 )
 from rlfuse.fusion.states import SampleRecord, SampleState
 
-RELEASE_CHECKS = 32
-"""Whether to move samples is looked at each time the unfinished ones have shrunk by about this part."""
-HYSTERESIS = 1.25
-"""Samples are moved when so many times more slots hold them than need to."""
-OVERDUE = 8
-"""Steps without any news of a slow slot, after which it is tried though it will be late."""
-MARGIN = 1.3
-"""Samples are admitted as if they would be so many times longer than expected: some will be."""
+RELEASE_CHECKS = 32  # moves are considered each time this part of the unfinished samples is done
+HYSTERESIS = 1.25  # samples are moved when so many times more slots hold them than need to
+OVERDUE = 8  # steps without any news of a slow slot, after which it is tried though it will be late
+MARGIN = 1.3  # samples are admitted as if they would be so many times longer than expected: some will be
 
 
 @fusion_policy(tuned=TUNABLE, trains_early=True)
@@ -63,9 +49,6 @@ def adaptive(view: Snapshot) -> list[Decision]:
     work = work or train(view) or prefetch_passes(view, admitted)
     moved = offload_slow_slots(view) or free_slots(view)
     return admitted + moved + score_rewards(view) + switch_idle_slots_to_trainer(view) + work
-
-
-# Admission -----------------------------------------------------------------------------------------------------------
 
 
 def admit_by_deadline(view: Snapshot) -> list[Decision]:
@@ -83,7 +66,8 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
     group, decisions = next(groups, None), []
     for capacity in capacities:
         slot = view.slots[capacity.slot]
-        longest = first_on(view, slot)
+        first = next(iter(slot.samples.values()), None)  # mostly the longest there, and sooner known
+        longest = slot.remaining(first, view.now, view.costs) if first else 0.0
         if group is not None and joins_in_time(view, capacity, group, longest):
             longest = longest_on(view, slot)
         while group is not None and capacity.fits(group) and joins_in_time(view, capacity, group, longest):
@@ -97,9 +81,7 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
 
 def probe_slow_slots(view: Snapshot, capacities: Iterable[Capacity]) -> set[int]:
     """Slow slots that have had no work yet get a group each, the shortest where lengths are known: how are they now?
-
-    Where no step could end in time with that, one in OVERDUE pays for it.
-    """
+    Where no step could end in time with that, one in OVERDUE pays for it."""
     slow = [capacity for capacity in capacities if not capacity.load and view.slots[capacity.slot].unheard]
     if not slow:
         return set()
@@ -110,12 +92,6 @@ def probe_slow_slots(view: Snapshot, capacities: Iterable[Capacity]) -> set[int]
             capacity.take(group)
             tried.add(group)
     return tried
-
-
-def first_on(view: Snapshot, slot: Slot) -> float:
-    """Tokens that the sample which came first to the slot still needs: mostly the most there, and sooner known."""
-    first = next(iter(slot.samples.values()), None)
-    return slot.remaining(first, view.now, view.costs) if first else 0.0
 
 
 def longest_on(view: Snapshot, slot: Slot) -> float:
@@ -134,9 +110,6 @@ def batch_in_time(view: Snapshot, remaining: float, capacity: Capacity) -> int:
     step = max(0.0, view.deadline - view.now) / min(max(1.0, remaining), view.costs.max_tokens) / capacity.rate
     within = view.costs.batch_within(step - view.costs.step_per_context_token_s * capacity.reserved)
     return max(within, view.costs.flat_batch)
-
-
-# Release -------------------------------------------------------------------------------------------------------------
 
 
 def look_is_due(view: Snapshot) -> bool:

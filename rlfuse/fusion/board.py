@@ -1,13 +1,11 @@
 """The board of one step: where each sample is, from waiting to trained. Bookkeeping only, no effects.
 
-Role: the executor records events here, the policy reads a `Snapshot`. Each sample and group has one state (`states`).
-
     WAITING --Generate--> GENERATING --finished--> FINISHED --scored--> SCORED (group COMPLETE) --prepared--> ready
        ^                    |    ^                                                                              |
        +------- lost -------+    +-- Move: evicted, arrived                        Accumulate, OptimizerStep <--+
 
-Invariants: a sample is generated once, scored once per kind and accumulated once per pass over the step; mini-batches
-are fixed by prompt order at the start, or before training where groups are chosen late. Updates are O(1) per sample.
+Invariants: a sample is generated once, scored once per kind and accumulated once per epoch; mini-batches are fixed by
+prompt order before the step starts. Updates are O(1) per sample.
 """
 
 from __future__ import annotations
@@ -97,7 +95,6 @@ class Board:
             self._note_finished(self.records[sample.id], now)
 
     def _add(self, group: Group) -> None:
-        """A group more; its samples wait, but for those that have a response already."""
         number, size, prompt_tokens = len(self.groups), len(group.samples), len(group.prompt.token_ids)
         expected, next_step = self.lengths.expect(group.prompt.index), number >= self._eligible
         record = GroupRecord(number, group, prompt_tokens, expected, size, size, not next_step, next_step=next_step)
@@ -116,10 +113,7 @@ class Board:
             self._passes_left[kind] += size
         self._to_score += size * len({*kinds} - {"reward"}) * (prompt_tokens + expected)
 
-    # What happens: generation ----------------------------------------------------------------------------------------
-
     def start(self, decision: Decision, now: float) -> None:
-        """A decision is being carried out."""
         if isinstance(decision, Generate):
             self.slot_table.admit(decision.slot, decision.groups, now)
         elif isinstance(decision, Move):
@@ -139,14 +133,12 @@ class Board:
                     self._start_scoring(kind, names)
 
     def _slots(self, decision: Switch | Score | Accumulate | Train | OptimizerStep) -> Iterable[int]:
-        """Those that it keeps busy."""
         if isinstance(decision, Score) and decision.kind == "reward":
             return ()
         slot = None if isinstance(decision, Train | OptimizerStep) else decision.slot
         return range(len(self.slot_table.slots)) if slot is None else (slot,)
 
     def finished(self, name: str, response: Response, now: float) -> None:
-        """A rollout engine returned a whole sample."""
         record = self.records[name]
         self.slot_table.finish(record, len(response.token_ids), now)
         record.sample.response = response
@@ -198,12 +190,10 @@ class Board:
         return groups, {s.id: self.partials[s.id] for g in groups for s in g.samples if s.id in self.partials}
 
     def evicted(self, name: str, partial: Partial, now: float) -> int | None:
-        """A sample left its engine unfinished; returns the slot it goes on at, if any."""
         self.partials[name] = partial
         return self.slot_table.evict(self.records[name], len(partial.token_ids), now)
 
     def arrived(self, name: str, slot: int, now: float) -> Partial:
-        """A moved sample goes on at its new slot."""
         self.slot_table.arrive(self.records[name], slot, now, self.partials[name].kv_key is not None)
         return self.partials.pop(name)
 
@@ -212,11 +202,8 @@ class Board:
         self.slot_table.lose_engine(slot, now)
 
     def switched(self, slot: int, role: Role) -> None:
-        """A slot has its new role."""
         self.slot_table.slots[slot].role = role
         self.slot_table.release(slot)
-
-    # What happens: scoring and training ------------------------------------------------------------------------------
 
     def _start_scoring(self, kind: str, names: Iterable[str]) -> int:
         self._queue.begin(kind)
@@ -225,7 +212,6 @@ class Board:
         return tokens
 
     def scored(self, decision: Score, now: float) -> None:
-        """A scoring call returned; its results are on the samples."""
         for kind in decision.kinds:
             self._end_scoring(kind, decision.samples, now)
         self.slot_table.release(*self._slots(decision), now=now)
@@ -248,13 +234,11 @@ class Board:
                 self._note_scored(record)
 
     def _note_scored(self, record: SampleRecord) -> None:
-        """It has every score that its advantage needs."""
         record.become(SampleState.SCORED)
         if record.group.score():
             self._complete.append(record.group.number)
 
     def take_complete(self) -> list[int]:
-        """Groups that have all they need to be prepared, since the last call."""
         complete, self._complete = self._complete, []
         return complete
 
@@ -271,13 +255,11 @@ class Board:
                     self.mini_batches[model].prepare({record.id: (record.group.number, record.sample.tokens)})
 
     def accumulated(self, decision: Accumulate, now: float) -> None:
-        """A call that added gradients returned."""
         for model in decision.models:
             self.mini_batches[model].finish(decision.samples)
         self.slot_table.release(*self._slots(decision), now=now)
 
     def trained(self, decision: Train, now: float) -> None:
-        """A schedule that added gradients of several models, and scored beside that, ran to its end."""
         for model, names in decision.samples.items():
             self.mini_batches[model].finish(names)
         for kind, names in decision.passes.items():
@@ -285,7 +267,6 @@ class Board:
         self.slot_table.release(*self._slots(decision))
 
     def stepped(self, decision: OptimizerStep) -> None:
-        """Optimizer steps were taken."""
         for model in decision.models:
             self.mini_batches[model].step()
         self.slot_table.release(*self._slots(decision))
@@ -367,12 +348,10 @@ class Board:
 
     @property
     def idle(self) -> bool:
-        """Nothing is under way."""
         return not self.slot_table.in_flight and not self.slot_table.busy and not self._queue.under_way()
 
     @property
     def done(self) -> bool:
-        """All scored, and trained as often as asked."""
         return self.all_scored and self.idle and all(progress.done for progress in self.mini_batches.values())
 
     def failures(self) -> list[tuple[Sample, RewardFailure]]:
@@ -387,11 +366,9 @@ class Board:
         return [group for group in kept if group.samples]
 
     def needed_samples(self) -> list[Sample]:
-        """Samples of the groups that the step did not leave."""
         return [sample for record in self.group_records if not record.unneeded for sample in record.group.samples]
 
     def response_lengths(self) -> Mapping[int, list[int]]:
-        """Prompt -> lengths of its responses."""
         return {
             record.group.prompt.index: [len(s.response.token_ids) for s in record.group.samples if s.response]
             for record in self.group_records

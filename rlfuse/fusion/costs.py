@@ -1,11 +1,7 @@
 """What work costs on a slot, in seconds: the model that policies decide by and the simulator runs by.
 
-Role: plain numbers, measured (`rlfuse.simulate.fitting`) or given (a simulated workload). Rates are per slot.
-A decoding step of b sequences holding c tokens takes
-
-    step_base_s + step_per_sequence_s * max(0, b - flat_batch) + step_per_context_token_s * c
-
-so latency is flat up to a batch, as decoding is bound by reading the weights until then.
+A decoding step of b sequences holding c tokens takes `step_base_s + step_per_sequence_s * max(0, b - flat_batch) +
+step_per_context_token_s * c`: decoding is bound by reading the weights until the batch exceeds `flat_batch`.
 """
 
 from __future__ import annotations
@@ -22,34 +18,22 @@ class Costs:
     step_per_sequence_s: float = 1e-4
     step_per_context_token_s: float = 0.0
     flat_batch: int = 8
-    max_sequences: int = 256
-    """Most sequences that an engine decodes at once."""
-    kv_tokens: int = 1 << 30
-    """Capacity of an engine's KV cache."""
-    max_tokens: int = 1 << 20
-    """Longest response."""
+    max_sequences: int = 256  # most sequences that an engine decodes at once
+    kv_tokens: int = 1 << 30  # capacity of an engine's KV cache
+    max_tokens: int = 1 << 20  # longest response
     prefill_tokens_per_s: float = 20_000.0
-    score_tokens_per_s: float = 10_000.0
-    """One pass without gradients."""
-    score_call_s: float = 0.0
-    """What each call of a pass costs beside its tokens."""
-    train_tokens_per_s: float = 3_000.0
-    """Forward and backward of one model."""
+    score_tokens_per_s: float = 10_000.0  # one pass without gradients
+    score_call_s: float = 0.0  # what each call of a pass costs beside its tokens
+    train_tokens_per_s: float = 3_000.0  # forward and backward of one model
     train_call_s: float = 0.0
-    optimizer_s: float = 0.0
-    """An optimizer step, all ranks together."""
-    switch_s: float = 0.0
-    """Changing a slot's role, either way."""
-    move_s: float = 0.02
-    """Taking samples off an engine and handing them over, beside prefill or transfer."""
+    optimizer_s: float = 0.0  # an optimizer step, all ranks together
+    switch_s: float = 0.0  # changing a slot's role, either way
+    move_s: float = 0.02  # taking samples off an engine and handing them over, beside prefill or transfer
     kv_bytes_per_token: float = 1.0
-    link_bytes_per_s: float = 0.0
-    """Between two slots' KV caches; 0 where they can't be carried over."""
-    step_s: float = 0.0
-    """What a training step costs beside all of this: weights to the engines, data, bookkeeping."""
+    link_bytes_per_s: float = 0.0  # between two slots' KV caches; 0 where they can't be carried over
+    step_s: float = 0.0  # per training step: weights to the engines, data, bookkeeping
 
     def decode_step(self, batch: float, context: float) -> float:
-        """Seconds of one decoding step."""
         beyond = max(0.0, batch - self.flat_batch)
         return self.step_base_s + self.step_per_sequence_s * beyond + self.step_per_context_token_s * context
 

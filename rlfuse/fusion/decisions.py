@@ -1,10 +1,7 @@
-"""What a fusion policy sees and what it may decide: plain data, nothing of Ray, vLLM or torch.
-
-Role: the language between the controller (real or simulated) and the policies. A policy is a function
-`Snapshot -> list[Decision]`; the controller asks it whenever something finished and starts what it decides.
+"""The snapshot that a fusion policy sees and the decisions it returns: plain data.
 
 A slot has one role at a time. In `rollout` its engine generates; in `trainer` its rank scores and accumulates
-gradients, one piece of work after the other. Rewards are scored beside both, in processes of their own.
+gradients, one call after the other. Rewards are scored in processes of their own.
 """
 
 from __future__ import annotations
@@ -50,10 +47,8 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Run one kind of scoring on finished samples: `reward` (no slot), or a pass of the slot's rank.
-
-    slot None for a pass: all ranks together, where the model is sharded over them.
-    """
+    """Run one kind of scoring on finished samples: `reward` (no slot), or a pass of the slot's rank. slot None for a
+    pass: all ranks together, where the model is sharded over them."""
 
     kind: str
     samples: tuple[str, ...]
@@ -86,8 +81,7 @@ class Train:
     """Add these samples' unnormalised gradients, model -> samples, in one pipeline schedule over all ranks."""
 
     samples: Mapping[str, tuple[str, ...]]
-    passes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Kind of scoring -> samples of later mini-batches that are scored in the schedule's bubbles."""
+    passes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # kind -> samples of later mini-batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,35 +111,22 @@ class Slot:
 
     index: int
     role: Role = "rollout"
-    samples: dict[str, SampleRecord] = field(default_factory=dict)
-    """On its engine."""
-    arriving: int = 0
-    """Samples on their way here; room is kept for them."""
-    reserved: float = 0.0
-    """Tokens that its KV cache will hold when its samples are as long as expected."""
-    context: float = 0.0
-    """Tokens in its KV cache, as of `seen`."""
-    steps: float = 0.0
-    """Decoding steps done, as of `seen`."""
-    stall: float = 0.0
-    """Seconds of prefill that costs foresee before its next decoding step, as of `seen`."""
+    samples: dict[str, SampleRecord] = field(default_factory=dict)  # on its engine
+    arriving: int = 0  # samples on their way here; room is kept for them
+    reserved: float = 0.0  # tokens that its KV cache will hold when its samples are as long as expected
+    context: float = 0.0  # tokens in its KV cache, as of `seen`
+    steps: float = 0.0  # decoding steps done, as of `seen`
+    stall: float = 0.0  # seconds of prefill that costs foresee before its next decoding step, as of `seen`
     seen: float = 0.0
-    rate: float = 1.0
-    """Seconds its work takes for each that a typical slot's takes, for plans (`rates`)."""
-    measured: float = 1.0
-    """Seconds its engine takes for each that costs foresee, by what finished there last, for dead reckoning."""
-    unheard: int = 0
-    """Steps that began since it was last measured, if it is slow: a small piece of work would tell how it is now."""
-    busy: bool = False
-    """Scoring, training or changing roles."""
-    alive: bool = True
-    """Whether its engine still runs."""
-    drained: bool = False
-    """It gets no work of its own; its rank still takes part where all ranks work together."""
+    rate: float = 1.0  # seconds its work takes for each that a typical slot's takes, for plans (`rates`)
+    measured: float = 1.0  # seconds per predicted second of its engine, by what finished last
+    unheard: int = 0  # steps since a slow slot was last measured
+    busy: bool = False  # scoring, training or changing roles
+    alive: bool = True  # whether its engine still runs
+    drained: bool = False  # it gets no work of its own; its rank still takes part where all ranks work together
 
     @property
     def load(self) -> int:
-        """Samples it holds or is about to."""
         return len(self.samples) + self.arriving
 
     @property
@@ -161,11 +142,9 @@ class Slot:
         return max(0.0, now - self.seen - self.stall * self.measured)
 
     def steps_by(self, now: float, costs: Costs) -> float:
-        """Decoding steps done by now, about."""
         return self.steps + self.decoding(now) / self.pace(costs)
 
     def tokens(self, sample: SampleRecord, now: float, costs: Costs) -> float:
-        """Response tokens that the sample has, about."""
         return sample.carried + max(0.0, self.steps_by(now, costs) - sample.steps_before)
 
     def remaining(self, sample: SampleRecord, now: float, costs: Costs) -> float:
@@ -173,7 +152,6 @@ class Slot:
         return self._remaining((sample,), now, costs)[0]
 
     def all_remaining(self, now: float, costs: Costs) -> list[float]:
-        """`remaining` of each of its samples."""
         return self._remaining(self.samples.values(), now, costs) if self.samples else []
 
     def _remaining(self, samples: Iterable[SampleRecord], now: float, costs: Costs) -> list[float]:
@@ -193,100 +171,99 @@ class Slot:
 class Settings:
     """What does not change within a step."""
 
-    samples: int = 0
-    """Samples of the step."""
-    credit_samples: int = 1 << 30
-    """Finished samples that may wait for one kind of scoring before no more are admitted; at least 1."""
-    credit_tokens: int = 1 << 40
-    """The same in tokens."""
-    lockstep: bool = False
-    """Passes without gradients need all ranks together (ZeRO 3)."""
-    lockstep_backward: bool = False
-    """Gradients need all ranks together (ZeRO 2 and 3)."""
-    pipelined: bool = False
-    """Ranks hold stages of the models, which train together in one schedule (`Train`)."""
-    threshold: float = 0.2
-    """Share of the step's samples at which their tail is consolidated (adaptive: from where on); 0 never."""
-    max_decode_slowdown: float = 1.0
-    """A decoding step may take so many times its shortest for samples to count as fitting onto one slot."""
-    cost_gated: bool = True
-    """adaptive: samples move only where none ends later by it; else as in rlhfuse, once."""
-    longest_first: bool = True
-    """adaptive: admit by expected length, where lengths are known from before."""
-    overlapping: bool = True
-    """adaptive: stages overlap; else one follows the other, as in serial, as long as no engine is lost."""
-    early_training: bool = True
-    """adaptive: free slots also accumulate gradients while others generate; else training follows, as in stream."""
-    max_sequences: int = 1 << 30
-    """adaptive: most samples that a slot holds at once where lengths are known, though its engine could hold more."""
-    prefill_share: float = 0.0
-    """Share of the engines that read prompts and hand their groups on to the others; 0: all do both."""
+    samples: int = 0  # samples of the step
+    credit_samples: int = 1 << 30  # finished samples that may wait for a kind of scoring; at least 1
+    credit_tokens: int = 1 << 40  # the same in tokens
+    lockstep: bool = False  # passes without gradients need all ranks together (ZeRO 3)
+    lockstep_backward: bool = False  # gradients need all ranks together (ZeRO 2 and 3)
+    pipelined: bool = False  # ranks hold stages of the models, which train together in one schedule (`Train`)
+    threshold: float = 0.2  # share of samples below which the tail is consolidated; 0: never
+    max_decode_slowdown: float = 1.0  # by which factor a decoding step may get longer
+    cost_gated: bool = True  # adaptive: samples move only where none ends later by it; else as in rlhfuse, once
+    longest_first: bool = True  # adaptive: admit by expected length, where lengths are known from before
+    overlapping: bool = True  # adaptive: stages overlap, else as in serial
+    early_training: bool = True  # adaptive: free slots accumulate gradients during generation
+    max_sequences: int = 1 << 30  # adaptive: samples per slot where lengths are known
+    prefill_share: float = 0.0  # share of engines that only prefill; 0: all do both
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Where every sample of a step stands. Nothing in it may be changed; mappings are in the order of happening."""
 
-    now: float
-    """Seconds, on the controller's clock."""
+    now: float  # seconds, on the controller's clock
     slots: Sequence[Slot]
-    waiting: Mapping[int, int]
-    """Group -> samples of it that no slot has."""
-    expected: Callable[[int], tuple[int, float]]
-    """Group -> (prompt tokens, response tokens expected of each sample)."""
+    waiting: Mapping[int, int]  # group -> samples of it that no slot has
+    expected: Callable[[int], tuple[int, float]]  # group -> (prompt tokens, expected response tokens)
     shortest_first: Sequence[int]
     """Waiting groups by expected length, and some that wait no more: the longest is the last. Empty when nothing is
     known of lengths."""
-    deadline: float
-    """When generation can be over, if lengths are as expected and slots are shared out ideally."""
-    unfinished: int
-    """Samples without a whole response, waiting ones too."""
-    finished: int
-    """Samples that became whole since the snapshot before."""
-    unscored: Mapping[str, Mapping[str, int]]
-    """Kind of scoring -> finished samples that lack it, none of them under way -> tokens; kinds in serial order."""
-    deferred: Mapping[str, Mapping[int, Mapping[str, int]]]
-    """Kind -> mini-batch after the present one -> finished samples that will need it then and lack it -> tokens."""
-    backlog: Mapping[str, int]
-    """Kind -> tokens of its unscored samples."""
-    oldest: Mapping[str, float]
-    """Kind -> when its last scoring began or its backlog was empty: how long its samples may have waited."""
-    ready: Mapping[str, Mapping[str, int]]
-    """Model -> samples of its present mini-batch whose gradients can be accumulated now -> tokens."""
-    steppable: Sequence[str]
-    """Models whose present mini-batch is accumulated and whose step no pass of this training step still waits for."""
-    scoring: frozenset[str]
-    """Kinds under way, on slots or (`reward`) beside them."""
-    to_score: float
-    """Tokens that passes on slots will still have to take up; unfinished samples count with what is expected."""
-    to_train: float
-    """Tokens of present mini-batches still to be taken up, counted in the same way."""
-    in_flight: int
-    """Samples on engines or between them."""
-    context: float
-    """Tokens in all KV caches, about."""
-    busy: int
-    """Slots that score, train or change roles."""
-    idle_trainers: Collection[int]
-    """Slots in role `trainer` that do nothing, and may get work."""
-    together: bool
-    """Whether all ranks can work together now: each slot, drained ones too, is a trainer that does nothing."""
-    idle_engines: Collection[int]
-    """Slots in role `rollout` that hold nothing."""
-    engines_with_room: Collection[int]
-    """Slots in role `rollout` that have room for a sample and are not drained."""
-    generating: Collection[int]
-    """Slots that hold samples or are about to, but for drained ones."""
-    slow_engines: Collection[int]
-    """Slots that hold samples and are slow, but for drained ones."""
-    power: float
-    """Typical slots that all slots make up which are not drained."""
-    ends: Callable[[], list[float]]
-    """When the calls under way on slots are over, if they take what is foreseen."""
-    siblings_together: bool
-    """Whether prompts are most of the tokens, so that siblings are better scored and trained on in one call."""
+    deadline: float  # when generation can be over, if lengths are as expected and slots are shared out ideally
+    unfinished: int  # samples without a whole response, waiting ones too
+    finished: int  # samples that became whole since the snapshot before
+    unscored: Mapping[str, Mapping[str, int]]  # kind -> finished samples without it -> tokens
+    deferred: Mapping[str, Mapping[int, Mapping[str, int]]]  # kind -> mini-batch -> samples -> tokens
+    backlog: Mapping[str, int]  # kind -> tokens of its unscored samples
+    oldest: Mapping[str, float]  # kind -> when its last scoring began or its backlog was empty
+    ready: Mapping[str, Mapping[str, int]]  # model -> samples whose gradients can be accumulated -> tokens
+    steppable: Sequence[str]  # models whose optimizer step can be taken now
+    scoring: frozenset[str]  # kinds under way, on slots or (`reward`) beside them
+    to_score: float  # tokens of passes still to be done, unfinished samples as expected
+    to_train: float  # tokens of present mini-batches still to be taken up, counted in the same way
+    in_flight: int  # samples on engines or between them
+    context: float  # tokens in all KV caches, about
+    busy: int  # slots that score, train or change roles
+    idle_trainers: Collection[int]  # slots in role `trainer` that do nothing, and may get work
+    together: bool  # whether every slot, drained ones too, is an idle trainer
+    idle_engines: Collection[int]  # slots in role `rollout` that hold nothing
+    engines_with_room: Collection[int]  # of slots that are not drained
+    generating: Collection[int]  # slots that hold samples or are about to, but for drained ones
+    slow_engines: Collection[int]  # slots that hold samples and are slow, but for drained ones
+    power: float  # typical slots that all slots make up which are not drained
+    ends: Callable[[], list[float]]  # when the calls under way on slots are over, if they take what is foreseen
+    siblings_together: bool  # whether prompts are most of the tokens
     costs: Costs
     settings: Settings
 
 
 Policy = Callable[[Snapshot], list[Decision]]
+
+
+TUNABLE = (
+    "threshold",
+    "max_decode_slowdown",
+    "cost_gated",
+    "longest_first",
+    "max_sequences",
+    "overlapping",
+    "early_training",
+)
+"""`Settings` that simulation can tune."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a policy needs of those who run it."""
+
+    tuned: tuple[str, ...] = ()  # the settings that it reads of those that are tuned by simulation
+    trains_early: bool = False  # accumulates gradients while samples are still generated
+
+
+REGISTERED: dict[Policy, Traits] = {}
+
+
+def fusion_policy(tuned: tuple[str, ...] = (), trains_early: bool = False) -> Callable[[Policy], Policy]:
+    """Register a policy with its traits; its name is the function's."""
+    if unknown := [name for name in tuned if name not in TUNABLE]:
+        raise ValueError(f"tuned={unknown}: no settings that are tuned; those are {', '.join(TUNABLE)}")
+
+    def register(policy: Policy) -> Policy:
+        REGISTERED[policy] = Traits(tuple(tuned), trains_early)
+        return policy
+
+    return register
+
+
+def traits_of(policy: Policy) -> Traits:
+    """Those it was registered with; none, if it was not."""
+    return REGISTERED.get(getattr(policy, "function", policy), Traits())

@@ -1,13 +1,7 @@
-"""Prefill and decoding apart: some engines read prompts and hand each group on, the others only decode.
+"""Disaggregate prefill and decoding: some engines read prompts and hand each group on, the others only decode.
 
-Role: `sharing.admit` asks this instead of filling all engines alike, whatever the policy, where
-`settings.prefill_share` is above 0 (`rollout.disaggregate`; `simulate.prefill_share` finds whether that pays). Source:
-DistServe (arXiv 2401.09670): a prompt that is read stalls what its engine decodes. Pure.
-Invariants:
-- a group is read on one engine, as its siblings share their prompt, and handed on together, by the KV cache;
-- whoever reads prompts takes the next ones once the last are read, so that no group waits behind another's prompt;
-- where no other engine has room, or nothing waits any more, groups stay where they were read: no engine is idle for
-  it, and a move that fails is what it is in any other case, a sample that waits again or is prefilled again.
+Used by `sharing.admit` where `settings.prefill_share` is above 0 (DistServe, arXiv 2401.09670). A group is prefilled on
+one engine and handed on together; where no other engine has room, it stays.
 """
 
 from __future__ import annotations
@@ -18,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from rlfuse.fusion.decisions import Decision, Generate, Move, Slot, Snapshot
 from rlfuse.fusion.states import SampleRecord, SampleState
 
-LOOK_S = 0.25
-"""Prompts that take less than this are read together: policies look about so often."""
+LOOK_S = 0.25  # prompts that take less than this are read together: policies look about so often
 
 
 def readers_and_decoders(view: Snapshot) -> tuple[list[Slot], list[Slot]]:
@@ -47,8 +40,9 @@ def hand_on(view: Snapshot, readers: Iterable[Slot], decoders: Iterable[Slot]) -
                 groups[sample.group.number].append(sample)
             elif sample.target in rooms:
                 rooms[sample.target].reserved += sample.reserved  # room is kept for it
-        if any(_unread(view, slot, sample) for group in groups.values() for sample in group):
-            continue
+        held = [sample for group in groups.values() for sample in group]
+        if any(slot.tokens(sample, view.now, view.costs) < sample.carried + 1 for sample in held):
+            continue  # a prompt is still being read
         for group in groups.values():
             target = min((each for each in rooms.values() if each.fits(*_size(group))), default=None)
             if target is not None:
@@ -66,11 +60,6 @@ def _in_order(view: Snapshot) -> list[int]:
     return list(reversed(view.waiting))
 
 
-def _unread(view: Snapshot, slot: Slot, sample: SampleRecord) -> bool:
-    """Whether its prompt is still being read, as far as is known: it has no token of its own yet."""
-    return slot.tokens(sample, view.now, view.costs) < sample.carried + 1
-
-
 def _next(view: Snapshot, room: _Room, waiting: list[int]) -> Iterator[int]:
     """Groups to be read together; an engine that holds nothing takes any, as no other could hold it better."""
     seconds = 0.0
@@ -86,7 +75,6 @@ def _next(view: Snapshot, room: _Room, waiting: list[int]) -> Iterator[int]:
 
 
 def _size(group: list[SampleRecord]) -> tuple[int, float]:
-    """Samples, and tokens that the cache will hold of them."""
     return len(group), sum(sample.reserved for sample in group)
 
 

@@ -1,8 +1,4 @@
-"""How long responses will be: what earlier steps and finished siblings tell, and when generation can be over.
-
-Role: the controller keeps one `Lengths` for the run and shows it what was generated; the board asks it what to expect.
-Pure data. Prediction only ever decides *when* a sample is generated.
-"""
+"""Predict response lengths from earlier steps and finished siblings, and from them when generation can be over."""
 
 from __future__ import annotations
 
@@ -14,8 +10,7 @@ import numpy as np
 
 from rlfuse.fusion.costs import Costs
 
-PRIOR = 2.0
-"""A prompt's own history counts like so many finished siblings."""
+PRIOR = 2.0  # a prompt's own history counts like so many finished siblings
 
 
 class Lengths:
@@ -25,21 +20,17 @@ class Lengths:
         self._longest, self._decay = longest, decay
         self._mean: float | None = None
         self._of_prompt: dict[int, float] = {}
-        self.recorded: list[float] = []
-        """Lengths of the last step, for tuning."""
-        self.error: float | None = None
-        """Sigma of log(length / expectation) over the last step's prompts; None where half of them or more were new."""
+        self.recorded: list[float] = []  # lengths of the last step, for tuning
+        self.error: float | None = None  # sigma of log(length / expectation), if most prompts were known
 
     def knows(self, prompt: int) -> bool:
         return prompt in self._of_prompt
 
     def expect(self, prompt: int) -> float:
-        """Response tokens of a sample of this prompt."""
         unknown = self._mean if self._mean is not None else self._longest / 4
         return min(self._of_prompt.get(prompt, unknown), self._longest)
 
     def learn(self, lengths: Mapping[int, Sequence[float]]) -> None:
-        """What a step generated: prompt -> lengths of its responses."""
         self.recorded = [length for each in lengths.values() for length in each]
         if not self.recorded:
             return

@@ -1,31 +1,26 @@
-"""Which samples of which mini-batch one model has still to learn from.
-
-Role: the board keeps one `MiniBatchProgress` per trained model. Mini-batches follow one another strictly: the gradients
-of the next need the weights that the step of the present one makes.
-"""
+"""Track which samples of which mini-batch one model still has to learn from; they follow one another strictly."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
+
+from rlfuse.fusion.decisions import PASS_BEFORE_STEP, Snapshot
 
 
 class MiniBatchProgress:
     """`passes`: how often the model goes over the samples."""
 
     def __init__(self, passes: int):
-        self._passes, self.completed = passes, 0
-        """Mini-batches that the model is past, of all passes."""
-        self.mini_batch_of: Mapping[int, int] = {}
-        """Group -> number of its mini-batch."""
+        self._passes, self.completed = passes, 0  # mini-batches that the model is past, of all passes
+        self.mini_batch_of: Mapping[int, int] = {}  # group -> number of its mini-batch
         self._sizes: list[int] = []
         self._tokens: list[float] = []
         self._prepared: dict[int, dict[str, int]] = {}
         self._done: list[str] = []
-        self.ready: OrderedDict[str, int] = OrderedDict()
-        """Samples of the present mini-batch whose gradients can be accumulated now -> tokens."""
-        self.left_tokens = 0.0
-        """Of the present mini-batch, not yet taken up; by expectation where unknown."""
+        self.ready: OrderedDict[str, int] = OrderedDict()  # samples that can be accumulated now -> tokens
+        self.left_tokens = 0.0  # of the present mini-batch, not yet taken up; by expectation where unknown
 
     def divide(self, mini_batch_of: Mapping[int, int], sizes: Sequence[int], tokens: Sequence[float]) -> None:
         """Group -> number of its mini-batch, and each one's samples and (expected) tokens; before anything is ready."""
@@ -54,17 +49,14 @@ class MiniBatchProgress:
         return tokens
 
     def finish(self, names: Sequence[str]) -> None:
-        """Their gradients are in."""
         self._done += names
 
     def step(self) -> None:
-        """The optimizer step of the present mini-batch was taken: on to the next."""
         self.completed += 1
         self._open()
 
     @property
     def accumulated_samples(self) -> list[str]:
-        """Those whose gradients are in since the last step."""
         return self._done
 
     @property
@@ -83,7 +75,8 @@ class MiniBatchProgress:
 
     def _open(self) -> None:
         self._done = []
-        self._skip_empty()
+        while not self.done and self._sizes[self.completed % len(self._sizes)] == 0:
+            self.completed += 1  # all of its samples failed
         part = self.completed % len(self._sizes) if self._sizes else 0
         self.ready = OrderedDict() if self.done else OrderedDict(self._prepared.get(part, {}))
         if self.done:
@@ -92,8 +85,22 @@ class MiniBatchProgress:
             whole = len(self.ready) == self._sizes[part]
             self.left_tokens = sum(self.ready.values()) if whole else self._tokens[part]
 
-    def _skip_empty(self) -> None:
-        """A mini-batch all of whose samples failed has no step."""
-        while not self.done and self._sizes[self.completed % len(self._sizes)] == 0:
-            self.completed += 1
-            self._done = []
+
+MARGIN = 1.5  # copies that others' work runs beside take so many times as long as those that nothing ran beside
+LOOK_S = 0.5  # from one look at the forecast to the next, at the most, and for a call to arrive
+
+
+def due(away: Mapping[int, float], seconds: float) -> list[int]:
+    """Slots whose optimizers have to set out now; `away`: slot -> seconds they take, `seconds`: to the first step."""
+    return [slot for slot, takes in away.items() if MARGIN * takes + LOOK_S >= seconds]
+
+
+def seconds_to_step(view: Snapshot, models: Iterable[MiniBatchProgress]) -> float:
+    """Until one of these models' next optimizer step at the earliest; infinite where none comes."""
+    left = [progress.left_tokens for progress in models if not progress.done]
+    if not left:
+        return inf
+    later = [parts for kind, parts in view.deferred.items() if kind not in PASS_BEFORE_STEP.values()]
+    scored = view.to_score - sum(tokens for parts in later for part in parts.values() for tokens in part.values())
+    work = max(0.0, scored) / view.costs.score_tokens_per_s + min(left) / view.costs.train_tokens_per_s
+    return max(view.deadline - view.now if view.unfinished else 0.0, work / max(1.0, view.power))

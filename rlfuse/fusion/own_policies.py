@@ -1,10 +1,6 @@
-"""A policy by its name: a built-in one, or a function `policy(snapshot) -> list[Decision]` of a user's file.
+"""Find a policy by name: a built-in one, or a function `policy(snapshot) -> list[Decision]` in a user's file.
 
-Role: `load_policy` is called by whoever is told a name: a run before it starts anything, `rlfuse simulate`, `rlfuse
-plan`; whoever needs the policy after that asks for the `loaded_policy`. A file is loaded as those of rewards are
-(`config.own_modules`). What a user's policy decides is held against its snapshot before anything of it begins
-(`refusals`). Invariants: everything that can be wrong with it is a `PolicyError` that names the policy, what it decided
-and what is valid; none makes a step hang.
+Decisions of a user's policy are checked against their snapshot (`refusals`) before any of them starts.
 """
 
 from __future__ import annotations
@@ -24,9 +20,7 @@ from rlfuse.fusion.decisions import Decision, Move, Policy, Snapshot, Switch
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.refusals import Refused, check, listed
 
-AIMLESS = 20
-"""Times that every slot may switch, and every unfinished sample may move, while no sample is finished and no other work
-begins."""
+AIMLESS = 20  # switches per slot and moves per sample without any progress before it is an error
 
 _loaded: dict[str, Policy] = {}
 
@@ -62,7 +56,6 @@ class CheckedPolicy:
         self._unfinished = self._aimless = 0
 
     def __call__(self, view: Snapshot) -> list[Decision]:
-        """What it decides. Raises PolicyError."""
         try:
             decisions = self.function(view)
         except (Exception, SystemExit) as error:
@@ -97,7 +90,6 @@ class CheckedPolicy:
 
 
 def _left_to_do(view: Snapshot) -> str:
-    """In the words of decisions."""
     found = [f"Generate groups {listed(view.waiting)}"] if view.waiting else []
     found += [f"Score {kind} of {len(names)} samples" for kind, names in view.unscored.items() if names]
     gradients = "Train" if view.settings.pipelined else "Accumulate"
@@ -105,9 +97,6 @@ def _left_to_do(view: Snapshot) -> str:
     found += [f"OptimizerStep of the {model}" for model in view.steppable]
     idle = f"idle engines {listed(view.idle_engines)}, idle trainers {listed(view.idle_trainers)}"
     return f"{'; '.join(found) or 'nothing yet'} ({idle})"
-
-
-# From a file ---------------------------------------------------------------------------------------------------------
 
 
 def _function_of(name: str, given_as: str) -> Callable[[Snapshot], list[Decision]]:
@@ -131,7 +120,6 @@ def _function_of(name: str, given_as: str) -> Callable[[Snapshot], list[Decision
 
 
 def _is_no_policy(policy: object) -> str:
-    """Why not, by its signature."""
     if not callable(policy) or inspect.isclass(policy):
         return (
             f"is a {'class' if inspect.isclass(policy) else f'value of type {type(policy).__name__}'}, not a function"

@@ -1,24 +1,14 @@
-"""When each piece of work runs: the fusion policies, pure functions of a snapshot.
-
-Role: `fusion=<name>` picks one; the controller calls it whenever something happened. All are exact: they decide when
-and where, never what. A user's own are found by `own_policies`.
-- `serial`: generation, each kind of scoring, training, one stage after the other, as other systems do;
-- `stream`: a slot that has nothing left to generate scores what is finished, while others still generate;
-- `rlhfuse`: as `stream`; and when few samples are left, they are consolidated on few slots, once (RLHFuse, NSDI '25);
-- `adaptive`: lengths decide who is admitted where, slots are freed whenever that pays, and free ones also accumulate
-  the first mini-batch's gradients.
-"""
+"""The fusion policies: pure functions of a snapshot that decide when and where work runs, never what is computed."""
 
 from __future__ import annotations
 
 from rlfuse.config.valid_values import CHOICES
 from rlfuse.fusion.adaptive import adaptive
-from rlfuse.fusion.consolidation import consolidate
-from rlfuse.fusion.decisions import Decision, Policy, Snapshot
-from rlfuse.fusion.registry import REGISTERED, fusion_policy
+from rlfuse.fusion.decisions import REGISTERED, Decision, Policy, Snapshot, fusion_policy
 from rlfuse.fusion.serial import serial, train
 from rlfuse.fusion.sharing import (
     admit,
+    consolidate,
     prefetch_passes,
     score_passes,
     score_rewards,

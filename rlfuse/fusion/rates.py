@@ -1,12 +1,7 @@
-"""How fast each slot is next to the others: seconds that its work takes for each that costs foresee, by what it did.
+"""Measure how fast each slot is relative to the others: seconds of its work over the seconds that costs predict.
 
-Role: the run's `Tuning` keeps one `Rates`; the slot table tells it of every stretch of work that ended, and writes on
-its slots what plans go by. Policies give a slot of rate 2 half as much; `drained` ones get nothing. Pure: no clock.
-Invariants: typical slots have the rate 1, whatever costs are wrong by; noise changes no plan: a rate moves only when
-the middle one of the slot's last three observations is DEAD_BAND away from it (one that no hiccup explains counts as
-two; short work is observed together), and what is within THRESHOLD counts as typical. Of a slow slot that gets no work
-it is counted for how many steps nothing was heard, as it has to be tried some time. A drained one is probed instead: it
-is back by `restore`, or, where that was wanted, once it is below THRESHOLD.
+Typical slots have rate 1. A rate moves only when the median of the last three observations differs from it by
+DEAD_BAND; rates within THRESHOLD count as typical. Drained slots are probed until they are restored.
 """
 
 from __future__ import annotations
@@ -17,19 +12,12 @@ from statistics import median, median_low
 
 from rlfuse.fusion.costs import Costs
 
-THRESHOLD = 1.2
-"""A slot is slow from this rate on (and fast below its inverse)."""
-DEAD_BAND = 0.3
-"""Share by which a rate is exceeded, or falls short of itself, before it moves."""
-OBSERVATIONS = 3
-"""The middle one of so many decides: a single hiccup doesn't."""
-HICCUP_S = 1.0
-"""Hiccups are shorter: work that took so much longer than foreseen counts twice."""
-TOLD_BY_S = 0.2
-"""Work that is foreseen to be shorter is observed together with what follows in its step: milliseconds tell of how work
-begins, and of when the driver heard of its end."""
-REFRESH = 8
-"""What is typical is worked out anew after one observation for each so many slots."""
+THRESHOLD = 1.2  # a slot is slow from this rate on (and fast below its inverse)
+DEAD_BAND = 0.3  # share by which a rate is exceeded, or falls short of itself, before it moves
+OBSERVATIONS = 3  # the middle one of so many decides: a single hiccup doesn't
+HICCUP_S = 1.0  # hiccups are shorter: work that took so much longer than foreseen counts twice
+TOLD_BY_S = 0.2  # work predicted to be shorter is observed together with what follows
+REFRESH = 8  # what is typical is worked out anew after one observation for each so many slots
 
 
 class Rates:
@@ -48,18 +36,15 @@ class Rates:
         measured: bool = True,
     ):
         self._measured = measured
-        self.current = [1.0] * slots
-        """Slot -> its rate, for plans."""
+        self.current = [1.0] * slots  # slot -> its rate, for plans
         self.drained: set[int] = set() if drained is None else drained
-        self.unheard: dict[int, int] = {}
-        """Slow slots that may get work -> steps that began since they were last observed, where any did."""
+        self.unheard: dict[int, int] = {}  # slow slot -> steps since it was last observed
         self._last = [deque((1.0,) * OBSERVATIONS, OBSERVATIONS) for _ in range(slots)]
         self._returning: set[int] = set() if returning is None else returning
         for slot in self._returning:
             self._last[slot].clear()
         self._peers: defaultdict[str, _Peers] = defaultdict(lambda: _Peers(slots))
-        self._short: dict[tuple[int, str], tuple[float, float]] = {}
-        """Seconds that work took, and was foreseen to take, that is not observed yet."""
+        self._short: dict[tuple[int, str], tuple[float, float]] = {}  # measured and predicted seconds
         self._costs: Costs | None = None
 
     @classmethod
@@ -114,7 +99,6 @@ class Rates:
             self.current[slot] = 1.0 if 1 / THRESHOLD < now < THRESHOLD else now
 
     def drain(self, slot: int, until_well: bool = False) -> None:
-        """It gets no work from now on, until it is restored; or until it is as fast as the others."""
         self.drained.add(slot)
         self._returning.discard(slot)
         if until_well:  # which probes alone tell: whoever drained it may know more than was observed
@@ -122,7 +106,6 @@ class Rates:
             self._last[slot].clear()
 
     def restore(self, slot: int) -> None:
-        """It gets work again."""
         self.drained.discard(slot)
         self._returning.discard(slot)
 

@@ -1,10 +1,4 @@
-"""Why a decision can't be carried out: each is held against the snapshot that it was made for. Pure.
-
-Role: `own_policies` reads what a user's policy decides with `check` before anything of it begins, so that a mistake is
-told in the words of decisions, not by an engine in the middle of a call. The built-in policies are held against the
-same rules by property tests. Invariant: what is accepted, the board and the engines can do. More samples than an engine
-has room for are no mistake: it queues them.
-"""
+"""Check decisions against the snapshot that they were made for, and explain why one cannot be carried out."""
 
 from __future__ import annotations
 
@@ -26,8 +20,7 @@ from rlfuse.fusion.decisions import (
 )
 from rlfuse.fusion.states import SampleState
 
-SHOWN = 8
-"""Names of what is valid that a message gives."""
+SHOWN = 8  # names of what is valid that a message gives
 
 
 class Refused(Exception):
@@ -59,15 +52,12 @@ class _Reading:
 
     def __init__(self, view: Snapshot):
         self.view = view
-        self.working: set[int] = set()
-        """Slots that switch, score or train."""
-        self.filled: set[int] = set()
-        """Slots that get samples to generate."""
+        self.working: set[int] = set()  # slots that switch, score or train
+        self.filled: set[int] = set()  # slots that get samples to generate
         self.groups: set[int] = set()
         self.names: set[tuple[str, str]] = set()
 
     def take(self, decision: Decision) -> None:
-        """Count it in. Raises Refused."""
         if isinstance(decision, Generate):
             self._generates(decision.slot)
             self._among("group", decision.groups, self.view.waiting, self.groups)
@@ -88,8 +78,6 @@ class _Reading:
             kinds = ", ".join(kind.__name__ for kind in get_args(Decision))
             raise Refused(f"a {type(decision).__name__} is no decision; those are {kinds}")
 
-    # Slots -----------------------------------------------------------------------------------------------------------
-
     def _slot(self, slot: int) -> Slot:
         count = len(self.view.slots)
         if not isinstance(slot, int) or not 0 <= slot < count:
@@ -97,7 +85,6 @@ class _Reading:
         return self.view.slots[slot]
 
     def _generates(self, slot: int) -> Slot:
-        """It can get samples."""
         place = self._slot(slot)
         if not _can_generate(place):
             able = listed(each.index for each in self.view.slots if _can_generate(each))
@@ -109,7 +96,6 @@ class _Reading:
         return place
 
     def _works(self, slot: int, able: Collection[int], what: str) -> None:
-        """It does nothing yet, and begins something now."""
         drained = self._slot(slot).drained
         if slot not in able:
             why = f"{what}, as it is drained" if drained else what
@@ -124,7 +110,6 @@ class _Reading:
             self._works(slot, able, "idle trainer, and all have to be")
 
     def _ranks(self, slot: int | None, lockstep: bool) -> None:
-        """Of one slot, or where models are sharded of all."""
         if lockstep and slot is not None:
             raise Refused("models are sharded over all ranks here, which do this together: slot has to be None")
         if lockstep:
@@ -133,8 +118,6 @@ class _Reading:
             raise Refused(f"it needs a slot; idle trainers: {listed(self.view.idle_trainers)}")
         else:
             self._works(slot, self.view.idle_trainers, "idle trainer")
-
-    # Samples ---------------------------------------------------------------------------------------------------------
 
     def _among(self, what: str, given: tuple, valid: Collection, taken: set, key: str | None = None) -> None:
         """A tuple of some of `valid`, none of them taken; `key`: what they are taken for."""

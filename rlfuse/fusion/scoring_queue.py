@@ -1,11 +1,4 @@
-"""What waits to be scored, by kind: samples, their tokens, since when, and calls under way. Part of the board.
-
-Where ranks hold stages, kinds that only the actor's loss reads are deferred: they wait for the mini-batch of their
-sample, and until then fill the bubbles of an earlier one's pipelines.
-
-    finished -> deferred --(its mini-batch is the present one)--> unscored --Score--> scored
-                   +------------ Train(.., passes), Score -----------------------------> scored
-"""
+"""The queue of samples to score, by kind. Deferred kinds wait for the mini-batch of their sample and fill bubbles."""
 
 from __future__ import annotations
 
@@ -25,10 +18,8 @@ class ScoringQueue:
         self.unscored: dict[str, OrderedDict[str, int]] = {kind: OrderedDict() for kind in kinds}
         """Kind -> finished samples that lack it, none of them under way -> tokens."""
         self.tokens = dict.fromkeys(kinds, 0)
-        self.oldest = dict.fromkeys(kinds, now)
-        """When the wait began that now stands."""
-        self.needed = frozenset(kinds) - frozenset(deferred)
-        """Kinds without which a group can't be prepared."""
+        self.oldest = dict.fromkeys(kinds, now)  # when the wait began that now stands
+        self.needed = frozenset(kinds) - frozenset(deferred)  # kinds needed to prepare a group
         self.deferred: dict[str, dict[int, dict[str, int]]] = {kind: {} for kind in deferred}
         """Kind -> mini-batch after the present one -> finished samples that lack it -> tokens."""
         self._progress = progress or MiniBatchProgress(0)
@@ -51,7 +42,6 @@ class ScoringQueue:
             self.deferred[kind].setdefault(self._progress.mini_batch_of[group], {})[record.id] = tokens
 
     def add(self, kind: str, samples: Mapping[str, int], now: float) -> None:
-        """Finished samples, with their tokens, are to be scored now."""
         if not self.unscored[kind]:
             self.oldest[kind] = now
         self.unscored[kind].update(samples)
@@ -77,18 +67,14 @@ class ScoringQueue:
         return tokens
 
     def drop(self, kind: str, names: Iterable[str]) -> None:
-        """These samples need not be scored, whether they wait or not."""
         self.tokens[kind] -= sum(self.unscored[kind].pop(name, 0) for name in names)
 
     def begin(self, kind: str) -> None:
-        """A call is under way."""
         self._calls[kind] += 1
 
     def end(self, kind: str, now: float) -> None:
-        """A call is over."""
         self._calls[kind] -= 1
         self.oldest[kind] = now
 
     def under_way(self, kinds: Iterable[str] | None = None) -> frozenset[str]:
-        """Kinds (of these) with a call under way."""
         return frozenset(kind for kind in (self._calls if kinds is None else kinds) if self._calls[kind])

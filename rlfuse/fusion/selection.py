@@ -1,18 +1,11 @@
-"""Which prompts a step draws and which groups it learns from: the opt-in policies that change the data.
+"""Select which prompts a step draws and which groups it learns from (`fusion.data`).
 
-Role: `fusion.data`; the controller asks it for a step's groups and hands back what the step left unfinished. Pure but
-for its own memory of prompts to come back to, which checkpoints keep. Each choice has a label, which metrics carry:
-
-- `exact`: every group of the batch; nothing changes.
-- `tail_batching` (reordered): `excess` more prompts are drawn, the step ends when a batch of groups is finished, and
-  the prompts that were cut off are collected into a round of their own, which runs to its end (RollPacker, 2025): every
-  prompt is answered in full, by the policy of its step, only later.
-- `over_sampling` (off-policy): the same, but prompts that were cut off start anew in the next step; what is learned
-  from is conditioned on having finished early, so short responses are favoured.
-- `partial_rollout` (off-policy): unfinished responses are carried over and go on under the next weights (Kimi k1.5,
-  arXiv 2501.12599), so one response may come from several policies.
-- `one_step_off` (off-policy): slots that run empty begin the next batch under the present weights; no token is more
-  than one step stale, and membership of batches stays as drawn.
+- `exact`: every group of the batch.
+- `tail_batching` (reordered): the step ends when a batch of groups is finished; the prompts cut off get a round of
+  their own (RollPacker, 2025).
+- `over_sampling` (off-policy): the same, but prompts cut off start from scratch in the next step.
+- `partial_rollout` (off-policy): unfinished responses continue under the next weights (Kimi k1.5, arXiv 2501.12599).
+- `one_step_off` (off-policy): idle slots begin the next batch under the present weights.
 """
 
 from __future__ import annotations
@@ -36,15 +29,12 @@ EXACT, MISMATCHED = "exact", "mismatched"
 STRENGTH = (EXACT, "exact in distribution", "reordered", "off-policy", MISMATCHED)
 """All labels, the strongest first."""
 SET_ASIDE = "fusion/prompts_set_aside"
-CARRY_OVER = ("partial_rollout", "one_step_off")
-"""What goes on under other weights than it began with, and so needs importance correction."""
+CARRY_OVER = ("partial_rollout", "one_step_off")  # need importance correction
 
 
 def label(data: str, tail_speculation: int = 0, quantization: str | None = None) -> str:
-    """What a run's fusion changes: `exact`, `exact in distribution`, `reordered` or `off-policy`.
-
-    Engines of quantized weights draw by another policy than the one that is trained.
-    """
+    """What a run's fusion changes: `exact`, `exact in distribution`, `reordered` or `off-policy`. Engines of quantized
+    weights draw by another policy than the one that is trained."""
     if quantization is not None:
         return "off-policy"
     return "exact in distribution" if data == "exact" and tail_speculation else LABELS[data]
@@ -79,21 +69,18 @@ class Draw:
     groups: list[Group]
     eligible: int
     needed: int
-    partials: dict[str, Partial]
-    """Of samples that were begun in an earlier step."""
+    partials: dict[str, Partial]  # of samples that were begun in an earlier step
 
 
 class Source(Protocol):
     """Where prompts come from (`rlfuse.data.prompts.PromptSource`)."""
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
-        """The whole data set."""
+    def prompts(self) -> Sequence[Prompt]: ...
 
     def next_batch(self) -> list[Prompt]: ...
 
-    def upcoming(self) -> list[Prompt]:
-        """What `next_batch` will return."""
+    def upcoming(self) -> list[Prompt]: ...
 
 
 class Selection:
@@ -108,7 +95,6 @@ class Selection:
         self._partials: dict[str, Partial] = {}
 
     def draw(self, make: Callable[[list[Prompt]], list[Group]]) -> Draw:
-        """The groups of a new step; `make` turns prompts into unfinished samples."""
         batch, more = self.batch, drawn_at_most(self.data, self.excess, self.batch)
         tail = self.data == "tail_batching" and len({prompt.index for prompt in self._cut_off}) >= batch
         if tail or self.data == "exact":

@@ -1,15 +1,11 @@
-"""One stage at a time, as systems without fusion work: generation, each kind of scoring, training.
-
-Role: `fusion=serial`, and what `adaptive` does where simulation finds that overlapping loses.
-"""
+"""Run one stage at a time, as systems without fusion do: generation, each kind of scoring, training."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rlfuse.fusion.decisions import Decision, Snapshot
-from rlfuse.fusion.registry import fusion_policy
+from rlfuse.fusion.decisions import Decision, Snapshot, fusion_policy
 from rlfuse.fusion.sharing import (
     accumulate_gradients,
     admission_paused,

@@ -1,15 +1,16 @@
-"""Who gets what: admission to engines, and passes and gradients shared out over free slots. Pure; used by every policy.
+"""Assign work to slots: admission to engines, passes and gradients to free slots. Used by every policy.
 
-Invariants: siblings go to one engine; nothing is admitted while a kind of scoring is behind by its credit, so a slow
-consumer pauses its producer (and gets the slots to catch up, as engines run empty: no deadlock with credits of 1 or
-more); a slot is given work only while it does nothing, and by its rate: whoever would end first gets it.
+Siblings go to one engine. Nothing is admitted while a kind of scoring is behind by its credit. A slot gets work only
+while it is idle, in proportion to its speed.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, islice
+from math import ceil
 
 from rlfuse.fusion.decisions import (
     PASS_BEFORE_STEP,
@@ -20,29 +21,25 @@ from rlfuse.fusion.decisions import (
     OptimizerStep,
     Score,
     Settings,
+    Slot,
     Snapshot,
     Switch,
     Train,
 )
 from rlfuse.fusion.disaggregation import hand_on, readers_and_decoders
+from rlfuse.fusion.states import SampleRecord, SampleState
 from rlfuse.samples import prompt_of
 
 REWARD = "reward"
-PATIENCE = 10
-"""A small batch waits for more samples while others generate, at most so many times as long as a call takes."""
+PATIENCE = 10  # how many call times a small batch may wait for more samples
 
-BUSY = -1
-"""Stands for the busy slot that will be free next."""
+BUSY = -1  # stands for the busy slot that will be free next
 
-NEXT_FEW = 16
-"""Samples, or families of them, that are looked at for one that fits."""
+NEXT_FEW = 16  # samples, or families of them, that are looked at for one that fits
 
 REWARD_EVERY_S, REWARD_RARELY_S = 0.03, 0.1
 """While others generate, rewards take what has come in this time: each call costs the driver some milliseconds. Rarely
 as long as all slots generate, for whose cores on a CPU host it would be."""
-
-
-# Generation ----------------------------------------------------------------------------------------------------------
 
 
 def admission_paused(view: Snapshot) -> bool:
@@ -65,17 +62,14 @@ class Capacity:
         self._order()
 
     def _order(self) -> None:
-        """By how long its steps take; in typical slots the more samples the longer."""
         self.order = (self.rate * self.view.costs.decode_step(self.load, 0.0), self.load, self.slot)
 
     def __lt__(self, other: Capacity) -> bool:
         return self.order < other.order
 
     def fits(self, group: int) -> bool:
-        """Whether there is room for the group; an empty engine takes any, as no other could hold it better.
-
-        A slow one takes what it can generate in time, unless nothing else is under way.
-        """
+        """Whether there is room for the group; an empty engine takes any, as no other could hold it better. A slow one
+        takes what it can generate in time, unless nothing else is under way."""
         if self.rate > 1 and self.view.in_flight and not self.in_time(group):
             return False
         costs, count = self.view.costs, self.view.waiting[group]
@@ -83,12 +77,10 @@ class Capacity:
         return not self.load or (self.load + count <= costs.max_sequences and self.reserved + more <= costs.kv_tokens)
 
     def in_time(self, group: int) -> bool:
-        """Whether the group would be whole here by the deadline."""
         view, load = self.view, self.load + self.view.waiting[group]
         return view.now + self.rate * view.costs.decode_step(load, 0.0) * view.expected(group)[1] <= view.deadline
 
     def take(self, group: int) -> None:
-        """Count the group in."""
         count = self.view.waiting[group]
         self.groups.append(group)
         self.load += count
@@ -98,9 +90,7 @@ class Capacity:
 
 def admit(view: Snapshot, capacities: list[Capacity] | None = None) -> list[Decision]:
     """Admit waiting groups, in order, each to the slot with the shortest steps, of equal ones with the fewest samples.
-
-    As far as there is room; `capacities`: of all slots with room, some of which took groups already.
-    """
+    As far as there is room; `capacities`: of all slots with room, some of which took groups already."""
     if not view.waiting or admission_paused(view):
         return []
     readers, decoders = readers_and_decoders(view)
@@ -132,14 +122,9 @@ def switch_idle_slots_to_rollout(view: Snapshot, capacities: list[Capacity]) -> 
     return [Switch(slot, "rollout") for slot in view.idle_trainers if view.slots[slot].alive]
 
 
-# Scoring and training ------------------------------------------------------------------------------------------------
-
-
 def score_rewards(view: Snapshot) -> list[Decision]:
-    """Score the rewards of what is finished, beside the slots; no sample waits for the reward of another.
-
-    Under a credit one call at a time: what waits behind it is what the credit counts.
-    """
+    """Score the rewards of what is finished, beside the slots; no sample waits for the reward of another. Under a
+    credit one call at a time: what waits behind it is what the credit counts."""
     names, none = view.unscored.get(REWARD), Settings()
     credit = (view.settings.credit_samples, view.settings.credit_tokens) != (none.credit_samples, none.credit_tokens)
     if not names or (credit and REWARD in view.scoring) or not batch_is_ready(view, REWARD):
@@ -264,10 +249,8 @@ def share(
 
 
 def families(view: Snapshot, names: Iterable[str], slots: int) -> Iterator[tuple[str, ...]]:
-    """What goes to one slot together: siblings where their prompt, which then runs once, is most of them.
-
-    Where nothing more will come and slots would be left without any, as many parts of each as these can take.
-    """
+    """What goes to one slot together: siblings where their prompt, which then runs once, is most of them. Where nothing
+    more will come and slots would be left without any, as many parts of each as these can take."""
     whole = (tuple(family) for _, family in groupby(names, prompt_of if view.siblings_together else None))
     first = list(islice(whole, slots))
     parts = 1 if view.unfinished or not first else slots // len(first)
@@ -319,3 +302,47 @@ def _shared_out(
             shares.setdefault(slot, []).extend(members)
         heapq.heapreplace(heaps[rate], (load + size, slot))
     return {slot: tuple(each) for slot, each in shares.items()}
+
+
+def consolidate(view: Snapshot) -> list[Move]:
+    """Empty all but m* slots, when few enough samples are left and more hold them (RLHFuse, arXiv 2409.13221)."""
+    limit = view.settings.threshold * view.settings.samples
+    if view.waiting or not 0 < view.unfinished <= limit:
+        return []
+    count = slots_needed(view, limit)
+    if len(view.generating) <= count:
+        return []
+    order = [slot for slot in view.slots if slot.load and slot.alive and not slot.drained]
+    order.sort(key=lambda slot: (slot.rate, -slot.load, slot.index))
+    return as_moves(view, spread(view, order[:count], order[count:]))
+
+
+def spread(
+    view: Snapshot, targets: Sequence[Slot], sources: Sequence[Slot]
+) -> Iterator[tuple[SampleRecord, Slot, int]]:
+    """Every sample of `sources` goes to the target with the fewest, as far as there is room: (sample, from, to)."""
+    room = [(target.load, target.index) for target in targets]
+    heapq.heapify(room)
+    for source in sources:
+        for sample in source.samples.values():
+            load, target = room[0]
+            if sample.state is not SampleState.LEAVING and load < view.costs.max_sequences:
+                yield sample, source, target
+                heapq.heapreplace(room, (load + 1, target))
+
+
+def slots_needed(view: Snapshot, samples: float) -> int:
+    """m*: how many slots can hold so many samples at (nearly) flat latency and in their KV caches."""
+    costs = view.costs
+    batch = costs.batch_within(view.settings.max_decode_slowdown * costs.step_base_s)
+    each = view.context / max(1, view.in_flight)
+    return max(1, ceil(samples / batch), ceil(samples * each / costs.kv_tokens))
+
+
+def as_moves(view: Snapshot, chosen: Iterable[tuple[SampleRecord, Slot, int]]) -> list[Move]:
+    """Make decisions of (sample, from, to); each sample is carried in the way that is faster for it."""
+    batches = defaultdict(list)
+    for sample, source, target in chosen:
+        held = sample.group.prompt_tokens + source.tokens(sample, view.now, view.costs)
+        batches[source.index, target, view.costs.carry(held)[0]].append(sample.id)
+    return [Move(tuple(names), source, target, carry) for (source, target, carry), names in batches.items()]

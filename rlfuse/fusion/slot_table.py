@@ -1,15 +1,12 @@
-"""The slots of one step: which samples each engine holds, how far they are, and which slots are idle.
+"""The slots of one step: which samples each engine holds, how far they are, and which slots are idle. O(1) per change.
 
-Role: the part of the board that follows generation and roles. Every change costs O(1) (the plan of `deadline`, a pass
-over all unfinished samples, is made anew each time a sixteenth of them has been admitted or finished).
-A drained slot is among those that are offered only for a change to `trainer`, as its rank has to be there where all
-ranks work together: no policy has to know of it.
+A drained slot is offered only for a switch to `trainer`, as its rank takes part where all ranks work together.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,8 +19,7 @@ from rlfuse.fusion.states import GroupRecord, SampleRecord, SampleState
 from rlfuse.fusion.stopwatch import Stopwatch
 from rlfuse.protocols import Load
 
-REPLAN_PART = 16
-"""The plan is due again when one in so many of the unfinished samples was admitted or finished."""
+REPLAN_PART = 16  # the plan is due again when one in so many of the unfinished samples was admitted or finished
 
 
 class SlotTable:
@@ -36,9 +32,8 @@ class SlotTable:
             Slot(index, rate=rate, measured=rate, unheard=self.rates.unheard.get(index, 0))
             for index, rate in enumerate(self.rates.current)
         ]
-        self.power = 0.0
-        """Typical slots that those make up which are not drained."""
-        self._generating, self._slow_engines = dict[int, None](), dict[int, None]()
+        self.power = 0.0  # typical slots that those make up which are not drained
+        self.generating, self.slow_engines = dict[int, None](), dict[int, None]()
         self._stopwatch = Stopwatch(count, costs, self.rates, self._changed)
         self._drained, self._shortest_first = set[int](), list[int]()
         self.costs, self._room = costs, costs.max_sequences
@@ -46,17 +41,14 @@ class SlotTable:
         self.waiting: OrderedDict[int, int] = OrderedDict()  # unlike dict, quick to take from the front
         self.deadline = self.context = 0.0
         self.in_flight = self.busy = 0
-        self._idle_trainers, self._idle_ranks = dict[int, None](), dict[int, None]()
-        self._idle_engines, self._engines_with_room = dict[int, None](), dict[int, None]()
+        self.idle_trainers, self._idle_ranks = dict[int, None](), dict[int, None]()
+        self.idle_engines, self.engines_with_room = dict[int, None](), dict[int, None]()
         self._until_plan = self._finished = 0
         self.know_lengths(False, costs.max_sequences)
         self._sum_power()
         self._apply_drained()
 
-    # Samples ---------------------------------------------------------------------------------------------------------
-
     def queue(self, group: GroupRecord, samples: Iterable[SampleRecord]) -> None:
-        """These samples of a group wait for a slot."""
         group.waiting.update((sample.id, sample) for sample in samples)
         if group.waiting:
             self.waiting[group.number] = len(group.waiting)
@@ -73,12 +65,10 @@ class SlotTable:
             group.waiting.clear()
 
     def expected(self, group: int) -> tuple[int, float]:
-        """(prompt tokens, response tokens expected of each sample)."""
         record = self.groups[group]
         return record.prompt_tokens, record.expected
 
     def waiting_samples(self, groups: Iterable[int]) -> list[str]:
-        """Waiting samples of these groups."""
         return [name for group in groups for name in self.groups[group].waiting]
 
     def _enter(self, sample: SampleRecord, index: int, now: float, with_cache: bool = False) -> None:
@@ -113,7 +103,6 @@ class SlotTable:
                 sibling.expected = with_sibling(sibling.expected, group.generated, tokens)
 
     def take_finished(self) -> int:
-        """Samples that became whole since the last call."""
         finished, self._finished = self._finished, 0
         return finished
 
@@ -156,10 +145,7 @@ class SlotTable:
         held = {slot.index: [name for name, s in slot.samples.items() if s.group.unneeded] for slot in self.slots}
         return [(slot, names) for slot, names in held.items() if names]
 
-    # Moves -----------------------------------------------------------------------------------------------------------
-
     def start_move(self, names: Iterable[str], source: int, target: int) -> None:
-        """These samples were told to move."""
         for name in names:
             sample = self.slots[source].samples[name]
             sample.become(SampleState.LEAVING)
@@ -180,7 +166,6 @@ class SlotTable:
         return None
 
     def arrive(self, sample: SampleRecord, slot: int, now: float, with_cache: bool = False) -> None:
-        """It goes on here."""
         self._release_target(sample)
         sample.moved = True
         self._enter(sample, slot, now, with_cache)
@@ -193,7 +178,6 @@ class SlotTable:
             self._refresh(slot)
 
     def _wait(self, sample: SampleRecord) -> None:
-        """It is on no engine any more, and goes nowhere for now."""
         self._release_target(sample)
         if sample.group.unneeded:
             sample.become(SampleState.UNNEEDED)
@@ -202,7 +186,6 @@ class SlotTable:
             self.queue(sample.group, (sample,))
 
     def lose_engine(self, slot: int, now: float) -> None:
-        """Its engine is gone; its samples wait again."""
         lost = self.slots[slot]
         lost.alive = False
         for sample in list(lost.samples.values()):
@@ -210,8 +193,6 @@ class SlotTable:
             sample.carried = 0
             self._wait(sample)
         self._refresh(lost)
-
-    # Draining --------------------------------------------------------------------------------------------------------
 
     def _apply_drained(self) -> None:
         """Slots may have been drained or restored. Where no other engine is alive, those that are drained work on."""
@@ -227,11 +208,8 @@ class SlotTable:
             self.replan()
 
     def leave_drained(self, now: float) -> list[tuple[int, list[str], str]]:
-        """(slot, samples, how to carry them) that are to leave drained slots now, to wait for another.
-
-        Those stay that are about to end: sooner than they could leave. Caches are carried only where they are taken up
-        at once.
-        """
+        """(slot, samples, how to carry them) that are to leave drained slots now, to wait for another. Those stay that
+        are about to end: sooner than they could leave. Caches are carried only where they are taken up at once."""
         self._apply_drained()
         drained = (self.slots[index] for index in sorted(self._drained))
         return [left for slot in drained if slot.samples for left in self._leaving(slot, now)]
@@ -243,7 +221,7 @@ class SlotTable:
             ends = slot.remaining(sample, now, self.costs) * slot.pace(self.costs) <= seconds
             if sample.state is SampleState.GENERATING and not ends:
                 sample.become(SampleState.LEAVING)
-                chosen.setdefault(carry if self._engines_with_room else "tokens", []).append(sample.id)
+                chosen.setdefault(carry if self.engines_with_room else "tokens", []).append(sample.id)
         return [(slot.index, names, carry) for carry, names in chosen.items()]
 
     @property
@@ -254,15 +232,11 @@ class SlotTable:
         return next((slot.index for slot in self.slots if slot.idle), None)
 
     def restore_engine(self, slot: int) -> None:
-        """It has got one; it was occupied meanwhile."""
         self.slots[slot].role, self.slots[slot].alive = "rollout", True
         self.release(slot)
         self.replan()
 
-    # Roles and room --------------------------------------------------------------------------------------------------
-
     def occupy(self, *slots: int) -> None:
-        """They score, train or change roles."""
         for slot in slots:
             if not self.slots[slot].idle:
                 raise RuntimeError(f"slot {slot} was given work while it has some: {self.slots[slot]}")
@@ -278,10 +252,8 @@ class SlotTable:
             self.busy -= 1
             self._refresh(self.slots[slot])
 
-    # Rates -----------------------------------------------------------------------------------------------------------
-
     def begin_call(self, call: Score | Accumulate, tokens: Sequence[int], now: float) -> None:
-        """A call with passes over so many tokens each begins; calls of all slots together measure none of them."""
+        """A call with passes over so many tokens each begins."""
         if call.slot is not None:
             self._stopwatch.begin_call(self.slots[call.slot], call, tokens, now)
 
@@ -290,14 +262,12 @@ class SlotTable:
         return self._stopwatch.silent(self.slots, now)
 
     def answered(self, slot: int, load: Load, now: float) -> None:
-        """An engine was asked."""
         place = self.slots[slot]
         if place.samples and load.running:
             self._advance(place, now)
             self._stopwatch.answered(place, load.steps)
 
     def _changed(self, slot: Slot) -> None:
-        """It has another rate."""
         self._sum_power()
         self._refresh(slot)
 
@@ -309,50 +279,22 @@ class SlotTable:
         return self._stopwatch.ends()
 
     @property
-    def generating(self) -> Collection[int]:
-        """Slots that hold samples or are about to, but for drained ones."""
-        return self._generating.keys()
-
-    @property
-    def slow_engines(self) -> Collection[int]:
-        """Slots that hold samples and are slow, but for drained ones."""
-        return self._slow_engines.keys()
-
-    @property
-    def idle_trainers(self) -> Collection[int]:
-        """Slots in role `trainer` that do nothing, but for drained ones."""
-        return self._idle_trainers.keys()
-
-    @property
     def together(self) -> bool:
         """Every slot is in role `trainer` and does nothing."""
         return len(self._idle_ranks) == len(self.slots)
-
-    @property
-    def idle_engines(self) -> Collection[int]:
-        """Slots in role `rollout` that hold nothing."""
-        return self._idle_engines.keys()
-
-    @property
-    def engines_with_room(self) -> Collection[int]:
-        """Slots in role `rollout` that have room, but for drained ones."""
-        return self._engines_with_room.keys()
 
     def _refresh(self, slot: Slot) -> None:
         costs = self.costs
         room = slot.load < costs.max_sequences and (slot.reserved < costs.kv_tokens or not slot.load)
         generates = slot.role == "rollout" and slot.alive and not slot.busy and not slot.drained
         _set_member(self._idle_ranks, slot.index, slot.idle and slot.role == "trainer")
-        _set_member(self._idle_trainers, slot.index, slot.index in self._idle_ranks and not slot.drained)
-        _set_member(self._idle_engines, slot.index, slot.idle and slot.role == "rollout")
-        _set_member(self._engines_with_room, slot.index, room and generates)
-        _set_member(self._generating, slot.index, slot.load > 0 and not slot.drained)
-        _set_member(self._slow_engines, slot.index, bool(slot.samples) and slot.rate > 1 and not slot.drained)
-
-    # Plans -----------------------------------------------------------------------------------------------------------
+        _set_member(self.idle_trainers, slot.index, slot.index in self._idle_ranks and not slot.drained)
+        _set_member(self.idle_engines, slot.index, slot.idle and slot.role == "rollout")
+        _set_member(self.engines_with_room, slot.index, room and generates)
+        _set_member(self.generating, slot.index, slot.load > 0 and not slot.drained)
+        _set_member(self.slow_engines, slot.index, bool(slot.samples) and slot.rate > 1 and not slot.drained)
 
     def replan(self) -> None:
-        """Groups or engines are others: the plan is out of date."""
         self._until_plan = 0
 
     def know_lengths(self, known: bool, most: int) -> None:

@@ -1,14 +1,8 @@
-"""Where each sample and group of a step is, as one state each; a change that can't be is an error.
+"""The state of each sample and group of a step; a transition that is not possible is an error.
 
-Role: the board makes a record of each, and all of its parts read and change these. Policies see the records of samples
-on engines. What a state implies in bulk (what waits, what is unscored, which slots are idle) is kept in queues beside
-them, so that a snapshot costs O(1).
-
-    WAITING --Generate--> GENERATING --Move--> LEAVING --evicted--> MOVING --arrived--> GENERATING
-       ^                      |                   |
-       +----- engine lost ----+-------------------+--finished--> FINISHED --scores it needs--> SCORED
-
-Once the step has enough groups, what is not finished of the others becomes UNNEEDED.
+WAITING --Generate--> GENERATING --Move--> LEAVING --evicted--> MOVING --arrived--> GENERATING
+   ^                      |                   |
+   +----- engine lost ----+-------------------+--finished--> FINISHED --scores it needs--> SCORED
 """
 
 from __future__ import annotations
@@ -26,37 +20,25 @@ State = TypeVar("State", bound=StrEnum)
 class SampleState(StrEnum):
     """Where one sample is."""
 
-    WAITING = auto()
-    """No slot has it."""
-    GENERATING = auto()
-    """On an engine."""
-    LEAVING = auto()
-    """On an engine that was told to hand it over."""
-    MOVING = auto()
-    """Between two engines."""
-    FINISHED = auto()
-    """Its response is whole; it lacks scores."""
-    SCORED = auto()
-    """It has every score that its advantage needs."""
-    UNNEEDED = auto()
-    """The step ends without it."""
+    WAITING = auto()  # no slot has it
+    GENERATING = auto()  # on an engine
+    LEAVING = auto()  # on an engine that was told to hand it over
+    MOVING = auto()  # between two engines
+    FINISHED = auto()  # its response is whole; it lacks scores
+    SCORED = auto()  # it has every score that its advantage needs
+    UNNEEDED = auto()  # the step ends without it
 
 
 class GroupState(StrEnum):
     """How far the samples of one prompt are."""
 
-    GENERATING = auto()
-    """Some are not finished."""
-    GENERATED = auto()
-    """All are finished; some lack scores."""
-    COMPLETE = auto()
-    """All are scored: the group can be prepared."""
-    UNNEEDED = auto()
-    """The step ends without the group."""
+    GENERATING = auto()  # some are not finished
+    GENERATED = auto()  # all are finished; some lack scores
+    COMPLETE = auto()  # all are scored: the group can be prepared
+    UNNEEDED = auto()  # the step ends without the group
 
 
 def _following(kind: type[State], **following: str) -> Mapping[State, frozenset[State]]:
-    """State -> those that can follow it."""
     return {kind(state): frozenset(map(kind, names.split())) for state, names in following.items()}
 
 
@@ -82,25 +64,16 @@ class SampleRecord:
     sample: Sample = field(repr=False)
     id: str
     group: GroupRecord = field(repr=False)
-    carried: int
-    """Response tokens that it has when it comes to an engine."""
-    missing: set[str]
-    """Kinds of scoring that it has no result of."""
+    carried: int  # response tokens that it has when it comes to an engine
+    missing: set[str]  # kinds of scoring that it has no result of
     state: SampleState = SampleState.WAITING
-    slot: int | None = None
-    """Whose engine holds it."""
-    target: int | None = None
-    """The slot that it was told to move to, which keeps room for it."""
-    steps_before: float = 0.0
-    """Decoding steps the engine had done when it came."""
-    moved: bool = False
-    """It came from another engine: when it began to decode here is not known to the step."""
-    expected: float = 0.0
-    """Response tokens that it is expected to have in the end."""
-    reserved: float = 0.0
-    """Tokens of KV cache that room was made for."""
-    prepared: bool = False
-    """Its advantage is computed; the actor's loss may still lack passes that were deferred."""
+    slot: int | None = None  # whose engine holds it
+    target: int | None = None  # the slot that it was told to move to, which keeps room for it
+    steps_before: float = 0.0  # decoding steps the engine had done when it came
+    moved: bool = False  # it came from another engine: when it began to decode here is not known to the step
+    expected: float = 0.0  # response tokens that it is expected to have in the end
+    reserved: float = 0.0  # tokens of KV cache that room was made for
+    prepared: bool = False  # its advantage is computed; deferred passes may be missing
 
     def become(self, state: SampleState) -> None:
         """Change its state. Raises RuntimeError where that can't follow."""
@@ -116,21 +89,15 @@ class GroupRecord:
     number: int
     group: Group
     prompt_tokens: int
-    expected: float
-    """Response tokens expected of each sample, before any is generated."""
+    expected: float  # response tokens expected of each sample, before any is generated
     unfinished: int
-    unscored: int
-    """Samples that lack a score which the advantage needs."""
-    chosen: bool
-    """Whether the step trains on it, as far as that is decided."""
-    generated: int = 0
-    """Samples that were generated in this step."""
-    next_step: bool = False
-    """Drawn for the next step: it is admitted when nothing of this one waits."""
+    unscored: int  # samples that lack a score which the advantage needs
+    chosen: bool  # whether the step trains on it, as far as that is decided
+    generated: int = 0  # samples that were generated in this step
+    next_step: bool = False  # drawn for the next step: it is admitted when nothing of this one waits
     state: GroupState = GroupState.GENERATING
     samples: list[SampleRecord] = field(default_factory=list)
-    waiting: dict[str, SampleRecord] = field(default_factory=dict)
-    """Samples in the state WAITING, in the order in which they are to be generated."""
+    waiting: dict[str, SampleRecord] = field(default_factory=dict)  # in the order of generation
 
     @property
     def unneeded(self) -> bool:

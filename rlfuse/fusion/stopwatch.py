@@ -1,10 +1,4 @@
-"""What slots are seen to take for their work, next to what costs foresee: how far engines are, and who is slow.
-
-Role: part of the slot table, which tells it of time that passes and of work that begins and ends; it tells `rates`.
-Two kinds of work tell: stretches of decoding, as a sample that is whole says how many steps its engine has really done,
-or the engine itself, which is asked where none has ended for a while; and calls of one rank. What all ranks do together
-tells of none of them. Invariant: O(1) for each piece of work.
-"""
+"""Measure what slots take for their work: stretches of decoding, and calls of one rank. Part of the slot table."""
 
 from __future__ import annotations
 
@@ -16,29 +10,21 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Accumulate, Score, Slot
 from rlfuse.fusion.rates import Rates
 
-STEPS_TO_MEASURE = 16
-"""Decoding steps after which a sample tells how fast its engine is."""
-SILENCE_S = 1.0
-"""An engine of which nothing was heard for so long is asked how far it is."""
-MOST_ASKED = 64
-"""Engines that are asked at a time, so that a large cluster's don't keep its driver busy."""
+STEPS_TO_MEASURE = 16  # decoding steps after which a sample tells how fast its engine is
+SILENCE_S = 1.0  # an engine of which nothing was heard for so long is asked how far it is
+MOST_ASKED = 64  # engines that are asked at a time, so that a large cluster's don't keep its driver busy
 
 
 @dataclass(slots=True)
 class Stretch:
     """What an engine did since it was last measured."""
 
-    steps: float = 0.0
-    """That it had done before."""
+    steps: float = 0.0  # that it had done before
     since: float = 0.0
-    seconds: float = 0.0
-    """While it held samples."""
-    decoding: float = 0.0
-    """Seconds, of these, for which costs foresee no prefill."""
-    foreseen: float = 0.0
-    """Decoding steps in them, by costs alone."""
-    prefill: float = 0.0
-    """Seconds of prefill that costs foresaw."""
+    seconds: float = 0.0  # while it held samples
+    decoding: float = 0.0  # seconds, of these, for which costs foresee no prefill
+    foreseen: float = 0.0  # decoding steps in them, by costs alone
+    prefill: float = 0.0  # seconds of prefill that costs foresaw
 
     def expected(self, steps: float) -> float:
         """Seconds that costs foresee for what it did, now that so many steps are known to be done in all."""
@@ -49,14 +35,11 @@ class Stretch:
 class Call:
     """What a rank is doing alone."""
 
-    kind: str
-    """Kinds of scoring, or models that are trained, joined by "+"."""
+    kind: str  # kinds of scoring, or models that are trained, joined by "+"
     call_s: float
-    seconds: float
-    """That costs foresee for its tokens."""
+    seconds: float  # that costs foresee for its tokens
     since: float
-    end: float
-    """Foreseen."""
+    end: float  # foreseen
 
 
 class Stopwatch:
@@ -69,10 +52,7 @@ class Stopwatch:
         self._answers: dict[int, tuple[Stretch, int]] = {}
         """Slot -> what it was doing when it was asked, and steps of its engine by then."""
 
-    # Decoding --------------------------------------------------------------------------------------------------------
-
     def begin_stretch(self, slot: Slot, steps: float) -> None:
-        """Its engine has done so many steps, and is measured from here on."""
         self._stretches[slot.index] = Stretch(steps, slot.seen)
 
     def advance(self, slot: Slot, now: float) -> float:
@@ -113,10 +93,7 @@ class Stopwatch:
             return
         self._answers[slot.index] = (self._stretches[slot.index], steps)
 
-    # Calls -----------------------------------------------------------------------------------------------------------
-
     def begin_call(self, slot: Slot, call: Score | Accumulate, tokens: Sequence[int], now: float) -> None:
-        """It was given a call with passes over so many tokens each."""
         costs = self._costs
         if isinstance(call, Score):
             kind, call_s, rate = "+".join(call.kinds), costs.score_call_s, costs.score_tokens_per_s
@@ -126,7 +103,6 @@ class Stopwatch:
         self._calls[slot.index] = Call(kind, call_s, seconds, now, now + call_s + seconds * slot.rate)
 
     def ends(self) -> list[float]:
-        """When those under way are over, if they take what is foreseen."""
         return [call.end for call in self._calls.values()]
 
     def end_call(self, slot: Slot, now: float) -> None:

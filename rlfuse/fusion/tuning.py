@@ -1,9 +1,4 @@
-"""What the run has taught policies so far: costs, response lengths, slots' rates, the threshold of `rlhfuse`.
-
-Role: the controller keeps one `Tuning`, shows it every finished step, and gives boards and policies what it holds. It
-is plain data; what fits costs to events and simulates thresholds is handed in (`rlfuse.simulate`), so that simulated
-runs can do without.
-"""
+"""What a run has learned for its policies: costs, response lengths, rates of slots, settings."""
 
 from __future__ import annotations
 
@@ -29,7 +24,6 @@ class Tuning:
     relearn: Callable[[Tuning, Sequence[Span]], None] | None = None
 
     def settings(self, samples: int) -> Settings:
-        """For a step of so many samples."""
         return replace(self.fixed, samples=samples)
 
     def learn(self, board: Board, spans: Sequence[Span]) -> None:

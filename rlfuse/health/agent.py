@@ -1,10 +1,4 @@
-"""An agent per node, which looks at it and at the run's processes there once a second.
-
-Role: `agents` starts one for each node of a run: a thread of the driver on its own node, a Ray actor on every other.
-`Monitor` drains them once a step. Invariants: an agent takes at most SHARE of a core, as it looks less often where a
-look takes long; what it saw and nobody drained is bounded; it ends no run: what it can't look at is told when it is
-drained. Waits: a drain of another node's for DRAIN_S at the longest.
-"""
+"""An agent per node that samples the node and the run's processes there once a second, in at most SHARE of a core."""
 
 from __future__ import annotations
 
@@ -25,10 +19,8 @@ from rlfuse.health.sampling import Sampler
 from rlfuse.health.series import Sample
 
 PERIOD_S = 1.0
-SHARE = 0.01
-"""Of a core, in the mean over some looks."""
-KEPT = 200_000
-"""Samples that are not drained yet: of a hundred workers over half an hour."""
+SHARE = 0.01  # of a core, in the mean over some looks
+KEPT = 200_000  # samples that are not drained yet: of a hundred workers over half an hour
 DRAIN_S = 5.0
 
 
@@ -48,7 +40,6 @@ class Agent:
         return [self._samples.popleft() for _ in range(len(self._samples))], failure
 
     def close(self) -> None:
-        """Stop looking."""
         self._ended.set()
         self._thread.join(PERIOD_S)
 
@@ -82,7 +73,6 @@ class AgentHandle:
             return [], str(error).partition("\n")[0]
 
     def close(self) -> None:
-        """It is no longer needed; one on another node ends with the run's part of Ray."""
         if not self._remote:
             self._agent.close()
 

@@ -1,21 +1,11 @@
-"""Who is apart from its peers, in what, and for how long: the method of Minder (arXiv 2411.01791, NSDI '25).
+"""Detect workers that differ from their peers, by the method of Minder (arXiv 2411.01791, NSDI '25).
 
-Role: `Detector` gets the windows of a run one after the other and returns alarms as they begin and end. Pure: numbers
-in, alarms out. For every signal and role:
+    value -> logarithm -> exponential average -> distances of all pairs -> score of a worker over its peers' usual score
+    -> above the threshold: candidate -> candidate for the continuity threshold, or again and again: alarm
 
-    value -> logarithm -> exponential average (the paper: an LSTM-VAE) -> distances of all pairs -> score of a worker
-    (mean of its distances) over the usual score of its peers -> above the threshold: candidate
-    -> the same worker stays candidate for the continuity threshold, or is again and again far apart -> alarm
-
-Invariants:
-- peers are workers of one role that worked lately; a worker without work in a window is neither judged nor cleared;
-- the threshold is SIMILARITY times the largest of what can mean anything (`Signal.least`), what values scatter by from
-  window to window, and what scores of the peers scatter by;
-- distances between two don't say which of them is odd. There the one is that is worse than its peer and, unless it is
-  by OWN times the threshold, worse than it was itself. One alone is held against its own beginning, at twice the
-  threshold: nothing tells it from a change of the whole run;
-- what has a past that explains it (a signal not `from_start`) is compared by its change;
-- an alarm is of one worker, one signal; while it stands the worker has no second one, but for slowness.
+Peers are workers of one role that worked lately. The threshold is SIMILARITY times the largest of `Signal.least`, the
+scatter from window to window and the scatter of the peers' scores. Of two workers the one is odd that is worse than it
+was itself; a worker alone is compared with its beginning.
 """
 
 from __future__ import annotations
@@ -28,45 +18,27 @@ from statistics import median, median_low
 
 import numpy as np
 
-from rlfuse.health.series import Window
+from rlfuse.health.series import Window, role_of
 from rlfuse.health.signals import SIGNALS, SLOWNESS, Signal
-from rlfuse.health.work import role_of
 
-SIMILARITY = 4.0
-"""Score above the peers', in units of scatter, from which a worker is a candidate: with the least of slowness, 0.05, a
-worker that takes 1.22 times as long."""
-OWN = 1.5
-"""Thresholds from which one of two workers is the odd one, whatever it was like before."""
-CONTINUED = 0.5
-"""Of the threshold: what a candidate has to stay above, and since when it is said to have begun."""
-SMOOTHING = 0.15
-"""Of the exponential average, for a window with usual work."""
-CONTINUITY_S = 240.0
-"""The paper's: jitters of healthy machines are shorter."""
-STEPS = 12
-"""Where steps are short, so many in a row are enough: each has samples, lengths and decisions of its own."""
+SIMILARITY = 4.0  # score above the peers', in units of scatter, that makes a candidate
+OWN = 1.5  # thresholds from which one of two workers is the odd one, whatever it was like before
+CONTINUED = 0.5  # of the threshold: what a candidate has to stay above, and since when it is said to have begun
+SMOOTHING = 0.15  # of the exponential average, for a window with usual work
+CONTINUITY_S = 240.0  # the paper's: jitters of healthy machines are shorter
+STEPS = 12  # in a row are enough where steps are short
 WINDOWS, FRESHLY = 12, 8
 """The least windows as a candidate in the time of CONTINUITY_S, and of these the least whose own value is apart, which
 are SHARE of them, too: an average remembers one long jitter. Fewer where a shorter time is asked for."""
 SHARE = 2 / 3
-AGAIN_SHARE, REST = 0.3, 8
-"""Of a machine that is slow again and again, in FRESHLY windows at least: the least share of windows in which one of
-its workers is far off, by the scatter of values that are not averaged, and the most windows between two of them. Disks
-are so in health, by checkpoints."""
-MANY = 8
-"""Workers from which on thresholds grow."""
-CHANCE = 6.0
-"""Standard deviations above what chance makes of as many windows of its peers."""
-BEGINNING = 6
-"""Windows of a worker that tell what it was like at first; none is judged before."""
-FRESH = 10
-"""Windows for which a worker without work remains a peer."""
-SCATTER = 512
-"""Latest changes from one window to the next that tell the scatter of a role."""
-FEW = 6
-"""Workers below which the scatter of their scores tells nothing."""
-MAD = 1.4826
-"""From a median of absolute deviations to a standard deviation."""
+AGAIN_SHARE, REST = 0.3, 8  # of a machine that is slow again and again: windows far off, and between
+MANY = 8  # workers from which on thresholds grow
+CHANCE = 6.0  # standard deviations above what chance makes of as many windows of its peers
+BEGINNING = 6  # windows of a worker that tell what it was like at first; none is judged before
+FRESH = 10  # windows for which a worker without work remains a peer
+SCATTER = 512  # latest changes from one window to the next that tell the scatter of a role
+FEW = 6  # workers below which the scatter of their scores tells nothing
+MAD = 1.4826  # from a median of absolute deviations to a standard deviation
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,26 +47,17 @@ class Alarm:
 
     worker: str
     metric: str
-    value: float
-    """Its own, and that of its peers (or its own before), in the metric's unit."""
+    value: float  # its own, and that of its peers (or its own before), in the metric's unit
     usual: float
-    distance: float
-    """Logarithm of how far it is from its peers."""
+    distance: float  # logarithm of how far it is from its peers
     threshold: float
-    peers: tuple[str, ...]
-    """Who it was compared with; none: its own beginning."""
-    began: float
-    """Epoch seconds."""
-    step: int
-    """In which it began."""
-    told: float
-    """When it was said."""
-    window: tuple[float, float]
-    """The last one that was looked at then."""
-    beside: tuple[str, ...] = ()
-    """What else is apart of it, or of its node."""
-    ended: float | None = None
-    """When it was like its peers again."""
+    peers: tuple[str, ...]  # who it was compared with; none: its own beginning
+    began: float  # epoch seconds
+    step: int  # in which it began
+    told: float  # when it was said
+    window: tuple[float, float]  # the last one that was looked at then
+    beside: tuple[str, ...] = ()  # what else is apart of it, or of its node
+    ended: float | None = None  # when it was like its peers again
 
     @property
     def ratio(self) -> float:
@@ -110,15 +73,12 @@ class _Worker:
     weight: float = 0.0
     last: float = 0.0
     seen: int = 0
-    at: int = 0
-    """Number of the last window with a value."""
+    at: int = 0  # number of the last window with a value
     beginning: list[float] = field(default_factory=list)
-    began: float = 0.0
-    """Median of these."""
+    began: float = 0.0  # median of these
 
     @property
     def ahead(self) -> float:
-        """Of its average, in its last window."""
         return self.last - self.smooth
 
 
@@ -129,10 +89,8 @@ class _Streak:
     began: float
     step: int
     candidate: bool = False
-    windows: int = 0
-    """In a row as a candidate."""
-    freshly: int = 0
-    """Of these, apart by its value in the window."""
+    windows: int = 0  # in a row as a candidate
+    freshly: int = 0  # of these, apart by its value in the window
 
 
 @dataclass(slots=True)
@@ -143,8 +101,7 @@ class _Again:
     step: int
     windows: int = 0
     far: int = 0
-    rested: int = 0
-    """Windows since the last one that was far off."""
+    rested: int = 0  # windows since the last one that was far off
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +110,9 @@ class _Judged:
 
     distance: float
     threshold: float
-    now: float
-    """Distance of its value in this window alone."""
-    far: bool
-    """By the scatter of such values."""
-    level: float
-    """What is compared: averaged."""
+    now: float  # distance of its value in this window alone
+    far: bool  # by the scatter of such values
+    level: float  # what is compared: averaged
     peers: tuple[str, ...]
 
 
@@ -216,10 +170,8 @@ class _Group:
             worker.began = median(worker.beginning)
 
     def _levels(self, known: Mapping[str, _Worker]) -> np.ndarray:
-        """What is compared: values, or their change since the beginning.
-
-        A beginning that is worse than its peers' by more than half a threshold is no nature of a worker's.
-        """
+        """What is compared: values, or their change since the beginning. A beginning that is worse than its peers' by
+        more than half a threshold is no nature of a worker's."""
         smooth = np.array([worker.smooth for worker in known.values()])
         if self.signal.from_start and len(self.workers) > 1:
             return smooth
@@ -228,7 +180,6 @@ class _Group:
 
 
 def _apart(levels: np.ndarray, scatter: float, signal: Signal) -> tuple[np.ndarray, float]:
-    """Distance of each from its peers, positive where it is worse, and the threshold that it is held against."""
     count, least = len(levels), max(signal.least, scatter)
     if count == 1:
         return levels, _limit(1, least)
@@ -248,15 +199,12 @@ def _limit(count: int, scatter: float) -> float:
 
 
 class Detector:
-    """Of one run. `continuity_s`: how long a worker has to stay apart, unless STEPS are over before.
-
-    `machine`: of a worker; those that take a device in turns share one.
-    """
+    """Of one run. `continuity_s`: how long a worker has to stay apart, unless STEPS are over before. `machine`: of a
+    worker; those that take a device in turns share one."""
 
     def __init__(self, continuity_s: float = CONTINUITY_S, machine: Callable[[str], str] = lambda worker: worker):
         self.continuity_s, self._machine = continuity_s, machine
-        self.standing: dict[tuple[str, str], Alarm] = {}
-        """(worker, metric) -> its alarm."""
+        self.standing: dict[tuple[str, str], Alarm] = {}  # (worker, metric) -> its alarm
         share = min(1.0, continuity_s / CONTINUITY_S)
         self._windows, self._freshly = max(3, round(WINDOWS * share)), max(2, round(FRESHLY * share))
         self._groups: dict[tuple[str, str], _Group] = {}

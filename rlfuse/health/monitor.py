@@ -1,43 +1,81 @@
-"""The driver's look at all workers, once a step: spans and samples in, `health/*` and alarms out.
+"""Watch all workers once per step: spans and samples in, `health/*` metrics and alarms out.
 
-Role: the controller (and the training of reward models) asks a `Monitor` at the end of each step. It drains the nodes'
-agents, has `series` divide what was by what should have been, and `detection` say who is apart; it tells alarms at the
-terminal and in wandb, and writes them to `health.jsonl`. Waits for agents, `agent.DRAIN_S` at the longest.
-Invariants: the first step, and that of a worker that is started anew, is warm-up, of which nothing is judged; whatever
-fails here is told once, and no reason to lose a run.
+The first step, and that of a restarted worker, is warm-up. A failure here is logged once and never ends a run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rlfuse import clock
 from rlfuse.events import Span
+from rlfuse.files import RowFile, read_rows
 from rlfuse.fusion.costs import Costs
-from rlfuse.health.alarms import alert_of, write_alarms
-from rlfuse.health.detection import Alarm, Detector
-from rlfuse.health.series import Sample, Series
+from rlfuse.health.detection import Alarm, Detector, told
+from rlfuse.health.series import Expected, Sample, Series, Settled
 from rlfuse.health.signals import LOGGED, SIGNALS, SLOWNESS
-from rlfuse.health.work import Expected, Settled
 from rlfuse.observe.alerts import Alert
 
+if TYPE_CHECKING:
+    from rlfuse.health.agent import AgentHandle  # imports ray
+
+
+FILE = "health.jsonl"
+TUPLES = ("peers", "window", "beside")
+SHOWN = 4  # peers that are named
+
+
+def write_alarms(folder: Path, alarms: Iterable[Alarm]) -> None:
+    """Append them to the run folder's file."""
+    with closing(RowFile(folder / FILE)) as file:
+        file.append(asdict(alarm) for alarm in alarms)
+
+
+def read_alarms(folder: Path) -> list[Alarm]:
+    """Of a run, in the order in which they began; none where none was told. `ended` is None of what stood last."""
+    found: dict[tuple[str, str, float], Alarm] = {}
+    for row in read_rows(folder / FILE):
+        alarm = Alarm(**row | {name: tuple(row[name]) for name in TUPLES})
+        found[alarm.worker, alarm.metric, alarm.began] = alarm
+    return sorted(found.values(), key=lambda alarm: alarm.began)
+
+
+def alert_of(alarm: Alarm, slot: int | None) -> Alert:
+    """What a person is told. `slot`: of the worker, where it has one."""
+    signal = SIGNALS[alarm.metric]
+    title = f"slow worker: {alarm.worker}" if alarm.metric == SLOWNESS else f"faulty worker: {alarm.worker}"
+    away = "" if slot is None else f"take it out (rlfuse slots drain {slot}), "
+    seen = told(alarm.worker, signal, signal.compared(alarm.value), alarm.distance)
+    beside = f"; beside it {'; '.join(alarm.beside)}" if alarm.beside else ""
+    return Alert(
+        title,
+        f"{seen} as {_peers(alarm)}; distance {alarm.distance:.2f}, "
+        f"above {alarm.threshold:.2f} since {_clock(alarm.began)} (step {alarm.step}), last in the window "
+        f"{_clock(alarm.window[0])} to {_clock(alarm.window[1])}{beside}. Watch it, give it less work, {away}or "
+        "replace the node; health.jsonl says when it began and ended",
+    )
+
+
+def _peers(alarm: Alarm) -> str:
+    count, names = len(alarm.peers), ", ".join(alarm.peers[:SHOWN])
+    if not count:
+        return "it began (no peer to compare it with)"
+    more = ", ..." if count > SHOWN else ""
+    return f"its {count} peers ({names}{more})" if count > 1 else f"its only peer, {names}"
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
 SLOTTED = ("rollout", "trainer")
-
-
-class Drained(Protocol):
-    """A node's agent (`agent.AgentHandle`)."""
-
-    node: str
-
-    async def drain(self) -> tuple[list[Sample], str]:
-        """What it saw, and what failed."""
-
-    def close(self) -> None:
-        """It is no longer needed."""
 
 
 class Monitor:
@@ -46,7 +84,7 @@ class Monitor:
     def __init__(
         self,
         folder: Path,
-        agents: Sequence[Drained],
+        agents: Sequence[AgentHandle],
         continuity_s: float,
         width: int,
         alert: Callable[[int, Alert], None],
@@ -69,7 +107,6 @@ class Monitor:
             return {}
 
     def close(self) -> None:
-        """Agents end."""
         for agent in self.agents:
             agent.close()
 
@@ -124,7 +161,6 @@ class Monitor:
         return worker if slot is None else f"slot/{slot}"
 
     def _metrics(self, series: Series) -> dict[str, float]:
-        """The worst of all workers."""
         values = {"health/alarms": float(len({worker for worker, _ in self.detector.standing}))}
         for role, distance in self.detector.farthest(SLOWNESS).items():
             values[f"health/slowness/{role}/max"] = math.exp(distance)

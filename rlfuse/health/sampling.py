@@ -1,10 +1,4 @@
-"""What a node and the run's processes on it did since they were looked at last: one pass over `/proc`, psutil and NVML.
-
-Role: an `Agent` asks a `Sampler` once a second. Waits for nothing, but for a probe of the network: at most PROBE_S.
-Invariants: counters are told as differences, from the second look on; what can't be read (no such file, no permission,
-a process that ended) is left out. The files of a process are read as they are: psutil has neither its page faults nor
-its wait for a core, and takes several times as long. That wait is the main thread's, where engines and ranks compute.
-"""
+"""Sample what a node and the run's processes on it did since the last look: `/proc`, psutil and NVML in one pass."""
 
 from __future__ import annotations
 
@@ -15,20 +9,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from rlfuse import clock
 from rlfuse.cluster.watchdog import Registered, registered
-from rlfuse.health.gpus import Gpus, open_gpus
 from rlfuse.health.series import Sample
 
 PROC = Path("/proc")
 TICK, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-FAMILY_S = 10.0
-"""Between two looks at which processes belong to which worker: it goes through all of the host."""
-PROBE_EVERY_S, PROBE_S = 5.0, 0.5
-"""Between two probes of the network, and what one takes at most."""
+FAMILY_S = 10.0  # between two looks at which processes belong to which worker: it goes through all of the host
+PROBE_EVERY_S, PROBE_S = 5.0, 0.5  # between two probes of the network, and what one takes at most
 
 Counters = dict[str, float]
 
@@ -52,7 +44,6 @@ class Sampler:
         self._node_before: Counters = {}
 
     def sample(self) -> list[Sample]:
-        """All that is known of the time since the last call."""
         if (now := time.monotonic()) - self._looked >= FAMILY_S:
             self._looked, self._families = now, families(self._workers())
         before, self._at = self._at, clock.now()
@@ -130,8 +121,7 @@ def _read(pid: int, name: str) -> bytes:
         return file.read()
 
 
-RATES = ("memory_pressure", "io_pressure", "retransmits")
-"""Of the node's counters, those whose change a second is told."""
+RATES = ("memory_pressure", "io_pressure", "retransmits")  # counters reported per second
 
 
 def node_counters() -> Counters:
@@ -158,3 +148,47 @@ def round_trip(address: str, port: int) -> float:
         socket.create_connection((address, port), PROBE_S).close()
         return time.perf_counter() - began
     return PROBE_S
+
+
+class Gpus:
+    """`nvml`: the module pynvml, initialised."""
+
+    def __init__(self, nvml: Any):
+        self._nvml = nvml
+        self._handles: dict[str, Any] = {}
+
+    def read(self, device: str) -> dict[str, float]:
+        """Of one device, as CUDA_VISIBLE_DEVICES names it: its number, or `GPU-...`."""
+        nvml, found = self._nvml, {}
+        with suppress(nvml.NVMLError):
+            handle = self._handle(device)
+            asked: dict[str, Callable[[], float]] = {
+                "gpu_use": lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+                "gpu_clock": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+                "gpu_power": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+            }
+            for name, ask in asked.items():
+                with suppress(nvml.NVMLError):  # this kind of device doesn't know
+                    found[name] = ask()
+        return found
+
+    def _handle(self, device: str) -> Any:
+        if device not in self._handles:
+            if device.isdecimal():
+                self._handles[device] = self._nvml.nvmlDeviceGetHandleByIndex(int(device))
+            else:
+                self._handles[device] = self._nvml.nvmlDeviceGetHandleByUUID(device)
+        return self._handles[device]
+
+
+def open_gpus() -> Gpus | None:
+    """None where there is no package, or no driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return Gpus(pynvml)

@@ -1,31 +1,117 @@
-"""What each worker did second by second: seconds of work, what they should have been, and what agents saw meanwhile.
+"""Spread spans and samples over seconds and windows: work done, work expected, and what agents saw meanwhile.
 
-Role: `Monitor` fills a `Series` from a step's spans and its agents' samples, and gives `detection` one `Window` after
-the other. Pure. Invariants: a span or sample is spread evenly over the seconds that it covers; a worker has a value
-only in windows in which it worked (or, for signals of time, was sampled): idle workers and roles that rest are missing
-there, not slow.
+A worker has a value only in windows in which it worked (or, for signals of time, was sampled).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil, floor
+from statistics import median
 
 import numpy as np
 
 from rlfuse.events import Span
+from rlfuse.fusion.costs import Costs
 from rlfuse.health.signals import SIGNALS, SLOWNESS, Signal
-from rlfuse.health.work import Expected, is_work
 
-WINDOW_S = 8.0
-"""Length of a window (the paper's: eight samples of a second); a shorter step is one window."""
-LEAST_WORK_S = 0.1
-"""Expected work in a window below which a worker is not judged in it."""
-BUSY = 0.1
-"""Expected work in a second from which an agent's sample of it counts as taken at work."""
+PASSES = ("old_log_prob", "ref", "values")
+TRAINING = ("forward", "backward")
+ROLES = {"rollout": ("decode",), "trainer": (*PASSES, *TRAINING), "reward": ("reward",), "encoder": ("encode",)}
+"""Work that a worker does by itself. Collectives (optimizer steps, weights) are none: all wait there for the slowest,
+so that everyone but that one looks slow."""
+STARTED = ("start", "restart")  # spans after which a worker is another one
+LEARNED = 128  # pieces of a class from each worker, the first ones, that its factor is made of
+LEAST = 5  # pieces below which a class has no factor
+
+Class = tuple[str, ...]
+
+
+def role_of(worker: str) -> str:
+    """`rollout` of `rollout/3`."""
+    return worker.partition("/")[0]
+
+
+def is_work(span: Span) -> bool:
+    """Whether it is a piece of its worker's own work, done to its end."""
+    return span.kind in ROLES.get(role_of(span.where), ()) and span.seconds > 0 and "error" not in span.attributes
+
+
+def class_of(span: Span) -> Class:
+    """Pieces of one class differ by no more than costs tell well."""
+    told = span.attributes
+    size = told["batch"] if span.kind == "decode" else max(1, span.tokens)
+    shape = (bool(told.get("prefill_tokens")), *(told.get(name) for name in ("model", "stage", "degree", "function")))
+    return (span.kind, str(int(size).bit_length()), *map(str, shape))
+
+
+def predicted(span: Span, costs: Costs) -> float:
+    """By the costs alone; of work that they don't tell, in units that a class's factor makes seconds of."""
+    told = span.attributes
+    if span.kind == "decode":
+        decoding = told["steps"] * costs.decode_step(told["batch"], told["context"])
+        return decoding + told["prefill_tokens"] / costs.prefill_tokens_per_s
+    if span.kind in PASSES:
+        return costs.score_call_s + span.tokens / costs.score_tokens_per_s
+    if span.kind in TRAINING:
+        return span.tokens / costs.train_tokens_per_s
+    return float(max(1, len(span.samples)))
+
+
+class Settled:
+    """Workers whose first step is over: in it they compile, fill caches, and are slower than they will be."""
+
+    def __init__(self) -> None:
+        self._workers: set[str] = set()
+
+    def work_of(self, spans: Iterable[Span]) -> tuple[list[Span], set[str]]:
+        """The pieces of work in a step of those that had one before, and who was started anew in it."""
+        spans = list(spans)
+        started = {span.where for span in spans if span.kind in STARTED}
+        self._workers -= started
+        work = [span for span in spans if is_work(span)]
+        settled = [span for span in work if span.where in self._workers]
+        self._workers |= {span.where for span in work}
+        return settled, started
+
+
+class Expected:
+    """Of one run, from its warm-up on."""
+
+    def __init__(self) -> None:
+        self._costs: Costs | None = None
+        self._ratios: dict[Class, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self._factors: dict[Class, float | None] = {}
+
+    def learn(self, spans: Iterable[Span], costs: Costs) -> None:
+        self._costs = costs if self._costs is None else self._costs
+        for span in spans:
+            if is_work(span) and (by_costs := predicted(span, self._costs)) > 0:
+                kept = self._ratios[group := class_of(span)][span.where]
+                if len(kept) < LEARNED:
+                    kept.append(span.seconds / by_costs)
+                    self._factors.pop(group, None)
+
+    def seconds(self, span: Span) -> float | None:
+        """Of a piece of work as it should be; None where nothing tells."""
+        if self._costs is None or (factor := self._factor(class_of(span))) is None:
+            return None
+        return factor * predicted(span, self._costs)
+
+    def _factor(self, group: Class) -> float | None:
+        if group not in self._factors:
+            ratios = self._ratios.get(group, {})
+            enough = sum(map(len, ratios.values())) >= LEAST
+            self._factors[group] = median(map(median, ratios.values())) if enough else None
+        return self._factors[group]
+
+
+WINDOW_S = 8.0  # length of a window (the paper's: eight samples of a second); a shorter step is one window
+LEAST_WORK_S = 0.1  # expected work in a window below which a worker is not judged in it
+BUSY = 0.1  # expected work in a second from which an agent's sample of it counts as taken at work
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +121,7 @@ class Sample:
     worker: str
     end: float
     seconds: float
-    amounts: Mapping[str, float]
-    """Of signals per work what was used in these seconds; of all others their mean."""
+    amounts: Mapping[str, float]  # of signals per work what was used in these seconds; of all others their mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +131,7 @@ class Window:
     step: int
     start: float
     end: float
-    values: Mapping[str, Mapping[str, tuple[float, float]]]
-    """Signal -> worker -> (value, weight: expected seconds of work, or seconds)."""
+    values: Mapping[str, Mapping[str, tuple[float, float]]]  # signal -> worker -> (value, weight)
 
 
 @dataclass
@@ -77,21 +161,18 @@ class Series:
             cell[1, second] += covered
 
     def add_spans(self, spans: Sequence[Span], expected: Expected) -> None:
-        """Work as it was, and as it should have been."""
         for span in spans:
             if is_work(span) and (seconds := expected.seconds(span)):
                 self.add(SLOWNESS, span.where, span.start, span.end, span.seconds)
                 self.add("work", span.where, span.start, span.end, seconds)
 
     def add_samples(self, samples: Sequence[Sample]) -> None:
-        """What agents saw."""
         for sample in samples:
             for name, amount in sample.amounts.items():
                 whole = amount if name in SIGNALS and SIGNALS[name].per == "work" else amount * sample.seconds
                 self.add(name, sample.worker, sample.end - sample.seconds, sample.end, whole)
 
     def windows(self, step: int) -> list[Window]:
-        """One after the other, about WINDOW_S each."""
         count = max(1, round(self.seconds / WINDOW_S))
         edges = np.linspace(0, self.seconds, count + 1).round().astype(int)
         return [
@@ -100,12 +181,10 @@ class Series:
         ]
 
     def mean(self, name: str, worker: str) -> float | None:
-        """Over the seconds that it is known of."""
         cell = self._cells.get((name, worker))
         return None if cell is None or not cell[1].any() else float(cell[0].sum() / cell[1].sum())
 
     def workers(self, name: str) -> list[str]:
-        """Who has such values."""
         return list(self._workers[name])
 
     def _values(self, first: int, last: int) -> dict[str, dict[str, tuple[float, float]]]:

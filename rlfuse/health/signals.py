@@ -1,9 +1,4 @@
-"""What is compared between peers: each signal's unit, how it is divided by work, and how much of it can mean anything.
-
-Role: data for `series`, `detection` and whoever tells of an alarm. Values are compared by logarithms, so that a
-distance is a ratio: of the value, or of `value + unit` where a healthy value may be 0. In order of priority: where two
-signals of a worker are told at once, the first one is.
-"""
+"""The signals that are compared between peers, in order of priority. Values are compared by logarithms."""
 
 from __future__ import annotations
 
@@ -19,32 +14,22 @@ class Signal:
     """One number of every worker of a role (or of every node) in each window."""
 
     name: str
-    told: str
-    """What it is, for a person."""
-    per: Literal["work", "busy", "time"]
-    """Its amount is divided by expected seconds of work, averaged over seconds with work, or over all."""
-    least: float
-    """The smallest step of distance: what is told apart has to differ by `detection.SIMILARITY` of them."""
-    unit: float = 0.0
-    """0: compared by ratio."""
-    worse: int = 1
-    """1: high is bad, -1: low is."""
-    from_start: bool = False
-    """Compared as it is; the others by how they changed since the worker's own beginning, as nodes differ rightfully
-    (one has the driver, one writes checkpoints)."""
-    factor: float = 1.0
-    """To the unit that it is told in."""
+    told: str  # what it is, for a person
+    per: Literal["work", "busy", "time"]  # divided by expected work, or averaged over busy or all seconds
+    least: float  # smallest meaningful distance, times `detection.SIMILARITY`
+    unit: float = 0.0  # 0: compared by ratio
+    worse: int = 1  # 1: high is bad, -1: low is
+    from_start: bool = False  # compared as it is, not by its change since the beginning
+    factor: float = 1.0  # to the unit that it is told in
 
     def compared(self, value: float) -> float:
         """On the scale of distances, high is bad."""
         return self.worse * math.log(value + self.unit)
 
     def value(self, compared: float) -> float:
-        """The inverse."""
         return math.exp(self.worse * compared) - self.unit
 
     def shown(self, value: float) -> str:
-        """For a person."""
         return f"{value * self.factor:.3g}"
 
 

@@ -1,43 +1,106 @@
-"""The micro-batches that need the most memory, and how much: what the data may bring within the limits, at its worst.
+"""Find the micro-batches that need the most memory, and how much, whatever the data contains within the limits.
 
-Role: `memory` asks for the activations of a role on a device. Pure but for `Shape.model`, which runs the trainer's own
-pass without memory.
-Invariant: packing fills micro-batches by tokens, whatever they are. So the worst may be the longest samples, which need
-the most attention and can't be cut below one sample; short prompts, where nearly every token predicts and has logits;
-or the answers to one prompt, each of which attends to keys and values of its own copy. All of them are tried.
-Gradients run over a mini-batch, passes without them over a whole batch; a free slot may be handed all of either, ranks
-that go together share it.
+The worst case may be the longest samples (attention), short prompts (logits for nearly every token) or the answers to
+one prompt (keys and values copied per answer); all are tried.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import inf
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines, pipelines_of
 from rlfuse.engines.pipeline.partition import LayerCosts, Part, parts, share_with_logits
+from rlfuse.engines.trainer.activation_places import TIERS, Layer, Place, Places, Room, places
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.gradient_memory import gradient_bytes
 from rlfuse.engines.trainer.graph_sizes import graph_sizes, why_no_graphs
-from rlfuse.planning.activation_tiers import Leaving, leaving
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.tracing import Texts, Work
 from rlfuse.video.embedding import BF16
 
-WORKSPACES = 128 << 20
-"""Bytes of cuBLAS's workspaces for the two streams that record: 32 MiB for each stream and thread on Hopper."""
-PASS_OF = {"actor": "reference", "critic": "values"}
-"""What a model that is trained is also asked for, without gradients; a reference computes log-probs as an actor."""
+MIB, GIB = 1 << 20, 1 << 30
+DISK_BYTES_PER_S = 2e9  # of an NVMe drive, either way, where nothing was measured; ranks measure theirs
+ENDURANCE = 600e12  # bytes that a 1 TB consumer drive is rated for to be written
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """What becomes of a micro-batch's activations."""
+
+    tokens: int
+    layer: float  # bytes that the largest layer leaves
+    places: Places
+    peak: float  # bytes on the device at most
+
+    def waiting(self, tier: Place) -> float:
+        return self.places.layers.count(tier) * self.layer
+
+    @property
+    def run_again(self) -> float:
+        return self.places.layers.count(Place.AGAIN) / len(self.places.layers)
+
+
+def leaving(
+    config: Config, shape: Shape, role: str, texts: Texts, device: str, seconds: float = inf, host_s: float = inf
+) -> Leaving:
+    """Of a micro-batch that `role` learns from. `seconds`: of its forward pass through a layer; `host_s`: bytes a
+    second to the host. By default copies keep up."""
+    model, tokens = config.model, sum(map(sum, texts.lengths))
+    kept = _work(config, shape, role, texts, device, model.enable_gradient_checkpointing)
+    if not model.enable_activation_offload:
+        usual = Place.AGAIN if model.enable_gradient_checkpointing else Place.DEVICE
+        return Leaving(tokens, max(kept.layers), Places((usual,) * len(kept.layers)), kept.peak)
+    again = _work(config, shape, role, texts, device, True)
+    layer, tiers = Layer(max(kept.layers), max(again.layers), seconds), tiers_of(config, device, host_s)
+    count, most = len(kept.layers), model.activation_device_mb * MIB
+    found = places(count, layer, most, tiers, model.enable_gradient_checkpointing)
+    inputs = found.layers.count(Place.AGAIN) * layer.inputs
+    gone = sum(kept.layers[i] for i, place in enumerate(found.layers) if place is not Place.DEVICE)
+    stays = inputs if found.inputs is Place.DEVICE else 0.0
+    return Leaving(tokens, layer.activations, found, max(kept.peak - gone + stays, again.peak - inputs + stays))
+
+
+def tiers_of(config: Config, device: str, host_s: float) -> dict[Place, Room]:
+    """As ranks have them; a host without a limit of its own is taken to have room."""
+    model = config.model
+    host = inf if model.activation_host_mb is None else model.activation_host_mb * MIB
+    rooms = {Place.HOST: Room(host if device == "cuda" else 0.0, host_s)}
+    return rooms | {Place.DISK: Room(model.activation_disk_mb * MIB, DISK_BYTES_PER_S)}
+
+
+def _work(config: Config, shape: Shape, role: str, texts: Texts, device: str, again: bool) -> Work:
+    model = replace(config.model, enable_gradient_checkpointing=again)
+    return shape.model.work(replace(config, model=model), role, texts, device)
+
+
+def words(found: Leaving, role: str) -> Iterator[str]:
+    """A line on what leaves, and one on what a disk bears."""
+    layers = found.places.layers
+    counts = {place: layers.count(place) for place in (*TIERS, Place.AGAIN) if place in layers}
+    if not counts:
+        return
+    named = {Place.HOST: "wait in host memory", Place.DISK: "wait on the disk", Place.AGAIN: "are run again"}
+    parts = ", ".join(f"{count} {named[place]}" for place, count in counts.items())
+    yield f"{role}: in a micro-batch of {found.tokens:,} tokens, of {len(layers)} layers {parts}"
+    if written := found.waiting(Place.DISK):
+        yield (
+            f"{role}: each such micro-batch writes {written / GIB:.2f} GiB to the disk; a drive rated for "
+            f"{ENDURANCE / 1e12:.0f} TB written bears {ENDURANCE / written:,.0f} of them"
+        )
+
+
+WORKSPACES = 128 << 20  # bytes of cuBLAS workspaces for two recording streams (Hopper)
+PASS_OF = {"actor": "reference", "critic": "values"}  # passes of trained models without gradients
 
 
 def micro_batch_tokens(config: Config, learns: bool = False) -> int:
-    """Of the largest micro-batch on one rank: the budget, or one sequence that is longer even when it is cut.
-
-    `learns`: of those with gradients.
-    """
+    """Of the largest micro-batch on one rank: the budget, or one sequence that is longer even when it is cut. `learns`:
+    of those with gradients."""
     return max(_filled(config, learns), -(-_longest(config) // config.training.ulysses_sequence_parallel_size))
 
 
@@ -46,7 +109,6 @@ def _longest(config: Config) -> int:
 
 
 def _prompts(config: Config, learns: bool) -> int:
-    """That gradients, or passes without them, are asked for at once."""
     return config.actor.ppo_mini_batch_size if learns else config.data.train_batch_size
 
 
@@ -69,10 +131,8 @@ def _filled(config: Config, learns: bool) -> int:
 
 
 def worst(config: Config, linear: bool, learns: bool = True) -> list[Texts]:
-    """Micro-batches of which one needs the most memory; `linear`: attention keeps no scores.
-
-    Then the longest samples need no more than others of as many tokens. `learns`: those with gradients.
-    """
+    """Micro-batches of which one needs the most memory; `linear`: attention keeps no scores. Then the longest samples
+    need no more than others of as many tokens. `learns`: those with gradients."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     tokens, filled = micro_batch_tokens(config, learns), _filled(config, learns)
     most = _prompts(config, learns) * config.rollout.n
@@ -180,7 +240,6 @@ def _of_stage(config: Config, shape: Shape, role: str, texts: Texts, device: str
 
 
 def _one_layer(config: Config, shape: Shape, role: str, texts: Texts, device: str) -> int:
-    """What the layer keeps that is run again for its backward pass."""
     whole = replace(config, model=replace(config.model, enable_gradient_checkpointing=False))
     work: Work = shape.model.work(whole, role, texts, device)
     return max(work.layers)
@@ -201,10 +260,8 @@ def _pipelines(config: Config, role: str) -> Pipelines:
 
 
 def stage_parts(config: Config, shape: Shape, role: str = "actor") -> tuple[Part, ...]:
-    """Which layers, and which share of the head, make each stage, as ranks cut the model when a run starts.
-
-    `shape`: of a rank's share of the layers, as all that tell of stages here.
-    """
+    """Which layers, and which share of the head, make each stage, as ranks cut the model when a run starts. `shape`: of
+    a rank's share of the layers, as all that tell of stages here."""
     return _parts(shape, _pipelines(config, role), share_with_logits(config.data))
 
 

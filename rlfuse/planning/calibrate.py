@@ -1,8 +1,4 @@
-"""`rlfuse calibrate`: what this device does, measured by runs or by a probe, as a file that plans are made from.
-
-Role: the command line of `calibration` and `probe`. Reads run folders (`config.yaml`, `events.jsonl`) and the
-config.json of their models. Called by `rlfuse.cli`.
-"""
+"""`rlfuse calibrate`: measure a device by runs or by a probe, and write the file that plans are made from."""
 
 from __future__ import annotations
 
@@ -18,14 +14,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from rlfuse import version_of
+from rlfuse.config.input_files import unwritable
 from rlfuse.config.schema import Config
 from rlfuse.events import read_events
 from rlfuse.planning.calibration import UNSEEN, errors_of, fitted, held_out
-from rlfuse.planning.calibration_file import Calibration, CalibrationError, Source, coefficients_of, write
 from rlfuse.planning.features import Work, lengths_of, works_of
-from rlfuse.planning.hardware import KINDS, Hardware
-from rlfuse.planning.measured_links import MeasuredLinks, Pair, write_links
+from rlfuse.planning.hardware import KINDS, Calibration, CalibrationError, Hardware, Source, coefficients_of, write
 from rlfuse.planning.model_sizes import Shape
+from rlfuse.planning.node_order import MeasuredLinks, Pair, write_links
 from rlfuse.planning.plan import shapes_of
 from rlfuse.progress import Console
 from rlfuse.run_folder.code import add_option, refuse_code
@@ -84,9 +80,9 @@ def main(argv: Sequence[str]) -> None:
         console.print(f"  not measured: {escape(line)}", soft_wrap=True)
     console.print(f"wrote {escape(str(arguments.out))}", soft_wrap=True)
     if arguments.picture is not None:
-        from rlfuse.planning.calibration_picture import draw
+        from rlfuse.planning.pictures import draw_calibration
 
-        draw(found, f"{calibration.device}: {words}", arguments.picture)
+        draw_calibration(found, f"{calibration.device}: {words}", arguments.picture)
         console.print(f"picture: {escape(str(arguments.picture))}", soft_wrap=True)
 
 
@@ -109,7 +105,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises CalibrationError with everything that is wrong with the arguments."""
     wrong = []
     if [arguments.probe, bool(arguments.runs), arguments.links].count(True) != 1:
         wrong.append("rlfuse calibrate needs RUN_DIRs, --probe or --links, one of them")
@@ -117,17 +112,12 @@ def _check(arguments: argparse.Namespace) -> None:
         wrong.append("--picture: shows work of a device; --links measures none")
     if len(set(map(Path.resolve, arguments.runs))) < len(arguments.runs):
         wrong.append("RUN_DIR: one run is named twice, and would be held against itself; name each once")
-    for option, path in (("--out", arguments.out), ("--picture", arguments.picture)):
-        if path is not None and not path.absolute().parent.is_dir():
-            wrong.append(f"{option} {path}: the folder does not exist; make it first")
-    if arguments.picture is not None and arguments.picture.suffix != ".png":
-        wrong.append(f"--picture {arguments.picture}: needs a name that ends in .png")
+    wrong += unwritable("--out", arguments.out) + unwritable("--picture", arguments.picture, ".png")
     if wrong:
         raise CalibrationError(*wrong)
 
 
 def _measure_links(arguments: argparse.Namespace, console: Console) -> None:
-    """Between the nodes of the cluster at --address, into --out."""
     from rlfuse.cluster import joining, link_probe, nodes, placement  # imports ray
 
     joining.join_ray(arguments.address)
@@ -151,8 +141,6 @@ def _measure_links(arguments: argparse.Namespace, console: Console) -> None:
         console.print(f"{words}: {pair.first} and {pair.second}, {pair.gbs:g} GB/s, {pair.us:g} us", soft_wrap=True)
     console.print(f"wrote {escape(str(arguments.out))}; name it as `links: {{measured: ...}}` in a cluster file")
 
-
-# Measured work -------------------------------------------------------------------------------------------------------
 
 Measured = tuple[list[Work], list[Source], list[str], dict[str, float]]
 """Work, where it comes from, what is missing, and speeds of the device by themselves."""
@@ -239,7 +227,6 @@ def _unseen(hardware: Hardware) -> list[str]:
 
 
 def _between_ranks(works: Sequence[Work], hardware: Hardware) -> Iterator[str]:
-    """What only ranks that exchange something tell."""
     if hardware.sent_bytes_per_s is None:
         yield EXCHANGES if any(work.sent for work in works) else NO_EXCHANGES
     if not any(work.gathers for work in works):
@@ -247,7 +234,6 @@ def _between_ranks(works: Sequence[Work], hardware: Hardware) -> Iterator[str]:
 
 
 def _device() -> str:
-    """A GPU's name, else the processor's."""
     import torch
 
     if torch.cuda.is_available():
@@ -261,7 +247,6 @@ def _device() -> str:
 
 
 def _table(calibration: Calibration) -> Table:
-    """Errors, and what the work told."""
     title = f"{calibration.device}: {calibration.held_out}"
     table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
     for name in ("kind of work", "off by, in the mean"):

@@ -1,13 +1,7 @@
-"""A device's `Hardware` out of measured work, with how far it was off on work that it was not fitted to.
+"""Fit a device's `Hardware` to measured work, and measure the error on work that was held out.
 
-Role: `calibrate` fits by it. Pure; `calibration_file` writes what was found.
-Non-negative least squares on the amounts of `features`, each kind of work weighing alike in every step. Decoding has a
-roof: reading weights or computing, whichever takes longer, or first one and then the other; which, and the ratio of the
-two rates, is searched, and so is how much devices of a node slow one another, where runs had more and fewer of them at
-work. The rest is linear.
-Held out: whole runs, each in turn, where there are several, else each fifth of a run's steps (of a probe: of its
-sizes); the error of a kind is the mean over what was held out of |predicted - measured| / measured of a step's total.
-Invariants: a rate that the work did not show is told in `not_measured`; links are never measured here.
+Non-negative least squares on the amounts of `features`. Decoding has a roof (reading weights or computing), whose shape
+is searched, and so is the slowdown by other devices of the node. Held out are whole runs, or a fifth of a run's steps.
 """
 
 from __future__ import annotations
@@ -20,25 +14,18 @@ from itertools import product
 
 import numpy as np
 
-from rlfuse.planning.calibration_file import CalibrationError, Errors
 from rlfuse.planning.features import Work, seconds_of
-from rlfuse.planning.hardware import KINDS, Hardware
+from rlfuse.planning.hardware import KINDS, CalibrationError, Errors, Hardware
 from rlfuse.simulate.fitting import MIN_SPANS, robust
 
-UNSEEN = 1e18
-"""A rate so high that nothing of it could be seen."""
+UNSEEN = 1e18  # a rate so high that nothing of it could be seen
 ROOFS = tuple(2.0**power for power in range(13))
 """FLOP for each byte read at which decoding begins to be bound by computing: those that are tried."""
-MOST_CROWDING, NARROWED = 1.0, 6
-"""Where `Hardware.crowding` is looked for, and how often that is halved."""
+MOST_CROWDING, NARROWED = 1.0, 6  # where `Hardware.crowding` is looked for, and how often that is halved
 FOLDS = 5
-ACROSS_DEVICES = 0.1085
-"""Error of CDMPP's forecasts on devices that it was not fitted to (arXiv 2311.09690)."""
+ACROSS_DEVICES = 0.1085  # error of CDMPP's forecasts on devices that it was not fitted to (arXiv 2311.09690)
 
 Fields = dict[str, float | bool]
-
-
-# Fitting -------------------------------------------------------------------------------------------------------------
 
 
 def fitted(works: Sequence[Work]) -> Hardware:
@@ -54,8 +41,6 @@ def fitted(works: Sequence[Work]) -> Hardware:
 
 
 def _crowding(works: Sequence[Work]) -> float:
-    """With which the others tell the work best."""
-
     @functools.cache
     def off(crowding: float) -> float:
         return sum(total.error**2 for total in totals(works, _fitted(works, crowding)))
@@ -68,7 +53,6 @@ def _crowding(works: Sequence[Work]) -> float:
 
 
 def _fitted(works: Sequence[Work], crowding: float) -> Hardware:
-    """With this share of crowding."""
     alone = [_alone(work, 1 + crowding * work.beside) for work in works]
     of = {kind: [work for work in alone if work.kind == kind] for kind in KINDS}
     models = {round(work.read / work.steps) for work in of["generating"]}
@@ -147,7 +131,6 @@ def _fit_optimizer(works: Sequence[Work], known: Fields) -> Fields:
 
 
 def _unit(columns: np.ndarray) -> np.ndarray:
-    """Each in shares of its largest."""
     return columns / np.maximum(columns.max(axis=0), 1e-300)
 
 
@@ -193,9 +176,6 @@ def _seconds(works: Iterable[Work]) -> np.ndarray:
 
 def _rate(factor: float) -> float:
     return min(1 / factor, UNSEEN) if factor > 0 else UNSEEN
-
-
-# Holding out ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,11 +231,8 @@ def errors_of(found: Sequence[Total]) -> Errors:
 
 
 def scaled(hardware: Hardware, flops_ratio: float, bandwidth_ratio: float) -> Hardware:
-    """Another device, so many times as fast at matrix products and at copies as the one that was measured.
-
-    What a host does between kernels stays, its links are others; errors grow by CDMPP's for unseen devices, in
-    quadrature.
-    """
+    """Another device, so many times as fast at matrix products and at copies as the one that was measured. What a host
+    does between kernels stays, its links are others; errors grow by CDMPP's for unseen devices, in quadrature."""
     for name, ratio in (("flops_ratio", flops_ratio), ("bandwidth_ratio", bandwidth_ratio)):
         if not (ratio > 0 and math.isfinite(ratio)):
             raise CalibrationError(f"{name}={ratio:g}: needs a number above 0: measured speeds of the two devices")

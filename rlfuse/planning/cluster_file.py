@@ -1,26 +1,17 @@
-"""A cluster file: which machines there are and what they do, for `rlfuse plan --search`.
-
-Role: `read_cluster` turns YAML into a `Cluster`; the search reads nothing else of the machines. Every field is checked
-by its schema; what a number is of stands at the field. Pure but for reading.
-"""
+"""Read a cluster file: the machines that `rlfuse plan` plans for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import yaml
-
-from rlfuse.config.input_files import AtLeastZero, Count, InputError, Positive, Schema, number, one_of, read
+from rlfuse.config.input_files import AtLeastZero, Count, InputError, Positive, Schema, number, one_of, read_yaml
 from rlfuse.config.schema import Config
-from rlfuse.parsing import parse_yaml
 from rlfuse.planning.hardware import KINDS, Hardware, Links, NodeSpeed
-from rlfuse.planning.measured_links import read_links
 from rlfuse.planning.memory import GIB, Budget
-from rlfuse.planning.node_order import Exchanged, NodeLinks, best_order
-from rlfuse.planning.presets import PRESETS
+from rlfuse.planning.node_order import Exchanged, NodeLinks, best_order, read_links
 
 MOST_UTILIZATION = 0.547
 """Of a device's peak, in training: what DistTrain (arXiv 2408.04275) measured of a 72B model, the most published."""
@@ -87,9 +78,7 @@ class _Node:
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Machines. A run uses the same number of devices on each of its nodes; of these nodes the smallest memory counts.
-
-    Computing speed has one definition: a device achieves `utilization` of its `peak_tflops` in passes and training.
-    """
+    Computing speed has one definition: a device achieves `utilization` of its `peak_tflops` in passes and training."""
 
     nodes: Count
     devices_per_node: Count
@@ -118,8 +107,6 @@ class Cluster:
     """Its copies, as `copy_bytes_per_s` of two probes tell."""
     groups: tuple[Group, ...] = ()
     """Nodes, among `nodes`, that have other devices, or another number of them, than the others."""
-    preset: Annotated[str, one_of(*PRESETS)] | None = None
-    """A kind of device whose data sheet gives every field that the file leaves out."""
 
     def __post_init__(self) -> None:
         if problems := tuple(self._problems()):
@@ -131,8 +118,6 @@ class Cluster:
         ratios = [self.product_ratio, self.copy_ratio]
         if any(ratios) and (self.calibration is None or not all(ratios)):
             yield "product_ratio, copy_ratio: need each other and a calibration, which they carry to another device"
-        if self.utilization > (most := self._most(experts=False)):
-            yield f"utilization={self.utilization:g}: nobody published more than {most:g} of {self.preset}; lower it"
         for name in ("peak_tflops", "memory_bandwidth_gbs"):
             if getattr(self, name) is None and any(getattr(group, name) for group in self.groups):
                 yield f"groups: {name} of a group needs the cluster's own {name}, to which it is compared; add it"
@@ -145,17 +130,10 @@ class Cluster:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of devices that nodes have, the smallest first."""
         return tuple(sorted({node.devices for node in self._nodes}))
 
     def nodes_with(self, devices: int) -> int:
-        """Return the number of nodes that have so many devices."""
         return sum(node.devices >= devices for node in self._nodes)
-
-    def _most(self, experts: bool) -> float:
-        """Of the peak, in training: what somebody published."""
-        known = PRESETS[self.preset].most_utilization if self.preset else None
-        return min(known or 1, MOST_OF_EXPERTS if experts else MOST_UTILIZATION)
 
     @property
     def _nodes(self) -> list[_Node]:
@@ -170,7 +148,6 @@ class Cluster:
         return sorted(found, reverse=True)
 
     def _used(self, config: Config) -> list[_Node]:
-        """Those that a run of the job would use."""
         enough = [node for node in self._nodes if node.devices >= config.trainer.n_gpus_per_node]
         return enough[: config.trainer.nnodes]
 
@@ -208,7 +185,7 @@ class Cluster:
     def hardware(self, experts: bool = False) -> Hardware:
         """What a device and its links do; `experts`: in training a mixture of them. Raises as `read_calibration` does,
         and ClusterError where what was measured is more than anybody published."""
-        most, given = self._most(experts), self.links
+        most, given = MOST_OF_EXPERTS if experts else MOST_UTILIZATION, self.links
         between, wait = self._between()
         measured = None if self.calibration is None else self._measured(most)
         told = measured.sent_bytes_per_s if measured else None
@@ -251,7 +228,7 @@ class Cluster:
 
     def _measured(self, most: float) -> Hardware:
         from rlfuse.planning.calibration import scaled
-        from rlfuse.planning.calibration_file import read_calibration
+        from rlfuse.planning.hardware import read_calibration
 
         found = read_calibration(Path(self.calibration))
         if self.product_ratio is not None:
@@ -269,25 +246,7 @@ class Cluster:
 
 def read_cluster(path: Path) -> Cluster:
     """Raises ClusterError, naming the file and each field that is wrong."""
-    try:
-        data = parse_yaml(path.read_text())
-    except FileNotFoundError:
-        raise ClusterError(f"--cluster {path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ClusterError(f"--cluster {path}: can't be read as YAML: {error}") from error
-    try:
-        found = read(Cluster, _filled(data), ClusterError)
-        if found.links.measured is None:
-            return found
-        return replace(found, links=replace(found.links, measured=str(path.parent / found.links.measured)))
-    except ClusterError as error:
-        raise ClusterError(*(f"--cluster {path}: {problem}" for problem in error.problems)) from None
-
-
-def _filled(data: Any) -> Any:
-    """With what the preset that it names says; what can't be used stays for `read` to refuse."""
-    if not isinstance(data, dict) or not isinstance(data.get("preset"), str) or data["preset"] not in PRESETS:
-        return data
-    known = PRESETS[data["preset"]].fields
-    given = data.get("links", {})
-    return {**known, **data, "links": {**known["links"], **given} if isinstance(given, dict) else given}
+    found = read_yaml(path, Cluster, ClusterError, "give the file of a cluster", "--cluster ")
+    if found.links.measured is None:
+        return found
+    return replace(found, links=replace(found.links, measured=str(path.parent / found.links.measured)))

@@ -1,12 +1,7 @@
-"""Seconds of each kind of work of any job, from a model's shape and what a device and its links do.
+"""Predict the seconds of each kind of work, from a model's shape and what a device and its links do.
 
-Role: `forecast` and `search` simulate steps on these costs. Pure.
 Per slot of an engine, which spans `rollout.tensor_model_parallel_size` devices; a trainer rank is one device. Tensor
-parallelism all-reduces twice a layer (Megatron, arXiv 1909.08053), trainers' as often on the way back; of these every
-rank has the whole head.
-ZeRO exchanges what `exchanges` tells; with optimizers that stay on the host (`actor.offload_optimizer`) gradients and
-weights go there and back. Ulysses exchanges four times a layer each way. Collective operations overlap with nothing, as
-trainer ranks run them (`overlap_comm` is off). All devices of a node are taken to be at work all the time.
+parallelism all-reduces twice a layer (Megatron, arXiv 1909.08053). Collective operations overlap with nothing.
 """
 
 from __future__ import annotations
@@ -145,11 +140,9 @@ class _Ranks:
 
     @property
     def _far(self) -> bool:
-        """Whether a pipeline has stages on several nodes."""
         return self._stages * self._width > self._hardware.links.per_node
 
     def score_token_s(self) -> float:
-        """Of a pass without gradients."""
         shape, flops = self._policy, max(_flops(self._config, each, self._context) for each in self._trained)
         gathered = self._stages * self._exchange_s(of_pass(self._config, shape))
         computed = flops / self._hardware.pass_flops + self._hidden_s(shape) + self._summed_s(shape)
@@ -157,7 +150,6 @@ class _Ranks:
         return self._width * (computed + once + self._exchanged(shape))
 
     def train_token_s(self) -> float:
-        """Of forward and backward of the larger model."""
         return max(self._train_token_s(shape, 3 + self._run_again(role)) for role, shape in self._learning.items())
 
     def _run_again(self, role: str) -> float:
@@ -189,11 +181,9 @@ class _Ranks:
         return begun + 2 * len(shape.layers) * links.all_reduce(0, self._width) + handed_on
 
     def _hidden_s(self, shape: Shape) -> float:
-        """Of a token's hidden states in a forward pass."""
         return len(shape.layers) * shape.hidden * self._item / self._hardware.hidden_bytes_per_s
 
     def _exchange_s(self, exchange: Exchange) -> float:
-        """Of a stage's share."""
         begun = max(exchange.modules * self._hardware.gather_s, exchange.messages * self._gather(0))
         sent = self._gather(exchange.sent(self._hardware)) if exchange.bytes else 0.0
         copied = exchange.copies.seconds(self._hardware) if self._copies > 1 else 0.0
@@ -232,7 +222,6 @@ class _Ranks:
         return times * (links.send(shape.hidden * self._item, far) - links.send(0, far))
 
     def optimizer_s(self) -> float:
-        """Of a model's step, in the mean of those that are trained."""
         return self._hardware.optimizer_s + sum(map(self._step_s, self._trained)) / len(self._trained)
 
     def _step_s(self, shape: Shape) -> float:
@@ -260,7 +249,6 @@ class _Ranks:
         return size, self._carried_s(size)
 
     def switch_s(self, moved: Moved) -> float:
-        """Of a change of roles, in the mean of both ways."""
         speed, residency = self._hardware.host_bytes_per_s, self._config.actor.optimizer_residency
         if residency == "step":
             return (moved.all - moved.optimizers) / speed

@@ -1,22 +1,8 @@
-"""What ZeRO's ranks exchange, and move in their own memory for that: plans take it over links and memory (`costs`),
-calibrations find it in runs (`features`).
+"""What ZeRO's ranks exchange, and copy in their own memory for that, as DeepSpeed 0.19 does it.
 
-Role: pure functions of a configuration and a model's shape. ZeRO 0 all-reduces gradients once a step, which is a
-scatter and a gather; 1 gathers weights besides; 2 all-reduces in each micro-batch; 3 scatters there, and gathers all
-weights forward and backward (Rajbhandari et al. 2020, arXiv 1910.02054). Under 1 and 2 a scatter would do, but
-DeepSpeed 0.19 sums all ranks' parts in one all-reduce (`use_multi_rank_bucket_allreduce`, which is on unless a
-configuration turns it off). Before a sum it copies gradients: all of them into a bucket, which it divides, and where
-several ranks have them once more to have them flat (under ZeRO 0 only that); after it, a rank's share to where the step
-reads it.
-
-ZeRO 3, where no weights stay (a `stage3_param_persistence_threshold` of 0), as DeepSpeed 0.19 has it once it knows in
-which order modules come, which ranks' first passes tell it:
-
-    forward     as many modules together as have `PREFETCHED` parameters, in a flat tensor that is cut up into weights
-    backward    each module by itself, right where its weights then are; layers that are run again keep them until then
-    gradients   as many together as are `REDUCED`, in a flat tensor
-
-gloo gathers into a tensor of its own and copies from there; it has no scatter, but sums a copy of all on every rank.
+ZeRO 0 all-reduces gradients once a step; 1 also gathers weights; 2 all-reduces in each micro-batch; 3 scatters
+gradients there and gathers weights forward and backward (arXiv 1910.02054). gloo has no reduce-scatter: it sums a copy
+of everything on every rank.
 """
 
 from __future__ import annotations
@@ -29,8 +15,7 @@ from rlfuse.planning.hardware import ADAM, Hardware
 from rlfuse.planning.memory import ITEM
 from rlfuse.planning.model_sizes import Shape
 
-PREFETCHED = 50_000_000
-"""Parameters that ZeRO 3 gathers ahead at a time; DeepSpeed's own `stage3_prefetch_bucket_size`."""
+PREFETCHED = 50_000_000  # parameters that ZeRO 3 gathers ahead (stage3_prefetch_bucket_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +23,8 @@ class Traffic:
     """Bytes that a rank reads and writes of its own memory."""
 
     in_place: float = 0.0
-    copied: float = 0.0
-    """Into new memory, where the device is a host."""
-    on_hosts: float = 0.0
-    """Likewise, and not at all on GPUs."""
+    copied: float = 0.0  # into new memory, where the device is a host
+    on_hosts: float = 0.0  # likewise, and not at all on GPUs
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.in_place + other.in_place, self.copied + other.copied, self.on_hosts + other.on_hosts)
@@ -55,19 +38,13 @@ class Traffic:
 class Exchange:
     """All-gathers and reduce-scatters among all ranks."""
 
-    bytes: float = 0.0
-    """Of whole tensors, each as often as it is gathered or scattered."""
-    scattered: float = 0.0
-    """Of the bytes those that gloo sums: they go twice as far."""
-    modules: int = 0
-    """That ZeRO 3 looks after, each as often as it does so."""
-    messages: int = 0
-    """In which it gathers and scatters."""
-    copies: Traffic = Traffic()
-    """Of a rank, for these messages."""
+    bytes: float = 0.0  # of whole tensors, each as often as it is gathered or scattered
+    scattered: float = 0.0  # of the bytes those that gloo sums: they go twice as far
+    modules: int = 0  # that ZeRO 3 looks after, each as often as it does so
+    messages: int = 0  # in which it gathers and scatters
+    copies: Traffic = Traffic()  # of a rank, for these messages
 
     def sent(self, hardware: Hardware) -> float:
-        """Bytes."""
         return self.bytes + (self.scattered if hardware.is_host else 0.0)
 
 
@@ -120,10 +97,8 @@ def moved_in_step(config: Config, held: float, copies: float) -> Traffic:
 
 
 def updated(share: float, item: int) -> Traffic:
-    """By a flat float32 tensor's step: gradients' norm in float64, and what follows.
-
-    On hosts two tensors of roots are made in it; on GPUs all is one kernel.
-    """
+    """By a flat float32 tensor's step: gradients' norm in float64, and what follows. On hosts two tensors of roots are
+    made in it; on GPUs all is one kernel."""
     roots = 4 * share
     return Traffic((4 + 2 * 8) * share + stepped(share, item), on_hosts=2 * 2 * roots if roots > KEPT else 0.0)
 
@@ -159,7 +134,6 @@ def _written(size: float, moved: float) -> Traffic:
 
 
 def _messages(shape: Shape, together: int) -> int:
-    """Of all modules' parameters, so many together; a module is not cut up."""
     return min(shape.modules, -(-shape.parameters // together))
 
 

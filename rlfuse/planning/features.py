@@ -1,10 +1,6 @@
-"""What the work of a recorded run had to do, in units that carry over to other models: FLOP, bytes, layers, calls.
+"""Describe the work of a recorded run in units that carry over to other models: FLOP, bytes, layers, calls.
 
-Role: `calibration` fits a device's `Hardware` to such pieces of work; `probe` makes them by measuring. Pure.
-Invariants: `seconds_of` has the form that `costs` gives to a plan; only work of steps that generated counts, validation
-does not, nor does a run's first step, in which everything warms up. Each micro-batch of a call is work by itself, and
-so is what the call takes beside: many tokens and few tell what it takes to begin. Lengths are those of the samples that
-a span names; of samples that no span tells, the mean of their micro-batch.
+`seconds_of` has the form that `costs` gives to a plan. The first step (warm-up) and validation do not count.
 """
 
 from __future__ import annotations
@@ -31,49 +27,32 @@ from rlfuse.planning.model_sizes import Shape
 from rlfuse.simulate.fitting import busiest, is_optimizer_step, unexplained, updates
 from rlfuse.simulate.recorded import spans_within
 
-ROLES = {"actor": "actor", "critic": "critic", "ref": "reference"}
-"""A model's name in spans -> in shapes."""
+ROLES = {"actor": "actor", "critic": "critic", "ref": "reference"}  # a model's name in spans -> in shapes
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """One piece of work of one device; amounts of all that it did, of which most are 0."""
 
-    kind: str
-    """`generating scoring training`; `step`: what a step takes beside these; `copying`: nothing but that."""
-    source: str
-    """The run, or the part of a probe."""
-    part: int
-    """Step of the run, or place in the probe: what is held out together."""
+    kind: str  # `generating scoring training`, `step` (everything else) or `copying`
+    source: str  # the run, or the part of a probe
+    part: int  # step of the run, or place in the probe: what is held out together
     seconds: float
     calls: int = 0
-    layers: int = 0
-    """Of micro-batches, with their ENDS: in each forward pass; backward counts as two."""
-    hidden: float = 0.0
-    """Bytes of hidden states, of every layer, forward."""
-    flops: float = 0.0
-    """Of passes, prefills, updates."""
-    steps: int = 0
-    """Of decoding."""
-    batch: int = 0
-    """Sequences in each of them."""
-    attended: float = 0.0
-    """Sequences, in each layer of each of them."""
-    read: float = 0.0
-    """Bytes of weights that decoding reads."""
-    computed: float = 0.0
-    """FLOP of decoding."""
-    moved: float = 0.0
-    """Bytes of caches that decoding reads; of gradients and states, in place; of weights that are pushed."""
-    copied: float = 0.0
-    """Bytes of gradients into new memory."""
+    layers: int = 0  # of micro-batches, with their ENDS: in each forward pass; backward counts as two
+    hidden: float = 0.0  # bytes of hidden states, of every layer, forward
+    flops: float = 0.0  # of passes, prefills, updates
+    steps: int = 0  # of decoding
+    batch: int = 0  # sequences in each of them
+    attended: float = 0.0  # sequences, in each layer of each of them
+    read: float = 0.0  # bytes of weights that decoding reads
+    computed: float = 0.0  # FLOP of decoding
+    moved: float = 0.0  # bytes of caches read, of gradients and states in place, of pushed weights
+    copied: float = 0.0  # bytes of gradients into new memory
     optimizer_steps: int = 0
-    sent: float = 0.0
-    """Bytes to other ranks of its node."""
-    gathers: float = 0
-    """Modules that ZeRO 3 looks after, in each pass."""
-    beside: int = 0
-    """Other devices of its node that were at work at the same time."""
+    sent: float = 0.0  # bytes to other ranks of its node
+    gathers: float = 0  # modules that ZeRO 3 looks after, in each pass
+    beside: int = 0  # other devices of its node that were at work at the same time
 
 
 def seconds_of(work: Work, hardware: Hardware) -> float:
@@ -101,9 +80,6 @@ def forward_flops(shape: Shape, prompts: Sequence[float], responses: Sequence[fl
     whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     attention = 2 * len(shape.layers) * shape.heads * shape.head_width * sum(length**2 for length in whole)
     return 2 * (shape.passed * sum(whole) + shape.head * sum(responses)) + attention
-
-
-# A run ---------------------------------------------------------------------------------------------------------------
 
 
 def works_of(source: str, config: Config, shapes: Mapping[str, Shape], spans: Sequence[Span]) -> list[Work]:
@@ -157,7 +133,6 @@ def _calls(
     spans: Sequence[Span],
     lengths: Mapping[str, tuple[int, int]],
 ) -> Iterator[Work]:
-    """Passes, gradients and optimizer steps, as the driver waited for them."""
     within = config.trainer.nnodes == 1  # what goes between nodes tells nothing of the links within one
     copies = config.slots // config.training.tensor_model_parallel_size  # ranks that hold the same parameters
     share = (copies - 1) / copies if within else 0.0
@@ -200,7 +175,6 @@ def _with_forwards(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def _learning(kind: str) -> str:
-    """The model of such an update."""
     return kind.removeprefix("update_")
 
 

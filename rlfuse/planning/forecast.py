@@ -1,13 +1,12 @@
-"""How long a step would take: the run's own simulator, on costs from a model's shape and stated rates, or from a run.
+"""Forecast a step by simulation, on costs from a model's shape and stated rates, or from a recorded run.
 
-Role: `rlfuse plan` shows the forecast with what it assumes. Pure but for simulating.
-Invariants: rates are given, never guessed silently; what a rate does not tell (ZeRO's communication, Ray, rewards,
-pushing weights) is named and left out. Costs of a run that never did a kind of work are refused.
+The finalists of a plan search are compared by it, with their thresholds tuned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 
@@ -23,19 +22,19 @@ from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.schedules.problem import Problem
 from rlfuse.planning.cluster_file import UNMEASURED, Cluster
 from rlfuse.planning.hardware import Hardware, WorkSpeed
-from rlfuse.planning.step_time import Seconds, StepTimes, of_slowest, seconds_of
+from rlfuse.planning.remedies import changed
+from rlfuse.planning.search import Plan
+from rlfuse.planning.searched_job import Job
+from rlfuse.planning.space import POLICY, but_for
+from rlfuse.planning.step_time import NOTHING, Seconds, StepTimes, of_slowest, seconds_of
 from rlfuse.simulate.bound import Bound, lower_bound
-from rlfuse.simulate.prefill_share import find
 from rlfuse.simulate.recorded import Recording
-from rlfuse.simulate.tuning import resample
+from rlfuse.simulate.tuning import find, resample
 from rlfuse.simulate.workload import Drawn, Lognormal, Workload
 
-SPREAD = 0.6
-"""Sigma of log-lengths where no run tells them."""
-HALVINGS = 20
-"""Until lengths have the mean that is asked for, to a ten-thousandth."""
-UNCOUNTED = 1e18
-"""Bytes per second of a link that nothing tells of."""
+SPREAD = 0.6  # sigma of log-lengths where no run tells them
+HALVINGS = 20  # until lengths have the mean that is asked for, to a ten-thousandth
+UNCOUNTED = 1e18  # bytes per second of a link that nothing tells of
 WANTED = {"decoding": "generates", "scoring": "scores", "training": "trains"}
 
 
@@ -47,22 +46,15 @@ class ForecastError(UserError):
 class Forecast:
     """How long a step takes under each policy."""
 
-    steps: Mapping[str, Seconds]
-    """Of each policy; the job's comes first."""
-    errors: Mapping[str, float]
-    """Kind of work -> part of it that they may be wrong by."""
-    bound: Bound | None = None
-    """That no schedule beats, where the job has no pipelines."""
-    schedule: Problem | None = None
-    """Of one mini-batch, where it has."""
-    disaggregate: str = ""
-    """What `rollout.disaggregate` comes to, and why."""
-    lost_overlap: float = 0.0
-    """Seconds by which the job's step is longer because training reads the whole batch."""
+    steps: Mapping[str, Seconds]  # of each policy; the job's comes first
+    errors: Mapping[str, float]  # kind of work -> part of it that they may be wrong by
+    bound: Bound | None = None  # that no schedule beats, where the job has no pipelines
+    schedule: Problem | None = None  # of one mini-batch, where it has
+    disaggregate: str = ""  # what `rollout.disaggregate` comes to, and why
+    lost_overlap: float = 0.0  # seconds lost because training reads the whole batch
 
     @property
     def seconds(self) -> Seconds:
-        """Under the job's policy."""
         return next(iter(self.steps.values()))
 
 
@@ -107,9 +99,7 @@ def forecast(
     speeds: Sequence[WorkSpeed] = (),
 ) -> Forecast:
     """A step as a run goes on, thresholds tuned; where the job has pipelines, with the schedule that it starts with.
-
-    `errors`: kind of work -> part of it that the costs may be wrong by; `speeds`: of the nodes, where they differ.
-    """
+    `errors`: kind of work -> part of it that the costs may be wrong by; `speeds`: of the nodes, where they differ."""
     workload, training = times.workload(config, costs, speeds)
     steps, whys = {}, list[str]()
     for policy in dict.fromkeys((config.fusion.policy, *POLICIES)):
@@ -128,7 +118,6 @@ def forecast(
 
 
 def _overlapped(times: StepTimes, workload: Workload, policy: str) -> Seconds:
-    """The step if training could start on every group that is scored."""
     training = replace(workload.training, early=True, critic_early=True)
     overlapped = replace(workload, training=training)
     return seconds_of(overlapped, 0.0, policy, times.tuned(overlapped, policy))
@@ -173,3 +162,49 @@ def assumptions(
     if config.algorithm.filter_groups.enable:
         found.append("dynamic sampling: a step of one batch of prompts")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Finalists:
+    """Plans, the fastest first, with tuned thresholds."""
+
+    plans: tuple[Plan, ...]  # the first one with the policy that is best for it
+    policies: Mapping[str, Seconds]  # steps of the first under each policy that may be chosen
+    left_out: int  # plans that could not be tuned in time
+
+
+def finalists(
+    job: Job, plans: Sequence[Plan], seconds: float, clock: Callable[[], float] = time.monotonic
+) -> Finalists:
+    """Tune the first plan, and of the others as many as `seconds` allow."""
+    until, tuned = clock() + seconds, list[Plan]()
+    best, policies = _under_best_policy(job, plans[0])
+    for plan in plans[1:]:
+        if clock() >= until:
+            break
+        config = changed(job.config, plan.settings)
+        tuned.append(replace(plan, seconds=job.simulated(config, plan.memory, tuned=True)))
+    left_out = len(plans) - 1 - len(tuned)
+    tuned.sort(key=lambda plan: plan.seconds.step)
+    if tuned and tuned[0].seconds.step < (1 - NOTHING) * best.seconds.step:
+        tuned.append(best)
+        best, policies = _under_best_policy(job, tuned.pop(0))
+        tuned.sort(key=lambda plan: plan.seconds.step)
+    return Finalists((best, *tuned), policies, left_out)
+
+
+def untuned(job: Job, plan: Plan) -> Plan:
+    """Return the plan with the step that a run starts with, which the search compares."""
+    return replace(plan, seconds=job.simulated(changed(job.config, plan.settings), plan.memory))
+
+
+def _under_best_policy(job: Job, plan: Plan) -> tuple[Plan, dict[str, Seconds]]:
+    """The plan with its fastest policy, the job's own where that is as fast but for next to nothing; all policies."""
+    config = changed(job.config, plan.settings)
+    errors = job.hardware.errors or UNMEASURED
+    steps = forecast(config, job.times, job.costs(config, plan.memory), errors, job.speeds(config)).steps
+    policies = {policy: steps[policy] for policy in job.axes[POLICY]}
+    fastest, given = min(policies, key=lambda policy: policies[policy].step), job.config.fusion.policy
+    if given in policies and policies[given].step <= policies[fastest].step * (1 + NOTHING):
+        fastest = given
+    return replace(plan, settings=but_for(plan.settings, POLICY, fastest), seconds=policies[fastest]), policies

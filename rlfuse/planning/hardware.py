@@ -1,45 +1,54 @@
-"""What a device and its links do: the numbers from which costs of any model follow.
+"""What a device and its links do: the numbers from which the costs of any model follow.
 
-Role: read from a cluster file (`cluster_file`), measured (`calibrate`), or given on the command line; `costs` turns
-them and a model's shape into seconds. Pure. Collective operations are rings, within nodes and between them apart, as in
-Megatron and Pipette (arXiv 2405.18093).
-Invariant: a rate of infinity and a latency of 0 cost nothing; nothing is guessed here.
+Collective operations are rings, within nodes and between them (Megatron; Pipette, arXiv 2405.18093). A calibration
+file holds the measured ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf
-from typing import NamedTuple
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
-ADAM = 32
-"""Bytes of a parameter that an optimizer step reads and writes: weights and moments."""
+import yaml
+
+from rlfuse.config.input_files import (
+    FLAG,
+    AtLeastZero,
+    Count,
+    Index,
+    InputError,
+    Positive,
+    Schema,
+    one_of,
+    read_yaml,
+)
+from rlfuse.files import write_whole
+
+ADAM = 32  # bytes of a parameter that an optimizer step reads and writes: weights and moments
 RATES = ["pass_flops", "train_flops", "decode_flops", "bytes_per_s", "hidden_bytes_per_s", "update_bytes_per_s"]
 RATES += ["copied_bytes_per_s"]
 WAITS = ["pass_call_s", "train_call_s", "decode_step_s", "decode_sequence_s", "decode_attention_s", "layer_s"]
 WAITS += ["optimizer_s"]
 """Of a device's own work: what other devices of its node slow."""
-ENDS = 2
-"""A micro-batch's embedding and head take as long as so many layers until their kernels run. Models that are about as
-deep do not tell the two apart: a fit that looked for both made models of few layers slow."""
-KINDS = ("generating", "scoring", "training")
-"""Kinds of work whose forecasts have errors of their own."""
+ENDS = 2  # embedding and head of a micro-batch count as so many layers until their kernels run
+KINDS = ("generating", "scoring", "training")  # kinds of work whose forecasts have errors of their own
 
 
 class NodeSpeed(NamedTuple):
     """How many times as fast as the cluster's own devices those of a node are."""
 
     compute: float = 1.0
-    memory: float = 1.0
-    """Of reading it."""
+    memory: float = 1.0  # of reading it
 
 
 class WorkSpeed(NamedTuple):
     """How many times as fast as by the costs of a plan its work is done on a node, or by an engine."""
 
-    compute: float = 1.0
-    """Scoring, training and prefill."""
+    compute: float = 1.0  # scoring, training and prefill
     decode: float = 1.0
 
 
@@ -48,31 +57,25 @@ class Links:
     """Bytes per second that a device sends while it receives as many, and seconds until the first arrives."""
 
     within_bytes_per_s: float = inf
-    between_bytes_per_s: float = inf
-    """Of one device, while all devices of its node send to others."""
+    between_bytes_per_s: float = inf  # of one device, while all devices of its node send to others
     within_s: float = 0.0
     between_s: float = 0.0
-    per_node: int = 1 << 30
-    """Devices of a node."""
+    per_node: int = 1 << 30  # devices of a node
 
     def send(self, size: float, far: bool) -> float:
-        """Seconds from a device to its neighbour, in this node or (`far`) in another."""
         if far:
             return self.between_s + size / self.between_bytes_per_s
         return self.within_s + size / self.within_bytes_per_s
 
     def all_gather(self, size: float, ranks: int, stride: int = 1) -> float:
         """Seconds until each of `ranks` has all `size` bytes, of which each began with a part; so for reduce-scatter.
-
-        `stride`: devices from one rank to the next, which is how many such rings share a node's links.
-        """
+        `stride`: devices from one rank to the next, which is how many such rings share a node's links."""
         here = min(ranks, max(1, self.per_node // stride))
         nodes = -(-ranks // here)
         within = (here - 1) * (self.within_s + size / ranks * nodes / self.within_bytes_per_s)
         return within + (nodes - 1) * (self.between_s + size / ranks / self.between_bytes_per_s)
 
     def all_reduce(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Seconds of a reduce-scatter and an all-gather."""
         return 2 * self.all_gather(size, ranks, stride)
 
 
@@ -80,53 +83,28 @@ class Links:
 class Hardware:
     """One kind of device, as far as models make use of it."""
 
-    pass_flops: float
-    """Per second, in passes without gradients and in prefills."""
-    train_flops: float
-    """Per second, forward and backward."""
+    pass_flops: float  # per second, in passes without gradients and in prefills
+    train_flops: float  # per second, forward and backward
     decode_flops: float
-    bytes_per_s: float
-    """From the device's memory, while decoding."""
-    pass_call_s: float = 0.0
-    """Of each call to score, beside its tokens."""
+    bytes_per_s: float  # from the device's memory, while decoding
+    pass_call_s: float = 0.0  # of each call to score, beside its tokens
     train_call_s: float = 0.0
-    decode_step_s: float = 0.0
-    """Of each decoding step, beside what it reads and computes: scheduling, sampling."""
-    decode_sequence_s: float = 0.0
-    """Of each sequence of a decoding step, likewise."""
-    decode_attention_s: float = 0.0
-    """Of each sequence in each layer of a decoding step, beside its cache: hosts attend over one after the other."""
-    decode_overlaps: bool = True
-    """Whether decoding computes while it reads weights; hosts do one after the other."""
-    layer_s: float = 0.0
-    """Of each layer of a micro-batch's forward pass, and of its ENDS: what it takes until kernels run. Twice that
-    backward."""
-    hidden_bytes_per_s: float = inf
-    """Of a layer's hidden states in a forward pass, each counted once: what reads and writes them between products."""
-    optimizer_s: float = 0.0
-    """Of each optimizer step, beside the states that it reads and writes."""
-    gather_s: float = 0.0
-    """Of each module that ZeRO 3 looks after, in each pass, beside its bytes: hooks and messages; all of them together
-    take at least as long as the messages do by `links`."""
-    sent_bytes_per_s: float | None = None
-    """That a rank exchanges with others of its node, as runs told it, where a cluster file does not say; plans go by
-    `links`. None: not told apart from `update_bytes_per_s`."""
-    step_s: float = 0.0
-    """Of each step of the job, beside its work and the bytes of new weights: data, messages, what waits for nothing."""
-    update_bytes_per_s: float | None = None
-    """Of gradients, weights and moments, where they lie, in optimizer steps (`exchanges.Traffic`); with what ranks
-    exchange in them where `sent_bytes_per_s` is None. None: as `bytes_per_s`."""
-    copied_bytes_per_s: float | None = None
-    """Of what hosts copy into new memory, which the system clears page by page as it is first written to. None where
-    that was not measured, and on GPUs, whose allocator keeps memory: as in updates."""
-    crowding: float = 0.0
-    """Share by which work takes longer for each other device of its node that is at work, too: of memory, caches and
-    clocks that they have in common. All above is of a device alone."""
-    host_bytes_per_s: float = inf
-    """Between a device and its host's memory, where models wait while the engine generates."""
+    decode_step_s: float = 0.0  # of each decoding step, beside what it reads and computes: scheduling, sampling
+    decode_sequence_s: float = 0.0  # of each sequence of a decoding step, likewise
+    decode_attention_s: float = 0.0  # per sequence and layer of a decoding step, besides its cache
+    decode_overlaps: bool = True  # whether decoding computes while it reads weights
+    layer_s: float = 0.0  # per layer (and ENDS) of a micro-batch's forward pass, until kernels run
+    hidden_bytes_per_s: float = inf  # of a layer's hidden states in a forward pass
+    optimizer_s: float = 0.0  # of each optimizer step, beside the states that it reads and writes
+    gather_s: float = 0.0  # per module that ZeRO 3 gathers, in each pass, besides its bytes
+    sent_bytes_per_s: float | None = None  # between ranks of a node, as runs measured it
+    step_s: float = 0.0  # per step of the job, besides its work and new weights
+    update_bytes_per_s: float | None = None  # of optimizer steps, in place; None: as `bytes_per_s`
+    copied_bytes_per_s: float | None = None  # into new memory, on hosts; None: as in updates
+    crowding: float = 0.0  # share by which each other busy device of the node slows its work
+    host_bytes_per_s: float = inf  # between a device and its host's memory
     links: Links = Links()
-    errors: Mapping[str, float] = field(default_factory=dict)
-    """Kind of work -> how far forecasts of it were off where they were held against measurements, as a share."""
+    errors: Mapping[str, float] = field(default_factory=dict)  # kind of work -> relative error of forecasts
 
     @property
     def is_host(self) -> bool:
@@ -135,12 +113,10 @@ class Hardware:
 
     @property
     def updating(self) -> float:
-        """Bytes per second, in place."""
         return self.update_bytes_per_s or self.bytes_per_s
 
     @property
     def copying(self) -> float:
-        """Bytes per second, into new memory."""
         return self.copied_bytes_per_s or self.updating
 
     def decoding_s(self, read_s: float, computed_s: float) -> float:
@@ -158,3 +134,114 @@ class Hardware:
             return self
         slower = {name: rate / longer for name in RATES if (rate := getattr(self, name)) is not None}
         return replace(self, **slower, **{name: getattr(self, name) * longer for name in WAITS}, crowding=0.0)
+
+
+Text = Annotated[str, Schema(type="string", minLength=1)]
+
+
+class CalibrationError(InputError):
+    """Nothing to calibrate by, or a file that is no calibration. The message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """The fields of `Hardware` of the same names."""
+
+    pass_flops: Positive
+    train_flops: Positive
+    decode_flops: Positive
+    bytes_per_s: Positive
+    pass_call_s: AtLeastZero = 0.0
+    train_call_s: AtLeastZero = 0.0
+    decode_step_s: AtLeastZero = 0.0
+    decode_sequence_s: AtLeastZero = 0.0
+    decode_attention_s: AtLeastZero = 0.0
+    decode_overlaps: Annotated[bool, FLAG] = True
+    layer_s: AtLeastZero = 0.0
+    optimizer_s: AtLeastZero = 0.0
+    gather_s: AtLeastZero = 0.0
+    step_s: AtLeastZero = 0.0
+    crowding: AtLeastZero = 0.0
+    hidden_bytes_per_s: Positive | None = None
+    update_bytes_per_s: Positive | None = None
+    copied_bytes_per_s: Positive | None = None
+    sent_bytes_per_s: Positive | None = None
+    host_bytes_per_s: Positive | None = None  # none of these where it was not measured
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Of the totals of steps that were held out, as shares; None where too little of a kind was seen."""
+
+    generating: AtLeastZero | None = None
+    scoring: AtLeastZero | None = None
+    training: AtLeastZero | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What was measured: a run, or the part of a probe with one model."""
+
+    name: Text
+    parameters: Index
+    layers: Index
+    hidden: Index
+    prompt_tokens: AtLeastZero  # in the mean
+    response_tokens: AtLeastZero
+    longest: Index  # tokens of the longest sample
+    slots: Count
+    generating: Index = 0  # pieces of work of a run, as of the kinds below
+    scoring: Index = 0
+    training: Index = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What `calibration.yaml` holds."""
+
+    measured: Annotated[str, one_of("runs", "probe")]
+    device: Text
+    count: Count  # devices that were at work at the same time; cores of a machine without GPUs
+    rlfuse: Text
+    hardware: Coefficients
+    errors: Errors
+    held_out: Text
+    fitted_on: tuple[Source, ...]
+    not_measured: tuple[Text, ...] = ()
+    product_flops: Positive | None = None
+    """Of matrix products alone, and of copies alone below: by whose ratios to another device's `scaled` goes."""
+    copy_bytes_per_s: Positive | None = None
+
+    def as_hardware(self) -> Hardware:
+        """With links that cost nothing: the caller knows them."""
+        given = {name: value for name, value in asdict(self.hardware).items() if value is not None}
+        errors = {kind: error for kind, error in asdict(self.errors).items() if error is not None}
+        return Hardware(**given, errors=errors)
+
+
+def coefficients_of(hardware: Hardware) -> Coefficients:
+    """Numbers for a file, to six digits; None for what was not measured."""
+    given = {entry.name: getattr(hardware, entry.name) for entry in fields(Coefficients)}
+    known = {name: float(f"{each:.6g}") for name, each in given.items() if each is not None and math.isfinite(each)}
+    return Coefficients(**known | {"decode_overlaps": hardware.decode_overlaps})
+
+
+def write(calibration: Calibration, path: Path) -> None:
+    """Write it as YAML. NotWritable where no file can be made there."""
+    write_whole(path, yaml.safe_dump(_plain(asdict(calibration)), sort_keys=False, width=100))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
+
+
+def read_file(path: Path) -> Calibration:
+    """Raises CalibrationError, naming file, line, field, value and what it may be."""
+    return read_yaml(path, Calibration, CalibrationError, "`rlfuse calibrate` writes such a file")
+
+
+def read_calibration(path: Path) -> Hardware:
+    """The device, whose links cost nothing until the caller sets them."""
+    return read_file(path).as_hardware()

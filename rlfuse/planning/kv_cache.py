@@ -1,8 +1,4 @@
-"""The KV cache that a rollout engine on a GPU gets, and what vLLM is given for it: pure functions.
-
-Role: `memory` counts the cache, `run.sharing` starts engines with it. vLLM takes all that its share of the device has
-left, maps it at every wake and resets its blocks at every push, whether or not a step can use them.
-"""
+"""Size the KV cache of a rollout engine on a GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +9,8 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.rollout.speculation import DRAFT_TOKENS
 from rlfuse.planning.model_sizes import Shape
 
-SPARE = 0.1
-"""Share of a device that stays free where engine and ranks both stay there, for gaps between tensors. Not measured."""
-BLOCK = 128
-"""Tokens of a block at most, over vLLM's attention backends."""
+SPARE = 0.1  # share kept free where engine and ranks share a device; not measured
+BLOCK = 128  # tokens of a block at most, over vLLM's attention backends
 UNPLANNED = frozenset(
     {
         *("block_size", "num_gpu_blocks_override", "max_model_len", "hf_overrides", "speculative_config"),
@@ -28,9 +22,7 @@ UNPLANNED = frozenset(
 
 def most_used(config: Config, shape: Shape, item: int, step_tokens: int) -> float | None:
     """Return the bytes on each of an engine's devices that `rollout.max_num_seqs` samples of the longest kind take.
-
-    `item`: bytes of a number; `step_tokens`: of an engine step at most. None where rollout.engine_kwargs decide.
-    """
+    `item`: bytes of a number; `step_tokens`: of an engine step at most. None where rollout.engine_kwargs decide."""
     if UNPLANNED & set(config.rollout.engine_kwargs):
         return None
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -44,8 +36,7 @@ def most_used(config: Config, shape: Shape, item: int, step_tokens: int) -> floa
 class Bounds(NamedTuple):
     """Bytes that each device of an engine is given for its cache; None: vLLM measures what its share has left."""
 
-    together: int | None
-    """Where trainer ranks stay on the device, so that vLLM can't measure."""
+    together: int | None  # where trainer ranks stay on the device, so that vLLM can't measure
     in_turns: int | None
 
 
@@ -53,10 +44,8 @@ UNKNOWN = Bounds(None, None)
 
 
 def cache_of(share: float, used: float | None, given: Mapping[str, Any]) -> tuple[float, Bounds]:
-    """Return the cache's bytes, and what vLLM is given for it.
-
-    `share`: what an engine's share of the device has left for it; `used`: see `most_used`; `given`: its arguments.
-    """
+    """Return the cache's bytes, and what vLLM is given for it. `share`: what an engine's share of the device has left
+    for it; `used`: see `most_used`; `given`: its arguments."""
     if used is None:
         return given.get("kv_cache_memory_bytes") or share, UNKNOWN
     size = min(share, used)

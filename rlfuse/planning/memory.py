@@ -1,10 +1,7 @@
-"""What lies on one device, and whether it fits: pure functions of a configuration, shapes and the device's memory.
+"""What a device holds in each phase, and whether it fits: a pure function of configuration, shapes and device memory.
 
-Role: `rlfuse plan` shows the parts and what is wrong with them. On GPUs the slot's engine and its rank take turns
-unless both fit, so each phase has its sum: of the parts that `residency` finds there. On CPU hosts nothing
-leaves, and all parts are one sum. Sources: ZeRO's states as in Rajbhandari et al. 2020 (arXiv 1910.02054) and in
-DeepSpeed 0.19; what an engine takes as in vLLM 0.32.
-Invariants: bytes are of the fullest device; every part that a phase's sum has is listed.
+ZeRO's states as in arXiv 1910.02054 and DeepSpeed 0.19; an engine's memory as in vLLM 0.32. Bytes are of the fullest
+device.
 """
 
 from __future__ import annotations
@@ -25,44 +22,28 @@ from rlfuse.planning.residency import MODELS, PHASES, TRAINING, Item, contents
 
 GIB, MIB = 1 << 30, 1 << 20
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
-STATES = 8
-"""AdamW's two moments, in float32."""
-FAMILY_TOKENS = 768
-"""Of a frame, at most, as the processors of VideoLLaMA3 and Qwen2.5-VL have it where a checkpoint does not say."""
-REDUCED_WHOLE = 500_000_000
-"""Gradient elements that DeepSpeed reduces at a time without ZeRO, whatever its configuration says."""
-LIVE = 1_000_000_000
-"""Parameters that ZeRO 3 holds gathered at a time, at the most."""
-PROCESS = 600 * MIB
-"""What each process of a slot takes besides: a CUDA context, or Python with torch."""
-SERVED_BYTES = 8
-"""Per word and sequence, while vLLM samples: logits in float32, and their log-probs."""
-CPU_STEP_TOKENS = 2048
-"""Of an engine on CPUs in one step at the most, as vLLM has it inside of another program."""
-CPU_WORKER = 60 * MIB
-"""What an engine's process on CPUs has above PROCESS before its model comes. Measured by
-`tests/benchmarks/memory_peaks.py`."""
-GRAPHS = 1 * GIB
-"""What an engine that sleeps keeps: CUDA graphs and NCCL's buffers. An allowance, not measured."""
-NCCL = 1 * GIB
-"""What a rank's communicators keep. Likewise."""
-SCORED_TOKENS, SCORER = 16384, GIB + 256 * MIB
-"""A reward model's tokens at a time; its CUDA graphs and KV cache by default, where vLLM runs it. Likewise."""
-LANES = 1 * GIB
-"""What a rank of a pipeline has besides: kernels loaded at its start, NCCL's buffers of its lanes. Likewise."""
+STATES = 8  # adamW's two moments, in float32
+FAMILY_TOKENS = 768  # per frame at most (VideoLLaMA3, Qwen2.5-VL), if unknown
+REDUCED_WHOLE = 500_000_000  # gradient elements that DeepSpeed reduces at a time without ZeRO
+LIVE = 1_000_000_000  # parameters that ZeRO 3 holds gathered at a time, at the most
+PROCESS = 600 * MIB  # what each process of a slot takes besides: a CUDA context, or Python with torch
+SERVED_BYTES = 8  # per word and sequence, while vLLM samples: logits in float32, and their log-probs
+CPU_STEP_TOKENS = 2048  # of an engine on CPUs in one step at the most, as vLLM has it inside of another program
+CPU_WORKER = 60 * MIB  # an engine's process on CPUs above PROCESS (tests/benchmarks/memory_peaks.py)
+GRAPHS = 1 * GIB  # a sleeping engine's CUDA graphs and NCCL buffers; not measured
+NCCL = 1 * GIB  # what a rank's communicators keep. Likewise.
+SCORED_TOKENS, SCORER = 16384, GIB + 256 * MIB  # of a reward model in vLLM; not measured
+LANES = 1 * GIB  # a pipeline rank's kernels and NCCL buffers of lanes; not measured
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """Something that lies on the device."""
 
-    role: str
-    """`actor`, `critic`, `reference`, `engine`, `tower`, `reward models` or `processes`."""
+    role: str  # `actor`, `critic`, `reference`, `engine`, `tower`, `reward models` or `processes`
     what: str
-    size: float
-    """Bytes."""
-    item: Item
-    """When it is there."""
+    size: float  # bytes
+    item: Item  # when it is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +52,7 @@ class Budget:
 
     device: str
     bytes: int
-    host: int | None = None
-    """Bytes of a node's own memory for what is off its GPUs; None: as many as it takes."""
+    host: int | None = None  # bytes of a node's own memory for what is off its GPUs; None: as many as it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +60,7 @@ class Moved:
     """Bytes on their way between a GPU and its host."""
 
     all: float = 0.0
-    optimizers: float = 0.0
-    """Of these, what only optimizer steps read."""
+    optimizers: float = 0.0  # of these, what only optimizer steps read
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +69,11 @@ class Memory:
 
     parts: tuple[Part, ...]
     budget: Budget
-    kv_tokens: int
-    """That an engine's cache holds, all its devices together; 0 or less: none fits."""
-    host: float
-    """Bytes of pinned memory per slot while models are off a GPU, of offloaded optimizers and activations."""
-    optimizers_alone: bool = False
-    """Each optimizer is on the device in its own steps only, and for checkpoints."""
-    kv_cache_bytes: int | None = None
-    """That each device of an engine is given for its KV cache; None: what vLLM finds left of its share."""
-    hands_over: bool = True
-    """Engine and ranks take turns on the device; False: both stay there."""
+    kv_tokens: int  # that an engine's cache holds, all its devices together; 0 or less: none fits
+    host: float  # bytes of pinned memory per slot while models or activations are off the GPU
+    optimizers_alone: bool = False  # each optimizer is on the device in its own steps only, and for checkpoints
+    kv_cache_bytes: int | None = None  # given to each device of an engine; None: vLLM decides
+    hands_over: bool = True  # engine and ranks take turns on the device; False: both stay there
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -107,14 +81,12 @@ class Memory:
         return PHASES if self.budget.device == "cuda" else (TRAINING,)
 
     def of(self, phase: str) -> list[Part]:
-        """Return the parts that are there in a phase."""
         if self.budget.device == "cpu":
             return list(self.parts)
         there = contents(self.optimizers_alone, self.hands_over)[phase]
         return [part for part in self.parts if part.item in there]
 
     def total(self, phase: str) -> float:
-        """Sum up the bytes of a phase."""
         return sum(part.size for part in self.of(phase))
 
     @property
@@ -128,12 +100,10 @@ class Memory:
         return Moved(optimizers, optimizers) if self.optimizers_alone else Moved()
 
     def size_of(self, items: Set[Item]) -> float:
-        """Sum up the bytes of these items."""
         return sum(part.size for part in self.parts if part.item in items)
 
     @property
     def tightest(self) -> str:
-        """The phase that needs the most."""
         return max(self.phases, key=self.total)
 
 
@@ -164,7 +134,6 @@ def memory_of(
 
 
 def _residents(config: Config, shapes: Mapping[str, Shape], budget: Budget, served: Mapping[str, Shape]) -> list[Part]:
-    """What never leaves: encoder ranks, reward models, and each process's own."""
     found, tower = [], shapes["actor"].tower
     if tower:
         found.append(Part("tower", "encoders' parameters", tower * ITEM[config.model.dtype], Item.RESIDENTS))
@@ -204,9 +173,6 @@ def _on_their_way(config: Config, shape: Shape) -> list[Part]:
     ]
 
 
-# Training ------------------------------------------------------------------------------------------------------------
-
-
 def models_of(config: Config, shapes: Mapping[str, Shape], device: str) -> list[Part]:
     """Return the models' parts on the pipeline's fullest position, where there is one, whatever an engine's cache is
     and how many sequences it runs."""
@@ -217,7 +183,6 @@ def models_of(config: Config, shapes: Mapping[str, Shape], device: str) -> list[
 
 
 def _position(config: Config, shapes: Mapping[str, Shape], device: str, position: int) -> list[Part]:
-    """Parts on the device that has the actor's stage `position`."""
     item, zero, stages = ITEM[config.model.dtype], config.actor.zero_stage, config.training.pipeline_parallel_size
     copies = config.slots // stages // config.training.tensor_model_parallel_size
     found = [] if config.video.freeze_tower else _trained_tower(config, shapes["actor"].tower, copies)
@@ -263,7 +228,6 @@ def _position(config: Config, shapes: Mapping[str, Shape], device: str, position
 
 
 def _states(config: Config, role: str, held: float, copies: int) -> list[Part]:
-    """Gradients and optimizer of `held` parameters that `copies` ranks have."""
     zero, dtype = config.actor.zero_stage, config.model.dtype
     gradients = gradient_bytes(zero, dtype, config.actor.grad_accum_dtype, copies) * held
     found = [Part(role, "gradients", gradients, _of_gradients(zero))]
@@ -289,10 +253,8 @@ def _of_gradients(zero: int) -> Item:
 
 
 def _trained_tower(config: Config, size: int, copies: int) -> list[Part]:
-    """A tower that learns: as DeepSpeed holds it, as it runs, its sums of gradients, and as the run began.
-
-    See `engines.trainer.vision_tower`.
-    """
+    """A tower that learns: as DeepSpeed holds it, as it runs, its sums of gradients, and as the run began. See
+    `engines.trainer.vision_tower`."""
     item, whole = ITEM[config.model.dtype], config.actor.zero_stage < 3
     each = (1 + (1 if whole else 1 / copies)) * item + 4 + (item if config.uses_reference else 0)
     return [Part("tower", "copies that learn", each * size, Item.PARAMETERS), *_states(config, "tower", size, copies)]
@@ -324,9 +286,6 @@ def parameters_on(config: Config, shape: Shape, role: str, position: int) -> int
         + (shape.head // part.head[1] if part.head else 0)
         for part in parts_on(config, shape, role, position)
     )
-
-
-# Generating ----------------------------------------------------------------------------------------------------------
 
 
 def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], int, Bounds]:
@@ -361,10 +320,8 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
 
 
 def quantized_away(config: Config, shape: Shape) -> float:
-    """Bytes of an engine's weights that `rollout.quantization` saves, on all its devices together.
-
-    vLLM leaves embedding and head as they are; a layer's norms, and the scales, are too small to count.
-    """
+    """Bytes of an engine's weights that `rollout.quantization` saves, on all its devices together. vLLM leaves
+    embedding and head as they are; a layer's norms, and the scales, are too small to count."""
     share = {None: 0.0, EXPERTS_ALONE: shape.of_experts}.get(config.rollout.quantization, 1.0)
     return (ITEM[config.model.dtype] - 1) * share * sum(shape.layers)
 

@@ -1,9 +1,6 @@
-"""A model's sizes from its config.json alone: its real classes are built without memory, and nothing is downloaded.
+"""Read a model's sizes from its config.json: its classes are built on the meta device, nothing is downloaded.
 
-Role: `read_shape` is called by `rlfuse plan` for actor, critic and reference; what follows from a `Shape` is pure.
-Invariants: `parameters` is what the loaded model has, a tensor shared by embedding and head counted once; the engine's
-cache is as vLLM has it, which keeps one latent vector of a token where keys and values are made of one (MLA), and one
-head for all queries where they share it (multi-query).
+The KV cache is as vLLM has it: one latent vector per token with MLA, one head for all queries with multi-query.
 """
 
 from __future__ import annotations
@@ -34,22 +31,15 @@ HYBRID = ("layers_block_type", "block_types", "attn_type_list", "hybrid_override
 class Cache:
     """Keys and values of a token in one layer of an engine."""
 
-    heads: int
-    """That tensor-parallel devices divide, or copy where there are too few."""
-    numbers: int
-    """Of each head."""
-    full: int
-    """Layers that keep all tokens."""
-    sliding: int = 0
-    """Layers that keep `window` tokens."""
+    heads: int  # that tensor-parallel devices divide, or copy where there are too few
+    numbers: int  # of each head
+    full: int  # layers that keep all tokens
+    sliding: int = 0  # layers that keep `window` tokens
     window: int = 0
 
     def bytes_of(self, tokens: int, item: int, width: int = 1, step_tokens: int = 0) -> int:
-        """Return a sample's bytes on each of `width` tensor-parallel devices.
-
-        `step_tokens`: the most that the engine takes in one step. vLLM keeps layers in groups of one size, and a
-        window's tokens beside those of a step.
-        """
+        """Return a sample's bytes on each of `width` tensor-parallel devices. `step_tokens`: the most that the engine
+        takes in one step. vLLM keeps layers in groups of one size, and a window's tokens beside those of a step."""
         token = max(1, self.heads // width) * self.numbers * item
         windowed = min(tokens, self.window + step_tokens)
         if not self.sliding or not self.full:
@@ -64,36 +54,24 @@ class Cache:
 class Shape:
     """One model; sizes of parts are numbers of parameters."""
 
-    parameters: int
-    """All that the trainer holds, without a vision tower."""
-    layers: tuple[int, ...]
-    """Of each decoder layer."""
+    parameters: int  # all that the trainer holds, without a vision tower
+    layers: tuple[int, ...]  # of each decoder layer
     embedding: int
-    head: int
-    """Of the output layer; that of the embedding again where the two are one tensor."""
-    active: float
-    """Share of the layers' parameters that a token passes: below 1 in mixtures of experts."""
+    head: int  # of the output layer; that of the embedding again where the two are one tensor
+    active: float  # share of the layers' parameters that a token passes: below 1 in mixtures of experts
     hidden: int
-    intermediate: int
-    """Width of the widest part of a layer; of experts all that a token passes."""
+    intermediate: int  # width of the widest part of a layer; of experts all that a token passes
     heads: int
     head_width: int
-    vocabulary: int
-    """Outputs of the head: words, or 1 of a value model."""
+    vocabulary: int  # outputs of the head: words, or 1 of a value model
     cache: Cache
-    model: MetaModel | None = field(repr=False)
-    """Runs its passes without memory; None of a model that only serves."""
-    experts: int = 0
-    """In each layer of a mixture, and how many of them a token passes."""
+    model: MetaModel | None = field(repr=False)  # None for a model that only serves
+    experts: int = 0  # in each layer of a mixture, and how many of them a token passes
     experts_used: int = 0
-    modules: int = 0
-    """With parameters of their own."""
-    tower: int = 0
-    """Of a video model's tower and projector."""
-    sight: tuple[int, int, int] = (0, 0, 0)
-    """The tower's layers, hidden size and intermediate size."""
-    embedded: int = 0
-    """Numbers of a visual token's embedding: hidden features, and as many for each layer that is fed besides."""
+    modules: int = 0  # with parameters of their own
+    tower: int = 0  # of a video model's tower and projector
+    sight: tuple[int, int, int] = (0, 0, 0)  # the tower's layers, hidden size and intermediate size
+    embedded: int = 0  # numbers of a visual token's embedding, for all layers that are fed
 
     def share(self, width: int) -> Shape:
         """What each of `width` ranks holds, which share the layers. The same shape for the same width."""
@@ -105,10 +83,8 @@ class Shape:
         return (1 - self.active) / (1 - self.experts_used / self.experts) if self.active < 1 else 0.0
 
     def tower_kept(self, tokens: int, item: int) -> int:
-        """Bytes that a tower that learns leaves for its backward pass, of a unit of so many tokens of four patches.
-
-        An estimate of gated layers: a tower's code reads the numbers of its grid, and can't run without them.
-        """
+        """Bytes that a tower that learns leaves for its backward pass, of a unit of so many tokens of four patches. An
+        estimate of gated layers: a tower's code reads the numbers of its grid, and can't run without them."""
         layers, hidden, intermediate = self.sight
         return 4 * tokens * layers * (2 * hidden * (4 + 2 * item) + 4 * (hidden + intermediate) * item)
 
@@ -207,7 +183,6 @@ def _tower(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _stack(model: PreTrainedModel) -> Any:
-    """The decoder's layers, whatever the family calls them."""
     import torch
 
     count, name = model.config.get_text_config().num_hidden_layers, type(model).__name__
@@ -245,7 +220,6 @@ def _shape_of(traced: MetaModel, value: bool) -> Shape:
 
 
 def _first(text: PreTrainedConfig, names: Sequence[str]) -> int | None:
-    """The first of these settings that the configuration has."""
     return next((found for name in names if (found := getattr(text, name, None))), None)
 
 

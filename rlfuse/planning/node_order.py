@@ -1,31 +1,27 @@
-"""Which node comes after which, so that a plan's exchanges take least over links that are not alike.
-
-Role: `plan --search` puts the nodes of its best plan in order by the links that were measured between them. Pure.
-A run's slots fill one node after the other (`cluster.node_order`): ranks that have the same stage are a ring over the
-nodes in that order, and stages hand on to the next, so that the slowest link of each decides. Links of one cloud's
-nodes differ by more than half, and recommended plans take them as alike (Pipette, arXiv 2405.18093).
-Invariant: the order found is no worse than the one given; up to `FEW` nodes it is the best of all.
-"""
+"""Order nodes so that a plan's exchanges take least time over links that differ (Pipette, arXiv 2405.18093)."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, permutations
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations, pairwise, permutations
+from pathlib import Path
+from typing import Annotated
 
+import yaml
+
+from rlfuse.config.input_files import AtLeastZero, InputError, Positive, Schema, read_yaml
 from rlfuse.config.schema import Config
+from rlfuse.files import write_whole
 from rlfuse.planning.exchanges import held_of
 from rlfuse.planning.memory import ITEM
 from rlfuse.planning.model_sizes import Shape
 
-FEW = 7
-"""Nodes of which every order is tried."""
-TRIES, STARTS = 4000, 4
-"""Changes of an order, and orders that are begun from."""
-COOLEST = 1e-3
-"""Share of the first order's seconds at which annealing ends."""
+FEW = 7  # nodes of which every order is tried
+TRIES, STARTS = 4000, 4  # changes of an order, and orders that are begun from
+COOLEST = 1e-3  # share of the first order's seconds at which annealing ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,30 +30,24 @@ class NodeLinks:
 
     names: tuple[str, ...]
     bytes_per_s: tuple[tuple[float, ...], ...]
-    seconds: tuple[tuple[float, ...], ...]
-    """Until the first byte is there."""
+    seconds: tuple[tuple[float, ...], ...]  # until the first byte is there
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
     """What a step sends between nodes: bytes, and how many messages wait for one another."""
 
-    ring: float
-    """Of a device on each link of a ring of ranks that have the same stage."""
+    ring: float  # of a device on each link of a ring of ranks that have the same stage
     ring_hops: int
-    handed: float
-    """From stage to stage of a pipeline."""
+    handed: float  # from stage to stage of a pipeline
     hand_overs: int
-    nodes: int
-    """That are used, the first of an order."""
+    nodes: int  # that are used, the first of an order
     nodes_of_a_pipeline: int = 1
 
 
 def exchanged(config: Config, shape: Shape, tokens: int) -> Exchanged:
-    """What a step over so many tokens sends, of one model: gradients and weights, and hidden states and theirs.
-
-    ZeRO 2 scatters gradients in every micro-batch, ZeRO 3 gathers weights in it twice; else once a mini-batch.
-    """
+    """What a step over so many tokens sends, of one model: gradients and weights, and hidden states and theirs. ZeRO 2
+    scatters gradients in every micro-batch, ZeRO 3 gathers weights in it twice; else once a mini-batch."""
     training, actor, item = config.training, config.actor, ITEM[config.model.dtype]
     stages, zero, each = training.pipeline_parallel_size, actor.zero_stage, config.trainer.n_gpus_per_node
     pipeline = stages * training.tensor_model_parallel_size  # its devices
@@ -87,7 +77,6 @@ def seconds_of(order: Sequence[int], links: NodeLinks, sent: Exchanged) -> float
 
 
 def _slowest(path: Sequence[int], links: NodeLinks, size: float, messages: int) -> float:
-    """Every link of a path carries the same at the same time."""
     return max(
         (size / links.bytes_per_s[a][b] + messages * links.seconds[a][b] for a, b in pairwise(path)), default=0.0
     )
@@ -140,3 +129,71 @@ def _changed(order: Sequence[int], draw: random.Random) -> list[int]:
     else:
         other[first], other[last] = other[last], other[first]
     return other
+
+
+Text = Annotated[str, Schema(type="string", minLength=1)]
+
+
+class LinksError(InputError):
+    """A file of links that can't be used, or links that can't be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two nodes, of which each sends as much as it receives."""
+
+    first: Text
+    second: Text
+    gbs: Positive  # gB/s of one process on each, while no other sends
+    us: AtLeastZero  # microseconds of an empty message
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLinks:
+    """What the file holds."""
+
+    over: Text  # `gloo` or `nccl`
+    nodes: tuple[Text, ...]  # addresses, or ids where they share one: names for cluster.node_order
+    pairs: tuple[Pair, ...]
+
+    def __post_init__(self) -> None:
+        if problems := tuple(self._problems()):
+            raise LinksError(*problems)
+
+    def _problems(self) -> Iterator[str]:
+        wanted = {frozenset(pair) for pair in combinations(self.nodes, 2)}
+        given = [frozenset((pair.first, pair.second)) for pair in self.pairs]
+        if len(set(self.nodes)) < len(self.nodes):
+            yield "nodes: a name stands there twice; name each node once"
+        if strange := set(given) - wanted:
+            yield f"pairs: {_named(strange)} are no two of the nodes; name nodes as in the list"
+        if missing := wanted - set(given):
+            yield f"pairs: {_named(missing)} were not measured; `rlfuse calibrate --links` measures all"
+        if len(set(given)) < len(given):
+            yield "pairs: one stands there twice; name each once"
+
+    def scaled(self, fastest_bytes_per_s: float) -> NodeLinks:
+        """With the fastest pair at this rate and the others in proportion."""
+        most = max(pair.gbs for pair in self.pairs)
+        of = {frozenset((pair.first, pair.second)): pair for pair in self.pairs}
+        rates, waits = [], []
+        for a in self.nodes:
+            row = [of.get(frozenset((a, b))) for b in self.nodes]
+            rates.append(tuple(fastest_bytes_per_s * pair.gbs / most if pair else float("inf") for pair in row))
+            waits.append(tuple(pair.us * 1e-6 if pair else 0.0 for pair in row))
+        return NodeLinks(self.nodes, tuple(rates), tuple(waits))
+
+
+def _named(pairs: Iterable[frozenset[str]]) -> str:
+    return ", ".join(sorted("-".join(sorted(pair)) for pair in pairs))
+
+
+def write_links(links: MeasuredLinks, path: Path) -> None:
+    """Write them as YAML. NotWritable where no file can be made there."""
+    given = asdict(links) | {"nodes": list(links.nodes), "pairs": [asdict(pair) for pair in links.pairs]}
+    write_whole(path, yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=100))
+
+
+def read_links(path: Path) -> MeasuredLinks:
+    """Raises LinksError, naming the file and each field that is wrong."""
+    return read_yaml(path, MeasuredLinks, LinksError, "`rlfuse calibrate --links` writes such a file")

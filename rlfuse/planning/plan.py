@@ -1,9 +1,5 @@
-"""`rlfuse plan`: what a job would take, before anything starts; needs no GPU.
+"""`rlfuse plan`: memory, placement and time of a job before it starts; needs no GPU.
 
-Role: the command line of `rlfuse.planning`: composes the job as `rlfuse train` would, reads sizes from config.json,
-prints tables. Files of functions that are on this machine are read as `rlfuse train` reads them, those of the policy
-and the loss executed, and the data if all of its files are there; reward functions are not needed. Called by
-`rlfuse.cli`.
 Exit status: 0 it fits, 2 wrong configuration, 3 it does not fit.
 """
 
@@ -22,22 +18,28 @@ from rich.table import Table
 from rlfuse.algorithms.experience import Experience
 from rlfuse.cluster.cuda import gpu_settings
 from rlfuse.config.compose import compose_job, to_config
-from rlfuse.config.facts import Facts, facts_of_a_plan
-from rlfuse.config.input_files import read
+from rlfuse.config.input_files import read, unwritable
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
+from rlfuse.fusion.decisions import traits_of
 from rlfuse.fusion.own_policies import load_policy
-from rlfuse.fusion.registry import traits_of
 from rlfuse.planning import search_command, sharing
-from rlfuse.planning.activation_tiers import words
-from rlfuse.planning.activations import PASS_OF, leaves
+from rlfuse.planning.activations import PASS_OF, leaves, words
 from rlfuse.planning.cluster_file import Cluster, ClusterError, read_cluster
-from rlfuse.planning.data_lengths import DataLengths, prompt_tokens, read_lengths
 from rlfuse.planning.memory import GIB, Budget, Memory, Moved, memory_of
 from rlfuse.planning.model_sizes import Shape, served_shapes, shapes_of
-from rlfuse.planning.planned_job import beyond_limits, completed, needed_by_run, plannable, unset
-from rlfuse.planning.remedies import remedies
-from rlfuse.planning.shortages import problems
+from rlfuse.planning.planned_job import (
+    DataLengths,
+    beyond_limits,
+    completed,
+    facts_of,
+    needed_by_run,
+    plannable,
+    prompt_tokens,
+    read_lengths,
+    unset,
+)
+from rlfuse.planning.remedies import problems, remedies
 from rlfuse.planning.step_time import NOTHING, standings
 from rlfuse.planning.tables import memory_table, placement_table, settings_table, table_of
 from rlfuse.progress import Console
@@ -51,7 +53,6 @@ COSTS = {"from": "run", "peak-tflops": "peak_tflops", "cluster": "cluster"}
 OPTIONAL = ("utilization", "bandwidth")
 OF_DEVICE = {"peak_tflops": "peak_tflops", "utilization": "utilization", "memory_bandwidth_gbs": "bandwidth"}
 """Field of a cluster file -> option that gives the same without one."""
-PICTURES = (".png", ".html")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -63,7 +64,9 @@ def main(argv: Sequence[str]) -> None:
         arguments.cluster = read_cluster(arguments.cluster)
     from rlfuse.engines.trainer.families import untrainable  # imports transformers
 
-    config = to_config(plannable(completed(compose_job(words))), lambda config: _facts(config, arguments))
+    config = to_config(
+        plannable(completed(compose_job(words))), lambda config: facts_of(config, device_of(config, arguments))
+    )
     _check(arguments, config)
     policy = load_policy(config.fusion.policy)
     beyond = beyond_limits(config, arguments.prompt_tokens, arguments.response_tokens)
@@ -87,7 +90,11 @@ def main(argv: Sequence[str]) -> None:
     for line in (*away, *filter(None, [blocked]), *unread):
         console.print(escape(line), soft_wrap=True)
     if arguments.memory_picture is not None:
-        _draw_memory(config, memory, arguments.memory_picture, console)
+        from rlfuse.planning.pictures import draw_memory
+
+        path, stage = arguments.memory_picture, config.actor.zero_stage
+        draw_memory(memory, f"{config.model.path}, {config.slots} slots, actor.zero_stage={stage}", path)
+        console.print(f"picture: {path}\n", soft_wrap=True)
     if budget.device == "cuda":
         _show_settings(config, memory, arguments.settings, console)
     _forecast(config, shapes, memory, arguments, console)
@@ -107,42 +114,19 @@ def _parser() -> argparse.ArgumentParser:
         description="What a job would take. Status 0: it fits, 2: wrong configuration, 3: it does not fit.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--device-memory",
-        type=float,
-        metavar="GIB",
-        help="of a GPU (a slot, for cluster.device=cpu); default: as found",
-    )
-    parser.add_argument(
-        "--peak-tflops", type=float, metavar="N", help="peak of a device, as in a cluster file: forecasts times"
-    )
-    parser.add_argument(
-        "--utilization", type=float, metavar="SHARE", help="of that peak, achieved in passes and training; default: 0.4"
-    )
+    parser.add_argument("--device-memory", type=float, metavar="GIB", help="of a GPU (CPU: a slot); default: as found")
+    parser.add_argument("--peak-tflops", type=float, metavar="N", help="peak of a device: forecasts times")
+    parser.add_argument("--utilization", type=float, metavar="SHARE", help="of that peak (MFU); default: 0.4")
     parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="of a device's memory; default: 2000 (CPU: 20)")
-    parser.add_argument(
-        "--cluster", type=Path, metavar="FILE", help="the machines, as for --search: memory, speed, links"
-    )
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help="the machines: memory, speed, links")
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="costs and lengths of a recorded run")
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: the run's or half the limit")
-    parser.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help="mean; default: the run's, the data's or half the limit"
-    )
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: the run's or the data's")
     parser.add_argument("--picture", type=Path, metavar="out.png|html", help="the fused schedule of a pipeline job")
     parser.add_argument("--memory-picture", type=Path, metavar="out.png", help="what lies on a device in each phase")
     parser.add_argument("--search", action="store_true", help="the fastest plan that fits: --search --help")
-    parser.add_argument(
-        "--settings", action="store_true", help="what is set for GPUs: variables, vLLM's arguments, why"
-    )
+    parser.add_argument("--settings", action="store_true", help="settings for GPUs: variables, vLLM's arguments, why")
     return parser
-
-
-def _facts(config: Config, arguments: argparse.Namespace) -> Facts:
-    """What config.json and files of functions say; data and tokenizer may be on another machine, as GPUs may."""
-    enough = "a plan needs no more of a model than a folder with its config.json"
-    found = facts_of_a_plan(config)
-    wrong = {key: f"{why}; {enough}" for key, why in found.model_problems.items()}
-    return replace(found, model_problems=wrong, cuda={"cuda": True, "cpu": False}.get(device_of(config, arguments)))
 
 
 def device_of(config: Config, arguments: argparse.Namespace) -> str:
@@ -157,7 +141,6 @@ def device_of(config: Config, arguments: argparse.Namespace) -> str:
 
 
 def _check(arguments: argparse.Namespace, config: Config) -> None:
-    """Raises ConfigError with everything that is wrong with the options."""
     wrong = []
     for name in ("device_memory", "response_tokens", "prompt_tokens"):
         value = getattr(arguments, name)
@@ -171,8 +154,8 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
     if arguments.cluster is not None and arguments.device_memory is not None:
         wrong.append("--cluster and --device-memory: both tell the memory; give one of them")
     wrong += arguments.cluster.lacks(config) if arguments.cluster is not None else ()
-    wrong += _wrong_file("--picture", arguments.picture, PICTURES)
-    wrong += _wrong_file("--memory-picture", arguments.memory_picture, PICTURES[:1])
+    wrong += unwritable("--picture", arguments.picture, ".png", ".html")
+    wrong += unwritable("--memory-picture", arguments.memory_picture, ".png")
     if arguments.picture is not None:
         if config.training.pipeline_parallel_size == 1:
             wrong.append("--picture: shows the schedule of pipelines; set training.pipeline_parallel_size above 1")
@@ -180,16 +163,6 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
             wrong.append("--picture: a schedule needs durations; give --peak-tflops, --cluster or --from")
     if wrong:
         raise ConfigError(wrong)
-
-
-def _wrong_file(option: str, path: Path | None, endings: Sequence[str]) -> list[str]:
-    if path is None:
-        return []
-    if path.suffix not in endings:
-        return [f"{option} {path}: needs a name that ends in {' or '.join(endings)}"]
-    if not path.absolute().parent.is_dir():
-        return [f"{option} {path}: the folder does not exist; make it first"]
-    return []
 
 
 def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:
@@ -210,9 +183,6 @@ def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:
     if not torch.cuda.is_available():
         raise ConfigError(["--device-memory: there is no GPU here to ask; give it in GiB, as --device-memory 80"])
     return Budget(device, torch.cuda.get_device_properties(0).total_memory)
-
-
-# Words ---------------------------------------------------------------------------------------------------------------
 
 
 def _activations_away(config: Config, shapes: Mapping[str, Shape], device: str) -> list[str]:
@@ -255,13 +225,9 @@ def _show_settings(config: Config, memory: Memory, all_of_them: bool, console: C
         console.print()
 
 
-# Time ----------------------------------------------------------------------------------------------------------------
-
-
 def _forecast(
     config: Config, shapes: Mapping[str, Shape], memory: Memory, arguments: argparse.Namespace, console: Console
 ) -> None:
-    """Times by stage, if anything tells them, and the picture."""
     if all(getattr(arguments, name) is None for name in COSTS.values()):
         console.print(
             "Time: give --peak-tflops N, the peak of a device, --cluster FILE of the machines, or --from RUN_DIR for "
@@ -274,8 +240,8 @@ def _forecast(
     from rlfuse.planning.forecast import assumptions, forecast, lengths_of, recorded_costs
     from rlfuse.planning.hardware import KINDS
     from rlfuse.planning.step_time import StepTimes
-    from rlfuse.simulate.prefill_share import error_of
     from rlfuse.simulate.recorded import read_run
+    from rlfuse.simulate.tuning import error_of
 
     recording = None if arguments.run is None else read_run(arguments.run)
     hardware, machines, speeds = None, _machines(config, memory, arguments), ()
@@ -308,10 +274,8 @@ def _forecast(
 
 
 def _machines(config: Config, memory: Memory, arguments: argparse.Namespace) -> Cluster | None:
-    """Return those of the cluster file, or those that the options describe; None for the costs of a run.
-
-    Raises ClusterError, naming the options.
-    """
+    """Return those of the cluster file, or those that the options describe; None for the costs of a run. Raises
+    ClusterError, naming the options."""
     if arguments.cluster is not None or arguments.peak_tflops is None:
         return arguments.cluster
     options = {field: getattr(arguments, name) for field, name in OF_DEVICE.items()}
@@ -328,7 +292,6 @@ def _machines(config: Config, memory: Memory, arguments: argparse.Namespace) -> 
 def _travels(
     config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved
 ) -> Iterator[str]:
-    """What is said of what goes between devices and host for optimizers."""
     from rlfuse.planning.costs import carried, optimizer_trips
 
     if moved.optimizers:
@@ -339,7 +302,6 @@ def _travels(
 
 
 def _optimizer_words(config: Config, size: float, seconds: float, hidden: float) -> str:
-    """How long a step's optimizers travel."""
     residency = config.actor.optimizer_residency
     told = f"  actor.optimizer_residency={residency}: {size / GIB:.1f} GiB of optimizer state"
     if not seconds:
@@ -349,7 +311,6 @@ def _optimizer_words(config: Config, size: float, seconds: float, hidden: float)
 
 
 def _offload_words(size: float, seconds: float) -> str:
-    """How long gradients and weights travel in a step, where optimizers stay on the host."""
     told = f"  actor.offload_optimizer=true: {size / GIB:.1f} GiB of gradients and weights"
     if not seconds:
         return f"{told} to the host and back; --cluster tells how long they are on their way"
@@ -375,15 +336,7 @@ def time_table(found: Forecast) -> Table:
     return table
 
 
-def _draw_memory(config: Config, memory: Memory, path: Path, console: Console) -> None:
-    from rlfuse.planning.memory_picture import draw
-
-    draw(memory, f"{config.model.path}, {config.slots} slots, actor.zero_stage={config.actor.zero_stage}", path)
-    console.print(f"picture: {path}\n", soft_wrap=True)
-
-
 def _draw(problem, path: Path, console: Console) -> None:
-    """Serial 1F1B above the fused schedule of one mini-batch."""
     from rlfuse.fusion.schedules.baselines import serial_1f1b_rows
     from rlfuse.fusion.schedules.picture import draw
     from rlfuse.fusion.schedules.planning import SEARCH_S

@@ -1,11 +1,6 @@
-"""A device's speed without a run: half a minute of products, copies, passes, updates and decoding, as pieces of work.
+"""Measure a device without a run: half a minute of products, copies, passes, optimizer steps and decoding.
 
-Role: `rlfuse calibrate --probe` fits a calibration to `Probe.works`. Runs on this machine's GPU, else in as many
-threads as a trainer rank has (OMP_NUM_THREADS, 1 unless it is set). Models have random weights and two depths of the
-layers of `--model` (or of small Qwen2 models of two widths), which tells what a layer takes from what a call takes.
-Optimizers step on one flat tensor, as DeepSpeed has them do.
-Invariants: a time is the median of several, the first not counted; decoding is transformers' with a cache, no engine's.
-Waits for nothing but the device.
+A time is the median of several, the first not counted. Decoding is that of transformers with a cache.
 """
 
 from __future__ import annotations
@@ -28,16 +23,12 @@ from rlfuse.planning.features import Work, forward_flops
 from rlfuse.planning.hardware import ENDS
 from rlfuse.planning.model_sizes import Shape, read_shape
 
-ENOUGH_S, FEWEST = 0.12, 3
-"""A measurement is repeated until it has taken so long, but at least so many times."""
+ENOUGH_S, FEWEST = 0.12, 3  # a measurement is repeated until it has taken so long, but at least so many times
 DEPTHS, WIDTHS, VOCABULARY = (2, 4), (256, 512), 1024
 TOKENS, BATCHES, CONTEXTS, STEPS = (64, 192, 512), (1, 4, 16), (64, 256), 4
-COPIED = 1 << 26
-"""Bytes."""
-STEPPED = (4_000_000, 8_000_000, 16_000_000)
-"""Parameters of optimizer steps: whose states no cache holds, as none holds a model's."""
-NORMED = 1 << 18
-"""Gradients of one parameter, whose norm is made at a time."""
+COPIED = 1 << 26  # bytes
+STEPPED = (4_000_000, 8_000_000, 16_000_000)  # parameters of optimizer steps, larger than any cache
+NORMED = 1 << 18  # gradients of one parameter, whose norm is made at a time
 
 
 @dataclass
@@ -56,7 +47,6 @@ class Probe:
     _part: int = 0
 
     def measure(self, folder: str | None) -> None:
-        """Everything; `folder`: a model's, with its config.json."""
         with _threads(self.device):
             dtype = _dtype(AutoConfig.from_pretrained(folder)) if folder else self._own_dtype
             self._rates(dtype)

@@ -1,8 +1,4 @@
-"""What makes a job fit that does not: settings that were tried on the plan itself, and nothing else.
-
-Role: `rlfuse plan` prints `remedies` beneath what is too much. Pure but for the traces that `memory_of` needs.
-Invariant: what is named fits as it is named, on the same devices unless it says more, and no check speaks against it.
-"""
+"""Find settings with which a job fits that does not: each is tried on the plan itself."""
 
 from __future__ import annotations
 
@@ -13,13 +9,49 @@ from math import ceil
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
-from rlfuse.planning.memory import MIB, Budget, Memory, memory_of
+from rlfuse.planning.memory import GIB, MIB, Budget, Memory, memory_of
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.residency import GENERATING, PHASES, TRAINING
-from rlfuse.planning.shortages import problems
 
-Setting = tuple[str, object]
-"""A key and the value to give it."""
+
+def problems(config: Config, memory: Memory) -> list[str]:
+    """One line for each thing that does not fit: what, by how much, its largest parts. `remedies` says what helps."""
+    found = []
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if memory.kv_tokens < longest:
+        key = "rollout.gpu_memory_utilization" if memory.budget.device == "cuda" else "rollout.kv_cache_memory_mb"
+        have = f"room for {memory.kv_tokens} tokens" if memory.kv_tokens > 0 else "no room beside the engine's weights"
+        found.append(
+            f"generating: the KV cache has {have}, the longest sample needs {longest} (data.max_prompt_length + "
+            f"data.max_response_length); {key}={getattr(config.rollout, key.split('.')[1])}, "
+            f"rollout.tensor_model_parallel_size={config.rollout.tensor_model_parallel_size}"
+        )
+    for phase in memory.phases:
+        total = memory.total(phase)
+        if total > memory.budget.bytes:
+            found.append(_too_much(memory, phase, total))
+    waiting, host = memory.host * config.trainer.n_gpus_per_node, memory.budget.host
+    if host is not None and waiting > host:
+        found.append(
+            f"a node's host memory: needs {waiting / GIB:.1f} GiB, pinned for what is off its "
+            f"{config.trainer.n_gpus_per_node} devices, of {host / GIB:.1f} (host_memory_gb); "
+            f"actor.zero_stage={config.actor.zero_stage}, actor.offload_optimizer={config.actor.offload_optimizer}"
+        )
+    return found
+
+
+def _too_much(memory: Memory, phase: str, total: float) -> str:
+    inside = sorted(memory.of(phase), key=lambda part: -part.size)
+    largest = ", ".join(f"{part.role}'s {part.what} {part.size / GIB:.2f}" for part in inside[:3])
+    over, limit = total - memory.budget.bytes, memory.budget.bytes
+    where = f"{phase}: " if memory.budget.device == "cuda" else ""
+    return (
+        f"{where}needs {total / GIB:.2f} GiB of a device's {limit / GIB:.2f}, {over / GIB:.2f} too many. The largest: "
+        f"{largest}."
+    )
+
+
+Setting = tuple[str, object]  # a key and the value to give it
 
 
 def remedies(
@@ -54,11 +86,9 @@ class _Plan:
         self.memory = memory_of(config, *self._given)
 
     def valid(self, settings: Sequence[Setting]) -> bool:
-        """Whether nothing speaks against it that does not speak against the job as it is."""
         return set(check(changed(self._config, settings), self._facts)) <= self._known
 
     def fits(self, settings: Sequence[Setting]) -> bool:
-        """Whether that is all it takes."""
         if not self.valid(settings):
             return False
         config = changed(self._config, settings)
@@ -109,10 +139,8 @@ def _families(config: Config, memory: Memory) -> Iterator[list[Setting]]:
 
 
 def _caches(config: Config, memory: Memory, longest: int) -> list[Setting]:
-    """Other sizes of the engine's cache: of a GPU the nearest shares, of a host what the longest sample takes.
-
-    The given share comes last, as what goes together with other settings: none is stronger than the others.
-    """
+    """Other sizes of the engine's cache: of a GPU the nearest shares, of a host what the longest sample takes. The
+    given share comes last, as what goes together with other settings: none is stronger than the others."""
     if memory.budget.device == "cuda":
         given = config.rollout.gpu_memory_utilization
         shares = sorted({share / 20 for share in range(2, 20)} - {given}, key=lambda share: abs(share - given))

@@ -1,26 +1,8 @@
-"""What lies on a slot's device when: a ledger of the calls that move something, pure and without a GPU.
+"""Which items are on a slot's device in which phase: a ledger of the calls that move something.
 
-Role: `contents` tells `rlfuse plan` what to add up in each phase; tests replay the calls of the real controller on a
-`ResidencyReplay`, which refuses a call whose things lie elsewhere, and compare what it saw with `contents`. Both read
-CALLS: a phase of the plan is what the calls of that phase find. Waits for nothing, moves nothing.
-
-One slot's life, as `engines.colocation` and `run.starting` have it (#: there, +: while the phase lasts):
-
-                     loading   generating   training     syncing     saving
-    parameters          #                      #            #           #       of actor and critic, ZeRO 3's gradients
-    reference           #                      #            #           #
-    optimizer           #                      #            #           #       masters and moments
-    gradients                                  #
-    activations                                +
-    engine weights                 #                        #
-    KV cache                       #
-    buckets                                                 +           +       weights on their way
-    engine layer                                            +                   the one that it puts together
-    residents           #          #           #            #           #       encoder ranks, reward models, contexts
-
-Under actor.optimizer_residency=step an optimizer is there for checkpoints and in its own steps alone, where activations
-have made room (`step_alone`). Under forecast it comes behind the weights, which changes no phase. Where engine and
-ranks fit on the device together, none of the calls that move them is made, and a phase has what both sides hold.
+`contents` gives `rlfuse plan` the items of each phase; tests replay the calls of the real controller on a
+`ResidencyReplay`, which refuses a call whose items are elsewhere. Under actor.optimizer_residency=step an optimizer is
+there for checkpoints and in its own steps alone (`step_alone`). Where engine and ranks fit together, nothing moves.
 """
 
 from __future__ import annotations
@@ -33,8 +15,7 @@ from enum import StrEnum
 from itertools import chain
 
 LOADING, GENERATING, TRAINING, SYNC, SAVING = "loading", "generating", "training", "syncing", "saving"
-PHASES = (LOADING, GENERATING, TRAINING, SYNC, SAVING)
-"""In the order in which they happen; the first syncing of weights comes before anything is generated."""
+PHASES = (LOADING, GENERATING, TRAINING, SYNC, SAVING)  # in order; a first syncing precedes generation
 
 
 class Item(StrEnum):
@@ -52,8 +33,7 @@ class Item(StrEnum):
     RESIDENTS = "residents"
 
 
-MODELS = frozenset({Item.PARAMETERS, Item.REFERENCE, Item.OPTIMIZER})
-"""What trainer ranks load, and move when their slot changes hands; gradients, where there are some, with them."""
+MODELS = frozenset({Item.PARAMETERS, Item.REFERENCE, Item.OPTIMIZER})  # gradients move with them
 TRAINED = MODELS | {Item.GRADIENTS}
 ENGINE = frozenset({Item.ENGINE_WEIGHTS, Item.KV_CACHE})
 
@@ -62,17 +42,13 @@ ENGINE = frozenset({Item.ENGINE_WEIGHTS, Item.KV_CACHE})
 class Call:
     """What one kind of call needs and does on the device of its slot."""
 
-    phase: str | None = None
-    """None: it only moves; what it leaves behind is of the phase that follows."""
+    phase: str | None = None  # none: it only moves; what it leaves behind is of the phase that follows
     needs: Set[Item] = frozenset()
-    apart_from: Set[Item] = frozenset()
-    """Must have left."""
+    apart_from: Set[Item] = frozenset()  # must have left
     brings: Set[Item] = frozenset()
-    during: Set[Item] = frozenset()
-    """On the device only while the call lasts."""
+    during: Set[Item] = frozenset()  # on the device only while the call lasts
     takes: Set[Item] = frozenset()
-    beside: bool = False
-    """Whether others may be under way meanwhile, but for what takes models away, although it moves something."""
+    beside: bool = False  # whether other calls may run meanwhile, except those that take models away
 
 
 CALLS = {
@@ -129,8 +105,7 @@ ALONE = {
 """What takes the place of calls where optimizers are there for steps alone."""
 MOVES = frozenset({"take_device", "take_weights", "leave_device", "sleep", "wake(weights)", "wake(kv_cache)"})
 """Calls by which a device changes hands."""
-TOGETHER = ("start_engine", *(name for name in STEP if name not in {*MOVES, "start_engine"}))
-"""The same step where it never does: the engine may start while its ranks load models."""
+TOGETHER = ("start_engine", *(name for name in STEP if name not in {*MOVES, "start_engine"}))  # where it never does
 
 
 class ResidencyError(RuntimeError):
@@ -171,7 +146,10 @@ class ResidencyReplay:
             raise self._refusal(name, slot, f"needs {_listed(missing)} on the device")
         if not self.hands_over and name in MOVES:
             raise self._refusal(name, slot, "would move what stays on the device")
-        if beside := self._apart_from(call) & here:
+        away = call.apart_from
+        if not self.hands_over:  # both sides stay: only what a side itself keeps away
+            away = away - ENGINE if away >= ENGINE else frozenset()
+        if beside := away & here:
             raise self._refusal(name, slot, f"finds {_listed(beside)} on the device")
         if others := [other for other in self._under_way[slot] if self._clash(name, other)]:
             raise self._refusal(name, slot, f"begins while {others[0]} is under way")
@@ -187,12 +165,6 @@ class ResidencyReplay:
         if name == "leave_device":
             self._away[slot] = self.held[slot] & CALLS[name].takes
         self.held[slot] -= CALLS[name].takes
-
-    def _apart_from(self, call: Call) -> Set[Item]:
-        """What must have left before the call; of both sides where they stay, only what a side itself keeps away."""
-        if self.hands_over:
-            return call.apart_from
-        return call.apart_from - ENGINE if call.apart_from >= ENGINE else frozenset()
 
     def _clash(self, *names: str) -> bool:
         """Whether two calls can't be under way at a time."""

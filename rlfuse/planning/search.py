@@ -1,17 +1,8 @@
-"""The fastest plan that fits: best first by a bound that no schedule beats, simulated where that may still win.
+"""Search the fastest plan that fits: best first by a lower bound, simulated where it may still win.
 
-Role: `search` is called by `rlfuse plan --search`. Pure but for simulating and tracing; waits for nothing.
-How: a structure (degrees, ZeRO stage, machines) enters with a sketch of the bound of its fastest filling, which takes
-next to no time, gets that bound when it comes first, is then replaced by the first of its fillings with bounds of their
-own, and a filling by those after it (`space.Fillings`) and, if it fits, the step that the simulator takes under the
-job's policy. The most machines enter first.
-The bound is `simulate.bound`, on the same samples, and of every policy; so when a simulated plan comes first, no plan
-that was not looked at is faster. The first plans are then simulated under the other policies. Where time runs out
-before (or Ctrl-C comes), `Found.bound_s` tells what could still be gained; where no plan was found until then, those
-that need the least memory are tried. `settled` goes on from the best plan to its neighbours.
-Neither takes longer than it is given, but for what it is at when time is out: a memory, or a simulated step.
-Invariants: what does not fit is no plan; memory without activations, which takes no trace, is asked first. The engine's
-cache is the largest that fits: the simulator is some thousandths faster with a smaller one now and then.
+A structure (degrees, ZeRO stage, machines) enters with a sketch of the bound of its fastest filling, then gets its
+bound, then its fillings, each simulated if it fits. When a simulated plan comes first, no other plan is faster.
+`settled` then descends from neighbour to neighbour.
 """
 
 from __future__ import annotations
@@ -27,16 +18,13 @@ from rlfuse.config.checks import check, value_of
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 from rlfuse.planning.memory import Memory
-from rlfuse.planning.remedies import Setting, changed
+from rlfuse.planning.remedies import Setting, changed, problems
 from rlfuse.planning.searched_job import Job
-from rlfuse.planning.shortages import problems
 from rlfuse.planning.space import FASTEST, POLICY, Filling, Fillings, but_for, structural, structures
 from rlfuse.planning.step_time import NOTHING, Seconds
 
-LOOKING = 0.7
-"""Share of a search's time after which the plans that were found are tried under other policies."""
-FIRST = 8
-"""Plans that are simulated under every policy."""
+LOOKING = 0.7  # share of a search's time after which the plans that were found are tried under other policies
+FIRST = 8  # plans that are simulated under every policy
 LATE, SLOWER = "not looked at in time", "can't be as fast"
 Progress, Clock = Callable[[str], None], Callable[[], float]
 
@@ -55,27 +43,20 @@ class Found:
     """Plans, the best first, then the fastest, one for each structure that was simulated."""
 
     plans: tuple[Plan, ...]
-    bound_s: float
-    """No plan of the space takes less; the first plan's own step where the search came to its end, 0 where time did
-    not even reach for the bounds of all structures."""
-    left: int
-    """Structures and fillings that were not looked at when time or patience was out, as far as they were counted until
-    then; 0 where the search came to its end."""
+    bound_s: float  # no plan of the space takes less; 0 if not all structures were bounded
+    left: int  # structures and fillings not looked at in time; 0: the search is complete
     structures: int
     simulated: int
     not_fitting: int
-    nearest: tuple[float, tuple[str, ...]] | None = None
-    """Where nothing fits: bytes that are missing at the least, and why."""
+    nearest: tuple[float, tuple[str, ...]] | None = None  # if nothing fits: missing bytes, and why
 
 
 @dataclass(order=True, slots=True)
 class _Entry:
     seconds: float
-    nodes: int
-    """Of equals the fewest machines come first."""
+    nodes: int  # of equals the fewest machines come first
     number: int
-    kind: str = field(compare=False)
-    """`sketch` of a structure, `structure`, `filling` or `simulated`."""
+    kind: str = field(compare=False)  # `sketch` of a structure, `structure`, `filling` or `simulated`
     structure: tuple[Setting, ...] = field(compare=False)
     filling: Filling = field(compare=False)
 
@@ -103,15 +84,11 @@ class _Search:
         self._heap: list[_Entry] = []
         self._numbers = count()
         self._plans: list[Plan] = []
-        self._under_one: dict[tuple[Setting, ...], float] = {}
-        """Bounds of plans that were simulated under the job's policy only."""
+        self._under_one: dict[tuple[Setting, ...], float] = {}  # bounds of plans simulated under one policy
         self._refused, self._nearest = 0, None
-        self._structures: dict[tuple[Setting, ...], float] = {}
-        """How much each needs at the least, as `_missing`."""
-        self._least, self._gained = inf, 0
-        """The best step, and how many plans had been simulated when it was last told apart from the one before."""
-        self._unseen = True
-        """Whether there are structures that time did not reach for."""
+        self._structures: dict[tuple[Setting, ...], float] = {}  # bytes that each misses at least
+        self._least, self._gained = inf, 0  # best step, and plans simulated by then
+        self._unseen = True  # whether there are structures that time did not reach for
         self._told = self._clock()
 
     def run(self, facts: Facts, seconds: float, patience: float = inf) -> Found:
@@ -146,7 +123,6 @@ class _Search:
 
     @property
     def _done(self) -> bool:
-        """Whether a plan comes first, so that nothing hides a faster one."""
         return not self._unseen and (not self._heap or self._heap[0].kind == "simulated")
 
     def _left(self) -> int:
@@ -161,7 +137,6 @@ class _Search:
                 return
 
     def _try_other_policies(self, until: float) -> None:
-        """With the first plans of all."""
         for plan in list(ranked(self._plans))[:FIRST]:
             if self._under_one[plan.settings] < min(each.seconds.step for each in self._plans):
                 for policy in self._job.axes[POLICY]:
@@ -185,7 +160,6 @@ class _Search:
         return f"{looked}, {self._refused} don't fit{best}{least}"
 
     def _open_first(self) -> None:
-        """Put what the first entry stands for in its place."""
         entry = heapq.heappop(self._heap)
         try:
             if entry.kind == "filling":
@@ -201,7 +175,6 @@ class _Search:
             raise
 
     def _simulate(self, structure: tuple[Setting, ...], filling: Filling, bound: float = 0.0) -> bool:
-        """Whether it fits."""
         config, memory = self._job.sized(self._settings(structure, filling))
         if wrong := problems(config, memory):
             self._refuse(memory, wrong)
@@ -250,7 +223,6 @@ class _Search:
 
 
 def _missing(memory: Memory) -> float:
-    """Bytes by which the fullest phase exceeds the device."""
     return max(memory.total(phase) for phase in memory.phases) - memory.budget.bytes
 
 
@@ -329,7 +301,6 @@ class _Neighbours:
         return [plan for plan in tried if isinstance(plan, Plan) and plan.seconds.step < enough]
 
     def told(self, best: Plan) -> list[Neighbour]:
-        """What becomes of each."""
         tried = [(setting, self._tried(settings)) for setting, settings in self._beside(best)]
         return [
             Neighbour(setting, each) if isinstance(each, Plan) else Neighbour(setting, None, each)
@@ -351,7 +322,6 @@ class _Neighbours:
         return best
 
     def _beside(self, best: Plan) -> Iterator[tuple[Setting, tuple[Setting, ...]]]:
-        """For each axis the values beside the plan's."""
         given = dict(best.settings)
         for key, values in self._job.axes.items():
             if key == POLICY:  # each was tried with every plan
@@ -361,7 +331,6 @@ class _Neighbours:
                 yield (key, value), but_for(best.settings, key, value)
 
     def _tried(self, settings: tuple[Setting, ...], most: float = inf) -> Plan | str:
-        """The plan, or why it can't be, or takes more than `most`."""
         if settings in self._plans:
             return self._plans[settings]
         late = self._clock() >= self._until
@@ -379,7 +348,6 @@ class _Neighbours:
         return self._plans[settings]
 
     def _with_memory(self, settings: tuple[Setting, ...]) -> tuple[Config, Memory] | str:
-        """Its configuration and memory, or why it can't be."""
         job = self._job
         if refused := [line for line in check(changed(job.config, settings), self._facts) if line not in self._known]:
             return refused[0]

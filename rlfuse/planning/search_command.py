@@ -1,14 +1,10 @@
-"""`rlfuse plan --search job.yaml --cluster cluster.yaml`: the fastest configuration that fits, and its job file.
-
-Role: the command line of `search`; `plan.main` calls it for `--search`. Needs the model's config.json, but no data,
-rewards, weights, tokenizer or GPU. Exit status as of `rlfuse plan`; 3: no plan fits.
-"""
+"""`rlfuse plan --search`: the fastest configuration that fits, and its job file."""
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -23,20 +19,27 @@ from rich.table import Table
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.documentation import as_typed
 from rlfuse.config.facts import Facts, facts_of_a_plan
+from rlfuse.config.input_files import unwritable
 from rlfuse.config.keys import did_you_mean
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
-from rlfuse.planning import hypothetical
 from rlfuse.planning.cluster_file import Cluster, read_cluster
-from rlfuse.planning.data_lengths import prompt_tokens, read_lengths
-from rlfuse.planning.finalists import Finalists, finalists, untuned
-from rlfuse.planning.forecast import lengths_of
+from rlfuse.planning.forecast import Finalists, finalists, lengths_of, untuned
 from rlfuse.planning.memory import GIB
 from rlfuse.planning.model_sizes import served_shapes, shapes_of
 from rlfuse.planning.node_order import best_order, exchanged, seconds_of
-from rlfuse.planning.planned_job import beyond_limits, completed, differing, needed_by_run, plannable, write_job
-from rlfuse.planning.presets import PRESETS
+from rlfuse.planning.planned_job import (
+    beyond_limits,
+    completed,
+    differing,
+    facts_of,
+    needed_by_run,
+    plannable,
+    prompt_tokens,
+    read_lengths,
+    write_job,
+)
 from rlfuse.planning.remedies import changed
 from rlfuse.planning.search import Found, Neighbour, Plan, error_of, neighbours_of, search, settled, structure_of
 from rlfuse.planning.searched_job import Job
@@ -46,12 +49,9 @@ from rlfuse.planning.tables import memory_table, table_of
 from rlfuse.progress import Console
 
 DOES_NOT_FIT = 3
-SECONDS, PATIENCE = 60.0, 64
-"""All in all, where --seconds does not say; less where so many plans one after the other gain next to nothing."""
-LOOKING, SETTLING = 0.5, 0.8
-"""Shares of them after which the best plan so far is taken, and its neighbours; the rest is for tuning thresholds."""
-SHOWN = 8
-"""Plans in the table."""
+SECONDS, PATIENCE = 60.0, 64  # default time; plans without gain before it ends earlier
+LOOKING, SETTLING = 0.5, 0.8  # shares of the time for searching, and until neighbours end
+SHOWN = 8  # plans in the table
 
 
 def main(argv: Sequence[str]) -> None:
@@ -65,11 +65,12 @@ def main(argv: Sequence[str]) -> None:
     config = _accepted(cluster, plannable(given), arguments.keep)
     load_policy(config.fusion.policy)
     beyond = beyond_limits(config, arguments.prompt_tokens, arguments.response_tokens)
-    if wrong := [*_unplannable(config, cluster), *untrainable(config), *beyond]:
+    task = [f"trainer.task={config.trainer.task}: what is searched are steps that generate; drop --search"]
+    task *= config.trainer.task != "rl"
+    if wrong := [*task, *cluster.lacks(config), *untrainable(config), *beyond]:
         raise ConfigError(wrong)
     (job, facts), began = _job(config, cluster, arguments), time.monotonic()
-    given_s, patience = arguments.seconds or SECONDS, inf if arguments.seconds else PATIENCE
-    seconds = given_s / 2 if arguments.hypothetical else given_s
+    seconds, patience = arguments.seconds or SECONDS, inf if arguments.seconds else PATIENCE
     with console.status("") as status:
         found = search(job, facts, LOOKING * seconds, lambda line: status.update(escape(line)), patience)
     if not found.plans:
@@ -86,10 +87,6 @@ def main(argv: Sequence[str]) -> None:
                 around = neighbours_of(job, compared, facts)
         console.print(_plans_table(job, last.plans), _neighbours_table(compared, around))
         _show(job, given, found, last, arguments, console)
-    if arguments.hypothetical:
-        with console.status("what can't be run yet"):
-            beyond = search(_beyond(job), facts, began + given_s - time.monotonic(), patience=patience)
-        _show_hypothetical(_beyond(job), beyond, console)
     if not found.plans:
         raise SystemExit(DOES_NOT_FIT)
 
@@ -105,10 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cluster", type=Path, required=True, metavar="FILE", help="the machines, in YAML")
     parser.add_argument("--out", type=Path, metavar="best.yaml", help="write the best plan as a job file")
     parser.add_argument("--keep", action="append", default=[], metavar="KEY", help="leave this key as the job has it")
-    parser.add_argument(
-        "--seconds", type=float, metavar="N", help=f"all in all; default: {SECONDS:g}, or what is enough"
-    )
-    parser.add_argument("--hypothetical", action="store_true", help="also what this project can't run yet, apart")
+    parser.add_argument("--seconds", type=float, metavar="N", help=f"in all; default: {SECONDS:g}, or what is enough")
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: half the limit")
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: the data's or half the limit")
     parser.add_argument("--picture", type=Path, metavar="out.png", help="the plans' steps beside each other")
@@ -122,10 +116,8 @@ def _check(arguments: argparse.Namespace, words: Sequence[str]) -> None:
         if (value := getattr(arguments, name)) is not None and not (value > 0 and (name == "seconds" or value < inf))
     ]
     for option, path, ending in (("--out", arguments.out, ".yaml"), ("--picture", arguments.picture, ".png")):
-        if path is not None and path.suffix != ending:
-            wrong.append(f"{option} {path}: needs a name that ends in {ending}")
-        elif path is not None and not path.absolute().parent.is_dir():
-            wrong.append(f"{option} {path}: the folder does not exist; make it first")
+        if problems := unwritable(option, path, ending):
+            wrong += problems
         elif path is not None and path.resolve() in {Path(word).resolve() for word in (*words, arguments.cluster)}:
             wrong.append(f"{option} {path}: would be written over what it is made from; give another name")
     if wrong:
@@ -134,11 +126,16 @@ def _check(arguments: argparse.Namespace, words: Sequence[str]) -> None:
 
 def _accepted(cluster: Cluster, given: DictConfig, keep: Collection[str]) -> Config:
     """The job on all of the machines, or where that is refused on one device: the search tries what is between."""
+
+    def accepted(nodes: int, each: int) -> Config:
+        job = _on_these(nodes, each, cluster.device, given, keep)
+        return to_config(job, lambda config: facts_of(config, config.cluster.device))
+
     try:
-        return to_config(_on_these(cluster.nodes, cluster.sizes[0], cluster.device, given, keep), _facts)
+        return accepted(cluster.nodes, cluster.sizes[0])
     except ConfigError:
         with suppress(ConfigError):
-            return to_config(_on_these(1, 1, cluster.device, given, keep), _facts)
+            return accepted(1, 1)
         raise
 
 
@@ -151,24 +148,6 @@ def _on_these(nodes: int, each: int, device: str, given: DictConfig, keep: Colle
         if key not in keep:
             OmegaConf.update(job, key, value)
     return job
-
-
-def _unplannable(config: Config, cluster: Cluster) -> Iterator[str]:
-    """What the cluster does not have, or no search knows the time of."""
-    if config.trainer.task != "rl":
-        yield f"trainer.task={config.trainer.task}: what is searched are steps that generate; drop --search"
-    yield from cluster.lacks(config)
-
-
-def _facts(config: Config) -> Facts:
-    """What config.json tells; machines and files may be elsewhere."""
-    found = facts_of_a_plan(config)
-    enough = "a plan needs no more of a model than a folder with its config.json"
-    return replace(
-        found,
-        model_problems={key: f"{why}; {enough}" for key, why in found.model_problems.items()},
-        cuda=config.cluster.device == "cuda",
-    )
 
 
 def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tuple[Job, Facts]:
@@ -201,17 +180,7 @@ def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tup
     return job, facts
 
 
-def _beyond(job: Job) -> Job:
-    """The job with axes that can't be run yet."""
-    more = hypothetical.axes(job.config, job.shapes["actor"])
-    return replace(job, config=hypothetical.hypothetical(job.config), axes={**job.axes, **more})
-
-
-# Words ---------------------------------------------------------------------------------------------------------------
-
-
 def _nothing_fits(found: Found, seconds: float, console: Console) -> None:
-    """Of all plans, or of those that were looked at in time."""
     _, wrong = found.nearest or (0.0, ("the checks refuse every combination",))
     if found.left:
         looked = f"none of {found.not_fitting} combinations that were looked at in {seconds:g} s"
@@ -238,9 +207,9 @@ def _show(
     for line in _told(job, found, last, errors):
         console.print(escape(line), soft_wrap=True)
     if arguments.picture is not None:
-        from rlfuse.planning.search_picture import draw
+        from rlfuse.planning.pictures import draw_plans
 
-        draw(plans, [name_of(job, plan) for plan in plans], errors, arguments.picture)
+        draw_plans(plans, [name_of(job, plan) for plan in plans], errors, arguments.picture)
         console.print(f"picture: {arguments.picture}", soft_wrap=True)
     settings = dict(best.settings) | {"cluster.device": job.cluster.device}
     if placed := _placed(job, config):
@@ -284,7 +253,7 @@ def name_of(job: Job, plan: Plan) -> str:
     alone = config.actor.optimizer_residency == "step"
     words.append(f"ZeRO{config.actor.zero_stage}" + "+off" * config.actor.offload_optimizer + "+step" * alone)
     words += [config.rollout.quantization] if config.rollout.quantization else []
-    return " ".join([*words, *hypothetical.words(config)])
+    return " ".join(words)
 
 
 def _plans_table(job: Job, plans: Sequence[Plan]) -> Table:
@@ -317,21 +286,6 @@ def _plans_table(job: Job, plans: Sequence[Plan]) -> Table:
         "faster"
     )
     return table
-
-
-def _show_hypothetical(job: Job, found: Found, console: Console) -> None:
-    """The fastest of what can't be run, apart from what can, so that nobody takes one for the other."""
-    table = table_of(
-        "Hypothetical: were it there (this project can't run it yet), before thresholds are tuned",
-        "plan",
-        numbers=("GiB", "step", "+-"),
-    )
-    plans = [plan for plan in found.plans if any(hypothetical.words(changed(job.config, plan.settings)))]
-    for plan in plans[:SHOWN]:
-        memory, seconds = max(map(plan.memory.total, plan.memory.phases)) / GIB, plan.seconds
-        numbers = (memory, seconds.step, error_of(seconds, job.hardware.errors))
-        table.add_row(name_of(job, plan), *(f"{each:.1f}" for each in numbers))
-    console.print(table if plans else "hypothetical: nothing that this project can't run yet would be faster")
 
 
 def _neighbours_table(best: Plan, around: Sequence[Neighbour]) -> Table:
@@ -371,7 +325,6 @@ def _told(job: Job, found: Found, last: Finalists, errors: Mapping[str, float]) 
     late = [f"{last.left_out} more plans: not tuned in time; --seconds searches longer"] if last.left_out else []
     config, devices = changed(job.config, last.plans[0].settings), cluster.devices
     idle = f"{config.slots} of {devices} devices are used: a run takes the same number of devices on each of its nodes"
-    preset = [f"{cluster.preset}: {PRESETS[cluster.preset].source}; never run"] if cluster.preset else []
     return [
         f"{looked}; {more}",
         *late,
@@ -384,6 +337,5 @@ def _told(job: Job, found: Found, last: Finalists, errors: Mapping[str, float]) 
         "errors: "
         + ", ".join(f"{kind} {each:.0%}" for kind, each in errors.items())
         + ("" if job.cluster.calibration else ", an allowance: nothing was measured; `rlfuse calibrate` measures"),
-        *preset,
         *needed_by_run(job.config),
     ]

@@ -1,8 +1,4 @@
-"""The job that plans are looked for: what a plan of it needs and takes.
-
-Role: `search` asks it for memory, bounds and steps of many plans; `search_command` makes it of a job and the machines.
-Pure but for simulating and tracing.
-"""
+"""The job that plans are searched for: memory, bounds and steps of its plans, each computed once."""
 
 from __future__ import annotations
 
@@ -14,14 +10,12 @@ from types import SimpleNamespace
 from rlfuse.config.checks import value_of
 from rlfuse.config.schema import Config
 from rlfuse.fusion.costs import Costs
-from rlfuse.planning import hypothetical
 from rlfuse.planning.cluster_file import Cluster
-from rlfuse.planning.costs import STAYS, work_speeds
+from rlfuse.planning.costs import STAYS, costs_of, work_speeds
 from rlfuse.planning.hardware import Hardware, WorkSpeed
-from rlfuse.planning.memory import Memory, Moved, Part, models_of
+from rlfuse.planning.memory import Memory, Moved, Part, memory_of, models_of
 from rlfuse.planning.model_sizes import Shape
-from rlfuse.planning.remedies import Setting, changed
-from rlfuse.planning.shortages import problems
+from rlfuse.planning.remedies import Setting, changed, problems
 from rlfuse.planning.space import CACHE, POLICY, Axes
 from rlfuse.planning.step_time import Seconds, StepTimes
 from rlfuse.planning.tracing import MetaModel, Work
@@ -49,23 +43,17 @@ class Job:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_lean", _without_passes(self.shapes))
 
-    # Time ------------------------------------------------------------------------------------------------------------
-
     @functools.cached_property
     def times(self) -> StepTimes:
-        """What was simulated is not simulated again."""
         return StepTimes(self.shapes, self.lengths, self.prompt_tokens)
 
     def bound(self, config: Config, memory: Memory, roomy: bool = False) -> float:
-        """As `StepTimes.bound`."""
         return self.times.bound(config, self.costs(config, memory), self.speeds(config), roomy)
 
     def sketched(self, config: Config) -> float:
-        """As `StepTimes.sketched`."""
         return self.times.sketched(config, self._costs_of(config), self.speeds(config))
 
     def simulated(self, config: Config, memory: Memory, policy: str | None = None, tuned: bool = False) -> Seconds:
-        """As `StepTimes.simulated`."""
         return self.times.simulated(config, self.costs(config, memory), self.speeds(config), policy, tuned)
 
     def costs(self, config: Config, memory: Memory) -> Costs:
@@ -74,11 +62,10 @@ class Job:
         return replace(found, max_sequences=config.rollout.max_num_seqs, kv_tokens=max(1, memory.kv_tokens))
 
     def _costs_of(self, config: Config, moved: Moved = STAYS) -> Costs:
-        """Without those two, on which no other depends."""
         key = (moved, *self._but_of_engines(config))
         if key not in self._costs:
             context = self.times.context
-            self._costs[key] = hypothetical.costs(config, self.shapes, self.hardware, context, moved)
+            self._costs[key] = costs_of(config, self.shapes, self.hardware, context, moved)
         return self._costs[key]
 
     def _but_of_engines(self, config: Config) -> tuple[object, ...]:
@@ -90,8 +77,6 @@ class Job:
         nodes = self.cluster.speeds(config)
         return work_speeds(config, self.shapes["actor"], self.hardware, nodes, self.times.context)
 
-    # Memory ----------------------------------------------------------------------------------------------------------
-
     def lean(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
         """With the largest cache that fits, and memory without activations: no plan needs less."""
         return self._sized(settings, self._lean)
@@ -101,7 +86,6 @@ class Job:
         return self._sized(settings, self.shapes)
 
     def with_settings(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
-        """As the settings say, and all of its memory."""
         config = changed(self.config, settings)
         return config, self._memory(config, self.shapes)
 
@@ -119,16 +103,13 @@ class Job:
         if key not in self._models:
             self._models[key] = models_of(config, shapes, self.cluster.device)
         budget = self.cluster.budget(config)
-        return hypothetical.memory(config, shapes, budget, self.served, self._models[key])
+        return memory_of(config, shapes, budget, self.served, self._models[key])
 
     def settings_of(self, config: Config, settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
-        """With those of cache and policy."""
         return *settings, *((key, value_of(config, key)) for key in (CACHE[self.cluster.device], POLICY))
 
 
 def _without_passes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Models whose passes leave nothing."""
-
     def idle(meta: MetaModel) -> SimpleNamespace:
         nothing = Work(0, (0,) * len(meta.stack), 0, 0, 0)
         return SimpleNamespace(

@@ -1,7 +1,4 @@
-"""What follows from a memory plan for engines and trainer ranks on one GPU: pure functions, and words.
-
-Role: `rlfuse plan` shows it, `run.sharing` starts engines and tells ranks accordingly.
-"""
+"""Derive vLLM's arguments and the ranks' device sharing from a memory plan."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""Which plans there are: values of every key that changes speed or memory and not what is learned.
-
-Role: `search` goes through `candidates`. Pure. The axes are keys of a job; a key that the user keeps stays as it is.
-Invariant: a candidate passes every check of the configuration that the job as given passes.
-"""
+"""The plans there are: values of every key that changes speed or memory but not what is learned."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from functools import partial
+from inspect import getattr_static
+from types import FunctionType, MethodType
+from typing import Any
 
 from rlfuse.config.checks import Check, check, checks, value_of
 from rlfuse.config.facts import Facts
@@ -17,10 +16,8 @@ from rlfuse.engines.pipeline.partition import share_with_logits
 from rlfuse.engines.trainer.activation_places import Place
 from rlfuse.errors import EngineError
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.planning import hypothetical
 from rlfuse.planning.activations import layer_costs, leaves
 from rlfuse.planning.cluster_file import Cluster
-from rlfuse.planning.combinations import Refusal, combinations
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.remedies import Setting
 
@@ -45,11 +42,9 @@ STRUCTURE = (
     "model.enable_activation_offload",
     "rollout.quantization",
 )
-POLICY = "fusion.policy"
-"""The only axis that memory does not depend on: every plan is simulated under all of them."""
+POLICY = "fusion.policy"  # memory does not depend on it: every plan is simulated under all policies
 CACHE = {"cuda": "rollout.gpu_memory_utilization", "cpu": "rollout.kv_cache_memory_mb"}
-FEW_NODES = 8
-"""Up to here every number of nodes is tried, above it powers of two and all."""
+FEW_NODES = 8  # up to here every number of nodes is tried, above it powers of two and all
 
 Axes = Mapping[str, tuple[object, ...]]
 Filling = tuple[int, int, int]
@@ -100,20 +95,17 @@ def _too_long(config: Config, shape: Shape, device: str) -> bool:
 
 
 def _wide(config: Config, shape: Shape) -> bool:
-    """Whether the head takes a layer's time or more."""
     layers, _, head = layer_costs(shape, share_with_logits(config.data))
     return head >= max(layers)
 
 
 def _with(given: float, values: tuple[float, ...]) -> tuple[float, ...]:
-    """And what the job has."""
     return tuple(sorted({given, *values}))
 
 
 def _caches(config: Config, gpu: bool) -> tuple[float, ...]:
     """The largest first. Where the device is the host, pages that were never written cost time at first: a job whose
-    small cache is as fast keeps it.
-    """
+    small cache is as fast keeps it."""
     given, values = (
         (config.rollout.gpu_memory_utilization, (0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
         if gpu
@@ -127,7 +119,6 @@ def _powers(most: int) -> tuple[int, ...]:
 
 
 def _shared(shape: Shape, most: int) -> tuple[int, ...]:
-    """Degrees at which ranks can share the model's layers."""
     return tuple(width for width in _powers(most) if width == 1 or _cuttable(shape, width))
 
 
@@ -156,20 +147,18 @@ def _cuts(config: Config, most: int, one_budget: bool) -> tuple[int, ...]:
 
 def structural(key: str) -> bool:
     """Whether others have to go with it; plans that differ in such an axis are plans of their own to a reader."""
-    return key in STRUCTURE or key.startswith(hypothetical.GROUP)
+    return key in STRUCTURE
 
 
 def structures(
     config: Config, facts: Facts, axes: Axes, shape: Shape, cluster: Cluster | None = None
 ) -> Iterator[tuple[Setting, ...]]:
-    """Settings of the axes that have to go together, and do; those on the most machines first.
-
-    `cluster`: leaves out what it has no nodes for.
-    """
+    """Settings of the axes that have to go together, and do; those on the most machines first. `cluster`: leaves out
+    what it has no nodes for."""
     known = set(check(config, facts))
     refusals: list[Refusal] = [partial(_unlike, known, find, facts) for find in checks(config)]
-    refusals.append(lambda there: any(hypothetical.problems(there, shape)))
-    refusals += [partial(_placed_for_nothing, config), _away_anyway]
+    refusals.append(partial(_placed_for_nothing, config))
+    refusals.append(lambda there: there.actor.offload_optimizer and there.actor.optimizer_residency == "step")
     if cluster is not None:
         refusals.append(lambda there: any(cluster.lacks(there)))
     values = {key: each[:: -1 if key == "trainer.nnodes" else 1] for key, each in axes.items() if structural(key)}
@@ -178,7 +167,6 @@ def structures(
 
 
 def _unlike(known: Collection[str], find: Check, facts: Facts, there: Config) -> bool:
-    """Whether a check finds something else than it does of the job."""
     return any(line not in known for line in find(there, facts))
 
 
@@ -193,11 +181,6 @@ def _placed_for_nothing(config: Config, there: Config) -> bool:
     return training.pipeline_placement != config.training.pipeline_placement
 
 
-def _away_anyway(there: Config) -> bool:
-    """Whether an optimizer that never comes to the device is to come for its steps."""
-    return there.actor.offload_optimizer and there.actor.optimizer_residency == "step"
-
-
 def but_for(settings: tuple[Setting, ...], key: str, value: object) -> tuple[Setting, ...]:
     """The settings but for one, and for what only pipelines have where that is the last of them to go."""
     given = dict(settings) | {key: value}
@@ -207,10 +190,8 @@ def but_for(settings: tuple[Setting, ...], key: str, value: object) -> tuple[Set
 
 
 class Fillings:
-    """Settings of the other axes but the size of the engine's cache: that follows from the memory that is left.
-
-    A filling is known by its place in each axis, the fastest first, were there room for it.
-    """
+    """Settings of the other axes but the size of the engine's cache: that follows from the memory that is left. A
+    filling is known by its place in each axis, the fastest first, were there room for it."""
 
     def __init__(self, axes: Axes):
         self._axes = {AGAIN: axes[AGAIN], TOKENS: axes[TOKENS][::-1], SEQUENCES: axes[SEQUENCES][::-1]}
@@ -221,7 +202,6 @@ class Fillings:
         return tuple((key, values[at]) for (key, values), at in zip(self._axes.items(), filling, strict=True))
 
     def first(self, structure: Iterable[Setting]) -> list[Filling]:
-        """Those that no other comes before."""
         return [(0, at, 0) for at in range(1 if _in_order(structure) else len(self._axes[TOKENS]))]
 
     def after(self, structure: Iterable[Setting], filling: Filling, fits: bool) -> Iterator[Filling]:
@@ -251,3 +231,85 @@ def _in_order(structure: Iterable[Setting]) -> bool:
     """
     given = dict(structure)
     return given["training.pipeline_parallel_size"] == 1 and not given.get("model.enable_activation_offload")
+
+
+Refusal = Callable[[Any], bool]  # whether something speaks against a configuration; pure
+
+
+def combinations(
+    config: Config, values: Mapping[str, Sequence[object]], refusals: Sequence[Refusal]
+) -> Iterator[dict[str, object]]:
+    """Of these values of each key; all other keys are as `config` has them."""
+    keys = list(values)
+
+    def grown(settings: dict[str, object], open_refusals: Sequence[_Remembered]) -> Iterator[dict[str, object]]:
+        left = []
+        for refusal in open_refusals:
+            refused = refusal(settings)
+            if refused:
+                return
+            if refused is None:
+                left.append(refusal)
+        if len(settings) == len(keys):
+            yield settings
+            return
+        key = keys[len(settings)]
+        for value in values[key]:
+            yield from grown({**settings, key: value}, left)
+
+    yield from grown({}, [_Remembered(refusal, config, frozenset(keys)) for refusal in refusals])
+
+
+class _Remembered:
+    """A refusal that is asked once for each combination of the values that it reads."""
+
+    def __init__(self, refusal: Refusal, config: Config, keys: frozenset[str]):
+        self._refusal, self._config, self._keys = refusal, config, keys
+        self._answers: dict[tuple[tuple[str, object], ...], bool | str] = {}
+        """By what it has read: what it says, or which key it reads next."""
+
+    def __call__(self, settings: Mapping[str, object]) -> bool | None:
+        """What it says of all configurations with these settings; None where that takes other keys' values, too."""
+        read: tuple[tuple[str, object], ...] = ()
+        while True:
+            if read not in self._answers:
+                self._answers[read] = self._asked(dict(read))
+            answer = self._answers[read]
+            if isinstance(answer, bool):
+                return answer
+            if answer not in settings:
+                return None
+            read += ((answer, settings[answer]),)
+
+    def _asked(self, settings: Mapping[str, object]) -> bool | str:
+        try:
+            return self._refusal(_Partial(self._config, self._keys, settings))
+        except _Open as still:
+            return still.key
+
+
+class _Open(Exception):
+    def __init__(self, key: str):
+        super().__init__(key)
+        self.key = key
+
+
+class _Partial:
+    """A configuration, or a group of it, of which some keys have no value yet: `_Open` where one of these is read."""
+
+    def __init__(self, node: object, keys: frozenset[str], settings: Mapping[str, object], prefix: str = ""):
+        self._node, self._keys, self._settings, self._prefix = node, keys, settings, prefix
+
+    def __getattr__(self, name: str) -> Any:
+        key = self._prefix + name
+        if key in self._settings:
+            return self._settings[key]
+        if key in self._keys:
+            raise _Open(key)
+        known = getattr_static(type(self._node), name, None)
+        if isinstance(known, property):
+            return known.fget(self)
+        if isinstance(known, FunctionType):
+            return MethodType(known, self)
+        value = getattr(self._node, name)
+        return _Partial(value, self._keys, self._settings, f"{key}.") if is_dataclass(value) else value

@@ -1,10 +1,4 @@
-"""How long a step takes, and what it takes at the least: on a few of its engines, as all are alike.
-
-Role: `forecast` tells one configuration's step by it, `search` asks for the bound of many plans and the simulated step
-of few. Pure but for simulating.
-Invariants: bound and simulation are of the same samples on the same engines; a pipeline's training is the schedule
-that a run would start with, whichever configuration was asked for before; equal steps are simulated once.
-"""
+"""Predict the time of a step, and its lower bound, on a few of its engines, as all are alike."""
 
 from __future__ import annotations
 
@@ -32,16 +26,11 @@ from rlfuse.simulate.speed import some_of
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import Workload
 
-MOST_ENGINES, MOST_SAMPLES = 8, 384
-"""That are simulated of a plan's, at the same number of samples for each, where that is possible."""
-FEW_PROMPTS, NEAR = 16, 0.02
-"""That are simulated at least, as few are shorter or longer than all; by which share samples for each may be off."""
-AMPLE = 1 << 40
-"""Tokens, of a cache that is never full."""
-NOTHING_TO_TRAIN = 1e15
-"""Tokens per second, where training is a schedule of its own."""
-NOTHING = 0.002
-"""Share of a step that is not worth a change."""
+MOST_ENGINES, MOST_SAMPLES = 8, 384  # of the simulated part of a plan
+FEW_PROMPTS, NEAR = 16, 0.02  # prompts simulated at least; tolerance of samples per engine
+AMPLE = 1 << 40  # tokens, of a cache that is never full
+NOTHING_TO_TRAIN = 1e15  # tokens per second, where training is a schedule of its own
+NOTHING = 0.002  # share of a step that is not worth a change
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +38,8 @@ class Seconds:
     """Of a step."""
 
     generating: float
-    scoring: float
-    """After the last sample was whole."""
-    training: float
-    """After that, with changes of role and weights to the engines."""
+    scoring: float  # after the last sample was whole
+    training: float  # after that, with changes of role and weights to the engines
 
     @property
     def step(self) -> float:
@@ -86,13 +73,11 @@ class StepTimes:
         self._longest, self._mean = int(self._given.max()), float(self._given.mean())
         self._simulated: dict[tuple, Seconds] = {}
         self._tuned: dict[tuple[Workload, str], Settings] = {}
-        self._schedules: dict[tuple, float] = {}
-        """How many times as long as without bubbles."""
+        self._schedules: dict[tuple, float] = {}  # how many times as long as without bubbles
         self._bounds: dict[Workload, float] = {}
 
     @property
     def context(self) -> float:
-        """Tokens of a sample with its prompt, in the mean."""
         return self._prompt_tokens + self._mean
 
     def bound(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = (), roomy: bool = False) -> float:
@@ -151,9 +136,7 @@ class StepTimes:
         schedule: bool = True,
     ) -> tuple[Workload, float]:
         """What is simulated, and the seconds of training that are not part of it; without a `schedule` the least.
-
-        `speeds`: of the nodes, where they differ; of `costs` the engine's cache is what memory has room for.
-        """
+        `speeds`: of the nodes, where they differ; of `costs` the engine's cache is what memory has room for."""
         ample = config.rollout.max_num_seqs * (self._prompt_tokens + self._longest)
         tokens = ample if roomy else max(1, min(costs.kv_tokens, ample))
         some = replace(costs if roomy else with_idle_stages(config, costs, self.context), kv_tokens=tokens)
@@ -208,7 +191,6 @@ class StepTimes:
         return dict.fromkeys(models, count), tokens / count / rate / 3
 
     def planner(self, config: Config, counts: Mapping[str, int], forward: float) -> Planner:
-        """That knows each operation's duration."""
         planner = planner_of(config)
         kinds: dict[Kind, float] = {"F": 1, "B": 1, "W": 1} if planner.split else {"F": 1, "B": 2}
         for role in counts:
@@ -223,11 +205,9 @@ class StepTimes:
         return planner
 
     def _held(self, config: Config, role: str) -> Shape:
-        """Of a model, by each rank."""
         return self._whole[role].share(config.training.tensor_model_parallel_size)
 
     def _some_engines(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed]) -> Workload:
-        """A step on fewer engines, with as many samples for each; of uneven machines some of each."""
         engines, lengths = self._some(config)
         workload = workload_of(config, costs, engines, lengths, self._prompt_tokens)
         scoring = replace(workload.scoring, deferred=False)  # what a schedule takes and fills is worked out apart
@@ -238,7 +218,6 @@ class StepTimes:
         return replace(workload, scoring=scoring, training=training, slot_speed=compute, decode_speed=decode)
 
     def _some(self, config: Config) -> tuple[int, tuple[int, ...]]:
-        """How many engines, and the lengths of their samples."""
         all_of_them, rows = config.slots // config.rollout.tensor_model_parallel_size, config.rollout.n
         mini_batches = mini_batches_of(config)
         engines, prompts = cut(all_of_them, config.actor.ppo_mini_batch_size, mini_batches, rows)
@@ -246,10 +225,8 @@ class StepTimes:
 
     @functools.cache  # noqa: B019, as long as the search
     def _lengths(self, group: int, prompts: int) -> tuple[int, ...]:
-        """Of so many prompts, spread over all from the shortest to the longest: few have the same tail as many.
-
-        All stay in their order.
-        """
+        """Of so many prompts, spread over all from the shortest to the longest: few have the same tail as many. All
+        stay in their order."""
         groups = self._given.reshape(-1, group)
         if prompts == len(groups):
             return tuple(self._given.tolist())
@@ -271,10 +248,8 @@ def seconds_of(workload: Workload, training_s: float, policy: str, settings: Set
 
 
 def with_idle_stages(config: Config, costs: Costs, context: float) -> Costs:
-    """Passes of pipelines take longer by what their stages wait for a step's first and last micro-batch.
-
-    `context`: as of `StepTimes`.
-    """
+    """Passes of pipelines take longer by what their stages wait for a step's first and last micro-batch. `context`: as
+    of `StepTimes`."""
     if (stages := config.training.pipeline_parallel_size) == 1:
         return costs
     count = micro_batches(config, config.data.train_batch_size, context)
@@ -306,9 +281,7 @@ def stage_shares(config: Config, shape: Shape, role: str = "actor") -> list[floa
 @functools.cache
 def cut(engines: int, mini_batch: int, mini_batches: int, rows: int) -> tuple[int, int]:
     """How many engines, and prompts of each mini-batch, are enough of a step to be simulated: as many for each engine.
-
-    `rows` of each prompt. No mini-batch is left out; all are taken where no smaller number is in proportion.
-    """
+    `rows` of each prompt. No mini-batch is left out; all are taken where no smaller number is in proportion."""
     each = mini_batch * mini_batches * rows / engines
     most = min(engines, MOST_ENGINES, max(2, MOST_SAMPLES // each))
     for prompts in range(-(-FEW_PROMPTS // mini_batches), mini_batch):

@@ -1,11 +1,9 @@
-"""Tables of `rlfuse plan`: settings, placement, memory.
-
-Role: pure; `plan` and `search_command` print them.
-"""
+"""The tables of `rlfuse plan`: settings, placement, memory."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from rich import box
 from rich.markup import escape
@@ -16,10 +14,9 @@ from rlfuse.config.documentation import as_typed, keys
 from rlfuse.config.rewards import JUDGE
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.partition import share_with_logits
-from rlfuse.planning.activations import layer_costs, micro_batch_tokens
+from rlfuse.planning.activations import layer_costs, micro_batch_tokens, parts_on
 from rlfuse.planning.memory import GIB, Memory
 from rlfuse.planning.model_sizes import Shape
-from rlfuse.planning.placing import placements
 from rlfuse.planning.sharing import sharing_words
 
 
@@ -111,3 +108,40 @@ def memory_table(config: Config, shapes: Mapping[str, Shape], memory: Memory) ->
         notes.append(f"{per_node:.1f} GiB of a node's host memory at most, pinned for what is off the devices")
     table.caption, table.caption_justify = "; ".join(notes), "left"
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlacement:
+    """One slot, and who is on it."""
+
+    slot: int
+    node: int
+    engine: str
+    trainer: str
+    encoders: int = 0  # encoder ranks of a video job
+
+
+def placements(config: Config, shapes: Mapping[str, Shape]) -> list[SlotPlacement]:
+    """One for each slot, in order."""
+    width, stages = config.rollout.tensor_model_parallel_size, config.training.pipeline_parallel_size
+    shared = config.training.tensor_model_parallel_size
+    encoders = (config.video.encoder_ranks or config.slots) if shapes["actor"].tower else 0
+    held, found = {role: shape.share(shared) for role, shape in shapes.items()}, []
+    for slot in range(config.slots):
+        engine, trainer = f"rollout/{slot // width}{_part(slot, width)}", f"trainer/{slot}{_part(slot, shared)}"
+        roles = ", ".join(_held(config, role, shape, slot // shared % stages) for role, shape in held.items())
+        mine = len(range(slot, encoders, config.slots))
+        found.append(SlotPlacement(slot, slot // config.trainer.n_gpus_per_node, engine, f"{trainer}: {roles}", mine))
+    return found
+
+
+def _part(slot: int, width: int) -> str:
+    return f" ({slot % width + 1} of {width})" if width > 1 else ""
+
+
+def _held(config: Config, role: str, shape: Shape, position: int) -> str:
+    if config.training.pipeline_parallel_size == 1:
+        return role
+    held = [part.layers for part in parts_on(config, shape, role, position) if part.layers]
+    layers = " and ".join(f"{each.start}-{each.stop - 1}" for each in held)
+    return f"{role} layers {layers}" if layers else f"{role} head"

@@ -1,12 +1,7 @@
-"""What a pass of the trainer leaves in memory: its own code run on tensors without memory, every byte counted.
+"""Measure what a training pass leaves in memory: the trainer's own code, run on meta tensors.
 
-Role: `model_sizes.read_shape` wraps a model of the meta device in a `MetaModel`; `activations` asks it for a
-micro-batch's `Work`. The batch is collated, the forward pass run, the loss computed and differentiated as trainer ranks
-do, so a family needs no formula of its own, and logits count as often as they are there. Costs milliseconds a layer,
-whatever the sizes are; waits for nothing.
-Invariants: parameters and their gradients are not counted, but a gradient on its way into its sum is. Attention that a
-device computes without scores keeps queries, keys, values, its output and a number for each query and head. Of layers
-of one kind two are run, and the last of the stack; the others leave what the second left.
+Parameters and their gradients are not counted. Fused attention keeps queries, keys, values, output and a number per
+query and head. Of layers of one kind two are run, and the last of the stack.
 """
 
 from __future__ import annotations
@@ -45,8 +40,7 @@ _PASSES = {"reference": log_probs, "values": lambda config, model, batch: batch.
 _RECOMPUTED = {"use_reentrant": False}
 _TENSORS = ("old_log_probs", "advantages", "ref_log_probs", "values", "returns")
 """What objectives read of a row."""
-HEAP = 32 << 20
-"""Blocks of fewer bytes lie in the heap of a CPU host's rank (`rank_group.HOST_MEMORY`), larger ones are mapped."""
+HEAP = 32 << 20  # smaller blocks are in the heap of a CPU rank (`rank_group.HOST_MEMORY`)
 _FOUND: dict[tuple[type, str, int], dict[tuple, Work]] = {}
 """What equal models were found to need: one process may plan several jobs of a model."""
 
@@ -60,14 +54,11 @@ def first_line(error: Exception) -> str:
 class Texts:
     """The sequences of a micro-batch."""
 
-    lengths: tuple[tuple[int, int], ...]
-    """Tokens of prompt and response."""
-    shared: bool = False
-    """Whether equal prompts are there once."""
+    lengths: tuple[tuple[int, int], ...]  # tokens of prompt and response
+    shared: bool = False  # whether equal prompts are there once
 
     @property
     def prompts(self) -> int:
-        """Tokens of all prompts that are there."""
         found = [prompt for prompt, _ in self.lengths]
         return found[0] if self.shared else sum(found)
 
@@ -76,28 +67,20 @@ class Texts:
 class Work:
     """Bytes of one micro-batch on one device, beside parameters."""
 
-    before: int
-    """When the first layer begins."""
-    layers: tuple[int, ...]
-    """That each layer adds and that stay until its backward pass."""
-    kept: int
-    """When the loss is known: all that the backward pass needs."""
-    peak: int
-    """At the most, at any time of forward and backward pass."""
-    small: int
-    """Likewise, of blocks below HEAP alone."""
+    before: int  # when the first layer begins
+    layers: tuple[int, ...]  # that each layer adds and that stay until its backward pass
+    kept: int  # when the loss is known: all that the backward pass needs
+    peak: int  # at the most, at any time of forward and backward pass
+    small: int  # likewise, of blocks below HEAP alone
 
 
 def _settings(model: PreTrainedModel) -> str:
-    """The model's configuration, wherever it lies."""
     return repr(sorted((model.config.to_dict() | {"_name_or_path": None}).items()))
 
 
 class MetaModel:
-    """A model on the meta device, ready to train as the trainer makes it; `stack` are its decoder layers.
-
-    `width`: ranks that share them, of which this is the first.
-    """
+    """A model on the meta device, ready to train as the trainer makes it; `stack` are its decoder layers. `width`:
+    ranks that share them, of which this is the first."""
 
     def __init__(self, model: PreTrainedModel, stack: nn.ModuleList, width: int = 1):
         self.model, self.stack = model, stack
@@ -117,10 +100,8 @@ class MetaModel:
         return self._shares[width]
 
     def work(self, config: Config, role: str, texts: Texts, device: str) -> Work:
-        """Of a micro-batch that `actor` or `critic` learns from, or of a `reference`'s or a `values` pass.
-
-        ConfigError for a model whose passes depend on the numbers in its tensors, or fail otherwise.
-        """
+        """Of a micro-batch that `actor` or `critic` learns from, or of a `reference`'s or a `values` pass. ConfigError
+        for a model whose passes depend on the numbers in its tensors, or fail otherwise."""
         actor, model = config.actor, config.model
         loss = (actor.entropy_coeff != 0, actor.use_kl_loss, actor.loss_mode, actor.loss_agg_mode)
         run = (model.dtype, model.enable_gradient_checkpointing, model.use_remove_padding)
@@ -207,19 +188,14 @@ class _Live(TorchDispatchMode):
 
 @contextmanager
 def _losses(fused: bool) -> Iterator[None]:
-    """Log-probs and entropy as the device computes them: by kernels that keep nothing, or in slices of rows.
-
-    The second slice is there beside the first, and the others are like it.
-    """
+    """Log-probs and entropy as the device computes them: by kernels that keep nothing, or in slices of rows. The second
+    slice is there beside the first, and the others are like it."""
     slices, is_fused = losses._slices, fused_log_probs.is_fused
     losses._slices, fused_log_probs.is_fused = lambda rows: slices(rows)[:2], lambda _: fused
     try:
         yield
     finally:
         losses._slices, fused_log_probs.is_fused = slices, is_fused
-
-
-# Attention -----------------------------------------------------------------------------------------------------------
 
 
 class _Attention(torch.autograd.Function):
@@ -287,9 +263,6 @@ class _Kernels(TorchFunctionMode):
         return alike and query.shape[-1] == value.shape[-1]
 
 
-# Layers --------------------------------------------------------------------------------------------------------------
-
-
 class _Again(torch.autograd.Function):
     """A layer that leaves so many bytes, and so many in small blocks."""
 
@@ -334,9 +307,6 @@ class _Stack:
         self.added = [b - a for a, b in pairwise(self.starts)]
         self.added.append(self.added[-1] if self.added else held - self.starts[0])
 
-    def _added(self, starts: list[int], layer: int) -> int:
-        return starts[layer + 1] - starts[layer] if torch.is_grad_enabled() else 0
-
     def _wrapped(self, number: int, forward: Callable) -> Callable:
         like = self._like[number]
 
@@ -350,7 +320,8 @@ class _Stack:
                 self._tuples[number] = len(result) if isinstance(result, tuple) else 0
                 return result
             hidden = args[0] if args else kwargs["hidden_states"]
-            left, small = (self._added(each, like) for each in (self.starts, self._small))
+            left, small = (each[like + 1] - each[like] for each in (self.starts, self._small))
+            left, small = (left, small) if torch.is_grad_enabled() else (0, 0)
             small = max(0, min(small, left))
             result = _Again.apply(hidden, left - small, small)
             return (result, *[None] * (self._tuples[like] - 1)) if self._tuples[like] else result
@@ -359,10 +330,8 @@ class _Stack:
 
 
 def _models(kinds: list[tuple]) -> list[int]:
-    """For each layer the one that it repeats, or itself: the first two of a kind, and the last of all.
-
-    The second stands for the others, as what goes into the first layer stays with the caller.
-    """
+    """For each layer the one that it repeats, or itself: the first two of a kind, and the last of all. The second
+    stands for the others, as what goes into the first layer stays with the caller."""
     places: dict[tuple, list[int]] = {}
     for number, kind in enumerate(kinds):
         places.setdefault(kind, []).append(number)

@@ -1,10 +1,4 @@
-"""The report's charts: which metrics stand together, and plotly figures of lengths, time and steps.
-
-Role: pure functions of what was gathered, called by the command. The page's script draws the curves itself, from the
-values that it has anyway. Invariants: a run has one colour in all charts and a metric one dash; every work and every
-cause of idleness has one colour: work is saturated, waiting is pale. Runs beside each other have equal scales. Legends
-are the page's own, so that nothing is cut off or covered. Curves longer than POINTS are means over neighbouring steps.
-"""
+"""The report's charts: which metrics share a panel, and plotly figures of lengths, time and steps."""
 
 from __future__ import annotations
 
@@ -21,8 +15,7 @@ from rlfuse.report.gather import QUANTILES, Gathered, Timeline
 
 POINTS, LEAST_POINTS = 400, 80
 RUNS = ("#1d5c9e", "#c2385a", "#3f9e6e", "#d98c1f", "#8467b5", "#4fb3bf", "#7a6a5d", "#b0409c", "#8a9a2b", "#2b2b2b")
-DASHES = ("", "2,3", "8,4", "9,3,2,3")
-"""As in SVG: pixels drawn and left out."""
+DASHES = ("", "2,3", "8,4", "9,3,2,3")  # as in SVG: pixels drawn and left out
 INK, GRID = "#2b2b2b", "#e6e3de"
 COLOURS = {
     "busy/generate": "#3f7fbf",
@@ -78,8 +71,7 @@ class Panel:
     """A chart of some metrics over the steps."""
 
     title: str
-    lines: tuple[tuple[str, str], ...]
-    """(metric, dash)."""
+    lines: tuple[tuple[str, str], ...]  # (metric, dash)
 
 
 def colours(count: int) -> list[str]:
@@ -104,9 +96,6 @@ def series(run: Gathered, name: str, sharing: int = 1) -> tuple[list[int], list[
     return thin(*zip(*points, strict=True), max(LEAST_POINTS, POINTS * 4 // (3 + sharing))) if points else ([], [])
 
 
-# Curves --------------------------------------------------------------------------------------------------------------
-
-
 def curves(runs: Sequence[Gathered]) -> list[Panel]:
     """The usual panels; those that no run has are left out."""
     names = sorted({name for run in runs for row in run.rows for name in row})
@@ -127,9 +116,6 @@ def parts(runs: Sequence[Gathered]) -> list[Panel]:
     return [Panel(name.split("/", 1)[1].removesuffix("/mean"), ((name, ""),)) for name in means] + [
         Panel(f"failures of {name.split('/', 2)[2]}, samples", ((name, ""),)) for name in failures
     ]
-
-
-# Lengths and time, over the steps ------------------------------------------------------------------------------------
 
 
 def lengths(runs: Sequence[Gathered], colour_of: Sequence[str]) -> dict[int, go.Figure]:
@@ -172,9 +158,7 @@ BANDS = (
 
 def time(runs: Sequence[Gathered]) -> dict[int, go.Figure]:
     """Run's number -> seconds of a slot in each step by what it did, without start-up; for runs that account for it.
-
-    One axis serves nearly all steps; the few that reach beyond it are marked, and hovering tells how far.
-    """
+    One axis serves nearly all steps; the few that reach beyond it are marked, and hovering tells how far."""
     stacks = {number: stack for number, run in enumerate(runs) if (stack := _stack(run))}
     totals = {number: np.sum([values for _, values in stack.values()], axis=0) for number, stack in stacks.items()}
     every = np.concatenate([*totals.values(), [0.0]])
@@ -194,27 +178,21 @@ def time(runs: Sequence[Gathered]) -> dict[int, go.Figure]:
     return _equal(figures, runs, "seconds per slot", top)
 
 
-OUTLYING = 3.0
-"""Times what nine of ten steps take: the highest that an axis of time reaches."""
+OUTLYING = 3.0  # times what nine of ten steps take: the highest that an axis of time reaches
 
 
 def _stack(run: Gathered) -> dict[str, tuple[list[int], list[float]]]:
-    """What slots did -> steps and seconds."""
     steps = [row["step"] for row in run.steps]
     found = {what: [row.get(what, 0.0) for row in run.steps] for what in COLOURS if what != "idle/start_up"}
     return {what: thin(steps, values) for what, values in found.items() if any(values)}
 
 
 def _equal(figures: dict[int, go.Figure], runs: Sequence[Gathered], title: str, top: float) -> dict[int, go.Figure]:
-    """Give the figures the same axes."""
     last = max((row["step"] for run in runs for row in run.rows), default=0)
     for figure in figures.values():
         figure.update_xaxes(title_text="step", range=[0.4, last + 0.6])
         figure.update_yaxes(title_text=title, range=[0, top])
     return figures
-
-
-# One step ------------------------------------------------------------------------------------------------------------
 
 
 def timeline(shown: Timeline) -> go.Figure:
@@ -257,9 +235,6 @@ def _bar(what: str, bars: Iterable[tuple[str, float, float]]) -> go.Bar:
         marker={"color": COLOURS[what], "line": {"width": 0}},
         hovertemplate=f"%{{y}}: {WORDS[what]}<br>from %{{base:.3f}} s, for %{{x:.3f}} s<extra></extra>",
     )
-
-
-# Style ---------------------------------------------------------------------------------------------------------------
 
 
 def styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:

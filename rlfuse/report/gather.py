@@ -1,9 +1,4 @@
-"""What a report shows of a run, gathered from its folder and cut down to what a page can hold.
-
-Role: `gather` is called by the command once per run; figures and the page show what it returns. Events are streamed.
-Invariant: bounded, however long the run and however many share the page: some timelines, thinned curves, samples of
-some steps, long texts cut short.
-"""
+"""Gather what a report shows of a run, bounded however long the run and however many share the page."""
 
 from __future__ import annotations
 
@@ -28,18 +23,13 @@ from rlfuse.observe.idle import divide, union
 from rlfuse.run_folder.reader import RunError, RunFolder
 from rlfuse.run_folder.status import Status, read
 from rlfuse.simulate.workload import WorkloadError
-from rlfuse.whatif.of_run import examine
-from rlfuse.whatif.questions import Answer, answers
+from rlfuse.whatif.questions import Answer, answers, examine
 from rlfuse.whatif.run_slowdown import RunSlowdown
 
-TIMELINES, SLOWEST, SAMPLES, VALIDATED = 5, 15, 400, 400
-"""What all runs of a page share: steps, rows, rows of training steps and of validation."""
-VALIDATIONS = 12
-"""Of a run, spread over its steps."""
-TEXT, IMAGES = 4_000, 4 * 2**20
-"""Characters of a text; bytes of all pictures."""
-ROWS, MARKS = 32, 1_500
-"""Slots of a timeline, and the finest part of it that is shown: a screen has no more pixels."""
+TIMELINES, SLOWEST, SAMPLES, VALIDATED = 5, 15, 400, 400  # shared by all runs of a page
+VALIDATIONS = 12  # of a run, spread over its steps
+TEXT, IMAGES = 4_000, 4 * 2**20  # characters of a text; bytes of all pictures
+ROWS, MARKS = 32, 1_500  # slots of a timeline, and parts of a step that a screen can show
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
@@ -49,10 +39,8 @@ class Timeline:
 
     step: int
     seconds: float
-    rows: list[tuple[str, list[tuple[str, float, float]]]]
-    """(label, [(`busy/{work}` or `idle/{cause}`, start, seconds)])."""
-    in_flight: list[tuple[float, int]]
-    """(second, samples being generated), at each change."""
+    rows: list[tuple[str, list[tuple[str, float, float]]]]  # (label, [(work or cause, start, seconds)])
+    in_flight: list[tuple[float, int]]  # (second, samples being generated), at each change
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +78,17 @@ class Gathered:
     """One run."""
 
     run: RunFolder
-    name: str
-    """Of the run, unlike that of any other on the page."""
+    name: str  # of the run, unlike that of any other on the page
     status: Status | None
     rows: list[Row]
     summary: dict[str, Any]
-    lengths: dict[int, list[float]]
-    """Step -> response tokens at QUANTILES."""
+    lengths: dict[int, list[float]]  # step -> response tokens at QUANTILES
     slowest: list[Generated]
     timelines: list[Timeline]
-    samples: list[dict[str, Any]]
-    """Rows of `samples.jsonl` and, with `validation` true, of `validation.jsonl`."""
-    alerts: list[tuple[int, Alert]]
-    """(step, alert), by the run's own thresholds."""
-    slowdown: RunSlowdown | None
-    """What uneven workers cost its last steps; None where it has none yet that tell."""
-    what_if: list[Answer]
-    """Questions to these steps."""
+    samples: list[dict[str, Any]]  # rows of `samples.jsonl` and, with `validation` true, of `validation.jsonl`
+    alerts: list[tuple[int, Alert]]  # (step, alert), by the run's own thresholds
+    slowdown: RunSlowdown | None  # of its last steps; None: too few steps
+    what_if: list[Answer]  # questions to these steps
 
     @property
     def steps(self) -> list[Row]:
@@ -187,10 +169,8 @@ def _rows(run: RunFolder) -> list[Row]:
 
 
 class _Generation:
-    """Lengths of every step's responses and the slowest samples of all, from spans that come step by step.
-
-    Spans of a step are written together, so those of two steps at a time are held.
-    """
+    """Lengths of every step's responses and the slowest samples of all, from spans that come step by step. Spans of a
+    step are written together, so those of two steps at a time are held."""
 
     def __init__(self, most: int):
         self.lengths: dict[int, list[float]] = {}
@@ -199,14 +179,12 @@ class _Generation:
         self._open: dict[int, dict[str, list[Span]]] = {}
 
     def add(self, span: Span) -> None:
-        """A `generate` span."""
         if span.step not in self.lengths:
             self._open.setdefault(span.step, defaultdict(list))[span.samples[0]].append(span)
         if len(self._open) > 2:
             self._end(next(iter(self._open)))
 
     def close(self) -> None:
-        """That was the last."""
         for step in list(self._open):
             self._end(step)
 
@@ -222,9 +200,6 @@ def _whole(name: str, parts: Sequence[Span]) -> Generated:
     start, end = min(part.start for part in parts), max(part.end for part in parts)
     engines = tuple(part.where for part in sorted(parts, key=lambda part: part.start))
     return Generated(name, parts[0].step, end - start, tokens, engines)
-
-
-# Timelines -----------------------------------------------------------------------------------------------------------
 
 
 def _timeline(step: Span, spans: Sequence[Span], slots: int, width: int) -> Timeline:
@@ -263,9 +238,6 @@ def _bars(claims: Iterable[tuple[str, list[tuple[float, float]]]], step: Span) -
     return bars
 
 
-# Samples -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _Budget:
     """What pictures may still take."""
@@ -275,9 +247,7 @@ class _Budget:
 
     def picture(self, folder: Path, name: str | None) -> str | None:
         """A PNG or JPEG of the run folder as a data URI; None where there is none, no room for it, or it came before.
-
-        Answers to a prompt share one: the first of them carries it.
-        """
+        Answers to a prompt share one: the first of them carries it."""
         path = (folder / name).resolve() if name else None
         if path is None or path in self.seen or not path.is_file() or not path.is_relative_to(folder.resolve()):
             return None
@@ -290,7 +260,6 @@ class _Budget:
 
 
 def _samples(run: RunFolder, budget: _Budget, steps: Sequence[float], most: int) -> list[dict[str, Any]]:
-    """Rows of `samples.jsonl` of as many steps as there is room for."""
     chosen = set(_spread(steps, max(1, most // max(1, run.config["trainer"].get("log_samples", 1)))))
     rows = (row for row in run.samples() if row["step"] in chosen)
     return [_shown_row(run, budget, row) for row in islice(rows, most)]

@@ -1,8 +1,6 @@
-"""`rlfuse report RUN_DIR [MORE ...]`: a run, or several beside each other, as one HTML file that needs no network.
+"""`rlfuse report RUN_DIR [MORE ...]`: one or several runs as one HTML file that needs no network.
 
-Role: finds the runs, gathers, has figures and tables made, fills the page. Called by `rlfuse.cli`. Invariant: whatever
-text a run holds (prompts, responses, names) reaches the page escaped: by jinja2 in the page, and in the page's data as
-JSON without any character that HTML knows, which the page's script shows as plain text.
+Text of a run reaches the page escaped: by jinja2 in the page, and as JSON without HTML's characters in its data.
 """
 
 from __future__ import annotations
@@ -21,14 +19,13 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from rlfuse.files import write_whole
-from rlfuse.report import charts, slowness, tables
+from rlfuse.report import charts, tables
 from rlfuse.report.gather import Gathered, gather
 from rlfuse.run_folder.code import add_option, policy_code
 from rlfuse.run_folder.reader import RunFolder, open_run, reading
 
 MOST_ALERTS = 50
-TURNED = 3
-"""With more runs than that a table has a row for each of them."""
+TURNED = 3  # with more runs than that a table has a row for each of them
 
 
 def main(argv: Sequence[str]) -> None:
@@ -106,7 +103,7 @@ def render(runs: Sequence[Gathered]) -> str:
         became=tables.became(runs),
         facts=tables.facts(runs),
         idle=tables.idle(runs),
-        slow={number: slowness.shown(run) for number, run in enumerate(runs) if run.slowdown is not None},
+        slow={number: tables.slowness(run) for number, run in enumerate(runs) if run.slowdown is not None},
         alerts=[(run.name, step, alert) for run in runs for step, alert in run.alerts][:MOST_ALERTS],
         configurations=[yaml.safe_dump(run.run.config, sort_keys=False) for run in runs],
         data=finite(_data(runs, colours, panels)),
@@ -141,7 +138,6 @@ def _legend(drawn: Any) -> list[tuple[str, str, str]]:
 
 
 def _data(runs: Sequence[Gathered], colours: list[str], panels: dict[str, list[charts.Panel]]) -> dict[str, Any]:
-    """What the page's script draws and shows: every scalar of each run, panels, samples."""
     return {
         "runs": [_scalars(run, colour, len(runs)) for run, colour in zip(runs, colours, strict=True)],
         "panels": {name: [asdict(panel) for panel in each] for name, each in panels.items()},

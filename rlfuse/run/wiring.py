@@ -20,11 +20,10 @@ from rlfuse.data.prompts import PromptSource
 from rlfuse.data.tokenizers import save_tokenizer
 from rlfuse.engines.colocation import all_to, to_ranks
 from rlfuse.fusion.costs import Costs
-from rlfuse.fusion.decisions import Policy, Settings
+from rlfuse.fusion.decisions import Policy, Settings, traits_of
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.own_policies import loaded_policy
 from rlfuse.fusion.rates import Rates
-from rlfuse.fusion.registry import traits_of
 from rlfuse.fusion.selection import EXACT, Selection
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.observe.run_log import RunLog

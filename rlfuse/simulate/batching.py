@@ -1,11 +1,7 @@
 """Continuous batching in closed form: what one engine decodes, and how long its next steps take.
 
-Role: the arithmetic under `rollout.py`, which gives it samples and tells it how far time went. Pure: no clock, no task.
-Invariants: at most `max_sequences` sequences run; the KV cache never holds more than `kv_tokens`; a sequence ends at an
-absolute step number, so that moving on by many steps costs nothing and a finish O(log n).
-
-The context grows by the batch with every step, so k steps of b sequences that begin with c tokens in the cache take
-k * (step without context) + step_per_context_token_s * (k * c + b * k * (k - 1) / 2) seconds.
+The context grows by the batch with every step: k steps of b sequences that begin with c cached tokens take k * (step
+without context) + step_per_context_token_s * (k * c + b * k * (k - 1) / 2) seconds.
 """
 
 from __future__ import annotations
@@ -19,8 +15,7 @@ from dataclasses import dataclass, field
 from rlfuse.fusion.costs import Costs
 from rlfuse.simulate.workload import TailSpeculation
 
-EPSILON = 1e-9
-"""Steps: an interruption this short before the end of a step belongs to its end."""
+EPSILON = 1e-9  # steps: an interruption this short before the end of a step belongs to its end
 
 
 class SimulationError(AssertionError):
@@ -32,23 +27,16 @@ class Sequence:
     """One sample on an engine."""
 
     name: str
-    prompt: Hashable
-    """Siblings have the same, and share its cache."""
+    prompt: Hashable  # siblings have the same, and share its cache
     prompt_tokens: int
-    total: int
-    """Response tokens in the end."""
-    done: int = 0
-    """Response tokens when it was last admitted; before that, those it came with."""
-    cached: bool = False
-    """Its KV cache came with it."""
-    since: int = 0
-    """Step at which it was admitted."""
-    ends: int = -1
-    """Step at which it is whole; -1 while it doesn't run."""
+    total: int  # response tokens in the end
+    done: int = 0  # response tokens when it was last admitted; before that, those it came with
+    cached: bool = False  # its KV cache came with it
+    since: int = 0  # step at which it was admitted
+    ends: int = -1  # step at which it is whole; -1 while it doesn't run
 
     @property
     def tokens(self) -> int:
-        """In the cache when it is admitted."""
         return self.prompt_tokens + self.done
 
 
@@ -59,15 +47,12 @@ class Batch:
     costs: Costs
     speculation: TailSpeculation | None = None
     step: int = 0
-    context: int = 0
-    """Tokens in the KV cache."""
+    context: int = 0  # tokens in the KV cache
     running: dict[str, Sequence] = field(default_factory=dict)
     waiting: deque[Sequence] = field(default_factory=deque)
     _ends: list[tuple[int, int, Sequence]] = field(default_factory=list)
     _entries: int = 0
     _sharing: dict[Hashable, int] = field(default_factory=dict)
-
-    # Time ------------------------------------------------------------------------------------------------------------
 
     def _speedup(self) -> float:
         if self.speculation is not None and len(self.running) <= self.speculation.batch:
@@ -107,8 +92,6 @@ class Batch:
                 self._leave(sequence)
                 whole.append(sequence)
         return whole
-
-    # Who runs --------------------------------------------------------------------------------------------------------
 
     def admit(self) -> int:
         """Let in what has room, in order; tokens to prefill. Siblings of a running one share their prompt's cache."""

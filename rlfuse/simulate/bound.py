@@ -1,67 +1,34 @@
-"""The least time that any on-policy schedule of a workload can take on the simulated machine.
+"""The least time that any on-policy schedule of a workload can take on the simulated machine, and what bounds it.
 
-Role: `lower_bound` says how far a policy is from the best possible, and what stands in the way. Pure.
+Assumed of a schedule: it is on-policy; a slot has one role at a time, and starts and ends as an engine; optimizer steps
+take all slots as trainers, hence come after all generation; mini-batches are fixed by prompt order, each needs the
+weights of the one before; a sample is trained on after all of its scoring. Costs are those of `fusion.costs`.
 
-What is assumed of a schedule: it is on-policy (every sample is generated with the step's weights); a slot has one role
-at a time, and starts and ends as an engine; an optimizer step is taken by all slots together, all of them trainers, so
-not before generation is over everywhere; mini-batches are fixed by prompt order and each needs the weights of the one
-before; a sample is trained on only after every kind of scoring that it needs. Costs are those of `fusion.costs`.
-What slots do together only, if anything (`lockstep`), they do as trainers, all of them: each an even part of it where
-they hold stages of pipelines, else by any shares.
-Nothing else: no policy, no order, no limit on moving samples, no other memory. So the bound holds for every policy, and
-where samples are re-prefilled, pre-empted or generated again after a failure, all of which only add work.
+Proof. C(t), the integral of the slots' speeds, is the cost that can be done by time t: work w begun at s ends at D(s,
+w) = C^-1(C(s) + w) or later. v: the largest speed of a slot, u: the sum of each slot's smallest, V: the largest sum. G:
+when the last sample is whole; x_b: a step of b sequences without context; sample i has L_i response tokens, prefill p_i
+and context cost c_i. After the last step T come `switch_s` and `step_s`.
 
-Proof. Let T be the time when the last optimizer step is over; after it every slot becomes an engine again, which takes
-`switch_s`, and the step `step_s` more. Let v_s(t) be the slots' speeds, which may change at any time: a second of a
-slot does v_s seconds of cost. Let v be the largest that any slot ever has, V(t) their sum, V its largest value, and u
-the sum of each slot's smallest. By time t all slots can have done C(t), the integral of V(t), which grows; so w seconds
-of cost that begin at s are done at D(s, w) = C^-1(C(s) + w) at the earliest, which grows with s and w. A second of
-every slot in which it does no such work is at least u less that is done, as if there were so much more to do. (Where
-speeds don't change C(t) = V * t, u = V.)
-Let G be the time when the last sample is whole. Let sample i have L_i response tokens, and let
+1. One sample: G >= e_i = (p_i + L_i * x_1 + c_i) / v.
+2. All generation: charge each sequence x_b / b and its context. With f, the largest convex non-increasing function
+   below (x_b, x_b / b), and X_i = (v * G - p_i - c_i) / L_i, by Jensen the cost is at least W(G) = sum over prompts of
+   p + sum over samples of (L_i * f(X_i) + c_i). A cache of K tokens: the first part of the sum is at least x / K * all
+   contexts.
+3. The first optimizer step follows generation, a switch of every slot, all scoring that must come before, and the first
+   mini-batch: S = max(G + switch_s, D(0, W(G) + all scoring + its training + u * switch_s)).
+4. After it come the other mini-batches, each at least its work / V and its longest sample at v, and all optimizer
+   steps; and T >= D(G + switch_s, the work of all other mini-batches + u * all optimizer steps).
+5. All work: T >= D(0, W(G) + all scoring + all training + u * (switch_s + all optimizer steps)).
+6. One sample again: T >= e_i + a pass over it + its training + the mini-batches after its own (or, where all scoring
+   precedes the first step, + all other mini-batches + all optimizer steps).
+7. Samples that end together: for every t, the work of 3 that belongs to samples with e_i >= t begins at t or later.
+8. Lockstep (training; with `all` also scoring): none of it runs during the H seconds of generation, nor during a switch
+   and c seconds of call and optimizer costs; h = H + switch_s + c. T >= D(0, w + u * h), and T >= h + the work of each
+   mini-batch / V or its longest sample at v. Slots with pipeline stages do an even share each, plus bubbles less
+   passes.
 
-    p_i = its prompt / prefill rate,    c_i = step_per_context_token_s * (sum of its own context over its L_i steps).
-
-1. One sample. Its L_i decoding steps follow its prompt's prefill, and each costs at least the step of a batch of one
-   and its own context: G >= e_i = (p_i + L_i * x_1 + c_i) / v, where x_b is the cost of a step of b sequences without
-   context.
-2. All generation. A step of b sequences costs x_b plus every sequence's own context. Charge each sequence x_b / b and
-   its context, so that all charges together are all cost. Let f be the largest convex non-increasing function below
-   the points (x_b, x_b / b), b up to max_sequences. The steps of sample i fit between its prefill and G, so their mean
-   x is at most X_i = (v * G - p_i - c_i) / L_i, and by Jensen's inequality its charges are at least L_i * f(X_i) + c_i.
-   Prompts are prefilled at least once each. So the cost of generation is at least
-       W(G) = sum over prompts of p + sum over samples of (L_i * f(X_i) + c_i),    non-increasing in G.
-   A cache of K tokens holds the contexts of a step's sequences, so the step costs at least x / K times those, x being
-   the cheapest step's cost: all steps together x / K * (all contexts, summed over all L_i steps of all samples), which
-   takes the place of the sum of L_i * f(X_i) where it is more.
-3. Before the first optimizer step every slot turned into a trainer once (`switch_s` of its time), generation is over,
-   and the first mini-batch was scored and accumulated. So was every other sample at least once, if each model has a
-   pass that reads the weights which its step changes (old log-probs, values). That step begins no sooner than
-       S = max(G + switch_s, D(0, W(G) + all that scoring + its training + u * switch_s)).
-4. After it come all other mini-batches, none of which could be begun before; each takes at least its work / V and at
-   least its longest sample at speed v. And every optimizer step has all slots for `optimizer_s`. Beside, all of that
-   has to fit: T >= D(G + switch_s, the work of all other mini-batches + u * all optimizer steps).
-5. All work has to fit: T >= D(0, W(G) + all scoring + all training + u * (`switch_s` + all optimizer steps)).
-6. One sample again: T >= e_i + a pass over it + its training + the mini-batches after its own; and, if every sample is
-   scored before the first step, T >= e_i + a pass over it + all other mini-batches + all optimizer steps.
-7. Samples that end together. Of the work in 3 that is not generation, what belongs to samples with e_i >= t follows t,
-   for every t: S >= D(t, that work of samples with e_i >= t), and what 4 says comes after S. It is more than 6 where
-   many responses end last, as long as they may be.
-8. Ranks that work together only. None of that goes on in the H seconds in which some slot generates, nor while the last
-   of these turns into a trainer. All steps fit into H, so what 1 and 2 say of G holds of it: H >= max e_i, and
-   W(H) <= H * (the largest V). Beside that go c seconds in which no slot works: each call of all slots begins with its
-   cost, one for each kind of scoring, and for each model's mini-batch (of a schedule: for all models'), and the
-   optimizer steps. So all such work w fits into T but for h = H + switch_s + c seconds: T >= D(0, w + u * h), and
-   T >= h + the work of each mini-batch / the largest V, or its longest sample at speed v where that is more. It is so
-   of training, and of scoring where `lockstep` is `all`. Where slots hold stages, each of n slots does w / n of w
-   seconds of cost, and of a mini-batch at least its longest sample; the bubbles of pipelines come on top, less what
-   they hold of passes. Slot s, whose largest speed is z_s and least u_s, does its work w_s in all but h seconds of T:
-   T >= h + w_s / z_s and T >= D_s(0, w_s + u_s * h), D_s of its speed alone, for every slot.
-The bound of T is the least over G >= max e_i of the largest of 3 + 4, 5, 6, 7 and 8: some terms grow with G, the others
-fall, so the least is where they cross. Speculation (`tail_speculation`) makes steps of at most `batch` sequences
-cheaper by `speedup`: the points (x_b, x_b / b) and c_i are divided accordingly, and everything above holds as it
-stands. Where slots decode at a speed of their own (`decode_speed`), so are they by its largest factor, which no slot
-exceeds.
+The bound is the least over G >= max e_i of the largest of these. Tail speculation and `decode_speed` divide x_b and
+c_i.
 """
 
 from __future__ import annotations
@@ -75,16 +42,14 @@ from rlfuse.fusion.decisions import PASS_BEFORE_STEP
 from rlfuse.simulate.speed import Speed, together
 from rlfuse.simulate.workload import Workload
 
-NEAR = 1e-8
-"""Share of the bound by which it may be below the crossing that it is searched by."""
+NEAR = 1e-8  # share of the bound by which it may be below the crossing that it is searched by
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
     """Seconds that no on-policy schedule can beat."""
 
-    seconds: float
-    """The whole step."""
+    seconds: float  # the whole step
     bound_by: str
     """`longest sample`: generation can't be shorter, whatever overlaps it. Otherwise the slots' work: `generation
     work`, `scoring` or `training` where that is more than half of it, else `work`."""
@@ -153,7 +118,6 @@ def _crossing(earliest: float, rising: Callable[[float], float], falling: Callab
 
 
 def _binding(earliest: float, end: float, generation_work: float, rest: _Rest) -> str:
-    """What the bound consists of, most of all."""
     if end <= earliest:
         return "longest sample" if earliest >= rest.after_first_s else "training"
     parts = {"generation work": generation_work, "scoring": rest.scoring_work, "training": rest.training_work}
@@ -203,7 +167,6 @@ def _falling_hull(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    """Whether b lies on or above the line from a to c."""
     return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
 
 
@@ -250,10 +213,8 @@ class _Rest:
         self.in_lockstep = self._in_lockstep(workload, float(even.sum()), len(each))
 
     def _in_lockstep(self, workload: Workload, even: float, parts: int) -> tuple[float, float]:
-        """Point 8: seconds of cost that each slot does after generation, and seconds in which none works.
-
-        `even`: of one model on each slot.
-        """
+        """Point 8: seconds of cost that each slot does after generation, and seconds in which none works. `even`: of
+        one model on each slot."""
         scoring, training, models = workload.scoring, workload.training, len(workload.training.models)
         alike, bubbles = workload.lockstep == "all", training.bubbles
         passes = self.scoring_work / workload.slots if alike else 0.0

@@ -1,10 +1,4 @@
-"""A virtual clock for asyncio: coroutines sleep in simulated seconds, and nobody waits.
-
-Role: `run_virtual` runs one coroutine on an event loop whose time jumps to the next timer when nothing is ready. The
-simulator calls it for every run; what runs inside is ordinary asyncio code, the real controller included.
-Invariants: `loop.time()` starts at 0 and moves only while every task waits; equal programs take equal virtual time,
-whatever the machine does. Waits for nothing outside the loop: no thread, no file, no socket.
-"""
+"""A virtual clock for asyncio: time jumps to the next timer when nothing is ready."""
 
 from __future__ import annotations
 
@@ -43,7 +37,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._clock)
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
         return self._clock.now
 
     def _run_once(self) -> None:
@@ -53,10 +46,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result, at once. Raises what it raises, and `Deadlock` where a real loop would hang.
-
-    Where an event loop is running (a notebook, a real controller), it is held up until the result is here.
-    """
+    """The coroutine's result, at once. Raises what it raises, and `Deadlock` where a real loop would hang. Where an
+    event loop is running (a notebook, a real controller), it is held up until the result is here."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

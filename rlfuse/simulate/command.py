@@ -1,44 +1,30 @@
-"""`rlfuse simulate`: what each fusion policy makes of a workload, or of the steps that a run recorded.
-
-Role: the command line of the simulator: reads, runs, prints a table, writes JSON and pictures. Called by `rlfuse.cli`.
-"""
+"""`rlfuse simulate`: compare fusion policies on a workload, or on the steps that a run recorded."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlfuse.config.input_files import WorkloadError, publish, schema_of
-from rlfuse.config.schema import Config
-from rlfuse.files import claimed, write_whole
+from rlfuse.config.input_files import WorkloadError, publish, schema_of, unwritable
+from rlfuse.files import write_whole
 from rlfuse.fusion.costs import Costs
-from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.decisions import Settings, traits_of
 from rlfuse.fusion.own_policies import load_policy, loaded_policy
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.fusion.registry import traits_of
 from rlfuse.run_folder.code import add_option, policy_code, refuse_code
-from rlfuse.simulate.explaining import sources, terms_table
-from rlfuse.simulate.fitting import Fit
+from rlfuse.simulate.fitting import SLOW, Fit
 from rlfuse.simulate.recorded import Recording, Step, read_run
 from rlfuse.simulate.runner import Result, Simulated, later_step
-from rlfuse.simulate.slot_rates import SLOW
-from rlfuse.simulate.stress import Tried, Verdict, search, shrink, written
 from rlfuse.simulate.tuning import tune
-from rlfuse.simulate.workload import EXAMPLE, Workload, parse, read_workload
+from rlfuse.simulate.workload import EXAMPLE, Workload, read_workload
 
-REPLAYED = 8
-"""Steps of a run that are replayed: the last ones, as the first are warming up."""
-MOST_MINUTES = 100_000
-SEARCHING = 0.75
-"""Share of the time of `--stress`; in the rest what was found is made simpler."""
+REPLAYED = 8  # steps of a run that are replayed: the last ones, as the first are warming up
 
 
 def main(argv: Sequence[str]) -> None:
@@ -49,19 +35,12 @@ def main(argv: Sequence[str]) -> None:
         then = 'name it as "$schema" in a workload' if arguments.schema else "rlfuse simulate {path}"
         publish(data, arguments.schema or arguments.example, then, WorkloadError)
         return
-    if arguments.explain:
-        return _explain(arguments)
-    if sum(each is not None for each in (arguments.workload, arguments.run, arguments.stress)) != 1:
-        raise WorkloadError(
-            "rlfuse simulate needs a WORKLOAD.json, --from RUN_DIR or --stress FOLDER, one of them; --example shows one"
-        )
+    if (arguments.workload is None) == (arguments.run is None):
+        raise WorkloadError("rlfuse simulate needs a WORKLOAD.json or --from RUN_DIR, one of them; --example shows one")
     for policy in arguments.policy or ():
         load_policy(policy, f"--policy {policy}")
-    if arguments.stress is not None:
-        return _stress(arguments)
-    for path in (arguments.out, arguments.picture):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise WorkloadError(f"{path}: the folder {path.absolute().parent} does not exist; make it first")
+    if wrong := unwritable("--out", arguments.out) + unwritable("--picture", arguments.picture):
+        raise WorkloadError(*wrong)
     if arguments.threshold is not None and not 0 <= arguments.threshold <= 1:
         raise WorkloadError(f"--threshold {arguments.threshold}: needs a share of the samples, 0 to 1")
     if arguments.run is not None:
@@ -76,21 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="replay the steps of a recorded run")
     add_option(parser)
     names = f"{', '.join(POLICIES)} (default: these), or path/file.py:name for your own"
-    parser.add_argument(
-        "--stress", type=Path, metavar="FOLDER", help="look for the workloads on which a policy does worst, write them"
-    )
-    parser.add_argument("--minutes", type=float, default=10, help="of --stress (default: 10)")
-    parser.add_argument("--seed", type=int, default=1, help="of --stress (default: 1)")
     parser.add_argument("--policy", nargs="+", action="extend", metavar="P", help=names)
     tuned = " and ".join(name for name, policy in POLICIES.items() if "threshold" in traits_of(policy).tuned)
     parser.add_argument("--threshold", type=float, metavar="R", help=f"of {tuned}; default: tuned by simulation")
     parser.add_argument("--out", type=Path, metavar="RESULT.json", help="one object for one policy, a list for several")
-    parser.add_argument(
-        "--picture", type=Path, metavar="PNG", help="a timeline of every slot, policies below each other"
-    )
-    parser.add_argument(
-        "--explain", action="store_true", help="list the cost terms of other systems, and what each makes of the step"
-    )
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="a timeline of every slot, for each policy")
     parser.add_argument("--example", nargs="?", const="-", metavar="FILE", help="print a workload, or write it there")
     parser.add_argument("--schema", nargs="?", const="-", metavar="FILE", help="the same with the JSON schema of one")
     return parser
@@ -113,24 +82,6 @@ def _run(
 def _write(path: Path | None, objects: list[dict[str, Any]]) -> None:
     if path is not None:
         write_whole(path, json.dumps(objects[0] if len(objects) == 1 else objects, indent=2) + "\n")
-
-
-def _explain(arguments: argparse.Namespace) -> None:
-    """Of the workload that is given, under one policy; else of none."""
-    others = {"--from": arguments.run, "--stress": arguments.stress, "--out": arguments.out}
-    others |= {"--picture": arguments.picture, "--threshold": arguments.threshold}
-    if wrong := [option for option, value in others.items() if value is not None]:
-        raise WorkloadError(f"--explain goes with a WORKLOAD.json and a --policy, not with {', '.join(wrong)}")
-    policies = arguments.policy or [Config().fusion.policy]
-    if len(policies) > 1:
-        raise WorkloadError(f"--explain simulates one policy; --policy gives {len(policies)}: {', '.join(policies)}")
-    load_policy(policies[0], f"--policy {policies[0]}")
-    print(sources())
-    if arguments.workload is not None:
-        print("\n" + terms_table(read_workload(arguments.workload), policies[0]))
-
-
-# A workload ----------------------------------------------------------------------------------------------------------
 
 
 def _compare(arguments: argparse.Namespace) -> None:
@@ -162,7 +113,6 @@ def table(workload: Workload, results: Sequence[Result]) -> str:
 
 
 def _width(policies: Iterable[str]) -> int:
-    """Of a column for their names."""
     return max(10, *(len(policy) + 2 for policy in policies))
 
 
@@ -181,57 +131,6 @@ def _draw(path: Path, timelines: Sequence[Any]) -> None:
 
     draw(timelines, path)
     print(f"picture    {path}")
-
-
-# The worst workloads -------------------------------------------------------------------------------------------------
-
-
-def _stress(arguments: argparse.Namespace) -> None:
-    """Half of the time for each regret: against the best other policy, and against the bound."""
-    policies, seconds = arguments.policy or [Config().fusion.policy], 60 * arguments.minutes
-    if len(policies) > 1:
-        raise WorkloadError(f"--stress looks at one policy; --policy gives {len(policies)}: {', '.join(policies)}")
-    if not 0 < arguments.minutes < MOST_MINUTES:
-        raise WorkloadError(f"--minutes {arguments.minutes:g}: needs a number above 0 and below {MOST_MINUTES}")
-    paths = {goal: arguments.stress / f"{goal}.json" for goal in ("over_best", "over_bound")}
-    with claimed(paths["over_best"]):
-        for number, (goal, path) in enumerate(paths.items()):
-            found = _worst(policies[0], goal, arguments.seed + number, seconds / 2)
-            write_whole(path, json.dumps(written(parse(found.fields)), indent=2) + "\n")
-            print(f"{_told(found.verdict, goal)}; rlfuse simulate {path}")
-
-
-def _worst(policy: str, goal: str, seed: int, seconds: float) -> Tried:
-    """Searched for most of the time, shrunk in the rest."""
-    began, shown = time.monotonic(), ""
-    regret = attrgetter(goal)
-
-    def left(part: float) -> float:
-        return 1 - (time.monotonic() - began) / (part * seconds)
-
-    for found, count in search(policy, regret, seed, lambda: left(SEARCHING)):
-        if (told := _told(found.verdict, goal)) != shown:
-            print(f"{time.monotonic() - began:6.0f} s {count:6} workloads   {told}", flush=True)
-            shown = told
-    print(f"{time.monotonic() - began:6.0f} s {count:6} workloads   made simpler", flush=True)
-    for simpler in shrink(found, policy, regret):
-        found = simpler
-        if left(1.0) <= 0:
-            break
-    return found
-
-
-def _told(verdict: Verdict, goal: str) -> str:
-    if verdict.broken:
-        return verdict.broken
-    policy, *others = verdict.steps
-    best = min(others, key=verdict.steps.__getitem__, default=policy)
-    than = "the bound" if goal == "over_bound" else f"{best} and a switch"
-    regret = getattr(verdict, goal)
-    return f"{policy} takes {abs(regret):.1%} {'longer' if regret > 0 else 'less'} than {than}"
-
-
-# A recorded run ------------------------------------------------------------------------------------------------------
 
 
 def _replay(arguments: argparse.Namespace) -> None:
@@ -300,7 +199,6 @@ def replay_table(recording: Recording, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _replay_timelines(recording: Recording, step: Step, policies: Sequence[str], threshold: float | None) -> list[Any]:
-    """The last step as it was, and as it is simulated."""
     from rlfuse.simulate.picture import Timeline
 
     title = f"{recording.policy}, measured   {step.seconds:.2f} s"

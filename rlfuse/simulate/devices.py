@@ -1,9 +1,7 @@
-"""The simulated trainer ranks, rewards and weights: everything but the rollout engines, on the same devices.
+"""Simulated trainer ranks, rewards and weight updates, behind the controller's protocols.
 
-Role: implements the controller's `Trainer`, `RewardScorer` and `WeightSync` with the rates of a cost model.
-Invariants, each an error where it is broken: a rank works only while its slot has the role `trainer` and its engine
-holds nothing; a slot does one thing at a time; a sample's gradient of a model counts once per optimizer step.
-Waits: only for virtual time to pass.
+A rank works only while its slot has the role `trainer` and its engine holds nothing; a slot does one thing at a time. A
+violation is an error.
 """
 
 from __future__ import annotations
@@ -28,13 +26,10 @@ from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
 
 
 class SimulatedTrainer:
-    """One rank on each device, with whole models, sharded or not.
+    """One rank on each device, with whole models, sharded or not. `scored` and `trained` count how often each sample
+    was, per kind and model."""
 
-    `scored` and `trained` count how often each sample was, per kind and model.
-    """
-
-    optimizers_away: Mapping[int, float] = {}
-    """None is ever: what they cost is in the costs of a switch and of a step."""
+    optimizers_away: Mapping[int, float] = {}  # none: in the costs of switch and step
 
     def __init__(
         self,
@@ -56,7 +51,6 @@ class SimulatedTrainer:
         self._spans: list[Span] = []
 
     async def score(self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None) -> dict[str, PassResult]:
-        """Zeros, after the time of each pass over the rows."""
         now = asyncio.get_running_loop().time
         return {
             model: PassResult(began=now(), arrays=await self._score(KIND_OF[model], rows, slot)) for model in models
@@ -73,7 +67,6 @@ class SimulatedTrainer:
     async def accumulate(
         self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None
     ) -> dict[str, PassResult]:
-        """The time of a forward and a backward pass of each model over the rows."""
         now = asyncio.get_running_loop().time
         return {model: PassResult(began=now(), arrays=await self._accumulate(model, rows, slot)) for model in models}
 
@@ -86,7 +79,6 @@ class SimulatedTrainer:
         return self._gained(model, rows)
 
     def _gained(self, model: str, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Old log-probs, by the actor's first update."""
         first = self._by_update and model == "actor" and not self.trained[model]
         return [self._zeros.take(len(row.response_ids))[1] for row in rows] if first else []
 
@@ -95,7 +87,6 @@ class SimulatedTrainer:
             raise SimulationError(f"slot {slot} is told to do {kind} alone, which needs all ranks")
 
     async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
-        """An optimizer step of all ranks on what was accumulated."""
         rows = self._accumulated.pop(model, [])
         once = Counter(row.id for row in rows)
         if sorted(row.length for row in rows) != sorted(lengths) or (once and max(once.values()) > 1):
@@ -123,7 +114,12 @@ class SimulatedTrainer:
         devices = self.devices if slot is None else [self.devices[slot]]
         start, call = asyncio.get_running_loop().time(), _Call(devices)
         for device in devices:
-            self._occupy(device, kind)
+            if device.role != "trainer" or device.held or device.work:
+                raise SimulationError(
+                    f"slot {device.index} is told to do {kind} while it has the role {device.role}, holds "
+                    f"{device.held} samples and does {device.work or 'nothing'}"
+                )
+            device.work = kind
         try:
             yield call
         finally:
@@ -136,21 +132,11 @@ class SimulatedTrainer:
                     Span(kind, where, start, until, samples=samples, tokens=tokens, attributes=dict(attributes))
                 )
 
-    def _occupy(self, device: Device, kind: str) -> None:
-        if device.role != "trainer" or device.held or device.work:
-            raise SimulationError(
-                f"slot {device.index} is told to do {kind} while it has the role {device.role}, holds {device.held} "
-                f"samples and does {device.work or 'nothing'}"
-            )
-        device.work = kind
-
     async def probe(self) -> list[float | None]:
-        """The speed of each device, in no time."""
         now = asyncio.get_running_loop().time()
         return [device.speed.done(now, now + 1) for device in self.devices]
 
-    async def fetch_optimizers(self, slot: int) -> None:
-        """There is nothing to fetch."""
+    async def fetch_optimizers(self, slot: int) -> None: ...
 
     async def take_device(self, slot: int) -> None:
         await self._switch(self.devices[slot], "rollout", "trainer")
@@ -177,17 +163,13 @@ class SimulatedTrainer:
         """Calls of all ranks are shared out by these rates from now on."""
         self._rates = list(rates) if rates else [1.0] * len(self.devices)
 
-    async def save(self, folder: Path) -> None:
-        """There is nothing to save."""
+    async def save(self, folder: Path) -> None: ...
 
-    async def describe(self, folder: Path) -> None:
-        """There is nothing to describe."""
+    async def describe(self, folder: Path) -> None: ...
 
-    def drop_gradients(self) -> None:
-        """There are none."""
+    def drop_gradients(self) -> None: ...
 
-    async def load(self, folder: Path) -> None:
-        """There is nothing to load."""
+    async def load(self, folder: Path) -> None: ...
 
     async def drain(self, collect: bool = False) -> list[Span]:
         spans, self._spans = self._spans, []
@@ -234,11 +216,9 @@ class _Call:
     """Work of some devices at the same time."""
 
     devices: Sequence[Device]
-    done: list[tuple[float, int]] = field(default_factory=list)
-    """(when, tokens) of each."""
+    done: list[tuple[float, int]] = field(default_factory=list)  # (when, tokens) of each
 
     async def work(self, tokens: Sequence[float], token_s: float) -> None:
-        """Wait until each device has done its tokens."""
         now = asyncio.get_running_loop().time()
         self.done = [
             (device.speed.end(now, share * token_s), round(share))

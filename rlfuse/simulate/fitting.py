@@ -1,10 +1,8 @@
-"""A run's events become a cost model: what its steps really cost, and how well the model tells it.
+"""Fit a cost model to a run's events by non-negative least squares, and measure how well it predicts them.
 
-Role: `fit` is called by `rlfuse simulate --from` and, between the steps of a real run, to update the costs of its
-policies. Pure functions of spans: `decode` on `rollout/N` (attributes steps, batch, context, prefill_tokens); scoring
-kinds, `update_*`, `switch`, `move` and `step` on `driver`; passes and `backward` on `trainer/N`, which tell the tokens.
-Invariants: every cost is at least 0; the slowest twentieth of each kind (hiccups) has no say in how costs relate, and
-then they are scaled to tell the time of all spans but freak ones (first calls); what no span tells stays as `before`.
+The slowest twentieth of each kind does not decide how costs relate; what no span measures stays as `before`.
+Slots' rates: what work costs and how slow workers are is found together, as a slow worker gets less work, in smaller
+pieces.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -23,19 +22,14 @@ from rlfuse.events import Span
 from rlfuse.fusion.costs import Costs
 from rlfuse.observe.metrics import covered
 
-KEPT_SHARE = 0.95
-"""Share of the spans of a kind that decide how its costs relate."""
-OUTLIER = 5.0
-"""A span that took so many times what the costs say is not one of its kind."""
+KEPT_SHARE = 0.95  # share of the spans of a kind that decide how its costs relate
+OUTLIER = 5.0  # a span that took so many times what the costs say is not one of its kind
 ROUNDS = 4
-MIN_SPANS = 4
-"""Spans of a kind from which costs are fitted."""
-INSTANT_TOKENS_PER_S = 1e12
-"""Tokens per second where no cost of tokens can be seen."""
+MIN_SPANS = 4  # spans of a kind from which costs are fitted
+INSTANT_TOKENS_PER_S = 1e12  # tokens per second where no cost of tokens can be seen
 
 
-ALIKE: Mapping[str, float] = {}
-"""Rates of workers of which none is slow."""
+ALIKE: Mapping[str, float] = {}  # rates of workers of which none is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +37,9 @@ class Accuracy:
     """How the fitted costs tell the spans of one kind that they were fitted to."""
 
     spans: int
-    seconds: float
-    """Measured, of all of them."""
-    total: float
-    """(predicted - measured) / measured, over all of them."""
-    typical: float
-    """Median of |predicted - measured| / measured."""
+    seconds: float  # measured, of all of them
+    total: float  # (predicted - measured) / measured, over all of them
+    typical: float  # median of |predicted - measured| / measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +52,7 @@ class Fit:
 
 def fit(spans: Sequence[Span], before: Costs | None = None, rates: Sequence[float] = (), width: int = 1) -> Fit:
     """Return costs from the spans of one step or many, or as `before` (or the defaults) where there are no such spans.
-
-    `rates`: of each slot, with `width` trainer ranks; the costs are then those of a slot of rate 1.
-    """
+    `rates`: of each slot, with `width` trainer ranks; the costs are then those of a slot of rate 1."""
     accuracy: dict[str, Accuracy] = {}
     slower = {f"rollout/{slot}": rate for slot, rate in enumerate(rates)}
     slower |= {f"trainer/{rank}": rates[rank // width] for rank in range(len(rates) * width)}
@@ -88,9 +77,6 @@ def fit(spans: Sequence[Span], before: Costs | None = None, rates: Sequence[floa
     if rest:  # with the way back to generating, which the simulated ranks take for themselves
         costs = replace(costs, step_s=max(0.0, _mean(np.array(rest)) - costs.switch_s))
     return Fit(costs, accuracy)
-
-
-# Decoding ------------------------------------------------------------------------------------------------------------
 
 
 def _fit_decoding(
@@ -120,9 +106,6 @@ def _fit_decoding(
         flat_batch=flat,
         prefill_tokens_per_s=1 / prefilled if prefilled > 1 / INSTANT_TOKENS_PER_S else INSTANT_TOKENS_PER_S,
     )
-
-
-# Calls ---------------------------------------------------------------------------------------------------------------
 
 
 def calls(
@@ -166,7 +149,6 @@ def busiest(
 def _fit_calls(
     name: str, found: Sequence[tuple[float, float]], accuracy: dict[str, Accuracy]
 ) -> tuple[float, float] | None:
-    """(seconds per call, tokens per second)."""
     if len(found) < MIN_SPANS:
         return None
     seconds, tokens = np.array(found, float).T
@@ -204,9 +186,6 @@ def unexplained(spans: Sequence[Span]) -> Iterable[float]:
         yield step.seconds - covered(inside)
 
 
-# Least squares -------------------------------------------------------------------------------------------------------
-
-
 def robust(columns: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, float]:
     """Non-negative factors that make `columns @ factors` the seconds; and the mean square left of those that count."""
     kept = np.ones(len(seconds), bool)
@@ -221,7 +200,6 @@ def robust(columns: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, float]
 
 
 def _mean(seconds: np.ndarray) -> float:
-    """Without freak ones."""
     return float(seconds[seconds <= OUTLIER * np.median(seconds)].mean())
 
 
@@ -245,3 +223,92 @@ def _accuracy(predicted: np.ndarray, measured: np.ndarray) -> Accuracy:
     apart = np.abs(predicted - measured) / np.maximum(measured, 1e-9)
     total = float((predicted.sum() - measured.sum()) / max(measured.sum(), 1e-9))
     return Accuracy(len(measured), float(measured.sum()), total, float(np.median(apart)))
+
+
+ROUNDS, SETTLED = 20, 1e-3  # of alternating fits, at most; until rates change by less
+FEWEST = 4  # operations of a kind from which the dependence of their time on tokens is fitted
+SLOW = 1.1  # rates below are within the noise: the worker counts as typical
+OF_RANKS = (*PASSES, "forward", "backward")
+
+Group = tuple[np.ndarray, np.ndarray]  # comparable operations, int [n], and what their time consists of
+
+
+def slot_rates(spans: Sequence[Span], slots: int, width: int, together: bool) -> tuple[float, ...]:
+    """Return the rate of each slot, or nothing where all are typical. `width`: trainer ranks of a slot; `together`:
+    ranks wait for each other within their passes, so that only decoding shows how slow a slot is."""
+    work: dict[tuple[Any, ...], list[tuple[int, float, tuple[float, ...]]]] = defaultdict(list)
+    for span in spans:
+        role, _, index = span.where.partition("/")
+        if role == "rollout" and span.kind == "decode" and span.seconds > 0:
+            work["decode",].append((int(index), span.seconds, decoding_work(span, flat_batch=1)))
+        elif role == "trainer" and span.kind in OF_RANKS and not together and span.attributes.get("degree", 1) == 1:
+            of = span.kind, span.attributes.get("model"), span.attributes.get("stage")
+            work[of].append((int(index) // width, span.seconds, tokens_work(span)))
+    rows = [row for each in work.values() for row in each]
+    if not rows:
+        return ()
+    ends = np.cumsum([len(each) for each in work.values()])
+    numbers = np.split(np.arange(len(rows)), ends[:-1])
+    groups = [(mine, np.array([row[2] for row in each])) for mine, each in zip(numbers, work.values(), strict=True)]
+    worker, own = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
+    typical = typical_seconds(groups, own, expected_seconds(groups, own, worker), worker)
+    found = np.ones(slots)
+    rates = relative(own, typical, worker)
+    found[: len(rates)] = rates
+    return tuple(found.tolist()) if max(found.max(), 1 / found.min()) >= SLOW else ()
+
+
+def tokens_work(span: Span) -> tuple[float, float]:
+    """Return a call and its tokens."""
+    return 1.0, float(span.tokens)
+
+
+def decoding_work(span: Span, flat_batch: int) -> tuple[float, ...]:
+    """Return the steps, sequences beyond a flat batch in them, tokens that they held, and tokens prefilled."""
+    steps, batch, context = (span.attributes[name] for name in ("steps", "batch", "context"))
+    return steps, steps * max(0, batch - flat_batch), steps * context, span.attributes["prefill_tokens"]
+
+
+def expected_seconds(groups: Iterable[Group], own: np.ndarray, worker: np.ndarray) -> np.ndarray:
+    """float [N]: what the work of each operation takes, up to a factor that those of a group share.
+
+    Workers that are given less because they are slow take as long as the others: that may look as if tokens cost
+    nothing. So it is found twice, from rates of 1 and from rates by tokens alone; what tells the seconds better counts.
+    """
+    groups, by_tokens = list(groups), own.copy()
+    for numbers, columns in groups:
+        if (tokens := columns[:, -1].sum()) and columns.shape[1] == 2:
+            by_tokens[numbers] = columns[:, -1] * own[numbers].sum() / tokens
+    alike = np.ones(int(worker.max(initial=0)) + 1)
+    found = [_expected(groups, own, worker, slower) for slower in (relative(own, by_tokens, worker), alike)]
+    return min(found, key=lambda expected: np.abs(own - expected * relative(own, expected, worker)[worker]).sum())
+
+
+def _expected(groups: Sequence[Group], own: np.ndarray, worker: np.ndarray, slower: np.ndarray) -> np.ndarray:
+    expected = own.copy()
+    for _ in range(ROUNDS):
+        for numbers, columns in groups:
+            seconds = own[numbers] / slower[worker[numbers]]
+            few = len(numbers) < FEWEST
+            expected[numbers] = seconds.mean() if few else columns @ robust(columns, seconds)[0]
+        before, slower = slower, relative(own, expected, worker)
+        if np.allclose(slower, before, rtol=SETTLED):
+            break
+    return expected
+
+
+def typical_seconds(groups: Iterable[Group], own: np.ndarray, expected: np.ndarray, worker: np.ndarray) -> np.ndarray:
+    """float [N]: the expected seconds at the speed that at least half of the workers reach; of two the faster one's.
+    What is in no group stays as it was."""
+    typical = own.copy()
+    for numbers, _ in groups:
+        _, of = np.unique(worker[numbers], return_inverse=True)
+        usual = median_low(relative(own[numbers], expected[numbers], of).tolist())
+        typical[numbers] = expected[numbers] * usual
+    return typical
+
+
+def relative(own: np.ndarray, expected: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """float [workers]: seconds over those expected, of the operations `of` each; 1 where nothing was expected."""
+    foreseen = np.bincount(of, expected)
+    return np.divide(np.bincount(of, own), foreseen, out=np.ones_like(foreseen), where=foreseen > 0)

@@ -1,11 +1,4 @@
-"""What a real run learns for its policies after every step: costs from its events, settings from simulating them.
-
-Role: handed to the controller's `Tuning` by `rlfuse.run.wiring`; called between steps. Costs are fitted to the last few
-steps together. Settings, and whether some engines only read prompts, are found anew when the costs are first known, and
-whenever the step is another, once the time for it is a small share of the run's: the mean or the longest of lengths or
-what all slots do together changed by a fifth, or prompts' lengths are known by now from an earlier epoch, or are known
-much better or worse than they were.
-"""
+"""Update costs, settings and `rollout.disaggregate` of a real run after every step, by fitting and simulating."""
 
 from __future__ import annotations
 
@@ -22,20 +15,15 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.simulate.fitting import fit
-from rlfuse.simulate.prefill_share import error_of, find
 from rlfuse.simulate.recorded import spans_within, whole_samples, workload_of
-from rlfuse.simulate.tuning import tune
+from rlfuse.simulate.tuning import error_of, find, tune
 from rlfuse.simulate.workload import Workload
 
 STEPS = 4
 DRIFT = 0.2
-SHARE = 0.02
-"""Of the run's time that tuning takes at most, but for the first: a second or two, which everybody waits for."""
-CALL_S = 0.005
-"""Least cost of a call: Ray, the driver and the policy take their time between two calls, which no span shows. Two to
-five milliseconds beside small models on two cores."""
-MOST_SAMPLES = 2048
-"""Larger steps are simulated scaled down to this."""
+SHARE = 0.02  # of the run's time that tuning may take, except the first time
+CALL_S = 0.005  # least cost of a call: Ray, driver and policy between calls
+MOST_SAMPLES = 2048  # larger steps are simulated scaled down to this
 
 Shape = tuple[float | None, float, float, float]
 """Of a step: error of expected lengths, if they were known; mean and longest length; speed of all slots together."""
@@ -77,7 +65,6 @@ class Learning:
 
 
 def _drifted(before: Shape, now: Shape) -> bool:
-    """Whether lengths have become known, are known better or worse, or are others, or slots are."""
     (error_before, *others_before), (error, *others) = before, now
     learned = (error is None) != (error_before is None) or abs((error or 0.0) - (error_before or 0.0)) > DRIFT
     return learned or any(abs(new / old - 1) > DRIFT for new, old in zip(others, others_before, strict=True))
@@ -88,7 +75,6 @@ def _step(spans: Sequence[Span]) -> Span:
 
 
 def _speeds(tuning: Tuning) -> tuple[float, ...]:
-    """Of the slots, as the run has seen them."""
     return tuple(1 / rate for rate in tuning.rates.current)
 
 

@@ -1,10 +1,4 @@
-"""What every slot does, when: timelines of steps as one PNG, simulated or read from a run's events.
-
-Role: `draw` is called by `rlfuse simulate --picture`; the metric log of a run has `draw_step` called every some steps,
-in the process of `rlfuse.observe.drawing`. Runs stand below each other on one time axis, one row per slot. Reads spans
-alone: `decode` (or `generate`, where an engine records no steps) on `rollout/N`, passes and gradients on `trainer/N`,
-and the driver's `switch` and `move`. White is idle.
-"""
+"""Draw what every slot does over time, simulated or from a run's events, as one PNG."""
 
 from __future__ import annotations
 
@@ -24,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from rlfuse.events import Span, span_of
-from rlfuse.files import replacing
+from rlfuse.fusion.schedules.picture import IDLE, INK, frame, legend, save
 
 GENERATING = LinearSegmentedColormap.from_list("generating", ["#c9def2", "#6aa3d8", "#1d5c9e", "#0c3260"])
 """From a batch of one to the largest."""
@@ -48,9 +42,7 @@ KINDS = {
 }
 MOVING = "#c2385a"
 MOST_ROWS = 32
-MOST_COLUMNS = 9
-"""Of the legend: more would be cut off."""
-INK, PALE = "#2b2b2b", "#8a8a8a"
+MOST_COLUMNS = 9  # of the legend: more would be cut off
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +50,11 @@ class Timeline:
     """One step to draw."""
 
     title: str
-    note: str
-    """In small print behind the title."""
+    note: str  # in small print behind the title
     spans: Sequence[Span]
-    start: float
-    """On the spans' clock; drawn as 0."""
-    seconds: float
-    """Of the step."""
-    bound: float | None = None
-    """No schedule takes fewer seconds."""
+    start: float  # on the spans' clock; drawn as 0
+    seconds: float  # of the step
+    bound: float | None = None  # no schedule takes fewer seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +88,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
     seen |= {"moving"} if any(map(_moves, timelines)) else set()
     seen |= {"bound"} if any(timeline.bound is not None for timeline in timelines) else set()
     _legend(figure, seen, largest, note)
-    with replacing(path) as aside:
-        figure.savefig(aside, format=path.suffix[1:], dpi=150)
+    save(figure, path)
 
 
 def draw_step(path: Path, events: Path, first: int, last: int, note: str) -> None:
@@ -118,9 +105,6 @@ def _rows(slots: int) -> dict[int, int]:
     """Slot -> row, for those that are shown: all, or some spread evenly."""
     count = min(slots, MOST_ROWS)
     return {slot: row for row, slot in enumerate(sorted({i * slots // count for i in range(count)}))}
-
-
-# What slots do -------------------------------------------------------------------------------------------------------
 
 
 def activity(timeline: Timeline) -> Iterable[Bar]:
@@ -167,11 +151,7 @@ def _moves(timeline: Timeline) -> list[Span]:
     return [span for span in timeline.spans if span.kind == "move" and span.where == "driver"]
 
 
-# Drawing -------------------------------------------------------------------------------------------------------------
-
-
 def _panel(axes: Axes, timeline: Timeline, bars: Sequence[Bar], rows: dict[int, int], shade: Normalize) -> None:
-    """One step."""
     per_row: dict[int, list[Bar]] = defaultdict(list)
     for bar in bars:
         if bar.slot in rows:
@@ -194,39 +174,21 @@ def _panel(axes: Axes, timeline: Timeline, bars: Sequence[Bar], rows: dict[int, 
     axes.axvline(timeline.seconds, color=INK, linewidth=1.0)
     if timeline.bound is not None:
         axes.axvline(timeline.bound, color=INK, linewidth=1.0, linestyle=(0, (2, 2)))
-    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_yticks([])
-    axes.set_title(timeline.title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=4)
-    axes.set_title(timeline.note, loc="right", fontsize=9, color=PALE, pad=4)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(PALE)
-    axes.tick_params(axis="x", colors=PALE, labelsize=9)
+    frame(axes, len(rows), timeline.title, timeline.note)
     axes.grid(axis="x", color="#e6e3de", linewidth=0.6)
     axes.set_axisbelow(True)
 
 
 def _legend(figure: Figure, seen: set[str], largest: float, note: str) -> None:
-    """What the colours mean, above all panels."""
     patches: list[Artist] = [
         Patch(color=GENERATING(1 / max(largest, 1.0)), label="generating: batch of 1"),
         Patch(color=GENERATING(1.0), label=f"batch of {largest:.0f}"),
     ]
     patches += [Patch(color=colour, label=what) for what, colour in COLOURS.items() if what in seen]
     patches += [Line2D([], [], color=MOVING, label="samples moving")] if "moving" in seen else []
-    patches += [Patch(facecolor="white", edgecolor=PALE, linewidth=0.5, label="idle")]
+    patches += [IDLE]
     dashed = (0, (2, 2))
     patches += [Line2D([], [], color=INK, lw=1, ls=dashed, label="lower bound")] if "bound" in seen else []
-    figure.legend(
-        handles=patches,
-        loc="outside upper left",
-        ncols=min(len(patches), MOST_COLUMNS),
-        frameon=False,
-        fontsize=9,
-        labelcolor=INK,
-        handlelength=1.2,
-        handleheight=0.9,
-        columnspacing=1.4,
-        title=note,
-        title_fontsize=9,
-        alignment="left",
-    )
+    more = {"columnspacing": 1.4, "title": note, "title_fontsize": 9, "alignment": "left"}
+    legend(figure, patches, min(len(patches), MOST_COLUMNS), **more)

@@ -1,9 +1,4 @@
-"""A run folder as workloads: what each of its steps generated, on a machine with the costs that its events tell.
-
-Role: `rlfuse simulate --from RUN_DIR` replays a run to show how well the simulator tells its time, and asks what other
-policies would have made of the same samples. Reads `config.yaml` and `events.jsonl`.
-Invariant: only samples that are whole and were generated inside the step's own span count; validation does not.
-"""
+"""Turn a run folder into workloads: what each step generated, at the costs that its events measure."""
 
 from __future__ import annotations
 
@@ -25,8 +20,7 @@ from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span, read_events
 from rlfuse.fusion.costs import Costs
 from rlfuse.parsing import parse_yaml
-from rlfuse.simulate.fitting import Fit, fit
-from rlfuse.simulate.slot_rates import slot_rates
+from rlfuse.simulate.fitting import Fit, fit, slot_rates
 from rlfuse.simulate.workload import Scoring, Training, Workload, of_costs
 
 
@@ -48,10 +42,8 @@ class Recording:
     policy: str
     fit: Fit
     steps: list[Step]
-    rates: tuple[float, ...] = ()
-    """Of each slot; empty where none is slow."""
-    by_rates: bool = True
-    """Whether work was shared out by measured rates: not with trainer.deterministic."""
+    rates: tuple[float, ...] = ()  # of each slot; empty where none is slow
+    by_rates: bool = True  # whether work was shared out by measured rates: not with trainer.deterministic
 
 
 def read_run(folder: Path) -> Recording:
@@ -180,10 +172,8 @@ def micro_batches(config: Config, prompts: int, context: float) -> int:
 
 
 def whole_samples(spans: Sequence[Span]) -> tuple[tuple[int, ...], int]:
-    """Lengths by prompt and sibling, and the mean number of prompt tokens, from `generate` spans.
-
-    A sample that moved has a span on each engine; the last one tells all its tokens, those it came with too.
-    """
+    """Lengths by prompt and sibling, and the mean number of prompt tokens, from `generate` spans. A sample that moved
+    has a span on each engine; the last one tells all its tokens, those it came with too."""
     tokens: dict[tuple[int, int], int] = {}
     prompts = []
     for span in spans:

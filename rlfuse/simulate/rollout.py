@@ -1,13 +1,7 @@
 """A simulated rollout engine: the protocol of a vLLM engine over continuous batching on a virtual clock.
 
-Role: the controller generates with it as it does with a real one. It jumps from event to event: whatever arrives or is
-told to leave takes effect at the end of the decoding step under way; a prefill is a stall of its own, in which nobody
-decodes. Samples that come with their KV cache arrive over the slot's link, one after the other, and stall nobody.
-Invariants: nothing is generated while the slot has another role; a failed engine ends every call with `EngineLost`.
-Waits: only for its own timer and, in `generate`, for the consumer.
-
-    generate --> link (kv) --> waiting --> admitted, prefilled --> decoding --> response
-                                  ^------------ pre-empted <----------+-----> evicted: partial
+generate --> link (kv) --> waiting --> admitted, prefilled --> decoding --> response
+                              ^------------ pre-empted <----------+-----> evicted: partial
 """
 
 from __future__ import annotations
@@ -25,8 +19,7 @@ from rlfuse.samples import Partial, Response, Sample
 from rlfuse.simulate.batching import Batch, Sequence, SimulationError
 from rlfuse.simulate.speed import Speed
 
-TOKEN_BYTES = 8
-"""A token that moves without its cache: an id and a log-prob."""
+TOKEN_BYTES = 8  # a token that moves without its cache: an id and a log-prob
 
 
 @dataclass(slots=True)
@@ -35,16 +28,11 @@ class Device:
 
     index: int
     speed: Speed = field(default_factory=Speed)
-    decoding: Speed = field(default_factory=Speed)
-    """Of decoding steps."""
-    asleep: bool = False
-    """Whether its engine is."""
-    role: str = "rollout"
-    """`rollout`, `trainer` or `switching`."""
-    held: int = 0
-    """Samples on its engine."""
-    work: str = ""
-    """What its rank is doing."""
+    decoding: Speed = field(default_factory=Speed)  # of decoding steps
+    asleep: bool = False  # whether its engine is
+    role: str = "rollout"  # `rollout`, `trainer` or `switching`
+    held: int = 0  # samples on its engine
+    work: str = ""  # what its rank is doing
 
 
 @dataclass(slots=True)
@@ -73,8 +61,7 @@ class _Held:
     sequence: Sequence
     results: asyncio.Queue
     since: float
-    where: str = "batch"
-    """`link` while its cache is on its way, `batch`, or `leaving`."""
+    where: str = "batch"  # `link` while its cache is on its way, `batch`, or `leaving`
 
 
 @dataclass(slots=True)
@@ -100,8 +87,6 @@ class SimulatedRollout:
         self._since, self._prefill = -1.0, 0  # of work that no span tells of yet
         self._link_free = 0.0
         self._spans: list[Span] = []
-
-    # The protocol ----------------------------------------------------------------------------------------------------
 
     async def generate(
         self, samples: Iterable[Sample], sampling: Sampling, partials: Mapping[str, Partial] | None = None
@@ -183,8 +168,6 @@ class SimulatedRollout:
         self._departures, self._timer, self._steps = [], None, 0
         self._since, self._prefill, self._link_free = -1.0, 0, 0.0
 
-    # Samples ---------------------------------------------------------------------------------------------------------
-
     def _check(self, action: str) -> None:
         if self.lost:
             raise EngineLost(f"{self.name} is lost and can't {action}")
@@ -215,7 +198,6 @@ class SimulatedRollout:
         loop.call_at(self._link_free, self._arrive, held)
 
     def _arrive(self, held: _Held) -> None:
-        """Its cache is here."""
         if self._held.get(held.sequence.name) is held and held.where == "link":
             held.where = "batch"
             self.batch.waiting.append(held.sequence)
@@ -232,8 +214,6 @@ class SimulatedRollout:
         self._deliver(held, Response(*self._zeros.take(whole), reason, self.version, ""))
         which, told = (held.sample.step, (sequence.name,)), {"prompt_tokens": sequence.prompt_tokens}
         self._spans.append(Span("generate", self.name, held.since, now, *which, whole, "admitted", told))
-
-    # Time ------------------------------------------------------------------------------------------------------------
 
     def _interrupt(self) -> None:
         """Take a turn at the end of the step under way; at once if there is none. A stall ends by itself."""
@@ -276,7 +256,6 @@ class SimulatedRollout:
         self._timer = asyncio.get_running_loop().call_at(speed.end(now, cost), self._turn)
 
     def _record(self, now: float) -> None:
-        """A span of the steps that end now, and of the prefill before them."""
         size = len(self.batch.running)
         attributes = {
             "steps": self._steps,
@@ -289,7 +268,6 @@ class SimulatedRollout:
         self._since, self._prefill = -1.0, 0
 
     def _evict_departing(self) -> None:
-        """Take out who was told to leave."""
         departures, self._departures = self._departures, []
         for departure in departures:
             evicted = []

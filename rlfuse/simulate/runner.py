@@ -1,10 +1,6 @@
-"""One training step of a workload in virtual time: the real controller, board and policy on simulated engines.
+"""Simulate one training step: the real controller, board and policy on simulated engines.
 
-Role: `simulate` is what the command, the tuning of thresholds and the benchmarks call. The controller is the one that
-runs real jobs; only its surroundings are stand-ins: prompts without text, an experience without numbers, a log in
-memory. Waits for nothing: minutes of a cluster pass in the time that their decisions take to compute.
-Invariant: a run is audited before it is believed; a sample that was not generated once, scored once per kind and
-trained on once per epoch is an error.
+A run is audited: a sample that was not generated once, scored once per kind and trained on once per epoch is an error.
 """
 
 from __future__ import annotations
@@ -54,22 +50,17 @@ class Result:
     """What became of a step, in virtual seconds from its start."""
 
     policy: str
-    generation_s: float
-    """Until the last sample was whole."""
+    generation_s: float  # until the last sample was whole
     generation_and_scoring_s: float
     step_s: float
-    oracle_s: float
-    """No on-policy schedule takes less (`bound`)."""
-    busy_share: float
-    """Of all slots' time, the part in which they generate, score or train."""
+    oracle_s: float  # no on-policy schedule takes less (`bound`)
+    busy_share: float  # of all slots' time, the part in which they generate, score or train
     moved_samples: int
     moved_bytes: float
     samples_finished: int
-    label: str
-    """What the policy does to the data: `exact`, or `exact in distribution` where the tail is speculated."""
+    label: str  # `exact`, or `exact in distribution` with tail speculation
     bound_by: str
-    cpu_s: float
-    """Of this process, simulated engines included: an upper limit of the controller's own."""
+    cpu_s: float  # of this process, simulated engines included: an upper limit of the controller's own
 
     def as_json(self) -> dict[str, Any]:
         """With seconds to the microsecond."""
@@ -112,10 +103,8 @@ def simulate(
 def later_step(
     workload: Workload, policy: str | Policy, settings: Settings | None = None, by_rates: bool = True
 ) -> Simulated:
-    """The same of a step after others that showed how fast each slot is (`slot_speed`).
-
-    `by_rates`: whether work is shared out by that.
-    """
+    """The same of a step after others that showed how fast each slot is (`slot_speed`). `by_rates`: whether work is
+    shared out by that."""
     rates = Rates(workload.slots, measured=False)
     if by_rates:
         rates = Rates.of(workload.slot_speed) if workload.slot_speed else Rates(workload.slots)
@@ -202,8 +191,8 @@ class Machine:
     async def run(self, policy: Policy, settings: Settings, rates: Rates) -> list[Span]:
         loop = asyncio.get_running_loop()
         log, config = _Log([*self.rollouts, self.trainer]), self._config(policy.__name__)
-        for slot, at_s in self.workload.losses():  # the step starts when the first weights are out
-            loop.call_at(self.workload.step_s + at_s, self.rollouts[slot].fail)
+        for failure in self.workload.failures:  # the step starts when the first weights are out
+            loop.call_at(self.workload.step_s + failure.at_s, self.rollouts[failure.slot].fail)
         prompts = _Prompts(self.workload)
         groups = GroupSource(
             config=config,
@@ -299,29 +288,22 @@ class _Log:
         self.spans: list[Span] = []
 
     async def collect(self, step: int) -> list[Span]:
-        """All spans since the start."""
         self.spans += self.recorder.drain()
         for engine in self._engines:
             self.spans += await engine.drain()
         return self.spans
 
-    def note(self, values: Mapping[str, float]) -> None:
-        """There are no metrics."""
+    def note(self, values: Mapping[str, float]) -> None: ...
 
-    def watch(self, board: Board) -> None:
-        """Nobody looks on."""
+    def watch(self, board: Board) -> None: ...
 
-    def log_step(self, step: int, board: Board, spans: Sequence[Span]) -> None:
-        """The caller looks at the spans."""
+    def log_step(self, step: int, board: Board, spans: Sequence[Span]) -> None: ...
 
-    def log_validation(self, step: int, board: Board) -> None:
-        """There are no held-out prompts."""
+    def log_validation(self, step: int, board: Board) -> None: ...
 
-    def log_agreement(self, step: int, agreement: Agreement) -> None:
-        """There are no numbers to compare."""
+    def log_agreement(self, step: int, agreement: Agreement) -> None: ...
 
-    def check(self, step: int, board: Board) -> None:
-        """Simulated rewards don't fail."""
+    def check(self, step: int, board: Board) -> None: ...
 
 
 class _NoCheckpoints:
@@ -337,17 +319,13 @@ class _NoCheckpoints:
         """Never."""
         return False
 
-    def check_room(self, step: int) -> None:
-        """None is needed."""
+    def check_room(self, step: int) -> None: ...
 
-    def remember(self, step: int) -> None:
-        """There is no state."""
+    def remember(self, step: int) -> None: ...
 
-    async def write(self, step: int, required: bool = False) -> None:
-        """Not asked for."""
+    async def write(self, step: int, required: bool = False) -> None: ...
 
-    def publish(self) -> None:
-        """Nothing was written."""
+    def publish(self) -> None: ...
 
 
 class _Experience:

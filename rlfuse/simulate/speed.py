@@ -1,8 +1,4 @@
-"""How fast a simulated slot is, second by second: what it does in a stretch of time, and when work that begins is done.
-
-Role: devices keep time by it, and the bound adds slots up. Pure. Speeds are piecewise constant: 0.5 does half a second
-of cost in a second, so its rate, as policies see it, is 2.
-"""
+"""Piecewise constant speed of a simulated slot; 0.5 does half a second of cost in a second."""
 
 from __future__ import annotations
 
@@ -30,7 +26,6 @@ class Speed:
         self.least, self.most = min(self._speeds), max(self._speeds)
 
     def done(self, start: float, end: float) -> float:
-        """Seconds of cost that are done between the two."""
         if len(self._times) == 1:
             return (end - start) * self._speeds[0]
         return self._until(end) - self._until(start)
@@ -52,11 +47,9 @@ class Speed:
         return self._done[piece] + (when - self._times[piece]) * self._speeds[piece]
 
     def times(self, factor: float) -> Speed:
-        """The same, so many times as fast."""
         return Speed([(time, speed * factor) for time, speed in self.changes])
 
     def later(self, seconds: float) -> Speed:
-        """The same, so many seconds later."""
         return Speed([(time + seconds, speed) for time, speed in self.changes])
 
 

@@ -1,14 +1,9 @@
-"""What policies with a threshold are set to, found by simulation: when to consolidate, whether to admit by length.
-
-Role: `tune` is called by `rlfuse simulate` and by `learning`, between the steps of a real run, as lengths drift.
-RLHFuse (arXiv 2409.13221) finds its threshold in the same way: simulate the recorded lengths with the measured costs,
-take the best. Pure: a workload in, settings out.
-"""
+"""Tune settings of policies by simulating other draws of the recorded lengths, as RLHFuse does (arXiv 2409.13221)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import inf
@@ -16,43 +11,31 @@ from statistics import fmean
 
 import numpy as np
 
-from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.decisions import TUNABLE, Settings, traits_of
+from rlfuse.fusion.disaggregation import count_of
 from rlfuse.fusion.own_policies import loaded_policy
-from rlfuse.fusion.registry import TUNABLE, traits_of
 from rlfuse.simulate.bound import lower_bound
+from rlfuse.simulate.fitting import Fit
 from rlfuse.simulate.runner import later_step
 from rlfuse.simulate.speed import some_of
 from rlfuse.simulate.workload import Workload
 
 CONSOLIDATIONS = [(0.0, 1.0), *product((0.1, 0.2, 0.35, 0.6), (1.0, 1.25, 1.6, 2.0))]
 """(Below which share of the samples, 0: never, the tail is consolidated; how much slower decoding may get by it)."""
-SHARES = (0.85, 0.7, 0.5, 0.35, 0.25)
-"""Of the samples that a slot could hold, so many are given to it at once: with the longest first these then decode in
-small batches, and short ones take their places."""
-SUREST = Settings(threshold=0.0, longest_first=False)
-"""Of what is tuned: as `stream`, but that it trains early."""
-MOST_SLOTS, MOST_SAMPLES = 16, 2048
-"""Machines are scaled down to so many slots, to half where that are more samples, at the same number per slot: tuning
-takes seconds. On much fewer slots than there are, consolidation looks better or worse than it is."""
-RISK = 0.1
-"""Slower decoding, per part by which it may get slower, must promise to shorten the step by so much: on more slots or
-other lengths than were simulated it may turn out worse."""
-HELD_BACK = 0.005
-"""Part of a step that giving slots fewer samples at once must promise: it counts on lengths that stay as well known."""
-EQUAL = 1e-6
-"""Part of a step by which two that are the same may differ."""
-LOST = 0.02
-"""Part of a step that a draw may lose where all of them together gain: costs are not known better than that."""
+SHARES = (0.85, 0.7, 0.5, 0.35, 0.25)  # of the samples that a slot could hold, given to it at once
+SUREST = Settings(threshold=0.0, longest_first=False)  # of what is tuned: as `stream`, but that it trains early
+MOST_SLOTS, MOST_SAMPLES = 16, 2048  # of the scaled-down machine; half the slots for more samples
+RISK = 0.1  # gain required per part by which decoding may get slower: lengths to come differ
+HELD_BACK = 0.005  # gain required for giving slots fewer samples at once
+EQUAL = 1e-6  # part of a step by which two that are the same may differ
+LOST = 0.02  # part of a step that one draw may lose if all together gain
 LOST_OF_GAIN = 0.25
 """What draws may lose beyond that, in parts of what the others gain: of a few samples that find no room together one
 draw in ten loses 5 to 13 % by what overlaps, where the others gain up to 37 %. With a half, three that lost 4 to 6 %
 were taken for others that gained as much."""
 DRAWS = 2
-FEW = 64
-"""Samples of a scaled-down step up to which it is worth simulating more than one draw."""
-PROOFS, PROVED = 8, 1024
-"""More draws, as long as they have no more samples than that all in all, that what was found is held against `serial`
-on: of a few samples which order is best is as much chance as it is the order."""
+FEW = 64  # samples of a scaled-down step up to which it is worth simulating more than one draw
+PROOFS, PROVED = 8, 1024  # more draws to verify on, and their samples in all
 
 
 def tune(workload: Workload, policy: str, given: Settings | None = None) -> Settings:
@@ -150,7 +133,6 @@ def proofs_of(workload: Workload) -> list[Workload]:
 
 
 def _drawn(workload: Workload, seeds: Iterable[int]) -> list[Workload]:
-    """Other draws of its lengths, scaled down."""
     slots, samples = _scaled(workload)
     speeds, decoding = some_of(workload.slot_speed, slots), some_of(workload.decode_speed, slots)
     small = replace(workload, slots=slots, slot_speed=speeds, decode_speed=decoding, slowdowns=(), failures=())
@@ -159,7 +141,6 @@ def _drawn(workload: Workload, seeds: Iterable[int]) -> list[Workload]:
 
 
 def _scaled(workload: Workload) -> tuple[int, int]:
-    """Slots and samples."""
     per_slot = workload.samples / workload.slots
     slots = min(workload.slots, MOST_SLOTS if per_slot * MOST_SLOTS <= MOST_SAMPLES else MOST_SLOTS // 2)
     return slots, max(1, round(per_slot * slots))
@@ -170,3 +151,60 @@ def resample(lengths: Sequence[int], group: int, samples: int, seed: int) -> tup
     groups = np.array(lengths[: len(lengths) // group * group]).reshape(-1, group)
     count = max(1, round(samples / group))
     return tuple(groups[np.random.default_rng(seed).integers(len(groups), size=count)].ravel().tolist())
+
+
+SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)  # shares of the engines that may read prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The share of the engines that reads prompts, 0 where all do, and why."""
+
+    share: float
+    why: str
+
+
+def find(workload: Workload, policy: str, settings: Settings, mode: str, error: float) -> Found:
+    """`mode`: rollout.disaggregate; `error`: part of a step that the costs may be wrong by."""
+    whole = replace(settings, prefill_share=0.0)
+    if mode == "off":
+        return Found(0.0, "all engines read prompts and decode")
+    if workload.slots < 2:
+        return Found(0.0, "prefill and decoding stay together: there is one engine")
+    if workload.link_bytes_per_s <= 0:
+        unknown = "KV caches don't travel between engines, or nobody knows how fast"
+        return Found(0.0, f"prefill and decoding stay together: {unknown}")
+    draws = draws_of(workload)
+    together = fmean(_seconds(draw, policy, whole) for draw in draws)
+    reading = workload.prompts * workload.prompt_tokens / workload.costs().prefill_tokens_per_s / workload.slots
+    if mode == "auto" and reading <= error * together:
+        told = f"reading prompts is {reading / together:.1%} of a step of {together:.3g} s"
+        return Found(0.0, f"prefill and decoding stay together: {told}, the costs may be wrong by {error:.0%}")
+    steps = {share: fmean(_seconds(d, policy, replace(whole, prefill_share=share)) for d in draws)
+             for share in _shares(draws[0].slots)}  # fmt: skip
+    share = min(steps, key=steps.__getitem__)
+    count, ratio = count_of(share, workload.slots), steps[share] / together
+    told = f"with {count} of {workload.slots} engines for prompts the simulated step takes {ratio:.3f} times as long"
+    if mode == "on" or ratio < 1 - error:
+        return Found(share, f"prefill and decoding are apart: {told}")
+    return Found(0.0, f"prefill and decoding stay together: {told}, the costs may be wrong by {error:.0%}")
+
+
+def error_of(fitted: Fit) -> float:
+    """Part of a step that costs may be wrong by: that of the kind of work which they tell worst; all, if untold."""
+    kinds = ("decoding", "scoring", "training")
+    return max((fitted.accuracy[kind].typical for kind in kinds if kind in fitted.accuracy), default=1.0)
+
+
+def _shares(engines: int) -> Sequence[float]:
+    return list({count_of(share, engines): share for share in SHARES}.values())
+
+
+def _seconds(workload: Workload, policy: str, settings: Settings) -> float:
+    """Of a step, with the copies that stall the engines that make or take them, whichever are fewer."""
+    result = later_step(workload, policy, settings).result
+    if not settings.prefill_share:
+        return result.step_s
+    readers = count_of(settings.prefill_share, workload.slots)
+    copied = result.moved_bytes / workload.link_bytes_per_s / min(readers, workload.slots - readers)
+    return result.step_s + copied

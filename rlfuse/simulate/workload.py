@@ -1,11 +1,5 @@
-"""What is simulated: a machine, its costs and the samples of one training step, read from a small JSON file.
-
-Role: `read_workload` turns the JSON into a `Workload`; the runner, the bound and the tuning read nothing else. Lengths
-are drawn from the workload's own seed, so a workload is the same samples for every policy.
-Invariants: fields were checked by their schema when read (see `workload.schema.json`, written from the annotations
-here); consecutive samples share a prompt (`group`); mini-batches are consecutive prompts. Rates are per slot, times in
-seconds.
-"""
+"""A workload: a machine, its costs and the samples of one training step, read from JSON. The same samples for every
+policy."""
 
 from __future__ import annotations
 
@@ -33,7 +27,6 @@ from rlfuse.config.input_files import (
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.simulate.speed import Speed
-from rlfuse.simulate.terms import Parts, Terms
 
 BETWEEN_PROMPTS = 0.7
 """Share of the variance of log-lengths that lies between prompts; the rest between siblings of one prompt."""
@@ -189,8 +182,6 @@ class Workload:
     """How well lengths are known before they are generated: a prompt's mean length times lognormal(0, sigma). null:
     only the mean over all samples is known."""
     tail_speculation: TailSpeculation | None = None
-    parts: Parts = field(default_factory=Parts)
-    terms: Terms = field(default_factory=Terms)
 
     def __post_init__(self) -> None:
         if problems := tuple(self._problems()):
@@ -232,9 +223,8 @@ class Workload:
                 yield f"slowdowns[{i}].slot={slowdown.slot}: slots={self.slots} are numbered from 0"
             if slowdown.until_s is not None and slowdown.until_s <= slowdown.from_s:
                 yield f"slowdowns[{i}].until_s={slowdown.until_s:g}: has to be after from_s={slowdown.from_s:g}"
-        yield from self.terms.problems(self.parts)
         longest = self.prompt_tokens + (self.longest if self.samples and not self.samples % self.group else 0)
-        if longest > self.terms.room(self.engine.kv_tokens):
+        if longest > self.engine.kv_tokens:
             yield (
                 f"engine.kv_tokens={self.engine.kv_tokens}: the longest sample holds {longest} tokens with its prompt; "
                 "raise kv_tokens, or lower response_tokens (cap)"
@@ -247,7 +237,6 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Response tokens of the longest sample."""
         return int(self.lengths().max())
 
     @property
@@ -271,20 +260,13 @@ class Workload:
         return ~(first & (self.scoring.by_update and kind == "old_log_prob"))
 
     def speeds(self) -> tuple[Speed, ...]:
-        """Of each slot, from the step's start."""
         of_slot = defaultdict[int, list[Slowdown]](list)
         for slowdown in self.slowdowns:
             of_slot[slowdown.slot].append(slowdown)
-        given, all_of_them = self.slot_speed or (1.0,) * self.slots, self.terms.speed()
-        return tuple(_speed(speed * all_of_them, of_slot.get(slot, ())) for slot, speed in enumerate(given))
-
-    def losses(self) -> list[tuple[int, float]]:
-        """(slot, seconds) of every engine that is lost: those of `failures`, and what goes with them."""
-        lost = ((slot, each.at_s) for each in self.failures for slot in self.terms.domain(each.slot, self.slots))
-        return list(dict.fromkeys(lost))
+        given = self.slot_speed or (1.0,) * self.slots
+        return tuple(_speed(speed, of_slot.get(slot, ())) for slot, speed in enumerate(given))
 
     def lengths(self) -> np.ndarray:
-        """int64 [samples]: response tokens."""
         drawn = self.response_tokens
         return drawn.draw(self.group, self.seed) if isinstance(drawn, Drawn) else np.array(drawn, np.int64)
 
@@ -297,7 +279,6 @@ class Workload:
         return means * np.exp(rng.normal(0.0, self.length_history_sigma, self.prompts))
 
     def settings(self, given: Settings) -> Settings:
-        """These, with what the workload decides of them."""
         if self.credit_samples is not None:
             given = replace(given, credit_samples=self.credit_samples)
         return replace(
@@ -308,9 +289,8 @@ class Workload:
         )
 
     def costs(self) -> Costs:
-        """As the policies and the simulated engines see it."""
         engine = {entry.name: getattr(self.engine, entry.name) for entry in fields(Engine)}
-        costs = Costs(
+        return Costs(
             **engine,
             max_tokens=self.most_tokens,
             score_tokens_per_s=self.scoring.tokens_per_s,
@@ -320,11 +300,9 @@ class Workload:
             optimizer_s=self.training.optimizer_s,
             **{name: getattr(self, name) for name in OF_MACHINE},
         )
-        return self.terms.costs(costs, self.parts)
 
 
 def _speed(speed: float, slowdowns: Iterable[Slowdown]) -> Speed:
-    """A slot of this speed, slowed down."""
     jumps = [(each.from_s, 1 / each.rate) for each in slowdowns]
     jumps += [(each.until_s, each.rate) for each in slowdowns if each.until_s is not None]
     changes = {0.0: speed}
@@ -336,9 +314,7 @@ def _speed(speed: float, slowdowns: Iterable[Slowdown]) -> Speed:
 
 def of_costs(costs: Costs, slots: int, response_tokens: tuple[int, ...], **more: Any) -> Workload:
     """A workload on a machine with these costs; `more`: its other fields, `scoring` and `training` without their costs.
-
-    Raises WorkloadError.
-    """
+    Raises WorkloadError."""
     scoring, training = more.pop("scoring", Scoring()), more.pop("training", Training())
     return Workload(
         slots,

@@ -40,7 +40,7 @@ from rlfuse.fusion.decisions import (
     Switch,
     Train,
 )
-from rlfuse.fusion.prefetching import due, seconds_to_step
+from rlfuse.fusion.mini_batches import due, seconds_to_step
 from rlfuse.fusion.stopwatch import SILENCE_S
 from rlfuse.protocols import Engines, PassResult, Sampling, Stages, WholeModels
 from rlfuse.samples import Partial, Row, Sample

@@ -1,16 +1,10 @@
-"""Why a run or a training job loses time: the likely cause by rule, the evidence, and what usually helps.
+"""Find the likely cause of lost time by rule, with evidence and advice (arXiv 2505.05713, section 5).
 
-Role: `run_slowdown` calls `likely`, `slowdown` calls `likely_of_job`. Pure. The rules are those of the study of
-stragglers (arXiv 2505.05713, section 5), plus generation's tail, which training alone does not have. Without a rule
-that holds the cause is *undetermined*.
-
-    machine    M_W >= 0.5: the slowest few workers explain it
-    stages     M_S >= 0.5: the last stage of the pipeline does
-    tail       half of what balance would save is generation's: the longest responses
-    lengths    forward and backward durations of the same micro-batches correlate, >= 0.9; of a training job even
-               micro-batches also have to save half of the time lost (M_L): then they come before the last stage, whose
-               M_S includes the lengths of its own micro-batches
-    gc         forwards alone take several times as long now and then, each time on another worker
+machine    M_W >= 0.5: the slowest few workers explain it
+stages     M_S >= 0.5: the last stage of the pipeline does
+tail       half of what balance would save is generation's: the longest responses
+lengths    forward and backward durations of the same micro-batches correlate, >= 0.9 (of a job: and M_L >= 0.5)
+gc         forwards alone take several times as long now and then, each time on another worker
 """
 
 from __future__ import annotations
@@ -24,17 +18,12 @@ import numpy as np
 
 from rlfuse.whatif.run_operations import Piece
 
-HALF = 0.5
-"""Of the time lost, from which on a part counts as its cause."""
+HALF = 0.5  # of the time lost, from which on a part counts as its cause
 CORRELATED = 0.9
-PAIRS = 8
-"""Micro-batches that tell a correlation."""
-SLOW = 1.1
-"""A worker below so many times its expected time is like the others."""
-VARIES = 0.1
-"""Standard deviation over mean of their durations, below which there is nothing to correlate."""
-SPIKE = 3.0
-"""An operation that took so many times what its like take stood still meanwhile."""
+PAIRS = 8  # micro-batches that tell a correlation
+SLOW = 1.1  # a worker below so many times its expected time is like the others
+VARIES = 0.1  # standard deviation over mean of their durations, below which there is nothing to correlate
+SPIKE = 3.0  # an operation that took so many times what its like take stood still meanwhile
 SPIKES = 4
 
 
@@ -57,8 +46,7 @@ class Seen:
     typical: np.ndarray
     balanced: np.ndarray
     slowest: Sequence[str]
-    share: Callable[[np.ndarray, np.ndarray], float]
-    """Share of the time lost that goes if a part of the operations took ideal durations."""
+    share: Callable[[np.ndarray, np.ndarray], float]  # of the lost time that a part's ideal durations save
 
 
 def likely(found: Mapping[str, Any], seen: Seen) -> Cause:
@@ -166,7 +154,6 @@ def correlation(of: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> fl
 
 
 def _pairs(seen: Seen) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Arguments for `correlation`."""
     found: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
     for piece in seen.pieces:
         if piece.kind in ("forward", "backward") and piece.span.kind == piece.kind:
@@ -181,9 +168,6 @@ def _pairs(seen: Seen) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ]
     of, forward, backward = np.array(pairs).reshape(-1, 3).T
     return of.astype(int), forward, backward
-
-
-# A training job ------------------------------------------------------------------------------------------------------
 
 
 def likely_of_job(found: Mapping[str, Any], pairs: int) -> Cause:

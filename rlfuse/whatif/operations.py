@@ -1,16 +1,14 @@
-"""Operations that wait for one another: what ran where and when, and what each of them had to wait for.
+"""Operations that wait for one another: what ran where and when.
 
-Role: a recorded run becomes `Operations` (`study_trace`), and `replay` lets them run again with other durations. Pure.
-Invariants:
-- an operation starts when all that it waits for have ended;
-- members of a group (a collective, a send and its receive) end by their own transfer after the last of them started;
-- a group has members on different workers, and no operation is in two.
+An operation starts when all that it waits for have ended; members of a group (a collective, a send and its receive) end
+by their own transfer after the last of them started.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numba
 import numpy as np
 
 ALONE = -1
@@ -20,23 +18,16 @@ ALONE = -1
 class Operations:
     """Arrays over N operations. Times are seconds."""
 
-    kind: np.ndarray
-    """int [N]: index into `kinds`."""
+    kind: np.ndarray  # int [N]: index into `kinds`
     kinds: tuple[str, ...]
-    step: np.ndarray
-    """int [N]: number of the step, from 0 without gaps."""
-    stage: np.ndarray
-    """int [N]: of the pipeline."""
-    rank: np.ndarray
-    """int [N]: data-parallel."""
+    step: np.ndarray  # int [N]: number of the step, from 0 without gaps
+    stage: np.ndarray  # int [N]: of the pipeline
+    rank: np.ndarray  # int [N]: data-parallel
     start: np.ndarray
     end: np.ndarray
-    waits: np.ndarray
-    """int [E, 2]: (an operation, what it waits for)."""
-    group: np.ndarray
-    """int [N]: operations with the same number end together; `ALONE`: in no group."""
-    communicates: np.ndarray
-    """bool [N]: by its kind, whether or not it is in a group."""
+    waits: np.ndarray  # int [E, 2]: (an operation, what it waits for)
+    group: np.ndarray  # int [N]: operations with the same number end together; `ALONE`: in no group
+    communicates: np.ndarray  # bool [N]: by its kind, whether or not it is in a group
     pairs: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
     """int [P, 3]: forward and backward of one micro-batch on one worker, and the chunk of the model that they run."""
 
@@ -65,5 +56,93 @@ class Operations:
         return np.maximum(self.end - starts, 0.0)  # clocks of two hosts differ
 
     def kinds_of(self, *names: str) -> np.ndarray:
-        """bool [N]: of one of these kinds."""
         return np.isin(self.kind, [number for number, name in enumerate(self.kinds) if name in names])
+
+
+class CircularWait(ValueError):
+    """Operations that wait for one another in a circle can't have run."""
+
+
+class Replay:
+    """Of one recording; `times` of its operations under any durations."""
+
+    def __init__(self, operations: Operations):
+        self.operations = operations
+        count = len(operations)
+        unit = np.arange(count)  # what runs together: an operation, or all members of a group under the first's number
+        grouped = np.flatnonzero(operations.group != ALONE)
+        _, first, of = np.unique(operations.group[grouped], return_index=True, return_inverse=True)
+        unit[grouped] = grouped[first[of]]
+        self._members, self._member_from = _rows(unit, np.arange(count), count)
+        waiting, before = operations.waits.T
+        self._before, self._before_from = _rows(waiting, before, count)
+        after, after_from = _rows(unit[before], unit[waiting], count)
+        self._order = _topological(self._member_from, after, after_from)
+        if len(self._order) < np.count_nonzero(np.diff(self._member_from)):
+            raise CircularWait(_circle(operations, unit, set(self._order.tolist())))
+
+    def ends(self, seconds: np.ndarray) -> np.ndarray:
+        """float [N]: when each ends, `seconds` [N] after it started or, in a group, after the last member started."""
+        ends = np.empty(len(self.operations))
+        arrays = (self._order, self._members, self._member_from, self._before, self._before_from)
+        _run(*arrays, seconds.astype(np.float64), ends)
+        return ends
+
+    def step_seconds(self, seconds: np.ndarray) -> np.ndarray:
+        """float [steps]: until the last operation of each step ends."""
+        longest = np.zeros(self.operations.steps)
+        np.maximum.at(longest, self.operations.step, self.ends(seconds))
+        return longest
+
+
+def _rows(keys: np.ndarray, values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The values of each key, one after the other, and where each key's begin: a sparse matrix by rows."""
+    order = np.argsort(keys, kind="stable")
+    return values[order], np.concatenate([[0], np.cumsum(np.bincount(keys, minlength=count))])
+
+
+@numba.njit(cache=True)
+def _topological(member_from, after, after_from):
+    """Units such that each comes after all that it waits for; without those in a circle."""
+    count = len(member_from) - 1
+    missing = np.zeros(count, np.int64)
+    for unit in after:
+        missing[unit] += 1
+    order, filled = np.empty(count, np.int64), 0
+    for unit in range(count):
+        if missing[unit] == 0 and member_from[unit] < member_from[unit + 1]:
+            order[filled] = unit
+            filled += 1
+    done = 0
+    while done < filled:
+        unit = order[done]
+        done += 1
+        for position in range(after_from[unit], after_from[unit + 1]):
+            later = after[position]
+            missing[later] -= 1
+            if missing[later] == 0:
+                order[filled] = later
+                filled += 1
+    return order[:filled]
+
+
+@numba.njit(cache=True)
+def _run(order, members, member_from, before, before_from, seconds, ends):
+    for unit in order:
+        start = 0.0
+        for position in range(member_from[unit], member_from[unit + 1]):
+            member = members[position]
+            for wait in range(before_from[member], before_from[member + 1]):
+                start = max(start, ends[before[wait]])
+        for position in range(member_from[unit], member_from[unit + 1]):
+            member = members[position]
+            ends[member] = start + seconds[member]
+
+
+def _circle(operations: Operations, unit: np.ndarray, done: set[int]) -> str:
+    stuck = next(number for number in range(len(operations)) if int(unit[number]) not in done)
+    name = operations.kinds[operations.kind[stuck]]
+    return (
+        f"{name} of step {operations.step[stuck]} on stage {operations.stage[stuck]}, rank {operations.rank[stuck]} "
+        "waits for something that waits for it: are its times or its numbers within the step wrong?"
+    )

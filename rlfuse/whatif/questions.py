@@ -1,9 +1,4 @@
-"""What if: a step of a run or of a training job under other circumstances.
-
-Role: the command and the report ask; each question is answered by the same replay with other durations, or, where other
-circumstances would change what is decided, by simulating the recorded steps as they were and as they would be. Then the
-answer is the replayed step times the ratio of the two, so that what the simulator leaves out counts on both sides.
-"""
+"""Answer what-if questions: by replaying with other durations, or by simulation where decisions would change."""
 
 from __future__ import annotations
 
@@ -17,19 +12,21 @@ import numpy as np
 from rlfuse.config.schema import Config
 from rlfuse.events import Span
 from rlfuse.fusion.decisions import Settings
-from rlfuse.simulate.recorded import fit_run, recorded_workload
+from rlfuse.health.detection import Alarm
+from rlfuse.health.monitor import read_alarms
+from rlfuse.run_folder.code import policy_code, refuse_code
+from rlfuse.run_folder.reader import RunFolder
+from rlfuse.simulate.recorded import config_of, fit_run, recorded_workload
 from rlfuse.simulate.runner import later_step
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import Workload
 from rlfuse.whatif.causes import SLOW
-from rlfuse.whatif.run_operations import COMMUNICATION, REWARD
-from rlfuse.whatif.run_slowdown import Analysis
+from rlfuse.whatif.run_operations import COMMUNICATION, REWARD, operations, recorded_steps
+from rlfuse.whatif.run_slowdown import Analysis, RunSlowdown
 from rlfuse.whatif.slowdown import SLOWEST, TOGETHER, Job, Slowdown, slowest
 
-SIMULATED = 3
-"""Steps, the last of the run."""
-LONGEST = 0.05
-"""Of the responses."""
+SIMULATED = 3  # steps, the last of the run
+LONGEST = 0.05  # of the responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +34,16 @@ class Answer:
     """A question, and what a step would take."""
 
     question: str
-    seconds: float
-    """Of a step in the mean."""
-    change: float
-    """Over the step as it was, less 1."""
-    by: str
-    """`replay` or `simulation`."""
+    seconds: float  # of a step in the mean
+    change: float  # over the step as it was, less 1
+    by: str  # `replay` or `simulation`
 
 
 def answers(
     analysis: Analysis, simulated: Simulated | None, without: Sequence[str] = (), policies: Sequence[str] = ()
 ) -> Iterator[Answer]:
-    """To the standard questions; and those without further kinds of work, and under other policies.
-
-    `simulated`: None leaves out what needs it. PolicyError for a policy that can't be used.
-    """
+    """To the standard questions; and those without further kinds of work, and under other policies. `simulated`: None
+    leaves out what needs it. PolicyError for a policy that can't be used."""
     time = analysis.mean(analysis.durations.recorded)
 
     def replayed(question: str, kinds: Sequence[str], factor: float) -> Answer:
@@ -98,12 +90,10 @@ class Simulated:
     """Recorded steps on a virtual clock, under the run's own policy or another."""
 
     def __init__(self, workloads: Sequence[Workload], policy: str, by_rates: bool = True):
-        """`by_rates`: as `later_step`."""
         self.workloads, self.policy, self._by_rates = workloads, policy, by_rates
         self._settings: Callable[[str], Settings] = cache(lambda name: tune(workloads[-1], name))
 
     def seconds(self, change: Callable[[Workload], Workload], policy: str = "") -> float:
-        """Of a step in the mean."""
         settings = self._settings(policy or self.policy)
         steps = [later_step(change(each), policy or self.policy, settings, self._by_rates) for each in self.workloads]
         return fmean(step.result.step_s for step in steps)
@@ -124,9 +114,8 @@ def ranks_of(spans: Sequence[Span]) -> set[str]:
 
 
 def simulated(config: Config, steps: Sequence[tuple[Span, Sequence[Span]]]) -> Simulated | None:
-    """The last of these steps; None where the simulator has no such job: stages in pipelines, nothing generated, or
-    a configuration of other devices, with which the run was resumed and made no step yet.
-    """
+    """The last of these steps; None where the simulator has no such job: stages in pipelines, nothing generated, or a
+    configuration of other devices, with which the run was resumed and made no step yet."""
     spans = [span for _, inside in steps for span in inside]
     generated = any(span.kind == "generate" for span in spans)
     if not generated or len(ranks_of(spans)) != config.slots or config.training.pipeline_parallel_size > 1:
@@ -141,13 +130,40 @@ def _as_it_was(workload: Workload) -> Workload:
 
 
 def _with_another_slot(workload: Workload) -> Workload:
-    """A typical one."""
     speeds = (*workload.slot_speed, 1.0) if workload.slot_speed else ()
     return replace(workload, slots=workload.slots + 1, slot_speed=speeds)
 
 
 def _without_longest(workload: Workload) -> Workload:
-    """They end where the others do."""
     lengths = workload.lengths()
     cut = np.minimum(lengths, int(np.quantile(lengths, 1 - LONGEST, method="lower")))
     return replace(workload, response_tokens=tuple(cut.tolist()))
+
+
+STEPS = 20  # of a run, the last
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A run's last undisturbed steps, and what was found."""
+
+    steps: list[tuple[Span, list[Span]]]
+    analysis: Analysis
+    simulated: Simulated | None
+    found: RunSlowdown
+    alarms: list[Alarm]  # what the run told of slow and faulty workers itself, and when that began
+
+
+def examine(run: RunFolder, steps: int = STEPS, run_code: bool = False) -> Examined:
+    """RunError or WorkloadError where the folder doesn't tell enough. Steps on other ranks than the last are left out:
+    a run may have been resumed on more devices, or fewer."""
+    config, recorded = config_of(file := run.path / "config.yaml"), recorded_steps(run, steps)
+    refuse_code(file, policy_code(config.fusion.policy), run_code)
+    ranks = ranks_of(recorded[-1][1])
+    recorded = [step for step in recorded if ranks_of(step[1]) == ranks]
+    spans = [span for _, inside in recorded for span in inside]
+    stage = 3 if config.sharded_weights else config.actor.zero_stage
+    analysis = Analysis(operations(recorded, run.width, stage), spans)
+    clock = simulated(config, recorded)
+    found = analysis.found() if clock is None else analysis.found(clock.decided_anew)
+    return Examined(recorded, analysis, clock, found, read_alarms(run.path))

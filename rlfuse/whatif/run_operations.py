@@ -1,15 +1,9 @@
-"""Steps of a run folder as operations that wait for one another: what each slot, reward worker and the driver did.
-
-Role: `rlfuse whatif RUN_DIR` and the report read a run with `recorded_steps` and make `Recorded` of it by `operations`.
-What waits for what:
+"""Turn the steps of a run folder into operations that wait for one another.
 
     data --> gen --> decode, decode, ... --> reward, passes --> adv --> forward, backward --> optimizer --> weights
-             (each engine in its order; a sample's scores wait for the decoding that ended it, an update for the scores
-             of its samples and of their siblings, a stage of a pipeline for the stage before it)
 
-Each call of the driver is three operations: on its way (`controller`), the work on the ranks, on its way back.
-Invariants: an operation waits only for what had ended when it began. What none of its own reasons explains waited for
-the controller, which the last thing that ended before woke. What is left between the two is launch delay.
+Each call of the driver is three operations: on its way (`controller`), the work on the ranks, on its way back. An
+operation waits only for what had ended when it began; what none of its reasons explains waited for the controller.
 """
 
 from __future__ import annotations
@@ -36,8 +30,7 @@ KINDS = (
     *("adv", "forward", "head", "backward", "optimizer", "update_weights", CONTROLLER),
 )
 COMMUNICATION = ("move", "update_weights")
-FAILED = ("lost", "restart", "restart_engine")
-"""Spans of steps that were interrupted: they tell nothing of a healthy step's time."""
+FAILED = ("lost", "restart", "restart_engine")  # spans of interrupted steps, which are left out
 WORK_OF = {
     **dict.fromkeys(PASSES, "trainer/"),
     **dict.fromkeys(("update_actor", "update_critic"), "trainer/"),
@@ -47,10 +40,8 @@ WORK_OF = {
 CALLS = (*PASSES, "update_actor", "update_critic", "update_weights", REWARD, "data", "gen", "switch")
 """Of jobs that generate; of others a step is one call."""
 RENAMED = {"weight_gradients": "backward"}
-EXPLAINED_S = 2e-3
-"""What began so soon after its own reasons had ended was not kept waiting."""
-SAME_S = 1e-4
-"""Clocks of one host, read one after the other."""
+EXPLAINED_S = 2e-3  # what began so soon after its own reasons had ended was not kept waiting
+SAME_S = 1e-4  # clocks of one host, read one after the other
 
 
 @dataclass(eq=False, repr=False, slots=True, kw_only=True)
@@ -63,8 +54,7 @@ class Piece:
     end: float
     span: Span
     stage: int = 0
-    rank: int = -1
-    """Of the trainer."""
+    rank: int = -1  # of the trainer
     call: Call | None = None
     step: int = 0
     number: int = -1
@@ -77,8 +67,7 @@ class Call:
     """What the driver asked for: on its way there, at work, on its way back."""
 
     span: Span
-    slots: tuple[int, ...] = ()
-    """Those that it keeps busy."""
+    slots: tuple[int, ...] = ()  # those that it keeps busy
     begin: Piece | None = None
     work: list[Piece] = field(default_factory=list)
     end: Piece | None = None
@@ -88,14 +77,10 @@ class Call:
 class Recorded:
     """Operations of a run, and what they were made of."""
 
-    operations: Operations
-    """`rank` is the number of the worker, `stage` that of the pipeline."""
-    workers: tuple[str, ...]
-    """`slot 0`, `reward/0`, `encoder/0`, `driver`."""
-    pieces: list[Piece]
-    """One for each operation."""
-    steps: tuple[Span, ...]
-    """The driver's spans of them."""
+    operations: Operations  # `rank` is the number of the worker, `stage` that of the pipeline
+    workers: tuple[str, ...]  # `slot 0`, `reward/0`, `encoder/0`, `driver`
+    pieces: list[Piece]  # one for each operation
+    steps: tuple[Span, ...]  # the driver's spans of them
 
 
 def recorded_steps(run: RunFolder, at_most: int) -> list[tuple[Span, list[Span]]]:
@@ -107,23 +92,17 @@ def recorded_steps(run: RunFolder, at_most: int) -> list[tuple[Span, list[Span]]
         place = bisect_right(starts, span.start) - 1
         if place >= 0 and span.end <= steps[place].end + SAME_S:
             inside[place].append(span)
-    whole = [(step, spans) for step, spans in zip(steps, inside, strict=True) if _undisturbed(spans)]
+    kinds = [{span.kind for span in spans} for spans in inside]
+    undisturbed = ["optimizer" in each and not each & set(FAILED) for each in kinds]
+    whole = [each for each, kept in zip(zip(steps, inside, strict=True), undisturbed, strict=True) if kept]
     if not whole:
         raise RunError(f"{run.path / 'events.jsonl'}: no step that went undisturbed to its end; let the run finish one")
     return whole[-at_most:]
 
 
-def _undisturbed(spans: Sequence[Span]) -> bool:
-    kinds = {span.kind for span in spans}
-    return "optimizer" in kinds and not kinds & set(FAILED)
-
-
 def operations(steps: Sequence[tuple[Span, Sequence[Span]]], width: int = 1, zero_stage: int = 0) -> Recorded:
-    """What ran in these steps and what it waited for.
-
-    `width`: trainer ranks of a slot; `zero_stage`: from 2 on ranks compute their n-th gradient together, from 3 on
-    every pass.
-    """
+    """What ran in these steps and what it waited for. `width`: trainer ranks of a slot; `zero_stage`: from 2 on ranks
+    compute their n-th gradient together, from 3 on every pass."""
     pieces: list[Piece] = []
     for number, (_, spans) in enumerate(steps):
         for piece in _Step(spans, width, zero_stage).pieces():
@@ -167,8 +146,7 @@ class _Step:
                     if name not in self.generated or self.generated[name].end < span.end:
                         self.generated[name] = span
         self.streams: dict[str, _Stream] = defaultdict(_Stream)
-        self.scored: dict[str, list[Piece]] = defaultdict(list)
-        """Group -> ends of calls that scored samples of it."""
+        self.scored: dict[str, list[Piece]] = defaultdict(list)  # group -> ends of its scoring calls
         self.groups = 0
 
     def _slot(self, span: Span) -> int:
@@ -176,7 +154,6 @@ class _Step:
         return int(index) // self.width if role == "trainer" else int(index)
 
     def pieces(self) -> list[Piece]:
-        """Each with what it waited for."""
         calls = self._calls()
         alone = [self._piece(span, _kind(span)) for span in self.spans if span.kind in ("decode", "move", "adv")]
         found = alone + [piece for call in calls for piece in (call.begin, *call.work, call.end) if piece is not None]
@@ -190,10 +167,7 @@ class _Step:
             woken.add(piece)
         return found
 
-    # Calls -----------------------------------------------------------------------------------------------------------
-
     def _calls(self) -> list[Call]:
-        """Of the driver, with the work that was done in them."""
         work = defaultdict(list)
         for span in self.spans:
             work[span.where.partition("/")[0]].append(span)
@@ -214,7 +188,6 @@ class _Step:
         return calls
 
     def _divide(self, call: Call, candidates: Sequence[Span]) -> None:
-        """The way there, the work, the way back."""
         span, first = call.span, bisect_left(candidates, call.span.start - SAME_S, key=lambda each: each.start)
         last = bisect_right(candidates, span.end, key=lambda each: each.start)
         call.work = [
@@ -277,8 +250,6 @@ class _Step:
         worker = f"slot {call.slots[0]}" if kind == "switch" else DRIVER
         return Piece(kind=kind, worker=worker, start=start, end=max(start, end), span=call.span, call=call)
 
-    # What waits for what ---------------------------------------------------------------------------------------------
-
     def _waits(self, piece: Piece) -> list[Piece]:
         call = piece.call
         if call is None:
@@ -306,11 +277,9 @@ class _Step:
         return self._last(piece, where, f"slot {self._slot(piece.span)}", f"to {where}")
 
     def _last(self, piece: Piece, *streams: str) -> list[Piece]:
-        """The last of each stream that had ended when the piece began."""
         return [last for name in streams if (last := self.streams[name].before(piece.start)) is not None]
 
     def _stage_before(self, piece: Piece) -> list[Piece]:
-        """Of the same micro-batch in a pipeline."""
         attributes = piece.span.attributes
         if "pipeline" not in attributes or piece.span.kind == "weight_gradients" or piece.call is None:
             return []
@@ -350,7 +319,6 @@ class _Step:
             piece.waits.append(last)
 
     def _note(self, piece: Piece) -> None:
-        """For those that come after."""
         span, call = piece.span, piece.call
         if call is None:
             names = [span.where] if piece.kind == "decode" or piece.kind == "prefill" else [piece.kind]
@@ -378,12 +346,10 @@ class _Stream:
         insort(self._pieces, piece, key=lambda each: each.end)
 
     def before(self, time: float) -> Piece | None:
-        """The last that had ended then."""
         place = bisect_right(self._pieces, time + SAME_S, key=lambda each: each.end)
         return self._pieces[place - 1] if place else None
 
     def after(self, time: float) -> Piece | None:
-        """The first that began then or later."""
         return next((piece for piece in self._pieces if piece.start >= time - SAME_S), None)
 
 

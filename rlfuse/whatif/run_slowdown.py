@@ -1,15 +1,8 @@
-"""How much time do uneven work and slow machines cost a run, who is it, and what is the likely cause?
+"""Measure what uneven work and slow machines cost a run, and find the likely cause.
 
-Role: the command and the report call `analyse` with recorded operations. Pure. Two ideals, one within the other, since
-responses differ rightfully in length:
-
-    no slow machine   the same work, predicted from tokens by costs fitted to the run, at the speed of a typical worker
-    balanced          that work shared out evenly over all workers that did some of its kind
-
-    S = T / T_balanced = S_machine * S_skew,    S_machine = T / T_no_slow_machine,    waste = 1 - 1 / S
-
-S_t, M_W and M_S as in `slowdown` (arXiv 2505.05713); a worker's slowdown is of its machine: the ideal run with no slow
-machine, but with that worker's operations as they were.
+no slow machine   the same work, predicted by fitted costs, at the speed of a typical worker
+balanced          that work shared out evenly over all workers that did some of its kind
+S = T / T_balanced = S_machine * S_skew,    S_machine = T / T_no_slow_machine,    waste = 1 - 1 / S
 """
 
 from __future__ import annotations
@@ -24,19 +17,16 @@ import numpy as np
 
 from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span
-from rlfuse.simulate.fitting import fit
-from rlfuse.simulate.slot_rates import Group, decoding_work, expected_seconds, tokens_work, typical_seconds
+from rlfuse.simulate.fitting import Group, decoding_work, expected_seconds, fit, tokens_work, typical_seconds
 from rlfuse.whatif.causes import Cause, Seen, likely
-from rlfuse.whatif.operations import ALONE, Operations
-from rlfuse.whatif.replay import Replay
+from rlfuse.whatif.operations import ALONE, Operations, Replay
 from rlfuse.whatif.run_operations import CONTROLLER, DRIVER, Recorded
 from rlfuse.whatif.slowdown import ATTRIBUTED, SLOWEST, largest_first
 
 DECODING = ("decode", "prefill")
 TRAINING = ("forward", "backward")
 ONE_BY_ONE = [[kind] for kind in ("encode", *DECODING, *PASSES, *TRAINING)]
-PHASES = [["encode"], [*DECODING, *PASSES], TRAINING]
-"""A slot that generates less may score more, and both be balanced: the shorter of the two counts."""
+PHASES = [["encode"], [*DECODING, *PASSES], TRAINING]  # the shorter of the two ideals counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,26 +37,17 @@ class RunSlowdown:
     S: float
     S_machine: float
     S_skew: float
-    waste: float
-    """The share of all workers' time."""
-    measured: float
-    """Seconds of a step in the mean, by the driver's clock."""
-    seconds: float
-    """The same, replayed as recorded."""
+    waste: float  # the share of all workers' time
+    measured: float  # seconds of a step in the mean, by the driver's clock
+    seconds: float  # the same, replayed as recorded
     no_slow_machine_seconds: float
     ideal_seconds: float
-    launch_delay: float
-    """Share of the recorded steps' time that the replay leaves out: how wrong it may be."""
-    workers: dict[str, float]
-    """Worker -> slowdown of the run by its machine alone, largest first."""
-    rates: dict[str, float]
-    """Worker -> seconds of its work over those that a typical worker would have taken for it."""
-    S_t: dict[str, float] | None = None
-    """Kind of operation -> slowdown by it alone, largest first."""
-    M_W: float | None = None
-    """Share of the time lost to machines that goes if the slowest 3 % of the workers, rounded up, were typical."""
-    M_S: float | None = None
-    """Share of the time lost that goes if the last stage of the pipeline were balanced; None without pipelines."""
+    launch_delay: float  # share of the recorded steps' time that the replay leaves out: how wrong it may be
+    workers: dict[str, float]  # worker -> slowdown of the run by its machine alone, largest first
+    rates: dict[str, float]  # worker -> seconds of its work over a typical worker's
+    S_t: dict[str, float] | None = None  # kind of operation -> slowdown by it alone, largest first
+    M_W: float | None = None  # share of the loss saved if the slowest 3 % of workers were typical
+    M_S: float | None = None  # share of the loss saved if the last stage were balanced
     cause: Cause | None = None
 
 
@@ -75,16 +56,13 @@ class Durations:
     """Seconds of every operation, float [N] each."""
 
     recorded: np.ndarray
-    typical: np.ndarray
-    """No slow machine."""
+    typical: np.ndarray  # no slow machine
     balanced: np.ndarray
 
 
 class Analysis:
-    """A recorded run, its replay and its ideals; questions are further durations for the same replay.
-
-    `spans`: of the recorded steps, which costs are fitted to.
-    """
+    """A recorded run, its replay and its ideals; questions are further durations for the same replay. `spans`: of the
+    recorded steps, which costs are fitted to."""
 
     def __init__(self, recorded: Recorded, spans: Sequence[Span]):
         self.recorded, self.operations, self.replay = recorded, recorded.operations, Replay(recorded.operations)
@@ -95,11 +73,9 @@ class Analysis:
         self.durations = Durations(own, typical, min(ways, key=self.mean))
 
     def mean(self, seconds: np.ndarray) -> float:
-        """Of a step."""
         return float(self.replay.step_seconds(seconds).mean())
 
     def _of(self, worker: str) -> np.ndarray:
-        """bool [N]: its operations."""
         if worker not in self.recorded.workers:
             return np.zeros(len(self.operations), bool)
         return self.operations.rank == self.recorded.workers.index(worker)
@@ -164,9 +140,6 @@ class Analysis:
         return float(self.durations.recorded[part].sum() / typical) if typical else 1.0
 
 
-# Ideals --------------------------------------------------------------------------------------------------------------
-
-
 def comparable(recorded: Recorded, flat_batch: int) -> Iterator[Group]:
     """Yield the operations of one kind, model or function, and stage; the driver's are compared with none."""
     found: dict[tuple[Any, ...], list[int]] = defaultdict(list)
@@ -184,9 +157,7 @@ def comparable(recorded: Recorded, flat_batch: int) -> Iterator[Group]:
 
 def balanced_seconds(operations: Operations, typical: np.ndarray, kinds: Sequence[Sequence[str]]) -> np.ndarray:
     """float [N]: the work of each of these sets of kinds in a step shared out evenly over the workers that did some.
-
-    Operations of one kind on one worker take as long as one another.
-    """
+    Operations of one kind on one worker take as long as one another."""
     balanced = typical.copy()
     for step in range(operations.steps):
         inside = (operations.step == step) & (operations.group == ALONE)

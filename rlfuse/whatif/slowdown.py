@@ -1,13 +1,8 @@
-"""How much time do uneven workers cost, of which kind of work is it, and who is it?
+"""What-if analysis of stragglers in a training job (arXiv 2505.05713, OSDI '25).
 
-Role: the method of "Understanding Stragglers in Large Model Training Using What-if Analysis" (arXiv 2505.05713, OSDI
-'25): a recorded run is replayed with ideal durations, and with those of a part as they were. Pure.
-
-    S = T / T_ideal        waste = 1 - 1 / S       S_x: ideal, but the part x as recorded, over T_ideal
-    M = (T - T_fixed) / (T - T_ideal), where a part is ideal in the recorded run: the slowest workers (M_W), the last
-    stage (M_S); or where computation of one chunk of the model takes the same for all micro-batches and ranks (M_L)
-
-Shares of parts may exceed 1 or be negative, as parts hide behind one another.
+S = T / T_ideal        waste = 1 - 1 / S       S_x: ideal, but the part x as recorded, over T_ideal
+M = (T - T_fixed) / (T - T_ideal), where a part is ideal in the recorded run: the slowest workers (M_W), the last
+stage (M_S); or where all micro-batches are alike (M_L)
 """
 
 from __future__ import annotations
@@ -20,13 +15,10 @@ from typing import Any
 import numpy as np
 
 from rlfuse.whatif.causes import Cause, correlation, likely_of_job
-from rlfuse.whatif.operations import Operations
-from rlfuse.whatif.replay import Replay
+from rlfuse.whatif.operations import Operations, Replay
 
-ATTRIBUTED = 1.03
-"""A smaller slowdown is within the error of the replay (1.3 % in the median of the study's jobs): nobody caused it."""
-SLOWEST = 0.03
-"""Of the workers, rounded up: those whose share of the slowdown is `M_W`."""
+ATTRIBUTED = 1.03  # a smaller slowdown is within the error of the replay
+SLOWEST = 0.03  # of the workers, rounded up: those whose share of the slowdown is `M_W`
 TOGETHER = {"forward-pp-comm": ("forward-send", "forward-recv"), "backward-pp-comm": ("backward-send", "backward-recv")}
 """Kinds that the study attributes together, beside each alone."""
 
@@ -36,22 +28,16 @@ class Slowdown:
     """Of a recorded run; everything that attributes is None where `S` is below `ATTRIBUTED`."""
 
     S: float
-    waste: float
-    """The share of all workers' time."""
-    seconds: float
-    """Of a step in the mean, replayed as recorded."""
+    waste: float  # the share of all workers' time
+    seconds: float  # of a step in the mean, replayed as recorded
     ideal_seconds: float
-    launch_delay: float
-    """Share of the recorded steps' time that the replay leaves out: how wrong it may be."""
-    S_t: dict[str, float] | None = None
-    """Kind of operation -> slowdown by it alone, largest first."""
-    workers: list[list[float]] | None = None
-    """[stage][data rank]: slowdown by that worker alone."""
+    launch_delay: float  # share of the recorded steps' time that the replay leaves out: how wrong it may be
+    S_t: dict[str, float] | None = None  # kind of operation -> slowdown by it alone, largest first
+    workers: list[list[float]] | None = None  # [stage][data rank]: slowdown by that worker alone
     M_W: float | None = None
     M_S: float | None = None
     M_L: float | None = None
-    correlation: float | None = None
-    """Of forward and backward durations of the same micro-batches; None where there are too few, or hardly any vary."""
+    correlation: float | None = None  # of forward and backward durations; None: too few or constant
     cause: Cause | None = None
 
 
@@ -60,25 +46,26 @@ class Job:
 
     def __init__(self, operations: Operations):
         self.operations, self.replay = operations, Replay(operations)
-        self.recorded = operations.own_seconds()
-        """float [N]; as the next two."""
+        self.recorded = operations.own_seconds()  # float [N]; as the next two
         self.ideal = ideal_seconds(operations, self.recorded)
         self.even = even_seconds(operations, self.recorded)
 
     def mean(self, seconds: np.ndarray) -> float:
-        """Return the seconds of a step with these of its operations."""
         return float(self.replay.step_seconds(seconds).mean())
 
     def found(self) -> Slowdown:
         """Replay the job as it was, ideally, and with each kind, stage and rank as it was."""
         operations, time, ideal = self.operations, self.mean(self.recorded), self.mean(self.ideal)
         slowdown = time / ideal if ideal else 1.0
+        first, last = np.full(operations.steps, np.inf), np.full(operations.steps, -np.inf)
+        np.minimum.at(first, operations.step, operations.start)
+        np.maximum.at(last, operations.step, operations.end)
         found: dict[str, Any] = {
             "S": slowdown,
             "waste": 1 - 1 / slowdown,
             "seconds": time,
             "ideal_seconds": ideal,
-            "launch_delay": 1 - time / float(_recorded_steps(operations).mean()),
+            "launch_delay": 1 - time / float((last - first).mean()),
         }
         if slowdown < ATTRIBUTED:
             return Slowdown(**found)
@@ -108,16 +95,9 @@ class Job:
         return np.where(part, self.ideal, self.recorded)
 
 
-def analyse(operations: Operations) -> Slowdown:
-    """Return what uneven workers cost a training job."""
-    return Job(operations).found()
-
-
 def ideal_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
     """float [N]: what each would take if all of its kind took the same: of computing the mean, of transfers the median.
-
-    Transfers have a long tail of accidents, computing is worth what it is in the mean.
-    """
+    Transfers have a long tail of accidents, computing is worth what it is in the mean."""
     ideal = np.empty(len(operations))
     for number in range(len(operations.kinds)):
         if (of_kind := operations.kind == number).any():
@@ -133,13 +113,6 @@ def even_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
         counts = np.maximum(np.bincount(chunk), 1)
         even[direction] = (np.bincount(chunk, seconds[direction]) / counts)[chunk]
     return even
-
-
-def _recorded_steps(operations: Operations) -> np.ndarray:
-    first, last = np.full(operations.steps, np.inf), np.full(operations.steps, -np.inf)
-    np.minimum.at(first, operations.step, operations.start)
-    np.maximum.at(last, operations.step, operations.end)
-    return last - first
 
 
 def _by_kind(operations: Operations, alone: Any) -> dict[str, float]:

@@ -1,14 +1,7 @@
-"""Tables of training jobs as the study of stragglers published them, as operations that wait for one another.
+"""Read tables of training jobs as the study of stragglers published them (arXiv 2505.05713, section 3).
 
-Role: `rlfuse whatif --trace` reads one with `read` and makes `Operations` of it with `operations_of`. A row is an
-operation of one worker, that is a stage of a pipeline on a data-parallel rank. What waits for what:
-
-    params-all-gather --> first forward of the chunk      last backward --> layernorm, embedding, grads, clip, step
-    forward-recv --> forward-compute --> forward-send       and backward likewise; each stream of a worker in its order
-
-Invariants: sends and receives are paired in their order; those that a profiler noted beyond the ends of the pipeline
-have no partner. A collective over data ranks, and the optimizer's clipping over all workers, end together.
-Source: arXiv 2505.05713 (OSDI '25), section 3; tables in its artifact, github.com/ByteDance-Seed/StragglerAnalysis.
+params-all-gather --> first forward of the chunk      last backward --> layernorm, embedding, grads, clip, step
+forward-recv --> forward-compute --> forward-send       and backward likewise; each stream of a worker in its order
 """
 
 from __future__ import annotations
@@ -26,11 +19,9 @@ from rlfuse.errors import UserError
 from rlfuse.whatif.operations import ALONE, Operations
 
 FORWARD, BACKWARD = "forward", "backward"
-COMPUTE = ("forward-compute", "backward-compute", "gc", "first-op")
-"""In the stream of computing."""
+COMPUTE = ("forward-compute", "backward-compute", "gc", "first-op")  # in the stream of computing
 P2P = ("forward-send", "forward-recv", "backward-send", "backward-recv")
-DATA = ("params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce")
-"""Collectives over data ranks."""
+DATA = ("params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce")  # collectives over data ranks
 CLIP, EMBEDDING = "optimizer-clip-main-grad", "embedding-grads-all-reduce"
 TAIL = ("layernorm-grads-all-reduce", EMBEDDING, *DATA[1:], CLIP, "optimizer")
 """After the last backward, in this order."""
@@ -39,8 +30,7 @@ COMMUNICATION = {*P2P, *DATA, CLIP, EMBEDDING, "layernorm-grads-all-reduce"}
 NEEDED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
 NUMBERS = {"seq_id": 0, "mc": 0, "mb_id": 0, "gmc": None}
 """Columns that a table may lack, and their value then; `gmc` is the stage where there is one chunk."""
-CLOCK_S = 5e-4
-"""Clocks of hosts differ by less."""
+CLOCK_S = 5e-4  # clocks of hosts differ by less
 
 
 class TraceError(UserError):
@@ -74,7 +64,6 @@ def operations_of(table: pd.DataFrame) -> Operations:
 
 
 def _sorted(table: pd.DataFrame) -> pd.DataFrame:
-    """Numbered from 0, worker after worker, each in its order."""
     stages = int(table["stage"].max()) + 1
     columns = {name: table[name] for name in NEEDED}
     for name, default in NUMBERS.items():
@@ -89,7 +78,6 @@ def _sorted(table: pd.DataFrame) -> pd.DataFrame:
 
 @cache
 def _members(names: tuple[str, ...]) -> np.ndarray:
-    """bool [kinds]: whether a kind has one of these names."""
     return np.isin(KINDS, names)
 
 
@@ -100,12 +88,10 @@ class _Worker:
     step: int
     rank: int
     stage: int
-    kinds: np.ndarray
-    """[n], of the operations from `first` on."""
+    kinds: np.ndarray  # [n], of the operations from `first` on
     first: int
 
     def of(self, *names: str) -> np.ndarray:
-        """Their indices."""
         return self.first + np.flatnonzero(_members(names)[self.kinds])
 
     def __str__(self) -> str:
@@ -242,7 +228,6 @@ class _Builder:
                 self.groups[kind, worker.step, *by, number].append(int(operation))
 
     def _pair(self) -> None:
-        """Each send with its receive."""
         for key, received in self.receives.items():
             sent = self.sends.get(key, received[:0])
             if len(sent) != len(received):

@@ -1,8 +1,4 @@
-"""The ideal timeline next to the recorded one, for Perfetto: the same work without slow machines, and balanced.
-
-Role: `rlfuse whatif ... --timeline FILE`, of a run or of a training job. Pure. Each ideal step begins when the recorded
-one did, so that the two are aligned; every slot or worker is shown twice.
-"""
+"""Write the ideal timeline next to the recorded one, for Perfetto."""
 
 from __future__ import annotations
 
@@ -19,8 +15,7 @@ from rlfuse.whatif.run_operations import CONTROLLER
 from rlfuse.whatif.run_slowdown import Analysis
 from rlfuse.whatif.slowdown import Job
 
-IDEAL = 1_000_000
-"""Added to the process numbers of the ideal run."""
+IDEAL = 1_000_000  # added to the process numbers of the ideal run
 
 
 def of_run(analysis: Analysis, steps: Sequence[tuple[Span, Sequence[Span]]], width: int) -> dict[str, Any]:
@@ -44,7 +39,6 @@ def of_job(job: Job) -> dict[str, Any]:
 
 
 def _worker_spans(operations: Operations, start: np.ndarray, end: np.ndarray) -> list[Span]:
-    """One for each operation that takes time, on the rank with the number of its worker."""
     worker = operations.stage * operations.ranks + operations.rank
     rows = zip(operations.kind, worker, start, end, operations.step, strict=True)
     return [
@@ -54,7 +48,6 @@ def _worker_spans(operations: Operations, start: np.ndarray, end: np.ndarray) ->
 
 
 def _both(recorded: dict[str, Any], ideal: dict[str, Any]) -> dict[str, Any]:
-    """The ideal processes next to the recorded ones."""
     for event in ideal["traceEvents"]:
         event["pid"] += IDEAL
         if event["name"] == "process_name":

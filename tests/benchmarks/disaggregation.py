@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 
 from rlfuse.fusion.decisions import Settings
-from rlfuse.simulate.prefill_share import find
+from rlfuse.simulate.tuning import find
 from rlfuse.simulate.workload import Drawn, Engine, Lognormal, Scoring, Training, Workload
 
 PROMPTS, RESPONSES, ENGINES = (500, 20_000, 80_000), (300, 2_000), (2, 8)

@@ -30,8 +30,7 @@ import numpy as np
 from rlfuse.events import Span
 from rlfuse.fusion.costs import Costs
 from rlfuse.health.detection import Alarm, Detector
-from rlfuse.health.series import Sample, Series
-from rlfuse.health.work import Expected, Settled
+from rlfuse.health.series import Expected, Sample, Series, Settled
 
 SLOTS = (2, 3, 4, 8, 16, 32, 64)
 FAULTS = ("slow", "jittery", "dying disk", "memory pressure", "network delay")

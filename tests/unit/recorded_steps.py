@@ -1,6 +1,6 @@
 """Three recorded runs of the quickstart (two slots on two cores of an AMD EPYC, 23 November 2026): their own work.
 
-`recorded_steps.npz` has a row for each piece of work of an engine or rank (`rlfuse.health.work`), written by
+`recorded_steps.npz` has a row for each piece of work of an engine or rank (`rlfuse.health.series`), written by
 `python tests/unit/recorded_steps.py RUN_DIR ...`; what agents saw was not recorded. `DrawnRun` makes longer runs of
 these: of some of their slots, with steps drawn from the recorded ones, and with one slot slowed if asked for.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from rlfuse.events import Span, read_events
 from rlfuse.fusion.costs import Costs
-from rlfuse.health.work import is_work
+from rlfuse.health.series import is_work
 
 FILE = Path(__file__).with_suffix(".npz")
 KINDS = ("decode", "old_log_prob", "ref", "values", "forward", "backward")

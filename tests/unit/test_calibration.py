@@ -16,21 +16,22 @@ from rlfuse.config.input_files import WorkloadError
 from rlfuse.events import Span, read_events
 from rlfuse.planning.calibrate import read_works
 from rlfuse.planning.calibration import ACROSS_DEVICES, errors_of, fitted, held_out, scaled
-from rlfuse.planning.calibration_file import (
+from rlfuse.planning.costs import costs_of
+from rlfuse.planning.exchanges import moved_in_step
+from rlfuse.planning.features import Work, forward_flops, lengths_of, seconds_of, works_of
+from rlfuse.planning.hardware import (
+    ENDS,
     Calibration,
     CalibrationError,
     Coefficients,
     Errors,
+    Hardware,
     Source,
     coefficients_of,
     read_calibration,
     read_file,
     write,
 )
-from rlfuse.planning.costs import costs_of
-from rlfuse.planning.exchanges import moved_in_step
-from rlfuse.planning.features import Work, forward_flops, lengths_of, seconds_of, works_of
-from rlfuse.planning.hardware import ENDS, Hardware
 from rlfuse.planning.model_sizes import shapes_of
 from rlfuse.planning.probe import Probe
 from rlfuse.planning.step_time import StepTimes
@@ -214,18 +215,10 @@ def test_a_file_that_is_wrong_is_told_by_field_line_value_and_range(calibration,
         read_calibration(path)
     assert f"{path}:6: hardware.pass_flops=-3: needs a number above 0" in str(told.value)
     assert "errors.scorn: unknown field; did you mean errors.scoring?" in str(told.value)
-    with pytest.raises(CalibrationError, match=r"nowhere\.yaml: No such file"):
+    with pytest.raises(CalibrationError, match=r"nowhere\.yaml: can\'t be read as YAML: .*No such file"):
         read_calibration(tmp_path / "nowhere.yaml")
-    del data["errors"]["scorn"]
-    data["hardware"]["pass_flops"] = 1e9
-    for old in ("optimizer_bytes_per_s", "micro_batch_s"):
-        path.write_text(yaml.safe_dump(data | {"hardware": data["hardware"] | {old: 1.0}}))
-        with pytest.raises(
-            CalibrationError, match=rf"{old}: an older rlfuse wrote this file, .* let `rlfuse calibrate` write it anew"
-        ):
-            read_calibration(path)
     path.write_text("a: [")
-    with pytest.raises(CalibrationError, match="no YAML"):
+    with pytest.raises(CalibrationError, match="can't be read as YAML"):
         read_calibration(path)
 
 

@@ -26,7 +26,7 @@ from rlfuse.config.video import VideoConfig
 from rlfuse.engines.trainer.passes import RankCall
 from rlfuse.errors import ConfigError, EngineError, EngineLost
 from rlfuse.events import Span
-from rlfuse.planning.placing import placements
+from rlfuse.planning.tables import placements
 from rlfuse.run.inference import decoders_elsewhere
 from rlfuse.run.job import open_job
 from rlfuse.train import reported

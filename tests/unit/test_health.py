@@ -10,12 +10,10 @@ from injected_faults import MadeRun, alarms_of
 
 from rlfuse.events import Span, read_events
 from rlfuse.fusion.costs import Costs
-from rlfuse.health.alarms import FILE, alert_of, read_alarms, write_alarms
 from rlfuse.health.detection import STEPS, Detector
-from rlfuse.health.monitor import Monitor
-from rlfuse.health.series import Sample, Series, Window
+from rlfuse.health.monitor import FILE, Monitor, alert_of, read_alarms, write_alarms
+from rlfuse.health.series import Expected, Sample, Series, Settled, Window, class_of
 from rlfuse.health.signals import SIGNALS
-from rlfuse.health.work import Expected, Settled, class_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -24,7 +24,7 @@ from rlfuse.cluster.watchdog import Registered, registered
 from rlfuse.config.schema import Config
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.costs import Costs
-from rlfuse.health import agent, gpus
+from rlfuse.health import agent, sampling
 from rlfuse.health.agent import Agent, AgentHandle
 from rlfuse.health.monitor import Monitor
 from rlfuse.health.sampling import PROBE_S, Sampler, families, node_counters, round_trip
@@ -204,7 +204,7 @@ def test_a_container_that_shows_no_disks_is_looked_at_all_the_same(monkeypatch):
 
 
 def test_calls_of_nvml_fit_its_signatures():
-    module, tree, called = nvml(), ast.parse(inspect.getsource(gpus)), []
+    module, tree, called = nvml(), ast.parse(inspect.getsource(sampling)), []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.lower().startswith("nvml"):
             assert hasattr(module, node.attr), node.attr
@@ -217,7 +217,7 @@ def test_calls_of_nvml_fit_its_signatures():
 
 def test_where_there_is_no_driver_there_are_no_gpus(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpus.open_gpus() is None, "no package"
+    assert sampling.open_gpus() is None, "no package"
     if not Path("/dev/nvidiactl").exists():
         monkeypatch.setitem(sys.modules, "pynvml", nvml())
-        assert gpus.open_gpus() is None, "no driver"
+        assert sampling.open_gpus() is None, "no driver"

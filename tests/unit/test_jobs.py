@@ -16,7 +16,7 @@ from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.facts import Facts
 from rlfuse.planning.memory import GIB, Budget, memory_of
 from rlfuse.planning.model_sizes import read_shape
-from rlfuse.planning.shortages import problems
+from rlfuse.planning.remedies import problems
 from rlfuse.tasks.prepare import TASKS
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"

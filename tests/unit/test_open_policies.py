@@ -19,9 +19,9 @@ from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 from rlfuse.config.valid_values import CHOICES
 from rlfuse.errors import ConfigError
+from rlfuse.fusion.decisions import TUNABLE, Traits, traits_of
 from rlfuse.fusion.own_policies import CheckedPolicy, PolicyError, load_policy
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.fusion.registry import TUNABLE, Traits, traits_of
 from rlfuse.run.build import _attempt
 from rlfuse.run.job import Job
 from rlfuse.simulate.runner import simulate
@@ -160,7 +160,9 @@ def test_policies_are_those_registered_in_the_order_of_the_key():
 
 @pytest.mark.slow
 def test_a_policy_of_a_file_may_state_traits_and_is_tuned(tmp_path):
-    top = 'from rlfuse.fusion.registry import fusion_policy\n@fusion_policy(tuned=("threshold", "max_decode_slowdown"))'
+    top = (
+        'from rlfuse.fusion.decisions import fusion_policy\n@fusion_policy(tuned=("threshold", "max_decode_slowdown"))'
+    )
     name = policy(tmp_path, "return rlhfuse(view)", top)
     assert traits_of(load_policy(name)) == Traits(("threshold", "max_decode_slowdown"))
     assert name not in POLICIES and "mine" not in POLICIES
@@ -171,7 +173,7 @@ def test_a_policy_of_a_file_may_state_traits_and_is_tuned(tmp_path):
 
 @pytest.mark.slow
 def test_an_edit_changes_what_is_found_but_not_what_a_run_tunes(tmp_path):
-    top = 'from rlfuse.fusion.registry import fusion_policy\n@fusion_policy(tuned=("threshold",))'
+    top = 'from rlfuse.fusion.decisions import fusion_policy\n@fusion_policy(tuned=("threshold",))'
     name = policy(tmp_path, "return rlhfuse(view)", top)
     load_policy(name)
     before = tune(SMALL, name)

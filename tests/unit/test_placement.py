@@ -8,10 +8,10 @@ from random_engines import response
 
 from rlfuse.fusion import adaptive
 from rlfuse.fusion.board import Board
-from rlfuse.fusion.consolidation import consolidate, slots_needed
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Generate, Move, Settings
 from rlfuse.fusion.lengths import Lengths
+from rlfuse.fusion.sharing import consolidate, slots_needed
 from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.samples import make_groups
 

@@ -16,11 +16,10 @@ from rlfuse.planning.forecast import forecast, lengths_of
 from rlfuse.planning.hardware import Hardware
 from rlfuse.planning.memory import GIB, Budget, memory_of, parameters_on
 from rlfuse.planning.model_sizes import read_shape
-from rlfuse.planning.placing import placements
-from rlfuse.planning.remedies import remedies
+from rlfuse.planning.remedies import problems, remedies
 from rlfuse.planning.residency import GENERATING, LOADING, PHASES, SAVING, SYNC, TRAINING, Item
-from rlfuse.planning.shortages import problems
 from rlfuse.planning.step_time import StepTimes
+from rlfuse.planning.tables import placements
 from rlfuse.planning.tracing import Texts
 
 SEVEN_B = dict(

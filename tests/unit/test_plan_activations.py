@@ -14,8 +14,7 @@ from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import trainer_ready
 from rlfuse.engines.trainer.passes import OBJECTIVES
 from rlfuse.engines.trainer.rank_group import HOST_MEMORY
-from rlfuse.planning.activation_tiers import MIB, leaving, words
-from rlfuse.planning.activations import leaves
+from rlfuse.planning.activations import MIB, leaves, leaving, words
 from rlfuse.planning.cluster_file import Cluster
 from rlfuse.planning.costs import costs_of
 from rlfuse.planning.hardware import Hardware

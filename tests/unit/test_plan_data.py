@@ -11,7 +11,7 @@ from test_plan_models import FAMILIES
 from rlfuse import cli
 from rlfuse.config.own_functions import replaced
 from rlfuse.config.schema import Config
-from rlfuse.planning.data_lengths import DataLengths, prompt_tokens, read_lengths
+from rlfuse.planning.planned_job import DataLengths, prompt_tokens, read_lengths
 from rlfuse.tasks.small_video_models import SmallModel, byte_tokenizer, write_small_video_llama3
 
 pytestmark = pytest.mark.slow

@@ -21,10 +21,9 @@ from rlfuse.planning.forecast import lengths_of
 from rlfuse.planning.hardware import KINDS
 from rlfuse.planning.memory import memory_of
 from rlfuse.planning.model_sizes import read_shape
-from rlfuse.planning.remedies import changed
+from rlfuse.planning.remedies import changed, problems
 from rlfuse.planning.search import LATE, search, settled
 from rlfuse.planning.searched_job import Job
-from rlfuse.planning.shortages import problems
 from rlfuse.planning.space import FASTEST, POLICY, Fillings, axes_of, structures
 from rlfuse.planning.step_time import Seconds, StepTimes, cut, standings, with_idle_stages
 

@@ -19,7 +19,7 @@ from rlfuse.config.facts import facts_of_a_plan
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning import search_command
 from rlfuse.planning.cluster_file import ClusterError, read_cluster
-from rlfuse.planning.measured_links import MeasuredLinks, Pair, write_links
+from rlfuse.planning.node_order import MeasuredLinks, Pair, write_links
 
 
 def seconds_in(out):
@@ -42,7 +42,7 @@ def test_everything_wrong_with_a_cluster_file_is_told_at_once(tmp_path):
     assert "peak_tflops='x'" in told and told.count(str(path)) == len(told.splitlines())
     with pytest.raises(ClusterError, match="neither is given"):
         read_of({key: value for key, value in CLUSTER.items() if key != "peak_tflops"})
-    with pytest.raises(ClusterError, match="there is no such file"):
+    with pytest.raises(ClusterError, match="No such file"):
         read_cluster(tmp_path / "none.yaml")
 
 
@@ -102,7 +102,7 @@ def test_a_cluster_file_tells_a_plan_of_one_job_memory_speed_and_links(files, ca
     assert main([*plan, "trainer.nnodes=4"]) == 2
     assert "trainer.nnodes=4: the cluster file has nodes=2; change one of the two" in capsys.readouterr().err
     assert main(["plan", "--cluster", str(folder / "none.yaml"), *words[4:]]) == 2
-    assert "there is no such file" in capsys.readouterr().err
+    assert "No such file" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -10,17 +10,16 @@ from test_plan_models import job
 from rlfuse.config.facts import Facts
 from rlfuse.engines.pipeline.layout import pipelines_of
 from rlfuse.fusion.costs import Costs
-from rlfuse.fusion.schedules import deadlock
 from rlfuse.fusion.schedules.operations import Operation
 from rlfuse.fusion.schedules.planning import planner_of
+from rlfuse.fusion.schedules.transfers import check_deadlock
 from rlfuse.planning.activations import activations, parts_on, stage_parts
 from rlfuse.planning.cluster_file import Cluster
 from rlfuse.planning.memory import parameters_on
 from rlfuse.planning.model_sizes import read_shape
-from rlfuse.planning.placing import placements
 from rlfuse.planning.space import CHUNKS, PLACEMENT, VOCABULARY, axes_of, structures
 from rlfuse.planning.step_time import StepTimes, stage_shares
-from rlfuse.planning.tables import stages_told
+from rlfuse.planning.tables import placements, stages_told
 
 PIPELINES = "training.pipeline_parallel_size"
 
@@ -83,7 +82,7 @@ def test_a_planner_schedules_chunks_where_ranks_hold_them(chunks, placement):
             for kind, seconds in (("F", 0.1), ("B", 0.2)):
                 planner.learn(Operation(name, 0, stage, 0, kind), (1 + (stage == 4 * chunks - 1)) * seconds / chunks)
     plan = planner.plan(counts)
-    deadlock.check(plan.rows, tuple(pipelines_of(config, name) for name in counts))
+    check_deadlock(plan.rows, tuple(pipelines_of(config, name) for name in counts))
     last = {each.stage for row in plan.rows for each in row}
     assert last == set(range(4 * chunks)) and plan.seconds < plan.serial_s
     assert planner.stage_seconds("actor") == pytest.approx([0.3 / chunks] * (4 * chunks - 1) + [0.6 / chunks])
@@ -136,7 +135,7 @@ def test_steps_of_wide_heads_are_sooner_done_where_stages_share_them(large):
             data__max_prompt_length=1,
         )
         plan = times.planner(config, {"actor": 16}, 1.0).plan({"actor": 16})
-        deadlock.check(plan.rows, (pipelines_of(config, "actor"),))
+        check_deadlock(plan.rows, (pipelines_of(config, "actor"),))
         costs = Costs(train_tokens_per_s=100.0)
         took[shared] = times._pipeline_s(config, costs, schedule=True, roomy=False)
         assert times._pipeline_s(config, costs, schedule=False, roomy=True) < took[shared]

@@ -18,8 +18,8 @@ from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.planning.memory import Budget, memory_of
 from rlfuse.planning.model_sizes import read_shape
+from rlfuse.planning.remedies import problems
 from rlfuse.planning.residency import STEP, Item, ResidencyError, ResidencyReplay, contents
-from rlfuse.planning.shortages import problems
 from rlfuse.progress import timed
 from rlfuse.protocols import Sharing
 from rlfuse.run.starting import start_parts

@@ -112,7 +112,7 @@ def test_a_schedule_is_its_own_json():
 def test_baselines_have_their_published_makespans(number):
     whole = problem(number)
     each = INSTANCES[number]
-    assert baseline(whole, "1f1b", barrier=True) == baseline(whole, "gpipe", barrier=True) == each.serial_1f1b
+    assert baseline(whole, "1f1b", barrier=True) == each.serial_1f1b
     work = sum(3 * m * f for m, f in zip(each.micro_batches, each.forward, strict=True))
     bubble = sum((n - 1) * f for n, f in zip(each.stages, each.forward, strict=True))
     assert each.serial_1f1b == work + 3 * bubble

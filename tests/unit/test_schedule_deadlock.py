@@ -16,12 +16,11 @@ from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
 from rlfuse.errors import EngineError
 from rlfuse.fusion.schedules import transfers
 from rlfuse.fusion.schedules.baselines import one_by_one
-from rlfuse.fusion.schedules.deadlock import QUEUES, check, waiting
 from rlfuse.fusion.schedules.operations import Operation
 from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
 from rlfuse.fusion.schedules.search import search
 from rlfuse.fusion.schedules.shop import named
-from rlfuse.fusion.schedules.transfers import lanes, programs
+from rlfuse.fusion.schedules.transfers import QUEUES, check_deadlock, lanes, programs, waiting
 
 MODELS = {"actor": "down", "critic": "up"}
 
@@ -176,7 +175,7 @@ def test_eight_stages_of_two_models_are_checked_in_milliseconds():
     rows = dict(schedules(given_problem))["fused"]
     programs.cache_clear()
     began = time.process_time()
-    check(rows, layout(given_problem))
+    check_deadlock(rows, layout(given_problem))
     assert time.process_time() - began < 3
 
 
@@ -216,7 +215,7 @@ def test_a_replay_that_does_not_end_names_each_device_and_its_operation(monkeypa
     rows = serial_1f1b(given_problem)
     monkeypatch.setitem(QUEUES, "nccl", group_of_kind)
     with pytest.raises(ScheduleError, match=r"never ends over nccl: device 0 at .* of actor\[0\] stage 0 micro-batch"):
-        check(rows, layout(given_problem))
+        check_deadlock(rows, layout(given_problem))
 
 
 @pytest.mark.parametrize("placement, chunks, pairs", [("v", 2, 28), ("interleaved", 2, 30), ("interleaved", 4, 31)])

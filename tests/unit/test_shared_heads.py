@@ -12,11 +12,11 @@ from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.pipeline_group import forward_only
 from rlfuse.fusion.schedules import shared_heads
 from rlfuse.fusion.schedules.baselines import serial_1f1b, serial_1f1b_rows
-from rlfuse.fusion.schedules.deadlock import check
 from rlfuse.fusion.schedules.operations import Operation, meeting
 from rlfuse.fusion.schedules.planning import SCORED, Planner
 from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
 from rlfuse.fusion.schedules.schedule import peaks, timed
+from rlfuse.fusion.schedules.transfers import check_deadlock
 
 HEADS = {"actor": 1.5, "ref": 0.5}
 """Seconds; the critic's is its own."""
@@ -55,7 +55,7 @@ def test_every_schedule_with_shared_heads_ends_on_every_backend(stages, shape):
             *(shared_heads.with_heads(of, rows, heads_of(of), patient) for patient in (False, True)),
             shared_heads.best(of, rows, heads_of(of)),
         ):
-            check(made, shared(of))
+            check_deadlock(made, shared(of))
             assert_in_one_order(made, of)
 
 
@@ -72,7 +72,7 @@ def test_whatever_operations_take_schedules_end_and_keep_their_orders(stages, mi
     for _, rows in schedules(of):
         for patient in (False, True):
             made = shared_heads.with_heads(of, rows, heads, patient)
-            check(made, shared(of))
+            check_deadlock(made, shared(of))
             assert tuple(tuple(each for each in row if each.kind != "H") for row in made) == rows
             timed(of, made, shared_heads.duration(of, heads))
 
@@ -115,7 +115,7 @@ def test_a_planner_puts_heads_where_devices_share_them_and_times_them():
                     planner.learn(Operation(model, 0, stage, 0, kind), seconds)
     plan = planner.plan(counts, scored)
     ways = [Pipelines("actor", 2, vocabulary=True), Pipelines("critic", 2, direction="up")]
-    check(plan.rows, (*ways, Pipelines("ref", 2, direction="up", vocabulary=True)))
+    check_deadlock(plan.rows, (*ways, Pipelines("ref", 2, direction="up", vocabulary=True)))
     for row, times in zip(plan.rows, plan.times, strict=True):
         took = [end - start for each, (start, end) in zip(row, times, strict=True) if each.kind == "H"]
         assert took == pytest.approx([0.2] * 7)  # what waits for the other device is no work
@@ -138,7 +138,7 @@ def test_all_devices_take_as_long_for_a_head_as_the_slowest():
 def test_passes_alone_end_too(chunks, placement):
     pipelines = Pipelines("ref", 3, 2, "up", chunks, placement, vocabulary=True)
     rows = forward_only(pipelines, 4)
-    check(rows, (pipelines,))
+    check_deadlock(rows, (pipelines,))
     assert [sum(each.kind == "H" for each in row) for row in rows] == [4] * 6
 
 
@@ -162,6 +162,6 @@ WRONG = {
 @pytest.mark.parametrize("reason", WRONG)
 def test_heads_that_devices_do_not_come_to_alike_are_refused(reason):
     with pytest.raises(ScheduleError, match=reason):
-        check(WRONG[reason], (Pipelines("actor", 2, vocabulary=True),))
+        check_deadlock(WRONG[reason], (Pipelines("actor", 2, vocabulary=True),))
     with pytest.raises(ScheduleError, match="is computed by 2 devices"):
-        check((FIRST, LAST), (Pipelines("actor", 2),))
+        check_deadlock((FIRST, LAST), (Pipelines("actor", 2),))

@@ -12,9 +12,9 @@ from test_plan_models import FAMILIES, job
 from rlfuse.errors import ConfigError
 from rlfuse.planning.memory import GIB, Budget, Moved, memory_of
 from rlfuse.planning.model_sizes import read_shape
+from rlfuse.planning.remedies import problems
 from rlfuse.planning.residency import ENGINE, GENERATING, MODELS, PHASES, Item
 from rlfuse.planning.sharing import arguments, sharing_of
-from rlfuse.planning.shortages import problems
 from rlfuse.protocols import Sharing
 from rlfuse.run import inference
 from rlfuse.run.sharing import SharedDevices

@@ -58,10 +58,8 @@ def test_one_policy_is_one_object(workload, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "needs a WORKLOAD.json, --from RUN_DIR or --stress FOLDER"),
+        ([], "needs a WORKLOAD.json or --from RUN_DIR"),
         (["W", "--policy", "adaptiv"], "--policy adaptiv: unknown policy; did you mean adaptive?"),
-        (["--stress", "S", "--minutes", "0"], "--minutes 0: needs a number above 0"),
-        (["--stress", "S", "--policy", "serial", "stream"], "--stress looks at one policy; --policy gives 2"),
         (["W", "--threshold", "2"], "--threshold 2.0: needs a share of the samples, 0 to 1"),
         (["W", "--out", "no/such/folder/x.json"], "does not exist; make it first"),
         (["nothing.json"], "nothing.json: No such file"),

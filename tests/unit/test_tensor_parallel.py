@@ -20,9 +20,8 @@ from rlfuse.errors import EngineError
 from rlfuse.planning.cluster_file import Cluster
 from rlfuse.planning.memory import GIB, Budget, memory_of, parameters_on
 from rlfuse.planning.model_sizes import read_shape
-from rlfuse.planning.placing import placements
 from rlfuse.planning.space import VOCABULARY, axes_of, structures
-from rlfuse.planning.tables import stages_told
+from rlfuse.planning.tables import placements, stages_told
 
 SIZES = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 

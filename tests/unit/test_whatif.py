@@ -11,14 +11,21 @@ from rich.console import Console
 from training_traces import OPTIMIZER, Job, table
 
 from rlfuse.cli import main
+from rlfuse.whatif import slowdown
+from rlfuse.whatif.ask import told_of_job
 from rlfuse.whatif.causes import Cause
+from rlfuse.whatif.operations import Replay
 from rlfuse.whatif.questions import Answer
-from rlfuse.whatif.replay import Replay
-from rlfuse.whatif.slowdown import Slowdown, analyse
+from rlfuse.whatif.slowdown import Slowdown
 from rlfuse.whatif.study_trace import TraceError, operations_of, read
-from rlfuse.whatif.telling import told_of_job
 
 JOBS = [Job(), Job(stages=1), Job(ranks=1), Job(stages=2, micro_batches=1), Job(noise=0.2)]
+
+
+def analyse(operations):
+    return slowdown.Job(operations).found()
+
+
 CHUNKED = [Job(chunks=2, noise=0.1), Job(stages=2, chunks=3, micro_batches=4, ranks=2)]
 
 

@@ -13,16 +13,15 @@ from rlfuse.cli import main
 from rlfuse.events import Span, read_events
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.rates import Rates
-from rlfuse.health.alarms import write_alarms
 from rlfuse.health.detection import Alarm
+from rlfuse.health.monitor import write_alarms
 from rlfuse.health.signals import SLOWNESS
 from rlfuse.run_folder.reader import open_run
 from rlfuse.simulate.runner import later_step, simulate
 from rlfuse.simulate.workload import Scoring, Training, of_costs
 from rlfuse.whatif.causes import Seen, likely
-from rlfuse.whatif.of_run import examine
 from rlfuse.whatif.operations import ALONE
-from rlfuse.whatif.questions import Simulated, answers
+from rlfuse.whatif.questions import Simulated, answers, examine
 from rlfuse.whatif.run_operations import Piece, operations
 from rlfuse.whatif.run_slowdown import Analysis
 

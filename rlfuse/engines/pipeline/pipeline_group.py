@@ -32,10 +32,10 @@ from rlfuse.engines.trainer.micro_batches import split_evenly
 from rlfuse.engines.trainer.rank_group import Met, RankGroup, check_written, start_ranks, warned
 from rlfuse.engines.weights.sync import plan_buckets
 from rlfuse.errors import EngineError
-from rlfuse.fusion.schedules import deadlock
 from rlfuse.fusion.schedules.operations import Operation, Rows
 from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
 from rlfuse.fusion.schedules.shared_heads import with_heads
+from rlfuse.fusion.schedules.transfers import check_deadlock
 from rlfuse.protocols import PassResult
 from rlfuse.samples import MicroBatch, Row
 
@@ -176,7 +176,7 @@ class PipelineGroup(RankGroup):
 
     def _check(self, schedule: Rows) -> None:
         try:
-            deadlock.check(schedule, tuple(self.layout.values()))
+            check_deadlock(schedule, tuple(self.layout.values()))
         except ScheduleError as error:
             raise EngineError(f"No rank was given the schedule. {error}") from error
 

@@ -1,19 +1,7 @@
-"""What trainers do today: each model's pipeline by itself, one model after the other.
+"""Schedules of other systems, one model after the other: 1F1B, interleaved, ZB-H1 and ZB-V.
 
-Role: what to compare with, the makespan and the memory that everything is relative to (serial 1F1B), and orders that
-the search starts from and never falls behind. Drawing ZB-V is the one thing here that takes long: `over` ends it.
-
-- `gpipe` (arXiv 1811.06965): all forwards, then all backwards.
-- `1f1b` (PipeDream-flush, arXiv 2006.09503): stage s of S runs S - s forwards ahead, then one backward, one forward.
-- `interleaved` (Megatron-LM, arXiv 2104.04473): two or more chunks of each stage, chunk c on device c mod S, in groups
-  of S micro-batches; needs micro-batches in multiples of S.
-- `zb-h1` (Zero Bubble, arXiv 2401.10241): 1F1B with B and W split; W of stage s comes s micro-batches late, which
-  fills the bubbles of the end at the memory of 1F1B's first stage.
-- `zb-v` (arXiv 2405.15362): two chunks in a V, B and W split, memory of 1F1B; here by list scheduling, which reaches
-  the paper's bubble of half a stage per device.
-
-Each needs its own division of the work, so it is timed on a variant of the problem (`variant`); with a barrier the next
-model starts when all devices are through with the one before.
+`1f1b` arXiv 2006.09503, `interleaved` arXiv 2104.04473, `zb-h1` arXiv 2401.10241, `zb-v`
+arXiv 2405.15362 (here by list scheduling). The search starts from them and never returns anything longer.
 """
 
 from __future__ import annotations
@@ -26,20 +14,16 @@ from typing import Literal
 import numpy as np
 
 from rlfuse.fusion.schedules.bound import bound
-from rlfuse.fusion.schedules.list_scheduling import fits
+from rlfuse.fusion.schedules.list_scheduling import Draws, fits
 from rlfuse.fusion.schedules.operations import Kind
 from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
-from rlfuse.fusion.schedules.rules import Draws
 from rlfuse.fusion.schedules.schedule import Timed
-from rlfuse.fusion.schedules.shop import KINDS, LOOSE, Shop, compiled, stages
-from rlfuse.fusion.schedules.timing import makespan, planned
+from rlfuse.fusion.schedules.shop import KINDS, LOOSE, Shop, compiled, makespan, planned, stages
 
-Baseline = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
-BASELINES: tuple[Baseline, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
-DRAWS = 60
-"""Of list schedules for a model's ZB-V; more gain nothing on the published instances."""
-Line = list[tuple[Kind, int]]
-"""(kind, chunk) of what a stage runs, micro-batches implied: first in, first out."""
+Baseline = Literal["1f1b", "interleaved", "zb-h1", "zb-v"]
+BASELINES: tuple[Baseline, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v")
+DRAWS = 60  # of list schedules for a model's ZB-V; more gain nothing on the published instances
+Line = list[tuple[Kind, int]]  # (kind, chunk) of what a stage runs, micro-batches implied: first in, first out
 
 
 def never() -> bool:
@@ -65,7 +49,6 @@ def baseline(problem: Problem, name: Baseline, *, barrier: bool, over: Callable[
 
 
 def _in_groups(problem: Problem) -> bool:
-    """Whether micro-batches come in the groups that interleaving needs."""
     return not any(model.micro_batches % model.stages for model in problem.models)
 
 
@@ -95,10 +78,9 @@ def one_by_one(problem: Problem, over: Callable[[], bool] = never) -> Iterator[t
     chunked = {problem.chunks(model) for model in problem.models}
     alone = [problem.only(model) for model in problem.models]
     if chunked == {1}:
-        whole: list[Baseline] = ["1f1b", "gpipe"]
-        split: list[Baseline] = ["zb-h1"] if problem.split_backward else []
-        for name in whole + split:
-            yield f"serial {name}", joined([_order(each, name) for each in alone])
+        yield "serial 1f1b", joined([_order(each, "1f1b") for each in alone])
+        if problem.split_backward:
+            yield "serial zb-h1", joined([_order(each, "zb-h1") for each in alone])
     if 1 not in chunked and problem.placement == "interleaved" and _in_groups(problem):
         yield "serial interleaved", joined([_order(each, "interleaved") for each in alone])
     v = chunked == {2} and problem.placement == "v"
@@ -114,7 +96,6 @@ def joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _order(problem: Problem, name: Baseline, over: Callable[[], bool] = never) -> np.ndarray:
-    """Of a problem of one model."""
     if name == "zb-v":
         return _listed(problem, over)
     shop, (model,) = compiled(problem), problem.models
@@ -135,7 +116,6 @@ def _order(problem: Problem, name: Baseline, over: Callable[[], bool] = never) -
 
 
 def _first_in_first_out(shop: Shop, classes: list[int], offset: int) -> np.ndarray:
-    """The operations of a row, from their classes."""
     row = np.array(classes) + offset
     order = np.empty(len(row), np.int64)
     for own in set(row.tolist()):
@@ -160,15 +140,6 @@ def _listed(problem: Problem, over: Callable[[], bool]) -> np.ndarray:
     while not draws.best or not (draws.drawn >= DRAWS or draws.best[0].makespan <= least * (1 + LOOSE) or over()):
         draws.draw(limit, lambda makespan, peak: (makespan, peak))
     return draws.best[0].order
-
-
-# Lines of one stage --------------------------------------------------------------------------------------------------
-
-
-def _gpipe(model: Model, stage: int, split: bool) -> Line:
-    backward: Line = [("B", 0), ("W", 0)] if split else [("B", 0)]
-    forward: Line = [("F", 0)]
-    return forward * model.micro_batches + backward * model.micro_batches
 
 
 def _one_f_one_b(model: Model, stage: int, split: bool) -> Line:
@@ -204,4 +175,4 @@ def _interleaved(model: Model, stage: int, chunks: int, split: bool) -> Line:
     return line
 
 
-LINES: dict[str, Callable[[Model, int, bool], Line]] = {"gpipe": _gpipe, "1f1b": _one_f_one_b, "zb-h1": _zb_h1}
+LINES: dict[str, Callable[[Model, int, bool], Line]] = {"1f1b": _one_f_one_b, "zb-h1": _zb_h1}

@@ -1,23 +1,12 @@
-"""The least makespan that any schedule of a problem can have, proven, in milliseconds.
+"""A proven lower bound on the makespan of a problem, whatever the memory.
 
-Role: `lower_bound` tells the search when to stop and a reader how far a schedule is from the best possible. Memory is
-left out, so the bound holds under every cap. Pure.
+Proof. r bounds an operation's start from below (head), q the time from its end to the makespan (tail).
 
-Proof. Operations of a class run first in, first out without loss (`shop.py`). Let r be a lower bound on an operation's
-start (its head) and q one on the time from its end to the makespan (its tail).
-
-1. Data: r(c, m) >= r(c', m) + p(c') + lag(c) for c' = before[c], and the same for tails with time reversed.
-2. One machine: let c be a class, and K classes of its lane on its device, all of them ancestors of c or c itself.
-   Before (c, m) starts, the device has run micro-batches j .. m of every k in K but c, and j .. m-1 of c, whichever
-   j <= m one looks at. None of them starts before min over k of r(k, j), since heads of a class do not fall with m. So
-       r(c, m) >= max over j <= m of  min_k r(k, j) + (m - j + 1) * sum of p(k), k in K  - p(c).
-   This holds the FIFO rule (K = {c}) and the coupling of the last stage, whose forwards and backwards take turns
-   (K = {F, B}). The same for tails, with descendants and time reversed. K runs through all intervals of the chain
-   on the device, with and without the leaves W.
-3. The device itself: its operations with heads, durations and tails are a one-machine problem, whose preemptive optimum
-   (Jackson's rule: of what is released run the longest tail) is a lower bound for it and so for the makespan.
-
-With unsplit B = 2 F and one stage per device this equals the bound of RLHFuse (arXiv 2409.13221) on its instances.
+1. Data: r(c, m) >= r(c', m) + p(c') + lag(c) for c' = before[c]; the same for tails with time reversed.
+2. One machine: for a class c and classes K of its lane on its device that are ancestors of c or c itself,
+       r(c, m) >= max over j <= m of  min_k r(k, j) + (m - j + 1) * sum of p(k), k in K  - p(c),
+   as the device runs micro-batches j .. m of K before (c, m) ends, first in, first out.
+3. Device: its operations with heads and tails are a one-machine problem; its preemptive optimum (Jackson) is a bound.
 """
 
 from __future__ import annotations
@@ -104,7 +93,6 @@ def _descendants(shop: Shop, own: int) -> list[int]:
 def _one_machine(
     shop: Shop, together: list[int], own: int, release: list[np.ndarray] | dict[int, np.ndarray]
 ) -> np.ndarray:
-    """Step 2 of the proof with K = `together`."""
     work = sum(shop.duration[k] for k in together)
     batches = np.arange(shop.micro_batches[own])
     earliest = np.minimum.reduce([release[k] for k in together])

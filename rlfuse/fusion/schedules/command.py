@@ -1,7 +1,4 @@
-"""`rlfuse schedule`: a problem's best schedule, in numbers, as a file and as a picture.
-
-Role: the command line of the search: reads, searches, prints a summary, writes. Called by `rlfuse.cli`.
-"""
+"""`rlfuse schedule`: search the best schedule of a problem, print its numbers, write it and draw it."""
 
 from __future__ import annotations
 
@@ -10,16 +7,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlfuse.config.input_files import publish, schema_of
+from rlfuse.config.input_files import publish, schema_of, unwritable
 from rlfuse.files import write_whole
 from rlfuse.fusion.schedules.baselines import baseline, serial_1f1b_rows
 from rlfuse.fusion.schedules.problem import EXAMPLE, Problem, ScheduleError, read_problem
 from rlfuse.fusion.schedules.schedule import Schedule
 from rlfuse.fusion.schedules.search import METHODS, search
 
-PICTURES = (".png", ".html")
-COMPARED = 30_000
-"""Operations up to which ZB-V is drawn to compare with, in a tenth of the time limit; it has three times as many."""
+COMPARED = 30_000  # operations up to which ZB-V is drawn for comparison
 
 
 def main(argv: Sequence[str]) -> None:
@@ -32,12 +27,9 @@ def main(argv: Sequence[str]) -> None:
         return
     if arguments.problem is None:
         raise ScheduleError("rlfuse schedule needs a PROBLEM.json; --example shows one")
-    for path in (arguments.out, arguments.picture):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ScheduleError(f"{path}: the folder {path.absolute().parent} does not exist; make it first")
     picture = arguments.picture
-    if picture is not None and picture.suffix not in PICTURES:
-        raise ScheduleError(f"--picture {picture}: needs a name that ends in {' or '.join(PICTURES)}")
+    if wrong := unwritable("--out", arguments.out) + unwritable("--picture", picture, ".png", ".html"):
+        raise ScheduleError(*wrong)
     problem = read_problem(arguments.problem)
     found = search(problem, time_limit=arguments.time_limit, method=arguments.method, seed=arguments.seed)
     print(summary(problem, found, time.perf_counter() + arguments.time_limit / 10))
@@ -52,12 +44,8 @@ def main(argv: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rlfuse schedule", description="Search one pipeline schedule for all models.")
-    parser.add_argument(
-        "problem", nargs="?", type=Path, metavar="PROBLEM.json", help="devices, models, times and memory"
-    )
-    parser.add_argument(
-        "--time-limit", type=float, default=10.0, metavar="S", help="of the search, in seconds; default: 10"
-    )
+    parser.add_argument("problem", nargs="?", type=Path, metavar="PROBLEM.json", help="devices, models, times, memory")
+    parser.add_argument("--time-limit", type=float, default=10.0, metavar="S", help="of the search, s; default: 10")
     parser.add_argument("--method", default="auto", metavar="M", help=f"{', '.join(METHODS)}; default: auto")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument("--out", type=Path, metavar="SCHEDULE.json", help="rows with times")

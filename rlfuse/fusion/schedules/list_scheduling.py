@@ -1,29 +1,20 @@
-"""List scheduling: a whole schedule in the order of time, by rules of priority; hundreds a second.
+"""List scheduling: a whole schedule in the order of time, by priority rules; hundreds per second.
 
-Role: `rules.py` draws the rules for the search, `baselines.py` fixes them for ZB-V.
-Invariants: whenever a device is free and something is ready and admitted, it runs what has the highest priority; a
-memory limit is kept and never leads into a deadlock.
-
-Priority of micro-batch m of class c, when its forward class holds h micro-batches on the device:
-`level[c] + slope[c] * (micro-batches of c after m) + pressure[c] * h`.
-
-A forward class may also have a quota of micro-batches that it holds, so that one pipeline doesn't take the memory that
-others need later; it never stops a class that holds none.
-
-Memory: a forward starts if the device holds it beside one micro-batch for each other forward class (pipeline and chunk)
-of the device that holds none and is unfinished. So the oldest micro-batch of every pipeline can always go on: where it
-still needs its forward, no younger one was let past it (first in, first out), so its class holds nothing and its place
-is free. Where these places alone exceed the limit, models have to run one after the other (`baselines.one_by_one`).
+Priority of micro-batch m of class c, whose forward class holds h micro-batches on the device: `level[c] + slope[c] *
+(micro-batches of c after m) + pressure[c] * h`. A forward starts if the device can hold it together with one
+micro-batch of each other unfinished forward class that holds none, so the memory limit never causes a deadlock.
 """
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from rlfuse.fusion.schedules.shop import LOOSE, NONE, B, F, Shop, W, backward_of
+from rlfuse.fusion.schedules.shop import LOOSE, NONE, B, F, Shop, W, backward_of, peak
 
 
 class Rules(NamedTuple):
@@ -32,10 +23,8 @@ class Rules(NamedTuple):
     level: np.ndarray
     slope: np.ndarray
     pressure: np.ndarray
-    quota: np.ndarray
-    """Micro-batches that a forward class may hold."""
-    patience: float
-    """How long a device may wait for something that matters more than what is ready."""
+    quota: np.ndarray  # micro-batches that a forward class may hold
+    patience: float  # how long a device may wait for something that matters more than what is ready
 
 
 def fits(shop: Shop, limit: float) -> bool:
@@ -65,10 +54,8 @@ def chain_tails(shop: Shop) -> np.ndarray:
 
 @njit(cache=True)
 def schedule(shop: Shop, limit: float, rules: Rules) -> tuple[np.ndarray, float]:
-    """An order under the memory limit and its makespan.
-
-    The limit has to hold one micro-batch of every forward class of a device (`fits`).
-    """
+    """An order under the memory limit and its makespan. The limit has to hold one micro-batch of every forward class of
+    a device (`fits`)."""
     devices, classes = shop.of_device.shape[0], len(shop.micro_batches)
     length = len(shop.class_of) // devices
     order, end = np.empty((devices, length), np.int64), np.empty(len(shop.class_of))
@@ -108,10 +95,8 @@ def schedule(shop: Shop, limit: float, rules: Rules) -> tuple[np.ndarray, float]
 
 @njit(cache=True)
 def _forwards(shop: Shop) -> np.ndarray:
-    """For a class that ends an activation's life the forward class that began it, else NONE.
-
-    Forwards of a model that only scores end it themselves.
-    """
+    """For a class that ends an activation's life the forward class that began it, else NONE. Forwards of a model that
+    only scores end it themselves."""
     forward = np.full(len(shop.micro_batches), NONE)
     trains = np.zeros(len(shop.micro_batches), np.bool_)  # lane -> whether it has backwards
     trains[shop.lane[shop.kind == B]] = True
@@ -129,7 +114,6 @@ def _forwards(shop: Shop) -> np.ndarray:
 
 @njit(cache=True)
 def _next_ready(shop: Shop, own: int, begun: np.ndarray, ready: np.ndarray, end: np.ndarray) -> None:
-    """A class has begun an operation: when are the data of its next there?"""
     before, micro_batch = shop.before[own], begun[own]
     if micro_batch == shop.micro_batches[own] or (before != NONE and begun[before] <= micro_batch):
         ready[own] = np.inf
@@ -174,3 +158,120 @@ def _choose(
 def _admitted(shop: Shop, rules: Rules, own: int, held: np.ndarray, room: float) -> bool:
     """Whether quota and memory let the class's next operation start; what it has reserved needs no room."""
     return shop.kind[own] != F or held[own] == 0 or (held[own] < rules.quota[own] and shop.acquires[own] <= room)
+
+
+KEPT = 6
+FRESH = 0.3  # share of draws that owe nothing to those before
+SHARED = 4
+"""Settings that all pipelines share; then come bias, slope, pressure of each, and a quota where backwards are
+whole: with W as a filler quotas gain nothing, and a larger space is searched more slowly."""
+NO_QUOTA = 5.0  # quotas are exp(this) times what is in flight in a steady state
+
+
+class Found(NamedTuple):
+    """A schedule and how good it is."""
+
+    score: tuple[float, ...]
+    """Less is better; the last entry tells equals apart, later before earlier, so that plateaus are walked."""
+    settings: np.ndarray
+    order: np.ndarray
+    makespan: float
+    peak: float
+
+
+class Draws:
+    """List schedules whose rules get better by trying."""
+
+    def __init__(self, shop: Shop, seed: int):
+        self.shop, self.rng = shop, np.random.default_rng(seed)
+        self.lanes = int(shop.lane.max()) + 1
+        self.tail = chain_tails(shop)
+        self.scale = float(self.tail.max())
+        stages = np.bincount(shop.lane, shop.kind == F)
+        self.work = np.bincount(shop.lane, shop.duration) / stages  # of a micro-batch on one device
+        busy = np.bincount(shop.device, shop.duration * shop.micro_batches)
+        self.in_flight = (
+            round_trips(shop) * shop.micro_batches / busy[shop.device]
+        )  # by Little's law, in a steady state
+        self.split = bool((shop.kind == W).any())
+        self.upper = _upper_chunks(shop)
+        self.best: list[Found] = []
+        self.drawn = 0
+
+    def draw(
+        self,
+        limit: float,
+        score: Callable[[float, float], tuple[float, ...]],
+        settings: np.ndarray | None = None,
+    ) -> Found:
+        """One more schedule under a memory limit, by these settings or by some at random. `score` of makespan and peak
+        memory decides what is kept."""
+        self.drawn += 1
+        if settings is None:
+            fresh = len(self.best) < KEPT or self.rng.random() < FRESH
+            settings = self._fresh() if fresh else self._changed(self._chosen())
+        order, makespan = schedule(self.shop, limit, self._rules(settings))
+        most = peak(self.shop, order)
+        found = Found((*score(makespan, most), -self.drawn), settings, order, makespan, most)
+        bisect.insort(self.best, found, key=lambda each: each.score)
+        del self.best[KEPT:]
+        return found
+
+    def rescore(self, score: Callable[[float, float], tuple[float, ...]]) -> None:
+        """Rank what is kept by another score."""
+        self.best = [each._replace(score=(*score(each.makespan, each.peak), each.score[-1])) for each in self.best]
+        self.best.sort(key=lambda each: each.score)
+
+    def _chosen(self) -> np.ndarray:
+        return self.best[int(self.rng.integers(len(self.best)) * self.rng.random())].settings
+
+    def _fresh(self) -> np.ndarray:
+        rng, lanes, alike = self.rng, self.lanes, self.rng.random() < 0.4
+        spread = rng.uniform(1.0, 1.0, lanes) if alike else rng.uniform(0.6, 1.4, lanes)
+        shared = (
+            rng.choice([0.0, 1.0, rng.uniform(-0.5, 1.0)]),  # B over F
+            rng.choice([-4.0, -4.0, rng.uniform(-2.0, 0.0)]),  # W: mostly a filler
+            rng.choice([0.0, 0.0, 0.5, 1.0]) * rng.choice(self.shop.duration),  # patience
+            rng.choice([0.0, rng.normal(0.0, 0.3)]),  # the upper chunk of a V
+        )
+        bias = np.zeros(lanes) if alike else rng.normal(0.0, rng.choice([0.1, 0.5]), lanes)
+        slope = rng.choice([0.0, 1.0, rng.uniform(0.0, 2.0), rng.exponential(1.0)]) * spread
+        pressure = rng.choice([0.0, rng.uniform(0.0, 0.3), rng.exponential(0.3)]) * spread
+        settings = [shared, bias, slope, pressure]
+        if not self.split:
+            quota = rng.choice([np.full(lanes, NO_QUOTA), np.full(lanes, rng.uniform(0, 2)), rng.uniform(0, 2, lanes)])
+            settings.append(quota)
+        return np.concatenate(settings)
+
+    def _changed(self, settings: np.ndarray) -> np.ndarray:
+        rng, lanes, size = self.rng, self.lanes, len(settings)
+        sizes = np.repeat([0.15, 0.3, 0.1, 0.2], lanes)
+        sizes = np.concatenate([[0.3, 0.5, 0.5 * self.shop.duration.mean(), 0.2], sizes])[:size]
+        moved = rng.random(size) < rng.choice([1.5 / size, 0.3, 1.0])
+        moved[rng.integers(size)] = True
+        changed = settings + moved * sizes * rng.normal(0.0, 1.0, size) * rng.choice([0.2, 1.0, 1.0])
+        changed[2] = max(0.0, changed[2])
+        changed[SHARED + lanes :] = np.abs(changed[SHARED + lanes :])
+        return changed
+
+    def _rules(self, settings: np.ndarray) -> Rules:
+        backward, weights, patience, upper = settings[:SHARED]
+        bias, slope, pressure, *quota = settings[SHARED:].reshape(-1, self.lanes)
+        shop = self.shop
+        by_kind = np.zeros(3)
+        by_kind[B], by_kind[W] = backward, weights
+        level = self.tail + (bias[shop.lane] + by_kind[shop.kind] + upper * self.upper) * self.scale
+        held = np.where(shop.kind == F, -pressure[shop.lane] * self.scale, 0.0)
+        quotas = np.exp(*quota)[shop.lane] * self.in_flight + 1.0 if quota else np.full(len(shop.micro_batches), np.inf)
+        return Rules(level, (slope * self.work)[shop.lane], held, quotas, float(patience))
+
+
+def _upper_chunks(shop: Shop) -> np.ndarray:
+    """1 for forwards of a pipeline's second chunk on their device, else 0."""
+    upper, seen = np.zeros(len(shop.micro_batches)), set()
+    for own in range(len(shop.micro_batches)):
+        if shop.kind[own] == F:
+            place = (shop.lane[own], shop.device[own])
+            upper[own] = place in seen
+            seen.add(place)
+    return upper

@@ -47,5 +47,4 @@ def meeting(head: Operation) -> Operation:
     return head._replace(stage=0)
 
 
-Rows = tuple[tuple[Operation, ...], ...]
-"""Device -> its operations in the order in which it runs them."""
+Rows = tuple[tuple[Operation, ...], ...]  # device -> its operations in the order in which it runs them

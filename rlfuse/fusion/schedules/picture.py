@@ -1,9 +1,4 @@
-"""Schedules as pictures: who works on what, when, on every device; a PNG, or a page that needs nothing else.
-
-Role: `draw` is called by `rlfuse schedule --picture` and whoever has rows with times, planned or measured. Schedules
-stand below each other on one time axis. Every model has a hue of its own; forwards are pale, backwards full, weight
-gradients dark, heads that devices share greyish. White is idle.
-"""
+"""Draw schedules on a common time axis: a PNG, or a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -11,7 +6,9 @@ import html
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -27,17 +24,15 @@ HUES = (
     {"F": "#d8cbe9", "B": "#8d72bd", "W": "#4d3580", "H": "#a596bd"},
 )
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradient", "H": "head"}
-LABELLED = 800
-"""Micro-batch numbers are written where a schedule has at most so many operations."""
+LABELLED = 800  # micro-batch numbers are written where a schedule has at most so many operations
 INK, PALE = "#2b2b2b", "#8a8a8a"
+IDLE = Patch(facecolor="white", edgecolor=PALE, linewidth=0.5, label="idle")
 TimedRows = tuple[tuple[Timed, ...], ...]
 
 
 def draw(problem: Problem, schedules: Sequence[tuple[str, TimedRows]], path: Path, unit: str = "") -> None:
-    """(title, rows) of each schedule, on one time axis, into a PNG or, by the name's end, an HTML page.
-
-    `unit`: of the times; without, the problem's.
-    """
+    """(title, rows) of each schedule, on one time axis, into a PNG or, by the name's end, an HTML page. `unit`: of the
+    times; without, the problem's."""
     height = max(1.2, 0.17 * problem.devices + 0.5)
     figure = Figure(figsize=(12.0, height * len(schedules) + 0.9), layout="constrained")
     panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False)[:, 0]
@@ -47,23 +42,12 @@ def draw(problem: Problem, schedules: Sequence[tuple[str, TimedRows]], path: Pat
     panels[-1].set_xlabel(unit or "time, in the problem's unit", color=INK)
     panels[-1].set_xlim(0, 1.01 * max(row[-1].end for _, rows in schedules for row in rows))
     kinds = [kind for kind in WORDS if any(each.operation.kind == kind for _, rows in schedules for each in rows[0])]
-    figure.legend(
-        handles=[
-            *(Patch(color=hue[kind], label=f"{name}: {WORDS[kind]}") for name, hue in hues.items() for kind in kinds),
-            Patch(facecolor="white", edgecolor=PALE, linewidth=0.5, label="idle"),
-        ],
-        loc="outside upper left",
-        ncols=len(kinds) * min(2, len(hues)) + 1,
-        frameon=False,
-        fontsize=9,
-        labelcolor=INK,
-        handlelength=1.2,
-    )
-    _save(figure, path)
+    patches = [Patch(color=hue[kind], label=f"{name}: {WORDS[kind]}") for name, hue in hues.items() for kind in kinds]
+    legend(figure, [*patches, IDLE], len(kinds) * min(2, len(hues)) + 1)
+    save(figure, path)
 
 
 def _panel(axes: Axes, title: str, rows: TimedRows, hues: dict[str, dict[str, str]]) -> None:
-    """One schedule."""
     labelled = sum(map(len, rows)) <= LABELLED
     for device, row in enumerate(rows):
         bars, colours = [], []
@@ -78,17 +62,37 @@ def _panel(axes: Axes, title: str, rows: TimedRows, hues: dict[str, dict[str, st
     total = max(row[-1].end for row in rows)
     busy = sum(each.end - each.start for row in rows for each in row) / (total * len(rows))
     axes.axvline(total, color=INK, linewidth=1.0)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_yticks([0, len(rows) - 1] if len(rows) > 1 else [0])
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=4)
-    axes.set_title(f"idle {1 - busy:.1%}", loc="right", fontsize=9, color=PALE, pad=4)
     axes.set_ylabel("device", color=PALE, fontsize=9)
+    frame(axes, len(rows), title, f"idle {1 - busy:.1%}")
+
+
+def frame(axes: Axes, rows: int, title: str, note: str) -> None:
+    """Set rows from the top down on a time axis, under a title and a note in small print."""
+    axes.set_ylim(rows - 0.4, -0.6)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=4)
+    axes.set_title(note, loc="right", fontsize=9, color=PALE, pad=4)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(PALE)
     axes.tick_params(colors=PALE, labelsize=9)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def legend(figure: Figure, handles: Sequence[Artist], columns: int, side: str = "upper", **more: Any) -> None:
+    """Put the legend outside of the panels."""
+    figure.legend(
+        handles=handles,
+        loc=f"outside {side} left",
+        ncols=columns,
+        frameon=False,
+        fontsize=9,
+        labelcolor=INK,
+        handlelength=1.2,
+        **more,
+    )
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG or, by the name's end, a self-contained HTML page; a reader never sees half of it."""
     if path.suffix != ".html":
         with replacing(path) as aside:
             figure.savefig(aside, format=path.suffix[1:], dpi=150)

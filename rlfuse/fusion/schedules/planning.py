@@ -1,12 +1,7 @@
-"""Which schedule a run trains by, from what its operations were measured to take.
+"""Plan the schedule that a run trains by, from the measured durations of its operations.
 
-Role: `rlfuse.engines.pipeline.pipeline_trainer` asks a `Planner` before every mini-batch and shows it afterwards what
-ran when. Durations are medians over the last mini-batches, by model, stage and kind; those not measured yet are guessed
-from those that were, a backward counting like two forwards. They are those of a device that is as fast as expected;
-what a slow one takes is that times its rate. A schedule is kept until rates change, micro-batches in number, or a
-duration by `DRIFT`. Micro-batches that a model only scores are a model of their own to the search, one without a
-backward; in the schedule they are the model's, numbered behind those that it trains on. Heads whose vocabulary devices
-share come into what was searched (`shared_heads`); a head takes what it took the device that came to it last.
+A schedule is kept until rates, micro-batch counts or a duration (by `DRIFT`) change. Micro-batches that a model only
+scores are a model without backward to the search.
 """
 
 from __future__ import annotations
@@ -25,13 +20,10 @@ from rlfuse.fusion.schedules.schedule import Timed, timed
 from rlfuse.fusion.schedules.search import search
 
 DRIFT = 0.2
-KEPT = 64
-"""Last durations of each operation."""
+KEPT = 64  # last durations of each operation
 SEARCH_S = 2.0
-SCORED = " (scored)"
-"""Behind the name of a model whose micro-batches have no backward."""
-Key = tuple[tuple[tuple[str, int], ...], ...]
-"""Micro-batches of each model, trained on and scored."""
+SCORED = " (scored)"  # behind the name of a model whose micro-batches have no backward
+Key = tuple[tuple[tuple[str, int], ...], ...]  # micro-batches of each model, trained on and scored
 GUESS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "W": 1.0, "H": 1.0}
 
 
@@ -40,12 +32,9 @@ class Plan:
     """A schedule, and what it should take."""
 
     rows: Rows
-    times: tuple[tuple[tuple[float, float], ...], ...]
-    """Device -> start and end of each of its operations, in seconds; empty while nothing was measured."""
-    serial_s: float
-    """The same work in 1F1B, one model after the other, and then the passes that score."""
-    trained: Mapping[str, int] = field(default_factory=dict)
-    """Model -> micro-batches of each pipeline that it trains on; those numbered higher are scored."""
+    times: tuple[tuple[tuple[float, float], ...], ...]  # device -> (start, end) of each operation, in s
+    serial_s: float  # the same work in 1F1B, one model after the other, and then the passes that score
+    trained: Mapping[str, int] = field(default_factory=dict)  # model -> micro-batches that it trains on
 
     @property
     def seconds(self) -> float:
@@ -86,15 +75,12 @@ class Planner:
         self._rates: tuple[float, ...] = ()
 
     def replan(self, rates: Sequence[float]) -> None:
-        """Schedules are searched for devices with these rates from now on.
-
-        What was measured on a device while its real rate was not known yet is forgotten.
-        """
+        """Schedules are searched for devices with these rates from now on. What was measured on a device while its real
+        rate was not known yet is forgotten."""
         before, self._rates = self._rates or (1.0,) * self.stages, tuple(rates)
         self.forget(device for device, rate in enumerate(rates) if rate != before[device])
 
     def forget(self, devices: Iterable[int]) -> None:
-        """What these devices were measured to take holds no more."""
         if changed := set(devices):
             self._plans.clear()
             for key in [key for key in self._seconds if self._device(*key[:2]) in changed]:
@@ -136,7 +122,6 @@ class Planner:
         return timed(problem, rows, shared_heads.duration(problem, self._heads(problem)))
 
     def _serial_with_heads(self, problem: Problem) -> list[Rows]:
-        """1F1B of each model, where devices share heads."""
         heads = self._heads(problem)
         return [shared_heads.with_heads(each, _serial(each), heads) for each in _one_by_one(problem)] if heads else []
 
@@ -156,7 +141,6 @@ class Planner:
         }
 
     def problem(self, trained: Mapping[str, int], scored: Mapping[str, int] | None = None) -> Problem:
-        """What `plan` searches a schedule for."""
         models = [self._model(name, count) for name, count in sorted(trained.items())]
         models += [self._scoring(name, count) for name, count in sorted((scored or {}).items())]
         return Problem(
@@ -217,13 +201,11 @@ def planner_of(config: Config) -> Planner:
 
 
 def _one_by_one(problem: Problem) -> list[Problem]:
-    """Its models alone, a stage a device, backward whole."""
     plain = problem.variant(split_backward=False, chunks_per_device=1)
     return [plain.only(model) for model in plain.models]
 
 
 def _serial(problem: Problem) -> Rows:
-    """1F1B of one model after the other."""
     return tuple(tuple(each.operation for each in row) for row in serial_1f1b_rows(problem))
 
 
@@ -236,8 +218,6 @@ def _as_run(operation: Operation, trained: Mapping[str, int]) -> Operation:
 
 
 def _drifted(before: Problem, now: Problem) -> bool:
-    """Whether a stage's time is another by so much that the schedule should be too."""
-
     def times(problem: Problem) -> Iterable[float]:
         for model in problem.models:
             for kind in problem.kinds(model):

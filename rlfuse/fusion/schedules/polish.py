@@ -1,9 +1,4 @@
-"""CP-SAT as the last polish of a schedule that is nearly as short as the bound.
-
-Role: the search's last step, on small problems. Interval variables, no-overlap on every device, first in, first out in
-every class, memory as a cumulative constraint over activations; the schedule so far is the hint, and the makespan has
-to be shorter. One worker and a deterministic time limit, so that the result depends on the seed alone.
-"""
+"""Shorten a schedule with CP-SAT: interval variables, no-overlap per device, memory as a cumulative constraint."""
 
 from __future__ import annotations
 
@@ -12,11 +7,9 @@ from math import ceil, floor, gcd, lcm
 
 import numpy as np
 
-from rlfuse.fusion.schedules.shop import LOOSE, NONE, F, Shop, backward_of
-from rlfuse.fusion.schedules.timing import starts
+from rlfuse.fusion.schedules.shop import LOOSE, NONE, F, Shop, backward_of, starts
 
-FINEST = 10_000
-"""Times are rational multiples of a unit; those that are not, in steps of 1 / FINEST of the longest, are rounded up."""
+FINEST = 10_000  # times are integers in units of at least 1 / FINEST of the longest
 
 
 def polish(
@@ -52,11 +45,11 @@ def polish(
         return None
     at = np.array([solver.value(variable) for variable in begin])
     device = shop.device[shop.class_of]
-    return np.stack([row[np.argsort(at[row], kind="stable")] for row in _by_device(device, shop.devices)])
+    rows = (np.flatnonzero(device == each) for each in range(shop.devices))
+    return np.stack([row[np.argsort(at[row], kind="stable")] for row in rows])
 
 
 def _order(model, shop: Shop, begin: list, long: np.ndarray, lag: np.ndarray, end) -> None:
-    """Data, first in, first out, and one thing at a time."""
     intervals: list[list] = [[] for _ in range(shop.devices)]
     for own, (first, count, before) in enumerate(zip(shop.first, shop.micro_batches, shop.before, strict=True)):
         size = int(long[own])
@@ -77,7 +70,8 @@ def _memory(model, shop: Shop, begin: list, long: np.ndarray, limit: float) -> N
     unit = _unit(shop.acquires)
     lives: list[tuple[list, list]] = [([], []) for _ in range(shop.devices)]
     for own in np.flatnonzero((shop.kind == F) & (shop.acquires > 0)):
-        last = _last_use(shop, own)
+        backward = backward_of(shop, own)
+        last = int(backward if shop.leaf[backward] == NONE else shop.leaf[backward])
         size = int(_scaled(shop.acquires[own : own + 1], unit)[0])
         for micro_batch in range(shop.micro_batches[own]):
             start = begin[shop.first[own] + micro_batch]
@@ -87,16 +81,6 @@ def _memory(model, shop: Shop, begin: list, long: np.ndarray, limit: float) -> N
             lives[shop.device[own]][1].append(size)
     for intervals, sizes in lives:
         model.add_cumulative(intervals, sizes, floor(limit * unit * (1 + LOOSE)))
-
-
-def _last_use(shop: Shop, own: int) -> int:
-    """The class that ends what a forward class keeps."""
-    backward = backward_of(shop, own)
-    return int(backward if shop.leaf[backward] == NONE else shop.leaf[backward])
-
-
-def _by_device(device: np.ndarray, devices: int) -> list[np.ndarray]:
-    return [np.flatnonzero(device == each) for each in range(devices)]
 
 
 def _unit(values: np.ndarray) -> float:

@@ -1,15 +1,7 @@
-"""What is to be scheduled: the pipelines of one or more models on one row of devices, for one optimizer step.
+"""The scheduling problem: the pipelines of one or more models on one row of devices, for one optimizer step.
 
-Role: `read_problem` and `parse` turn the JSON of `rlfuse schedule` into a `Problem`; every other module here reads it.
-Invariants: fields were checked by their schema when they were read (`problem.schema.json`, written from the annotations
-here); every model covers every device exactly once, so a device holds one stage of each model, whole or in chunks.
-Times share one unit, whichever it is, and so do activations.
-
-Placement: pipeline p of a model with S stages stands on devices p*S .. p*S+S-1, stage 0 first when its direction is
-`down` and last when it is `up`. With k chunks per device the chunk-stages are 0 .. kS-1, placed by
-`operations.place_of`; each has times of its own, or the k-th part of its device's.
-
-A slow device has a rate above 1, by which all its times are multiplied; the search and its bound hold as they stand.
+Pipeline p of a model with S stages is on devices p*S .. p*S+S-1, stage 0 first when its direction is `down`, last when
+it is `up`; chunk-stages are placed by `operations.place_of`. Times share one unit, and so do activations.
 """
 
 from __future__ import annotations
@@ -125,17 +117,13 @@ class Problem:
                     chunks = f" (of {self.stages(model)} chunks)" * (self.chunks(model) > 1)
                     yield f"{where}.{field} has {count}: give one each{chunks}, or a number"
 
-    # One model's stages ----------------------------------------------------------------------------------------------
-
     def model(self, name: str) -> Model:
-        """By its name. Raises ScheduleError for one that isn't there."""
         for model in self.models:
             if model.name == name:
                 return model
         raise ScheduleError(f"model {name!r}: the problem has {', '.join(model.name for model in self.models)}")
 
     def chunks(self, model: Model) -> int:
-        """How many chunks of a stage of this model a device holds."""
         return model.chunks_per_device or self.chunks_per_device
 
     def stages(self, model: Model) -> int:
@@ -143,7 +131,6 @@ class Problem:
         return model.stages * self.chunks(model)
 
     def device(self, model: Model, pipeline: int, stage: int) -> int:
-        """Where a stage or chunk-stage stands."""
         place = self._place(model, stage)
         return pipeline * model.stages + (place if model.direction == "down" else model.stages - 1 - place)
 
@@ -157,7 +144,6 @@ class Problem:
         return whole * (model.weight_gradient if kind == "W" else 1 - model.weight_gradient)
 
     def activation(self, model: Model, stage: int) -> float:
-        """What a micro-batch keeps on a stage or chunk-stage."""
         if model.backward is None:
             return 0.0
         return self._of(model, "activation", stage)
@@ -172,7 +158,6 @@ class Problem:
         return place_of(stage, model.stages, self.placement)
 
     def _of(self, model: Model, field: str, stage: int) -> float:
-        """`forward`, `backward` or `activation` of a stage or chunk-stage."""
         value = getattr(model, field)
         if isinstance(value, tuple) and len(value) == self.stages(model):
             return value[stage]
@@ -188,21 +173,16 @@ class Problem:
             sums[self._place(model, stage)] += each
         return tuple(sums)
 
-    # The whole problem -----------------------------------------------------------------------------------------------
-
     @property
     def operations(self) -> int:
-        """How many a schedule has."""
         return sum(
             model.pipelines * self.stages(model) * model.micro_batches * len(self.kinds(model)) for model in self.models
         )
 
     @property
     def memory_unit(self) -> float:
-        """Peak activation of serial 1F1B's worst device: stage s of S holds min(S - s, M) micro-batches.
-
-        1 where nothing is kept.
-        """
+        """Peak activation of serial 1F1B's worst device: stage s of S holds min(S - s, M) micro-batches. 1 where
+        nothing is kept."""
         whole = self.variant(split_backward=False, chunks_per_device=1)
         held = (
             min(model.stages - stage, model.micro_batches) * whole.activation(model, stage)
@@ -226,7 +206,6 @@ class Problem:
         )
 
     def variant(self, *, split_backward: bool, chunks_per_device: int, placement: str = "v") -> Problem:
-        """The same work of each device, divided otherwise."""
         whole = ({field: self._whole(model, field) for field in PER_STAGE} for model in self.models)
         models = tuple(
             replace(model, chunks_per_device=None, **fields) for model, fields in zip(self.models, whole, strict=True)
@@ -240,7 +219,6 @@ class Problem:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What `parse` reads."""
         return asdict(self)
 
 

@@ -1,10 +1,4 @@
-"""A schedule with its times: what the search returns, the executor runs and `rlfuse schedule` writes.
-
-Role: `timed` gives rows of operations their start times, planned or measured durations alike; `check` proves a schedule
-against its problem. Both are plain Python over `Problem`, and share no code with the search whose results they judge.
-Invariants of a checked schedule: every operation of the problem stands in the row of its device exactly once; nothing
-starts before what it needs has arrived; a device does one thing at a time and never holds more than its memory.
-"""
+"""A schedule with its times, and the independent check that proves it against its problem."""
 
 from __future__ import annotations
 
@@ -12,7 +6,7 @@ import functools
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +15,10 @@ from rlfuse.config.input_files import read_json
 from rlfuse.fusion.schedules.operations import Kind, Operation, Rows, meeting
 from rlfuse.fusion.schedules.problem import Problem, ScheduleError
 
-LOOSE = 1e-6
-"""Relative slack in comparing times and memory: JSON and sums round them."""
+LOOSE = 1e-6  # relative slack in comparing times and memory: JSON and sums round them
 SHOWN = 6
+IN_JSON = ("model", "pipeline", "stage", "micro_batch", "op", "start", "end")
+NUMBERS = ("lower_bound", "serial_1f1b", "memory_peak", "seconds")
 
 
 class Timed(NamedTuple):
@@ -34,35 +29,19 @@ class Timed(NamedTuple):
     end: float
 
     def as_json(self) -> dict[str, Any]:
-        """As in a schedule's file."""
-        operation = self.operation
-        return {
-            "model": operation.model,
-            "pipeline": operation.pipeline,
-            "stage": operation.stage,
-            "micro_batch": operation.micro_batch,
-            "op": operation.kind,
-            "start": round(self.start, 9),
-            "end": round(self.end, 9),
-        }
+        return dict(zip(IN_JSON, (*self.operation, round(self.start, 9), round(self.end, 9)), strict=True))
 
 
 @dataclass(frozen=True)
 class Schedule:
     """Rows with times, and how good they are."""
 
-    rows: tuple[tuple[Timed, ...], ...]
-    """Device -> what it runs, in order."""
-    lower_bound: float
-    """No schedule of the problem is shorter."""
-    serial_1f1b: float
-    """Makespan of the models one after the other in 1F1B, backward whole, with a barrier between them."""
-    memory_peak: float
-    """Of the worst device, relative to that of serial 1F1B."""
-    method: str
-    """What found it."""
-    seconds: float = 0.0
-    """The search took."""
+    rows: tuple[tuple[Timed, ...], ...]  # device -> what it runs, in order
+    lower_bound: float  # no schedule of the problem is shorter
+    serial_1f1b: float  # makespan of serial 1F1B with a barrier between models
+    memory_peak: float  # of the worst device, relative to that of serial 1F1B
+    method: str  # what found it
+    seconds: float = 0.0  # the search took
 
     @property
     def makespan(self) -> float:
@@ -70,7 +49,6 @@ class Schedule:
 
     @property
     def operations(self) -> Rows:
-        """What the executor runs."""
         return tuple(tuple(timed.operation for timed in row) for row in self.rows)
 
     @property
@@ -80,16 +58,8 @@ class Schedule:
         return tuple(1 - sum(timed.end - timed.start for timed in row) / total for row in self.rows)
 
     def as_json(self) -> dict[str, Any]:
-        """What `read_schedule` reads."""
-        return {
-            "makespan": round(self.makespan, 9),
-            "lower_bound": round(self.lower_bound, 9),
-            "serial_1f1b": round(self.serial_1f1b, 9),
-            "memory_peak": round(self.memory_peak, 9),
-            "seconds": round(self.seconds, 3),
-            "method": self.method,
-            "rows": [[timed.as_json() for timed in row] for row in self.rows],
-        }
+        numbers = {name: round(getattr(self, name), 9) for name in ("makespan", *NUMBERS)}
+        return numbers | {"method": self.method, "rows": [[timed.as_json() for timed in row] for row in self.rows]}
 
     @functools.cached_property
     def text(self) -> str:
@@ -101,8 +71,7 @@ def from_json(data: dict[str, Any]) -> Schedule:
     """A schedule from decoded JSON; `check` it against its problem before use. Raises ScheduleError."""
     try:
         rows = tuple(tuple(_timed(entry) for entry in row) for row in data["rows"])
-        bound, serial, memory = float(data["lower_bound"]), float(data["serial_1f1b"]), float(data["memory_peak"])
-        return Schedule(rows, bound, serial, memory, str(data["method"]), float(data["seconds"]))
+        return Schedule(rows, method=str(data["method"]), **{name: float(data[name]) for name in NUMBERS})
     except (KeyError, TypeError, ValueError) as error:
         raise ScheduleError(f"schedule: {error!r} is missing or wrong; search it again") from error
 
@@ -113,11 +82,8 @@ def read_schedule(path: Path) -> Schedule:
 
 
 def _timed(entry: dict[str, Any]) -> Timed:
-    names = ("model", "pipeline", "stage", "micro_batch", "op")
-    return Timed(Operation(*(entry[name] for name in names)), float(entry["start"]), float(entry["end"]))
-
-
-# Times ---------------------------------------------------------------------------------------------------------------
+    *operation, start, end = (entry[name] for name in IN_JSON)
+    return Timed(Operation(*operation), float(start), float(end))
 
 
 def timed(
@@ -132,43 +98,57 @@ def timed(
     lengths = _lengths(problem)
     duration = duration or (lambda each: lengths[_class_of(each)])
     where = {each: device for device, row in enumerate(rows) for each in row}
-    together = Counter(meeting(each) for each in where if each.kind == "H")
-    met: dict[Operation, set[int]] = defaultdict(set)
     if unknown := {each for each in where if each.kind != "H"} - expected(problem).keys():
         raise ScheduleError(f"no part of the problem: {_listed([show(each) for each in sorted(unknown)])}")
     ends: dict[Operation, float] = {}
     result: list[list[Timed]] = [[] for _ in rows]
-    waiting, runnable = dict[Operation, int](), list(range(len(rows)))
-    while runnable:
-        row = rows[device := runnable.pop()]
-        while len(result[device]) < len(row):
-            each = row[len(result[device])]
-            if each.kind == "H":
-                came = met[meeting(each)]
-                came.add(device)
-                if len(came) < together[meeting(each)]:
-                    break
-                start = max((result[other][-1].end for other in came if result[other]), default=0.0)
-                for other in came:
-                    own = rows[other][len(result[other])]
-                    result[other].append(Timed(own, start, start + duration(own)))
-                runnable += came - {device}
-                continue
-            need = needs(problem, each)
-            if need is not None and need not in ends:
-                waiting[need] = device
-                break
-            start = result[device][-1].end if result[device] else 0.0
+    for began in walk(rows, lambda each: needs(problem, each)):
+        start = max((result[device][-1].end for device in began if result[device]), default=0.0)
+        for device, each in began.items():
+            need = needs(problem, each) if each.kind != "H" else None
             if need is not None:
                 start = max(start, ends[need] + (problem.communication if where[need] != device else 0.0))
             ends[each] = start + duration(each)
             result[device].append(Timed(each, start, ends[each]))
-            if each in waiting:
-                runnable.append(waiting.pop(each))
     stuck = [row[len(done)] for row, done in zip(rows, result, strict=True) if len(done) < len(row)]
     if stuck:
         raise ScheduleError(f"deadlock: {_listed([_waits(problem, each) for each in stuck])}")
     return tuple(tuple(row) for row in result)
+
+
+def walk(rows: Rows, need: Callable[[Operation], Operation | None]) -> Iterator[dict[int, Operation]]:
+    """Yield what devices begin, each operation after the one that it needs; ends where all rows are done or stuck.
+
+    Device -> operation: one device's, or that of all devices that compute a head together.
+    """
+    members, met = meetings(rows), defaultdict[Operation, set[int]](set)
+    done, waiting = set[Operation](), dict[Operation, int]()
+    reached, runnable = [0] * len(rows), list(range(len(rows)))
+    while runnable:
+        device = runnable.pop()
+        while reached[device] < len(rows[device]):
+            each = rows[device][reached[device]]
+            came = {device}
+            if each.kind == "H":
+                came = met[meeting(each)]
+                came.add(device)
+                if len(came) < members[meeting(each)]:
+                    break
+                runnable += came - {device}
+            elif (before := need(each)) is not None and before not in done:
+                waiting[before] = device
+                break
+            yield {other: rows[other][reached[other]] for other in came}
+            for other in came:
+                reached[other] += 1
+            done.add(each)
+            if each in waiting:
+                runnable.append(waiting.pop(each))
+
+
+def meetings(rows: Rows) -> Counter[Operation]:
+    """Of each head that devices compute together, how many they are."""
+    return Counter(meeting(each) for row in rows for each in row if each.kind == "H")
 
 
 def needs(problem: Problem, each: Operation) -> Operation | None:
@@ -201,12 +181,10 @@ def _listed(parts: Sequence[str]) -> str:
 
 
 def _class_of(each: Operation) -> tuple[str, int, int, Kind]:
-    """What it shares its duration with: all micro-batches."""
     return each.model, each.pipeline, each.stage, each.kind
 
 
 def _lengths(problem: Problem) -> dict[tuple[str, int, int, Kind], float]:
-    """(model, pipeline, stage, kind) -> duration."""
     return {
         (model.name, pipeline, stage, kind): problem.duration(model, pipeline, stage, kind)
         for model in problem.models
@@ -214,9 +192,6 @@ def _lengths(problem: Problem) -> dict[tuple[str, int, int, Kind], float]:
         for stage in range(problem.stages(model))
         for kind in problem.kinds(model)
     }
-
-
-# The check -----------------------------------------------------------------------------------------------------------
 
 
 def expected(problem: Problem) -> dict[Operation, int]:
@@ -296,7 +271,6 @@ def peaks(problem: Problem, rows: tuple[tuple[Timed, ...], ...]) -> list[float]:
 
 
 def _sizes(problem: Problem) -> dict[tuple[str, int], float]:
-    """(model, stage) -> what a micro-batch keeps there."""
     return {
         (model.name, stage): problem.activation(model, stage)
         for model in problem.models

@@ -1,77 +1,53 @@
-"""The search for a schedule: short first, then small enough, and no further than the proven bound.
+"""Search a schedule: baselines that fit, list scheduling, local search, CP-SAT on small problems; stop at the bound.
 
-Role: `search` is the one call for `rlfuse schedule`, the trainer and benchmarks.
-Invariants: the result passed the independent check; it is never longer than the best baseline that is a schedule of the
-problem within its memory; the search stops at the lower bound. It is deterministic for a seed as long as the time limit
-doesn't cut it: every step is counted in draws and proposals. The limit holds in every step, and then the best found so
-far is the result: what naming, checking and writing it take (`FINISHING_S`) is kept free, Python looks at the clock
-between draws, and a timer stops the compiled loops. The first baselines cost next to nothing, so there always is one.
-
-Steps, each of them kept only where it is better (`method` names a prefix of them: `list`, `improve`, `auto`):
-1. baselines that fit;
-2. list scheduling under the cap, rules improved by trying (`rules.py`);
-3. again and again, until it brings no more:
-   a. more list schedules under the cap, and one of the best made shorter by tabu search (`tabu.py`);
-   b. where a cap stands in the way: a target T between the bound and the best makespan; list schedules of at most T
-      that hold too much, the leanest of them annealed under the hard limit T until it fits (`annealing.py`); where it
-      doesn't, its rules under the cap;
-4. CP-SAT on small problems (`polish.py`).
+Deterministic for a seed unless the time limit cuts it. The result passed the independent check and is never longer than
+the best baseline. Local search alternates tabu search for a shorter schedule with annealing of schedules that are short
+enough but hold too much memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import json
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
-from rlfuse.fusion.schedules import cache
-from rlfuse.fusion.schedules.annealing import COOLING, anneal
 from rlfuse.fusion.schedules.baselines import one_by_one, serial_1f1b
 from rlfuse.fusion.schedules.bound import bound
-from rlfuse.fusion.schedules.heads_tails import state_of
-from rlfuse.fusion.schedules.list_scheduling import fits
+from rlfuse.fusion.schedules.list_scheduling import Draws, Found, fits
+from rlfuse.fusion.schedules.local_search import COOLING, anneal, state_of, tabu
 from rlfuse.fusion.schedules.polish import polish
 from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
-from rlfuse.fusion.schedules.rules import Draws, Found
-from rlfuse.fusion.schedules.schedule import Schedule, check
-from rlfuse.fusion.schedules.shop import LOOSE, compiled
-from rlfuse.fusion.schedules.tabu import tabu
-from rlfuse.fusion.schedules.timing import makespan, peak, planned
+from rlfuse.fusion.schedules.schedule import Schedule, check, read_schedule
+from rlfuse.fusion.schedules.shop import LOOSE, compiled, makespan, peak, planned
+from rlfuse.user_folders import home
 
 Method = Literal["auto", "improve", "list"]
 METHODS: tuple[Method, ...] = ("auto", "improve", "list")
 LONGEST_S, LARGEST_SEED = 1_000_000, 1_000_000
-FINISHING_S = 1.2e-5
-"""Of the time limit, for each operation: what comes after the search."""
-DRAWS = 1200
-"""List schedules under the cap at most, and until none of them ..."""
-PATIENCE = 200
-"""... in so many was better."""
-TARGETS = (0.6, 0.3, 0.8, 0.0, 0.15)
-"""Where in the gap between bound and best makespan step 3 aims, in turn."""
-ROUNDS, STALE = 100, 40
-"""Of step 3 at most, and without any gain."""
-STARTS = 60
-"""List schedules before each tabu search, and again for each target, from which annealing starts."""
-STEPS, STEPS_OPERATIONS = 20_000, 60_000_000
-"""Of one tabu search: at most, and times operations, so that a search of many operations looks at the clock too."""
-TENURES = (20, 8, 60)
-"""Of tabu search, in turn: which is best differs."""
-WIDEST = 2.5
-"""What the first of them may hold, over the cap."""
-STEP = 0.98
-"""Annealing's next goal, over what the schedule holds."""
-PROPOSALS = 500_000
-"""Of annealing for each goal; twice as many with every try, more in later rounds."""
-POLISHED = 1600
-"""Operations up to which CP-SAT has a chance."""
-POLISH_SHARE, POLISH_OPERATIONS = 0.4, 150
-"""CP-SAT gets this share of the time for so many operations, less for more."""
+FINISHING_S = 1.2e-5  # of the time limit, for each operation: what comes after the search
+DRAWS = 1200  # list schedules under the cap at most, and until none of them
+PATIENCE = 200  # in so many was better
+TARGETS = (0.6, 0.3, 0.8, 0.0, 0.15)  # where in the gap between bound and best makespan step 3 aims, in turn
+ROUNDS, STALE = 100, 40  # of step 3 at most, and without any gain
+STARTS = 60  # list schedules before each tabu search, and again for each target, from which annealing starts
+STEPS, STEPS_OPERATIONS = 20_000, 60_000_000  # of one tabu search, at most
+TENURES = (20, 8, 60)  # of tabu search, in turn: which is best differs
+WIDEST = 2.5  # what the first of them may hold, over the cap
+STEP = 0.98  # annealing's next goal, over what the schedule holds
+PROPOSALS = 500_000  # of annealing for each goal; twice as many with every try, more in later rounds
+POLISHED = 1600  # operations up to which CP-SAT has a chance
+POLISH_SHARE, POLISH_OPERATIONS = 0.4, 150  # of the time for CP-SAT; less for more operations
 
 
 def search(
@@ -88,8 +64,8 @@ def search(
         raise ScheduleError(f"time_limit={time_limit:g}: needs a number of seconds above 0, at most {LONGEST_S:,}")
     if not 0 <= seed <= LARGEST_SEED:
         raise ScheduleError(f"seed={seed}: needs a whole number from 0 to {LARGEST_SEED:,}")
-    key = cache.key(problem, method=method, seed=seed, time_limit=time_limit)
-    if cached and (known := cache.load(problem, key)) is not None:
+    key = cache_key(problem, method=method, seed=seed, time_limit=time_limit)
+    if cached and (known := load_cached(problem, key)) is not None:
         return known
     warm_up()
     hunt = _Hunt(problem, time_limit, seed)
@@ -99,7 +75,7 @@ def search(
     result = Schedule(rows, hunt.bound, serial, memory, hunt.found_by, hunt.elapsed)
     check(problem, result)
     if cached:
-        cache.store(key, result)
+        store_cached(key, result)
     return result
 
 
@@ -152,7 +128,6 @@ class _Hunt:
         return self.order
 
     def list_schedules(self) -> None:
-        """Step 2."""
         improved = 0
         while self.draws.drawn < min(DRAWS, improved + PATIENCE) and not self.over():
             if self.draw():
@@ -164,7 +139,6 @@ class _Hunt:
         return self.offer(found.order, "list scheduling")
 
     def improve(self, share: float) -> None:
-        """Step 3, in this share of the time."""
         draws = Draws(self.shop, self.seed + 1)
         failed: dict[float, int] = {}
         improved = 0
@@ -183,7 +157,6 @@ class _Hunt:
             improved = turn if self.makespan < before else improved
 
     def shorten(self, turn: int, share: float) -> None:
-        """Step 3a."""
         for _ in range(STARTS):
             if self.over(share):
                 return
@@ -235,7 +208,6 @@ class _Hunt:
         return best if best is not None and best.makespan < self.makespan * (1 - LOOSE) else None
 
     def polish(self) -> None:
-        """Step 4, in what is left of the time."""
         seconds = self.time_limit - self.elapsed
         if self.order is None or self.over() or self.problem.operations > POLISHED or seconds < 0.5:
             return
@@ -244,8 +216,6 @@ class _Hunt:
         )
         if better is not None:
             self.offer(better, "CP-SAT")
-
-    # What is best so far ---------------------------------------------------------------------------------------------
 
     def offer(self, order: np.ndarray, method: str) -> bool:
         """Keep an order if it fits and is better than what there was; whether it was kept."""
@@ -273,3 +243,40 @@ class _Hunt:
     def over(self, share: float = 1.0) -> bool:
         """Whether the bound is reached, or this share of the time is."""
         return self.makespan <= self.bound * (1 + LOOSE) or self.elapsed > share * self.time_limit
+
+
+VERSION = 2  # of the search: raise it when results change
+_seen: dict[str, Schedule] = {}
+
+
+def cache_folder() -> Path:
+    """Where files lie."""
+    if own := os.environ.get("RLFUSE_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "rlfuse" / "schedules"
+
+
+def cache_key(problem: Problem, **settings: Any) -> str:
+    """Of a problem and the settings of its search."""
+    text = json.dumps([VERSION, problem.as_json(), settings], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def load_cached(problem: Problem, name: str) -> Schedule | None:
+    """A schedule kept under a key; one on disk has to pass the check."""
+    if name not in _seen:
+        with contextlib.suppress(ScheduleError):
+            found = read_schedule(cache_folder() / f"{name}.json")
+            check(problem, found)
+            _seen[name] = found
+    return _seen.get(name)
+
+
+def store_cached(name: str, schedule: Schedule) -> None:
+    """Keep a schedule. Written aside and renamed, so that a reader never sees half of it."""
+    _seen[name] = schedule
+    with contextlib.suppress(OSError):
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cache_folder(), suffix=".part", delete=False) as file:
+            file.write(schedule.text)
+        os.replace(file.name, cache_folder() / f"{name}.json")

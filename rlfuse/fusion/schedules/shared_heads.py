@@ -1,22 +1,10 @@
-"""Where in a schedule devices compute the head together, whose vocabulary they share (arXiv 2411.05288).
-
-Role: the planner has the heads of policies put into what the search found, `pipeline_group` into passes alone. Pure.
+"""Insert the vocabulary-parallel heads that all devices of a pipeline compute together (arXiv 2411.05288).
 
     last stage          F0 | H0 B0 F1 | H1 B1 F2 | ...     | : all devices of the pipeline meet
     stage before  F0 F1 F2 | H0       | H1 B0 F3 | ...     H: a share of the logits, of softmax and of its gradients
 
-Why no two devices wait for each other: `with_heads` plays the schedule and writes down every operation when it begins,
-so what it writes is one order of all operations of all devices. In it an operation stands behind all whose result it
-takes, and a head behind its F, before its B, and for all devices at one place. A device's row is this order without the
-others' operations. Of all operations that are not done the first in the order can therefore always go on: its inputs
-are made, they were sent without waiting, and whoever has to meet for it has nothing else to do before. So rows end,
-whatever operations take, however many models and chunks there are; all devices meet for heads in the same order, which
-is all that a communicator asks for. `deadlock` replays it all the same.
-
-Devices that came first wait for the one that is in the middle of an operation. So a head comes as late as the last
-stage's B lets it, an operation that would run past one may wait until it is over (`patient`), and `best` also tries
-1F1B with more micro-batches in flight, as far as memory has room: between two heads every device then has an F and a B
-whose inputs are there.
+No deadlock: `with_heads` plays the schedule and records operations as they begin, so every device's row is part of one
+common order in which each operation comes after its inputs.
 """
 
 from __future__ import annotations
@@ -32,8 +20,7 @@ from rlfuse.fusion.schedules.schedule import needs, peaks, show, timed
 IN_FLIGHT = ((1.0, 1), (1.0, 2), (1.5, 1))
 """How many micro-batches more each stage before has, and those of the last stage; of 1F1B 1 and 1. With 1.5, what a
 forward takes to the next stage but one, and a backward to the next, is the time between two heads."""
-Heads = Mapping[str, float]
-"""Model -> how long its devices take for the head of a micro-batch together."""
+Heads = Mapping[str, float]  # model -> how long its devices take for the head of a micro-batch together
 
 
 def best(problem: Problem, found: Rows, heads: Heads) -> Rows:
@@ -63,10 +50,8 @@ def duration(problem: Problem, heads: Heads) -> Callable[[Operation], float]:
 
 
 def with_heads(problem: Problem, rows: Rows, heads: Heads, patient: bool = False) -> Rows:
-    """The rows with the heads of these models. ScheduleError for rows that can't be run.
-
-    `patient`: nothing begins that would run past a head whose time is known.
-    """
+    """The rows with the heads of these models. ScheduleError for rows that can't be run. `patient`: nothing begins that
+    would run past a head whose time is known."""
     return _Play(problem, rows, heads, patient).run()
 
 
@@ -82,8 +67,7 @@ class _Play:
         self.free = [0.0] * len(rows)
         self.reached = [0] * len(rows)
         self.made: list[list[Operation]] = [[] for _ in rows]
-        self.due: list[tuple[float, Operation]] = []
-        """Heads of micro-batches that nobody trains on, whose last stage has run."""
+        self.due: list[tuple[float, Operation]] = []  # heads of micro-batches that are only scored
 
     def run(self) -> Rows:
         while options := [*self._heads(), *self._operations()]:
@@ -150,12 +134,10 @@ class _Play:
         return found
 
     def _devices(self, operation: Operation) -> dict[int, int]:
-        """Of its pipeline: share of the head -> device."""
         model = self.models[operation.model]
         return {stage: self.problem.device(model, operation.pipeline, stage) for stage in range(model.stages)}
 
     def _is_last(self, operation: Operation) -> bool:
-        """Whether its stage is followed by a head that devices share."""
         model = self.models[operation.model]
         return operation.model in self.heads and operation.stage == self.problem.stages(model) - 1
 
@@ -181,7 +163,6 @@ class _Play:
 
 
 def _more_in_flight(problem: Problem) -> Iterator[Rows]:
-    """1F1B of one model after the other, W right after its B, with more micro-batches in flight."""
     if any(problem.chunks(model) > 1 for model in problem.models):
         return
     for slope, more in IN_FLIGHT:

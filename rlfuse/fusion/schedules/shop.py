@@ -1,17 +1,8 @@
-"""A problem as arrays, for the hot loops: a job shop whose machines are the devices.
+"""A problem as arrays: a job shop whose machines are the devices.
 
-Role: list scheduling, annealing, CP-SAT and the bound work on a `Shop`; `compiled` makes it, `named` gives operations
-their names back. Pure data.
-
-Formulation. A *class* is one kind of work of one stage of one pipeline (forward of the actor's stage 3, say); its
-operations, one per micro-batch, are identical. So it loses nothing to run every class first in, first out: exchange two
-operations of a class that run in the wrong order, with all that follows them, and no start time and no memory changes.
-Operation `first[c] + m` is micro-batch m of class c. Every operation has at most one data predecessor, the same
-micro-batch of class `before[c]`: F of the stage before, the last stage's own F, B of the stage after, or a W's own B.
-A *lane* is one pipeline of one model; its classes are a chain F 0 .. F last, B last .. B 0, and then the leaves W; of a
-model that only scores, the forwards alone.
-All devices have equally many operations, since every model covers each of them once. An *order* is int64 [devices,
-operations of each].
+A *class* is one kind of work of one stage of one pipeline; its operations, one per micro-batch, run first in, first out
+without loss. Operation `first[c] + m` is micro-batch m of class c. A *lane* is one pipeline of one model: F 0 .. F
+last, B last .. B 0, then the leaves W. An *order* is int64 [devices, operations of each].
 """
 
 from __future__ import annotations
@@ -19,15 +10,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numba import njit
 
 from rlfuse.fusion.schedules.operations import Kind, Operation, Rows
 from rlfuse.fusion.schedules.problem import Model, Problem
+from rlfuse.fusion.schedules.schedule import Timed
 
 NONE = -1
 F, B, W = 0, 1, 2
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
-LOOSE = 1e-9
-"""Relative slack in comparisons of times and of memory, whose sums are rounded."""
+LOOSE = 1e-9  # relative slack in comparisons of times and of memory, whose sums are rounded
 
 
 class Shop(NamedTuple):
@@ -35,29 +27,18 @@ class Shop(NamedTuple):
 
     device: np.ndarray
     lane: np.ndarray
-    kind: np.ndarray
-    """F, B or W."""
+    kind: np.ndarray  # F, B or W
     duration: np.ndarray
-    micro_batches: np.ndarray
-    """How many."""
-    first: np.ndarray
-    """Its first operation."""
-    before: np.ndarray
-    """Class of the data predecessor, or NONE."""
-    lag: np.ndarray
-    """Communication from there."""
-    after: np.ndarray
-    """Class of the next F or B in the chain, or NONE."""
-    leaf: np.ndarray
-    """Class of the W that a B allows, or NONE."""
-    acquires: np.ndarray
-    """Memory taken at the start."""
-    releases: np.ndarray
-    """Memory given back at the end."""
-    class_of: np.ndarray
-    """Operation -> class."""
-    of_device: np.ndarray
-    """[devices, classes of each]."""
+    micro_batches: np.ndarray  # how many
+    first: np.ndarray  # its first operation
+    before: np.ndarray  # class of the data predecessor, or NONE
+    lag: np.ndarray  # communication from there
+    after: np.ndarray  # class of the next F or B in the chain, or NONE
+    leaf: np.ndarray  # class of the W that a B allows, or NONE
+    acquires: np.ndarray  # memory taken at the start
+    releases: np.ndarray  # memory given back at the end
+    class_of: np.ndarray  # operation -> class
+    of_device: np.ndarray  # [devices, classes of each]
 
     @property
     def devices(self) -> int:
@@ -65,7 +46,6 @@ class Shop(NamedTuple):
 
     @property
     def row_length(self) -> int:
-        """Operations of each device."""
         return len(self.class_of) // self.devices
 
 
@@ -108,7 +88,6 @@ def compiled(problem: Problem) -> Shop:
 
 
 def _lane(problem: Problem, model: Model, pipeline: int, lane: int) -> dict[str, np.ndarray]:
-    """One pipeline's classes, numbered from 0."""
     classes = stages(problem, model)
     chain = sum(kind != W for _, kind in classes)
     releasing = W if problem.split_backward else B
@@ -134,9 +113,6 @@ def _lane(problem: Problem, model: Model, pipeline: int, lane: int) -> dict[str,
     }
 
 
-# Names ---------------------------------------------------------------------------------------------------------------
-
-
 def operations(problem: Problem) -> list[Operation]:
     """Number -> operation."""
     return [
@@ -151,3 +127,86 @@ def named(problem: Problem, order: np.ndarray) -> Rows:
     """An order in operations."""
     names = operations(problem)
     return tuple(tuple(names[number] for number in row) for row in order.tolist())
+
+
+def planned(problem: Problem, order: np.ndarray) -> tuple[tuple[Timed, ...], ...]:
+    """An order that isn't stuck, with names and earliest times."""
+    shop, names = compiled(problem), operations(problem)
+    begin = starts(shop, order)
+    end = begin + shop.duration[shop.class_of]
+    return tuple(
+        tuple(map(Timed, [names[number] for number in row.tolist()], begin[row].tolist(), end[row].tolist()))
+        for row in order
+    )
+
+
+@njit(cache=True)
+def starts(shop: Shop, order: np.ndarray) -> np.ndarray:
+    """Earliest start of every operation when devices run their rows as they stand; NaN where an order is stuck."""
+    devices, length = order.shape
+    begin = np.full(len(shop.class_of), np.nan)
+    at, free = np.zeros(devices, np.int64), np.zeros(devices)
+    waiting = np.ones(devices, np.bool_)
+    moved = True
+    while moved:
+        moved = False
+        for device in range(devices):
+            if not waiting[device]:
+                continue
+            waiting[device] = False
+            while at[device] < length:
+                operation = order[device, at[device]]
+                own = shop.class_of[operation]
+                before, start = shop.before[own], free[device]
+                if before != NONE:
+                    previous = shop.first[before] + operation - shop.first[own]
+                    ready = begin[previous] + shop.duration[before] + shop.lag[own]
+                    if np.isnan(ready):
+                        break
+                    start = max(start, ready)
+                begin[operation] = start
+                free[device] = start + shop.duration[own]
+                at[device] += 1
+                moved = True
+                if shop.after[own] != NONE:
+                    waiting[shop.device[shop.after[own]]] = True
+            # a device that stopped waits for a predecessor, whose device wakes it
+    return begin
+
+
+@njit(cache=True)
+def makespan(shop: Shop, order: np.ndarray) -> float:
+    """When the last operation ends; NaN where the order is stuck."""
+    begin = starts(shop, order)
+    longest = 0.0
+    for operation in range(len(begin)):
+        if np.isnan(begin[operation]):
+            return np.nan
+        longest = max(longest, begin[operation] + shop.duration[shop.class_of[operation]])
+    return longest
+
+
+@njit(cache=True)
+def held_before(shop: Shop, order: np.ndarray) -> np.ndarray:
+    """Memory that a device holds before each place of its row: [devices, operations of each + 1]."""
+    devices, length = order.shape
+    held = np.zeros((devices, length + 1))
+    for device in range(devices):
+        for place in range(length):
+            own = shop.class_of[order[device, place]]
+            held[device, place + 1] = held[device, place] + shop.acquires[own] - shop.releases[own]
+    return held
+
+
+@njit(cache=True)
+def peak(shop: Shop, order: np.ndarray) -> float:
+    """Most memory that a device holds at any time: it depends on the order alone."""
+    most = 0.0
+    for device in range(order.shape[0]):
+        held = 0.0
+        for operation in order[device]:
+            own = shop.class_of[operation]
+            held += shop.acquires[own]
+            most = max(most, held)
+            held -= shop.releases[own]
+    return most

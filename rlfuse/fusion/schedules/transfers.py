@@ -1,33 +1,26 @@
-"""What every device calls to carry out a schedule, in order: the one rule that the executor and its replay both follow.
-
-Role: `programs` turns rows of operations into steps: which receives to post before an operation, whose result it waits
-for, where its own result goes. Ranks execute their device's program, `deadlock` replays those of all devices. Pure.
+"""The program of each device: what it calls, in order, to carry out a schedule. Followed by executor and replay.
 
     row of device d:   ... F2     B0     F3 ...
     program:           ... [post the receive for B1] -> wait for F2's input -> F2 -> send to the next stage's F2 ...
 
-Invariants:
-- a lane takes messages one way, from one device to another, and they are received in the order in which they are sent;
-- a head that several devices compute together is where they meet: none goes on before all have come;
-- a receive is posted at most LOOKAHEAD operations early, so that buffers are few, and never before the own operations
-  that its message comes of: no later, since it can't be sent before those ran, and until then it would wait for this
-  very device, which hangs wherever a device waits for all that was posted (memory, kernels that load, one stream).
+A receive is posted at most LOOKAHEAD operations early and never before the operations of this device that its message
+depends on.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Protocol
 
 from rlfuse.fusion.schedules.operations import Kind, Operation, Rows, meeting
 from rlfuse.fusion.schedules.problem import ScheduleError
-from rlfuse.fusion.schedules.schedule import show
+from rlfuse.fusion.schedules.schedule import meetings, show, walk
 
-LOOKAHEAD = 4
-"""Operations."""
+LOOKAHEAD = 4  # operations
 SHOWN = 8
 
 
@@ -55,8 +48,7 @@ class Lane:
 
     model: str
     kind: Kind
-    returning: bool
-    """Whether the receiving stage is not its device's first."""
+    returning: bool  # whether the receiving stage is not its device's first
     sender: int
     receiver: int
 
@@ -78,8 +70,7 @@ class Step:
     """An operation, and what its device does before and after it."""
 
     operation: Operation
-    posted: tuple[Transfer, ...]
-    """Receives to post before it waits for its input."""
+    posted: tuple[Transfer, ...]  # receives to post before it waits for its input
     input: Transfer | None
     output: Transfer | None
 
@@ -139,7 +130,6 @@ def _input(layout: Stages, operation: Operation) -> Transfer | None:
 
 
 def _maker(layout: Stages, operation: Operation) -> Operation:
-    """The operation whose result is the input of this one."""
     stage = layout.source(operation)
     if stage is None:
         raise ValueError(f"{show(operation)} takes no operation's result")
@@ -150,45 +140,18 @@ def _launched_before(rows: Rows, makers: Mapping[Operation, Operation]) -> dict[
     """Operation -> of each device's row, how many operations must have been launched for it to end."""
     counts: dict[Operation, list[int]] = {}
     latest = [[0] * len(rows) for _ in rows]
-    reached, runnable, waiting = [0] * len(rows), list(range(len(rows))), {}
-    met, members = defaultdict[Operation, set[int]](set), meetings(rows)
-    while runnable:
-        device = runnable.pop()
-        while reached[device] < len(rows[device]):
-            operation = rows[device][reached[device]]
-            if operation.kind == "H":
-                came = met[meeting(operation)]
-                came.add(device)
-                if len(came) < members[meeting(operation)]:
-                    break
-                for each in came:
-                    reached[each] += 1
-                    latest[each][each] = reached[each]
-                together = [max(counted) for counted in zip(*(latest[each] for each in came), strict=True)]
-                for each in came:
-                    latest[each] = list(together)
-                runnable += came - {device}
-                continue
-            maker = makers.get(operation)
-            if maker is not None and maker not in counts:
-                waiting[maker] = device
-                break
-            if maker is not None:
+    for began in walk(rows, makers.get):
+        for device, operation in began.items():
+            if (maker := makers.get(operation)) is not None:
                 latest[device] = list(map(max, latest[device], counts[maker]))
-            reached[device] += 1
-            latest[device][device] = reached[device]
-            counts[operation] = list(latest[device])
-            if operation in waiting:
-                runnable.append(waiting.pop(operation))
-    stuck = {device: row[done] for device, (row, done) in enumerate(zip(rows, reached, strict=True)) if done < len(row)}
+            latest[device][device] += 1
+        together = [max(counted) for counted in zip(*(latest[device] for device in began), strict=True)]
+        for device, operation in began.items():
+            latest[device], counts[operation] = list(together), together
+    stuck = {d: row[latest[d][d]] for d, row in enumerate(rows) if latest[d][d] < len(row)}
     if stuck:
         raise ScheduleError(f"The schedule waits for itself: {told(stuck)}. Search it again.")
     return counts
-
-
-def meetings(rows: Rows) -> Counter[Operation]:
-    """Of each head that devices compute together, how many they are."""
-    return Counter(meeting(each) for row in rows for each in row if each.kind == "H")
 
 
 def told(stuck: Mapping[int, Operation]) -> str:
@@ -245,3 +208,92 @@ def _check_heads(rows: Rows, models: Mapping[str, Stages]) -> None:
                 if (each.kind, each.stage) == ("F", last) and not members[meeting(head)]:
                     raise ScheduleError(f"Nothing in the schedule takes the result of {show(each)}.")
             done.add(each)
+
+
+Queue = Callable[[Transfer], Hashable]  # which of a device's queues the call for a transfer goes to
+
+
+QUEUES: Mapping[str, Queue] = {"gloo": attrgetter("operation"), "nccl": attrgetter("lane")}
+"""gloo's tagged transfers are independent; a NCCL communicator's calls run in the order of posting."""
+
+
+def check_deadlock(rows: Rows, layout: tuple[Stages, ...]) -> None:
+    """ScheduleError unless the schedule ends on every backend."""
+    made = programs(rows, layout)
+    for backend, queue in QUEUES.items():
+        if stuck := waiting(made, queue):
+            raise ScheduleError(f"The schedule never ends over {backend}: {told(stuck)}. Search it again.")
+
+
+def waiting(made: Sequence[Program], queue: Queue) -> dict[int, Operation]:
+    """Device -> the operation whose input it waits for in vain; empty if the schedule ends."""
+    return _Replay(made, queue).run()
+
+
+class _Replay:
+    """All devices at once."""
+
+    def __init__(self, made: Sequence[Program], queue: Queue):
+        self.programs, self.queue = made, queue
+        self.calls: dict[tuple[int, Hashable], deque[Transfer]] = defaultdict(deque)
+        self.arrived: set[Operation] = set()
+        self.members = meetings(tuple(tuple(step.operation for step in program) for program in made))
+        self.met: dict[Operation, set[int]] = defaultdict(set)
+        self.reached = [0] * len(made)
+        self.runnable = list(range(len(made)))
+
+    def run(self) -> dict[int, Operation]:
+        for device, program in enumerate(self.programs):
+            self._post(device, program)
+        while self.runnable:
+            self._go_on(self.runnable.pop())
+        return {
+            device: program[done].operation
+            for device, (program, done) in enumerate(zip(self.programs, self.reached, strict=True))
+            if done < len(program)
+        }
+
+    def _go_on(self, device: int) -> None:
+        program = self.programs[device]
+        while self.reached[device] < len(program):
+            step = program[self.reached[device]]
+            if step.input is not None and step.operation not in self.arrived:
+                return
+            if step.operation.kind == "H" and not self._all_met(device, step.operation):
+                return
+            self.reached[device] += 1
+            if step.output is not None and step.output.local:
+                self.arrived.add(step.output.operation)
+            elif step.output is not None:
+                self._call(device, step.output)
+            self._post(device, program)
+
+    def _all_met(self, device: int, head: Operation) -> bool:
+        """Whether all devices that compute a head have come to it; the others go on as soon as they have."""
+        came, count = self.met[meeting(head)], self.members[meeting(head)]
+        if device not in came:
+            came.add(device)
+            self.runnable += came - {device} if len(came) == count else ()
+        return len(came) == count
+
+    def _post(self, device: int, program: Program) -> None:
+        if self.reached[device] < len(program):
+            for transfer in program[self.reached[device]].posted:
+                self._call(device, transfer)
+
+    def _call(self, device: int, transfer: Transfer) -> None:
+        self.calls[device, self.queue(transfer)].append(transfer)
+        self._carry_out(transfer)
+
+    def _carry_out(self, transfer: Transfer) -> None:
+        lane, queue = transfer.lane, self.queue(transfer)
+        ends = [self.calls[device, queue] for device in (lane.sender, lane.receiver)]
+        if not all(calls and calls[0] is transfer for calls in ends):
+            return
+        for calls in ends:
+            calls.popleft()
+        self.arrived.add(transfer.operation)
+        self.runnable.append(lane.receiver)
+        for calls in ends:
+            if calls:
+                self._carry_out(calls[0])

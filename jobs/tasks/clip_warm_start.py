@@ -1,18 +1,8 @@
-"""A small video model that has learned, from imperfect demonstrations, to say what came first and last in a clip, or
-stands at the top and the bottom of an image.
+"""Warm up a small VideoLLaMA3, tower included, for the long_video and images tasks.
 
-Role: the starting policy of `experiment=long_video` and `experiment=images`. A VideoLLaMA3 of two layers, its tower
-included, is trained by a short supervised run on demonstrations such as `<think> red </think> yellow`: what was seen,
-then the answer. The writer sees the ends right, but mixes up colours when it answers, some more than others. So the
-policy knows the format and what clips show, but answers about half of the questions; the right colour is among its
-likeliest two, and what reinforcement learning has to do is to prefer it. Thoughts have no faults: where every token is
-drawn from several, the reward says little about each. And a writer who mixed up the ends half of the time would not
-teach what is asked, which a few steps do not make up for.
-Invariants:
-- the model sees what it will see in a job: the files, decoded by the plan, in prompts that `assemble` wrote;
-- the weights are a function of `ClipWarmStart`, `Clips` and `VERSION` (on one machine and one version of PyTorch);
-- demonstrations are about clips or images to train on only.
-Caller: `prepare`, which keeps the result.
+It is trained on demonstrations such as `<think> red </think> yellow` that see clips right but often mix up colours in
+the answer. So it knows the format and answers about half of the questions, the right colour among its two likeliest.
+Weights are a function of `ClipWarmStart`, `Clips` and `VERSION` (on one machine and one version of PyTorch).
 """
 
 from __future__ import annotations

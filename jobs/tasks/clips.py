@@ -1,17 +1,9 @@
-"""Questions about real mp4 files, in which coloured squares come and go and are counted, ordered, located; and about
-images, in which they stand one below the other.
+"""Questions about generated mp4 files and images, in which coloured squares are counted, ordered and located.
 
-Role: scenes, their files, questions with ground truths, the rule reward and verl-shaped parquet files. A clip of ten
-seconds to ten minutes shows a few events, one square at a time on a grey ground, with pauses between. About each clip
-are asked, for instance: `how many red ?` -> `2`, `which is last ?` -> `blue`, `when is red first ?` -> `3.2 to 5.0`. An
-image shows all events of a scene at once, the first at its top: `which is bottom ?` -> `blue`.
-Invariants:
-- a scene is a function of seed, split and number, so training and validation share no clip, however many are drawn;
-- whoever samples a frame a second, or `FRAMES_NEEDED` frames evenly, sees every event and every pause between two;
-- counts and colours are drawn evenly from four: who does not see the clip is right a quarter of the time;
-- blanked clips and images have the questions, durations, sizes and answers of those that validate;
-- rows name their files relative to the folder of the parquet file.
-Callers: whoever prepares the task calls `write_task`, reward workers call `compute_score`.
+`how many red ?` -> `2`, `which is last ?` -> `blue`, `when is red first ?` -> `3.2 to 5.0`. A scene is a function of
+seed, split and number, so training and validation share no clip. A frame a second, or `FRAMES_NEEDED` even frames, show
+every event. Answers are drawn evenly from four, so guessing is right a quarter of the time. Paths in rows are relative
+to the parquet file's folder.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""GSM8K, grade-school word problems with a whole number as the answer, as rows in verl's shape.
-
-Role: `prepare` has `write_rows` fill data/gsm8k with `of_hub`, with a copy's rows (`of_copy`), or, where neither is to
-be had, with `made` problems. Those have the same shape and show that a job runs; of eight kinds and with small numbers,
-they say nothing about a model.
-Invariants: a row's ground truth is what stands behind `####` in its answer, without commas; no made problem is in both
-files; the same seed makes the same ones. Waits for the hub, PATIENCE_S for its first answer.
-"""
+"""GSM8K as rows in verl's shape: from the hub, from a copy, or generated problems of the same form."""
 
 from __future__ import annotations
 

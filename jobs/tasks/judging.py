@@ -1,13 +1,6 @@
-"""A small judge for the remainder task: a language model that learns to say which of two answers is better.
+"""Train a small judge for the remainder task that reads `TEMPLATE` and answers `A` or `B`.
 
-Role: what `rlfuse prepare judge` writes, for notebooks and tests that need a judge whose verdicts mean something. It
-reads `TEMPLATE` and answers `A` or `B`. Its pairs are those of `preferences`, without that labeller's love of long
-answers; but in `first` of them, as careless collections have it, the better answer stands in the first place. So it
-leans that way where it is not sure, and it looks at the end of an answer more than at the sums before it.
-Invariants: the weights are a function of `JudgeTraining` and `settings.VERSION` (on one machine and one version of
-PyTorch); it learns from training problems only; rows are verl's, with the answer of the warm start's writer, who is
-often wrong, as the column `reference`.
-Caller: `prepare`; `compare_rows` is for notebooks.
+In `first` of its pairs the better answer is in the first place, so it prefers that position where it is unsure.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Preferences for the remainder task: pairs of answers, and a labeller who errs and likes long ones.
+"""Preference pairs for the remainder task, labelled by a Bradley-Terry labeller who errs and prefers long answers.
 
-Role: what a reward model can be learned from where no people are at hand. Answers are right, or have the faults that
-the policy's demonstrations and its samples have; the labeller compares two and says which is better.
-The labeller is a Bradley-Terry one: its log-odds are `certainty` for the right answer over a wrong one, plus
-`per_step` for each subtraction that an answer shows more. The latter is what people and models are known for (Singhal
-et al. 2023, arXiv 2310.03716), and what a policy can exploit in a reward model that was learned from them.
-Invariants: pure functions of their arguments but for `write_preferences`; training pairs are of training problems only.
-Caller: `prepare`.
+Its log-odds are `certainty` for the right answer plus `per_step` for each additional subtraction: a length bias as in
+Singhal et al. (arXiv 2310.03716) that a policy can exploit in a reward model.
 """
 
 from __future__ import annotations

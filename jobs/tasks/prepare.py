@@ -1,17 +1,7 @@
-"""Everything that the bundled tasks need on disk: rows to train and validate on, and the model to start from.
+"""`rlfuse prepare [TASK] [--out FOLDER]`: write rows and starting models of the bundled tasks.
 
-Role: `rlfuse prepare [TASK] [--out FOLDER]`; without a task it lists them. The folder then holds `train.parquet`,
-`val.parquet`, `model/` and `settings.json`, for `long_video` and `images` also `clips/` or `images/` and
-`val_blind.parquet`, under the names that the experiment of the same name reads (`preferences`: `reward_model`). `judge`
-needs `quickstart` beside it, whose policy it judges. `gsm8k` has rows alone, `train.parquet` and `test.parquet`, for
-models of your own.
-Invariants:
-- `settings.json` holds everything the contents depend on: with the same settings a second call returns at once, with
-  others the folder is built again;
-- the folder appears whole: it is built under another name beside its place and renamed when complete;
-- a folder that was not written by this module is never replaced.
-Callers: rlfuse/cli.py, as `rlfuse.tasks.prepare`; tests and notebooks call `prepare` and its like. Waits for the hub
-(gsm8k), else for itself.
+`settings.json` holds everything the contents depend on: equal settings return at once, others rebuild the folder. A
+folder appears complete, and one that was not written by this module is never replaced.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """The quickstart's task: remainders by repeated subtraction, with responses as long as the quotient.
 
-Role: problems, their worked solutions, the rule reward and the verl-shaped parquet files. `47 mod 6 =` is answered by a
-scratchpad, `47 - 6 = 41 , 41 - 6 = 35 , ... , 11 - 6 = 5 ; 5`. Quotients are log-normal, so lengths have the long tail
-of real reasoning traces: a few responses of a batch are many times longer than its median.
-Invariants:
-- a problem belongs to training or to validation by a hash of its two numbers, so the two never share one, whatever
-  the seed and however many rows are drawn;
-- the reward is 1.0 for the right final answer and 0.0 otherwise: no partial credit that could be collected instead;
-- everything is a pure function of its arguments, except `write_parquet`.
-Callers: `prepare` writes the files, `warm_start` trains on the solutions, reward workers call `compute_score`.
+`47 mod 6 =` is answered by `47 - 6 = 41 , 41 - 6 = 35 , ... , 11 - 6 = 5 ; 5`. Quotients are log-normal, so lengths
+have a long tail. A hash of the numbers assigns a problem to training or validation, so the two never share one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What the bundled tasks' models and rows depend on.
-
-Role: plain data, apart from the code that needs torch, so that finding a task already prepared takes no import of it.
-Callers: `prepare` compares and stores them, `warm_start` follows `WarmStart`, `clip_warm_start` `ClipWarmStart`.
-"""
+"""Settings of the bundled tasks' models and rows, without importing torch."""
 
 from __future__ import annotations
 

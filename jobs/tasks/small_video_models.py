@@ -1,7 +1,4 @@
-"""Folders of small random video models with the real classes: what a task warms up, and what tests begin from.
-
-Callers: `clip_warm_start`, tests, benchmarks.
-"""
+"""Create small random video models of the real classes, for tasks and tests."""
 
 from __future__ import annotations
 

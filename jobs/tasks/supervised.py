@@ -1,9 +1,4 @@
-"""The supervised runs behind the bundled tasks' models: one core, a seed, a schedule, and a word on how far they are.
-
-Role: what the warm starts share. `fit` is the loop; what a batch is, and its loss, is the caller's.
-Invariant: the process's random state and thread count are as before after the block.
-Callers: `warm_start`, `clip_warm_start`, `judging`.
-"""
+"""Supervised training of the bundled tasks' models on one core; restores random state and thread count."""
 
 from __future__ import annotations
 

@@ -1,15 +1,7 @@
-"""A small language model that has learned the remainder task from imperfect demonstrations, in seconds on one core.
+"""Train the quickstart's starting policy on imperfect demonstrations, in seconds on one core.
 
-Role: the starting policy of the quickstart, in place of a downloaded one. A Qwen2-architecture model is trained by a
-short supervised run on demonstrations of mixed quality, as real fine-tuning data are: more often than not the writer
-stops one subtraction early. So the policy knows the format and the arithmetic, but is right for about a third of
-problems; the right token is nearly always among its likeliest two, and what reinforcement learning has to do is to
-prefer it.
-Invariants:
-- the weights are a function of `WarmStart` and `VERSION` (on one machine and one version of PyTorch);
-- the process's random state and thread count are as before after the call;
-- demonstrations are of training problems only, never of held-out ones.
-Caller: `prepare`, which keeps the result.
+The writer often stops one subtraction early, so the policy knows format and arithmetic but solves about a third, with
+the right token among its two likeliest. Weights are a function of `WarmStart` and `VERSION`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Signals and child processes beside Ray, which takes some of either: exit statuses, SIGTERM, an end with the parent.
-
-Role: `restore_child_signals` is called by the driver once Ray is up, and by processes that run users' code;
-`preserve_sigterm` by the driver around Ray's start, `keep_hangup_from_children` before it starts anything;
-`end_with_parent` by the workers of process pools and by engines; `kill_stopped_workers` and `PoolContext` by those who
-have such pools.
-"""
+"""Signals and exit statuses of child processes under Ray, which changes both."""
 
 import ctypes
 import fcntl

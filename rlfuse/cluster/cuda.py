@@ -1,11 +1,7 @@
-"""Settings for GPUs: variables of the processes there, vLLM's arguments, Ray's shares, each with its reason.
+"""Settings for GPUs: environment variables, vLLM arguments and Ray shares, each with its reason. Pure data.
 
-Role: the one place where they are chosen, as plain data. `placement`, `engines.trainer.rank_group` and
-`engines.rollout.vllm_setup` give them to processes that start, `rlfuse plan` prints `gpu_settings`. Pure, and imports
-neither Ray, torch nor vLLM. Invariants: what vLLM, torch or DeepSpeed do by default is said all the same where this
-project relies on it, so that an upgrade changes no run in silence; `rollout.engine_kwargs` has the last word on vLLM's
-arguments, and a variable that is set where the job is started wins, but for the FIXED. Sources: vLLM 0.32, torch 2.13,
-DeepSpeed 0.19.8, Ray 2.60, as installed. No GPU was at hand.
+Defaults that this project relies on are set explicitly. `rollout.engine_kwargs` overrides vLLM's arguments, and the
+environment overrides variables, except the FIXED. Sources: vLLM 0.32, torch 2.13, DeepSpeed 0.19.8, Ray 2.60.
 """
 
 from __future__ import annotations

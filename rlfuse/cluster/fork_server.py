@@ -1,19 +1,12 @@
-"""Ray's workers on CPU hosts as forks of one process that has imported what they need: once, beside the driver's own.
+"""Fork Ray's workers on CPU hosts from one process that has imported their modules.
 
     driver -- starts, holds its input --> fork server: imports, then waits ---+ forks
     raylet -- starts --> forked_worker.py -- what the worker shall be --------+------> worker
 
-Role: `start` is called by the driver before Ray is up, as soon as it knows that workers live on this host's CPUs: what
-they import is most of what starts a small job. On GPUs Ray starts them as ever: CUDA does not outlive a fork, and
-imports are little beside what else starts there.
-Invariants:
-- a worker is what Ray would have started: its arguments, environment, folder, streams, group of processes and share of
-  the blame when memory is short; no file or random state of the server's. Where variables differ that libraries read
-  when they are imported, the server declines, and so it is where there is none or it has ended: Ray's own script runs;
-- the server has one thread, and has used neither OpenMP nor a device. It has not imported Ray, which learns of its
-  cluster when it is imported;
-- it ends with its driver, however that ends; its workers end with their raylet.
-Waits for a request to be told, at most REQUEST_S.
+A worker equals the one that Ray would start: arguments, environment, folder, streams, process group. If environment
+variables differ that libraries read at import, or the server is gone, Ray's own script runs. The server has one thread,
+has used neither OpenMP nor a device, and has not imported Ray. It ends with its driver, workers end with their raylet.
+Not used on GPUs: CUDA does not survive a fork.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""When Python collects garbage: in all processes of a run at the same moment, and hardly ever at another.
+"""Collect garbage in all processes of a run at the same time, at a step's end (`trainer.gc_freq`; arXiv 2505.05713).
 
-Role: left to itself each process collects when it has allocated enough, and whoever waits for it waits for that, too:
-with many processes somebody is always held up (arXiv 2505.05713). With `trainer.gc_freq` the driver has all of them
-collect at a step's end, when it takes their spans: what has a recorder has a `GarbageCollector`. Waits for nothing.
-Invariants:
-- from its first planned collection on, Python's own is off in a process, and what it held by then is not looked through
-  again (`gc.freeze`): a collection takes milliseconds. What a worker has imported is not even at first (`keep`). Where
-  users' code runs, which may leave much garbage within one call, Python goes on to collect what is young;
-- memory stays bounded: a process that has grown collects earlier, between two pieces of its work;
-- every full collection is a `gc` span; its cause is `step`, `start` or `memory`, or `python` where that decided.
-Not here: vLLM's engine process, which freezes what it holds once it has started, and then leaves it to Python.
+After its first planned collection a process turns Python's own off and freezes its objects; where custom code runs, the
+young generations continue to be collected. A process that has grown collects earlier. Each full collection is a `gc`
+span. vLLM's engine process is not included.
 """
 
 from __future__ import annotations

@@ -1,12 +1,4 @@
-"""How much memory this host has, and whether its kernel ended processes for lack of it: evidence when one was killed.
-
-Role: `cluster.remote` and a rollout engine's actor put `free_memory` beside a death and ask `oom_kills`, `watchdog`
-asks `resident_mib`, trainer ranks `free_bytes`. Counts are taken when this module is imported, so when a process of the
-run begins. Linux; what can't be read is left out. Waits for nothing.
-
-    host            /proc/meminfo, /proc/vmstat (oom_kill)
-    control group   memory.max, memory.current, memory.events (v2); memory.limit_in_bytes, ... (v1), and of those above
-"""
+"""Memory of this host and its control groups, and the kernel's count of OOM kills since import. Linux only."""
 
 from __future__ import annotations
 

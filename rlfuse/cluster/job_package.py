@@ -1,10 +1,7 @@
-"""What goes to a cluster with a job: one YAML file and the files of the user's functions; never data or models.
+"""Pack a job for a cluster: one YAML file and the files of custom functions, never data or models.
 
-Role: called by `submission`. The package's `job` folder is the job's working folder there; Ray deletes the package when
-the job has ended. Next to it is only the checkout, if it is sent: Ray puts the package first on every process's path.
-So paths are made to stand: reward files travel and keep their place below the folder; data, models and the run folder
-become absolute, for they are read and written through storage that the nodes share.
-Invariant: writes only into the package's folder; everything that was decided about a path is told in `notes`.
+Custom files keep their relative place; paths of data, models and the run folder become absolute. `notes` reports each
+decision.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Connect to a Ray cluster that is already running.
-
-Role: called by `placement.start` and `planning.calibrate`. Waits for the cluster's head, at most CONNECT_S and then
-HANDSHAKE_S; `ray.init` alone retries for minutes where the address is wrong or the head has died.
-"""
+"""Connect to a running Ray cluster within CONNECT_S and HANDSHAKE_S; `ray.init` alone retries for minutes."""
 
 from __future__ import annotations
 

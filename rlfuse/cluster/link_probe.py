@@ -1,8 +1,6 @@
-"""How fast every two nodes of a Ray cluster exchange bytes: really sent, by a process on each.
+"""Measure the bandwidth between all nodes of a Ray cluster (`rlfuse calibrate --links`).
 
-Role: `rlfuse calibrate --links`. Starts an actor on every node; pairs meet in rounds, in which no node is in two, and
-so do not slow each other on their own links. Over gloo, or over nccl where the nodes have GPUs (not run here).
-Waits for each round at most `ROUND_S`, and names the pairs that it waited for; ends its actors in any case.
+Pairs are measured in rounds in which no node occurs twice; over gloo, or nccl on GPUs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""The nodes of a run: which of a cluster's nodes it takes, on which device, and whether they are still there.
+"""Choose the nodes and the device of a run, and watch the nodes while it runs.
 
-Role: `device_of` and `choose` (pure) give `placement.start` the device, and the nodes in the order that
-`planning.placing` shows; `watched` does a run's work while it looks after the nodes. A node is lost when Ray says so,
-or when its port has refused or not answered `LOOKS` times: at most LOOKS * (LOOK_S + ANSWER_S) = 15 s after it went.
-Ray alone takes up to 30 s, in which `answering_nodes` leaves it out. Waits for the work, with a look at every other
-node each `LOOK_S`; the driver's own node is not looked at, but the cluster's head is (`from_head`).
+A node is lost if Ray says so, or if its port did not answer LOOKS times: within 15 s. Ray alone takes up to 30 s.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Ray for one run: the cluster, one placement bundle per slot, and actors on those slots.
+"""Start Ray for one run: the cluster, one placement bundle per slot, and actors on slots.
 
-Role: the only place that starts Ray and creates the actors of slots. A slot is one device: on GPUs its trainer rank and
-its rollout engine share the device (colocated), on CPU hosts they share the cores. Actors ask for a custom resource of
-their bundle and no CPU: a fractional CPU that does not fit would make them wait for ever.
-Invariant: slots fill trainer.nnodes nodes one after the other, trainer.n_gpus_per_node on each, as `planning.placing`
-says; what lives on a slot lives on its node.
+A slot is one device: on GPUs trainer rank and engine share it. Actors request a custom resource of their bundle and no
+CPU, since a fractional CPU that does not fit would wait forever.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The store through which the ranks of a process group on several nodes meet: rank 0's memory, over Ray's calls.
+"""A torch store for process groups over several nodes, in rank 0's memory and reached by Ray calls.
 
-Role: torch's process groups exchange addresses and NCCL ids through a store. torch's own store for several nodes is a
-TCP server that answers everyone who connects; Ray's calls carry the cluster's token. Rank 0 uses its memory directly.
-Waits for: keys that other ranks set, at most the store's timeout.
+torch's own TCP store answers everyone who connects; Ray's calls carry the cluster's token.
 """
 
 from __future__ import annotations

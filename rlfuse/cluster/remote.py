@@ -1,10 +1,7 @@
-"""Calls of Ray actors that never wait without a bound and fail with one readable message.
+"""Call Ray actors with a time limit, and turn failures into one readable message.
 
-Role: every engine's driver side awaits its worker through `call`, that of several workers at once through `all_of`. A
-user's exception keeps its type's name, its message and the frames of own code, and goes as a whole into the worker's
-log; a dead process (by what it wrote last, where its output can be read here), a time-out and a worker that can't be
-placed are told apart. Each message ends with where the logs are. What may go well another time, in another process, is
-a `WorkerLost`. A wait that is long shows where all processes stand (`cluster.watchdog`).
+User exceptions, dead processes, time-outs and workers without placement are distinguished. A failure that a new process
+may avoid is a `WorkerLost`.
 """
 
 from __future__ import annotations

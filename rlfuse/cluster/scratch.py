@@ -1,20 +1,14 @@
-"""What processes make outside a run folder: who owns it, and who removes it.
+"""Files outside of run folders: who owns and who removes them.
 
     /dev/shm/rlfuse-kv-*          an engine's KV caches and sockets    engines.kv_transfer.store.KVCacheStore
-    /dev/shm/rlfuse-weights-*     the buckets of a push of weights     engines.weights.staging.WeightStaging
+    /dev/shm/rlfuse-weights-*     the buckets of a weight transfer     engines.weights.staging.WeightStaging
     /dev/shm/rlfuse-embeddings-*  a node's embeddings of clips         video.cache.EmbeddingCache
-    {tmp}/rlfuse-run-*            Ray's session and temporary files    of_this_process (of the driver, and of all
-                                  of a driver                          processes that it starts)
-    /dev/shm/{sem.mp-,psm_,...}   libraries' semaphores, and messages  recorded by `attach` in a folder above
-                                  between processes
+    {tmp}/rlfuse-run-*            Ray's session and temporary files of a driver and its processes
+    /dev/shm/{sem.mp-,psm_,...}   semaphores and messages of libraries, recorded by `attach` in a folder above
 
-Role: each folder's maker holds a lock on it, which ends with the process, however that ends. In order the maker removes
-it; else whoever makes the next of its kind does, with what it owns and, for a driver's, the processes that outlived it.
-`run.leftovers` lists them for `rlfuse runs clean`.
-Invariants: only folders of this user, and none whose maker lives, on this host or in another container that shares it.
-Of libraries' files only those that such a folder records, by boot, file system and inode: a name proves nothing, and a
-process in another container may have mapped them unseen.
-Waits for processes that it killed, at most END_S.
+A folder's maker holds a lock on it. Once that is released, the next maker of the same kind removes the folder with
+everything it records. Only folders of this user are removed, and of libraries' files only those recorded by boot, file
+system and inode.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
-"""Stopping on Ctrl-C, on SIGTERM, which clouds and schedulers send first, and on SIGHUP, when the terminal is closed.
+"""Stop a run on Ctrl-C, SIGTERM and SIGHUP.
 
-Role: `Job.carry_out` listens while the job's work runs; the controller tells which step is under way, and asks `asked`
-wherever one is over.
-
-    the first --> a step is under way: it ends --> checkpoint --> Stopped
-             '--> none has begun: there is nothing to save, work cancelled --> Stopped
-    SIGTERM, SIGHUP --> and the grace is over first: work cancelled --> Stopped, the last checkpoint counts
+    the first --> a step is running: it ends --> checkpoint --> Stopped
+             '--> none has begun: nothing to save, work cancelled --> Stopped
+    SIGTERM, SIGHUP --> and the grace period is over first: work cancelled --> Stopped, the last checkpoint counts
     Ctrl-C, and Ctrl-C again --> work cancelled --> Stopped, the last checkpoint counts; and again: KeyboardInterrupt
 
-Invariant: whatever ends the work after a signal, workers that got it too and died included, the job ends as `Stopped`:
-the same command goes on from its last whole checkpoint. A signal that was ignored when the process started (SIGINT in
-background jobs of scripts, SIGHUP under nohup) stays ignored.
+Signals that were ignored when the process started (background jobs, nohup) stay ignored.
 """
 
 from __future__ import annotations

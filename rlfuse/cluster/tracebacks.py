@@ -1,8 +1,4 @@
-"""Tracebacks of other processes, as text: where in own code it was, and what was raised.
-
-Role: `cluster.remote` shortens what Ray hands over of a worker, `engines.rollout.engine_death` finds in a process's
-output what it died of. Pure; waits for nothing.
-"""
+"""Shorten tracebacks of other processes to frames of custom code and the exception. Pure."""
 
 from __future__ import annotations
 

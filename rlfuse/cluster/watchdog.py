@@ -1,16 +1,10 @@
-"""No silent waiting: what every process of a run last did, and where it stands when a wait is long or a person asks.
-
-Role: each worker calls `register` when it starts; the job's work runs inside `watching`; whoever waits for a worker
-does so inside `waiting`, and puts `evidence` into the error when the wait was too long, `last_report` when it has died.
-On demand: `kill -USR1 <driver>`. What the workers write is kept beside (`process_logs`).
+"""Report what each process of a run last did and where it is when a wait is long or on `kill -USR1 <driver>`.
 
     RUN_FOLDER/stacks/{time}.txt                  all processes at that time, the longest silent first
-    RUN_FOLDER/stacks/processes/{where}.{pid}     what a process last began or ended, for others to read while it hangs
+    RUN_FOLDER/stacks/processes/{where}.{pid}     what a process last began or ended
     RUN_FOLDER/stacks/processes/{where}.{pid}.txt the stacks that it wrote when it got SIGUSR1
 
-Invariants: only processes that register get a signal (it would end others), and they answer it also inside native code
-that holds the interpreter; what is stopped or on another host is named instead. A run without a dump leaves no folder.
-Waits for answers, at most ANSWER_S for all together.
+Only registered processes are signalled; they answer also inside native code that holds the interpreter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What keeps a job's activations from waiting off its devices.
-
-Role: one of the checks that `checks.check` goes through. Pure.
-"""
+"""Check whether activations can be offloaded to the host. Pure part of `checks`."""
 
 from __future__ import annotations
 

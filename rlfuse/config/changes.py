@@ -1,8 +1,6 @@
-"""What a change of each setting means to a run that is resumed: the table, and what differs between two configurations.
+"""Classify each configuration key by what a change means on resume, and list how two configurations differ. Pure.
 
-Role: `rlfuse.run.acceptance` asks before a job starts; `config.yaml` of the run folder is the one side, the job's own
-configuration the other. Pure. Invariants: every key of the schema is in one class, by its own name or that of its
-group; a key that is new and in no listed group is in none, and the tests say so.
+Every schema key belongs to exactly one class, by its own name or its group's; tests report keys that belong to none.
 """
 
 from __future__ import annotations

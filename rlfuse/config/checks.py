@@ -1,10 +1,7 @@
-"""Everything that is wrong with a typed configuration, found before any process starts.
+"""Find every problem of a typed configuration before any process starts.
 
-Role: `check` is a pure function of the configuration and of `Facts`; compose.py raises `ConfigError` with all problems
-at once, so that a user mends them in one go. Invariants: every message gives the key, the value received, the valid
-range and what to change; a configuration without problems starts (what only the data can show is found by rlfuse.data).
-Single values are judged by the tables of valid_values.py, combinations by the functions here and in
-parallelism.py.
+`check` is a pure function of the configuration and of `Facts`; `compose` raises all problems together. A message gives
+the key, the value received, the valid range and what to change. Ranges of single values are in `valid_values`.
 """
 
 from __future__ import annotations

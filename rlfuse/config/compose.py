@@ -1,12 +1,8 @@
-"""From a command line to a checked `Config`, with Hydra between.
+"""Compose a checked `Config` from a command line with Hydra.
 
-Role: `load(argv)` for notebooks and tests, and the same pieces for the Hydra application in rlfuse/train.py:
-    read_command(argv)  job file and options taken apart, every name judged (keys.py); before Hydra starts
-    Hydra               presets of conf/, the experiment or job file, the command line, on the typed schema
-    to_config(...)      real dataclasses, all values judged together (checks.py)
-Later wins: schema < presets of the job file < its settings < presets of the command line < its settings (presets.py).
-Invariants: every mistake is a `ConfigError`; Hydra's and OmegaConf's own errors are turned into one here. Nothing heavy
-is imported, so that a mistyped key shows within a second.
+Precedence, lowest first: schema, presets of the job file, its settings, presets of the command line, its settings.
+Every mistake, also Hydra's and OmegaConf's own errors, becomes a `ConfigError`. Imports nothing heavy, so that a
+mistyped key is reported within a second.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The list of keys with type, default, valid values and docstring, read from the schema's source.
+"""List all keys with type, default, valid values and docstring, in the schema's order.
 
-Role: one source for `rlfuse train --help`, for the key reference (conf/KEYS.md, `rlfuse train --help --markdown`), for
-error messages that name a key's meaning, and for the check that README names only keys that exist. Python keeps no
-docstring of a dataclass field, so the strings are taken from the syntax trees of schema.py, run_groups.py,
-rewards.py and video.py. Invariant: keys come in the schema's order, each leaf once. Imports nothing heavy.
+Source of `rlfuse train --help`, conf/KEYS.md and error messages. Docstrings of fields are read from the syntax trees of
+the schema's files, since Python does not keep them.
 """
 
 from __future__ import annotations

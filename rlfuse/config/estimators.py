@@ -1,8 +1,4 @@
-"""Advantage estimators as the rest of a job sees them: what each asks of it, and what is done with its advantages.
-
-Role: the schema, the checks and `algorithms.experience` go by these traits and by no name. Those of the built-in
-estimators stand here and nowhere else; a user's own states them in its decorator (`own_functions`). Pure data.
-"""
+"""Traits of the built-in advantage estimators; custom ones state theirs in their decorator. Pure data."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""What the checks need to know of the world: files that are missing, the model's limits, devices.
+"""Collect what the checks need to know from disk and hub: missing files, model limits, devices.
 
-Role: the only part of the configuration's checking that touches the disk (and, for a hub name, the network); compose.py
-calls `read_facts` once and hands the result to the pure `checks.check`. Invariants: never raises for a user's mistake,
-it records it; None means "not known", and no check is made of it.
+Never raises for a user's mistake but records it; None means unknown, and then nothing is checked.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Other trainers' setting names, and the key to use here.
+"""Setting names of verl, TRL and OpenRLHF, each with its counterpart here or the reason why there is none.
 
-Role: what keys.py and translate.py consult when someone brings a command line from verl, TRL or OpenRLHF. Data and
-three lookups. Invariants: every key named as a counterpart exists in the schema; a counterpart of verl's without a note
-means the same, so its name alone changes, and verl's default is a valid value here; every reason why something has no
-counterpart is proven by a test of what the code can do. A name that is also a key of ours is never looked up, but
-`other_meanings` tells where verl means something else by it.
+A counterpart of verl without a note has the same meaning and accepts verl's default. Names that are also keys of rlfuse
+are only in `other_meanings`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Keys as people read them: the help of `rlfuse train --help`, and the reference in `conf/KEYS.md`.
-
-Role: called by `rlfuse.train`. Reads `documentation`, `valid_values` and `changes`; prints. Waits for nothing.
-"""
+"""Print keys for people: `rlfuse train --help` and the key reference conf/KEYS.md."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
-"""Typed dataclasses out of JSON files, every value checked, all that is wrong told at once.
+"""Read typed dataclasses from JSON files and report all problems together, with field, value, valid values and line.
 
-Role: `schema_of` makes a JSON schema of a dataclass whose fields are annotated with the subschemas below, nested
-dataclasses, tuples of them and unions with None; `read` checks decoded JSON against it and builds the dataclass. The
-annotations are the only truth: the published `*.schema.json` are written from them, as `--schema` does. Called by
-`workload` and `fusion.schedules.problem`; job files ask for the lines of their fields.
-Invariant: a message names the field, the value received, what it may be and what to change, and of a file the line;
-nothing is corrected silently, and no unknown key is passed over.
+A dataclass whose fields are annotated with the subschemas below is the only definition: `schema_of` derives the
+published `*.schema.json` from it. Unknown keys are errors.
 """
 
 from __future__ import annotations

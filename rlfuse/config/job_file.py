@@ -1,9 +1,7 @@
-"""A user's own YAML file as a job: `rlfuse train my_job.yaml rollout.n=4`.
+"""Read a user's YAML job file: `rlfuse train my_job.yaml rollout.n=4`.
 
-Role: reads the file, judges each of its names with the line it stands on, and gives the content to Hydra as the only
-entry of the group `job_file`, which conf/config.yaml merges last. Called by compose.py.
-What a file may hold: groups of keys (`rollout: {n: 4}`), dotted keys (`rollout.n: 4`), presets by name
-(`algorithm: grpo`, `experiment: quickstart`) and, for those who know Hydra, `defaults` that choose presets.
+It may hold groups of keys, dotted keys, presets by name (`algorithm: grpo`) and Hydra's `defaults`. Problems are
+reported with their line. Hydra merges the content last, as the only entry of the group `job_file`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""What is wrong with a setting's name, and which key was probably meant; what is wrong with the type of its value.
+"""Report unknown names of settings with the key that was probably meant, and values of a wrong type. Pure.
 
-Role: pure decisions, called by compose.py before Hydra sees a command line or a job file. Hydra by itself accepts
-`+new.key=1` on a typed group and suggests nothing for an unknown name; both would let a typo train silently. Of values
-OmegaConf stops at the first wrong one: `explain_type` tries each on the schema, as what a type takes is OmegaConf's to
-say. Invariants: None means that nothing is wrong; a message names the key received, the key to use and, where one is
-set, the value. Imports nothing heavy.
+Runs before Hydra, which accepts `+new.key=1` on a typed group and suggests nothing for an unknown name.
 """
 
 from __future__ import annotations

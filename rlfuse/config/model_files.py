@@ -1,7 +1,4 @@
-"""Files of a model's folder other than its weights: where they are, and copies of them.
-
-Role: called where checkpoints and exported models get the files that training does not change.
-"""
+"""Copy files of a model's folder other than its weights."""
 
 from __future__ import annotations
 

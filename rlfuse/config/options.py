@@ -1,9 +1,4 @@
-"""Hydra's own options among settings and the job file, in any order; groups of presets that a user brings along.
-
-Role: `compose.read_command` hands a command line over before names are judged, and gets it sorted. What an option means
-is Hydra's to say: its parser reads them, and gets them back in its own spelling. Also what its optional packages are
-called, for those who ask for one that is missing. Imports nothing heavy.
-"""
+"""Separate Hydra's own options from settings and the job file, in any order; find custom groups of presets."""
 
 from __future__ import annotations
 

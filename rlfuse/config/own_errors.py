@@ -1,9 +1,6 @@
-"""What a user's own code raised, in words: one line, and a traceback that begins in their code.
+"""Describe exceptions of custom code: one line, and a traceback that begins in that code.
 
-Role: whoever calls a function of a user's file (a reward, a policy, a metric) tells its errors by these. Invariants:
-looking at an exception may run the code of its class, and never raises; what comes out is text that any file and
-terminal takes; a traceback begins in the user's code, and where no line of theirs raised, it is the one where the
-function begins. No Ray or torch import.
+Inspecting an exception may run code of its class; these functions never raise and return printable text.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""A user's own functions, and a class of video models, `path/file.py:name`: read, never run.
+"""Read custom functions and video models, `path/file.py:name`, from the file's syntax tree without executing it.
 
-Role: `facts` and the schema ask here what a configuration names, `own_modules.load` what it may execute. All is taken
-from the syntax tree of the file: the function, its parameters, and the traits that `@advantage_estimator(...)` states.
-Invariants: what is wrong is a ConfigError with key, value, what is valid and a remedy; a file is read once, until
-`forget`, so that traits stay what they were if somebody edits it during the run.
+A file is read once, until `forget`: traits stay the same if it is edited during a run. Problems are `ConfigError`s.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""A user's own files as modules: one for a file and process, under a name by which any process can import it.
+"""Execute custom files as modules: one per file and process, importable under the same name in every process.
 
-Role: `module_of` executes every file that a job brings along: of rewards, algorithms, fusion policies, metrics. A file
-is the module `its_name`, as Python itself would import it from its folder, where that name means this very file. Where
-it means another, the name is `rlfuse.config.own_modules.its_name_HEX`: HEX is the path, read again by `Finder`, so that
-a process which never loaded the file (of `multiprocessing`, say) can unpickle what is in it. Invariants:
-- while a file's text stays the same it is executed once, however often it is asked for, and also where another such
-  file has imported it, or a notebook that started after it was written; once its text is another, or may be, it is
-  executed afresh, in a new module: what is in it now is what runs;
-- its folder is appended to `sys.path` (never put first), so that it may import its neighbours and shadows nothing.
+A file keeps the name `its_name` that Python would give it in its folder; if that name is another module's, it is
+`rlfuse.config.own_modules.its_name_HEX`, where HEX is the path, so that a fresh process can unpickle its objects.
+An unchanged file is executed once, a changed one again in a new module. Its folder is appended to `sys.path`.
 """
 
 from __future__ import annotations

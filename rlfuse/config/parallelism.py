@@ -1,7 +1,4 @@
-"""What is wrong with how models and sequences are cut over trainer ranks: checks.py's part about `training`.
-
-Role and invariants: as checks.py. Pure.
-"""
+"""Check how models and sequences are distributed over trainer ranks. Pure part of `checks`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""Which preset wins where layers of a job set the same key.
+"""Order the presets of a job file and of a command line, so that the right one wins.
 
-Role: compose.py asks for the overrides that order the presets of a job file and of a command line. Later wins:
-    job file:      experiment < algorithm, fusion, user-defined presets < settings
-    command line:  experiment < algorithm, fusion, user-defined presets < settings
-conf/config.yaml merges the groups below the job file, so each that the command line names is merged again above it.
-Invariants: all presets of `fusion` set the same keys, and so do those of `algorithm` (but rollout.n), so nothing of
-another one remains. Presets of one layer that give a key different values are an error unless a setting decides it.
+Within each of the two: experiment < algorithm, fusion, custom presets < settings. All presets of `fusion` set the same
+keys, and so do those of `algorithm` (except rollout.n). Presets that disagree on a key are an error unless a setting
+decides it.
 """
 
 from __future__ import annotations

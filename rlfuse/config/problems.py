@@ -1,7 +1,4 @@
-"""How the checks of a configuration speak: a key by its full name, and a message about it.
-
-Role: read by checks.py and parallelism.py; `value_of` also by whoever names keys.
-"""
+"""Format problems of a configuration."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Engines whose weights have 8 bits where those that are trained have 16: what a job needs for it.
-
-Role: `checks` asks `quantized` what speaks against `rollout.quantization`; plans ask which layers it is of.
-vLLM 0.32 makes such weights whenever it loads trained ones ("online quantization"), so at every push. Pure.
-"""
+"""Check `rollout.quantization`: vLLM quantizes the weights again at every weight transfer. Pure."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The labels of a reward model: what each number that its head gives is called, and which of them a run asks for.
-
-Role: one place for what training, scoring and the driver's checks must agree on. transformers is imported late, so that
-checking a folder takes no import of it. A model with one label needs no name for it; of several, each that counts is an
-entry of reward.functions, `reward_model:LABEL`, and named `reward_model/LABEL` in metrics.
-"""
+"""Labels of a reward model's head, and which of them a run uses: `reward_model` or `reward_model:LABEL`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""The keys of the group `reward`, and its functions read: a string, a dictionary or a callable, made a `RewardEntry`.
+"""Keys of the group `reward`, and the entries of reward.functions parsed into `RewardEntry`. Pure.
 
-Role: the classes are a part of the schema; `read_entries` is called by the configuration's checks, and by
-`rewards.api.entries` before anything is loaded, so that a job and a notebook are refused with the same words. Pure:
-looks at no file. Invariants: entries without problems have weights, and the reward model's is among them where there is
-one; problems are given in words, one line each.
+Training, evaluation and notebooks use `read_entries`, so all of them report the same problems.
 """
 
 from __future__ import annotations

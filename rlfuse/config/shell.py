@@ -1,9 +1,7 @@
-"""The words that a shell script would hand to a command, as far as they are known without running it.
+"""Find the words that a shell script passes to a command, as far as they are known without running it.
 
-Role: `translate.py` reads verl's example scripts with it. Known are assignments, arrays, defaults (`${A:-b}`), whole
-numbers (`$((a * 2))`) and quotes; what the environment, a command or a branch decides is not, and stays in the text as
-`$NAME`. Nothing is ever executed. Comments between continued lines, which would end the command, are taken for what
-their author meant.
+Resolves assignments, arrays, defaults (`${A:-b}`), integer arithmetic and quotes; anything else stays as `$NAME`.
+Comments between continued lines are treated as comments. Nothing is executed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Keys of a model's config.json that a copy keeps, whichever version of transformers wrote it.
-
-Role: `engines.weights.exporting` for checkpoints, `video.models.base` for the text part of a video model. Pure.
-"""
+"""Keys of a model's config.json that a copy keeps, whichever version of transformers wrote it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""`rlfuse translate FILE | - | -- WORDS`: a job file from a verl script, its YAML, or the words of its command line.
+"""`rlfuse translate FILE | - | -- WORDS`: translate verl scripts, YAML or command lines into a job file.
 
-Role: reads what the command sets (shell.py), gives each setting its name and value here (foreign.py, conversions.py)
-and prints YAML that `rlfuse train` takes, with a comment for each line that changed. Nothing is left out in silence:
-what only the reader can decide stands as a comment where it belongs, what has no counterpart at the end with the
-reason. What the command leaves open is verl's default. Nothing of the script is executed.
+Nothing is dropped silently: settings without a counterpart are listed in comments with the reason. What the command
+leaves open gets verl's default. Nothing of a script is executed.
 """
 
 from __future__ import annotations

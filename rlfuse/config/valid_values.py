@@ -1,9 +1,4 @@
-"""What single values of keys may be: one of some names, or a range. They are typed here and nowhere else.
-
-Role: `checks.py` goes through every key by these tables, which hold whatever else is configured; `documentation.py`
-puts them into help, messages and the key reference. Invariant: what is valid is written once, in the words that people
-read, and judged by the same words.
-"""
+"""Valid values of single keys: choices and ranges, used for checks, help, messages and the key reference."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Clips and images of rows: each is looked at once, planned, and written into its prompt as placeholders.
-
-Role: used by `prompts.load_prompts` for a video model. What it can't use is a `VideoError`, so that only that row is
-left out. Waits for decoding processes, each file at most `video.decode_timeout_s`.
-"""
+"""Probe and plan the clips and images of rows. Unusable ones are `VideoError`s, so that only that row is left out."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Images and clips that rows bring as bytes, and lists of frames, kept as files, which decoders on all nodes read.
+"""Keep images, clips given as bytes and frame lists as files next to the runs, named by content, readable by all nodes.
 
-Role: `clips.ClipReader` requests the file of each. The folder is next to the runs, where all nodes see it; all jobs
-that read the same data share its files, which are named by their content.
-Invariants: a file appears whole; it stays until it was neither asked for nor read for `UNUSED_S`. Waits for the disk.
+Files appear complete and are removed after `UNUSED_S` without use.
 """
 
 from __future__ import annotations

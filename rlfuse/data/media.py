@@ -1,8 +1,4 @@
-"""Clips and images of a row, in every form that data sets have, and their settings.
-
-Role: `rows` calls it for every row. No file is opened, so whether one can be decoded is not checked here.
-Invariant: an unknown key of an object, form or URL scheme is an error that names it; none is ignored.
-"""
+"""Parse clips and images of a row in the forms of public data sets. Opens no file; unknown keys are errors."""
 
 from __future__ import annotations
 

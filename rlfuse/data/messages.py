@@ -1,10 +1,6 @@
-"""Chat messages and tools of a row in the one form that chat templates, prompts and rewards read.
+"""Normalise chat messages and tools of a row. Pure.
 
-Role: used by `rows`, `preferences` and notebooks. Pure.
-Invariants:
-- the content of a message is a string: parts that show something become `<video>` and `<image>` markers, in order;
-- nulls, which Arrow writes into nested columns for keys that other rows have, never reach a chat template;
-- what looks like JSON-encoded messages is decoded or refused, never shown to the model as text.
+Contents become strings with `<video>` and `<image>` markers; Arrow's nulls are removed; JSON is decoded or refused.
 """
 
 from __future__ import annotations

@@ -1,13 +1,6 @@
-"""Pairs of answers, one preferred to the other: TRL's `chosen` and `rejected`, checked and tokenised.
+"""Load preference pairs in TRL's shapes: `chosen` and `rejected`, with or without `prompt`; `margin` and `dimension`.
 
-Role: `load_preferences` is called by the job that trains reward models, before Ray starts. Shapes, as TRL has them:
-- `prompt` (string or messages) with `chosen` and `rejected` as answers, strings or messages; messages may repeat the
-  prompt's first;
-- `chosen` and `rejected` alone, as whole conversations or whole texts;
-- with either, `margin`: how much better the chosen answer is, a number of log-odds; and `dimension`: in which respect
-  it is better, a text. Rows of a file with several dimensions give a reward model a score for each.
-Invariants: a malformed row is a `DataError` that names file, row and field; no sequence is ever cut, one that is too
-long is an error or, with data.filter_overlong_prompts, left out and counted; the two tokenised answers differ.
+A malformed row is a `DataError` with file, row and field. Sequences are never cut.
 """
 
 from __future__ import annotations

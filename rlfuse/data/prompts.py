@@ -1,9 +1,4 @@
-"""Prompts ready to generate from, and the order in which a run takes them.
-
-Role: `load_prompts` is called by the run before Ray starts, `PromptSource` by the controller at every step.
-Invariants: order depends on the seed and the epoch alone, so a resumed run needs only how many batches were taken; a
-prompt never exceeds data.max_prompt_length.
-"""
+"""Load tokenised prompts, and draw batches in an order that depends only on seed and epoch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Rows from files, checked: parquet, JSON, JSONL, CSV and Hugging Face data-set folders, in verl's or TRL's shape.
-
-Role: called by `prompts.load_prompts`; `preferences` reads pairs with the same parts. Invariant: a row that can't be
-used is never skipped in silence: a malformed one is a `DataError` that names file, row and field. Whether clips can be
-used is not judged here.
-"""
+"""Read rows of parquet, JSON, JSONL, CSV and Hugging Face folders in verl's or TRL's shape; malformed ones raise."""
 
 from __future__ import annotations
 

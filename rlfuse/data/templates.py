@@ -1,8 +1,4 @@
-"""A row's messages and tools as the text that the policy reads, by the chat template of its tokenizer.
-
-Role: called by `prompts.load_prompts` for every row. What the template refuses is a `DataError` that names file, row
-and field; settings that it would ignore are a `ConfigError`.
-"""
+"""Render messages and tools by the tokenizer's chat template; report what it refuses or would ignore."""
 
 from __future__ import annotations
 

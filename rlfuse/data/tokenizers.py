@@ -1,8 +1,4 @@
-"""The tokenizer of a run, from the model's folder or hub name, and what a reward model reads of a conversation.
-
-Role: `load_tokenizer` is called once by the run, before Ray starts; a wrong path ends there with the remedy.
-`conversation_ids` is called where reward models are trained and where they score, so that both see the same tokens.
-"""
+"""Load the tokenizer of a run, and tokenise conversations for reward models."""
 
 from __future__ import annotations
 

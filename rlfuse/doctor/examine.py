@@ -1,10 +1,4 @@
-"""`rlfuse doctor`: whether this machine can run jobs, and for everything that is wrong what to do.
-
-Role: called by `rlfuse.cli`. `examine` and what it calls look at the machine; the `judge_` functions judge what was
-seen: pure, plain data in, a `Finding` out. `doctor.gpu` does the same for GPUs. Exit status 0 if jobs can run, warnings
-or not; 1 if they can't. Waits, each time bounded, for nvidia-smi, with GPUs for the steps of `self_test` (a minute or
-two), and with `--ray` for a small cluster of its own.
-"""
+"""`rlfuse doctor`: check whether this machine can run jobs. `judge_` functions are pure; exit status 1 if it cannot."""
 
 from __future__ import annotations
 

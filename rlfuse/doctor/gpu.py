@@ -1,9 +1,4 @@
-"""The part of `rlfuse doctor` that looks at GPUs: driver, builds, peer access, modes, pinned memory.
-
-Role: `rlfuse.doctor.examine` calls `examine_gpus`. The functions before it judge what was seen and are pure: plain data
-in, a `Finding` out, so that they are tested where no GPU is. What runs on the devices is `self_test`'s.
-Waits for nvidia-smi at most `ANSWER_S`, and for what torch asks the driver.
-"""
+"""Check GPUs: driver, builds, peer access, modes, pinned memory. Judging functions are pure."""
 
 from __future__ import annotations
 

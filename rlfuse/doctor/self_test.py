@@ -1,16 +1,12 @@
-"""What `rlfuse doctor` runs where there are GPUs: the GPU path's steps in small, in processes of their own.
-
-Role: called by `rlfuse.doctor.examine`. One process per GPU, two at least, go through `STEPS` side by side:
+"""Run the steps of the GPU path in one process per GPU, at least two, within `LIMIT_S`:
 
     gloo      all-reduce on the host, as ranks use beside NCCL
     compute   allocation and a product of matrices in bfloat16, held against float32
     copy      pinned memory to the device and back
-    ipc       a tensor of process 0 read and written by process 1, as an engine takes weights
+    ipc       a tensor of process 0 read and written by process 1, as an engine receives weights
     nccl      all-reduce, one process per GPU
 
-With device=cpu the same steps run, but for NCCL and pinning. A process reports each step to the parent; what fails ends
-its process. Invariant: nothing is left running. Waits at most `LIMIT_S` for all, and `GRACE_S` for others once one has
-failed: they may stand in a collective.
+With device=cpu the same steps run, except NCCL and pinning.
 """
 
 from __future__ import annotations

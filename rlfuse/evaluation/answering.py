@@ -1,13 +1,8 @@
-"""Responses of a model to prompts, and their rewards: engines and reward workers without a trainer.
-
-Role: `evaluate` (with rewards) and `generate` (with or without) call `answer`, with everything loaded and checked that
-can be without Ray. The board, its executor and the engines are those of a run's validation, so that the same model
-gives the same answers. Leaves Ray and stops every process on any end.
+"""Generate and score responses without a trainer, with the board, executor and engines of a run's validation.
 
     Ray, slots -> towers | engines | reward workers -> Board -> Executor -> samples --> Responses, every half second
 
-Waits: for the start of everything, bounded by cluster.timeout_s, then for the board. An engine that is lost is not
-replaced, the others take its samples over; the last one ends the command. What was written stays.
+A lost engine is not replaced; the others take over its samples.
 """
 
 from __future__ import annotations

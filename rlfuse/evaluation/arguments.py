@@ -1,8 +1,4 @@
-"""The job of an evaluation: composed as for training, with the model that is evaluated in the place of model.path.
-
-Role: what `evaluate` and `generate` have in common before anything is loaded. Mistakes in what training alone needs
-(its files, critic and reference, its own functions) stop nobody here.
-"""
+"""Compose the job of an evaluation, with the evaluated model as model.path. Training-only keys are not checked."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Two rewards of the same samples: how far they agree, and what training would have seen otherwise.
+"""Compare two rewards of the same samples. Pure.
 
-Role: pure; `rlfuse reward replay` and notebooks show what `compare` returns. What counts in training is the order
-within a group, the samples of one prompt, so flips are counted there: a pair of siblings is *flipped* where each reward
-prefers another, *parted* where only the second tells them apart, *tied* where only the first did. A sample has *turned*
-if it lies on the other side of its group's mean, so that training would push it the other way.
+Pairs of siblings are *flipped* if each reward prefers another, *parted* if only the second separates them, *tied* if
+only the first does. A sample has *turned* if it changed sides of its group's mean.
 """
 
 from __future__ import annotations

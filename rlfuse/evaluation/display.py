@@ -1,7 +1,4 @@
-"""What the person at the terminal sees while engines start and generate: a bar, or where nobody looks on a line.
-
-Role: told by `answering`, and by the commands before. Waits for nothing; drawing is Rich's, from a thread of its own.
-"""
+"""Show progress of engines and generation: a bar, or lines without a terminal."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""`rlfuse push RUN_DIR USER/NAME`: a checkpoint's model to the Hugging Face hub, with a model card.
+"""`rlfuse push RUN_DIR USER/NAME`: upload a checkpoint's model with a model card to the Hugging Face hub.
 
-Role: the command; called by `rlfuse.cli`. What goes is the folder `actor/huggingface` of the newest (or the given)
-checkpoint, of a reward model its own, as it is; the card says what the run folder knows. Waits for the hub, as its
-client bounds that; the same command goes on with an upload that was cut short.
-Invariant: of files and rewards the card has names, no folders of this machine and no secrets.
+The card names files and rewards without folders of this machine or secrets.
 """
 
 from __future__ import annotations

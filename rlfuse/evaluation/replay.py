@@ -1,10 +1,6 @@
-"""`rlfuse reward replay RUN_DIR reward.functions=[...]`: a finished run's samples, scored with another reward.
+"""`rlfuse reward replay RUN_DIR reward.functions=[...]`: score a run's samples with another reward.
 
-Role: called by `reward_command`. The samples are those that the run kept (`samples.jsonl`); they are scored by a reward
-pool, in processes of their own and within the job's time limits, so what is seen here is what a job would train on.
-Running normalisation, which belongs to training, is left out on both sides. Waits for Ray to start and for the pool.
-Invariants: the run folder gains `replay.json` and `replay.csv` and is otherwise left alone; samples that can't be
-scored are counted and shown with their failure, and have no number.
+Samples are scored by a reward pool, as in a job, without running normalisation. Writes `replay.json` and `replay.csv`.
 """
 
 from __future__ import annotations

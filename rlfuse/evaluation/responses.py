@@ -1,9 +1,6 @@
-"""The file that responses are written to as they finish, and gone on with where the command was cut short.
+"""The file of responses, written row by row and continued after an interruption.
 
-Role: `evaluate` and `generate` write one row a response, as `tracking.sample_row` makes it. Beside it lies what it is
-made from (`made_from`: model, data, sampling, ...), so that no file ever mixes two models. The command has claimed the
-file (`files.claimed`). Waits for nothing.
-Invariant: a row is there whole or not at all, and stands for one sample of one prompt, by its id.
+A header of what it was made from (model, data, sampling) prevents mixing two models.
 """
 
 from __future__ import annotations

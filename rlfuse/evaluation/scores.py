@@ -1,8 +1,6 @@
-"""What samples of held-out prompts say of a model: mean scores, pass@k, lengths; by data source and in all.
+"""Score statistics of held-out prompts: means, pass@k, lengths, per data source and overall. Pure.
 
-Role: pure functions of scored groups, for `evaluate`. A score is what validation has at its core: the part `acc` if any
-sample of the data source has one, the mean where several functions return one, else the reward. A missing `acc` counts
-as 0. Samples whose reward failed have no score: they are counted and left out.
+A score is `acc` if any sample of the data source has one, else the reward. Failed rewards are counted and left out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Which model is evaluated, generates or is pushed: a checkpoint, a run's newest, a Hugging Face folder, a hub name.
+"""Find the model to evaluate or push: a checkpoint, a run's newest, a Hugging Face folder or a hub name.
 
-Role: `evaluate`, `generate` and `push` ask before anything is loaded. Reads names of files, nothing else.
-Invariant: the checkpoint of a step has the seeds of the validation after that step, any other model those of step 0.
+A checkpoint of step N uses the seeds of the validation after it, any other model those of step 0.
 """
 
 from __future__ import annotations

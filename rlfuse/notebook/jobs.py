@@ -1,10 +1,6 @@
-"""A job started from a notebook, in a process of its own: `train` waits for it, `start` goes on with the notebook.
+"""Run a job from a notebook in a separate process: `train` waits for it, `start` returns.
 
-Role: runs `python -m rlfuse.train`, as a terminal would, so that a notebook that is restarted or that loses its kernel
-loses no run. Every wait is bounded; an interrupted cell or a time limit stops the job as Ctrl-C does: with a checkpoint
-after the step under way, from which the same command goes on. A second interrupt ends it at once.
-
-    process --lines--> reader thread --queue--> follow(): shows each, until the end, an interrupt or the limit
+An interrupted cell or a time limit stops the job as Ctrl-C does, with a checkpoint; a second interrupt ends it at once.
 """
 
 from __future__ import annotations

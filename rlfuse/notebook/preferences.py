@@ -1,8 +1,4 @@
-"""Pairs of answers in a notebook: read, scored by any reward, and where the reward is wrong.
-
-Role: for people who look at a reward model, or at a rule, through what others preferred. Scores come from the same code
-as a job's; what is drawn is a pair's gap, the reward of the chosen answer minus that of the rejected one.
-"""
+"""Read preference pairs, score them with any reward, and find where it is wrong."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A table of samples, scored with any reward and measured with any metric in this process.
-
-Role: `score` and `measure` are for notebooks; functions are loaded, called and composed as in a job. An ordinary one
-has no time limit here: interrupt the cell where it hangs.
-"""
+"""Score and measure a table of samples in this process, without time limit."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""What a person would want to be called for: thresholds on a step's scalars, as configured in the group `alerts`.
+"""Judge a step's scalars by the thresholds of the group `alerts`. Pure.
 
-Role: the metric log asks once a row and tells what comes back, at the terminal and in wandb. Pure: judges numbers,
-keeps their recent past. Invariants: an alert that persists is raised once, and again only after it was over; a
-threshold whose metrics are missing for a whole window raises an alert that says so.
+A persisting alert is raised once, and again only after it was over. A missing metric raises an alert too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A run folder as pandas tables: samples, metrics, and where the slots' time went.
-
-Role: for notebooks and for `rlfuse reward replay`. Reads what a run wrote, computes next to nothing; runs that
-are still going on are read as far as they got.
-"""
+"""Read a run folder as pandas tables: samples, metrics, and the time of slots."""
 
 from __future__ import annotations
 

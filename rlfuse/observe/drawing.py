@@ -1,15 +1,9 @@
-"""Pictures of a run, drawn in a process of their own: no step waits for one, and none ends a run.
-
-Role: the log of a run asks; `main` is that process, which starts with the first picture, imports Matplotlib, draws one
-picture after the other at the lowest priority, and lives as long as the run's. A process of subprocess, not of
-multiprocessing: that would run the user's script anew in it, and leave semaphores where it is killed.
+"""Draw pictures of a run in a separate process that never delays or ends the run.
 
     ask --pipe--> function(arguments) writes a file --pipe--> tell: then()
 
-Invariants: a picture takes at most DRAWING_S, else its process is killed and the next picture starts another; at most
-MOST pictures are asked for and not drawn; what fails is told in a line. Signals to the run's process group, as
-terminals send them, don't reach the process: it ends when the run's does, whatever it is at.
-Waits: `close`, for what was asked for.
+A picture may take DRAWING_S and at most MOST are queued. The process has low priority, ignores signals of the group,
+and ends with the run's. It is started by subprocess: multiprocessing would execute the user's script again.
 """
 
 from __future__ import annotations

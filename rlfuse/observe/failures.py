@@ -1,8 +1,4 @@
-"""How many rewards may fail before a run stops, and a record of those that did.
-
-Role: the controller has every board checked when all of it is scored. What failed is in `reward_failures.jsonl` of the
-run folder, with prompt, response and traceback.
-"""
+"""Stop a run when too many rewards fail, and record failures in `reward_failures.jsonl`."""
 
 from __future__ import annotations
 

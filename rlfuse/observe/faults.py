@@ -1,10 +1,4 @@
-"""What a run has lost and replaced, counted from its events.
-
-Role: the journal counts the spans that it collects, over all attempts of a run, and logs the counts as `fault/*`.
-`lost` spans are of rollout engines and name the samples that are generated again; `restart` spans are of whatever was
-started in the place of a lost one: an engine, a reward worker, an encoder rank, or (`driver`) the run itself. An
-optimizer step that was `skipped`, because its gradient was not finite, is counted once for all ranks.
-"""
+"""Count lost, replaced and skipped work from a run's spans, for the metrics `fault/*`."""
 
 from __future__ import annotations
 

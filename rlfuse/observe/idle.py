@@ -1,10 +1,7 @@
-"""Where every second of every slot went: busy with a named kind of work, or idle for a named cause.
+"""Account for every second of every slot: busy with a kind of work, or idle for a cause. Pure.
 
-Role: the metric log accounts for each row of metrics with `account`; reports draw what `divide` gives for a step. Pure
-functions of spans. Invariant: claims on a slot's time are heard in order and each takes only what is left, so busy and
-idle add up to the window, and work of two processes at the same time counts once.
-
-Why a slot is idle, the first that applies:
+Claims are processed in order and each takes only what is left, so busy and idle time add up to the window.
+The first cause that applies:
     start_up    nothing runs yet                      calls       its own call has not arrived, or is on its way back
     switch      it changes its role                   tail        others still generate, it has no sample left
     weights     new weights are on their way          imbalance   others still score or train

@@ -1,8 +1,4 @@
-"""Everything that happened in a run: the spans of all processes, in its `events.jsonl`.
-
-Role: the driver records into `recorder`, engines into their own, and at the end of a step the controller has them
-collected; and garbage with them (`cluster.garbage`). Waits for engines to hand their spans over.
-"""
+"""Collect the spans of all processes of a run at the end of a step into `events.jsonl`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""A run as it is right now: stages of the step, what each slot does, samples in flight, reward, time left.
+"""Render the live view of a run: stages, slots, samples in flight, reward, remaining time.
 
-Role: the terminal asks for a `View` once a second and shows what `render` makes of it; `rlfuse watch` renders those
-that another process wrote. `read_board` looks at the board and the driver's open spans from the thread that draws: it
-changes nothing, and takes each container's members at one stroke.
+`read_board` runs in the drawing thread: it changes nothing and copies each container in one operation.
 """
 
 from __future__ import annotations

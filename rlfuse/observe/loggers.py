@@ -1,8 +1,4 @@
-"""Whoever is told what goes on: the person at the terminal, and wandb and TensorBoard as trainer.logger names them.
-
-Role: the parts of a run's log tell; nothing is computed here, and nothing told here is the only record of it: the run
-folder has all.
-"""
+"""Pass messages, scalars and samples to the terminal and to the sinks of trainer.logger."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The scalars of a run: worked out once a step, for `metrics.jsonl`, terminal, wandb, and alerts to be judged on.
-
-Role: the controller notes what a step taught it and has `log_step` close the step; reward models have `log`. Nothing
-is measured here: seconds come from spans, rewards from samples.
-"""
+"""Write the scalars of each step to `metrics.jsonl`, terminal and sinks, and check alerts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A step's scalars under verl's names: pure functions of its samples and spans.
-
-Role: the metric log calls these once a step. Seconds come from the spans alone, so every chart can be traced to events.
-"""
+"""Compute a step's scalars under verl's names from its samples and spans. Pure."""
 
 from __future__ import annotations
 

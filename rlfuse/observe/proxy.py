@@ -1,9 +1,4 @@
-"""Optimising against a reward model: its score, and the truth that it stands for, over the steps of runs.
-
-Role: the summary calls `draw_proxy` at the end of a run; `draw_proxies` sets several runs side by side, for instance
-one without and one with a remedy. Reads rows of `metrics.jsonl`. The truth is any reward that gives `acc`, also at
-weight 0, where it is only watched.
-"""
+"""Plot a reward model's score against the true reward (`acc`) over the steps of one or several runs."""
 
 from __future__ import annotations
 

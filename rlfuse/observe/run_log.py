@@ -1,12 +1,10 @@
-"""All that is kept of a run, as parts that are made, synced and closed together.
+"""All logs of a run, opened, synced and closed together.
 
-Role: a job has one `RunLog` from its first line to its end, and hands its parts to the controller by name.
-
-    run folder: config.yaml  changes.jsonl (of settings, on resume)  inputs.jsonl (digests of rewards and models)
-                events.jsonl (Journal)  metrics.jsonl (MetricLog)  samples.jsonl  validation.jsonl (SampleLog)
-                reward_failures.jsonl (FailureBudget, where rewards failed)
-                summary.json  reward_curve.png  timelines/  contact_sheets/ (of clips)  wandb/  tensorboard/
-                global_step_N/
+run folder: config.yaml  changes.jsonl (of settings, on resume)  inputs.jsonl (digests of rewards and models)
+            events.jsonl (Journal)  metrics.jsonl (MetricLog)  samples.jsonl  validation.jsonl (SampleLog)
+            reward_failures.jsonl (FailureBudget, where rewards failed)
+            summary.json  reward_curve.png  timelines/  contact_sheets/ (of clips)  wandb/  tensorboard/
+            global_step_N/
 """
 
 from __future__ import annotations

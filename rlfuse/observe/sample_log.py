@@ -1,7 +1,4 @@
-"""Samples that people read: rows of `samples.jsonl` and `validation.jsonl`, tables of the sinks, contact sheets.
-
-Role: the metric log hands over a step's samples. Waits for nothing: sheets are drawn in another process.
-"""
+"""Write samples for people: `samples.jsonl`, `validation.jsonl`, tables of the sinks, contact sheets."""
 
 from __future__ import annotations
 

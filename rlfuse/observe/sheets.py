@@ -1,9 +1,4 @@
-"""Contact sheets of logged samples: what the model saw of a clip, the question, all answers and their rewards.
-
-Role: at the end of a step the sample log asks `sheets_of` which prompts get one, and has `draw_sheets` draw them in the
-process of `drawing`: PNG files in the run folder. There it waits for decoders, each clip at most
-`video.decode_timeout_s`; a clip that can't be decoded again has no sheet.
-"""
+"""Contact sheets of logged samples as PNG files, drawn in the process of `drawing`."""
 
 from __future__ import annotations
 

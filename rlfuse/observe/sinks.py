@@ -1,8 +1,4 @@
-"""Where scalars, samples, pictures and alerts go beside the run folder's files: wandb, TensorBoard.
-
-Role: owned by `Loggers`, which tells every sink of trainer.logger the same. Nothing is computed here. wandb is
-offline unless trainer.wandb_mode=online; TensorBoard's files lie in `tensorboard/` of the run folder.
-"""
+"""Log to wandb and TensorBoard. wandb is offline unless trainer.wandb_mode=online."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The end of a run: `summary.json`, the reward curve as a picture, and a few lines for the person at the terminal.
-
-Role: called once by `rlfuse.run.build` after the last step, and by those who look on; reads only the run folder.
-"""
+"""Write `summary.json`, the reward curve and the final lines at the terminal, from the run folder alone."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""What the person at the terminal sees of a run: a line for each step and, below them, a live view of the present one.
+"""Show a run at the terminal: a line per step, and a live view where the output is a terminal.
 
-Role: told by `Loggers`. Lines stay in the scrollback; the view is drawn once a second where somebody looks on. In
-logs and CI there are the lines alone, and one every `SILENT_S` in which nothing else was said. For those who look on
-from elsewhere (`rlfuse watch`) the view goes to `live.json` of the run folder.
-
-    loggers, event loop --log, say--> console          thread `live view`: once a second look, write live.json,
-                                                        break a long silence
+Without one, a line every `SILENT_S` at least. The view also goes to `live.json` for `rlfuse watch`.
 """
 
 from __future__ import annotations

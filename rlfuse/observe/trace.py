@@ -1,11 +1,7 @@
-"""A run as a Chrome / Perfetto trace: `rlfuse trace` writes what ui.perfetto.dev and chrome://tracing open.
+"""`rlfuse trace`: export a run in Chrome's Trace Event Format for ui.perfetto.dev.
 
-Role: `trace` is a pure function from spans to the trace event format's objects; `main` is the command. A process per
-slot, one for rewards, one for the driver; in each a track per kind of activity, as many lanes as overlap there. Arrows
-follow each sample from its generation to its reward, its micro-batch and the optimizer step that learned from it.
-Format: "Trace Event Format" (the Chromium project), JSON object form.
-Invariants: times are whole microseconds from the first span, events ascend in time; slices of a track never overlap;
-every arrow begins, passes and ends inside slices, forwards in time.
+A process per slot, one for rewards, one for the driver; arrows follow each sample from generation to the optimizer
+step. Slices of a track never overlap; every arrow begins, passes and ends inside slices, forwards in time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Files of a run that grow by rows: `metrics.jsonl` and `samples.jsonl`, and what a row of the latter holds.
-
-Role: written by the parts of a run's log, read by the summary and by reports. Nothing is computed here.
-"""
+"""Append rows to `metrics.jsonl` and `samples.jsonl`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""`rlfuse watch RUN_DIR`: the live view of a run that goes on elsewhere, in another terminal, job or host.
-
-Role: called by `rlfuse.cli`; reads what the run writes into its folder and touches nothing.
-
-    live.json (the view, about once a second), metrics.jsonl (a row for each step), status.json  -->  terminal
-
-Waits: as long as the run goes on; Ctrl-C leaves it to itself. It says when it was last heard of.
-"""
+"""`rlfuse watch RUN_DIR`: show the live view of a run in another terminal or host. Reads files only."""
 
 from __future__ import annotations
 

@@ -1,16 +1,10 @@
-"""`rlfuse reward serve path/file.py:function`: a reward behind HTTP, with OpenRLHF's payload (see `http_service`).
-
-Role: called by `rlfuse reward`; `application` is the service itself. The function is loaded as in a job, so that one
-file serves a notebook, a job and other trainers.
-Invariants:
-- a reward that failed is an answer of status 500 with the function's message and traceback, never a number: then no
-  sample of the request has one, and the caller may ask again, one by one;
-- all is bounded: a peer's connections and unfinished uploads, the time to read a request and its size, the requests
-  that wait, and the seconds and memory of a call, whose process is replaced when it exceeds them;
-- a web page can't send work: without a token only requests to a loopback name are accepted, never those of another
-  origin, and never anything but JSON. Beyond loopback a token is required.
+"""`rlfuse reward serve path/file.py:function`: serve a reward over HTTP with OpenRLHF's payload.
 
     request --(401, 403, 415)--> read --(408, 413)--> waiting --(503)--> a worker process, for --timeout s -> answer
+
+A failed reward is status 500 with message and traceback. Connections, uploads, request sizes, waiting requests, time
+and memory are bounded. Web pages cannot send work: without a token only requests to a loopback name are accepted, never
+from another origin, and only JSON. Beyond loopback a token is required.
 """
 
 from __future__ import annotations

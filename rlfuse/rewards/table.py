@@ -1,9 +1,4 @@
-"""Rewards with no cluster: how they are written, composed and tried in a notebook.
-
-Role: called by notebooks, in their process and without a time limit. It uses the same loading, calling and
-composing as a run, so what it shows is what a run would train on; only running normalisation, which needs a run's
-earlier steps, is left out.
-"""
+"""Score items in a notebook, without cluster and time limit, with the loading and composition of a run."""
 
 from __future__ import annotations
 

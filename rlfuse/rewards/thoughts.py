@@ -1,14 +1,7 @@
-"""Responses that think first: `<think>thought</think>answer` taken apart, and the format gate made of it.
+"""Split `<think>thought</think>answer` responses, and check their format (`format_gate`). Pure.
 
-Role: pure functions. `format_gate` is a reward to be named in reward.functions, mostly with gate=true;
-`without_thought` gives what reward models, verifiers and whatever is decorated with `answer_only` may see of a
-response, unless their entry's answer_only says otherwise. The format is that of Seed1.5-VL (2025, arXiv 2505.07062):
-exactly one thought, first, then an answer that is not empty.
-Invariants:
-- only the response counts, never a tag in the question. The one exception: a chat template that opens the thought
-  itself, at the very end of the prompt, so that the response begins within it. It says nothing of that, so only the
-  prompt tells a thought that has not ended from an answer;
-- `answer_of` never shows any part of a thought, however tags are nested, repeated or left open.
+The format is that of Seed1.5-VL (arXiv 2505.07062): exactly one thought, first, then a non-empty answer. Tags in the
+prompt do not count, except a chat template's `<think>` at its very end. `answer_of` never shows any part of a thought.
 """
 
 from __future__ import annotations

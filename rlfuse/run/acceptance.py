@@ -1,10 +1,6 @@
-"""Whether a job may begin, and where: the name of its run, the checkpoint to go on from, what differs from before.
+"""Decide whether a job may start, in which run folder and from which checkpoint, and what changed since. Read-only.
 
-Role: `accept` is asked by `rlfuse.train` before torch and Ray are imported, and by `rlfuse.run.job` for whoever calls a
-run directly. A run folder's own `config.yaml` is compared with the job's; `config.changes` says what each difference
-means, `inputs` what became of files that settings name, `refusals` has the words. Invariants: only reads, but for an
-empty folder that keeps a new name, which goes with the process if nothing came of the job; so a job that is refused has
-touched nothing. A run that goes on elsewhere is joined by nobody.
+An empty folder that reserves a new name is the exception; it is removed if the job never starts.
 """
 
 from __future__ import annotations

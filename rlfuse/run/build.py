@@ -1,12 +1,8 @@
-"""One job from configuration to summary: loads data, starts engines, runs the controller, always cleans up.
+"""Run one RL job from configuration to summary: load data, start engines, run the controller, clean up.
 
-Role: called by `rlfuse.train` with a checked configuration (and by notebooks). What can fail without Ray fails before
-Ray starts. Waits for everything to start, then for the controller; on any end, Ctrl-C included, it stops every process
-it started and says how to go on.
-
-    data, tokenizer -> Ray, slots -> trainer ranks, towers | rollout engines | reward workers
-          ^                       -> checkpoint, if there is one -> Controller.run -> summary.json
-          +---- recovery: a worker is lost that the step can't do without ----+
+data, tokenizer -> Ray, slots -> trainer ranks, towers | rollout engines | reward workers
+      ^                       -> checkpoint, if there is one -> Controller.run -> summary.json
+      +---- recovery: a worker is lost that the step can't do without ----+
 """
 
 from __future__ import annotations

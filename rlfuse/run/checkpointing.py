@@ -1,8 +1,6 @@
-"""Checkpoints of a run that is under way: written whole or not at all, counted once the step's rows are on disk.
+"""Write checkpoints during a run: complete or not at all, published once the step's rows are on disk.
 
-Role: the controller has one written and, after the step is logged, published. Waits for the trainer to write its state.
-Invariant: no step begins that can't be saved: where the next checkpoint will not fit, a run ends when the last one
-counts; where the disk fills up within a save interval, one is written early, as long as it fits.
+No step begins that could not be saved: if the next checkpoint will not fit on the disk, the run ends with the last one.
 """
 
 from __future__ import annotations

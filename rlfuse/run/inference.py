@@ -1,7 +1,4 @@
-"""What a job answers with: engines, rewards and clips, made from its configuration.
-
-Role: `rlfuse.run.build` has them beside its trainer, `rlfuse.evaluation` without one. Nothing is started here.
-"""
+"""Build engines, rewards and clips from the configuration; used by training and by evaluation."""
 
 from __future__ import annotations
 

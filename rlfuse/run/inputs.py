@@ -1,10 +1,6 @@
-"""What a run is made of beside its settings: the user's own files of functions, and models, known by what is in them.
+"""Record digests of custom reward files and of models in `inputs.jsonl`, to notice when one was changed in place.
 
-Role: `rlfuse.run.acceptance` compares what a job names with what the run had that it goes on with, and `rlfuse.run.job`
-appends what is new to the run folder's `inputs.jsonl`, a row for each input: after which step, which, its digest. So a
-reward that was edited in place is a change, and a model that was moved is none. Invariants: reads files, never runs
-them; what can't be read is left out. Of a model only config.json, the names and sizes of its weights and the end of
-each file are read. What a function's file imports is not looked at.
+Files are read, never executed; unreadable ones are left out. Modules that a custom file imports are not included.
 """
 
 from __future__ import annotations

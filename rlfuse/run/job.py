@@ -1,8 +1,4 @@
-"""What every job has around it: a folder, a checkpoint to go on from, a log, and an end that cleans up.
-
-Role: `rlfuse.run.build` (reinforcement learning) and `rlfuse.run.reward_model` (reward models) get a `Job` from
-`rlfuse.run.restarts` and carry their work out by `Job.carry_out`. Nothing here starts an engine.
-"""
+"""Wrap every job: run folder, checkpoint to resume from, log, and cleanup at the end."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""`rlfuse runs [FOLDER ...]`: all runs below a folder, a line each; `rlfuse runs clean` removes what crashed ones left.
+"""`rlfuse runs [FOLDER ...]`: list all runs below a folder; `rlfuse runs clean` removes leftovers of crashed ones.
 
-Role: called by `rlfuse.cli`; `read` also by whoever wants one run's line. Reads status.json, summary.json, the end of
-metrics.jsonl and the sizes of files, so hundreds of long runs take a moment. What is cleaned is `run.leftovers`'s.
-Invariants: a damaged folder costs its own figures only, and is told below the table; nothing is removed without `--yes`
-or an answer. Waits for that answer.
+A damaged folder affects its own row only. Nothing is removed without `--yes` or a confirmation.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""What is said of a job that can't begin as it is, or goes on with changes: tables, and commands that can be pasted.
-
-Role: `rlfuse.run.acceptance` decides, and finds the words here; `rlfuse.run.job` too, once the length of the data is
-known. Invariants: only reads; a command is the one that was typed, but for the settings that are to be others, and none
-of these contradicts a preset that stays in it.
-"""
+"""Messages for jobs that cannot start or resume with changes, with commands that can be pasted."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
-"""A run that outlives its workers: when one is lost without which the step can't end, it goes on from a checkpoint.
+"""Restart a run from its last checkpoint after losing a worker that the step needs.
 
-Role: `recovered` makes the attempts of `rlfuse.run.build` and `rlfuse.run.reward_model`; each has Ray, engines and
-log of its own, so that nothing of the lost one is left. Rollout engines and reward workers are replaced within an
-attempt. Invariants: only a `WorkerLost` is tried again, never an error of the configuration or of the user's code, and
-at startup only the death of a process; an attempt that got no further than the one before is the last, as is the second
-start in a row that lost a worker. A node that left as planned (`slot_desk`) counts as no loss. Steps after the
-checkpoint are logged again, as when an interrupted run resumes.
+Only `WorkerLost` is retried, and during startup only the death of a process. An attempt that made no progress is the
+last one. A node that left as planned is no failure. Rollout engines and reward workers are replaced without a restart.
 """
 
 from __future__ import annotations

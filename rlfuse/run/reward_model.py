@@ -1,12 +1,6 @@
-"""Training a reward model: pairs in, a Hugging Face folder that `reward.model_path` takes out.
+"""Train a reward model on preference pairs (trainer.task=reward_model) and save it for reward.model_path.
 
-Role: `run` is what `rlfuse train` calls with trainer.task=reward_model (and notebooks, with `rlfuse.config.compose`'s
-`load`). A classifier with a label for each dimension of the pairs starts from model.path, sees data.train_batch_size
-pairs a step, and is evaluated on data.val_files: how often it is right, and how sure it was.
-
-    pairs, tokenizer -> Ray, slots -> ranks -> steps, evaluation, checkpoints -> summary.json, calibration.png
-
-Waits: for the ranks, each call at most cluster.timeout_s.
+pairs, tokenizer -> Ray, slots -> ranks -> steps, evaluation, checkpoints -> summary.json, calibration.png
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""How engines and trainer ranks share the GPUs of a run: decided once ranks have loaded and report their memory.
-
-Role: `rlfuse.run.build` starts engines with what is decided here. The decision itself is the memory plan's
-(`planning.memory`), so `rlfuse plan` shows it. Waits for the ranks to report their devices' memory.
-"""
+"""Decide how engines and trainer ranks share GPU memory, from what the ranks report after loading."""
 
 from __future__ import annotations
 

@@ -1,15 +1,10 @@
-"""The run's end of `rlfuse slots`: requests for its slots are carried out while steps go on, and nodes may leave.
+"""Serve requests of `rlfuse slots` during a run: drain and restore slots, release nodes.
 
-Role: `rlfuse.run.build` has the controller run `attended`. Once a second the folder is looked into, in a thread, as it
-may be on another host's disk; what is asked for is done in the event loop, between two of the executor's decisions.
+    slots/ID.request.json --> drain, restore --> step.draining --> the running board
+                         '--> leave: the current step ends --> checkpoint --> NodeLeft --> `restarts`: other nodes
 
-    slots/ID.request.json --> drain, restore --> step.draining --> the board under way
-                         '--> leave: the step under way ends --> checkpoint --> NodeLeft --> `restarts`: other nodes
-
-Invariants: every request that is taken is answered. A node that leaves as planned costs no work: what is started anew
-goes on from the checkpoint of the step it ended. One that goes by itself, with all of its slots drained, is no failure.
-A folder that can't be written to costs the answers, never the run.
-Waits: for nothing that the run waits for.
+Every accepted request is answered. A drained node that disappears is no failure. A folder that cannot be written to
+costs the answers, never the run.
 """
 
 from __future__ import annotations

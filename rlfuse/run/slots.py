@@ -1,9 +1,4 @@
-"""`rlfuse slots [RUN_DIR]`: the slots of a run that goes on; `slots drain 3`, `leave 3`, `restore 3` change one.
-
-Role: called by `rlfuse.cli`, on any host that sees the run folder. What it asks for is done by the run's own process
-(`rlfuse.run.slot_desk`); this one only reads and writes files of `rlfuse.run_folder.slots`.
-Waits: for the run's answer, bounded there.
-"""
+"""`rlfuse slots [RUN_DIR]`: show the slots of a running job; `slots drain 3`, `leave 3`, `restore 3` change one."""
 
 from __future__ import annotations
 

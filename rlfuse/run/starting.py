@@ -1,15 +1,7 @@
-"""Starts the parts of a job: side by side on CPU hosts, one after the other where they share GPUs.
+"""Start the parts of a job: in parallel on CPU hosts, in sequence where they share GPUs.
 
-Role: `rlfuse.run.build` starts a job's parts here, `rlfuse.evaluation.answering` those that answer without a trainer of
-weights. Waits for all of them; the first that fails ends the wait, the others are dropped.
-
-vLLM takes a share of the device, refuses where less is free and fails where somebody gives memory back meanwhile, so
-on GPUs ranks have loaded and left before an engine starts, unless both fit, and models of rewards share what engines
-leave:
-
-    trainer ranks, towers --> ranks leave the devices --> rollout engines --> rewards
-
-Ranks measure what plans go by when they have their cores or devices to themselves.
+vLLM reserves a fraction of the GPU and fails if memory is freed meanwhile. So on GPUs trainer ranks load and offload
+before engines start, unless both fit, and reward models use what engines leave.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
-"""`rlfuse submit`: the job that `rlfuse train` would run, sent to a running Ray cluster; and what became of it.
-
-Role: called by `rlfuse.cli`. The job is composed and judged here, packed (`cluster.job_package`), and started by Ray
-Jobs on the cluster's head as ENTRYPOINT. Nothing of it depends on this terminal: leaving only ends the following of
-its log.
+"""`rlfuse submit`: run the job of `rlfuse train` on a running Ray cluster and follow its log.
 
     rlfuse submit --compose, check, pack--> Ray Jobs (HTTP, token) --> driver on the head: rlfuse.train --> slots
           <--log lines, status-------------------/
 
-Waits for single requests, each at most `CALL_S`, and for the log as long as the job runs; a cluster that can't be
-reached is asked again for `OUTAGE_S`. Exit status: the job's own (0, 1, 2), 130 for leaving.
+The job does not depend on this terminal. Exit status: that of the job (0, 1, 2), or 130 on Ctrl-C.
 """
 
 from __future__ import annotations

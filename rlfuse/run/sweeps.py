@@ -1,10 +1,4 @@
-"""A sweep: what its runs are called, and the table at its end.
-
-Role: `rlfuse.train` makes a `Sweep` of a command line with `--multirun` and notes in it how each job ended; after the
-last it is told. Names say what differs between the jobs, not what they share, and two jobs never have the same: a
-second start of the same sweep finds the runs of the first. Jobs that a launcher carries off into processes of its own
-come into no table. Imports nothing heavy.
-"""
+"""Name the runs of a sweep (`--multirun`) by the settings that differ, and print its final table."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The controller of a job, wired by name from engines that stand, where its checkpoint left off if there is one.
-
-Role: `rlfuse.run.build` calls `wired` once everything is started. Waits for trainer ranks to read a checkpoint.
-"""
+"""Build the controller of a job from started engines and load its checkpoint."""
 
 from __future__ import annotations
 

@@ -1,16 +1,12 @@
-"""Where a run's state lies on disk, and which of it is whole.
-
-Role: called by `run.checkpointing` to write and by the run to resume. Layout, in the run folder:
+"""Layout of checkpoints on disk, and which of them are complete.
 
     global_step_N/{actor,critic}/   weights and optimizer; actor/huggingface loads with from_pretrained and vLLM
     global_step_N/run.json          step, position in the data, KL coefficient, number of optimizer steps
     global_step_N/COMPLETE          written last
     latest_checkpointed_iteration.txt
 
-Invariants: a checkpoint grows in `global_step_N.partial` and is renamed when it is whole and the step's rows are on
-disk, so a run killed at any moment resumes from the last folder that has its marker, without a gap; older ones go after
-that. Later ones, of a run that was told to go back to one before them, go just before it. Each of these is on the disk
-(`files`) before the next is done, so the same holds where power is lost.
+A checkpoint is written as `global_step_N.partial` and renamed when it is complete and the step's rows are on disk, each
+stage flushed before the next. So a run killed at any moment resumes from the last folder with its marker.
 """
 
 from __future__ import annotations

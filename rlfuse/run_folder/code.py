@@ -1,8 +1,4 @@
-"""Code that the configuration of a run folder names: commands that read a folder run none of it without --run-code.
-
-Role: a folder may be another person's. `replay`, `eval`, `generate`, `simulate`, `whatif`, `report` and `calibrate` ask
-here before they do what would execute a file, a package or a model's own code.
-"""
+"""List custom code that a run folder's configuration names: commands run none of it without --run-code."""
 
 from __future__ import annotations
 

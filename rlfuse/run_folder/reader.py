@@ -1,8 +1,4 @@
-"""A run folder, read back: what `rlfuse trace` and `rlfuse report` show.
-
-Role: finished runs, interrupted ones and those still going on alike, so everything but the configuration may be missing
-and a last line may be half written. Invariant: events are streamed, a run of thousands of steps is never held whole.
-"""
+"""Read a run folder back, finished or not: everything except the configuration may be missing. Events are streamed."""
 
 from __future__ import annotations
 

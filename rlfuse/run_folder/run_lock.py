@@ -1,13 +1,7 @@
-"""The lock on a run folder: one driver at a time, from the start of its job to the end of its process.
+"""Lock a run folder: one driver at a time, until the end of its process.
 
-Role: `rlfuse.run.job` holds it around a run, `rlfuse runs clean` while it removes files; `status.state_now` tells by it
-whether a run is alive. Invariants:
-- `flock` on `driver.lock` decides among the processes of one kernel, in whatever containers: it needs neither process
-  ids nor clocks, and ends with the process;
-- the file names the kernel of its holder. Where that is another one, or the file system has no flock, only the files
-  that a driver keeps writing can tell: it updates `driver.lock` every BEAT_S;
-- `check` finds out that the folder was removed, or that another driver has taken it over meanwhile.
-Waits: for a heartbeat, at most SILENT_S.
+`flock` on `driver.lock` decides among processes of one kernel. On another host, or without flock, the file's age
+decides: the driver updates it every BEAT_S. `check` detects that the folder was removed or taken over.
 """
 
 from __future__ import annotations

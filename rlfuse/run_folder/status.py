@@ -1,8 +1,4 @@
-"""What became of a run: `status.json` of its folder, written when it starts and when it ends.
-
-Role: `rlfuse.run.job` writes it; lists of runs, reports and the live view of a run that goes on elsewhere read it. A
-run that was killed could not say so: its file still says `running`, and `state_now` asks the folder's lock.
-"""
+"""Read and write `status.json`, the state of a run. A killed run still says `running`; `state_now` checks the lock."""
 
 from __future__ import annotations
 

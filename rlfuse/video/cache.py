@@ -1,16 +1,8 @@
-"""Embeddings of clips, one bf16 copy per node in shared memory.
+"""Cache clip embeddings of one node in shared memory, one bf16 copy each (an actor; the driver uses `store`).
 
-Role: `EmbeddingCache` is the book-keeper of one node, an actor that `store` speaks to. Nothing passes through it but
-on its way to another node: encoder ranks write rows straight into the file that `reserve` names, and whoever has the
-handle maps it.
-Invariants:
-- readers meet whole entries only: rows are written to `*.partial`, which `commit` renames;
-- the bytes reserved and committed never exceed `limit_bytes`; entries are dropped least recently used first, never one
-  that a holder (a step) still has. Dropping unlinks: who has mapped an entry keeps it until unmapped;
-- files of a run lie in a folder of its own, locked while the run lives and removed by `close`. What a killed run left
-  is removed by the next one on the node, which finds its folder unlocked;
-- with a disk tier every committed entry is copied there, and is not dropped from memory before.
-Waits for file systems only.
+Rows are written directly into the file that `reserve` names and `commit` renames, so readers see complete entries only.
+Reserved and committed bytes never exceed `limit_bytes`: entries without holder are evicted, least recently used first.
+A run's folder is locked while it lives; the next run on the node removes unlocked ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A trained text part of a video model, put back into the whole model's folder.
-
-Role: `join_checkpoint` is called for every checkpoint of a video job (`VideoModel.complete`). Knows tensors' names, no
-family. What reads single tensors serves others too.
-"""
+"""Join a trained text part of a video model with the rest of the model's folder."""
 
 from __future__ import annotations
 

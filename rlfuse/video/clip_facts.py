@@ -1,7 +1,4 @@
-"""What is known of a clip before it is decoded, and when its pictures change.
-
-Role: `decoding.probe` finds it out, samplings choose times by it. Pure.
-"""
+"""Facts of a clip that are known before decoding: duration, size, and when its pictures change. Pure."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""One picture of what the model saw and said: frames with their times beside the question, below them all answers.
+"""Draw a contact sheet: the frames that the model saw with their times, the question, and all answers. Pure.
 
-Role: `contact_sheet` is called for the few prompts that a step logs; the image goes to wandb and, as PNG, to the run
-folder. Pure: it is given the decoded frames of the plan and opens nothing but its fonts.
-Invariants: frames are shown as the model got them, in their order and shape; what does not fit (frames beyond
-`MOST_FRAMES`, the middle of a long text, answers beyond `MOST_ANSWERS`) is left out and the picture says how much.
+What does not fit (frames beyond `MOST_FRAMES`, long texts, answers beyond `MOST_ANSWERS`) is left out and counted.
 """
 
 from __future__ import annotations

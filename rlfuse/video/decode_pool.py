@@ -1,22 +1,11 @@
-"""Decoding in processes of its own: bounded in time for each clip, in clips and bytes for all of them.
-
-Role: `DecodePool` is what everyone but a notebook decodes with: the run when it plans its clips, an encoder rank for
-the frames that it encodes. It may be pickled to another process, and has its own workers there.
+"""Decode in worker processes, bounded in time per clip and in clips and bytes overall.
 
     stream(clips) --submitted while both bounds allow--> worker process, worker process, ...
-         ^------ results in order; asking for the next gives back the room of the one before ------'
+         ^------ results in order; asking for the next frees the room of the previous one ----'
 
-Invariants:
-- a clip is at most `timeout_s` in a worker. One that takes longer or crashes its process is a VideoError that names
-  it, the process is killed and replaced, and the other clips go on;
-- a worker that is killed or stopped from outside, at a clip or idle, is replaced, and what it did is repeated: that is
-  no fault of the clip, unless it happens ATTEMPTS times;
-- at most `max_clips` clips and `max_bytes` of frames are under way or not yet given back: a slow consumer pauses the
-  decoders. A clip larger than `max_bytes` on its own is a VideoError;
-- frames are written once, into memory that worker and consumer share and that no crash of either leaves behind;
-- no worker outlives the process that started it.
-Waits for workers, each bounded as above; an EngineError says that the pool itself is at fault. Used from one thread at
-a time. Workers are spawned, so a script that uses this needs `if __name__ == "__main__"`.
+A clip that exceeds `timeout_s` or crashes its process is a VideoError; the process is replaced and other clips
+continue. A worker killed from outside is replaced and its clip repeated, up to ATTEMPTS times. Frames are written once,
+into shared memory. Workers end with their parent; they are spawned, so scripts need `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
-"""Reading real video files with PyAV: what a clip is, and the frames that a plan names.
+"""Read video files with PyAV: facts of a clip, and the frames that a plan names. The pool bounds the time.
 
-Role: `probe` and `decode` run in the worker processes of `decode_pool`, or directly in a notebook or a test. Nothing
-here bounds time: a file that never answers (a dead mount, a pipe) is ended with its process by the pool.
-Invariants:
-- a frame is the one on the screen at its time, the last that starts no later, at constant and variable rates alike;
-- decoding starts at the last keyframe before a named frame, unless what was decoded for the one before is nearer;
-- nothing is shown that was decoded before the first keyframe, of the clip or behind a seek: it may lack what it refers
-  to, and some decoders show it by halves where others fail;
-- frames come as `display` says, in the plan's size, whatever the file has;
-- a file that can't give every frame of the plan is a `VideoError` that names it: no frame is made up.
+A frame is the last one that starts no later than its time. Decoding starts at the last keyframe before it; frames
+decoded before the first keyframe are never shown. A file that lacks a frame of the plan is a `VideoError`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Embeddings on disk, kept from one run to the next: a frozen tower gives a clip the same embedding for ever.
+"""Keep embeddings of a frozen tower on disk from one run to the next; several runs may share the folder.
 
-Role: used by `EmbeddingCache` only. Several runs may share the folder.
-Invariants: a file appears whole, under its key; the folder is kept below `limit_bytes` by removing what was not used
-for longest. Trouble with the disk never stops a run, since memory has the entry: it is counted and told.
+Files appear complete; the least recently used ones are removed above `limit_bytes`. Disk errors are counted and
+reported, and never stop a run.
 """
 
 from __future__ import annotations

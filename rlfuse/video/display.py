@@ -1,13 +1,7 @@
-"""What a screen shows of a decoded frame: of one instant, in ordinary light, in the plan's size, the right way up.
+"""Convert a decoded frame to what a screen shows: deinterlaced, SDR, resized, upright.
 
-Role: `decoding` asks for the sides of a clip as displayed and for the pixels of every frame that a plan names.
-Invariants:
-- a frame without fields, rotation or high dynamic range pays nothing for them;
-- reflections count: a display matrix turns and mirrors; one that does anything else is a `VideoError`;
-- PQ and HLG become what SDR video would have been: white paper (203 cd/m2, ITU-R BT.2408) stays white within a few per
-  cent, and up to 1000 cd/m2 highlights keep their differences. Without this they come out grey and pale, unlike
-  anything that towers were trained on. FFmpeg's own conversion takes 3.5 s for each clip and clips highlights.
-Waits for nothing.
+Frames without fields, rotation or HDR cost nothing extra. PQ and HLG are mapped to SDR with white paper (203 cd/m2,
+ITU-R BT.2408) kept within a few per cent; FFmpeg's own conversion takes 3.5 s per clip and clips highlights.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The driver's side of one encoder rank: starts its process, asks it, and starts another when it is lost.
+"""Call one encoder rank from the driver, and restart it when it is lost.
 
-Role: used by `encoding` only.
-Invariants: every call is bounded in time and names rank and frames; a process that did not answer in time or died is
-replaced before the failure of what it was doing is returned, so the rank is always ready for the next part. Each
-replacement is reported and recorded as a `restart` span. A part is blamed for a death only if it dies alone, with
-nothing being decoded ahead. What a lost process had prefetched is lost.
+Calls are bounded in time. A lost process is replaced before its failure is returned. A part is blamed for a death only
+if it dies alone, with nothing prefetched.
 """
 
 from __future__ import annotations

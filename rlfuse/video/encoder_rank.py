@@ -1,13 +1,7 @@
-"""One encoder rank: a process with a tower that decodes, encodes and stores the frames it is told to.
+"""One encoder rank: an actor with a tower that decodes, encodes and stores parts of clips.
 
-Role: Ray makes an actor of it; `encoding` sends it one part of a clip at a time. Pixels and embeddings never leave it
-but into the node's cache.
-Memory: at most two blocks of decoded frames exist, of `block_bytes` each (or `cut` frames, where those are more), and
-`prefetch_bytes` of those that were prefetched.
-Concurrency: a thread decodes the next block, of this part or of the one that comes next, while this one is encoded;
-between batches as many as there are `Decoders` decode what `prefetch` named, and what of it hasn't begun when a part
-comes is called off. Waits for these threads, at most `decode_timeout_s` a block. Whatever goes wrong with a part is
-answered, not raised.
+A thread decodes the next block while this one is encoded: at most two blocks of `block_bytes` exist, and
+`prefetch_bytes` of prefetched frames. Errors of a part are returned, not raised.
 """
 
 from __future__ import annotations

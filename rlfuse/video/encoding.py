@@ -1,27 +1,15 @@
-"""Sequence-parallel encoding: the clips of a batch over all ranks, each clip once, straight into the caches of nodes.
-
-Role: what a step calls before it rolls out and trains. It moves no pixel and no embedding itself.
+"""Encode the clips of a batch sequence-parallel over all ranks, each clip once, into the nodes' caches.
 
     encode(clips, holder) -- one batch at a time
       keys -> lookup in the store -> missing ones sharded over ranks -> room reserved in the cache of a clip's home node
-      encoder/0: part, part, ... --rows--> /dev/shm of its node      one part is under way on each rank
-      encoder/1: part, part, ... --rows--> /dev/shm of its node
+      encoder/0: part, part, ... --rows--> /dev/shm of its node
       a clip's last part done -> committed -> copied to every other node, once -> handle
+    prefetch(clips) -- the likely next batch: blocks are decoded while nothing is encoded, up to `prefetch_bytes`
+    encode_ahead(clips, holder) -- as encode, by as few ranks as finish in time, a few clips at a time
 
-    prefetch(clips) -- what the next batch will probably be: keys, those in no cache, sharded as above
-      encoder/0: block, block, ... decoded while nothing is encoded, until `prefetch_bytes` are waiting
-
-    encode_ahead(clips, holder) -- the same, encoded by as few ranks as are done in time, a few clips after the other
-
-A clip's home is the node whose ranks encode most of it; parts encoded elsewhere are moved there. Whoever reads it, on
-whichever slot its samples come to run, finds it in the memory of its own node.
-Invariants:
-- embeddings equal those of the unsharded tower, bit by bit on equal devices: shards are cut where the tower allows;
-- a clip that is in a cache, or twice in a batch, is not encoded (again): `video/encode_once_factor` is 1;
-- a clip that can't be read, decoded or encoded is a `ClipFailure` that says why; the others go on. A rank that dies or
-  does not answer within `timeout_s` costs the clip it was at and is started anew;
-- what `encode` returned stays in the memory of all nodes until `release(holder)`.
-A rank that can't be started (again), or a cache that has no room or is lost, is an `EngineError` for the batch.
+Embeddings equal those of the unsharded tower bit by bit on equal devices. A clip that cannot be encoded is a
+`ClipFailure`; the others continue. Results stay in memory until `release(holder)`. A rank that cannot be started, or a
+cache without room, is an `EngineError`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How a clip's embeddings reach vLLM, decided by what is exact: the route of the model's family, or a reason for none.
-
-Role: pure; asked for a model when its engine starts, and for every plan before anything runs.
-"""
+"""Decide how embeddings reach vLLM: by the exact route of the model's family, or the reason why there is none. Pure."""
 
 from __future__ import annotations
 

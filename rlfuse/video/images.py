@@ -1,12 +1,7 @@
-"""Images: what one is, its plan of one frame, and its pixels as a model's own processor has them.
+"""Read images as clips of one frame, with the pixels of the model's own processor.
 
-Role: `probe` and `read` run in the worker processes of `decode_pool`, which bounds them in time; `plan_image` is called
-where rows become prompts. From there on an image is a clip of one frame, for caches, engines, trainers and sheets.
-Invariants:
-- pixels equal those of transformers' default processor (torchvision) to the bit: upright by EXIF, RGB, bicubic;
-- of an animated file the first picture is shown, as there;
-- a file's format and its number of pixels are judged before it is decoded;
-- a file that can't be read whole is a `VideoError` that names it.
+Pixels equal those of transformers' default processor bit by bit: upright by EXIF, RGB, bicubic, the first picture of an
+animation. Format and number of pixels are checked before decoding.
 """
 
 from __future__ import annotations

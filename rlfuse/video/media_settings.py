@@ -1,9 +1,4 @@
-"""Settings that a row gives with one clip or image: which part and how many frames are shown, and how large.
-
-Role: `data.media` reads them from rows; `plan_video` and `plan_image` apply them. Pure.
-Invariant: keys have the names and the meaning of qwen-vl-utils. Where it has an answer, the frames of a model that
-samples as its own processor does are the same, and so are sizes if bounds are given; the rest is the run's sampling.
-"""
+"""Settings of a row for one clip or image (part, frames, size), with the names and meaning of qwen-vl-utils. Pure."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Visual placeholder ids: they mark where a clip stands in a prompt, and no response may hold one.
-
-Role: engine and trainer take the same ids out of the same distribution, so that their log-probs agree. The engine adds
--inf to those logits of every request, the trainer's output layer gives -inf for them (`exclude`): both renormalise over
-all other ids, at any temperature, and the output layer's rows of these ids get no gradient. Done for every sample of
-such a model, with a clip or without, because it's a property of the policy.
-"""
+"""Exclude visual placeholder ids from sampling: engine and trainer both give them -inf, so their log-probs agree."""
 
 from __future__ import annotations
 

@@ -1,20 +1,10 @@
-"""Which frames of a clip a model sees, how large, and how many tokens they cost: the only source of truth about it.
+"""Plan which frames of a clip a model sees, how large, and how many tokens they cost. Pure.
 
-Role: `plan_video` turns what is known of a clip, the run's sampling settings and the row's kind of task into a
-`VideoPlan`. The decoder decodes it, the tower encodes it, `prompt.assemble` writes it into the prompt; engine and
-trainer both check their token counts against it. Pure: no clip is opened here, and nothing here waits.
-Invariants:
-- a plan never exceeds its sampling's budget, and its tokens are never cut: what the caller can't take is an error;
-- times rise (the last is repeated where temporal patches have to be filled up), and span the clip, or the part of it
-  that its row asks for; they count from the start of the file;
-- with timestamps no picture is shown twice, at variable rates too. Rotary time axes have a single number of seconds for
-  all patches: there times stay even, and a picture that stays is shown again;
-- everything but times, size and geometry is derived from them, so a plan can't contradict itself;
-- equal plans have equal hashes, on every machine and in every process.
-Samplings: a model's own is that of its processor (`processor_sampling`). Seed1.5-VL's (arXiv 2505.07062, section on
-video encoding) takes 1, 2 or 5 frames a second by task, the largest of six levels of tokens per frame at which all of
-them fit into the budget, and where even the smallest does not fit, as many frames as fit, spread evenly over the clip.
-A fixed number of frames and tokens is that of MR-SP (arXiv 2507.07966).
+Decoder, tower, prompt, engine and trainer all use the plan. It never exceeds the sampling's budget, and its tokens are
+never cut. Times rise and count from the start of the file; with timestamps no picture is shown twice. All else is
+derived from times, size and geometry, and equal plans have equal hashes on every machine.
+Samplings: a model's own (`processor_sampling`); Seed1.5-VL's (arXiv 2505.07062: 1, 2 or 5 frames a second by task, the
+largest of six levels of tokens per frame that fits); a fixed number of frames and tokens (MR-SP, arXiv 2507.07966).
 """
 
 from __future__ import annotations

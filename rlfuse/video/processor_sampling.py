@@ -1,10 +1,7 @@
-"""Which frames a model's own processor takes of a clip, and how large: by rate and bounds, as it was trained.
+"""Sample frames as a model's own processor does, by rate and pixel bounds. Pure.
 
-Role: a family's sampling (`VideoFamily.sampling`), with what the processor configuration of a checkpoint says. Pure.
-Invariant: at a constant rate frames, sizes and token counts are those of the installed transformers' processor of the
-same settings with `do_sample_frames`, also where settings are left out, but for `fps`, without which it takes every
-frame, and for fewer frames than a temporal patch, for which it has no answer. Those of a clip whose row has settings
-are qwen-vl-utils'. Which tokens VideoLLaMA3's leaves out is known from pixels alone (`compression`).
+At a constant rate, frames, sizes and token counts equal those of the installed transformers' processor with
+`do_sample_frames`; with settings of a row they equal those of qwen-vl-utils.
 """
 
 from __future__ import annotations

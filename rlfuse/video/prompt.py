@@ -1,12 +1,6 @@
-"""A prompt with its visual tokens in place: `<video>` and `<image>` markers and plans become token ids and positions.
+"""Assemble a prompt with visual tokens in place of `<video>` and `<image>` markers. Pure.
 
-Role: called wherever a row with clips becomes a prompt; engine and trainer take the same ids and put the same
-embeddings at the same positions. Pure, for any tokenizer of transformers.
-Invariants:
-- visual positions are known because they were written here, never found by looking for an id;
-- text, whoever wrote it, never becomes a visual token: a placeholder spelled out in a question or an answer is
-  tokenised in two halves, which read the same;
-- as many visual tokens as the plans say, all of them, whatever the length of the prompt.
+Visual positions are recorded here, never searched for. A placeholder spelled out in text stays text.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""Which rank encodes which frames: contiguous shards of a batch of clips, cut only where the tower allows, balanced.
+"""Shard the clips of a batch over ranks: contiguous, balanced, cut only where the tower's bits do not change. Pure.
 
-Role: pure; `encoding` asks it once per batch. Clips are laid end to end in the order given and the line is cut into one
-run per rank, so there are at most ranks - 1 cuts whatever the clips' lengths and sizes.
-Units: a *unit* is one temporal patch (one frame for VideoLLaMA3, two for Qwen2.5-VL); no attention crosses its bounds.
-Clips are cut at multiples of `step` units, counted from the clip's start: the tower runs `step` units at a time, and a
-matrix product may differ in its last bits with the number of its rows (bf16 on a CPU: half of the embeddings do between
-one frame and two), so every unit must be run in the same company, whoever runs it. Then sharding changes no bit.
-Invariants: every unit is in exactly one shard, in order; the heaviest shard is as light as any contiguous cutting
-allows, and at most total / ranks + the heaviest step; ranks beyond the steps there are get nothing.
+Clips are cut at multiples of `step` units (temporal patches), since a matrix product may differ in its last bits with
+its number of rows. The heaviest shard is as light as any contiguous cut allows.
 """
 
 from __future__ import annotations

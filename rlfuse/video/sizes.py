@@ -1,7 +1,4 @@
-"""Sizes of pictures in whole tokens: the one nearest to a picture's own within bounds of pixels, or of tokens.
-
-Role: used by samplings, by settings of rows and for images. Pure; imports no other part of this package.
-"""
+"""Sizes of pictures in whole tokens, nearest to the original within bounds of pixels or tokens. Pure."""
 
 from __future__ import annotations
 

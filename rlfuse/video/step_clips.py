@@ -1,10 +1,7 @@
-"""The clips of a step: encoded before its samples are generated, held until its last pass, then let go.
+"""Encode the clips of a step before generation and hold them until its last pass (the `Clips` protocol).
 
-Role: the controller's hand for clips (`protocols.Clips`); it turns groups into groups whose prompts hold handles of
-embeddings. A group whose clip can't be encoded is dropped whole, named and counted; the others go on. While a step or
-a validation goes on, the clips of what comes next are decoded beside it, or encoded. Whoever asks for clips meanwhile
-comes first: no other is begun then, and what was made ahead gives way where caches are full.
-Waits for the encoder, which bounds every part of a clip in time.
+A group whose clip cannot be encoded is dropped and counted. Clips of the next batch are prefetched or encoded ahead,
+with lower priority.
 """
 
 from __future__ import annotations

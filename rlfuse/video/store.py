@@ -1,9 +1,6 @@
-"""The embedding caches of all nodes, as the driver sees them: one `EmbeddingCache` actor per node.
+"""The embedding caches of all nodes as seen by the driver, one `EmbeddingCache` actor per node.
 
-Role: used by `encoding`, which decides what is encoded where. An embedding that a node lacks and another has is
-copied once and never encoded again: its bytes go from node to node through Ray's object store, not the driver.
-Invariants: every call is bounded by `timeout_s` and names the cache that did not answer; of all clips that are copied,
-at most COPYING lie in the object store. Nothing waits otherwise.
+Embeddings are copied between nodes through Ray's object store, at most COPYING at a time. Calls are bounded in time.
 """
 
 from __future__ import annotations

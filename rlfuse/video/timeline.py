@@ -1,14 +1,8 @@
-"""When a file's video has pictures: which of its streams is shown, from when to when, and where decoding can start.
+"""Find which stream of a file is shown, from when to when, and where decoding can start; nothing is decoded.
 
-Role: `timeline_of` is asked by `decoding` for every file that it opens, before anything of it is decoded.
-Invariants:
-- nothing is believed that the packets contradict: a header's rate gives way to theirs, and a clip whose header and time
-  stamps disagree about its length, because it is cut or damaged, is a `VideoError` with both figures;
-- the stream is the container's default one, else the longest; a cover picture is none, flagged as such or not;
-- a clip begins with its first keyframe: what stands before it, where a recording was cut, can't be decoded;
-- times that a container leaves open are not guessed: it is a `VideoError` where they matter;
-- MP4 and its relatives at a constant rate are known from their index. All else is read through once, none decoded.
-Waits for the file.
+Packets overrule headers; a clip whose header and time stamps disagree about its length is a `VideoError`. The stream is
+the default one, else the longest, never a cover picture. A clip begins with its first keyframe. MP4 at a constant rate
+is known from its index, all other files are scanned once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How a prompt says when the frames of a clip are shown: by text before the visual tokens of each temporal patch.
-
-Role: a leaf; a family has its processor's way (`VideoFamily.timestamps`), a plan is written by it.
-"""
+"""Write the time of frames into a prompt, before the visual tokens of each temporal patch."""
 
 from __future__ import annotations
 

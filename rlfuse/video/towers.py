@@ -1,14 +1,8 @@
-"""The visual part of a video model: frames in, embeddings out: features for the text model's input, and for layers.
+"""Load the visual tower of a video model alone, and turn frames into embeddings.
 
-Role: what encoder ranks run, and what a trainer that also trains the tower runs with gradient. A tower is loaded alone:
-only its tensors are read from the checkpoint.
-Invariants:
-- the features are those of the Hugging Face model behind its own processor, pixel normalisation included; frames come
-  at the plan's size, so nothing is resized here; tokens that the plan does not keep are made and left out;
-- no attention crosses a *unit* (`temporal_patch` frames), and a clip is run `step` units at a time, counted from its
-  start. A clip cut at multiples of `cut` frames therefore gives the same bits as the whole clip on the same kind of
-  device, whoever runs the parts;
-- `version` names the weights, the normalisation and the precision: equal versions, equal embeddings.
+Features equal those of the Hugging Face model behind its processor. A clip is run `step` units at a time from its
+start, so parts cut at multiples of `cut` frames give the same bits as the whole clip. `version` names weights,
+normalisation and precision: equal versions mean equal embeddings.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What the driver has to know of a video model before anything starts: how it cuts frames, and how prompts show clips.
-
-Role: `VideoModel.at` is asked once per run, for `model.path`; None means a model of text. Reads configuration files and
-no weights. Invariant: a video model that can't be used exactly (see `handover`) is an error here, not a surprise later.
-"""
+"""What the driver needs to know of a video model at startup. A model that cannot be used exactly is an error here."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The rewards of a run, loaded: entries with names and weights, and the function behind each.
-
-Role: called by the reward pool, by `score_items` and by the service, in the process that the user sees, so that every
-mistake shows before any other process starts. Invariant: names are distinct, and `reward_model` is that of
-reward.model_path, or `reward_model/LABEL` one of its labels'.
-"""
+"""Load the rewards of a run: entries with distinct names and weights, and the function of each."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
-"""Finding a user's reward: `path/file.py:function`, `package.module:function`, a URL, or an object in a notebook.
+"""Load a custom reward: `path/file.py:function`, `package.module:function`, a URL, or an object in a notebook.
 
-Role: the configuration checks load every function once in the driver, so that a typing error is seen before any process
-starts; reward workers load them again in theirs; notebooks call `score_items` (in `table`) with no cluster.
-Invariants:
-- what is in a file now is what runs, also in a notebook after an edit; as long as it stays the same it is one module
-  (`config.own_modules`), whose globals all of its functions share;
-- everything that can go wrong is a `RewardError` that names the file, the line and what to change.
+An unchanged file is one module whose globals its functions share; an edited one is loaded again. Every problem is a
+`RewardError` with file, line and remedy.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""A reward that is an HTTP service, called with OpenRLHF's payload: `reward.functions=[http://host:port/path]`.
-
-Role: `service` makes the URL a reward function like any other, awaited on the reward worker's event loop and bounded
-there by reward.timeout_s. `rlfuse reward serve` is such a service; so is any written for OpenRLHF's remote_rm_url.
+"""Call a reward that is an HTTP service with OpenRLHF's payload: `reward.functions=[http://host:port/path]`.
 
     POST {"query": [prompt + response, ...], "prompts": [...], "labels": [...]}
     200  {"rewards": [...], "scores": [...], "extra_logs": {...}}
 
-Invariant: whatever is no such answer (another status, no JSON, a wrong length, a null) is a failure with the service's
-own words in it, never a number.
+Any other answer is a failure with the service's message, never a number.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""What a reward function gets and gives: one finished response with its row, and one function's outcome for it.
+"""What a reward function receives and returns: one finished response with its row, and the outcome for it.
 
-Role: the only view that reward code has of a sample. Built from a `Sample` by the pool, or from a plain row in a
-notebook, so that a function sees the same thing in both. Plain data: no Ray, vLLM or torch import.
-Invariants:
-- an item carries all that any reward shape asks for, so scoring needs nothing but the item;
-- an outcome is a `Score` or a `RewardFailure`: a failure is never given as a number.
+Plain data without Ray, vLLM or torch. An outcome is a `Score` or a `RewardFailure`; a failure is never a number.
 """
 
 from __future__ import annotations

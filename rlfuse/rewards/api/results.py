@@ -1,12 +1,7 @@
-"""From what a reward function returned to scores, and from what it raised to failures.
+"""Convert what a reward function returned to scores, and what it raised to failures.
 
-Role: pure readers of the result shapes, used by `RewardFunction`. No Ray or torch import: tensors and arrays are
-read through their `item` and `tolist`.
-Invariants:
-- NaN, infinity, a wrong length and anything that is not a number are `Unreadable`, never a number;
-- reading runs a user's code (`__repr__`, `__len__`, ...), which may raise anything: readers let it pass; `failure`
-  makes a `RewardFailure` of it, and never raises itself;
-- what comes out is plain floats and text that any file and terminal takes.
+NaN, infinity, a wrong length and non-numbers are `Unreadable`. Readers may run custom code (`__repr__`, `__len__`) and
+let its errors pass; `failure` never raises.
 """
 
 from __future__ import annotations

@@ -1,20 +1,9 @@
-"""Calling a user's reward in the shape it was written for: verl's, TRL's or OpenRLHF's, or one that takes samples.
+"""Call a custom reward in the shape it was written for: verl's, TRL's, OpenRLHF's, or one that takes samples.
 
-Role: `RewardFunction`, made by `functions.load_function` and called by the reward worker, or directly in a notebook.
-Invariants:
-- the shape is chosen by parameter names, and a function is given only the columns it names, unless it has `**kwargs`.
-  verl hands over no columns beside `extra_info`. So in its shapes one goes only to a parameter that names it and has no
-  default; those with a default, and `**kwargs`, are for the entry's kwargs alone;
-- what it gets of a row is its own: nothing that it changes there is seen by another call or by its caller. What it does
-  not get is not copied; what can't be copied costs its own sample;
-- ordinary functions run on the calling thread (some set `signal.alarm`, which only the main thread may);
-- whatever it raises, KeyboardInterrupt included, and whatever it returns that can't be read, costs the samples of that
-  call only: a `RewardFailure` with the user's traceback. The one exception is an interrupt of the user's own.
-
-Concurrency: what an async function returns is awaited on one event loop in a thread of its own, which lives as long as
-the process so that a function may keep an HTTP session. Calls for several items are awaited together:
-
-    caller's thread: call, call, ... --awaitables--> loop thread: gather, each within timeout_s --results--> caller
+Parameter names select the shape, and a function receives only the columns it names, unless it has `**kwargs`. verl
+passes no columns except `extra_info`: in its shapes a column goes only to a parameter without default.
+A function receives copies. Whatever it raises or returns costs only the samples of that call, except for an interrupt
+by the user. Ordinary functions run on the calling thread; coroutines on one event loop in a thread of its own.
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
-"""A sequence-classification reward model: `reward.model_path`. One that is a video model sees what a row shows.
+"""Score with a sequence-classification reward model: `reward.model_path`.
 
-Role: `Classifier` is a model as `shapes` knows them (`start`, then `score`); as the part `reward_model` it is made from
-the configuration by `entries`, and started in a process of its own (a pool's) or in a notebook's. Of a model with
-several labels there is one for each that counts; they share the model. torch, transformers and vLLM are imported by
-`start` only.
-Invariants:
-- a score is a raw logit of a head that came with the weights (never of a fresh, random one); all labels' come from one
-  pass;
-- the text is never truncated: a sample that doesn't fit the model's context is a `RewardFailure`;
-- a sample's score does not depend on what it is batched with (transformers: right padding, masked; without a padding
-  token in the model's configuration sequences go one at a time, because the model can't tell where they end).
+A score is a raw logit of a head from the checkpoint. Text is never truncated: a sample that exceeds the context is a
+`RewardFailure`. A score does not depend on the rest of the batch. torch and vLLM are imported by `start` only.
 """
 
 from __future__ import annotations

@@ -1,19 +1,10 @@
-"""A generative judge: a language model that is shown two answers and says which is better.
-
-Role: the entry `{path: judge, kwargs: {model: ...}}` of reward.functions, and in a notebook `Judge(model=...)`. As in
-Seed1.5-VL (2025, arXiv 2505.07062) the reward is the probability of the verdict, not a drawn one: a sample costs two
-prefills and one token each, whatever the model thinks.
+"""Compare a response with a reference answer by a generative judge (Seed1.5-VL, arXiv 2505.07062).
 
     template with (response, reference) -> P(A) of (A, B) = p
     template with (reference, response) -> P(B) of (A, B) = q        reward = (p + q) / 2, between 0 and 1
 
-What a position is worth to the judge is in p and in q with opposite signs: a judge that always says A gives 0.5.
-A response is compared with a reference of its own row, not with its siblings: so it is scored when it is finished, at a
-cost that does not grow with the group, and its reward depends on nothing else. Rows without one can get the answer of
-another model, or of the policy before training, as a column. A judge with a visual part sees what the row shows
-(`sight`), in both orders before the answers, where the question has it.
-Invariants: probabilities are of the two verdicts alone, by the logits of the first token; text is never truncated;
-whatever is in the way of a verdict (no reference, a prompt that is too long, no number) is a `RewardFailure`.
+Averaging both orders cancels a preference for a position. Probabilities are over the two verdict tokens only. Text is
+never truncated; a sample without a verdict (no reference, prompt too long) is a `RewardFailure`.
 """
 
 from __future__ import annotations

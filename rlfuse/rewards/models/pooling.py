@@ -1,9 +1,6 @@
-"""A reward model as vLLM's pooling runs it: of text, or a video model under a score head, which sees what a row shows.
+"""Run a reward model in vLLM's pooling mode: of text, or a video model with a head `score.weight` [labels, hidden].
 
-Role: one of the two that `classifier.Loaded` has run its model. A reward model that sees is a whole video model whose
-config.json names an architecture `...ForSequenceClassification` and the labels, and among whose weights is the head,
-`score.weight` [labels, hidden], maybe with `score.bias`; transformers has no class of that kind, vLLM makes one.
-Invariants: scores are raw, without vLLM's activation; a head is never a fresh one, nor of another shape.
+Scores are raw, without vLLM's activation; the head is never randomly initialised.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
-"""How a judge or a classifier sees what a row shows: clips and images as prompts of the vLLM engine that serves it.
+"""Show clips and images of a row to a judge or classifier that runs in vLLM.
 
-Role: `judge.Judge` and `pooling.Pooling` have one, in the process that serves the model; `refusal` is asked in the
-driver too, before anything starts. torch is imported by what needs a tower only.
-Invariants:
-- a model sees what the policy saw: the frames and sizes of the row's own plan, so that its family has to cut frames as
-  the policy's does;
-- embeddings are the policy's, mapped from the shared memory of the node, where their key says that file, plan and
-  tower are the same; those of any other tower are made here by the model's own, a block of frames at a time, and kept
-  for siblings within KEPT_BYTES;
-- markers in answers are text: nothing that a policy writes stands for a clip.
+The model sees the frames and sizes of the row's plan. Embeddings of the policy's tower are reused if file, plan and
+tower are the same; otherwise the model's own tower makes them, cached up to KEPT_BYTES. Markers in answers are text.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""vLLM inside a reward's own process: what a judge and a pooled reward model share.
+"""Run vLLM inside a reward process, in the calling thread.
 
-Role: called by `judge.Judge` and `pooling.Pooling` when they are started. The engine runs in the calling process, on
-its thread, so that it ends with it and a crash is the process's. Imports vLLM only when an engine is built.
-Invariants: requests come back in order; none is left in the engine, also when a step raises; the same
-settings and files give the same engine again, for as long as the process lives (vLLM's engines of a process share
-groups, which the end of one would take from the others).
-Not run on GPUs, for lack of one: there the KV cache is given outright too, so that vLLM's share of the device
-(`gpu_memory_utilization`) is only what it demands to find free at the start.
+Responses are returned in order and no request stays in the engine if a step raises. Engines are cached per settings for
+the life of the process, since vLLM's engines of a process share groups. Not run on GPUs yet.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""What a process of untrusted code holds at the moment, as the process that judges it sees it: threads and files.
-
-Role: `sandbox.host` looks here at each tick. The kernel has no limit of a process for either: RLIMIT_NPROC counts all
-of a user and binds no root, RLIMIT_FSIZE is of one file, and a file without a name lasts as long as a descriptor or a
-page of it in memory. Reads `/proc`, which the code itself can't open.
-Invariants: what ends while it is looked at counts nothing; files that code only reads never count.
-"""
+"""Measure threads and files of a process with untrusted code from outside, by `/proc`."""
 
 from __future__ import annotations
 

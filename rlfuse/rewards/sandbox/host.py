@@ -1,16 +1,11 @@
-"""The process that runs code nobody has read, one test after the other; started by `sandbox`, never imported by a run.
+"""The process that runs untrusted code, one test after the other; started by `sandbox`, never imported by a run.
 
     sandbox (reward worker) --job, tests--> host --requests--> candidate: a fork for each test, confined, runs the code
                             <---outcomes---      <--replies---
 
-Invariants:
-- a candidate is forked before its test is read, and has none of the host's pipes: neither what a test expects nor the
-  way to report success is in its memory. What it replies are values, compared by the sandbox or by the test's own
-  assertions, which run here, in another process than the code they test;
-- nothing runs before the candidate has said how far it is confined, and nothing at all where that is less than asked;
-- a test takes at most `timeout_s` of CPU time, so that what else the machine does decides nothing, and BUSY times that
-  in all, then its candidate is killed; all tests take `total_s`, then the rest has failed.
-Waits for candidates; a timer interrupts whatever is under way. Dies with the process that started it.
+A candidate is forked before its test is read and has none of the host's pipes: neither expected values nor the way to
+report success are in its memory. Nothing runs before the candidate has reported its isolation. A test may use
+`timeout_s` of CPU time and BUSY times that in all; all tests together `total_s`.
 """
 
 from __future__ import annotations

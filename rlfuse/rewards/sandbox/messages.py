@@ -1,10 +1,6 @@
-"""What the processes around untrusted code say to one another: JSON with its length in front, through pipes.
+"""Exchange JSON messages with a length prefix with processes of untrusted code. Standard library only.
 
-Role: used by `sandbox`, `bounded` and the processes they start. Only the standard library, and nothing of rlfuse.
-Invariants:
-- what arrives is plain data, whoever sent it: reading runs no code of the sender, and never more than `most` bytes;
-- values keep their type on the way: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict.
-Waits for the other side, up to `deadline` where one is given.
+Reading never runs code of the sender and never reads more than `most` bytes. Values keep their Python type.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""Running untrusted Python against tests: bounded in time, memory, files and processes, with no network.
+"""Run untrusted Python against tests, bounded in time, memory, files and processes, without network.
 
-Role: `run_code` is called by `verifiers.code`, and by whoever writes a reward function that runs code. It returns what
-the code said, or why it did not; whether that is right is decided by the caller, outside of the code's process.
-How it is confined, and which kernel can do what, is in `confinement`; who runs where, in `sandbox.host`.
-Invariants:
-- code can end, hang, use up or print what it likes: the outcome says so, and nothing of it stays behind;
-- a test that code failed is an outcome; a sandbox that could not be started is a SandboxError, never an outcome;
-- `Report.missing` says what isolation lacked, and `Limits.demand_isolation` makes that an error before any code runs.
-Waits `total_s` at most, and `START_S` for the process to start.
+Whether an output is right is decided by the caller, outside of the code's process. A failed test is an outcome; a
+sandbox that cannot start is a SandboxError. `Report.missing` lists the isolation that this kernel lacks.
 """
 
 from __future__ import annotations

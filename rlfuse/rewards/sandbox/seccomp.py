@@ -1,13 +1,8 @@
-"""The filter of system calls: what `system_calls` says, as a program that the kernel runs before each call.
+"""Assemble the seccomp filter that enforces `system_calls`, with the standard library only.
 
-Role: called by `confinement`. Only the standard library: the program is put together here, so that isolation depends
-on the kernel alone, and can be read and tested as data, for machines other than this one too.
-
-    other architecture (32 bit)? -> the process is killed
-    number <= last of a run of calls with the same answer? -> that answer; or a condition's checks, then EPERM
-    above all runs (younger calls, x32) -> ENOSYS
-
-Invariants: what the table does not allow is not allowed; once loaded, for all threads, a filter is never loosened.
+other architecture (32 bit)? -> the process is killed
+number <= last of a run of calls with the same answer? -> that answer; or a condition's checks, then EPERM
+above all runs (newer calls, x32) -> ENOSYS
 """
 
 from __future__ import annotations

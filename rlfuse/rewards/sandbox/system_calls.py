@@ -1,13 +1,8 @@
-"""Every system call of Linux, in families: which of them untrusted code may make, and why; which not, and why.
+"""Every Linux system call in families: which of them untrusted code may make, and why.
 
-Role: data that `seccomp` makes a filter of. What is in no family, because Linux got it later, does not exist for the
-code (ENOSYS), so that C libraries fall back to what they did before. Checked call by call by tests/unit/test_calls.py.
-Invariants:
-- each call has one entry. What is allowed acts on the process itself or on a descriptor that it holds, and nothing that
-  it makes outlives it: no other process, no user and no machine is reached through any of them;
-- files are Landlock's, by path; here stands what Landlock does not govern, or not in each of its versions: attributes,
-  truncation by path (from its version 3), requests to devices (5), signals (6);
-- a condition compares as many bits as the kernel reads: WORD for what it takes as `int`, whatever stands above.
+An allowed call acts only on the process itself or on a descriptor that it holds. Files by path are Landlock's; here is
+what Landlock does not govern in each of its versions. Newer calls get ENOSYS, so that libraries fall back.
+A condition compares as many bits as the kernel reads: WORD for an `int`.
 """
 
 from __future__ import annotations

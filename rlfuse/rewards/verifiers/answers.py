@@ -1,12 +1,7 @@
-r"""Finding the final answer of a response, and the result dict that all verifiers return.
+r"""Find the final answer of a response, and build the result dict of all verifiers. Pure.
 
-Role: pure functions of text. Every verifier takes a response apart with `parts_of` and removes wrapping with
-`unwrapped`, so that `<answer>**B**</answer>`, `\boxed{\text{B}}` and `Final answer: "B".` are the same answer.
-Invariants:
-- time is linear in the length of the response: patterns have bounded or possessive quantifiers and no search starts
-  anew at each character; responses longer than MAX_CHARS hold no answer;
-- a response whose last `\boxed{` or `<answer>` is not closed was truncated and holds no answer: earlier ones are not
-  used.
+Time is linear in the length of the response; responses longer than MAX_CHARS hold no answer, nor do truncated ones,
+whose last `\boxed{` or `<answer>` is not closed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""A box in a picture, `[x1, y1, x2, y2]`: the overlap with the true one (box IoU).
+r"""Score a box in a picture, `[x1, y1, x2, y2]`, by its IoU with the true one.
 
-Boxes are four numbers in `[...]`, `(...)` or `<bbox>...</bbox>`, two corners as `(x1, y1), (x2, y2)` between Qwen's box
-tokens or without them, `{"bbox_2d": [...]}`, and keys as in `{"x1": ..., "y1": ..., "x2": ..., "y2": ...}`. The last
-one in the last `\\boxed{}` counts, else the first one announced, else the last one. Corners are put in order; a box
-without area is none. Pixels and shares of the picture are not compared: if one box lies within 0 to 1 and the other
-does not, `size` (width and height) converts the shares to pixels, and without `size` the answer is wrong.
+The last box in the last `\boxed{}` counts, else the first announced one, else the last one. If one of answer and truth
+is in shares of the picture (0 to 1), `size` (width, height) converts it to pixels.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-r"""Multiple choice: a letter, or the text of an option.
+"""Score a multiple-choice answer: a letter, or the text of an option.
 
-A letter is taken from the last box, else from the last announcement ("the answer is", "I would go with"), the last line
-or the first: `B`, `(B)`, `B.`, `**B**`, `\text{B}`, `Option B`, `B. Paris`, `Paris (B)`, `B is
-correct`, `B, because ...`. A letter before other words is a word, as in "A dog" or "A is wrong". Two letters at once
-("A or B"), or a letter with the text of another option, state nothing. An option's text counts if it is all that the
-box, the announcement or the line says.
+The letter is that of the last box, else of the last announcement, the last line or the first line. A letter before
+other words is a word ("A dog"); two letters, or a letter with another option's text, state nothing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Python code that passes tests, run in the sandbox.
+"""Score Python code by tests in the sandbox; ground truths have the forms of `code_tests`.
 
-The code is that of `code_blocks.solution`; the ground truth has one of the forms of `code_tests`. Outputs of programs
-are equal up to white space at both ends of lines and of the whole, numbers in them up to a millionth; returned values
-where their types and numbers are, a tuple being a list and floats being equal to a millionth. Assertions run outside
-the code's process and call its functions with plain data: they can't look at objects it makes, nor at what it does to
-its arguments. What public data sets import in front of an answer (`List`, `Counter`, `heappush`, ...) is known to it.
+Program outputs are compared up to white space at line ends and a relative error of 1e-6 in numbers; returned values
+also by type, where tuples equal lists. Assertions run outside of the code's process and pass plain data.
 """
 
 from __future__ import annotations

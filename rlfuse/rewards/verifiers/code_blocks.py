@@ -1,9 +1,4 @@
-"""The Python code of an answer: fenced blocks of Markdown, and which of them is the solution.
-
-Role: pure functions of text, linear in its length. Called by `code`.
-Invariants: fences are paired as in CommonMark, so that the end of one block never opens another; a block in another
-language is never taken for Python.
-"""
+"""Find the Python solution among a response's fenced Markdown blocks, paired as in CommonMark. Pure, linear time."""
 
 from __future__ import annotations
 

@@ -1,22 +1,13 @@
-"""The tests that a ground truth holds, in the forms of public data sets.
+r"""Parse tests of a ground truth in the forms of public data sets. Pure. A form is a dict, a list, or JSON text of one:
 
-Role: pure; called by `code`. Forms, each a dict, a list or JSON text of one:
+    {"inputs": ["3\n"], "outputs": ["4\n"]}                              programs (APPS, TACO, verl)
+    {"fn_name": "f", "inputs": [[3], [4]], "outputs": [4, 5]}            functions, or methods of `Solution`
+    {"fn_name": "f", "inputs": ["3", "4"], "outputs": ["4", "5"]}        the same as text, an argument per line (verl)
+    [{"input": "3\n", "output": "4\n", "testtype": "stdin"}]             either, case by case (LiveCodeBench)
+    {"assert_case": ["assert f(3) == 4"], "setup": "import math"}        assertions (verl, MBPP: "test_list")
+    {"test": "def check(candidate): ...", "entry_point": "f"}            one function (HumanEval, LeetCode)
 
-    {"inputs": ["3\\n"], "outputs": ["4\\n"]}
-        programs (APPS, TACO, verl): standard input and output; a text alone is one test, a list of texts its lines
-    {"fn_name": "f", "inputs": [[3], [4]], "outputs": [4, 5]}
-        functions, or methods of `Solution`: lists of arguments; each output may be in a list of its own (APPS, TACO)
-    {"fn_name": "f", "inputs": ["3", "4"], "outputs": ["4", "5"]}
-        the same as text (verl): an argument in JSON per line
-    [{"input": "3\\n", "output": "4\\n", "testtype": "stdin"}], also as "test_cases"
-        either of these, case by case (LiveCodeBench)
-    {"assert_case": ["assert f(3) == 4"], "setup": "import math"}, ["assert f(3) == 4"], also as "test_list"
-        assertions (verl, MBPP); `fn_name` where it names a built-in
-    {"test": "def check(candidate): ...", "entry_point": "f"}
-        one function of assertions (HumanEval, LeetCode)
-
-Invariant: a ground truth that fits no form, or several, is a ValueError that names the field; it never becomes a test
-that all code fails.
+A ground truth that fits no form, or several, is a ValueError that names the field.
 """
 
 from __future__ import annotations

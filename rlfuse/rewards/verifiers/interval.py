@@ -1,9 +1,7 @@
-"""A stretch of time in a video: the overlap with the true one (temporal IoU).
+"""Score a time interval in a video by its IoU with the true one.
 
-Intervals are `3.2 to 5.0`, `[3.2, 5.0]`, `3.2s - 5.0s`, `from 3.2 seconds to 5`, `00:03.2 to 01:05`, `1:02:03-1:02:08`,
-`00:03.200 --> 00:05.000` (also with a decimal comma, as in SRT) and `{"start": 3.2, "end": 5.0}`. The last one
-in the last box counts, else the first one announced, else the last one. An end before its start, or none of its
-length, is no interval.
+Forms: `3.2 to 5.0`, `[3.2, 5.0]`, `00:03.2 to 01:05`, `00:03.200 --> 00:05.000`, `{"start": 3.2, "end": 5.0}`. The last
+one in the last box counts, else the first announced one, else the last one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""JSON that fits a schema: all of the answer, its last code block, or the content of its `<answer>` tag or box.
+"""Score JSON against a schema: all of the answer, its last code block, or the content of its `<answer>` tag or box.
 
-The schema is the ground truth, as JSON text (parquet gives structures keys they don't have) or as a dict, in the draft
-that its `$schema` names, else 2020-12; a `$ref` to another place is not fetched. Validating runs in a process of its
-own (`json_schema_worker`), bounded in time and memory: schemas hold regular expressions, and answers what these stumble
-on.
+The draft is that of `$schema`, else 2020-12; remote `$ref`s are not fetched. Validation runs in a bounded process
+(`json_schema_worker`), since regular expressions of schemas may take exponential time.
 """
 
 from __future__ import annotations

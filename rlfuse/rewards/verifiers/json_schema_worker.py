@@ -1,4 +1,4 @@
-"""Validates JSON for `json_schema`, in a process that may be killed. Never imported by a run."""
+"""Validate JSON for `json_schema` in a process that may be killed. Never imported by a run."""
 
 from __future__ import annotations
 

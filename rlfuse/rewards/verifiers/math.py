@@ -1,9 +1,7 @@
-r"""Mathematics: an expression that equals the true one, whichever way it is written.
+r"""Score a mathematical expression that equals the true one, however it is written.
 
-The expression is the content of the last `\boxed{}`, else what the response announces, else the last formula between
-dollar signs or the like, else the last line. It is compared with the true one as text, then part by
-part, then by value (`math_structure`). Nothing is refused because it is not understood: a truth that is no readable
-expression, such as "3:45 p.m." or "100!^{100!}", is compared as text.
+The answer is the last `\boxed{}`, else what the response announces, else the last formula, else the last line. A ground
+truth that is no readable expression is compared as text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-r"""Reading an expression in canonical LaTeX (`math_text`) into a tree.
+"""Parse canonical LaTeX (`math_text`) into a tree: a Fraction, or a tuple of an operator and its operands.
 
-Role: `read` knows arithmetic, fractions, roots, powers, functions, Greek letters, indices and products that are not
-written out. Whatever is not understood in full is Unreadable: f(x), integrals, numbers in other bases, two numbers
-side by side. A tree is a Fraction, or a tuple of an operator and its operands.
+Anything that is not understood completely is Unreadable: f(x), integrals, numbers in other bases.
 """
 
 from __future__ import annotations

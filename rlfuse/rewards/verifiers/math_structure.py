@@ -1,9 +1,7 @@
-r"""Whether two expressions are equal: first as text, then part by part, at last by value.
+"""Compare two canonical expressions: as text, then by structure, then by value.
 
-Role: `same` takes canonical expressions (`math_text`). Sets are compared in any order, tuples and intervals in order,
-with their brackets; equations up to a constant factor; inequalities also as intervals; numbers in other bases, times
-and ratios digit by digit; quantities in units that can be converted. A missing unit is not wrong, another one is.
-Invariant: what is not understood is equal to the same text only.
+Sets match in any order, tuples and intervals in order with their brackets, equations up to a constant factor,
+quantities after unit conversion. A missing unit is not wrong, another one is. Unparsed text equals only itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-r"""One spelling for each way in which an expression is written: LaTeX's variants, plain text, Unicode.
-
-Role: `canonical` gives the text that `math_structure` takes apart and `math_value` reads; two expressions with the same
-`key` are equal, whether or not anything else understands them. Invariant: time is linear in the text's length.
-"""
+"""Normalise spellings of an expression (LaTeX variants, plain text, Unicode). Linear time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-r"""The value of an expression, exact where it is rational, else to 60 digits.
+"""Evaluate expressions at fixed pseudo-random values of their variables: exactly if rational, else to 60 digits.
 
-Role: `values` evaluates an expression at fixed pseudo-random values of its variables, so that two expressions are
-identical if their values are. Invariants: work is bounded. A number has MAX_BITS bits at most, before and after the
-point; larger powers and factorials are Unreadable without being calculated. So are sums that would lose digits.
+Work is bounded: numbers beyond MAX_BITS, and sums that would lose digits, are Unreadable.
 """
 
 from __future__ import annotations

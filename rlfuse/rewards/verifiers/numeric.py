@@ -1,9 +1,7 @@
-r"""A number within a tolerance: the one in the last box, else the first one announced, else the last one.
+r"""Score a number within a tolerance: the one in the last box, else the first announced one, else the last one.
 
-Numbers are `-1,234.5`, `1.2e-3`, `1.2 \times 10^{-3}`, `10^{5}`, `3/4`, `1 1/2`, `\frac{3}{4}`, `45%`, `$18.90`, with
-or without a unit. A box or `<answer>` tag that holds several numbers, such as "3 or 5", states none, unless only one
-follows the last equals sign. If only one of answer and ground truth is in percent, both 45 and 0.45 are 45%.
-Calculation is exact, in fractions.
+Forms: `-1,234.5`, `1.2 \times 10^{-3}`, `3/4`, `1 1/2`, `\frac{3}{4}`, `45%`, `$18.90`, with or without unit. Several
+numbers in a box state none. If only one side is in percent, 45 and 0.45 both equal 45%. Calculation uses fractions.
 """
 
 from __future__ import annotations

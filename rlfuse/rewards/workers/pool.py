@@ -1,26 +1,13 @@
-"""The reward of a batch of samples, from functions and models in processes that may crash or hang.
-
-Role: implements `RewardScorer` for the controller. The driver's side of reward workers: wave by wave (gates first, see
-`compose`) it cuts a batch into calls, feeds them to whichever process is free, and composes the outcomes.
-Invariants:
-- each call of a function has a process to itself and is bounded in time; a process that exceeds it is killed, and a new
-  one is started while the outcome is already on its way. A function that proves quick gets more samples in each call;
-- how a batch is cut, and in which order calls end, changes no reward;
-- a failed call gives a `RewardFailure`, never a number. It costs only the samples of that call, and a call with several
-  that raised or lost its process is repeated one by one, so that it costs only the bad one. The exception is a batched
-  function that took too long: all of its batch fails, because repeating each could take as long again;
-- a process that can't be started (again) is an `EngineError` for every waiting and later `score`, not a failed sample.
-
-Concurrency, all on the driver's event loop; each handle is a task with one worker process and one call under way:
+r"""Score batches of samples with functions and models in worker processes that may crash or hang (`RewardScorer`).
 
     score() --put, waits while full--> functions queue (2 calls each) --> handle reward/0 --> RewardWorker process
-                                                                     \\-> handle reward/1 --> RewardWorker process
+                                                                     \-> handle reward/1 --> RewardWorker process
             --put, waits while full--> batches of a model, of all `score`s -> handle reward/model -> its own process
-            --put, waits while full--> batches of a judge ------------------> handle reward/judge -> its own process
     score() <--futures, one for each call------------------------------- handles
 
-A handle waits for its process to be ready, then for a call, then for the answer or the time limit; whatever happens it
-resolves the call's future, so that `score` is always unblocked.
+Each call has a process to itself and a time limit; a process that exceeds it is killed and replaced. Batching and order
+change no reward. A failed call is a `RewardFailure`; a batch that raised or lost its process is repeated sample by
+sample, one that timed out is not. A process that cannot be started is an `EngineError` for every waiting `score`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
-"""The queue in front of a model: samples of any `score`s, taken together by size and by age.
-
-Role: a reward model is fast only on many samples at once, and samples finish one by one. `RewardPool` puts a call for
-each sample; the model's process takes one call for all that it gets at a time.
+"""Batch samples of concurrent `score` calls for a reward model, by size and by age.
 
     score() --put, waits while full--> [call, call, ...] --`size` of them, or the first is `age_s` old--> process
     score() <--its own future----------------------------- answers handed out ----------------------- process
 
-Invariants: what waits is taken in order, and nobody waits longer than `age_s` for company once the model is free; who
-is scored with whom changes no reward, as a model's score of a sample depends on that sample alone; a call that is taken
-is answered, also when the pool is closed while it waits for more. Calls for several labels of a
-model are taken label by label.
+Samples are taken in order, and every call taken is answered, also when the pool closes.
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
-"""The process that runs reward functions, or one model, so that a crash or a hang costs one sample and not the run.
+"""The actor that runs reward functions, or one model, so that a crash or a hang costs one sample and not the run.
 
-Role: `RewardWorker` is the class of a Ray actor with no CPU of its own; `RewardPool` creates several and feeds each one
-call at a time. It waits for nothing but the user's function, and is killed from outside when that takes too long.
-Invariants:
-- methods are ordinary ones: Ray then runs them on the main thread with no event loop around, so that a function may use
-  `signal.alarm` or `asyncio.run`;
-- nothing a user's code raises leaves as an exception, which Ray would wrap in its own: `start` gives a message, `score`
-  gives failures;
-- what the functions' code allocates beyond `memory_mb` raises MemoryError in it, or ends the process where native code
-  does not look: either way it fails the sample, not the machine. A process that holds memory of earlier calls then says
-  so, and is replaced.
+Methods are synchronous, so Ray runs them on the main thread and functions may use `signal.alarm` or `asyncio.run`.
+Errors of custom code are returned, never raised. Allocations beyond `memory_mb` raise MemoryError in the function.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""One reward process and the task that feeds it: the process may be replaced, its handle stays.
+"""Feed one reward process and replace it when it is lost. Used by `RewardPool` only.
 
-Role: used by `RewardPool` only, for function and model workers alike. See there for the queues.
-Invariants:
-- one call is under way at a time, so that a lost process is blamed on the call that it was doing, if that also costs
-  the next one: a process may as well be killed from outside, or have run out of memory that earlier calls kept. So only
-  a process that has answered nothing before is evidence against a sample;
-- a call taken from the queue is always answered, by outcomes or by an EngineError, so that nobody waits for ever; a
-  handle whose process could not be started again keeps answering, with that error.
+One call runs at a time. A lost process counts against a call only if the next process dies of it too, since it may have
+been killed from outside. Every call taken from the queue is answered, by outcomes or an EngineError.
 """
 
 from __future__ import annotations

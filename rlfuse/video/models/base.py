@@ -1,14 +1,7 @@
-"""Families of video models: all that one needs, in a class of its own file, and which families there are.
+"""Register families of video models, each in a file of its own: tower, sizes, costs, vLLM route, positions, export.
 
-Role: `family_of` is asked by all who have a model's configuration: driver, encoder ranks, engines, trainers, plans. A
-family is registered by `@video_family(model_type)`; the files of this folder are imported when the first configuration
-with a visual part is seen, so that jobs without video never wait for them, a user's own when a process starts that
-needs it (`bring_along`).
-
-    frames --> forward (patches to tokens) --> embeddings --> route into vLLM --> rope (positions in the trainer)
-    cost (sharding over encoder ranks)    sizes (plans)       export (what vLLM and the trainer load)
-
-Invariant: a family's module is its tower and nothing else, its parameters named as in the checkpoint.
+Files of this folder are imported when the first configuration with a visual part is seen, custom ones in each process
+that needs them (`bring_along`). Parameters of a family's module have the checkpoint's names.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Qwen3-VL: units of two frames, attention over all of a unit; what several of its layers see reaches as many layers of
-the text part (DeepStack, arXiv 2406.04334).
-
-vLLM serves the whole model, because positions have three axes; it writes the time of every unit into the prompt, so
-that these axes count each unit for itself. The trainer takes the model without its tower.
-"""
+"""Qwen3-VL: units of two frames, features of several layers (DeepStack, arXiv 2406.04334), a timestamp per unit."""
 
 from __future__ import annotations
 

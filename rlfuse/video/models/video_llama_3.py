@@ -1,8 +1,4 @@
-"""VideoLLaMA3: a SigLIP-like tower with 2-D RoPE and attention inside a frame, 2x2 down-sampling, two-layer projector.
-
-vLLM and the trainer take the text part alone, a Qwen2 to which a visual token is what text is; times stand in the
-prompt.
-"""
+"""VideoLLaMA3: attention within a frame, 2x2 down-sampling; the text part is a plain Qwen2, timestamps are text."""
 
 from __future__ import annotations
 

@@ -142,7 +142,6 @@ def clip_warm_start(folder: Path, task: Path, clips: Clips, settings: ClipWarmSt
 
 
 def _seen(path: str, kind: Kind, settings: ClipWarmStart, model: VideoModel) -> tuple[VideoPlan, np.ndarray]:
-    """The file's plan, and its frames."""
     if kind.still:
         plan = images.plan_image(images.probe(path), *model.image_sizes(None))
         return plan, images.read(path, plan)

@@ -73,7 +73,6 @@ def of_copy(source: Path) -> Pairs:
 
 
 def _pairs(file: Path) -> Iterator[tuple[str, str]]:
-    """Question and answer of each row. Raises DataError."""
     for where, row in raw_rows(str(file)):
         question, answer = row.get("question"), row.get("answer")
         if not isinstance(question, str) or not isinstance(answer, str):
@@ -170,7 +169,6 @@ def made() -> Pairs:
 
 
 def _worked(steps: Sequence[tuple[str, str]], known: Mapping[str, Any]) -> str:
-    """The answer as GSM8K writes it: a line a step, its calculation in angle brackets, and the last value."""
     values, lines = [], []
     for words, calculation in steps:
         said = calculation.format(*values, **known)

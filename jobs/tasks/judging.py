@@ -76,7 +76,6 @@ def train_judge(folder: Path, settings: JudgeTraining) -> list[float]:
 def _loss(
     model: Qwen2ForCausalLM, verdicts: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Of the token behind each row's end [rows], among all tokens."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[torch.arange(len(ends)), ends]
     return torch.nn.functional.cross_entropy(model.lm_head(hidden), verdicts[labels])
 
@@ -84,7 +83,7 @@ def _loss(
 def _batches(
     settings: JudgeTraining, tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Endless (right-padded ids [rows, width], last places [rows], verdicts [rows]) of similar lengths."""
+    """Yield (right-padded ids [rows, width], last places [rows], verdicts [rows]) of similar lengths, endlessly."""
     rng = np.random.default_rng((settings.seed, 5))
     texts, labels = zip(*(_pair(settings, rng) for _ in range(settings.pairs)), strict=True)
     tokens = tokenizer(list(texts))["input_ids"]
@@ -99,7 +98,7 @@ def _batches(
 
 
 def _pair(settings: JudgeTraining, rng: np.random.Generator) -> tuple[str, int]:
-    """(what the judge reads, 0 for A and 1 for B); of two answers alike either may be called the better."""
+    """Return (prompt of the judge, 0 for A and 1 for B); a tie is decided at random."""
     problem = draw_problem(rng, held_out=False)
     better, worse = answers(problem, rng)
     gap = _truth(problem, better) - _truth(problem, worse)

@@ -69,13 +69,11 @@ def _right(problem: Problem, rng: np.random.Generator) -> str:
 
 
 def _stopped_early(problem: Problem, rng: np.random.Generator) -> str:
-    """One subtraction short or two, where there are as many."""
     values = running_values(problem.dividend, problem.divisor)
     return write_steps(values[: max(1, len(values) - int(rng.integers(1, 3)))], problem.divisor)
 
 
 def _slipped(problem: Problem, rng: np.random.Generator) -> str:
-    """One difference is wrong by less than the divisor; the rest follows from it."""
     values = running_values(problem.dividend, problem.divisor)
     place, off = int(rng.integers(1, len(values))), int(rng.integers(1, problem.divisor))
     begun, value = values[:place], values[place] + off
@@ -83,13 +81,11 @@ def _slipped(problem: Problem, rng: np.random.Generator) -> str:
 
 
 def _wrong_end(problem: Problem, rng: np.random.Generator) -> str:
-    """Right subtractions, another number behind them."""
     steps, _, answer = _right(problem, rng).rpartition(" ")
     return f"{steps} {(int(answer) + int(rng.integers(1, problem.divisor))) % problem.divisor}"
 
 
 def _repeated(problem: Problem, rng: np.random.Generator) -> str:
-    """Some subtractions stand there twice; nothing is wrong with the answer."""
     values, divisor = running_values(problem.dividend, problem.divisor), problem.divisor
     steps = [f"{before} - {divisor} = {after}" for before, after in itertools.pairwise(values)]
     again = int(rng.integers(len(steps))) if steps else 0

@@ -237,7 +237,6 @@ def listing() -> str:
 
 
 def _kept(root: Path, contents: dict[str, Any], build: Callable[[Path], None]) -> PreparedTask:
-    """The task at `root`, built there by `build` unless `contents` says that it is what stands there."""
     wanted = json.loads(json.dumps({"version": VERSION} | contents))
     task = PreparedTask(root)
     if _settings_of(root) == wanted:
@@ -254,7 +253,6 @@ def _kept(root: Path, contents: dict[str, Any], build: Callable[[Path], None]) -
 
 
 def _settings_of(root: Path) -> object:
-    """What `root` was built from; None where it was not."""
     try:
         return json.loads((root / SETTINGS_FILE).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
@@ -271,7 +269,7 @@ def _refuse_foreign(root: Path) -> None:
 
 
 def _put(built: Path, root: Path, replaced: Path, wanted: object) -> None:
-    """Move the complete folder to its place; what was there goes to `replaced`, and is removed with it."""
+    """Move the complete folder to its place; the old one is moved to `replaced` and removed."""
     with contextlib.suppress(FileNotFoundError):
         os.rename(root, replaced)
     try:

@@ -132,7 +132,6 @@ class ForkServer:
         return None
 
     def _answer(self) -> Wanted | None:
-        """Fork for who asks, if that is what Ray would start; in the fork, what it is."""
         asking, _ = self._listener.accept()
         streams: list[int] = []
         with asking, suppress(OSError, ValueError):  # it went away
@@ -162,7 +161,7 @@ def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _forget() -> None:
-    """What libraries know of the server: a state of chance, which all forks would share, and some of its variables."""
+    """Reset what forks would share: random state and some environment variables."""
     import numpy as np
     import torch._dynamo
 

@@ -125,7 +125,6 @@ class GarbageCollector:
             self.guard()
 
     def _note(self, phase: str, info: dict[str, Any]) -> None:
-        """Python calls this around every collection."""
         if phase == "start":
             self._began = clock.now()
             return

@@ -81,7 +81,7 @@ def _gib(size: int) -> str:
 
 
 def _groups(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> Iterator[Path]:
-    """Folders of the control groups that account for this process's memory, the innermost first."""
+    """Return the folders of this process's memory control groups, innermost first."""
     with suppress(OSError):
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -97,7 +97,6 @@ def _groups(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> Iterato
 
 
 def _limits() -> list[tuple[int, int]]:
-    """(limit, used) of the tightest control group; empty where nothing is limited."""
     found = []
     for folder in _groups():
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
@@ -107,10 +106,7 @@ def _limits() -> list[tuple[int, int]]:
 
 
 def _kills() -> tuple[int, int]:
-    """Processes that the kernel ended for lack of memory: of the innermost control group that counts, and of the host.
-
-    0 of what can't be read.
-    """
+    """Count OOM kills of the innermost control group that counts, and of the host; 0 if unreadable."""
     own = (folder / name for folder in _groups() for name in ("memory.events", "memory.oom_control"))
     return next((found for path in own if (found := _count(path)) is not None), 0), _count(VMSTAT) or 0
 

@@ -78,7 +78,6 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
 
 
 def _entry(given: Any, folder: Path, here: Path, problems: list[str]) -> Any:
-    """An entry of reward.functions as the cluster finds its code."""
     path = given.get("path") if isinstance(given, dict) else given
     if not isinstance(path, str) or not names_code(path):
         return given
@@ -87,7 +86,6 @@ def _entry(given: Any, folder: Path, here: Path, problems: list[str]) -> Any:
 
 
 def _function(key: str, function: str, folder: Path, here: Path, problems: list[str]) -> str:
-    """The function as the cluster finds it; its file is copied if it is here."""
     file = reward_file(function)
     if file is None:
         return function
@@ -121,8 +119,6 @@ def _include(path: Path, folder: Path, here: Path, problems: list[str]) -> None:
 
 
 def _with_absolute_paths(config: Config, here: Path, shared: list[str]) -> Config:
-    """`shared` gains every path that nodes have to see. A model's name on the hub stays one."""
-
     def absolute(path: str) -> str:
         shared.append(str(here / Path(path).expanduser()))
         return shared[-1]

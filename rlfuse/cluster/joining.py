@@ -71,7 +71,7 @@ def protected_token() -> Path | None:
 
 
 def _await_head(address: str) -> None:
-    """Return when a Ray head answers at host:port. Raises OSError: `ray.init` alone would retry for minutes."""
+    """Return when a Ray head answers at host:port; OSError otherwise."""
     until = time.monotonic() + CONNECT_S
     while True:
         try:

@@ -64,7 +64,6 @@ def measure(nodes: Sequence[Node], device: str, tell: Callable[[str], None]) -> 
 
 
 def _round(ends: Sequence, nodes: Sequence[Node], pairs: Sequence[tuple[int, int]], device: str) -> dict:
-    """Seconds of each size, of each pair."""
     names = ", ".join(f"{nodes[a]} and {nodes[b]}" for a, b in pairs)
     try:
         ray.get([ends[a].open_store.remote() for a, _ in pairs], timeout=ROUND_S)
@@ -82,7 +81,6 @@ def _round(ends: Sequence, nodes: Sequence[Node], pairs: Sequence[tuple[int, int
 
 
 def _fitted(seconds: Sequence[float]) -> Link:
-    """Each size weighs alike."""
     weights = 1 / np.array(seconds)
     columns = np.stack([np.ones(len(SIZES)), np.array(SIZES, float)], axis=1) * weights[:, None]
     first, byte = np.linalg.lstsq(columns, np.ones(len(SIZES)), rcond=None)[0]

@@ -160,7 +160,6 @@ def lost_message(gone: Sequence[Node], occupants: Mapping[Node, str]) -> str:
 
 
 async def _watch(nodes: Sequence[Node]) -> list[Node]:
-    """Returns when nodes are lost."""
     missed = dict.fromkeys(nodes, 0)
     while True:
         await asyncio.sleep(LOOK_S)
@@ -171,7 +170,7 @@ async def _watch(nodes: Sequence[Node]) -> list[Node]:
 
 
 async def _lost(nodes: Sequence[Node]) -> list[Node]:
-    """Those that don't answer, now or soon: what lived on a node may end before its port does."""
+    """Return nodes that do not answer: what lived on a node may end before its port does."""
     for look in range(LOOKS):
         await asyncio.sleep(min(look, 1))
         if gone := [node for node, reason in zip(nodes, await _look(nodes), strict=True) if reason]:
@@ -180,7 +179,7 @@ async def _lost(nodes: Sequence[Node]) -> list[Node]:
 
 
 async def _look(nodes: Sequence[Node]) -> list[str]:
-    """Of each node: `` (there), `silent` (its port does not answer), `dead` (Ray says so)."""
+    """Return for each node `` (alive), `silent` (port does not answer), or `dead` (Ray says so)."""
     alive = {each["NodeID"] for each in await from_head(ray.nodes) if each["Alive"]}
     answered = await asyncio.gather(*(asyncio.to_thread(answers, node) for node in nodes))
     return [
@@ -208,7 +207,6 @@ async def from_head(function: Callable[[], T]) -> T:
 
 
 def _refusal(address: str, port: int | str) -> str:
-    """Why nothing accepts connections there; empty where something does."""
     try:
         socket.create_connection((address, port), ANSWER_S).close()
     except OSError as error:

@@ -191,7 +191,6 @@ async def _reserve(config: Config, again: bool, without: Collection[str]) -> Slo
 
 
 def _place(nodes: Sequence[Node], per_node: int, bundle: Mapping[str, float]) -> PlacementGroup | None:
-    """Reserve bundles on these nodes; None where that takes too long."""
     selectors = [{"ray.io/node-id": node.id} for node in nodes for _ in range(per_node)]
     group = placement_group([dict(bundle)] * len(selectors), strategy="PACK", bundle_label_selector=selectors)
     if group.wait(PLACING_S):
@@ -201,7 +200,6 @@ def _place(nodes: Sequence[Node], per_node: int, bundle: Mapping[str, float]) ->
 
 
 def _patience(config: Config, again: bool, exist: bool) -> float:
-    """Return how long to wait for slots; `exist`: the cluster has enough of them, free or not."""
     limit = config.cluster.timeout_s
     if config.cluster.ray_address is None:
         return limit if again else STARTING_S
@@ -209,13 +207,11 @@ def _patience(config: Config, again: bool, exist: bool) -> float:
 
 
 def _have_enough(nodes: Sequence[Node], config: Config, bundle: Mapping[str, float]) -> bool:
-    """Whether the nodes have the run's slots, free or not."""
     idle = [replace(node, free=node.total) for node in nodes]
     return choose(idle, config.trainer.nnodes, config.trainer.n_gpus_per_node, bundle, "") is not None
 
 
 def _bundle(device: str) -> dict[str, float]:
-    """What a slot takes of its node."""
     return {"slot": 1, "CPU": 0.01} | ({"GPU": 1} if device == "cuda" else {})
 
 
@@ -280,10 +276,8 @@ def _cores(config: Config, device: str) -> tuple[int, ...] | None:
 
 
 def _start_ray(config: Config) -> None:
-    """A cluster of this run's own, which listens on loopback alone and asks for the user's token of Ray.
-
-    Ray gives its helpers 15 s to start, too few on a laptop under load: try again. Whatever its processes leave lies in
-    this process's own folder (`scratch`).
+    """Start a cluster of this run's own on loopback, with a token. Ray gives its helpers 15 s to start, too few under
+    load, so it is retried.
     """
     folder = str(scratch.of_this_process())
     _have_token()
@@ -324,25 +318,24 @@ def _start_ray(config: Config) -> None:
 
 
 def _have_token() -> None:
-    """Give the run's own cluster a token: Ray would write a missing one to a file that follows the umask."""
+    """Create a token: Ray would write a missing one to a file that follows the umask."""
     if not any(map(os.environ.get, ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))) and protected_token() is None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _gpus() -> int:
-    """GPUs of this machine, as torch will use them: a driver alone does not make one."""
+    """Count GPUs that torch can use: a driver alone is not enough."""
     import torch  # here, since a node's staging of weights starts in a fraction of the time without
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _loopback() -> AbstractContextManager:
-    """Ray puts the machine's address in the place of the loopback one, unless it is told to have one node only."""
+    """Ray replaces the loopback address by the machine's unless it is limited to one node."""
     return mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False)
 
 
 def _forked_workers(config: Config) -> AbstractContextManager:
-    """On CPUs Ray has the `fork_server` make its workers: the name of its own script is joined to its own folder."""
     if config.cluster.device == "cuda" or _gpus():
         return nullcontext()
     fork_server.start()
@@ -350,11 +343,7 @@ def _forked_workers(config: Config) -> AbstractContextManager:
 
 
 def _without_onlookers() -> AbstractContextManager:
-    """Ray starts three processes that no run asks anything.
-
-    A dashboard's server, for which it waits though there is to be no dashboard; what sends logs to the driver; and an
-    autoscaler, for clouds.
-    """
+    """Do without three Ray processes: dashboard server, log monitor and autoscaler."""
     unasked = ("start_api_server", "start_log_monitor", "start_monitor")
     return mock.patch.multiple(ray._private.node.Node, **{name: lambda *_, **__: None for name in unasked})
 

@@ -149,7 +149,7 @@ def libraries_files() -> dict[Path, int]:
 
 
 def _mapped(pid: int) -> set[int]:
-    """Inodes of what the process has mapped of shared memory. By number: the name may be one from before a link."""
+    """Return inodes of shared memory that the process has mapped."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:  # it has ended, or is another user's
@@ -158,7 +158,6 @@ def _mapped(pid: int) -> set[int]:
 
 
 def _abandoned(prefix: str, root: Path) -> Iterator[tuple[Path, TextIO]]:
-    """Folders of dead makers, each locked."""
     for folder in root.glob(f"{prefix}*"):
         with suppress(OSError):  # another user's, or one that ends just now
             if not folder.is_symlink() and folder.stat().st_uid == os.getuid() and (held := _lock(folder, "r+")):
@@ -166,7 +165,7 @@ def _abandoned(prefix: str, root: Path) -> Iterator[tuple[Path, TextIO]]:
 
 
 def _lock(folder: Path, mode: str) -> TextIO | None:
-    """The folder's lock, held while the returned file is open and its process lives; None if another had it first."""
+    """Return the folder's locked file; None if another process locked it first."""
     path = folder / "lock"
     try:
         file = path.open(mode)
@@ -177,7 +176,7 @@ def _lock(folder: Path, mode: str) -> TextIO | None:
 
 
 def _end_processes(folder: Path) -> None:
-    """Kill what a dead driver started and what has its temporary files there: nothing else has this folder's name."""
+    """Kill what a dead driver started and what has its temporary files there."""
     kin = {process.pid for process in (psutil.Process(), *psutil.Process().parents())}
     until = time.monotonic() + END_S
     while found := [each for each in psutil.process_iter() if each.pid not in kin and _started_with(each, folder)]:
@@ -190,7 +189,6 @@ def _end_processes(folder: Path) -> None:
 
 
 def _started_with(process: psutil.Process, folder: Path) -> bool:
-    """Whether it lives, and this was its folder for temporary files."""
     with suppress(psutil.Error):  # it has ended, a zombie too
         return process.uids().real == os.getuid() and process.environ().get("TMPDIR") == str(folder)
     return False

@@ -141,7 +141,7 @@ class Stopping:
 
 @contextmanager
 def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Handlers run soon even where another thread receives the signal: they run in the main one once that wakes up."""
+    """Wake the main thread, so that handlers run soon if another thread receives the signal."""
     reads, writes = socket.socketpair()
     with reads, writes:
         reads.setblocking(False)
@@ -156,10 +156,7 @@ def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
 
 
 def _drop_lost_output(terminal: bool) -> None:
-    """Discard output from now on where its pipe has no reader any more, or goes to a `terminal`: writing would raise.
-
-    The reader of a pipe (`| tee log`) gets the same signal. What is discarded is in the run folder.
-    """
+    """Discard output whose pipe has no reader, or that goes to a closed terminal: writing would raise."""
     poll, null = select.poll(), os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         poll.register(descriptor, 0)

@@ -65,7 +65,6 @@ def register(where: str, recorder: Recorder | None = None) -> None:
 
 
 def _show(where: str, recorder: Recorder | None, chain: bool = False) -> None:
-    """Its stacks on SIGUSR1, and what `recorder` records, as it begins and ends. `chain`: to what that did before."""
     folder = Path(os.environ.get(FOLDER, "")) / "processes"
     if not os.environ.get(FOLDER) or not folder.is_dir():
         return
@@ -195,7 +194,6 @@ class Watchdog:
         return path
 
     def _answers(self, asked: dict[_Process, int | None]) -> dict[_Process, str]:
-        """As they come, until none has more to say."""
         texts, deadline = dict.fromkeys(asked, ""), time.monotonic() + ANSWER_S
         while time.monotonic() < deadline:
             time.sleep(0.05)
@@ -236,7 +234,6 @@ def _registered(folder: Path) -> list[_Process]:
 
 
 def _write_tasks(file: TextIO) -> None:
-    """What each task of the event loop waits for, outermost call first."""
     try:
         tasks = asyncio.all_tasks()
     except RuntimeError:  # the loop has ended, or has not begun
@@ -279,7 +276,6 @@ def watching(folder: Path, recorder: Recorder, say: Callable[[str], None]) -> It
 
 
 def _on_demand(action: Callable[[], None]) -> Any:
-    """Do it on SIGUSR1; what that did before, None outside the main thread. The signal does harm no more."""
     if threading.current_thread() is not threading.main_thread():
         return None
     return signal.signal(signal.SIGUSR1, lambda *_: action())

@@ -148,13 +148,11 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
 
 def _judged(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Effect, str]:
-    """As `rule`, where the values matter too."""
     of_critic = key == "algorithm.adv_estimator" and _trains_critic(before[key]) != _trains_critic(after[key])
     return WHERE_VALUES_DECIDE[key] if of_critic or (key in _LAYOUT and _loads(before, after)) else rule(key)
 
 
 def _trains_critic(estimator: str) -> bool:
-    """Whether a run with it has a critic; of one in a file that is gone, not that anybody knows of."""
     try:
         return traits_of(estimator).needs_critic
     except ConfigError:
@@ -162,7 +160,7 @@ def _trains_critic(estimator: str) -> bool:
 
 
 def _loads(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether trainers of the one layout load what those of the other saved."""
+    """Return whether a trainer of one layout can load checkpoints of the other."""
     stages, width = "training.pipeline_parallel_size", "training.tensor_model_parallel_size"
     pipelines = min(before[stages], after[stages]) > 1
     if before[width] != after[width] and not pipelines:
@@ -175,7 +173,6 @@ def _loads(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Full name -> value, of every key."""
     found = {}
     for name, key in by_name().items():
         value: Any = config
@@ -195,7 +192,6 @@ def unfolded(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _same_place(key: str, value: Any) -> Any:
-    """`value` with paths made absolute, by which the same file is known."""
     if key not in _PATHS or not value:
         return value
     return [str(Path(path).absolute()) for path in value] if isinstance(value, list) else str(Path(value).absolute())

@@ -43,7 +43,6 @@ def checks(config: Config) -> list[Check]:
 
 
 def _value(name: str, key: Key, config: Config, facts: Facts) -> Iterator[str]:
-    """One by itself."""
     value = value_of(config, name)
     shown, choices = f"{name}={as_typed(value)}", () if value is None and key.optional else CHOICES.get(name, ())
     for given in (value if isinstance(value, list) else [value]) if choices else ():
@@ -124,7 +123,6 @@ def _batches(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def _traits(config: Config, facts: Facts) -> Traits | None:
-    """Of the estimator of advantages; None of one that can't be used, or is on another machine."""
     return ESTIMATORS.get(config.algorithm.adv_estimator, facts.estimator)
 
 
@@ -340,7 +338,6 @@ def _kl(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def _preferences(config: Config, facts: Facts) -> Iterator[str]:
-    """Of trainer.task=reward_model."""
     for leaf in ("pipeline_parallel_size", "tensor_model_parallel_size", "ulysses_sequence_parallel_size"):
         name = f"training.{leaf}"
         if value_of(config, name) > 1:

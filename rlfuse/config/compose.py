@@ -106,7 +106,6 @@ def read_command(argv: list[str]) -> Command:
 
 
 def _judged(words: list[str], own: frozenset[str]) -> tuple[list[str], list[str], list[str]]:
-    """Settings and presets as Hydra takes them; what is wrong with the others; what was renamed."""
     presets = {word: preset for word in words if (preset := as_own_group(word, own)) is not None}
     settings = {word: parse_override(word) for word in words if word not in presets}
     renames = rename({each.name: each.value for each in settings.values() if each.sign != "~"})
@@ -128,7 +127,6 @@ def _judged(words: list[str], own: frozenset[str]) -> tuple[list[str], list[str]
 
 
 def _wrong_besides(problems: list[str], overrides: list[str]) -> list[str]:
-    """What is wrong with the rest of a job, for those who mend all in one go; nothing of keys that have a problem."""
     try:
         to_config(_composed(overrides))
     except ConfigError as error:
@@ -138,7 +136,7 @@ def _wrong_besides(problems: list[str], overrides: list[str]) -> list[str]:
 
 
 def _opened(word: str) -> str:
-    """As Hydra takes it: `++` before free dictionaries and keys below them, brackets about the one entry of a list."""
+    """Convert to Hydra's syntax: `++` before free dictionaries, brackets around the only entry of a list."""
     name, _, value = word.lstrip("+").partition("=")
     if name in SEVERAL and not _sweeps(word):
         return f"{name}={_bracketed(value)}"
@@ -149,7 +147,6 @@ def _opened(word: str) -> str:
 
 
 def _each_opened(word: str) -> str:
-    """Do to each value of a sweep what `_opened` does to one."""
     override = OverridesParser.create().parse_override(word)
     if override.key_or_group not in SEVERAL or not override.is_choice_sweep():
         return word
@@ -181,7 +178,7 @@ def _composed(overrides: list[str]) -> DictConfig:
 
 
 def _check_references(job: DictConfig) -> None:
-    """Raise ConfigError where references (`${key}`) to references stand for more than `MOST_TEXT` characters."""
+    """Raise ConfigError where nested references (`${key}`) expand to more than `MOST_TEXT` characters."""
     whole, known = OmegaConf.to_container(job), dict[str, int]()
 
     def size(value: Any, path: list[str]) -> int:
@@ -237,7 +234,7 @@ def to_config(job: DictConfig, look: Callable[[Config], Facts] = read_facts) -> 
 
 
 def _wrong_types(config: Config) -> list[str]:
-    """What OmegaConf lets pass: entries of lists and dictionaries, interpolations, numbers that no machine holds."""
+    """Report what OmegaConf accepts: entries of lists and dictionaries, interpolations, non-finite numbers."""
     found = []
     for name, key in by_name().items():
         value = value_of(config, name)
@@ -293,13 +290,11 @@ def explain_failure(error: BaseException, overrides: list[str]) -> str:
 
 
 def _given(name: str, overrides: list[str]) -> str | None:
-    """The value that the command line gave `name`, or None."""
     given = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith(name + "=")]
     return given[-1] if given else None
 
 
 def _explain_value(word: str) -> str | None:
-    """One line about an argument that Hydra's grammar refuses, or whose value no key or not this one can have."""
     try:
         override = OverridesParser.create().parse_override(word)
         if override.is_sweep_override():

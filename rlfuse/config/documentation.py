@@ -83,7 +83,6 @@ def as_typed(value: Any) -> str:
 
 
 def _group_class(field: dataclasses.Field) -> type | None:
-    """The class of a nested group, None for a key. Annotations are strings, so a group is known by its class's name."""
     return getattr(schema, str(field.type), getattr(rewards, str(field.type), None))
 
 
@@ -135,7 +134,6 @@ def field_texts(*modules: ModuleType) -> dict[tuple[str, str], str]:
 
 
 def _walk(node: type, prefix: str) -> Iterator[tuple[str, type | Key]]:
-    """Names of groups with their classes and of keys, in order: what is in a group behind it."""
     for field in dataclasses.fields(node):
         name, nested = prefix + field.name, _group_class(field)
         if nested is not None:

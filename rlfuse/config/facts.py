@@ -101,7 +101,6 @@ def read_facts(config: Config) -> Facts:
 
 
 def _no_upload() -> str | None:
-    """Why wandb would have no credentials, by its own search: variables, the netrc file, its settings."""
     from wandb.errors import Error
     from wandb.sdk import wandb_setup
     from wandb.sdk.lib import wbauth
@@ -118,7 +117,6 @@ def _no_upload() -> str | None:
 
 
 def _of_functions(config: Config) -> dict[str, Any]:
-    """Fields of `Facts`, from the files of a user's own functions; missing ones of rewards are in `missing`."""
     own_functions.forget()  # a notebook's files may be others by now
     problems, found, rewards = [], {}, reward_functions(config)
     in_files = [each for each in rewards if names_function(each) and own_functions.split(each)[0].exists()]
@@ -144,7 +142,7 @@ def on_gpus(config: Config) -> bool | None:
 
 
 def _gpus(config: Config) -> int | None:
-    """Of this machine; None where another one decides, a Ray cluster that is already running."""
+    """Count GPUs of this machine; None if another machine decides."""
     return None if config.cluster.ray_address else len([*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")])
 
 
@@ -167,7 +165,6 @@ def missing_for_run(config: Config) -> list[str]:
 
 
 def _of_model(model: dict) -> dict[str, Any]:
-    """Fields of `Facts`, from a config.json."""
     text = {**model, **(model.get("text_config") or {})}
     return {
         "context_length": text.get("max_position_embeddings"),
@@ -199,7 +196,6 @@ def reward_functions(config: Config) -> list[str]:
 
 
 def _named_paths(config: Config) -> list[str]:
-    """Beside models and files of functions."""
     paths = _data_paths(config)
     if config.trainer.resume_mode not in ("auto", "disable"):
         paths.append(config.trainer.resume_mode)
@@ -229,7 +225,6 @@ def _is_hub_name(path: str) -> bool:
 
 
 def _folder_problem(path: str, key: str, problems: dict[str, str], tokenizer: bool = True) -> Path | None:
-    """The model's folder, or None (a hub name, or a recorded problem)."""
     if not path or _is_hub_name(path):
         return None
     folder = Path(os.path.expanduser(path))
@@ -255,7 +250,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 def _model_config(
     path: str, key: str, problems: dict[str, str], trust_remote_code: bool, tokenizer: bool = True
 ) -> dict:
-    """The model's config.json as a dictionary, with Transformers' defaults where the file leaves the context out."""
     folder = _folder_problem(path, key, problems, tokenizer)
     if not path or key in problems:
         return {}
@@ -286,7 +280,6 @@ def _model_config(
 
 @functools.cache
 def _of_hub(name: str) -> Path | str:
-    """The config.json of a model of the hub, or why it can't be had; at once also where the hub can't be reached."""
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -303,7 +296,7 @@ def _of_hub(name: str) -> Path | str:
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Why a folder can't be made or written to: tried, because permissions tell half of it; nothing is left there."""
+    """Try to create and write a folder, since permissions alone do not tell; leave nothing behind."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryDirectory(dir=there, prefix=".rlfuse-"):

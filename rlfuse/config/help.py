@@ -97,7 +97,6 @@ def _row(key: Key) -> str:
 
 
 def _valid(key: Key) -> str:
-    """The values that a key may have."""
     if key.name in VALUES:
         named = re.sub(r"(^|\| )([^ |]+)", r"\1`\2`", VALUES[key.name])
         return f"a list of {named}" if key.type.startswith("list") else named + " | `null`" * key.optional
@@ -106,7 +105,6 @@ def _valid(key: Key) -> str:
 
 
 def _escaped(cell: str) -> str:
-    """Without what Markdown takes for the end of a cell and, outside code, for a tag or emphasis."""
     parts = cell.split("`")
     parts[::2] = [re.sub(r"([<*])", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts).replace("|", r"\|")

@@ -122,7 +122,6 @@ def read(cls: type[T], data: Any, error: type[InputError]) -> T:
 
 @functools.cache
 def _validator(cls: type) -> Any:
-    """One for whose numbers are finite and whose lists may be tuples."""
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
 
@@ -139,7 +138,6 @@ def _validator(cls: type) -> Any:
 
 
 def _explained(wrong: Any, cls: type) -> Iterator[str]:
-    """Lines about an error of the validator; where a field may have several kinds of value, about the one given."""
     where = _name(wrong.absolute_path)
     prefix, known = f"{where}." if where else "", wrong.schema.get("properties", {})
     branches: dict[int, list[Any]] = {}
@@ -165,7 +163,6 @@ def _explained(wrong: Any, cls: type) -> Iterator[str]:
 
 
 def _needed(schema: dict[str, Any]) -> str:
-    """In words, what a subschema takes."""
     if "anyOf" in schema:
         return " or ".join(_needed(each) for each in schema["anyOf"])
     if "enum" in schema:
@@ -188,7 +185,6 @@ def _listed(properties: Iterable[str]) -> str:
 
 
 def _name(path: Any) -> str:
-    """`models[0].forward` of a path into the data."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
 
 
@@ -198,7 +194,6 @@ def _shortened(value: Any) -> str:
 
 
 def _built(hint: Any, value: Any) -> Any:
-    """A value that was checked, as its annotation wants it; the kinds of a union are told apart by JSON's."""
     for kind in _kinds(hint):
         if is_dataclass(kind) and isinstance(value, dict):
             hints = get_type_hints(kind, include_extras=True)

@@ -112,7 +112,6 @@ def read(path: Path) -> JobFile:
 
 
 def _leave_out(content: dict[str, Any], name: str) -> None:
-    """Take a setting out, under whichever of its parts are groups of the file and which have dots."""
     for key, value in list(content.items()):
         if key == name:
             del content[key]
@@ -123,7 +122,6 @@ def _leave_out(content: dict[str, Any], name: str) -> None:
 
 
 def _presets(content: dict[str, Any], path: Path) -> tuple[dict[str, str], list[str]]:
-    """Take the choices of presets out of `content`."""
     presets, problems = {}, []
     defaults = content.pop("defaults", None) or []
     for entry in defaults if isinstance(defaults, list) else [defaults]:
@@ -146,7 +144,6 @@ def _presets(content: dict[str, Any], path: Path) -> tuple[dict[str, str], list[
 
 
 def _explain_hydra(given: Any) -> str | None:
-    """One line about settings of Hydra's own that have the wrong form."""
     sweeper = given.get("sweeper", {}) if isinstance(given, dict) else None
     params = (sweeper.get("params") or {}) if isinstance(sweeper, dict) else None
     example = "hydra: {sweeper: {params: {rollout.n: '2,4'}}}"
@@ -168,7 +165,7 @@ def settings_of(content: dict[str, Any], prefix: str = "") -> list[tuple[str, An
 
 
 def _nested(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`content` with dotted names unfolded: {"actor.optim.lr": 1} -> {"actor": {"optim": {"lr": 1}}}."""
+    """Unfold dotted names: {"actor.optim.lr": 1} -> {"actor": {"optim": {"lr": 1}}}."""
     nested: dict[str, Any] = {}
     for key, value in content.items():
         name = f"{prefix}.{key}".lstrip(".")

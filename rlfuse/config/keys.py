@@ -73,7 +73,6 @@ def explain_override(text: str) -> str | None:
 
 
 def _explain_preset(group: str, value: str) -> str | None:
-    """One line about a choice that is no name of a preset."""
     if value.startswith("["):
         names = value.strip("[]").replace(" ", "")
         return f"{group}={value}: a job has one preset of each group; for a job each write {group}={names} --multirun"
@@ -83,7 +82,6 @@ def _explain_preset(group: str, value: str) -> str | None:
 
 
 def _explain_removal(name: str) -> str | None:
-    """One line about `~name`, which Hydra can do below free dictionaries alone: all keys of a job have a value."""
     if is_free(name):
         return None
     if name in PRESET_GROUPS:
@@ -97,7 +95,6 @@ def _explain_removal(name: str) -> str | None:
 
 
 def _explain_bare(name: str) -> str:
-    """One line about an argument without an equals sign."""
     if name in by_name() or is_free(name):
         return f"{name}: has no value; write {name}=VALUE"
     wrong = None if name in groups() else explain_name(name, None)
@@ -134,7 +131,6 @@ def explain_name(name: str, value: str | None, sign: str = "") -> str | None:
 
 
 def _write(key: str, value: str | None, found: Counterpart) -> str:
-    """The argument to type instead, unless its value has to change in a way that only the user knows."""
     return "" if value is None or found.note else f"; write {key}={found.values.get(value, value)}"
 
 
@@ -196,7 +192,6 @@ def rename(given: Mapping[str, str | None]) -> Renames:
 
 
 def _plain(value: str) -> str:
-    """A value without what is written in several ways: quotes, blanks, True or true."""
     return re.sub(r"[\s'\"]", "", value).lower()
 
 
@@ -260,7 +255,6 @@ def explain_value(name: str, value: str | None) -> str:
 
 @functools.cache
 def _tried() -> DictConfig:
-    """What values are tried on, one over the other: a copy for each would take a quarter of a second."""
     return OmegaConf.structured(Config)
 
 

@@ -63,7 +63,7 @@ def _names_file(word: str) -> bool:
 
 
 def _with_choice(argv: list[str]) -> list[str]:
-    """`--info` followed by a setting or a file means all of it; argparse would take what follows for its choice."""
+    """Insert `all` after `--info` if a setting or file follows, which argparse would take as its choice."""
     words = list(argv)
     for at, (word, following) in enumerate(itertools.pairwise(argv)):
         if word in ("--info", "-i") and following not in INFO and not following.startswith("-"):
@@ -72,7 +72,6 @@ def _with_choice(argv: list[str]) -> list[str]:
 
 
 def _spelled(parsed: Namespace) -> list[str]:
-    """The options given, but for those that name folders and files."""
     given = {name: value for name, value in vars(parsed).items() if value not in (None, False)}
     modes = [f"--{name}" for name in ("run", "multirun", "cfg", "info") if name in given]
     if len(modes) > 1:

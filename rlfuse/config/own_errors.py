@@ -38,7 +38,7 @@ def headline(error: BaseException) -> str:
 
 
 def _safely(look: Callable[..., str], *arguments: Any, otherwise: str) -> str:
-    """What is seen of an exception, which may be made so that looking at it raises."""
+    """Return what `look` finds; an exception's class may raise when it is inspected."""
     try:
         return look(*arguments)
     except BaseException:
@@ -72,7 +72,6 @@ def user_frames(error: BaseException) -> TracebackType | None:
 
 
 def _are_many(error: BaseException) -> bool:
-    """Whether an exception has more causes, contexts and members of groups than can be shown in time."""
     seen, waiting = set(), [error]
     while waiting and len(seen) <= MOST_LINKED:
         one = waiting.pop()

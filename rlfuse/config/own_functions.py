@@ -148,7 +148,6 @@ def _judged(key: str, value: str, function: ast.FunctionDef | ast.AsyncFunctionD
 
 
 def _stated(function: ast.FunctionDef) -> Traits:
-    """The traits in its decorator; without one it has none."""
     for each in function.decorator_list:
         named = each.func if isinstance(each, ast.Call) else each
         if getattr(named, "attr", getattr(named, "id", None)) != DECORATOR:
@@ -160,7 +159,6 @@ def _stated(function: ast.FunctionDef) -> Traits:
 
 
 def _imported(tree: ast.Module) -> list[str]:
-    """Packages that the file imports at its top, in order."""
     found: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.Import):
@@ -175,7 +173,6 @@ def _kind(key: str) -> str:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """Names that the file gives to something, wherever in it."""
     found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     found |= {node.name for node in ast.walk(tree) if isinstance(node, definitions)}

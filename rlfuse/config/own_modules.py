@@ -76,14 +76,14 @@ def module_of(path: Path) -> ModuleType:
 
 
 def _imported(path: Path) -> ModuleType | None:
-    """The module that an `import` has made of the file, if no edit since can have been missed."""
+    """Return the module that an `import` made of the file, unless a later edit may have been missed."""
     module = sys.modules.get(path.stem)
     file = getattr(module, "__file__", None)
     return module if file and Path(file).resolve() == path and os.stat(path).st_ctime < _started else None
 
 
 def _note_neighbours(folder: Path, before: set[str]) -> None:
-    """Files of the folder that the one just executed has imported: a job may name them, too."""
+    """Record files of the folder that the new module imported: a job may name them, too."""
     for name in set(sys.modules) - before:
         file = getattr(sys.modules[name], "__file__", None)
         if file and Path(file).parent == folder and Path(file).suffix == ".py":
@@ -92,7 +92,6 @@ def _note_neighbours(folder: Path, before: set[str]) -> None:
 
 
 def _name(path: Path) -> str:
-    """The file's own name where it is free and means this file, else one that says where the file is."""
     found = find_spec(path.stem) if path.stem.isidentifier() and path.stem not in sys.modules else None
     if found is not None and found.origin is not None and Path(found.origin).resolve() == path:
         return path.stem

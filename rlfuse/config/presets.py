@@ -81,7 +81,6 @@ def layered(
 
 
 def _ordered(words: list[str], groups: Collection[str], has_file: bool) -> list[str]:
-    """`words` with overrides that merge presets above a job file, where there is one, the experiment first."""
     experiments = [word for word in words if parse_override(word).name == EXPERIMENT]
     last = [word for word in experiments[-1:] if word != f"{EXPERIMENT}=null"]  # null only takes the job file's away
     above = [f"+{EXPERIMENT}@_global_={parse_override(word).value}" for word in last] if has_file else last
@@ -90,7 +89,7 @@ def _ordered(words: list[str], groups: Collection[str], has_file: bool) -> list[
 
 
 def _low_overrides(name: str, folders: list[Path]) -> Iterator[str]:
-    """One line for each group that an experiment overrides, which Hydra does below the job file."""
+    """Report groups that an experiment overrides, which Hydra merges below the job file."""
     for entry in _read(EXPERIMENT, name, folders)[0]:
         if not isinstance(entry, dict):
             group, _, nested = str(entry).rpartition("/")
@@ -123,13 +122,11 @@ def _without_experiment(presets: Presets) -> dict[str, list[str]]:
 
 
 def _entry(group: str, name: str, own: frozenset[str]) -> dict[str, str]:
-    """A choice as an entry of a defaults list."""
     word = as_own_group(f"{group}={name}", own) or f"{group}@_global_={name}"
     return {f"/{parse_override(word).name}": name}
 
 
 def _conflicts(presets: Presets, given: Collection[str], folders: list[Path]) -> Iterator[str]:
-    """One line for each key to which two presets of a layer give different values, and no setting one."""
     for (group, names), (other, others) in itertools.combinations(_without_experiment(presets).items(), 2):
         for name, another in itertools.product(names, others):
             first, second = contents(group, name, folders), contents(other, another, folders)
@@ -141,7 +138,6 @@ def _conflicts(presets: Presets, given: Collection[str], folders: list[Path]) ->
 
 
 def _fixed_in_sweep(presets: Presets, given: Collection[str], folders: list[Path]) -> Iterator[str]:
-    """One line for each setting that makes the presets of a sweep the same."""
     for group, names in presets.items():
         for key in [key for key in NAMING if key in given]:
             if len({contents(group, name, folders).get(key) for name in names}) > 1:
@@ -149,7 +145,6 @@ def _fixed_in_sweep(presets: Presets, given: Collection[str], folders: list[Path
 
 
 def _replaced(settings: Settings, presets: Presets, kept: Collection[str], folders: list[Path]) -> Iterator[str]:
-    """One line for each of the settings to which a preset above them gives another value."""
     found = [(group, name, contents(group, name, folders)) for group, names in presets.items() for name in names]
     decided = {key for group, _, values in found if group != EXPERIMENT for key in values}
     for group, name, values in found:
@@ -161,7 +156,6 @@ def _replaced(settings: Settings, presets: Presets, kept: Collection[str], folde
 
 
 def _settings_of_experiment(presets: Presets, folders: list[Path]) -> Settings:
-    """Those of its own file, where one experiment is chosen."""
     names = presets.get(EXPERIMENT, [])
     place = f"{EXPERIMENT}={names[0]}" if len(names) == 1 else ""
     return {key: (place, value) for key, value in _read(EXPERIMENT, names[0], folders)[1].items()} if place else {}
@@ -183,7 +177,6 @@ def contents(group: str, name: str, folders: list[Path]) -> dict[str, Any]:
 
 
 def _read(group: str, name: str, folders: list[Path]) -> tuple[list[Any], dict[str, Any]]:
-    """Defaults list and settings of a preset; nothing of one that Hydra will not find or read, and reports."""
     files = [path for folder in folders if (path := folder / group / f"{name}.yaml").is_file()]
     try:
         text = files[0].read_text(encoding="utf-8") if files else ""

@@ -187,7 +187,6 @@ def _read(given: Given, where: str) -> tuple[RewardEntry | None, list[str]]:
 
 
 def _judge(entry: RewardEntry, model_path: str | None) -> list[str]:
-    """What is wrong with one entry's values, beginning with the key."""
     found = []
     if entry.weight is not None and not math.isfinite(entry.weight):
         found.append(f".weight={entry.weight}: must be a finite number")
@@ -228,7 +227,6 @@ def _together(entries: list[RewardEntry]) -> list[str]:
 
 
 def _weighted(entries: list[RewardEntry], weights: Sequence[float]) -> tuple[list[RewardEntry], list[str]]:
-    """Entries with their weights filled in: from `weights`, from themselves, or 1."""
     summed = [entry for entry in entries if not entry.gate]
     if weights and len(weights) != len(summed):
         last = ", the last for the model" if entries and is_model(entries[-1].path) else ""

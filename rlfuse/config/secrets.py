@@ -108,7 +108,6 @@ def _hidden_values(text: str, environment: Mapping[str, str]) -> str:
 
 
 def _redacted(value: Any, environment: Mapping[str, str]) -> Any:
-    """Return the value of a key that names a secret: texts and long numbers hidden, names of variables kept."""
     if isinstance(value, list | tuple):
         return [_redacted(each, environment) for each in value]
     if isinstance(value, dict):

@@ -112,7 +112,6 @@ class Script:
         return done
 
     def _substituted(self, raw: str, at: int) -> tuple[list[Word], int]:
-        """What a `$...` at this place stands for, and where it ends."""
         if raw[at] == "`":
             end = raw.find("`", at + 1) % (len(raw) + 1) + 1
             return [_unknown(raw[at:end])], end
@@ -158,7 +157,6 @@ def _unknown(shown: str) -> Word:
 
 
 def _calculated(node: ast.expr) -> int:
-    """Arithmetic of whole numbers; ValueError or KeyError for anything else."""
     match node:
         case ast.Constant(value=int(value)) if abs(value) < 2**63:
             return value
@@ -173,7 +171,6 @@ def _calculated(node: ast.expr) -> int:
 
 
 def _closed(text: str, at: int) -> int:
-    """Where the bracket that opens at this place is closed, quotes left out of account; else the end of the text."""
     depth, quote = 0, ""
     opening, closing = text[at], CLOSING[text[at]]
     comment = False
@@ -194,7 +191,6 @@ def _closed(text: str, at: int) -> int:
 
 
 def _split(text: str) -> Iterator[list[str]]:
-    """Commands as lists of words with their quotes and variables still in them."""
     words: list[str] = []
     word, at, continued = "", 0, False
     text = _without_documents(text)
@@ -234,7 +230,7 @@ def _split(text: str) -> Iterator[list[str]]:
 
 
 def _without_documents(text: str) -> str:
-    """Without the lines that a command gets as its input: `<<EOF` up to EOF."""
+    """Remove here-documents: `<<EOF` up to EOF."""
     at = 0
     while found := HEREDOC.search(text, at):
         tabs, end = found[1] and "\t*", found[2] or found[3] or found[4]
@@ -246,7 +242,6 @@ def _without_documents(text: str) -> str:
 
 
 def _quoted(text: str, at: int) -> int:
-    """Where the text in quotes that begins at this place ends."""
     place = at + 1
     while place < len(text) and text[place] != text[at]:
         place += 2 if text[place] == "\\" and text[at] == '"' else 1

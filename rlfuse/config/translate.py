@@ -69,7 +69,6 @@ class VerlCommand:
 
 
 def _value(text: str) -> Any:
-    """Return the value as Hydra reads it; a text that it can't read stays a text."""
     try:
         override = OverridesParser.create().parse_override(f"key={text}")
         return text if override.is_sweep_override() else override.value()
@@ -134,7 +133,6 @@ def _of_yaml(origin: str, text: str) -> VerlCommand:
 
 
 def _take_leaves(command: VerlCommand, content: DictConfig, prefix: str = "") -> None:
-    """Every setting of a configuration, with what its `${...}` stand for."""
     for key, raw in OmegaConf.to_container(content).items():
         name = f"{prefix}{key}"
         if name.partition(".")[0] in ("defaults", "hydra") or key == "_target_" or raw == "???":
@@ -213,7 +211,6 @@ def translated(command: VerlCommand) -> Translation:
 
 
 def _elsewhere(job: Translation, name: str, value: Any, in_verl: str) -> None:
-    """Settle a name that only verl has."""
     found = counterpart(name, frozenset(by_name()))
     if found is None or found.origin != "verl":
         job.no_counterpart.setdefault("nothing here is called so, or does that", []).append(in_verl)
@@ -232,16 +229,12 @@ def _default(key: str) -> Any:
 
 
 def _key(name: str) -> str:
-    """Return the key here for what verl calls `name`."""
     found = None if name in by_name() else counterpart(name, frozenset(by_name()))
     return found.keys[0] if found is not None and found.keys else name
 
 
 def _fill_in(job: Translation, given: dict[str, Any], unknown: set[str]) -> None:
-    """What the command leaves to verl: its defaults, and its choice of a reward by the data's source.
-
-    `unknown`: keys that it sets to a value that nobody knows here.
-    """
+    """Add verl's defaults for what the command leaves open. `unknown`: keys set to unknown values."""
     for key, value in DEFAULTS.items():
         if key not in job.settings and key not in unknown:
             job.set(key, value, "", "verl's default")

@@ -61,7 +61,6 @@ def sampling_of(video: VideoConfig, model: VideoModel) -> Sampling:
 
 
 def _checked(given: Mapping[str, Any], sampling: ProcessorSampling) -> Mapping[str, Any]:
-    """Return video.mm_processor_kwargs; ConfigError for what the model's processor does not have or can't use."""
     defaults = {each.name: getattr(sampling, each.name) for each in fields(sampling)}
     problems = []
     for name, value in given.items():
@@ -115,7 +114,6 @@ class ClipReader:
                 self._compress(rows, pool)
 
     def _compress(self, rows: Sequence[DataRow], pool: DecodePool) -> None:
-        """Decode the clips of these rows as they are planned, and keep their plans without repeated tokens."""
         blocks: dict[tuple[str, str], list[Clip]] = {}
         for media, row in ((clip, each) for each in rows for clip in each.videos):
             with suppress(VideoError):  # raised again where the row becomes a prompt
@@ -148,7 +146,6 @@ class ClipReader:
         return prompt.token_ids, sorted(visual, key=lambda each: each.positions[0]), sorted(prompt.spans)
 
     def _file(self, media: Media) -> str:
-        """Return the path of a clip or image, which is written where the row brings its bytes or a list of frames."""
         if not isinstance(media.source, tuple):
             return self._kept.file_of(media.source)
         frames = [self._kept.file_of(frame) for frame in media.source]

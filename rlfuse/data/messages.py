@@ -68,7 +68,6 @@ def decoded(where: str, given: Any) -> Any:
 
 
 def _decoded_text(where: str, given: str) -> Any:
-    """Return what JSON text of messages holds, however often it is encoded; any other text as it is."""
     found: Any = given
     while isinstance(found, str) and _ENCODED.match(head := "".join(found[:START].split())):
         try:
@@ -89,7 +88,6 @@ def _decoded_text(where: str, given: str) -> Any:
 
 
 def _with_parts(message: Any) -> Any:
-    """Return a message with content that is JSON text of parts as these parts."""
     content = message.get("content") if isinstance(message, dict) else None
     if not (isinstance(content, str) and _ENCODED.match("".join(content[:START].split()))):
         return message
@@ -170,7 +168,6 @@ def _message(where: str, given: Any) -> Message:
 
 
 def _text(where: str, part: Any) -> str:
-    """Return a part of a message's content as text, with a marker for what it shows."""
     if shown := modality(part):
         return MARKERS[shown]
     text = part.get("text", "" if part == {"type": "text"} else None) if isinstance(part, dict) else part
@@ -180,7 +177,7 @@ def _text(where: str, part: Any) -> str:
 
 
 def _with_arguments(calls: Any) -> Any:
-    """Return tool calls with arguments as objects: templates encode them, and OpenAI's API has them as JSON text."""
+    """Decode arguments of tool calls: templates expect objects, OpenAI's API has JSON text."""
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function", call) if isinstance(call, dict) else {}
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
@@ -190,7 +187,6 @@ def _with_arguments(calls: Any) -> Any:
 
 
 def _json(text: str) -> Any:
-    """Return what JSON text holds; the text itself where it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -93,7 +93,6 @@ def pair_of(
 def _tokenise(
     where: str, row: dict[str, Any], side: str, prompt_key: str, tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
-    """The whole sequence of `chosen` or `rejected`, without padding tokens at its end: its score is the last one's."""
     given, prompt = decoded(f"{where}, field {side}", row.get(side)), row.get(prompt_key)
     answer = chat_messages(f"{where}, field {side}", given, "assistant")
     tools = tools_of(f"{where}, field tools", row.get("tools"))

@@ -110,8 +110,7 @@ def load_prompts(
 def _assembled(
     row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, where: str, clips: ClipReader | None
 ) -> tuple[str, np.ndarray, list[Visual], list[tuple[int, int]]]:
-    """Return text, token ids, clips and images with their places, and the first and last (exclusive) token that belongs
-    to each; VideoError for one that can't be used."""
+    """Return text, ids, clips and images with their places and token spans; VideoError if one is unusable."""
     if clips is None and row.shows:
         columns = " and ".join(f"{modality}s" for modality in sorted(row.shows))
         why = f"model.path has no visual part, so it can't be shown {columns}"
@@ -125,7 +124,6 @@ def _assembled(
 
 
 def _columns(row: DataRow, visual: Sequence[Visual]) -> dict[str, Any]:
-    """Those of the row, clips and images by their files: all prompts are kept, and go to rewards and logs."""
     columns = dict(row.columns)
     for kind, media in (("image", row.images), ("video", row.videos)):
         if not media:
@@ -141,10 +139,7 @@ def _columns(row: DataRow, visual: Sequence[Visual]) -> dict[str, Any]:
 def _fit(
     ids: np.ndarray, visual: Sequence[Visual], spans: Sequence[tuple[int, int]], data: DataConfig, where: str
 ) -> tuple[np.ndarray, list[Visual]]:
-    """Return the prompt cut to length as data.truncation says, with its clips and images at their new places.
-
-    `spans`: of each the first and last (exclusive) token that belongs to it. Raises DataError if one would be cut.
-    """
+    """Truncate the prompt by data.truncation; DataError if a clip or image (`spans`) would be cut."""
     limit, way, shown = data.max_prompt_length, data.truncation, sum(len(each.positions) for each in visual)
     head = {"left": 0, "right": limit, "middle": limit // 2}.get(way, limit)
     tail = len(ids) - (limit - head)

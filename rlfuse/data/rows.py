@@ -80,7 +80,6 @@ def read_rows(path: str, prompt_key: str, prompt_is_chat: bool = True, media_roo
 
 
 def _prompt_column(wanted: str, row: dict[str, Any]) -> str | None:
-    """The column of a row that most likely holds the prompt: named alike, named as prompts are, or of messages."""
     usable, chats = [], []
     for name, value in row.items():
         with suppress(DataError):
@@ -104,7 +103,6 @@ def raw_rows(path: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _read(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of each row; `where` is how a person finds it."""
     if file.is_dir():
         rows = _dataset(file)
     elif file.suffix == ".parquet":
@@ -154,7 +152,6 @@ def _dataset(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _text(file: Path, newline: str | None = None) -> str:
-    """What the file holds, without a byte order mark."""
     try:
         with file.open(encoding="utf-8-sig", newline=newline) as opened:
             return opened.read()
@@ -163,7 +160,6 @@ def _text(file: Path, newline: str | None = None) -> str:
 
 
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:
-    """Cells are texts, an empty one is null."""
     csv.field_size_limit(1 << 30)
     lines = csv.reader(StringIO(_text(file, newline=""), newline=""), strict=True)
     try:

@@ -47,7 +47,6 @@ def judge_packages(python_range: str, needed: Sequence[str], installed: Mapping[
 
 
 def _of(needed: Sequence[str], extra: str) -> list[Requirement]:
-    """Those of one extra; with an empty one, those that every installation has."""
     requirements = map(Requirement, needed)
     if not extra:
         return [need for need in requirements if need.marker is None or need.marker.evaluate({"extra": ""})]
@@ -177,14 +176,12 @@ def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = 
 
 
 def _packages() -> list[Finding]:
-    """What is installed, held against what the installed rlfuse says of itself."""
     needed = importlib.metadata.requires("rlfuse") or []
     installed = {name: version_of(name) for name in (Requirement(line).name for line in needed)}
     return judge_packages(importlib.metadata.metadata("rlfuse")["Requires-Python"], needed, installed)
 
 
 def _gpus() -> int:
-    """How many GPUs torch reaches."""
     try:
         import torch
     except ImportError:  # reported as a package
@@ -198,7 +195,6 @@ def _limit(kind: int) -> float:
 
 
 def _existing(path: Path) -> Path:
-    """The folder, or the nearest above it that exists."""
     path = path.absolute()
     return path if path.exists() else _existing(path.parent)
 
@@ -212,7 +208,6 @@ def _is_compiled() -> bool:
 
 
 def _installation() -> Iterator[Finding]:
-    """Whether the folder of DeepSpeed's compiled extension, which may be part of the installation, is writable."""
     with suppress(ImportError):  # of Ray, which is reported as a package
         from rlfuse.engines.trainer.deepspeed_ops import configured_folder, extensions_folder
 
@@ -222,7 +217,6 @@ def _installation() -> Iterator[Finding]:
 
 
 def _logged_in() -> bool:
-    """Whether a key stands where wandb looks for one; it is not tried."""
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:
         return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators(host))
@@ -231,7 +225,6 @@ def _logged_in() -> bool:
 
 
 def _missing_isolation() -> str:
-    """Tried, not guessed: what a sandbox says before it runs a program of no lines."""
     from rlfuse.rewards.sandbox.sandbox import Kind, SandboxError, run_code
 
     try:
@@ -241,7 +234,6 @@ def _missing_isolation() -> str:
 
 
 def _ray() -> Finding:
-    """Starts a cluster of one slot and ends it."""
     from rlfuse.cluster import placement
     from rlfuse.config.schema import Config
     from rlfuse.errors import EngineError

@@ -199,7 +199,6 @@ def parse_cards(text: str) -> list[Card]:
 
 
 def _ask_torch() -> Torch:
-    """Ask torch and, through it, the driver."""
     try:
         import torch
     except ImportError:  # reported as a package
@@ -222,7 +221,6 @@ def _ask_torch() -> Torch:
 
 
 def _pin(torch) -> float | str:
-    """Bytes per second from pinned memory to the first GPU, or the error."""
     try:
         here = torch.ones(PINNED, dtype=torch.uint8, pin_memory=True)
         there = torch.empty_like(here, device="cuda:0")

@@ -107,7 +107,7 @@ def self_test(device: str, count: int, limit_s: float = LIMIT_S) -> list[Finding
 
 
 def _gather(reports: Any, started: Sequence[Any], expected: int, limit_s: float) -> list[Report]:
-    """What the processes report until all is there, time is up, or what has failed holds up the rest."""
+    """Collect reports until all are there, time is over, or a failure blocks the others."""
     found, until = [], time.monotonic() + limit_s
     while len(found) < expected and time.monotonic() < until:
         with contextlib.suppress(queue.Empty):
@@ -121,7 +121,6 @@ def _gather(reports: Any, started: Sequence[Any], expected: int, limit_s: float)
 def _work(
     rank: int, world: int, count: int, device: str, meeting: str, limit_s: float, reports: Any, tensors: Any
 ) -> None:
-    """One process: all its steps in order; the first that fails ends it."""
     import torch
     import torch.distributed as dist
 
@@ -158,7 +157,6 @@ def _work(
 
 
 def _multiply(place: Any, rows: int) -> float:
-    """TFLOP/s of a product in bfloat16. Raises ValueError where it is far from float32's."""
     import torch
 
     torch.manual_seed(0)
@@ -172,7 +170,6 @@ def _multiply(place: Any, rows: int) -> float:
 
 
 def _copy(place: Any, size: int) -> float:
-    """GB/s to the device and back, whichever is slower. Raises ValueError where other bytes come back."""
     import torch
 
     here = torch.randint(256, (size,), dtype=torch.uint8)
@@ -187,7 +184,6 @@ def _copy(place: Any, size: int) -> float:
 
 
 def _share(rank: int, place: Any, size: int, tensors: Any) -> float:
-    """GB/s at which process 1 reads memory of process 0. Raises ValueError where either sees other values."""
     import torch
     import torch.distributed as dist
 
@@ -210,7 +206,6 @@ def _share(rank: int, place: Any, size: int, tensors: Any) -> float:
 
 
 def _reduce(place: Any, size: int, group: Any) -> float:
-    """GB/s of an all-reduce. Raises ValueError where the sum is wrong."""
     import torch
     import torch.distributed as dist
 
@@ -235,7 +230,6 @@ def rate(action: Callable[[], Any], place: Any) -> float:
 
 
 def _wait(place: Any) -> None:
-    """Until the device has done what it was asked to."""
     import torch
 
     if place.type == "cuda":

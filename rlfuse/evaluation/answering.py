@@ -180,7 +180,6 @@ async def carry_out(
 
 
 async def _write(engines: Engines, recorder: Recorder, responses: Responses, display: Display) -> None:
-    """What has come, now and then; what everyone notes of its work is not kept."""
     recorded = [*engines.rollout, *([engines.reward] if engines.reward else []), engines.clips]
     while True:
         for _ in range(LOOKS):

@@ -90,10 +90,9 @@ def _agreement(samples: pd.DataFrame, group: pd.Series) -> dict[str, float]:
 
 
 def _order(values: np.ndarray) -> np.ndarray:
-    """For each pair, which one is preferred: 1, -1, or 0 for neither."""
     return np.sign(np.subtract.outer(values, values))[np.triu_indices(len(values), 1)]
 
 
 def _correlation(one: pd.Series, other: pd.Series) -> float:
-    """Pearson's; NaN where one of them is constant, or there is hardly a sample."""
+    """Return Pearson's correlation; NaN if one side is constant or there are too few samples."""
     return one.corr(other) if one.nunique() > 1 and other.nunique() > 1 else float("nan")

@@ -148,7 +148,6 @@ def show(found: dict[str, dict[str, Any]], groups: Sequence[Group], threshold: f
 
 
 def _table(*heads: str) -> Table:
-    """Make a table of figures, one row for each data source."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("data_source", overflow="fold")
     for head in heads:

@@ -85,7 +85,6 @@ def upload(folder: Path, name: str, card: str, private: bool, revision: str | No
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Turn what the hub's client raises into one message."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
@@ -143,7 +142,6 @@ def card_of(source: Source, name: str) -> str:
 
 
 def _facts(run: RunFolder, step: int) -> dict[str, str]:
-    """What stands in the card's table."""
     phases = run.phases(step)
     config = hidden(phases[-1][1])
     rows = [row for row in read_metrics(run.path / "metrics.jsonl") if row["step"] <= step]
@@ -168,7 +166,6 @@ def _facts(run: RunFolder, step: int) -> dict[str, str]:
 
 
 def _batches(phases: Sequence[tuple[int, dict[str, Any]]], steps: int) -> str:
-    """Say how many batches of how many prompts were learned from."""
     starts = [*(start for start, _ in phases), steps + 1]
     parts = [
         (config["data"].get("train_batch_size"), end - start)

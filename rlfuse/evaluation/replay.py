@@ -98,7 +98,6 @@ def _given(settings: Sequence[str]) -> set[str]:
 
 
 def _kept(run: RunFolder, settings: Sequence[str]) -> dict[str, Any]:
-    """Return what is left of the run's reward under these settings."""
     given = _given(settings)
     replaced = given.union(TOGETHER) if given.intersection(TOGETHER) else given
     return {name: value for name, value in (run.config.get("reward") or {}).items() if name not in replaced}
@@ -204,7 +203,7 @@ def write(
 
 
 def _as_text(cell: Any) -> Any:
-    """Return a cell that no spreadsheet takes for a formula."""
+    """Return a cell that no spreadsheet interprets as a formula."""
     return f"'{cell}" if isinstance(cell, str) and cell.lstrip().startswith(("=", "+", "-", "@")) else cell
 
 
@@ -213,5 +212,4 @@ def _files(out: Path) -> tuple[Path, Path]:
 
 
 def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows for JSON, which knows no NaN."""
     return json.loads(table.to_json(orient="records", default_handler=str))

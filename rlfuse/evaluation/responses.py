@@ -95,7 +95,6 @@ class Responses:
 
 
 def _restore(sample: Sample, row: Mapping[str, Any]) -> None:
-    """What an evaluation asks of a sample that was written before: length, end, text, reward."""
     tokens, log_probs = np.zeros(row["response_tokens"], np.int32), np.empty(0, np.float32)
     sample.response = Response(tokens, log_probs, row["finish"], sample.step, row["response"])
     if row["reward"] is not None:

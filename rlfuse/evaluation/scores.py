@@ -102,7 +102,6 @@ def figures_of(groups: Sequence[Group], threshold: float) -> dict[str, Any]:
 
 
 def _lengths(lengths: Sequence[int]) -> Mapping[str, float]:
-    """Sum up how many tokens responses have."""
     return {
         "mean": float(np.mean(lengths)),
         "median": float(np.median(lengths)),
@@ -112,10 +111,7 @@ def _lengths(lengths: Sequence[int]) -> Mapping[str, float]:
 
 
 def _parts(samples: Sequence[Sample]) -> dict[str, dict[str, float | None]]:
-    """`parts`: mean of each part of the reward, a missing one as 0; `coverage`: share of the samples that have it.
-
-    Both are over the samples of the data sources in which any sample has the part.
-    """
+    """Return mean and coverage of each part over the data sources that have it; a missing one counts as 0."""
     found: dict[str, dict[str, float | None]] = {"parts": {}, "coverage": {}}
     sources: dict[str, dict[str, None]] = defaultdict(dict)
     for sample in samples:
@@ -131,6 +127,5 @@ def _parts(samples: Sequence[Sample]) -> dict[str, dict[str, float | None]]:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    """None of nothing, and of what is no number: JSON knows neither."""
     mean = float(np.mean(values)) if values else math.nan
     return mean if math.isfinite(mean) else None

@@ -38,7 +38,6 @@ class Job:
     """One running job."""
 
     def __init__(self, folder: Path, command: list[str]):
-        """`folder`: where the run will be. Use `start`."""
         self.folder = folder
         self._process = subprocess.Popen(
             command,
@@ -106,7 +105,6 @@ class Job:
             show(self._last[-1])
 
     def _tell(self, wait_s: float) -> None:
-        """Send what Ctrl-C does, and wait for the end."""
         self._process.send_signal(signal.SIGINT)
         self._process.wait(wait_s)
 

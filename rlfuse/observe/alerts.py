@@ -95,7 +95,6 @@ class Alerts:
             yield from look(values)
 
     def _not_checked(self, values: Mapping[str, float]) -> Iterator[Alert]:
-        """Thresholds whose metrics this job should log, and has not logged for a window."""
         if "reward_model/loss" in values:  # its steps have no samples
             return
         critic_alone = GRADIENTS[1] in values and GRADIENTS[0] not in values  # trainer.critic_warmup

@@ -89,7 +89,6 @@ class Drawing:
         self.tell()
 
     def _draw(self, target: str, arguments: tuple) -> None:
-        """Send the request and wait for its answer, in the thread."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         process, late, began = self._process, Timer(DRAWING_S, self._process.kill), time.monotonic()

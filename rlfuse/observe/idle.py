@@ -142,7 +142,6 @@ def divide(spans: Sequence[Span], start: float, end: float, slots: int, width: i
 
 
 def _by_engine(driver: dict[str, list[Span]], kinds: Sequence[str]) -> dict[int, list[Span]]:
-    """The driver's spans of these kinds that were for one engine's slots alone."""
     found: dict[int, list[Span]] = defaultdict(list)
     for kind in kinds:
         for span in driver[kind]:
@@ -152,7 +151,6 @@ def _by_engine(driver: dict[str, list[Span]], kinds: Sequence[str]) -> dict[int,
 
 
 def _by_slot(spans: Iterable[Span], slots: int, width: int) -> list[list[Span]]:
-    """What each slot's own processes did."""
     own: list[list[Span]] = [[] for _ in range(slots)]
     for span in spans:
         process, _, number = span.where.partition("/")
@@ -164,7 +162,6 @@ def _by_slot(spans: Iterable[Span], slots: int, width: int) -> list[list[Span]]:
 
 
 def _start_up(spans: Iterable[Span], start: float) -> Intervals:
-    """From the window's start to the first thing that the driver does after the engines stand, if that is in it."""
     began = [span.end for span in spans if span.where == "driver" and span.kind == "start"]
     if not began:
         return []
@@ -173,7 +170,7 @@ def _start_up(spans: Iterable[Span], start: float) -> Intervals:
 
 
 def _claimed(window: tuple[float, float], claims: Iterable[tuple[str, Intervals]]) -> dict[str, Intervals]:
-    """What each claim gets of the window: nothing that an earlier one has."""
+    """Give each claim what earlier ones left of the window."""
     left, given = [window] if window[1] > window[0] else [], defaultdict(list)
     for name, claim in claims:
         taken, left = cut(left, claim)

@@ -27,10 +27,7 @@ class Journal:
         gc_freq: int = 0,
         check_folder: Callable[[], None] = lambda: None,
     ):
-        """`faults`: what was lost and replaced in the run's earlier attempts, counted on. `gc_freq`: `trainer`'s.
-
-        `check_folder`: raises if the folder was removed, or is another driver's now.
-        """
+        """`faults`: counts of earlier attempts. `check_folder` raises if the folder was removed or taken over."""
         self._check_folder = check_folder
         self.recorder, self.faults = Recorder("driver"), faults
         self._garbage: GarbageCollector | None = None

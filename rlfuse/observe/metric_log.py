@@ -48,7 +48,6 @@ class MetricLog:
         own_metrics: OwnMetrics,
         label: str = EXACT,
     ):
-        """`label`: of the steps before the checkpoint that the run resumes from."""
         self.config, self.folder, self.total_steps = config, folder, total_steps
         self.journal, self.samples, self.loggers, self.drawing = journal, samples, loggers, drawing
         self._own_metrics = own_metrics
@@ -68,7 +67,6 @@ class MetricLog:
         self._recall(read_metrics(folder / "metrics.jsonl"))
 
     def _recall(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Continue after the steps before a resume."""
         self._alerts.recall(row for row in rows if row["step"] > 0)
         for row in rows:
             self._continue(row)
@@ -113,7 +111,7 @@ class MetricLog:
         self.samples.log_validation(step, answers)
 
     def _continue(self, values: Mapping[str, float]) -> None:
-        """Names that the run has logged keep their meaning, and its label is the weakest of all steps."""
+        """Logged names keep their meaning; the label is the weakest of all steps."""
         self._label = weakest([self._label, *labels_in(values)])
         self._parts |= dict.fromkeys(figures.logged_parts(values, "rewards/", "/mean"))
         self._validated = last_validation([values]) or self._validated
@@ -216,7 +214,6 @@ class MetricLog:
         return values | {f"fusion/{self.label(values)}": 1.0}
 
     def _account(self, spans: Sequence[Span]) -> dict[str, float]:
-        """busy/* and idle/* since the last row: start-up, validation and checkpoints are in the row that follows."""
         start, self._accounted = self._accounted, clock.now()
         width = self.config.rollout.tensor_model_parallel_size
         return account(spans, start, self._accounted, self.config.slots, width).metrics()
@@ -227,6 +224,5 @@ def _samples(groups: Iterable[Group]) -> list[Sample]:
 
 
 def _with_coverage(name: str, values: Mapping[str, float]) -> str:
-    """A held-out mean, with the share of the answers that have the part unless all have it."""
     share = values.get(name.replace("val-core", "val-aux", 1).replace("/mean@", "/coverage@"), 1.0)
     return f"{name} {values[name]:.3f}" + (f" (coverage {share:.1%})" if share < 1 else "")

@@ -60,7 +60,6 @@ def sample_metrics(
 
 
 def _generated(sample: Sample, partials: Mapping[str, Partial]) -> int:
-    """Response tokens."""
     if sample.response is not None:
         return len(sample.response.token_ids)
     return len(partials[sample.id].token_ids) if sample.id in partials else 0
@@ -72,10 +71,7 @@ def _spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]
 
 
 def _flat(groups: Sequence[Group], n: int) -> dict[str, float]:
-    """reward/frac_reward_zero_std: the share of groups whose rewards are all equal; with /{fn} behind it the same of
-    each function by itself, where there are several. reward/groups_of_one: those of which only one reward did not
-    fail, so that there is nothing to compare it with. Of groups of which every sample is scored.
-    """
+    """Return the share of groups with equal rewards, overall and per function, and of groups with one reward."""
     scored = [[sample.reward for sample in group.samples] for group in groups]
     scored = [each for each in scored if None not in each]  # what was aborted can't be compared
     rewards = [[reward for reward in each if isinstance(reward, Reward)] for each in scored]
@@ -93,10 +89,8 @@ def _flat(groups: Sequence[Group], n: int) -> dict[str, float]:
 
 
 def _parts(rewards: Sequence[Reward], logged: Iterable[str]) -> dict[str, float]:
-    """rewards/{fn}/mean and std over the samples that the function applies to, and coverage: the share that has it.
-
-    A part that is missing because a gate closed or the function did not return it counts as 0. As in TRL, samples for
-    which a function returns None do not count. `logged`: parts of earlier steps, which are continued.
+    """Return mean, std and coverage of each part over the samples that its function applies to. As in TRL, None does
+    not count; a part missing because a gate closed counts as 0.
     """
     metrics = {}
     for name in dict.fromkeys([*(name for reward in rewards for name in reward.parts), *logged]):
@@ -108,17 +102,14 @@ def _parts(rewards: Sequence[Reward], logged: Iterable[str]) -> dict[str, float]
 
 
 def _applies(part: str, reward: Reward) -> bool:
-    """Whether the function that returns this part applies to the sample."""
     return any(part == function or part.startswith(f"{function}/") for function in reward.dimensions)
 
 
 def _over_each(prefix: str, found: Mapping[str, Sequence[float]], *kinds: str) -> dict[str, float]:
-    """{prefix}/{name}/{kind} of each name's values; `kinds`: functions of NumPy."""
     return {f"{prefix}/{name}/{kind}": float(getattr(np, kind)(found[name])) for name in found for kind in kinds}
 
 
 def _balance(tokens: np.ndarray, ranks: int) -> dict[str, float]:
-    """Tokens per rank as they came and as they were balanced."""
     came = [int(share.sum()) for share in np.array_split(tokens, ranks)]
     balanced = [int(tokens[share].sum()) for share in balance(tokens.tolist(), ranks)]
     return {
@@ -132,7 +123,6 @@ def _balance(tokens: np.ndarray, ranks: int) -> dict[str, float]:
 
 
 def _trained(samples: Sequence[Sample]) -> dict[str, float]:
-    """Advantages, returns and values, where the step trained."""
     if "advantages" not in samples[0].tensors:
         return {}
     tensors = {
@@ -194,7 +184,6 @@ def validation_metrics(groups: Sequence[Group], logged: Collection[str] = ()) ->
 
 
 def _validation_parts(scored: Sequence[Reward]) -> dict[str, list[float]]:
-    """Part -> the values of the samples that have it; `acc` is one part, whichever functions return it."""
     parts: dict[str, list[float]] = {"reward": [reward.value for reward in scored]}
     for reward in scored:
         named = {name: value for name, value in reward.parts.items() if name not in reward.accuracies}
@@ -285,7 +274,6 @@ def video_metrics(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _on_driver(spans: Sequence[Span], kind: str) -> list[Span]:
-    """The controller's own spans of a kind; what it did to validate counts as `testing` alone."""
     return [span for span in spans if span.kind == kind and span.where == "driver" and span.cause != "testing"]
 
 
@@ -347,12 +335,12 @@ def utilisation(
 
 
 def _products(layers: int, head: int, tokens: int, responses: int) -> int:
-    """Multiply-adds of `tokens` with the parameters of the layers, and of `responses` with those of the head."""
+    """Return multiply-adds of `tokens` with the layers, and of `responses` with the head."""
     return layers * tokens + head * responses
 
 
 def _tokens_run(samples: Sequence[Sample]) -> tuple[int, int]:
-    """(tokens that a pass over these samples needs, response tokens among them); each prompt is needed once."""
+    """Return (tokens that a pass needs, response tokens among them); each prompt is needed once."""
     responses = sum(len(sample.response.token_ids) for sample in samples)
     prompts = {sample.prompt.index: len(sample.prompt.token_ids) for sample in samples}
     return sum(prompts.values()) + responses, responses

@@ -79,7 +79,6 @@ class OwnMetrics:
         return found
 
     def _asked(self, value: str, function: Callable[..., Any], items: Sequence[Finished]) -> dict[str, Any]:
-        """What a function returned, by the names of its figures."""
         answers: list[Any] = []
 
         def ask() -> None:

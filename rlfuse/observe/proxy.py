@@ -63,7 +63,6 @@ def _panel(axes: Axes, other: Axes, rows: Rows, title: str) -> list[Artist]:
 
 
 def _names(rows: Rows) -> tuple[str | None, str | None]:
-    """The metrics of the model's score and of the truth."""
     means = [name for name in last_validation(rows) if "/mean@" in name]
     proxy = next((name for name in means if f"/{MODEL_PART}/" in name), None)
     return proxy, next((name for name in means if name.startswith("val-core/") and "/acc/" in name), None)

@@ -47,8 +47,7 @@ class RunLog:
         label: str = EXACT,
         check_folder: Callable[[], None] = lambda: None,
     ):
-        """`resolved`: the configuration as it is shown; `faults`: of the run's earlier attempts, counted on; `label`:
-        of the steps until `start`; `check_folder`: called after every step, raises if the folder was lost."""
+        """`resolved`: the configuration as shown; `faults`, `label`: of earlier attempts and steps."""
         own_metrics = OwnMetrics(config, self.say)  # first: a file that can't be executed cuts off no row
         self.folder, self.total_steps = folder, total_steps
         faults = Counter() if faults is None else faults
@@ -61,7 +60,6 @@ class RunLog:
             raise
 
     def _make_parts(self, config: Config, start: int, own_metrics: OwnMetrics, label: str) -> None:
-        """Those that tell the loggers."""
         folder, total_steps = self.folder, self.total_steps
         self.drawing = Drawing(self.say)
         self.samples = SampleLog(config, folder, start, self.loggers, self.drawing, total_steps)

@@ -18,7 +18,6 @@ FOLDER = "contact_sheets"
 
 @cache
 def _pool(timeout_s: float) -> DecodePool:
-    """The decoders of this process, which end with it."""
     return DecodePool(timeout_s=timeout_s)
 
 
@@ -48,7 +47,6 @@ def draw_sheets(folder: Path, step: int, samples: Sequence[Sample], sheets: dict
 
 
 def _clips(sample: Sample) -> list[Clip]:
-    """Return the sample's clips and images, each reduced to the frames that its sheet shows."""
     visual = sample.prompt.visual
     clips = []
     for each, shown in zip(visual, shown_frames([each.plan for each in visual]), strict=True):

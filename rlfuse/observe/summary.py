@@ -63,7 +63,7 @@ def summarise(
 
 
 def _choices(folder: Path, config: Config, steps: int) -> str:
-    """`fusion=` of each part of the run, in order: a resume may have changed it."""
+    """Return `fusion=` of each part of the run: a resume may have changed it."""
     phases = RunFolder(folder, asdict(config)).phases(steps)
     return ", then ".join(dict.fromkeys(choice(phase["fusion"]) for _, phase in phases))
 
@@ -92,7 +92,6 @@ def versions() -> dict[str, str]:
 
 
 def _draw(folder: Path, rows: Sequence[Mapping[str, float]], name: str | None) -> None:
-    """`reward_curve.png`: mean reward of every step, validation where there was one."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -106,7 +106,6 @@ class Terminal:
             pause = max(LOOK_S, (time.thread_time() - began) / SHARE)
 
     def _publish(self) -> None:
-        """Write `live.json`, whole; those who look on do without where there is no room on the disk."""
         aside = self._file.with_name(f".{self._file.name}.part")
         with suppress(OSError):
             aside.write_text(json.dumps({"at": time.time(), "view": asdict(self.view())}))
@@ -140,5 +139,4 @@ def fields(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def _held_out(metrics: Mapping[str, float]) -> str:
-    """The main scores of a validation, if there was one in the step."""
     return "  ".join(f"{value:.3f}" for name, value in metrics.items() if name.startswith("val-core/"))

@@ -75,7 +75,7 @@ def _place(span: Span, width: int) -> tuple[int, str]:
 
 
 def _laid_out(spans: Iterable[Span], zero: float, width: int) -> tuple[list[Slice], dict[tuple[int, int], str]]:
-    """Every span on a lane of its track where it overlaps nothing; and the lanes' names by process and number."""
+    """Assign spans to lanes without overlap; also return the lanes' names by process and number."""
     by_track: dict[tuple[int, str], list[Span]] = defaultdict(list)
     for span in spans:
         by_track[_place(span, width)].append(span)
@@ -95,7 +95,6 @@ def _laid_out(spans: Iterable[Span], zero: float, width: int) -> tuple[list[Slic
 
 
 def _names(tracks: dict[tuple[int, int], str]) -> Iterator[Event]:
-    """What processes and tracks are called, in the order in which they are shown."""
     for pid in sorted({pid for pid, _ in tracks}):
         name = {DRIVER: "driver", REWARDS: "rewards"}.get(pid, f"slot {pid - FIRST_SLOT}")
         yield _meta("process_name", pid, 0, name=name)
@@ -113,7 +112,6 @@ def _meta(kind: str, pid: int, tid: int, **args: Any) -> Event:
 
 
 def _counters(slices: Iterable[Slice]) -> Iterator[Event]:
-    """Of each engine: samples that decode, samples that wait, tokens in the KV cache; 0 while it does nothing."""
     decoding: dict[int, list[Slice]] = defaultdict(list)
     came: dict[int, list[int]] = defaultdict(list)
     went: dict[int, list[int]] = defaultdict(list)
@@ -147,7 +145,6 @@ def _counter(pid: int, ts: int, name: str, **values: float) -> Event:
 
 
 def _flows(slices: Iterable[Slice]) -> Iterator[Event]:
-    """For every sample and model that learned from it: generation, reward, micro-batch, optimizer step."""
     last: dict[tuple[str, str], Slice] = {}
     learned: dict[tuple[str, str, int], list[Slice]] = {}
     steps: dict[tuple[int, str], list[Slice]] = defaultdict(list)
@@ -169,7 +166,7 @@ def _flows(slices: Iterable[Slice]) -> Iterator[Event]:
 
 
 def _arrow(number: int, name: str, stations: Sequence[Slice]) -> Iterator[Event]:
-    """From the end of the first slice through the starts of the others, which ascend."""
+    """Draw from the end of the first slice through the starts of the others, which ascend."""
     if len(stations) < 2:
         return
     for place, each in enumerate(stations):
@@ -201,7 +198,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _chosen(run: RunFolder, wanted: str | None) -> tuple[list[Span], str]:
-    """The spans of some steps, with what lies between them; of all a run without a complete step has."""
     steps = run.steps()
     if not steps:
         return list(run.spans()), "no complete step, all there is"

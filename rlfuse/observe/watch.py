@@ -84,7 +84,6 @@ def read_view(path: Path) -> tuple[float, View]:
 
 
 def _view(folder: Path, now: Status) -> View | None:
-    """The last one, with its age where that tells something; None before the first."""
     try:
         at, view = read_view(folder / FILE)
     except (OSError, ValueError, TypeError, KeyError):
@@ -96,7 +95,6 @@ def _view(folder: Path, now: Status) -> View | None:
 
 
 def _end(folder: Path, now: Status) -> str:
-    """Say what became of the run."""
     if (state := status.state_now(folder, now)) == "crashed":
         return f"The process of {now.name} is gone, and did not say why: it was killed. The same command resumes it."
     if state == "finished":

@@ -83,7 +83,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 async def _serve(service: Service, host: str, port: int) -> None:
-    """Answer requests until SIGINT or SIGTERM."""
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -102,7 +101,6 @@ async def _serve(service: Service, host: str, port: int) -> None:
 
 
 def _all_loopback(host: str) -> bool:
-    """Whether an address to listen on can be reached from this machine alone."""
     try:
         found = socket.getaddrinfo(host or None, None, flags=socket.AI_PASSIVE)
     except OSError:
@@ -111,7 +109,7 @@ def _all_loopback(host: str) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a Host header names this machine by a name that no one else can give to it."""
+    """Return whether a Host header names this machine by a name that no one else can give to it."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or ip_address(name).is_loopback
@@ -195,7 +193,7 @@ class Service:
             self._waiting -= 1
 
     async def _read(self, request: web.BaseRequest) -> bytes:
-        """Return the body. Raises TimeoutError after READ_S, or where the same peer sends MOST_UPLOADS newer ones."""
+        """Return the body; TimeoutError after READ_S, or if the same peer sends MOST_UPLOADS newer ones."""
         uploads = self._uploads[request.remote]
         if len(uploads) >= MOST_UPLOADS:
             oldest = next(iter(uploads))
@@ -236,7 +234,6 @@ class _Server(web.Server):
 
 
 def _refused(request: web.BaseRequest, token: str | None) -> web.Response | None:
-    """Return the answer to what is not a request of a permitted client."""
     host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
     if token is not None and not _brings(request.headers.get("Authorization", ""), token):
         return _refusal(401, f"no valid token; send `Authorization: Bearer ${TOKEN}`, or http://:${TOKEN}@host as URL")
@@ -252,7 +249,6 @@ def _refused(request: web.BaseRequest, token: str | None) -> web.Response | None
 
 
 def _brings(authorization: str, token: str) -> bool:
-    """Whether the header has the token: as `Bearer`, or as the password of `Basic`."""
     scheme, _, given = authorization.partition(" ")
     sent = given.strip().encode()
     if scheme.lower() == "basic":
@@ -264,7 +260,6 @@ def _brings(authorization: str, token: str) -> bool:
 
 
 def _items(payload: Any) -> list[Item]:
-    """Return the samples of a request; PayloadError says what is wrong with it."""
     form = '{"query": [prompt + response, ...], "prompts": [...], "labels": [...]}'
     if not isinstance(payload, dict) or not isinstance(payload.get("query"), list):
         raise PayloadError(f"the request has no list `query`; it has to be {form}")

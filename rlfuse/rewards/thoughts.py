@@ -90,7 +90,6 @@ def format_gate(samples: Sequence[Item]) -> list[Reward]:
 
 
 def _fault(text: str, opened: bool) -> str:
-    """What is wrong with the format of a response, if anything is."""
     if split_thought(text, opened) is not None:
         return ""
     opens, closes = text.count(OPEN) + opened, text.count(CLOSE)

@@ -140,7 +140,6 @@ def named(config: Config, keep: Callable[[Path], bool] = lambda folder: not fold
 
 
 def _keep(folder: Path) -> bool:
-    """Make the folder, for which nobody else can then have the name."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -159,7 +158,6 @@ def _drop(folder: Path) -> None:
 
 
 def _newest_first(project: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Runs of a project whose configuration can be read."""
     written = sorted(project.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in written:
         if before := _config_of(path.parent):
@@ -170,7 +168,6 @@ def _newest_first(project: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _runs_elsewhere(folder: Path) -> bool:
-    """Whether another driver has this run under way; where no lock can tell, its recent writes do."""
     if (locked := run_lock.is_locked(folder)) is not None:
         return locked
     state = status.read(folder)
@@ -178,7 +175,6 @@ def _runs_elsewhere(folder: Path) -> bool:
 
 
 def _finished(folder: Path) -> bool:
-    """Whether its last start came to its end."""
     state = status.read(folder)
     return state.state == "finished" if state else (folder / "summary.json").exists()
 
@@ -189,7 +185,6 @@ def _has_rows(folder: Path) -> bool:
 
 
 def _config_of(folder: Path) -> dict[str, Any] | None:
-    """Its `config.yaml`; None where there is none, or one that is damaged: nothing can be compared then."""
     try:
         found = parse_yaml((folder / "config.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -198,13 +193,12 @@ def _config_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _config_after(folder: Path, step: int | None) -> dict[str, Any] | None:
-    """Its configuration as it was after this step: changes that were accepted later are abandoned with their steps."""
+    """Return the configuration after this step: later changes are abandoned with their steps."""
     found = _config_of(folder)
     return RunFolder(folder, found).phases(step + 1)[-1][1] if found and step is not None else found
 
 
 def _resolved(config: Config) -> dict[str, Any]:
-    """As it stands in `config.yaml`."""
     return hidden(dataclasses.asdict(config))
 
 
@@ -221,7 +215,6 @@ def with_local_paths(config: Config) -> Config:
 
 
 def _judge_finished(config: Config, checkpoint: Path | None, changes: Sequence[Change], unnamed: bool) -> None:
-    """Returns only if the finished run is to be longer from now on, and can be."""
     steps = checkpoints.read_state(checkpoint)["step"] if checkpoint else _steps(config.run_folder)
     if checkpoint is not None and _longer(config, {change.key: change.was for change in changes}, steps):
         return
@@ -232,7 +225,6 @@ def _judge_finished(config: Config, checkpoint: Path | None, changes: Sequence[C
 
 
 def _longer(config: Config, was: Mapping[str, Any], steps: int) -> bool:
-    """Whether a finished run of so many steps has some left; by epochs the data alone can tell, so it may turn out."""
     trainer = config.trainer
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps > steps
@@ -240,7 +232,6 @@ def _longer(config: Config, was: Mapping[str, Any], steps: int) -> bool:
 
 
 def _steps(folder: Path) -> int:
-    """That a finished run without a checkpoint took."""
     try:
         return int(parse_json((folder / "summary.json").read_text())["steps"])
     except (OSError, ValueError, TypeError, KeyError):

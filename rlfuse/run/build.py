@@ -146,7 +146,6 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
 
 
 def _trainer_start(config: Config, slots: placement.Slots, video: VideoParts | None, log: RunLog) -> Start:
-    """Of whole models on every rank, or of stages of them."""
     name = f"{slots.count} trainer rank{'s' * (slots.count > 1)}"
     if config.training.pipeline_parallel_size > 1:
         return within(log.part(name), PipelineTrainer.start, config, slots, slots.cores)
@@ -155,7 +154,6 @@ def _trainer_start(config: Config, slots: placement.Slots, video: VideoParts | N
 
 
 def _tower_push(config: Config, trainer: TrainerGroup, video: VideoParts | None, log: RunLog) -> TowerPush | None:
-    """For towers that learn."""
     if video is None or config.video.freeze_tower:
         return None
     return TowerPush(trainer, video.clips.encoder, log.folder)

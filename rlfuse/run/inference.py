@@ -121,7 +121,7 @@ def starting_costs(config: Config, facts: Sequence[Mapping[str, Any]], slots: pl
 
 
 def _link_speed(config: Config, device: str) -> float:
-    """Bytes per second between engines of one host; 0: KV caches do not travel."""
+    """Return bytes per second between engines of one host; 0: KV caches are not transferred."""
     if config.trainer.nnodes > 1:
         return 0.0
     speed = placement.shared_memory_speed()

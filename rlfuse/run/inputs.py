@@ -39,7 +39,7 @@ def digests(config: Config) -> dict[str, str]:
 
 
 def _files(config: Config) -> dict[str, str]:
-    """Each file of a user's functions, as named, and the first key that names one of it."""
+    """Return each custom file as named, with the first key that names it."""
     named = [("reward.functions", function) for function in reward_functions(config)]
     found = dict[str, str]()
     for key, function in [*named, *functions_named_by(config)]:

@@ -106,7 +106,6 @@ class Job:
         return log
 
     def _lock_folder(self) -> None:
-        """Hold the lock, of another attempt or anew. RunRefused where another driver works or has worked meanwhile."""
         if self.lock.is_held:
             return self.lock.check()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -148,10 +147,6 @@ class Job:
 
 
 def _note_changes(folder: Path, step: int, changes: Sequence[Change]) -> None:
-    """Append them to the run folder's `changes.jsonl`: by these its `config.yaml` differs after this step.
-
-    Those of steps behind it, which the run abandons as it goes back, go.
-    """
     path = folder / "changes.jsonl"
     if not changes and not path.exists():
         return
@@ -185,7 +180,6 @@ def noting_the_end(job: Job) -> Iterator[None]:
 
 
 def _state(error: BaseException | None) -> str:
-    """For `status`, of a run that ended so."""
     if error is None:
         return "finished"
     planned = Stopped | NodeLeft | KeyboardInterrupt | asyncio.CancelledError

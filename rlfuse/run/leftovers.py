@@ -99,7 +99,6 @@ def remove(path: Path) -> bool:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file."""
     with suppress(OSError):  # gone meanwhile
         return path.lstat().st_size if path.is_file() else 0
     return 0

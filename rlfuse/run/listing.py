@@ -178,7 +178,6 @@ def clean(argv: Sequence[str]) -> None:
 
 
 def _tell(found: Sequence[Leftover], most: int) -> None:
-    """Print at most so many lines."""
     for each in found[:most]:
         print(f"{size(each.bytes):>10}  {each.path}  ({each.why})")
     if more := found[most:]:
@@ -272,7 +271,6 @@ def _from_summary(run: Run, path: Path) -> None:
 
 
 def _row_at(content: mmap.mmap, position: int) -> dict[str, Any]:
-    """The row around this byte."""
     start = content.rfind(b"\n", 0, position) + 1
     row = parse_json(content[start : content.find(b"\n", position) + 1].decode())
     if not isinstance(row, dict):
@@ -290,7 +288,6 @@ def _add_sizes(run: Run, path: Path) -> None:
 
 
 def _print(runs: Sequence[Run]) -> None:
-    """At a terminal as a table, else as aligned lines."""
     console = Console()
     columns = [*zip(COLUMNS, *map(_cells, runs), strict=True)]
     columns = [column for column in columns if any(cell != "-" for cell in column[1:])]

@@ -54,7 +54,6 @@ class SlotDesk:
             await asyncio.gather(looking, return_exceptions=True)
 
     def _leave_behind(self, gone: Sequence[str]) -> bool:
-        """Nothing is drained on what comes in the place of these nodes. Whether they might go."""
         planned = self.log.stopping.elsewhere
         announced = planned.nodes if isinstance(planned, NodeLeft) else ()
         left = [node for node in self.slots.nodes if node.id in gone]
@@ -94,13 +93,11 @@ class SlotDesk:
         await asyncio.to_thread(disk.answer, self.log.folder, request, told, True)
 
     async def _publish(self) -> None:
-        """Say how the slots are, if that has changed."""
         if (states := self.states()) != self._told:
             await asyncio.to_thread(disk.publish, self.log.folder, states)
             self._told = states
 
     async def _do(self, request: disk.Request) -> str:
-        """What is said of it. SlotRefused where it can't be done."""
         slot, draining = request.slot, self.draining
         if request.do == "leave":
             return await self._leave(slot)
@@ -131,7 +128,6 @@ class SlotDesk:
         return f"after {when}, which is saved, the run goes on without {freed}, on {spare[0]} in its place"
 
     def _why_not(self, node: Node, spare: list[Node]) -> str:
-        """Why it can't leave; empty if it can."""
         per_node, nodes = self.slots.count // len(self.slots.nodes), len(self.slots.nodes)
         if node.id == this_node_id():
             return (
@@ -169,5 +165,4 @@ class SlotDesk:
         return self.slots.nodes[slot * self.width * len(self.slots.nodes) // self.slots.count]
 
     def _on(self, node: Node) -> list[int]:
-        """Slots that live there."""
         return [slot for slot in range(self.draining.count) if self._node(slot) == node]

@@ -81,5 +81,4 @@ async def end_all(ends: Iterable[Awaitable[Any]]) -> None:
 
 
 async def _together(*starts: Start) -> list[Any]:
-    """All results; the first failure ends the wait at once, the others are dropped."""
     return await asyncio.gather(*(start() for start in starts))

@@ -111,7 +111,6 @@ def full_address(address: str) -> str:
 
 
 def _variables(given: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE as it is, NAME with its value here. Raises SubmitError for one that is not set."""
     found = {}
     for word in given:
         name, equals, value = word.partition("=")
@@ -125,7 +124,6 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
 
 
 def _connect(arguments: argparse.Namespace) -> Any:
-    """Ray's client of the cluster at --address, with its token where there is one."""
     token = arguments.token_file
     if token is not None:
         if not token.is_file():
@@ -139,7 +137,7 @@ def _connect(arguments: argparse.Namespace) -> Any:
 
 
 def _bounded(call: Callable[[], Any], what: str) -> Any:
-    """Its result within CALL_S: Ray's client waits without a limit. Raises SubmitError."""
+    """Return its result within CALL_S: Ray's client has no time limit."""
     from ray.exceptions import RayError
 
     from rlfuse.cluster.joining import request
@@ -179,7 +177,6 @@ def _how_to_go_on(address: str, job: str) -> str:
 
 
 def _follow(client: Any, job: str) -> None:
-    """Print the log until the job ends, then SystemExit with its status; Ctrl-C leaves it running."""
     try:
         asyncio.run(follow(client, job, lambda text: print(text, end="", flush=True)))
     except KeyboardInterrupt:
@@ -191,7 +188,6 @@ def _follow(client: Any, job: str) -> None:
 
 
 def _end(info: Any) -> str:
-    """How a job ended, in words; of one that failed also why."""
     why = f": {info.message.splitlines()[0]}" if info.status.value == "FAILED" and info.message else ""
     return f"{info.status.value.lower()}{why}"
 
@@ -241,7 +237,6 @@ class _Log:
 
 
 async def _tail(client: Any, job: str, log: _Log) -> None:
-    """Show the log until Ray ends the stream or the job has ended."""
     log.again()
     stream = client.tail_job_logs(job)
     upcoming = asyncio.ensure_future(anext(stream, None))
@@ -275,7 +270,6 @@ def _state(client: Any, job: str) -> str:
 
 
 def _status(client: Any, job: str | None) -> None:
-    """One job; without a name all that rlfuse submitted, the newest last."""
     jobs = _bounded(client.list_jobs, "list the jobs")
     mine = [each for each in jobs if each.submission_id and KEY in (each.metadata or {})]
     wanted = [each for each in mine if job is None or each.submission_id == job]
@@ -296,7 +290,6 @@ def _logs(client: Any, job: str) -> None:
 
 
 def _stop(client: Any, job: str) -> None:
-    """Ask, and wait until it has ended."""
     info = _bounded(lambda: client.get_job_info(job), f"ask for {job}")
     if info.status.value in ENDED:
         print(f"{job} has ended already: {_end(info)}")

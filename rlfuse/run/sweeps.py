@@ -105,13 +105,11 @@ def sweep_name(stem: str, values: Mapping[str, str], several: Mapping[str, list[
 
 
 def _short(name: str) -> str:
-    """Group and leaf tell most keys apart: actor.lr."""
     group, _, below = name.partition(".")
     return f"{group}.{below.rpartition('.')[2]}" if below else name.rpartition("/")[2]
 
 
 def _label(value: str, others: list[str]) -> str:
-    """A value as part of a folder's name, unlike that of any other value."""
     plain = _plain(value)
     if any(_plain(other) == plain for other in others if other != value):
         plain = f"{plain}-{_digest(value)}"
@@ -167,6 +165,5 @@ def _figure(value: float | None) -> str:
 
 
 def _shown(folder: Path) -> str:
-    """Below the working folder from there, as one would type it."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)

@@ -111,7 +111,6 @@ async def wired(
 
 
 def _restore(kept: Mapping[str, Any], job: Job, selection: Selection, say: Callable[[str], None]) -> None:
-    """Load the parts' state from the checkpoint; report prompts that were set aside and are not drawn from now on."""
     if job.checkpoint is None:
         return
     for name, part in kept.items():
@@ -162,7 +161,6 @@ def _checkpointing(
 
 
 def _policy(config: Config, experience: Experience, log: RunLog) -> Policy:
-    """The person is told why one that trains early can't."""
     policy = loaded_policy(config.fusion.policy)
     if traits_of(policy).trains_early and (why := experience.why_late()):
         log.say(why)
@@ -170,7 +168,6 @@ def _policy(config: Config, experience: Experience, log: RunLog) -> Policy:
 
 
 def _settings(config: Config, trainer: Trainer) -> Settings:
-    """What the configuration decides for policies."""
     fusion, unlimited = config.fusion, Settings()
     credit = unlimited.credit_tokens if fusion.credit_mb is None else int(fusion.credit_mb * 2**20 / TOKEN_BYTES)
     return Settings(

@@ -76,7 +76,6 @@ async def rehearse(run: Path, state: dict[str, Any], describe: Fill) -> None:
 
 
 def _new_partial(run: Path, step: int) -> Path:
-    """Where a checkpoint of this step grows; what runs that were killed left goes."""
     for left_over in run.glob("global_step_*.partial"):
         shutil.rmtree(left_over, ignore_errors=True)
     return run / f"global_step_{step}.partial"
@@ -109,7 +108,7 @@ def publish(run: Path, step: int, keep: int | None) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """The marker first: whoever is killed in between leaves nothing that looks whole."""
+    """Remove the marker first: a kill in between leaves nothing that looks complete."""
     (checkpoint / MARKER).unlink(missing_ok=True)
     shutil.rmtree(checkpoint)
 
@@ -130,7 +129,7 @@ def room(run: Path, last: int, keep: int | None, first_bytes: int) -> tuple[int,
 
 
 def _outdated(run: Path, last: int, keep: int | None) -> list[Path]:
-    """Those up to the step `last`, oldest first, that go once the next one counts; never that of `last` itself."""
+    """Return those up to step `last`, oldest first, that go once the next one counts; never `last`."""
     whole = [path for path in complete(run) if _step(path) <= last]
     return whole[: max(0, len(whole) - max(keep - 1, 1))] if keep else []
 
@@ -140,7 +139,6 @@ def _size(folders: list[Path]) -> int:
 
 
 def _not_saved(run: Path, step: int, error: Exception | None) -> NotSaved:
-    """The message for a checkpoint of which what was written is still there. `error`: None where there is no room."""
     last, written = complete(run)[-1:], _size([run / f"global_step_{step}.partial"])
     why = "" if error is None else f" ({_cause(error)})"
     kept = f"{last[0]} is still there" if last else "There is no earlier one"
@@ -157,13 +155,12 @@ def _not_saved(run: Path, step: int, error: Exception | None) -> NotSaved:
 
 
 def _cause(error: Exception) -> str:
-    """One line, without the name of a class that says nothing."""
     text = " ".join(str(error).split())
     return text if isinstance(error, NotSaved | OSError) else f"{type(error).__name__}: {text}"
 
 
 def _is_full(error: Exception, free: int) -> bool:
-    """Whether a file found no room. torch has a message of its own for that, which names no cause."""
+    """Return whether the disk was full; torch has an error of its own that names no cause."""
     named = any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
     return named or free < MIB
 

@@ -59,7 +59,6 @@ def reward_code(config: Mapping[str, Any]) -> list[str]:
 
 
 def _is_shipped(path: Any) -> bool:
-    """Whether a path names a function that a module of this package defines."""
     module, _, name = str(path).partition(":")
     if not SHIPPED.fullmatch(module):
         return False

@@ -88,10 +88,7 @@ class RunLock:
         return True
 
     def _claim(self, file: int, folder: Path) -> bool:
-        """Whether the folder is free although no lock proves it: of two that claim it at once, the last to write wins.
-
-        `rlfuse.run.acceptance` has watched the folder for SILENT_S before; this closes the gap since.
-        """
+        """Claim the folder where no lock proves it free: of two claims at once the last to write wins."""
         seen = last_write(folder)
         time.sleep(2 * BEAT_S)
         if last_write(folder) != seen:
@@ -181,7 +178,7 @@ def _written(path: Path) -> float:
 
 
 def _flock(file: int, kind: int) -> bool | None:
-    """Whether the lock was obtained; None where the file system has none."""
+    """Return whether the lock was obtained; None if the file system has none."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -192,7 +189,7 @@ def _flock(file: int, kind: int) -> bool | None:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether the open file is still the one at `path`; a file system that does not answer now is not asked again."""
+    """Return whether the open file is still the one at `path`; a file system that hangs is not asked again."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except OSError as error:
@@ -200,7 +197,6 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _of_this_kernel(file: int) -> bool:
-    """Whether the last holder's lock would be visible here; of a new file there was none."""
     content = _content(file)
     return not content or content.get("boot") == BOOT
 

@@ -87,7 +87,6 @@ def ask(folder: Path, do: str, slot: int, until_well: bool = False, patience: fl
 
 
 def _wait_for(answer: Path, patience: float, request: Path | None = None) -> bool:
-    """Whether it came in time, or the request was taken at least."""
     until = time.monotonic() + patience
     while not answer.exists():
         if time.monotonic() > until:
@@ -97,7 +96,7 @@ def _wait_for(answer: Path, patience: float, request: Path | None = None) -> boo
 
 
 def _removed(file: Path) -> bool:
-    """Whether it was there, and is gone now by this call."""
+    """Return whether this call removed the file."""
     try:
         file.unlink()
     except FileNotFoundError:

@@ -87,7 +87,6 @@ def begin(folder: Path, name: str, started: float, total: int = 0, label: str = 
 
 
 def _seconds_before(folder: Path, started: float) -> float:
-    """Of earlier processes; another attempt of the one that started then is none."""
     if (before := read(folder)) is None:
         return 0.0
     return before.earlier_s if before.started == started else before.seconds(run_lock.last_sign(folder))
@@ -136,7 +135,6 @@ def typed_command() -> str:
 
 
 def _commit() -> str:
-    """By git, which may be missing, as may be a repository."""
     try:
         told = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"],

@@ -50,7 +50,7 @@ _TEXT = ("lm_head.", "embed_tokens.", "layers.", "norm.")
 
 
 def _bare(name: str) -> str:
-    """A tensor's name as text models, whole models and older ones of both have in common; towers' names stay apart."""
+    """Return a tensor's name without prefixes that differ between text and whole models and versions."""
     while name.startswith(("model.", "language_model.")):
         name = name.partition(".")[2]
     return name

@@ -101,7 +101,7 @@ class ClipFacts:
         return times, len(times) / self.duration_s
 
     def _times(self, fps: float) -> list[float]:
-        """0, 1/fps, 2/fps, ... to the end, without those that show the picture of the one before; all of the file."""
+        """Return 0, 1/fps, 2/fps, ... to the end, without repeated pictures."""
         return [round(self.start_s + index / fps, 6) for index in np.flatnonzero(self._news(fps)).tolist()]
 
     def steady(self) -> ClipFacts:
@@ -109,7 +109,6 @@ class ClipFacts:
         return replace(self, fps=1 / STILL_S, frames=None, stills=()) if self.stills else self
 
     def _news(self, fps: float) -> np.ndarray:
-        """bool: which of 0, 1/fps, 2/fps, ... don't show the picture of the one before."""
         count = _count(self.duration_s, fps)
         if not self.stills:
             return np.ones(count - (count == self.distinct_frames + 1), bool)  # the one too many is of rounding
@@ -121,5 +120,4 @@ class ClipFacts:
 
 
 def _count(duration_s: float, fps: float) -> int:
-    """How many of the times 0, 1/fps, 2/fps, ... lie before the end."""
     return max(1, math.ceil(duration_s * fps - _FRAME_SLACK))

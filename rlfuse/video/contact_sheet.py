@@ -87,7 +87,6 @@ def contact_sheet(seen: Sequence[tuple[np.ndarray, VideoPlan]], caption: Caption
 
 
 def _grid(seen: Sequence[tuple[np.ndarray, VideoPlan]], places: Sequence[Sequence[int]]) -> Image.Image:
-    """Draw thumbnails in rows, each with its time below."""
     pictures = [
         (pixels, "image" if plan.still else f"{plan.times[index]:.1f} s")
         for (frames, plan), shown in zip(seen, places, strict=True)
@@ -113,7 +112,6 @@ def _grid(seen: Sequence[tuple[np.ndarray, VideoPlan]], places: Sequence[Sequenc
 
 
 def _thumbnail(count: int, shape: float) -> tuple[int, int]:
-    """The largest width and height at which `count` thumbnails fill the grid, within `THUMB`."""
     for width in reversed(THUMB):
         height = max(1, round(width / shape))
         columns, rows = (GRID[0] + GAP) // (width + GAP), (GRID[1] + GAP) // (height + LABEL + GAP)
@@ -123,7 +121,6 @@ def _thumbnail(count: int, shape: float) -> tuple[int, int]:
 
 
 def _panel(plans: Sequence[VideoPlan], caption: Caption, shown: int) -> Image.Image:
-    """Text from top to bottom: title, question, truth, and what the plans were."""
     panel = _Column(PANEL)
     panel.text(caption.title, SMALL, PALE, lines=2)
     panel.part("Question", caption.question, 12)
@@ -144,7 +141,6 @@ def _panel(plans: Sequence[VideoPlan], caption: Caption, shown: int) -> Image.Im
 
 
 def _answers(answers: Sequence[Answer], width: int) -> Image.Image:
-    """Columns of answers, in as many rows as they need."""
     shown = answers[:MOST_ANSWERS]
     most = max(1, (width + MARGIN) // (ANSWER + MARGIN))
     across = math.ceil(len(shown) / max(1, math.ceil(len(shown) / most))) or 1
@@ -164,7 +160,6 @@ def _answers(answers: Sequence[Answer], width: int) -> Image.Image:
 
 
 def _answer(name: str, answer: Answer, width: int) -> Image.Image:
-    """Its reward, and what it says."""
     cell = _Column(width)
     cell.rule()
     cell.text(f"{name} · reward", SMALL, PALE)
@@ -217,7 +212,6 @@ class _Column:
 
 
 def _wrapped(text: str, size: int, width: int) -> list[str]:
-    """Lines no wider than `width`, broken between words, or within one that is wider by itself."""
     length, lines = _font(size).getlength, []
     for paragraph in text.splitlines():
         line = ""
@@ -237,7 +231,6 @@ def _wrapped(text: str, size: int, width: int) -> list[str]:
 
 
 def _fitted(lines: list[str], most: int) -> list[str]:
-    """The lines, or their beginning and end with how many are between."""
     if len(lines) <= most:
         return lines
     if most < 3:
@@ -248,11 +241,9 @@ def _fitted(lines: list[str], most: int) -> list[str]:
 
 
 def _step(size: int) -> int:
-    """Pixels from line to line."""
     return round(size * 1.4)
 
 
 @lru_cache
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    """DejaVu Sans, which comes with matplotlib and knows more scripts than Pillow's own."""
     return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), size)

@@ -228,7 +228,7 @@ class DecodePool:
         kill_stopped_workers(self._ended)
 
     def _is_lost(self, call: _Call) -> bool:
-        """Whether the call has no result because its worker was lost, by no fault of the file."""
+        """Return whether the worker was lost by no fault of the file."""
         future = call.future
         if not future.done():
             return call.pool is not self._pool
@@ -238,12 +238,11 @@ class DecodePool:
         return isinstance(error, BrokenProcessPool)
 
     def _exit_code(self, call: _Call) -> int | None:
-        """Of the last worker that died at this call; None if none did, as far as pebble knows."""
         error = call.future.exception() if call.future.done() and not call.future.cancelled() else None
         return error.exitcode if isinstance(error, ProcessExpired) else call.exit_code
 
     def _result(self, call: _Call) -> ClipFacts | ImageFacts | np.ndarray | VideoError | None:
-        """Of the oldest call, which has a worker or is the next to get one; None where it is to be repeated."""
+        """Return the result of the oldest call; None if it is to be repeated."""
         limit, future = self.timeout_s, call.future
         if call.pool is self._pool:
             wait([future], START_S + limit)
@@ -276,7 +275,6 @@ class DecodePool:
 
 
 def _start_worker() -> None:
-    """Import what takes seconds before a clip's time begins."""
     end_with_parent()
     import torch
 
@@ -284,7 +282,6 @@ def _start_worker() -> None:
 
 
 def _decode_into(memory: str, clip: Clip) -> None:
-    """Decode, in a worker, into memory that is shared with the caller."""
     with open(memory, "r+b") as file:
         out = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8).reshape(clip.shape)
     if clip.plan.still:

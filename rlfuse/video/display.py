@@ -79,7 +79,6 @@ def resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _turn(frame: av.VideoFrame) -> tuple[bool, bool, bool]:
-    """Whether rows are to be shown as columns, and then from right to left, and upside down."""
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return False, False, False
@@ -95,7 +94,6 @@ def _turn(frame: av.VideoFrame) -> tuple[bool, bool, bool]:
 
 
 def _tone_mapped(signal: np.ndarray, curve: int, primaries: int) -> np.ndarray:
-    """uint8 as of SDR video, from uint16 [..., 3] of PQ or HLG."""
     light = _light(curve)[signal]
     if curve == ColorTrc.ARIB_STD_B67:  # its light is the scene's; a display adds contrast
         light *= PEAK * (light @ LUMINANCE)[..., None] ** 0.2
@@ -107,7 +105,7 @@ def _tone_mapped(signal: np.ndarray, curve: int, primaries: int) -> np.ndarray:
 
 
 def _rolled_off(light: np.ndarray) -> np.ndarray:
-    """Mobius' curve: the same up to `KNEE`, smoothly on from there, 1 at `PEAK`."""
+    """Roll off highlights by Moebius' curve: linear up to `KNEE`, smooth from there, 1 at `PEAK`."""
     a = -(KNEE**2) * (PEAK - 1) / (KNEE**2 - 2 * KNEE + PEAK)
     b = (KNEE**2 - 2 * KNEE * PEAK + PEAK) / (PEAK - 1)
     return np.where(light <= KNEE, light, (b + KNEE) ** 2 / (b - a) * (light + a) / (light + b))
@@ -115,7 +113,7 @@ def _rolled_off(light: np.ndarray) -> np.ndarray:
 
 @cache
 def _light(curve: int) -> np.ndarray:
-    """float32 [65536]: light for each value of a signal: of PQ relative to `WHITE`, of HLG to the scene's brightest."""
+    """Return float32 [65536], light per signal value: of PQ relative to `WHITE`, of HLG to the brightest."""
     signal = np.arange(65536) / 65535
     if curve == ColorTrc.SMPTE2084:
         root = signal ** (1 / 78.84375)

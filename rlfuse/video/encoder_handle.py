@@ -93,7 +93,6 @@ class EncoderHandle:
         return [*spans, *self._recorder.drain()]
 
     async def _replace(self, error: EngineError) -> None:
-        """Start another process in the place of one that was lost, and report it."""
         watchdog.say(f"lost: {error}\n{self.name}: another process takes its place")
         with self._recorder.span("restart", cause=str(error)):
             self.close()

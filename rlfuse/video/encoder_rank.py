@@ -207,19 +207,13 @@ class EncoderRank:
         return Encoded(row - part.row, prefetched, elsewhere, decode_s, wait_s, encode_s)
 
     def _blocks(self, whole: Frames) -> list[Frames]:
-        """What is decoded at a time; the tower may be cut there."""
         bounds = self.tower.shape.blocks(whole.plan, whole.first, whole.last, self.settings.block_bytes)
         return [replace(whole, first=first, last=last) for first, last in bounds]
 
     def _call_off(self) -> None:
-        """What is decoded ahead and hasn't begun isn't."""
         self._ahead = {pixels: each for pixels, each in self._ahead.items() if not each.future.cancel()}
 
     def _decoded(self, block: Frames) -> tuple[_Decoded, bool]:
-        """The block, decoded ahead or now, and whether it was prefetched.
-
-        What was begun ahead and failed, beside whatever else the machine did then, is begun again.
-        """
         ahead = self._ahead.pop(block.pixels, None)
         if ahead and self._settled(ahead.future) and ahead.future.exception() is None:
             future, prefetched = ahead.future, ahead.prefetched
@@ -239,7 +233,7 @@ class EncoderRank:
         return found, prefetched
 
     def _settled(self, future: Future) -> bool:
-        """Wait for a decoder; if it hangs, all threads are left alone and the next block gets others."""
+        """Wait for a decoder; if it hangs, abandon all threads and use new ones."""
         if wait([future], self.settings.decode_timeout_s).done:
             return True
         self._threads.shutdown(wait=False)

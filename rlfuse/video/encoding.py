@@ -237,12 +237,10 @@ class SequenceParallelEncoder:
         self.version = first.version
 
     async def _jobs(self, clips: Sequence[Clip]) -> tuple[list[_Job | ClipFailure], dict[str, _Job]]:
-        """Of each clip, and those that differ by their keys."""
         jobs = await asyncio.gather(*(self._job(clip) for clip in clips))
         return jobs, {job.key: job for job in jobs if isinstance(job, _Job)}
 
     async def _job(self, clip: Clip) -> _Job | ClipFailure:
-        """The clip's key and token count; a failure if its file can't be read or the plan doesn't fit the tower."""
         plan, shape, what = clip.plan, self.shape, f"{clip.id} ({clip.path})"
         try:
             async with self._reading:
@@ -269,7 +267,6 @@ class SequenceParallelEncoder:
             job.outcome = await self.store.spread(job.key, job.tokens, self.shape.hidden, holder)
 
     async def _encode(self, jobs: list[_Job], ranks: Sequence[EncoderHandle], holder: str) -> None:
-        """All jobs over these ranks; each has an outcome then."""
         loads = [self._load(job.clip.plan) for job in jobs]
         shards = shard(loads, len(ranks), self.shape.step)
         costs = [cost(runs, loads) for runs in shards]
@@ -303,7 +300,6 @@ class SequenceParallelEncoder:
             job.home = of_memory.most_common(1)[0][0]
 
     async def _serve(self, rank: EncoderHandle, runs: list[Run], jobs: list[_Job], holder: str) -> None:
-        """One rank's shard, part by part; parts of clips that failed elsewhere meanwhile are skipped."""
         for run, after in zip_longest(runs, runs[1:]):
             job = jobs[run.clip]
             if job.outcome is not None:
@@ -325,7 +321,6 @@ class SequenceParallelEncoder:
     async def _encode_away(
         self, rank: EncoderHandle, run: Run, job: _Job, first_row: int, upcoming: Frames | None, holder: str
     ) -> None:
-        """A part into an entry of its own on the rank's node, and from there to the clip's home."""
         entry = f"{job.key}-{run.first}"
         tokens = self.shape.row(job.clip.plan, run.last) - first_row
         target = await self._reserve(job, rank.memory, entry, tokens, holder)
@@ -356,7 +351,7 @@ class SequenceParallelEncoder:
 
 
 def _named(job: _Job, clip: Clip) -> Embedding | ClipFailure:
-    """The job's outcome; a failure under the id of this clip, which may be one of several with the same content."""
+    """Return the job's outcome under the id of this clip; several clips may share their content."""
     if isinstance(job.outcome, ClipFailure):
         return ClipFailure(clip.id, job.outcome.message)
     return job.outcome

@@ -67,7 +67,6 @@ def read(path: str, plan: VideoPlan) -> np.ndarray:
 
 
 def _opened(path: str) -> Image.Image:
-    """Return the file's picture, decoded; whatever is wrong with the file becomes a VideoError that names it."""
     if not Path(path).exists():
         raise VideoError("there is no such file", "Correct the row's path", path)
     try:

@@ -138,7 +138,6 @@ class ClipSettings(ImageSettings):
 
 
 def _number(name: str, value: Any) -> float:
-    """The value of a key. ValueError where it is no number, or none that the key can have."""
     whole = name not in FLOATS
     seconds = name in ("video_start", "video_end")
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):

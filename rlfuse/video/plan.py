@@ -296,7 +296,6 @@ def requested_times(
 def _sized(
     clip: ClipFacts, times: list[float], fps: float, level: int, geometry: Geometry, settings: ClipSettings
 ) -> Choice:
-    """With frames of at most `level` tokens where settings don't say."""
     if not settings.has_size:
         return Choice(times, fps, level, *fit_size(clip.height, clip.width, level, geometry.cell))
     cell, unit = geometry.cell, geometry.temporal_patch

@@ -131,7 +131,6 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, visual: VisualTokens
 
 
 def _split(text: str, word: str, halves: tuple[str, str]) -> list[str]:
-    """The text in parts of which none contains `word`."""
     first, *rest = text.split(word)
     return [first, *(part for following in rest for part in (*halves, following))]
 

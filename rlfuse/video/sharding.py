@@ -97,7 +97,7 @@ def pool_size(work_s: float, within_s: float, ranks: int) -> int:
 
 
 def _fill(loads: Sequence[Load], limit: int, step: int) -> list[list[Run]]:
-    """Shards of at most `limit` (at least the heaviest step), each filled before the next is begun."""
+    """Fill shards of at most `limit` (at least the heaviest step), one after the other."""
     shards: list[list[Run]] = [[]]
     room = limit
     for clip, load in enumerate(loads):

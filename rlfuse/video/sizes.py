@@ -51,5 +51,4 @@ def fit_size(height: int, width: int, level: int, cell: int) -> tuple[int, int]:
 
 
 def _neighbours(number: float) -> set[int]:
-    """The whole numbers around one, from 1 up."""
     return {max(1, math.floor(number)), max(1, math.ceil(number))}

@@ -82,7 +82,6 @@ class StepClips:
             self._began, self._beside, self._coming = time.monotonic(), beside, asyncio.create_task(work)
 
     async def _encode_ahead(self, clips: Sequence[Clip], within_s: float) -> None:
-        """As many as there is time and room for; an encoder at fault is so for the next `encode` too, which says it."""
         with suppress(EngineError):
             await self.encoder.encode_ahead(clips, AHEAD, within_s, lambda: self._coming is None)
 

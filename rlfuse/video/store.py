@@ -135,6 +135,5 @@ class EmbeddingStore:
 
 
 def _joined(copies: Sequence[Embedding]) -> Embedding:
-    """One handle of the copies on several nodes."""
     first, *others = copies
     return replace(first, copies=tuple(copy.path for copy in others))

@@ -167,7 +167,7 @@ class Tower:
         return self.module(patches.to(self.dtype), grid, merge)
 
     def _patches(self, pixels: torch.Tensor, merge: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[F, 3, H, W] -> ([patches, 3 * time * patch * patch], grid [1, 3]); the patches of a token stand together."""
+        """Return ([patches, 3 * time * patch * patch], grid [1, 3]) of [F, 3, H, W], grouped by token."""
         time, side = self.shape.temporal_patch, self.shape.patch
         count, channels, height, width = pixels.shape
         units, rows, columns = count // time, height // side, width // side
@@ -225,7 +225,7 @@ def _nested(folder: Path, name: str) -> dict | None:
 
 
 def _own(name: str) -> str:
-    """A checkpoint's name of a tensor as the tower's module has it; older checkpoints lack the leading `model.`."""
+    """Return the tower's name of a checkpoint's tensor; older checkpoints lack the leading `model.`."""
     return name.removeprefix("model.")
 
 
@@ -244,7 +244,6 @@ def _load(family: type[VideoFamily], config: PreTrainedConfig, folder: Path, dty
 
 
 def _tensors(folder: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint's tensors whose own name begins with one of the prefixes; no other is read."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no *.safetensors in {folder}: convert the checkpoint with save_pretrained")

@@ -39,7 +39,6 @@ def wanted(entry: RewardEntry, items: Sequence[Item], known: Sequence[Outcomes])
 
 
 def _ends(outcome: Outcome) -> bool:
-    """Whether a gate's outcome settles its sample."""
     return isinstance(outcome, RewardFailure) or (outcome.value is not None and outcome.value <= 0)
 
 

@@ -60,7 +60,7 @@ def _load(entry: RewardEntry, model_path: str | None, model: dict[str, Any]) -> 
 
 
 def _names(entries: Sequence[RewardEntry], functions: Sequence[RewardFunction]) -> list[str]:
-    """Given names as they are; equal others get their file or module in front (`math.compute_score`), then a number."""
+    """Return distinct names: equal ones get their file or module in front (`math.compute_score`), then a number."""
     plain = [
         entry.name or (entry.path.replace(":", "/", 1) if is_model(entry.path) else function.name)
         for entry, function in zip(entries, functions, strict=True)

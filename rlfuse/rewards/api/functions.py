@@ -118,7 +118,6 @@ def _functions_of(module: ModuleType) -> list[str]:
 
 
 def _functions_hint(spec: Any) -> str:
-    """What to append, where the file was given without its function."""
     if not isinstance(spec, str) or not Path(spec).is_file():
         return "Put the function's name after a colon."
     try:

@@ -58,7 +58,6 @@ async def _ask(url: str, payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def _words(text: str) -> str:
-    """What a service says is wrong: `error` of a JSON object, else the text as it is."""
     with suppress(ValueError, TypeError, KeyError):
         text = parse_json(text)["error"]
     return str(text)[:SHOWN]

@@ -79,7 +79,6 @@ def split(shape: str, result: Any, logs: list[dict[str, Any]]) -> Values:
 
 
 def _split_dict(result: Any, logs: list[dict[str, Any]]) -> Values:
-    """OpenRLHF: a dict with `rewards`; `scores` and `extra_logs` are logged."""
     if not isinstance(result, dict) or "rewards" not in result:
         keys = f"a dict with the keys {list(result)}" if isinstance(result, dict) else _short(result)
         raise Unreadable(f"returned {keys}; it has to be a dict with `rewards`")
@@ -117,7 +116,6 @@ def read(shape: str, value: Any, log: dict[str, Any]) -> Outcome:
 
 
 def _extras(given: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """Numbers, which become parts of the reward, and the rest, which become notes."""
     numbers, notes = {}, {}
     for key, value in given.items():
         name = text(str(key))

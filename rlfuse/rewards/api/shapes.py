@@ -115,7 +115,7 @@ class RewardFunction:
         return [item if type(item) is RewardFailure else next(outcomes) for item in shown]
 
     def _shown(self, item: Item) -> Item | RewardFailure:
-        """What the function may see and change of an item; a failure where it lacks something or can't be copied."""
+        """Copy what the function may see of an item; a failure if it lacks a column."""
         item = without_thought(item) if self.answer_only else item
         if lacks := self._lacks(item):
             return lacks
@@ -141,7 +141,6 @@ class RewardFunction:
         return replace(found, function=self.name) if type(found) is RewardFailure else found
 
     def _attempt(self, action: Callable[..., Any], *arguments: Any) -> Any:
-        """What the action gives, or the failure of the user's code in it."""
         try:
             return action(*arguments)
         except BaseException as error:
@@ -150,14 +149,12 @@ class RewardFunction:
             return failure(self.name, error, self.begins)
 
     def _results(self, calls: list[dict[str, Any]], timeout_s: float | None) -> list[Any]:
-        """What each call returned, or its failure."""
         results = [self._attempt(self._start, arguments, timeout_s) for arguments in calls]
         waiting = [result for result in results if type(result) is CoroutineType]
         settled = iter(_settled(waiting) if waiting else ())
         return [next(settled) if type(result) is CoroutineType else result for result in results]
 
     def _start(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
-        """What the call returns; of what has to be awaited our own coroutine that does."""
         result = self.call(**(arguments | self.kwargs))
         if not inspect.isawaitable(result):
             return result
@@ -174,7 +171,6 @@ class RewardFunction:
             return failure(self.name, error, self.begins)
 
     def _lacks(self, item: Item) -> RewardFailure | None:
-        """A failure if the item's row has not a column that the function can't do without."""
         if missing := self.missing(item.columns):
             found = sorted({*item.columns, *ALWAYS})
             return RewardFailure(self.name, f"parameter {missing[0]!r} is no column of the row; its columns: {found}")
@@ -230,7 +226,7 @@ class RewardFunction:
         return {name: value for name, value in given.items() if self.takes_all or name in self.named}
 
     def _columns(self, items: list[Item]) -> list[str]:
-        """The columns to hand over: those that the function names, or all; of verl's those without a default."""
+        """Select columns: those named, or all; for verl's shapes those without a default."""
         present = {"data_source": None, "ground_truth": None}
         for item in items:
             present.update(dict.fromkeys(item.columns))
@@ -279,7 +275,6 @@ def adapt(
 
 
 def _is_coroutine_function(call: Any) -> bool:
-    """Whether a function, or an object with `__call__`, is declared async, under any number of `functools.partial`."""
     while isinstance(call, functools.partial):
         call = call.func
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
@@ -300,7 +295,6 @@ def _parameters(name: str, call: Any) -> list[inspect.Parameter]:
 
 
 def _made(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    """What a class or a factory makes."""
     try:
         made = factory(**kwargs)
     except RewardError as error:
@@ -319,7 +313,6 @@ def _made(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any
 
 
 def _ask(score: Callable[..., Any], samples: list[Item]) -> Any:
-    """An object's `score`, whatever its parameter is called."""
     return score(samples)
 
 
@@ -354,7 +347,6 @@ class _Log:
 
 
 def _completion(item: Item) -> str | list[dict[str, str]]:
-    """As TRL has it: text for a plain prompt, an assistant message for a chat."""
     return item.response if isinstance(item.prompt, str) else [{"role": "assistant", "content": item.response}]
 
 
@@ -376,8 +368,6 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _settled(waiting: list[CoroutineType]) -> list[Any]:
-    """What these coroutines give, awaited together on the loop."""
-
     async def together() -> list[Any]:
         return await asyncio.gather(*waiting)
 

@@ -59,11 +59,7 @@ class Classifier:
         engine_kwargs: dict[str, Any] | None = None,
         label: str = "",
     ):
-        """Looks at what can be seen without loading; RewardError for what is wrong.
-
-        `device`: cpu | cuda | auto, a GPU if this process has one (backend vllm: as vLLM was built). `label`: whose
-        score it is; empty for a model with one.
-        """
+        """`device`: cpu | cuda | auto. `label`: whose score it is; empty for a model with one."""
         for key, value in (("reward.model_dtype", dtype), ("reward.model_backend", backend)):
             if value not in (valid := CHOICES[key]):
                 raise RewardError(f"{key} is {value!r}; it has to be one of {valid}")
@@ -158,7 +154,6 @@ class Loaded:
         return results
 
     def _run(self, sequences: set[Asked]) -> dict[Asked, list[float] | RewardFailure]:
-        """Return each sequence's logits, those kept where they are."""
         found = {asked: self._kept[asked] for asked in sequences if asked in self._kept}
         if new := sorted(sequences - found.keys(), key=lambda asked: asked.tokens):
             found |= zip(new, self._runner.logits(new), strict=True)
@@ -266,7 +261,7 @@ def model_place(path: Any, key: str) -> str:
 
 
 def _check_tokens(path: str, trusts: bool) -> None:
-    """RewardError where the model has no embedding for some tokens of its tokenizer."""
+    """Raise RewardError if the tokenizer has tokens without an embedding."""
     from transformers import AutoTokenizer
 
     from rlfuse.data.tokenizers import beyond_embedding

@@ -123,7 +123,6 @@ class Judge:
         return Sight(self._settings.model, self._settings.trust_remote_code, key="model", otherwise=OTHERWISE)
 
     def _orders(self, item: Item) -> list[dict[str, Any]] | RewardFailure:
-        """What the judge reads: with the response first, and with the reference first."""
         visual = () if self._blind else item.visual
         if visual and (why := self.refusal(visual)):
             return _failure(why)
@@ -171,7 +170,6 @@ class Judge:
         return self._sight.assemble(whole, visual, special=False)
 
     def _log_probs_of_verdicts(self, prompts: list[dict[str, Any]]) -> list[list[float]]:
-        """Of each prompt the log-probs of the two verdicts as its next token, among all tokens."""
         from vllm import SamplingParams
 
         one = SamplingParams(temperature=0.0, max_tokens=1, logprob_token_ids=self._tokens, detokenize=False)
@@ -188,7 +186,7 @@ class Judge:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travels without its engine, to be started where it arrives."""
+        """Pickle without the engine, which is started where the judge arrives."""
         return self.__dict__ | {"_engine": None, "_tokenizer": None, "_sight": None}
 
 

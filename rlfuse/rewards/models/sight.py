@@ -52,11 +52,7 @@ class Sight:
     """Of one model; `refusal` works at once, the rest once the engine that `served` names is given to `start`."""
 
     def __init__(self, path: str, trust_remote_code: bool = False, *, key: str, otherwise: str):
-        """Reads configuration files only; RewardError where it can't. A model of text, or of no family known here, is
-        shown nothing.
-
-        `key`: what the user gave the model as; `otherwise`: what to do about rows that it can't see.
-        """
+        """`key`: how the user named the model; `otherwise`: the remedy for rows that it cannot see."""
         from rlfuse.video.video_model import VideoModel
 
         self._name, self._otherwise = f"{key}={path}", otherwise
@@ -95,7 +91,7 @@ class Sight:
 
     @cached_property
     def _config(self) -> PreTrainedConfig:
-        """Read once: `refusal` is asked for every row of a data set."""
+        """Cached: `refusal` is called for every row of a data set."""
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(self._model.folder)
@@ -172,7 +168,6 @@ class Sight:
         return self._own[key]
 
     def _encode(self, visual: Visual) -> torch.Tensor:
-        """bf16 [tokens, hidden], as encoder ranks write them."""
         import torch
 
         from rlfuse.video.decode_pool import DecodePool

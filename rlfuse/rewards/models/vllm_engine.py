@@ -53,7 +53,7 @@ def engine(settings: EngineSettings) -> Any:
 
 @functools.cache
 def _engine(settings: EngineSettings, written: int) -> Any:
-    """`written`: when the model's files were, as a notebook may train it again."""
+    """`written`: modification time of the model's files, as a notebook may train it again."""
     import torch
 
     from rlfuse.engines.rollout.vllm_import import import_vllm
@@ -108,8 +108,7 @@ def _build(settings: EngineSettings, device: str) -> Any:
 
 
 def _know_classifier(config: Any) -> None:
-    """Tell vLLM of a whole video model under a head of its own. By itself it looks for the head in the text part
-    (`language_model.score`), where that is a model that it knows."""
+    """Register a whole video model under a head of its own: vLLM looks for it in the text part."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.adapters import as_seq_cls_model
 

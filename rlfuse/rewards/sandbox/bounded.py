@@ -35,7 +35,7 @@ class BoundedFunction:
         self._owner = 0
 
     def __call__(self, argument: Any, seconds: float) -> Any:
-        """The function's value for `argument`, both of what JSON can say, in at most so many seconds of CPU time."""
+        """Return the function's JSON value within so many seconds of CPU time."""
         with self._lock:
             try:
                 reply = self._ask(argument, seconds)
@@ -65,7 +65,6 @@ class BoundedFunction:
             raise Refused(f"took longer than {seconds:g} s" if late else "crashed its process") from None
 
     def _ready(self) -> subprocess.Popen[bytes]:
-        """The process, started if there is none that is alive and ours."""
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
             return self._process
         self._process, self._owner = start_python(self._module, "/"), os.getpid()

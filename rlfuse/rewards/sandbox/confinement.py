@@ -115,8 +115,7 @@ def _ruleset(attributes: _Ruleset) -> int:
 
 
 def _confine_signals() -> None:
-    """Where Landlock can, send none to any process outside, the one that confined this one's files included. The filter
-    of system calls forbids them on every kernel; this is a second wall."""
+    """Let Landlock block signals to every process outside; the filter of system calls forbids them too."""
     if _landlock_version() < 6:
         return
     ruleset = _ruleset(_Ruleset(scoped=SCOPES))
@@ -131,7 +130,6 @@ def _drop_capabilities() -> None:
 
 
 def _readable() -> list[str]:
-    """Where Python and the libraries it loads are."""
     python = {f"{prefix}/{lib}" for prefix in (sys.prefix, sys.base_prefix) for lib in ("lib", "lib64")}
     system = {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"}
     files = {"/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero"}
@@ -139,7 +137,7 @@ def _readable() -> list[str]:
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
-    """Rights below a folder, or on a file; nothing where there is no such path."""
+    """Grant rights below a folder or on a file; nothing if the path does not exist."""
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:

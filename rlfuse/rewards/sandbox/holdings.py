@@ -35,7 +35,7 @@ def files(pid: int, open_files: int, file_bytes: int) -> dict[int, int]:
 
 
 def _mapped(task: str) -> set[int] | None:
-    """The files without a name of which there are pages in memory; None where the thread has ended."""
+    """Return the mapped files without a name; None if the thread has ended."""
     mapped, line = set(), b""
     with contextlib.suppress(OSError), open(f"{task}/maps", "rb") as lines:
         for line in lines:

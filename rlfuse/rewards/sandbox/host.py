@@ -88,7 +88,6 @@ def _test(job: dict[str, Any], end: float) -> dict[str, Any]:
 
 
 def _program(candidate: Candidate, job: dict[str, Any], given: str) -> dict[str, Any]:
-    """The whole code as a program: what it writes when `given` is its standard input."""
     output = candidate.run(given, job["output_bytes"])
     reply = candidate.reply()
     if reply is None:
@@ -99,7 +98,6 @@ def _program(candidate: Candidate, job: dict[str, Any], given: str) -> dict[str,
 
 
 def _call(candidate: Candidate, job: dict[str, Any], arguments: Any) -> dict[str, Any]:
-    """What the function returns for `arguments`, as the candidate said it."""
     reply = candidate.ask(job["fn_name"], arguments)
     if "error" in reply:
         return {"reason": _reason(reply["error"]), "text": _headline(reply)}
@@ -107,7 +105,6 @@ def _call(candidate: Candidate, job: dict[str, Any], arguments: Any) -> dict[str
 
 
 def _assert(candidate: Candidate, job: dict[str, Any], source: str) -> dict[str, Any]:
-    """The test's statements, with the names they don't define standing for the code's functions."""
     names = _Names(candidate, job["fn_name"])
     try:
         exec(compile(job["setup"], "<setup>", "exec"), names)
@@ -250,7 +247,7 @@ class Candidate:
 
 
 def _watch(job: dict[str, Any], candidate: Candidate, end: float) -> None:
-    """Raise Stopped, wherever the host is, as soon as the time is over or too much was written to files."""
+    """Raise Stopped wherever the host is, as soon as time is over or too much was written."""
     late = time.monotonic() + BUSY * job["timeout_s"]
 
     def stop(reason: str, text: str) -> NoReturn:
@@ -276,7 +273,6 @@ def _watch(job: dict[str, Any], candidate: Candidate, end: float) -> None:
 
 
 def _clear() -> None:
-    """Leave nothing to the next test. Where folders can't be confined, one may stay until the sandbox ends."""
     with os.scandir() as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
@@ -284,7 +280,7 @@ def _clear() -> None:
 
 
 def _candidate(job: dict[str, Any], host: int, given: int, output: int, requests: int, replies: int) -> NoReturn:
-    """The life of a candidate."""
+    """Run in the fork: confine, report, execute, answer calls."""
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         die_with_parent(host)
@@ -335,7 +331,6 @@ def _run_program(code: str) -> dict[str, Any]:
 
 
 def _run_module(code: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The names that the code defines, and the reply to every call where it raised instead."""
     module = sys.modules["solution"] = types.ModuleType("solution")
     try:
         exec(compile(code, NAME, "exec"), module.__dict__)
@@ -346,7 +341,6 @@ def _run_module(code: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _answer(namespace: dict[str, Any], request: dict[str, Any], most: int) -> bytes:
-    """The reply to a call, packed: what can't be is told like what the function raises."""
     try:
         function = namespace.get(request["name"])
         if function is None and "Solution" in namespace:
@@ -373,7 +367,7 @@ def _described(error: BaseException, namespace: dict[str, Any]) -> dict[str, Any
 
 
 def _nested(value: Any) -> bool:
-    """Whether JSON is too deep for those who read it next, who may be deep in calls themselves."""
+    """Return whether JSON is too deep for its readers."""
     layer = [value]
     for _ in range(DEEPEST):
         layer = [

@@ -124,7 +124,7 @@ def decode(said: Any) -> Any:
 
 
 def _few_alike(entries: list[Any]) -> list[Any]:
-    """The entries, where it does not take for ever to tell which of them are equal."""
+    """Refuse entries whose comparison would take exponential time."""
     if len(entries) - len(set(map(hash, entries))) > MOST_ALIKE:
         raise MessageError(f"more than {MOST_ALIKE} entries have hashes that others have")
     return entries

@@ -133,7 +133,6 @@ def run_code(
 
 
 def _converse(stream: bytes, limits: Limits) -> tuple[list[dict[str, Any]], str]:
-    """What the host said until it ended or its time did, and its last words where it ended badly."""
     _clear_left(tempfile.gettempdir())
     folder = tempfile.mkdtemp(prefix=PREFIX)
     owned = os.open(folder, os.O_RDONLY)
@@ -162,8 +161,7 @@ def _converse(stream: bytes, limits: Limits) -> tuple[list[dict[str, Any]], str]
 
 @functools.cache
 def _clear_left(temporary: str) -> None:
-    """Remove, once in each process, the folders of processes that were killed in the middle of a test: nobody holds
-    their lock. One just made may not have it yet."""
+    """Remove, once per process, unlocked folders of processes that were killed during a test."""
     for folder in Path(temporary).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or one that ends just now
             place = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
@@ -176,7 +174,7 @@ def _clear_left(temporary: str) -> None:
 
 
 def _kill(host: subprocess.Popen[bytes]) -> None:
-    """The whole group: the host, and what it may have left."""
+    """Kill the process group: the host and what it may have left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(host.pid, signal.SIGKILL)
 

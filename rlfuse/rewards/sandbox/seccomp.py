@@ -53,7 +53,6 @@ def program(machine: str, me: int) -> list[Instruction]:
 
 
 def _checks(condition: Condition, me: int) -> list[Instruction]:
-    """Allow where all checks of one alternative hold, else EPERM."""
     code: list[Instruction] = []
     for checks in condition:
         steps: list[Instruction] = []

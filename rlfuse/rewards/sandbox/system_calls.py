@@ -141,9 +141,9 @@ def _one_of(argument: int, *values: int) -> Condition:
 
 
 def _opening(flags: int) -> Condition:
-    """To write; or to read without O_TRUNC. Access mode 3 needs no right of Landlock, and empties files before its
-    version 3, as O_RDONLY | O_TRUNC does what may only be read. Not O_TMPFILE: without one, a change of the folder
-    tells that there are files to be looked for."""
+    """Allow writing, or reading without O_TRUNC. Access mode 3 needs no right of Landlock and empties files before
+    its version 3. Not O_TMPFILE: without one, a change of the folder shows that there are files to look for.
+    """
     access, truncate, nameless = 0o3, 0o1000, 0o20000000
     return tuple(
         ((flags, mask | nameless, value),) for mask, value in ((access | truncate, 0), (access, 1), (access, 2))

@@ -123,7 +123,6 @@ def boxed(text: str) -> str | None:
 
 
 def _closing(text: str) -> int | None:
-    """Return the index of the brace that closes the first one; None if there is none."""
     depth = 0
     for match in _BRACE.finditer(text):
         depth += (match[0] == "{") - (match[0] == "}")

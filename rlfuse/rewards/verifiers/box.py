@@ -65,7 +65,6 @@ def score(
 
 
 def _stated(answer: str) -> Box | None:
-    """Return the box that the response states; None if it states none."""
     parts = parts_of(answer)
     if parts is None:
         return None
@@ -127,7 +126,6 @@ def _size(size: Any) -> tuple[float, float] | None:
 
 
 def _shares(box: Box) -> bool:
-    """Whether the corners are shares of the picture."""
     return min(box) >= 0 and max(box) <= 1
 
 

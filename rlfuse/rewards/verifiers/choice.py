@@ -78,7 +78,6 @@ def score(
 
 
 def _stated(parts: Parts, texts: dict[str, str]) -> str | None:
-    """Return the letter that the response chooses; None if it chooses none, or several."""
     lines = unwrapped(parts.text).splitlines() or [""]
     listed = {match[1] for line in lines if (match := _LISTED.match(line))}
     outer = [] if len(listed) > 1 else [lines[-1], lines[0]]  # no choice: a list of the options
@@ -93,7 +92,6 @@ def _stated(parts: Parts, texts: dict[str, str]) -> str | None:
 
 
 def _options(given: Any) -> dict[str, str]:
-    """The options' texts by their letters."""
     if given is None:
         return {}
     try:
@@ -121,7 +119,6 @@ def _letter_of_truth(ground_truth: Any, texts: dict[str, str]) -> str:
 
 
 def _choice(place: str, texts: dict[str, str]) -> str | None:
-    """Return the letter that a box, announcement or line states, or None."""
     plain = _plain(place)
     named = [letter for letter, option in texts.items() if _plain(option) == plain]
     if len(named) == 1:

@@ -57,7 +57,6 @@ def score(
 
 
 def _problem(tests: Tests, outcome: Outcome, right: Any) -> str:
-    """Why a test failed; "" where it passed."""
     if outcome.reason:
         return f"{outcome.reason}: {outcome.text}"
     if tests.kind is Kind.PROGRAM:
@@ -68,7 +67,6 @@ def _problem(tests: Tests, outcome: Outcome, right: Any) -> str:
 
 
 def _same_output(given: str, right: str) -> bool:
-    """Equal line by line."""
     lines, expected = ([line.strip() for line in text.strip().split("\n")] for text in (given, right))
     return len(lines) == len(expected) and all(map(_same_line, lines, expected))
 
@@ -81,7 +79,6 @@ def _same_line(given: str, right: str) -> bool:
 
 
 def _same_number(given: str, right: str) -> bool:
-    """Equal as numbers, of which whole ones have to be spelled alike."""
     numbers = _NUMBER.fullmatch(given) and _NUMBER.fullmatch(right)
     if not numbers or (_WHOLE.fullmatch(given) and _WHOLE.fullmatch(right)):
         return bool(numbers) and given == right
@@ -89,7 +86,6 @@ def _same_number(given: str, right: str) -> bool:
 
 
 def _same(given: Any, right: Any) -> bool:
-    """Equal in value and kind, as JSON has them."""
     if isinstance(given, list | tuple) and isinstance(right, list | tuple):
         return len(given) == len(right) and all(map(_same, given, right))
     if isinstance(given, dict) and isinstance(right, dict):

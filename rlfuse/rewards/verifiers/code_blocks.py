@@ -96,7 +96,6 @@ def blocks(text: str) -> list[Block]:
 
 
 def _opened(line: str, fence: re.Match[str] | None) -> Block | None:
-    """Return the block that a line opens."""
     if fence:
         language = _LANGUAGE.match(fence["info"])
         return Block(fence["ticks"], fence["prefix"], language[1].lower() if language else "")
@@ -107,12 +106,10 @@ def _opened(line: str, fence: re.Match[str] | None) -> Block | None:
 
 
 def _before_fence(line: str, ticks: str) -> str | None:
-    """Return the code in front of a fence that ends its last line; None for any other line."""
     body = (stripped := line.rstrip()).rstrip("`")
     is_end = ticks[0] == "`" and len(stripped) - len(body) >= len(ticks) and body.strip() and "```" not in body
     return body if is_end else None
 
 
 def _width(prefix: str) -> int:
-    """Return the columns by which a fence is indented within its quotation."""
     return len(prefix.rpartition(">")[2].removeprefix(" ") if ">" in prefix else prefix)

@@ -66,7 +66,6 @@ def _decoded(truth: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with arrays of NumPy as lists."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
@@ -140,7 +139,6 @@ def _cases(fields: dict[str, Any]) -> Tests:
 
 
 def _case_function(case: dict[str, Any]) -> str | None:
-    """Take the name of the function out of a test case."""
     metadata = _decoded(case.pop("metadata", None)) or {}
     return case.pop("fn_name", case.pop("func_name", metadata.get("func_name")))
 
@@ -165,7 +163,6 @@ def _inputs_outputs(fields: dict[str, Any]) -> Tests:
 
 
 def _call(number: int, given: Any, expected: Any) -> tuple[list[Any], Any]:
-    """Return (arguments, value) of a call."""
     if isinstance(given, str):
         try:
             arguments = [json.loads(line) for line in given.strip().split("\n") if given.strip()]
@@ -183,14 +180,13 @@ def _call(number: int, given: Any, expected: Any) -> tuple[list[Any], Any]:
 
 
 def _with_numbers(argument: Any) -> Any:
-    """Return an argument with the whole numbers that JSON could only have as text as keys (APPS, TACO)."""
+    """Convert keys back to integers, which JSON has only as text (APPS, TACO)."""
     if isinstance(argument, dict) and all(re.fullmatch(r"-?\d{1,18}", str(key)) for key in argument):
         return {int(key): value for key, value in argument.items()}
     return argument
 
 
 def _lines(field: str, number: int, given: Any) -> str:
-    """Return the standard input or output of a program: a text, or its lines."""
     if isinstance(given, list | tuple) and all(isinstance(line, str) for line in given):
         return "\n".join(given)
     if not isinstance(given, str):
@@ -201,7 +197,6 @@ def _lines(field: str, number: int, given: Any) -> str:
 
 
 def _function(fields: dict[str, Any]) -> str | None:
-    """Return the name of the tested function, without the class of LeetCode's methods."""
     name = fields.get("fn_name")
     if name is None:
         return None

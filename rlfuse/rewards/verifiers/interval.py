@@ -61,7 +61,6 @@ def score(
 
 
 def _stated(answer: str, whole: bool) -> tuple[float, float] | None:
-    """Return the interval that the response states; None if it states none."""
     if whole:
         return interval_in(unwrapped(answer), whole=True)
     parts = parts_of(answer)

@@ -50,7 +50,7 @@ def score(
 
 
 def _texts(answer: str) -> list[str]:
-    """The texts that may be the JSON, in order: the answer as written, its last code block, its unwrapped parts."""
+    """Yield candidates for the JSON: the answer as written, its last code block, its unwrapped parts."""
     parts = parts_of(answer)
     text = parts.text if parts else answer
     blocks = [content for language, content in fenced(text) if language in ("", "json", "jsonc", "json5")]
@@ -60,7 +60,6 @@ def _texts(answer: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1000)
 def _problem(schema: str, timeout_s: float) -> str:
-    """What is wrong with a schema; "" where nothing is."""
     try:
         return _worker({"schema": schema}, timeout_s).get("schema", "")
     except Refused as refused:

@@ -21,8 +21,7 @@ def main() -> None:
 
 
 def _validate(job: dict[str, Any]) -> dict[str, Any]:
-    """Validate the first of `answers` that is JSON. Return `schema`, the fault of the schema, or `json`, whether one of
-    them is JSON, and `problem`, where it does not fit."""
+    """Validate the first of `answers` that is JSON. Return `schema` (its fault), or `json` and `problem`."""
     try:
         validator = _validator(job["schema"])
     except (ValueError, RecursionError, SchemaError) as error:

@@ -62,7 +62,6 @@ def score(
 
 
 def _true_expression(ground_truth: Any) -> str:
-    """Return the true expression in canonical form."""
     valid = isinstance(ground_truth, str) or (isinstance(ground_truth, int | float) and math.isfinite(ground_truth))
     text = str(ground_truth) if valid else ""
     in_box = boxed(text)
@@ -73,7 +72,6 @@ def _true_expression(ground_truth: Any) -> str:
 
 
 def _stated(parts: Parts) -> str:
-    """Return the expression that a response states."""
     if parts.box is not None:
         return parts.box
     if parts.announced is not None:
@@ -97,7 +95,6 @@ def _last_formula(text: str) -> str:
 
 
 def _formulas(text: str) -> list[tuple[int, int]]:
-    """Return start and end of what stands between delimiters."""
     spans, opened, start = [], "", 0
     for match in _DELIMITER.finditer(text):
         if not opened and match[0] in _CLOSING:
@@ -109,7 +106,6 @@ def _formulas(text: str) -> list[tuple[int, int]]:
 
 
 def _outside(text: str, spans: list[tuple[int, int]], place: int) -> Iterator[str]:
-    """Yield the text after `place` that is in no formula."""
     for start, end in spans:
         if start >= place:
             yield text[place:start]

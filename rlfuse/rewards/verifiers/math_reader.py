@@ -173,7 +173,7 @@ class _Reader:
         return tree
 
     def _argument(self, signed: bool = False) -> Any:
-        """An exponent, or an argument of \\frac and the like: braces, or one token, a digit of a longer number."""
+        """Read an exponent or an argument of \\frac: braces, or one token, a digit of a longer number."""
         if signed and self._take("-"):
             return ("-", self._argument())
         if self._kind == "number" and self._next.isdecimal() and not signed:

@@ -106,7 +106,7 @@ def words_of(canonical_text: str) -> str:
 
 
 def _currency(text: str) -> str:
-    r"""Keep a dollar sign that is no delimiter as \text{dollar}; drop delimiters."""
+    """Replace a dollar sign that is no delimiter by \\text{dollar}; drop delimiters."""
     text = text.replace(r"\$", r"\text{dollar} ")
     if text.count("$") % 2 and not text.count("$$"):
         text = text.replace("$", r"\text{dollar} ", 1)

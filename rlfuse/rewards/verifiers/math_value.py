@@ -70,7 +70,6 @@ def _evaluate(tree: Any, known: dict[str, Any]) -> Any:
 
 
 def _bounded(value: Any) -> Any:
-    """The value, unless its size is beyond MAX_BITS."""
     if isinstance(value, Fraction):
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
             raise Unreadable("too large to be evaluated")
@@ -170,7 +169,6 @@ def _binomial(above: Any, below: Any) -> Any:
 
 
 def _defined(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of mpmath, which raises ValueError at poles."""
     try:
         return function(*arguments)
     except ValueError as error:

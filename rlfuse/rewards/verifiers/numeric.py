@@ -90,12 +90,10 @@ def number_in(text: str) -> tuple[Fraction, bool] | None:
 
 
 def _clause(announced: str) -> str:
-    """Return the announcement up to the end of its first clause, without the left side of an equation."""
     return _after_equals(_CLAUSE_END.split(announced, maxsplit=1)[0])
 
 
 def _after_equals(text: str) -> str:
-    """Return the right side of an equation, without a rounded value after it; all if there is none."""
     exact, *rounded = _ABOUT.split(text, maxsplit=1)
     result = exact.rpartition("=")[2]
     return result if not rounded or _NUMBER.search(result) else rounded[0]

@@ -54,10 +54,7 @@ class RewardPool:
         prompt_key: str = "prompt",
         video_family: str | None = None,
     ):
-        """Loads the functions here, in the driver, and starts nothing.
-
-        `engine_timeout_s` bounds a process's start and one call of a model; `video_family`: as model.video_family.
-        """
+        """`engine_timeout_s` bounds a process's start and one call of a model."""
         _check_numbers(reward.num_workers, reward.timeout_s)
         self.entries, self._functions = load_entries(
             reward.functions,
@@ -95,7 +92,6 @@ class RewardPool:
             raise RewardError("\n".join(problems))
 
     def _lacking(self, entry: RewardEntry, prompts: Sequence[Prompt], max_failure_rate: float) -> str | None:
-        """What an entry's function is not given by too many of its rows."""
         function, rows = self._functions[entry.name], [each for each in prompts if covers(entry, each.data_source)]
         lacking = [(row, names) for row in rows if (names := function.missing(row.columns.keys() - {self._prompt_key}))]
         if len(lacking) <= max_failure_rate * len(rows):
@@ -108,7 +104,6 @@ class RewardPool:
         )
 
     def _unseen(self, entry: RewardEntry, prompts: Sequence[Prompt]) -> str | None:
-        """Why an entry's model can't be shown what its rows show."""
         refusal = self._functions[entry.name].refusal
         if refusal is None:
             return None
@@ -154,7 +149,6 @@ class RewardPool:
     async def _ask(
         self, entry: RewardEntry, items: list[Item], positions: list[int], known: Sequence[Outcomes]
     ) -> None:
-        """Write what `entry` says of the items at these positions into `known`."""
         calls = []
         try:
             for call in self._calls(entry, items, positions):
@@ -195,16 +189,14 @@ class RewardPool:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Fail all that waits, which also makes room for whoever waits to put more in, to find the pool closed."""
+        """Fail all waiting calls; the room that this makes lets blocked callers find the pool closed."""
         for queue in self._queues.values():
             while not queue.empty():
                 queue.get_nowait().fail(closed())
 
     def _calls(self, entry: RewardEntry, items: list[Item], positions: list[int]) -> Iterator[Call]:
-        """Calls of one entry, each cut when there is room for it, by what is known then of the function's pace.
-
-        verl's functions get one sample a call or as many as are quick, async ones several, batched ones all; models'
-        are put together again, by `Batches`.
+        """Cut calls when there is room: one sample or as many as are quick for verl's functions, several for async
+        ones, all for batched ones; those of models are joined again by `Batches`.
         """
         function = self._functions[entry.name]
         told = self._engine_timeout_s if function.is_model else self._settings.timeout_s
@@ -227,11 +219,7 @@ class RewardPool:
         return ASYNC_ITEMS if function.is_async else max(1, int(CALL_S / self._pace.get(function.name, math.inf)))
 
     def _learn(self, call: Call) -> None:
-        """A function's pace: of its latest call, but never more than twice as fast as it was believed to be.
-
-        So a call has at most twice the samples of the one before, should the next ones be slow. A call that had to be
-        repeated says nothing. A plain function may turn out to return awaitables, as one that wraps an async one does.
-        """
+        """Update the function's pace: at most twice as fast as before, in case the next samples are slow."""
         if call.awaited:
             self._functions[call.name].awaited.set()
         if call.seconds:
@@ -258,7 +246,6 @@ class RewardPool:
 
 
 def _by_process(entries: Sequence[RewardEntry], functions: dict[str, RewardFunction]) -> dict[str, list[str]]:
-    """Model -> names of its entries: the labels of reward.model_path share one."""
     models: dict[str, list[str]] = {}
     for entry in entries:
         if functions[entry.name].is_model:
@@ -267,7 +254,7 @@ def _by_process(entries: Sequence[RewardEntry], functions: dict[str, RewardFunct
 
 
 def _check_numbers(num_workers: int, timeout_s: float) -> None:
-    """`rlfuse reward replay` and notebooks have no other check of them."""
+    """Replay and notebooks have no other check of these values."""
     if num_workers < 1:
         raise RewardError(f"reward.num_workers is {num_workers}; it has to be at least 1")
     if not (timeout_s > 0 and math.isfinite(timeout_s)):

@@ -134,7 +134,6 @@ class RewardWorkerHandle:
             ray.kill(self._actor)
 
     async def _outcomes(self, call: Call) -> list[Outcome]:
-        """The call's outcomes; where it failed as a whole, those of its items one by one."""
         several = len(call.items) > 1
         try:
             outcomes = await self._attempt(call)
@@ -157,7 +156,6 @@ class RewardWorkerHandle:
         return await self._one_by_one(call, outcomes)
 
     async def _one_by_one(self, call: Call, outcomes: list[Outcome]) -> list[Outcome]:
-        """`outcomes`, those of failed items replaced."""
         found = []
         for single, outcome in zip(call.singles(), outcomes, strict=True):
             if isinstance(outcome, RewardFailure):

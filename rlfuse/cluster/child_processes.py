@@ -23,11 +23,8 @@ LOOK_S = 1.0
 
 
 class PoolLock:
-    """A reentrant lock between a process and its pool's workers, released when its holder dies.
-
-    It has no name: Python's own locks leave files in shared memory where a process is killed with its helpers, as Ray
-    ends actors.
-    """
+    """Reentrant lock between a process and its pool's workers, released when its holder dies; it has no name in shared
+    memory that could be left behind."""
 
     def __init__(self, path: str = "") -> None:
         self._file = os.open(path, os.O_RDWR) if path else os.memfd_create("lock")
@@ -72,10 +69,7 @@ class PoolContext(SpawnContext):
 
 
 def restore_child_signals() -> None:
-    """Exit statuses of this process's children again: Ray, told to end them, ignores SIGCHLD, so that all read as 0.
-
-    On any thread: Python lets only the main one set signals, and an asyncio actor is made on another.
-    """
+    """Restore SIGCHLD on any thread: Ray ignores it, so that exit statuses read as 0."""
     ctypes.CDLL(None).signal(int(signal.SIGCHLD), None)  # SIG_DFL is a null pointer
 
 
@@ -91,10 +85,7 @@ def preserve_sigterm() -> Iterator[None]:
 
 
 def keep_hangup_from_children() -> None:
-    """Block SIGHUP in this thread, and so in all processes it starts: a closed terminal sends it to each of them.
-
-    This process still receives it, by a thread that does not block it. No-op where SIGHUP is ignored, as under nohup.
-    """
+    """Block SIGHUP in this thread and its children; this process receives it by another thread."""
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         return
     if signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP}):

@@ -160,10 +160,7 @@ def engine_dtype(config: Config) -> str:
 
 
 def deterministic_settings(config: Config) -> list[Setting]:
-    """Variables of trainer ranks and engines with trainer.deterministic: the same work gives the same bits.
-
-    `config.checks` refuses what depends on timing: which samples are added up first, in which degree a sequence is cut.
-    """
+    """Return variables of trainer ranks and engines with trainer.deterministic."""
     if not config.trainer.deterministic:
         return []
     reasons = (
@@ -216,11 +213,7 @@ GRAPH_ARGUMENTS = frozenset(
 
 
 def graph_sizes(sequences: int) -> list[int]:
-    """Return the batch sizes to capture CUDA graphs for: `SIZES`, then every 128th, and `sequences`.
-
-    A batch in between is padded to the next size. Steps that also prefill have more tokens than sequences, so the
-    largest size is up to twice `sequences`.
-    """
+    """Return batch sizes for CUDA graphs: `SIZES`, every 128th up to twice `sequences`, and `sequences`."""
     largest = max(sequences, min(2 * sequences, GRAPHS))
     return sorted({size for size in (*SIZES, *range(384, largest, 128)) if size < largest} | {sequences, largest})
 
@@ -245,8 +238,7 @@ WHY = {
 def gpu_settings(
     config: Config, given: Mapping[str, str] = os.environ, planned: Mapping[str, Any] | None = None
 ) -> list[Setting]:
-    """All that is chosen for this job where it has GPUs. `given`: variables where the job is started; `planned`: vLLM's
-    arguments that follow from its memory plan."""
+    """Return all settings for a job on GPUs. `given`: environment; `planned`: arguments of its memory plan."""
     if config.cluster.device == "cpu":
         return []
     limit = Setting(
@@ -294,10 +286,7 @@ def encoder_place(index: int, ranks: int, slots: int) -> tuple[int, float]:
 
 
 def reward_place(index: int, models: int, slots: int) -> tuple[int, float]:
-    """(slot, share of it) of one of `models` reward models: from the last slot on, evenly over all of them.
-
-    The shares of a slot's models add up to REWARD_SHARE at most, whose memory they have to leave one another.
-    """
+    """Return (slot, share) of one of `models` reward models, from the last slot on; at most REWARD_SHARE each slot."""
     return slots - 1 - index % slots, REWARD_SHARE / -(-models // slots)
 
 

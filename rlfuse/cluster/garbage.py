@@ -33,10 +33,7 @@ atexit.register(gc.unfreeze)  # what stays frozen is not freed at exit, which bi
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """For large libraries: nothing is collected meanwhile, which is a tenth of that time, and all of it is kept.
-
-    Where all of them are there already, what is left is another run's, and may be garbage.
-    """
+    """Import large libraries without collections, then freeze their objects."""
     automatic, before = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
@@ -49,10 +46,7 @@ def importing() -> Iterator[None]:
 
 
 class GarbageCollector:
-    """A process's; `recorder` takes its spans, and says when a piece of work has ended.
-
-    `held`: MiB of memory; `grown_mib`: by which it may grow. `young`: what was just made is left to Python.
-    """
+    """Collector of one process. `held`: MiB in use; `grown_mib`: allowed growth; `young`: left to Python."""
 
     def __init__(
         self,
@@ -91,8 +85,7 @@ class GarbageCollector:
         gc.freeze()
 
     def let_go(self) -> None:
-        """Free what is not needed any more of the process's start, too: what was there at the first planned collection
-        is looked through this once."""
+        """Free what the first planned collection froze and is not needed any more."""
         if self.planned:
             gc.unfreeze()
         gc.collect()

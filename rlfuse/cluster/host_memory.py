@@ -52,10 +52,7 @@ def free_memory() -> str:
 
 
 def oom_kills() -> str:
-    """That the kernel ended processes for lack of memory since this one began, with a space before; else empty.
-
-    What only the host has counted may have been another job's.
-    """
+    """Describe OOM kills since the start, with a leading space; else empty."""
     own, host = (now - before for now, before in zip(_kills(), AT_START, strict=True))
     if own > 0:
         return f" The kernel's out-of-memory killer has ended {own} processes since the run began: it is out of memory."

@@ -41,12 +41,7 @@ class Package:
 
 
 def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (), with_code: bool = False) -> Package:
-    """Fill `folder`, and SUBMITTED below it with the job's files.
-
-    `here`: where relative paths start; `include`: more files or folders, below `here`.
-
-    Raises ConfigError for files that are missing, and packages that are too large.
-    """
+    """Fill `folder` with the job's files; ConfigError for missing files and packages that are too large."""
     problems: list[str] = []
     shared: list[str] = []
     root, folder = folder, folder / SUBMITTED

@@ -51,10 +51,7 @@ def join_ray(address: str) -> None:
 
 
 def protected_token() -> Path | None:
-    """Return the user's token of Ray clusters, if there is one, readable by this user alone: who has it can run code.
-
-    Raises EngineError where it belongs to another user.
-    """
+    """Return the user's Ray token, made readable by this user alone; EngineError if it is another's."""
     path = home() / ".ray" / "auth_token"
     if not os.path.isfile(path):
         return None

@@ -54,10 +54,7 @@ class Node:
 
 
 def device_of(setting: str, nodes: Sequence[Node]) -> tuple[str, str]:
-    """`cpu` or `cuda`, by cluster.device and what these nodes have, and why.
-
-    GPUs that others hold count too: a run waits for them, and says so, rather than to begin on CPUs.
-    """
+    """Return `cpu` or `cuda` by cluster.device and these nodes, and why; GPUs in use count too."""
     if setting != "auto":
         return setting, f"cluster.device={setting}"
     count = sum(node.total.get("GPU", 0) > 0 for node in nodes)
@@ -73,10 +70,7 @@ def choose(
     driver: str,
     order: Sequence[str] = (),
 ) -> list[Node] | None:
-    """`count` nodes with room for `slots` bundles each; None if there are too few.
-
-    Those that `order` names come first, then the driver's own (`driver`: its id) if it is one of them, then by address.
-    """
+    """Return `count` nodes with room for `slots` bundles each, preferring `order` and the driver's; None if too few."""
     roomy = [node for node in nodes if all(node.free.get(name, 0) >= slots * need for name, need in bundle.items())]
     places = {node: min((at for at, name in enumerate(order) if node.is_called(name)), default=inf) for node in roomy}
     ordered = sorted(
@@ -126,11 +120,7 @@ def this_node_id() -> str:
 
 
 async def watched(work: Coroutine[Any, Any, T], occupants: Mapping[Node, str]) -> T:
-    """The result of `work`. `occupants`: of each node of the run, who lives there.
-
-    Raises NodeLost that names a lost node and who lived there; whatever failed because of that is its cause.
-    WorkerLost where the cluster's head is gone.
-    """
+    """Return the result of `work`; NodeLost names a lost node and its `occupants`, WorkerLost the cluster's head."""
     away = [node for node in occupants if node.id != this_node_id()]
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_watch(away))
     try:
@@ -194,10 +184,7 @@ def answers(node: Node) -> bool:
 
 
 async def from_head(function: Callable[[], T]) -> T:
-    """Return what a function gets from Ray's head. WorkerLost where the head accepts no connection within HEAD_S.
-
-    Nothing is requested of a head that is gone: Ray would wait for it, and end this process after a minute.
-    """
+    """Call Ray's head; WorkerLost if it is gone, since Ray would wait and then end this process."""
     address, until = ray.get_runtime_context().gcs_address, time.monotonic() + HEAD_S
     while why := await asyncio.to_thread(_refusal, *parse_address(address)):
         if time.monotonic() > until:

@@ -89,11 +89,7 @@ class Slots:
         return found
 
     def engine_options(self, slot: int, width: int, environment: dict[str, str]) -> dict:
-        """Options of the actor of a rollout engine that spans `width` slots from `slot` on.
-
-        On GPUs a wider engine's own workers are Ray actors that vLLM places in our bundles; the actor itself then only
-        hosts the front end, whose engine process joins Ray anew.
-        """
+        """Return actor options of an engine over `width` slots; on GPUs the actor hosts only the front end."""
         if self.device == "cuda" and width > 1:
             environment = environment | {
                 "VLLM_RAY_BUNDLE_INDICES": ",".join(str(slot + i) for i in range(width)),
@@ -117,10 +113,7 @@ class Slots:
 
 
 def reward_options(index: int, models: int, slots: Slots | None, on: str, environment: dict[str, str]) -> dict:
-    """Options of the actor of the `index`-th of a run's reward models and judges, `on` cpu or cuda.
-
-    On GPUs not run here, for lack of one.
-    """
+    """Return actor options of a reward model or judge, `on` cpu or cuda (GPUs not run yet)."""
     if on == "cpu":  # a share of a CPU that doesn't fit would leave it pending for ever, without a word
         return {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment(on) | environment}}
     slot, share = cuda.reward_place(index, models, slots.count)
@@ -128,21 +121,15 @@ def reward_options(index: int, models: int, slots: Slots | None, on: str, enviro
 
 
 def reward_device(setting: str, slots: str) -> str:
-    """Where models and judges run, by reward.device and the slots' device: `cpu` or `cuda`.
-
-    EngineError where GPUs are asked for and the slots have none.
-    """
+    """Return where models and judges run; EngineError if GPUs are requested and slots have none."""
     if setting == "cuda" and slots != "cuda":
         raise EngineError("reward.device=cuda: the slots of this run are no GPUs; set reward.device=auto")
     return slots if setting == "auto" else setting
 
 
 async def start(config: Config, again: bool = False, without: Collection[str] = ()) -> Slots:
-    """Start or join Ray and reserve the slots, spread over nodes as trainer.nnodes says; bounded by the time-out.
-
-    `again`: the run has had its slots before, and waits for a lost node's successor as long as for any worker. With
-    cluster.device=auto the nodes decide, wherever this process runs. `without`: ids of nodes that are about to leave.
-    """
+    """Start or join Ray and reserve the slots within the time-out. `again`: after a loss; `without`: nodes about to
+    leave."""
     clear_launcher_variables()
     os.environ.update({name: value for name, value in QUIET.items() if name.startswith("RAY_")})
     # Ray's own is 15: beside two busy programs on two cores, an engine's start took minutes instead of seconds.
@@ -225,10 +212,7 @@ def spare_nodes(slots: Slots) -> list[Node]:
 def shortage(
     config: Config, bundle: Mapping[str, float], nodes: Sequence[Node], why: str, held: Mapping[str, Sequence[str]]
 ) -> str:
-    """Describe the slots that a run needs, what of them is free on `nodes`, and the jobs that hold the rest.
-
-    `why`: the device of `bundle` was chosen; `held`: jobs on each node, by its id.
-    """
+    """Describe needed and free slots on `nodes`, and the jobs that hold the rest (`held`)."""
     free = []
     for node in nodes:
         counts = [f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name}" for name in bundle]
@@ -349,10 +333,7 @@ def _without_onlookers() -> AbstractContextManager:
 
 
 def stop(logs: Path | None = None) -> None:
-    """Leave Ray; a cluster that `start` began ends with all its processes and files.
-
-    `logs`: a folder of the run for what Ray wrote down, of a run that failed.
-    """
+    """Leave Ray; a cluster that `start` began ends. `logs`: where Ray's logs of a failed run go."""
     ray.shutdown()
     for session in (scratch.of_this_process() / SESSIONS).glob("session_*_*"):
         if logs is not None and not (logs / session.name).exists():

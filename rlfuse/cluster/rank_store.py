@@ -23,10 +23,7 @@ CALL_S = 30.0
 
 
 class StoreServer:
-    """Base of rank actors. Rank 0 opens the store before the others use it.
-
-    `store` lives as long as the actor: process groups hold torch's part of a `RankStore`, not Python's.
-    """
+    """Base of rank actors; rank 0 opens `store` first, and it lives as long as the actor."""
 
     store: dist.Store
 

@@ -55,10 +55,7 @@ async def call(reference: ray.ObjectRef, worker: str, action: str, timeout: floa
 
 
 async def all_of(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """All results, or the first failure at once: peers of a dead worker would wait for it inside a collective.
-
-    Where the failure is but such a peer's, the death that it comes of.
-    """
+    """Return all results, or raise the first failure at once, preferring a death over failures of its peers."""
     calls = [asyncio.ensure_future(each) for each in calls]
     try:
         done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)

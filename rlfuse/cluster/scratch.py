@@ -73,10 +73,7 @@ def abandoned(prefix: str, root: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def attach(folder: Path, files: Iterable[Path]) -> None:
-    """Record that these files belong to the folder's maker: they are removed with the folder.
-
-    A library made them for it, and removes them only where it exits cleanly.
-    """
+    """Record libraries' files that are removed with the maker's folder."""
     for file in files:
         with suppress(FileExistsError, FileNotFoundError):
             (folder / _identity(file)).symlink_to(file)

@@ -56,10 +56,7 @@ def environment() -> dict[str, str]:
 
 
 def register(where: str, recorder: Recorder | None = None) -> None:
-    """Have a worker show where it stands, as `_show` says, and keep what it writes.
-
-    Nothing outside a run, and on hosts that don't see the run folder.
-    """
+    """Register a worker for stack dumps and keep its output; no-op outside a run."""
     process_logs.redirect_output(where)
     _show(where, recorder)
 

@@ -135,10 +135,7 @@ def rules(key: str) -> list[tuple[Effect, str]]:
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """What differs between two configurations as they stand in `config.yaml`, in the order of the schema.
-
-    A key that one does not have, as it is older, has its default there.
-    """
+    """List differences between two `config.yaml`s in the schema's order; a missing key has its default."""
     before, after = _settings(was), _settings(now)
     return [
         Change(key, before[key], value, *_judged(key, before, after))

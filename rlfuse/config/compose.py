@@ -206,10 +206,7 @@ def _check_references(job: DictConfig) -> None:
 
 
 def to_config(job: DictConfig, look: Callable[[Config], Facts] = read_facts) -> Config:
-    """Real dataclasses, checked: all problems are raised together.
-
-    `look`: at what the configuration names; less where the job will run on another machine.
-    """
+    """Build checked dataclasses; raise all problems together. `look`: what is read of the world."""
     try:
         _check_references(job)
         missing = OmegaConf.missing_keys(job)

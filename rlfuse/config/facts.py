@@ -147,10 +147,7 @@ def _gpus(config: Config) -> int | None:
 
 
 def facts_of_a_plan(config: Config) -> Facts:
-    """Return what the policy's config.json and the files of functions on this machine say.
-
-    Data, tokenizer, reward functions and GPUs may be on another machine: `missing_for_run` lists what is not here.
-    """
+    """Return what the policy's config.json and custom files on this machine say; data may be elsewhere."""
     problems: dict[str, str] = {}
     model = _model_config(config.model.path, "model.path", problems, config.model.trust_remote_code, tokenizer=False)
     functions = _of_functions(config) | {"unknown_modules": frozenset()}

@@ -23,10 +23,7 @@ def folder_of(source: str) -> Path | None:
 
 
 def copy_files(source: str, out: Path, pattern: str = "*") -> list[str]:
-    """Copy the model's files that match, as they are, and return their names.
-
-    Never copied: config.json, weights, their index, and the model card, which describes the source.
-    """
+    """Copy matching files and return their names; never config.json, weights, index or model card."""
     folder, copied = folder_of(source), []
     for file in sorted(folder.glob(pattern)) if folder else ():
         other = file.suffix in WEIGHTS or file.name.endswith(".index.json") or file.name in ("config.json", "README.md")

@@ -101,10 +101,7 @@ def own_groups(folder: Path | None) -> frozenset[str]:
 
 
 def as_own_group(word: str, own: frozenset[str]) -> str | None:
-    """`lengths=long`, with or without `+`, as Hydra takes it; None for what is no choice from such a group.
-
-    A file's settings are those of the job, as in conf/, unless the group is called as one of ours: then they are in it.
-    """
+    """Return `lengths=long` in Hydra's syntax; None unless it chooses a preset of a custom group."""
     override = parse_override(word)
     group, _, package = override.name.partition("@")
     if group not in own or override.value is None or override.sign == "~":

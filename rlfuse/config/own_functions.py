@@ -38,10 +38,7 @@ _TRAIT_OF = {"values": "needs_critic", "dimensions": "each_reward", "weights": "
 
 
 def traits_of(estimator: str) -> Traits:
-    """Of a built-in estimator or a user's own; of a name that is neither, which the checks refuse, none at all.
-
-    Raises ConfigError for a user's own that can't be read.
-    """
+    """Return the traits of an estimator, none of an unknown name. ConfigError for unreadable custom ones."""
     if names_function(estimator):
         return read("algorithm.adv_estimator", estimator)
     return ESTIMATORS.get(estimator, Traits())

@@ -34,10 +34,7 @@ _started = psutil.Process().create_time() - 1  # its clock counts from a second 
 
 
 def load(key: str, value: str, module: Callable[[Path], ModuleType] | None = None) -> Callable[..., Any]:
-    """The function that a key names, read before anything is executed; ConfigError for one that can't be used.
-
-    `module`: what executes its file.
-    """
+    """Return the function that a key names; ConfigError for an unusable one. `module` executes its file."""
     read(key, value)
     path, name = split(value)
     try:

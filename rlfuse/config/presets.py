@@ -53,10 +53,7 @@ class Layers:
 def layered(
     words: list[str], swept: Collection[str], file: JobFile | None, own: frozenset[str], folders: list[Path]
 ) -> Layers:
-    """Order the presets of the command line `words` and of the job file, which is registered.
-
-    `swept`: what the job file sweeps over; `own`: groups of user-defined presets; `folders`: where presets are.
-    """
+    """Order the presets of command line and job file. `swept`: what the job file sweeps over."""
     typed = {group: [] for group in swept if group in PRESET_GROUPS} | _chosen(words, own)
     given = {parse_override(word).name for word in words}
     settings = file.settings if file else {}

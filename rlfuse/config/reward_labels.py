@@ -18,10 +18,7 @@ OWN_CLASS = "AutoModelForSequenceClassification"
 
 
 def read_config(path: str, key: str, trust_remote_code: bool) -> Any:
-    """The configuration of the model at `path`, which the user gave as `key`; the class that ships with it can load.
-
-    RewardError where the class can't, or isn't trusted: transformers would quietly take another of that architecture.
-    """
+    """Return the model's configuration; RewardError unless the class that ships with it can load."""
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 

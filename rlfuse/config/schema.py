@@ -362,8 +362,7 @@ class Config:
 
     @property
     def lockstep(self) -> bool:
-        """Whether passes need all ranks together: they gather weights from each other, cut rows, or hold stages or
-        shares of layers that a slot does not have all of."""
+        """Whether passes need all ranks together: they gather weights, cut rows, or hold stages."""
         widths = (self.training.pipeline_parallel_size, self.training.ulysses_sequence_parallel_size)
         shared = self.rollout.tensor_model_parallel_size % self.training.tensor_model_parallel_size > 0
         return max(widths) > 1 or shared or self.actor.zero_stage == 3

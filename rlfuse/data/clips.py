@@ -132,8 +132,7 @@ class ClipReader:
             deque(part, maxlen=0)  # the rest of a clip that can't be decoded
 
     def assemble(self, row: DataRow, text: str) -> tuple[np.ndarray, list[Visual], list[tuple[int, int]]]:
-        """Return the token ids of the templated prompt, its clips and images in order, and the first and last
-        (exclusive) token that belongs to each. Raises VideoError."""
+        """Return token ids, clips and images in order, and their token spans. Raises VideoError."""
         planned = [(path := self._file(each), self._plan(path, self._clips[path], each, row)) for each in row.videos]
         shown = [(path, _usable(self._compressed.get((path, plan.hash), plan))) for path, plan in planned]
         shown += [(path := self._file(each), self._plan(path, self._images[path], each, row)) for each in row.images]

@@ -97,11 +97,7 @@ def media_of(
     folder: MediaFolder,
     is_marked: bool,
 ) -> tuple[Media, ...]:
-    """Return the clips or images of a row, in order: those in `parts` of its messages; for parts without one, and for
-    markers in text, those in the column `videos` or `images`, else `video` or `image`.
-
-    `is_marked`: the prompt has markers. Without, the columns `video` and `image` may hold anything else.
-    """
+    """Return a row's clips or images in order: from `parts` of its messages, else from its columns."""
     placeholders = [part for part in parts if modality(part) == kind]
     held = [_inside(part, kind) is not None for part in placeholders]
     entries = [] if placeholders and all(held) else _column(row, kind, is_marked)

@@ -51,10 +51,7 @@ def conversation(messages: Sequence[Message], response: str) -> list[Message]:
 
 
 def decoded(where: str, given: Any) -> Any:
-    """Return messages decoded where they, each of them or their parts are JSON text; any other value as it is.
-
-    DataError for text that resembles messages and is not JSON.
-    """
+    """Return messages decoded from JSON text, other values unchanged. DataError for broken JSON."""
     if isinstance(given, str):
         found = _decoded_text(where, given)
         messages = found if isinstance(found, list) else [found]

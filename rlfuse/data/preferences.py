@@ -41,11 +41,7 @@ class Preference:
 def load_preferences(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig, labels: Sequence[str] = ()
 ) -> tuple[list[Preference], str]:
-    """The pairs of all files, and a line on what became of their rows.
-
-    A sequence may have data.max_prompt_length + data.max_response_length tokens. `labels`: what rows may have as
-    dimension, where that is known; a model with one label takes rows without.
-    """
+    """Return all pairs and a summary line. `labels`: allowed dimensions, where known."""
     longest, pairs, dropped = data.max_prompt_length + data.max_response_length, [], 0
     for file in files:
         for where, row in raw_rows(file):

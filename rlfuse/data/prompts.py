@@ -70,11 +70,8 @@ class LoadReport:
 def load_prompts(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig, clips: ClipReader | None = None
 ) -> tuple[list[Prompt], LoadReport]:
-    """Read, template, tokenise and fit the rows of all files; raises DataError naming file, row and field.
-
-    `clips`: plans clips and images of rows that have some, for a video model; rows whose clips or images can't be used
-    are left out and named, at most `video.max_failure_rate` of all.
-    """
+    """Read, template, tokenise and fit rows; DataError with file, row and field. Rows with unusable clips are left out,
+    at most `video.max_failure_rate` of all."""
     check_template(tokenizer, data)
     prompts: list[Prompt] = []
     report = LoadReport([str(file) for file in files], limit=data.max_prompt_length)

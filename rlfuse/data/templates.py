@@ -40,8 +40,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None
 
 
 def templated(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, where: str) -> str:
-    """Return the prompt as text, with markers as `DataRow.messages` has them. A final assistant message is a prefill:
-    it stays open, for the response to continue it."""
+    """Return the prompt as text with markers; a final assistant message stays open as a prefill."""
     field = f"{where}, field {data.prompt_key}"
     if not row.is_chat or tokenizer.chat_template is None:
         if row.tools:
@@ -91,8 +90,7 @@ def naming_refusals(field: str) -> Iterator[None]:
 
 
 def tokenised(text: str, tokenizer: PreTrainedTokenizerBase, is_templated: bool) -> list[int]:
-    """Return the tokens of a prompt. A chat template has written all special tokens; any other text gets those that the
-    tokenizer adds, unless it begins with them."""
+    """Return a prompt's tokens; special ones are added unless a chat template or the text has them."""
     has_start = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     return tokenizer(text, add_special_tokens=not (is_templated or has_start))["input_ids"]
 

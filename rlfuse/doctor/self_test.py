@@ -53,10 +53,7 @@ class Report:
 def judge_steps(
     reports: Sequence[Report], expected: dict[str, int], limit_s: float = LIMIT_S, uneven: float = UNEVEN
 ) -> list[Finding]:
-    """One finding per step; `expected`: how many processes take part in it; `uneven`: 0 where they share cores.
-
-    What a step failed with is told; that later ones then have no report is not.
-    """
+    """Return one finding per step. `expected`: processes; `uneven`: 0 if they share cores."""
     found = []
     for step, ranks in expected.items():
         unit, remedy = STEPS[step]

@@ -62,10 +62,7 @@ class Loaded:
 
 
 def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) -> Loaded:
-    """Tokenizer, prompts of data.val_files, rewards; samples have the seeds of the validation after `step`.
-
-    Raises ConfigError, DataError or RewardError.
-    """
+    """Load tokenizer, prompts and rewards; seeds are those of the validation after `step`."""
     reward = inference.reward_pool(config) if scored else None
     if problems := unserved(config):
         raise ConfigError(problems)
@@ -99,10 +96,7 @@ class _Untrained:
 
 
 def answer(loaded: Loaded, groups: Sequence[Group], responses: Responses, display: Display) -> None:
-    """Generate what is left of `groups`, and score it; each sample is in the file once it is whole.
-
-    Raises EngineError, or Stopped by Ctrl-C, SIGTERM and SIGHUP.
-    """
+    """Generate and score the rest of `groups` into the file. EngineError, or Stopped by a signal."""
     stopping = Stopping(0.0, display.say)
     try:
         with ExitStack() as kept:

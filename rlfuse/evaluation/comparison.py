@@ -38,11 +38,7 @@ class Comparison:
 
 
 def compare(before: pd.DataFrame, after: pd.DataFrame) -> Comparison:
-    """`before` is a table of samples with `reward`; `after` has another `reward` for the same rows, by index.
-
-    Siblings have the same `group`, or where there is no such column the same `prompt`. Raises ValueError for tables
-    that don't belong together.
-    """
+    """Compare two tables of the same rows, by index. ValueError if they do not belong together."""
     for name, table in (("before", before), ("after", after)):
         if "reward" not in table:
             raise ValueError(f"{name}: the table has no column `reward`, only {list(table)}; score it first")

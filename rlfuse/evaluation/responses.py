@@ -46,10 +46,7 @@ class Responses:
         return [f"{name} (was {before.get(name)}, is {now.get(name)})" for name in names]
 
     def begin(self, made_from: Mapping[str, Any], groups: Sequence[Group]) -> list[Group]:
-        """Open the file; returns what is left of `groups` to generate, and gives the other samples what they have.
-
-        ConfigError where the file is of something else.
-        """
+        """Open the file and return the remaining `groups`. ConfigError if it has another origin."""
         if differs := self.differs(made_from):
             raise ConfigError(
                 [f"--out {self.path}: holds responses already, made from something else: {'; '.join(differs)}; choose "

@@ -20,10 +20,7 @@ ACC, REWARD = "acc", "reward"
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Chance that of k of n answers, drawn without putting back, one passes at least: 1 - C(n - c, k) / C(n, k).
-
-    The unbiased estimator of Chen et al. 2021 (arxiv.org/abs/2107.03374), for `passed` = c of n.
-    """
+    """Estimate pass@k without bias: 1 - C(n - c, k) / C(n, k), c = `passed` (Chen et al., arXiv 2107.03374)."""
     if not 1 <= k <= n:
         raise ValueError(f"k={k}: must be 1 to n={n}")
     return 1.0 - math.prod(1.0 - k / i for i in range(n - passed + 1, n + 1))
@@ -77,10 +74,7 @@ def by_source(groups: Sequence[Group], threshold: float) -> dict[str, dict[str, 
 
 
 def figures_of(groups: Sequence[Group], threshold: float) -> dict[str, Any]:
-    """Figures of one set of prompts. An answer passes whose score is above `threshold`.
-
-    `stderr` is that of the mean over prompts, whose answers are alike; pass@k is of the prompts with k scores or more.
-    """
+    """Return statistics of prompts. `stderr`: of the mean over prompts; pass@k: of prompts with k scores."""
     samples = [sample for group in groups for sample in group.samples]
     scored = [values for values in scores_of(groups) if values]
     lengths = [len(sample.response.token_ids) for sample in samples]

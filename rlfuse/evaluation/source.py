@@ -44,10 +44,7 @@ class Source:
 
 
 def find(given: str | None, run: Path | None, base: str) -> Source:
-    """The model that `given` names; without it the newest of `run`, else `base`, which is the job's model.path.
-
-    Raises ConfigError for what is none, or not whole.
-    """
+    """Return the model named `given`, else the newest of `run`, else `base`. ConfigError if unusable."""
     if given is None:
         whole = checkpoints.complete(run) if run else []
         return _of_checkpoint(whole[-1]) if whole else Source(base)

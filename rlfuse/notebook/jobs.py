@@ -60,10 +60,7 @@ class Job:
         return self._process.poll() is None
 
     def follow(self, timeout_s: float = 3600.0, show: Callable[[str], None] = print) -> Path:
-        """Show each line as it comes; the run folder when the job is done. JobError otherwise.
-
-        After `timeout_s` seconds, or when the cell is interrupted, the job is stopped.
-        """
+        """Show lines until the job ends, and return the run folder. JobError otherwise."""
         deadline = time.monotonic() + timeout_s
         try:
             while (line := self._lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
@@ -84,11 +81,7 @@ class Job:
         return self.folder
 
     def stop(self, step_s: float = STEP_S, show: Callable[[str], None] = print) -> None:
-        """Stop it as Ctrl-C does: with a checkpoint after the step under way, which may take `step_s` seconds.
-
-        Then, or when the cell is interrupted once more, it is told to end at once, and killed if that takes too long.
-        Nothing happens to one that has ended.
-        """
+        """Stop the job with a checkpoint within `step_s`, then end or kill it."""
         if not self.running:
             return
         show(f"stopping; the step under way may take {step_s:g} s, another interrupt ends it at once")
@@ -120,11 +113,7 @@ class Job:
 
 
 def start(*words: str) -> Job:
-    """Start what `rlfuse train` would with these words (job file, presets, settings).
-
-    ConfigError for bad ones, RunRefused where the run folder's run can't go on with them. Relative paths begin at the
-    notebook's working directory.
-    """
+    """Start the job of these words. ConfigError or RunRefused if it cannot start."""
     try:
         folder = accept(load(list(words))).config.run_folder
     except NothingToDo as end:  # as the job will say

@@ -50,8 +50,7 @@ def bound_in_steps(
     quantization: str | None = None,
     old_log_probs: str = "trainer",
 ) -> Bound:
-    """What rounding explains in a step; anything, where the engines' log-probs are of older weights or truncated, or
-    are not compared."""
+    """Return what rounding explains in a step; infinity if engine log-probs are not comparable."""
     comparable = (top_p, top_k, min_p, old_log_probs) == (1, -1, 0, "trainer") and data not in CARRY_OVER
     return bound_of(dtype, quantization) if comparable else Bound(math.inf, math.inf)
 

@@ -16,12 +16,7 @@ PART = "rewards/"
 
 
 def samples(run: str | Path) -> pd.DataFrame:
-    """The samples that a run kept (trainer.log_samples of each step), a row each; RunError where it kept none.
-
-    Columns: step, id, group (the same for the samples of a prompt in a step), data_source, prompt, response, finish,
-    prompt_tokens, response_tokens, reward (NaN where it failed), `rewards/{part}`, note, ground_truth, columns (of the
-    row of data).
-    """
+    """Return the samples that a run kept (trainer.log_samples per step), one per row; RunError if there are none."""
     folder = open_run(Path(run))
     rows = list(folder.samples())
     if not rows:
@@ -62,10 +57,7 @@ def time_spent(run: str | Path) -> pd.DataFrame:
 
 
 def surprise(table: pd.DataFrame) -> pd.Series:
-    """How far each sample's reward lies from the mean of the other answers to its prompt; NaN where there are none.
-
-    It is largest where one answer did what no other did: a lucky find, a slip, or a reward that can be fooled.
-    """
+    """Return each reward's distance from the mean of its siblings; NaN without siblings."""
     groups = table.groupby("group")["reward"]
     count = groups.transform("count")
     others = (groups.transform("sum") - table["reward"]) / (count - 1).where(count > 1)

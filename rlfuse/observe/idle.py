@@ -103,10 +103,7 @@ def account(spans: Sequence[Span], start: float, end: float, slots: int, width: 
 
 
 def divide(spans: Sequence[Span], start: float, end: float, slots: int, width: int = 1) -> list[dict[str, Intervals]]:
-    """For each slot, `busy/{work}` and `idle/{cause}` -> when, from `start` to `end` without a gap.
-
-    `slots`: trainer ranks; `width`: those that share a rollout engine, whose work is work of each of them.
-    """
+    """Return per slot `busy/{work}` and `idle/{cause}` -> times. `width`: ranks that share an engine."""
     driver: dict[str, list[Span]] = defaultdict(list)
     late: dict[str, list[Span]] = defaultdict(list)
     for span in spans:

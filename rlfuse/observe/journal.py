@@ -49,10 +49,7 @@ class Journal:
             self._garbage.collect("start")
 
     async def collect(self, step: int) -> list[Span]:
-        """All spans since the last call, of every process; they are in the file.
-
-        Where it is due, after the first step and every so many, all processes collect garbage meanwhile.
-        """
+        """Collect and write all spans since the last call; processes collect garbage if it is due."""
         self._check_folder()
         due, self._due = self._due or (self._gc_freq > 0 and step % self._gc_freq == 0), False
         *others, _ = await asyncio.gather(*(engine.drain(due) for engine in self._engines), self._collect_own(due))

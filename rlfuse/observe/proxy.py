@@ -19,10 +19,7 @@ Rows = Sequence[dict[str, float]]
 
 
 def draw_proxy(folder: Path, rows: Rows) -> Path | None:
-    """A reward model's score, which was optimised, and held-out `acc`, which it stands for; None where one is missing.
-
-    Where the first rises and the second falls, the model is over-optimised (Gao et al. 2023, arXiv 2210.10760).
-    """
+    """Plot a reward model's score and held-out `acc`: diverging curves are over-optimisation (arXiv 2210.10760)."""
     if None in _names(rows):
         return None
     draw_proxies({"": rows}, folder / PICTURE)

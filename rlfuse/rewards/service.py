@@ -140,10 +140,7 @@ def _kwargs(given: str) -> dict[str, Any]:
 
 
 class Service:
-    """The service of one reward function, given as in reward.functions: POST scores, GET says what is served.
-
-    A model is started by each worker, for which the first requests wait.
-    """
+    """HTTP service of one reward function: POST scores, GET describes. Workers start its model."""
 
     def __init__(
         self,
@@ -283,11 +280,8 @@ def _items(payload: Any) -> list[Item]:
 
 
 class _Processes:
-    """The processes that run the function.
-
-    A process that ends while the pool knows of no task that it runs, idle or before the pool has read that it took
-    one, is to pebble one that can't start, and the pool is closed for good: then another is begun, and asked once.
-    """
+    """The processes that run the function; pebble closes its pool after an idle worker dies, so it is recreated
+    once."""
 
     def __init__(self, source: Source, workers: int, memory_mb: int | None):
         self.source, self._workers = source, workers

@@ -21,11 +21,7 @@ def score_items(
     model_path: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[Reward | RewardFailure]:
-    """One result for each item, in order.
-
-    `functions`, `weights` and `model_path` are as in the configuration; a function may also be given itself.
-    `trust_remote_code`: run modelling code that ships with the model.
-    """
+    """Return one result per item. `functions`, `weights`, `model_path` as in the configuration."""
     several = functions if isinstance(functions, list | tuple) else [functions]
     entries, loaded = load_entries(several, weights, model_path, trust_remote_code=trust_remote_code)
     for function in loaded.values():

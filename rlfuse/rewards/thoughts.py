@@ -23,10 +23,7 @@ def answer_only(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def split_thought(response: str, opened: bool = False) -> tuple[str, str] | None:
-    """(thought, answer) of a response in the right format, both stripped; None for any other.
-
-    `opened`: the prompt opened the thought already, so the response must not open it again.
-    """
+    """Return (thought, answer), None for a wrong format. `opened`: the prompt opened the thought."""
     text = response.strip()
     if not opened:
         if not text.startswith(OPEN):
@@ -39,10 +36,7 @@ def split_thought(response: str, opened: bool = False) -> tuple[str, str] | None
 
 
 def answer_of(response: str, opened: bool = False) -> str:
-    """What follows the last thought, stripped; the whole response without one, "" where a thought has no end.
-
-    `opened`: the prompt opened the thought already.
-    """
+    """Return what follows the last thought; all without one, "" if it has no end."""
     _, closed, after = response.rpartition(CLOSE)
     if opened and not closed:
         return ""
@@ -50,8 +44,7 @@ def answer_of(response: str, opened: bool = False) -> str:
 
 
 def is_opened(item: Item) -> bool:
-    """Whether the prompt ends inside a thought, opened by the chat template or by a prefill (a final assistant
-    message)."""
+    """Return whether the prompt ends inside a thought, by chat template or prefill."""
     if prefill := _prefill(item):
         return prefill.rfind(OPEN) > prefill.rfind(CLOSE)
     text = item.prompt_text.rstrip()

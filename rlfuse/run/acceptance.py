@@ -61,10 +61,7 @@ class Accepted:
 
 
 def accept(config: Config) -> Accepted:
-    """Raises RunRefused for what can't go on so, NothingToDo for a run that is finished, ConfigError as it is named.
-
-    ConfigError also for several nodes without a cluster, which `rlfuse plan` and `rlfuse submit` don't mind.
-    """
+    """Accept a job. Raises RunRefused, ConfigError, or NothingToDo for a finished run."""
     if (count := config.trainer.nnodes) > 1 and config.cluster.ray_address is None:
         raise ConfigError(
             [
@@ -110,10 +107,7 @@ def accept(config: Config) -> Accepted:
 
 
 def named(config: Config, keep: Callable[[Path], bool] = lambda folder: not folder.exists()) -> Config:
-    """`config` with a name, if it has none: under resume_mode=auto of the last run of this configuration, else new.
-
-    `keep`: takes a folder for a new run; False if somebody has it already.
-    """
+    """Return `config` with a name: of the last run of this configuration to resume, else a new one."""
     if config.trainer.experiment_name is not None:
         return config
 
@@ -203,10 +197,7 @@ def _resolved(config: Config) -> dict[str, Any]:
 
 
 def with_local_paths(config: Config) -> Config:
-    """Folders of models and files of functions as absolute paths: workers may have another working directory.
-
-    Hub names stay as they are.
-    """
+    """Make folders of models and custom files absolute: workers have other working directories."""
 
     def local(path: str | None) -> str | None:
         return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path

@@ -51,10 +51,7 @@ RunController = Callable[[Controller, int], Awaitable[None]]
 
 
 def run(config: Config, run_controller: RunController = Controller.run) -> Path:
-    """Run the job; returns its folder. Raises ConfigError, DataError, RewardError or EngineError with one message.
-
-    `run_controller`: what to do with the controller once everything stands, from a step on; benchmarks have their own.
-    """
+    """Run the job and return its folder. Raises ConfigError, DataError, RewardError or EngineError."""
     return recovered(config, lambda job: _attempt(job, run_controller))
 
 

@@ -90,10 +90,7 @@ def engine_starts(
     part: Callable[[str], AbstractContextManager[None]],
     rollout: Callable[[], RolloutConfig] | None = None,
 ) -> list[Start]:
-    """What starts each engine, as a `part` of the job; it returns the facts of `RolloutHandle.start`.
-
-    `rollout`: its settings when it starts, if they are decided after this call.
-    """
+    """Return what starts each engine. `rollout`: its settings if they are decided later."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     cores = slots.cores or [None] * len(handles)
     what = (longest, slots.device, config.fusion.tail_speculation)

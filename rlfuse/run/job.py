@@ -78,10 +78,7 @@ class Job:
         return self.state.get("label", EXACT)
 
     def begin(self, total_steps: int) -> RunLog:
-        """The run folder's log, with `config.yaml` beside it; before this the job has touched nothing.
-
-        NothingToDo where no step is left; RunRefused if another process has begun the run since it was accepted.
-        """
+        """Open the run folder's log. NothingToDo if no step is left; RunRefused if another process began it."""
         step, state = self.state["step"], status.read(self.folder)
         if step > total_steps or (step == total_steps and state is not None and state.state == "finished"):
             raise NothingToDo(self.folder, refusals.long_enough(self.config, step, total_steps))
@@ -119,10 +116,7 @@ class Job:
             )
 
     def carry_out(self, work: Coroutine[Any, Any, None], log: RunLog) -> float:
-        """Run `work`; on any end leave Ray, close the log and say how to go on. Returns seconds since the start.
-
-        Stopped if Ctrl-C, SIGTERM or SIGHUP ended it.
-        """
+        """Run `work`, then clean up; return seconds since the start. Stopped on a signal."""
         error: BaseException | None = None
         try:
             with watching(self.folder, log.journal.recorder, log.say):
@@ -156,10 +150,7 @@ def _note_changes(folder: Path, step: int, changes: Sequence[Change]) -> None:
 
 @contextmanager
 def noting_the_end(job: Job) -> Iterator[None]:
-    """Around all attempts of a run and its summary: if it began, its status says how it ended, and the lock goes.
-
-    RunError if the folder was lost meanwhile, whatever that led to.
-    """
+    """Write the final status and release the lock after all attempts. RunError if the folder was lost."""
 
     def end(error: BaseException | None = None) -> None:
         if job.lock.is_held:

@@ -26,10 +26,7 @@ from rlfuse.run_folder import checkpoints
 
 
 def recovered(config: Config, attempt: Callable[[Job], Path]) -> Path:
-    """What `attempt` returns, which is made again whenever a worker was lost. Raises what it raises.
-
-    Of a run that is as long as it is to be its folder, and a line that says so.
-    """
+    """Return what `attempt` returns, repeated when a worker was lost."""
     try:
         job = open_job(config)
         with noting_the_end(job):
@@ -76,10 +73,7 @@ def starting(log: RunLog) -> Iterator[None]:
 
 
 def futile(reached: Sequence[int | None], limit: int) -> str | None:
-    """Why another attempt is not made, if so.
-
-    `reached`: the last step that was done, at each loss so far; None for an attempt that had begun no step.
-    """
+    """Return why no other attempt is made. `reached`: the last step done at each loss, None before any."""
     made, steps = len(reached) - 1, [step for step in reached if step is not None]
     if made >= limit:
         return f"No restart: {made} of at most cluster.max_restarts={limit} were made."

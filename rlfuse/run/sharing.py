@@ -21,10 +21,7 @@ class SharedDevices:
         self._config, self._say, self.rollout = config, say, config.rollout
 
     async def after(self, start: Callable[[], Awaitable[tuple[RankGroup, dict]]]) -> tuple[RankGroup, dict]:
-        """Start the trainer's ranks and decide; where memory can't be planned they take turns with the engines.
-
-        ConfigError if the job asks for more than turns then.
-        """
+        """Start trainer ranks and decide; without a memory plan they alternate with engines."""
         sizes = asyncio.create_task(asyncio.to_thread(self._sizes))
         ranks, facts = await start()
         try:

@@ -198,10 +198,7 @@ def status_of(status: str, driver: int | None) -> int:
 
 
 async def follow(client: Any, job: str, show: Callable[[str], None]) -> None:
-    """Show the job's log from its beginning until it has ended; a lost connection is made again.
-
-    SubmitError where the cluster is out of reach for OUTAGE_S.
-    """
+    """Show the job's log until it ends; SubmitError if the cluster is unreachable for OUTAGE_S."""
     from aiohttp import ClientError
 
     log, reached = _Log(show), time.monotonic()

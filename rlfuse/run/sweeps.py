@@ -29,10 +29,7 @@ COLUMNS = 240
 
 
 def varied(words: list[str], params: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What has several values in a sweep -> these, as far as they are known before; no names, which runs have anyway.
-
-    `words`: its command line; `params`: hydra.sweeper.params.
-    """
+    """Return the settings with several values in a sweep. `params`: hydra.sweeper.params."""
     found = {}
     for word in [*words, *(f"{name}={value}" for name, value in params.items() if isinstance(value, str))]:
         override = OverridesParser.create().parse_override(word)

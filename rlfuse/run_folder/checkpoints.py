@@ -35,11 +35,8 @@ Fill = Callable[[Path], Awaitable[None]]
 async def write(
     run: Path, step: int, state: dict[str, Any], fill: Fill, last: int = 0, keep: int | None = None
 ) -> None:
-    """Write one checkpoint, whole or not at all: `fill` writes the models. It counts once it is `publish`ed.
-
-    `last`: the step of the one before; of those up to it, the oldest beyond `keep` are removed first where room lacks.
-    NotSaved with the cause where a file could not be written, or where there clearly is no room.
-    """
+    """Write a checkpoint by `fill`; it counts once `publish`ed. Old ones beyond `keep` up to step `last` are removed
+    first if room lacks. NotSaved with the cause."""
     partial = _new_partial(run, step)
     for old in _outdated(run, last, keep):
         if lacks_room(run):
@@ -119,10 +116,7 @@ def lacks_room(run: Path) -> bool:
 
 
 def room(run: Path, last: int, keep: int | None, first_bytes: int) -> tuple[int, int]:
-    """Return the bytes that the next checkpoint needs, and those that it may have: free, or of ones that it replaces.
-
-    `last`: the step of the one before; `first_bytes`: what a run's first one needs.
-    """
+    """Return the bytes that the next checkpoint needs and can use. `first_bytes`: need of a first one."""
     newest = complete(run)[-1:]
     needed = _size(newest) if newest else first_bytes
     return needed, shutil.disk_usage(run).free + _size(_outdated(run, last, keep))

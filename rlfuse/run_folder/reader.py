@@ -52,10 +52,7 @@ class RunFolder:
         return map(as_numbers, read_rows(self.path / "metrics.jsonl"))
 
     def phases(self, steps: int) -> list[tuple[int, dict[str, Any]]]:
-        """(first step, configuration) of each part of the first `steps` steps: resumes may have changed settings.
-
-        `config` is what the run was last started with, which no step may have followed yet.
-        """
+        """Return (first step, configuration) of each part of the run: a resume may have changed settings."""
         changes = list(read_rows(self.path / "changes.jsonl"))
         starts = sorted({1, *(change["step"] + 1 for change in changes if change["step"] < steps)})
         return [(start, self._config_at(start, changes)) for start in starts]
@@ -97,10 +94,7 @@ class RunFolder:
 
 
 def check_files(folder: Path) -> None:
-    """Raise RunError where reading a file of a run folder would wait for a pipe or read what is outside of the folder.
-
-    Sub-folders, as checkpoints, may be elsewhere.
-    """
+    """Raise RunError for pipes and for files outside of the folder (sub-folders may be links)."""
     root = folder.resolve()
     for path in [*folder.glob("*"), *folder.glob("*/*.json*")]:
         if os.path.isdir(path) or not os.path.exists(path):

@@ -58,10 +58,7 @@ class Status:
 
 
 def state_now(folder: Path, found: Status) -> str:
-    """Return the `state` of the folder's run, or `crashed` where its driver ended without a word.
-
-    A run of another host whose lock can't be seen here is `running`: `last_sign` tells how old that is.
-    """
+    """Return the run's `state`; `crashed` if its driver ended without writing one."""
     if found.state != "running":
         return found.state
     alive = run_lock.is_locked(folder)
@@ -71,10 +68,7 @@ def state_now(folder: Path, found: Status) -> str:
 
 
 def begin(folder: Path, name: str, started: float, total: int = 0, label: str = "") -> None:
-    """The run of this folder, of so many steps in `total`, continues in this process after steps with this label.
-
-    NotWritten where the disk has no room for a run.
-    """
+    """Record that the run continues in this process. NotWritten if the disk is full."""
     try:
         (folder / RESERVED).write_bytes(os.urandom(RESERVED_BYTES))  # neither compressed nor written later
         sync(folder / RESERVED)

@@ -14,12 +14,8 @@ from rlfuse.config.model_files import WEIGHTS
 
 
 def join_checkpoint(text_folder: str | Path, whole_folder: str | Path, out: str | Path) -> Path:
-    """The model at `whole_folder` with the text part trained to `text_folder`, as a folder at `out`; returns `out`.
-
-    Of a trainer's `huggingface/` folder of a Qwen2.5-VL, or of a VideoLLaMA3's text part exported and trained. Copied
-    tensor by tensor, to the bit and in as many files as the whole model has; at most one of these is in memory.
-    ValueError, and nothing written, where the two don't fit.
-    """
+    """Join the trained text part with the rest of the model at `whole_folder`, tensor by tensor; return `out`.
+    ValueError, and nothing written, if they do not fit."""
     text_folder, whole_folder, out = Path(text_folder), Path(whole_folder), Path(out)
     trained = {_bare(name): (file, name) for name, file in tensor_places(text_folder).items()}
     if (tied := AutoConfig.from_pretrained(whole_folder).tie_word_embeddings) and _EMBEDDING in trained:

@@ -82,8 +82,7 @@ class ClipFacts:
         return replace(self, frames=frames, duration_s=stop - begin, start_s=begin, stills=stills)
 
     def spread(self, most: int, fps: float) -> tuple[list[float], float]:
-        """The times of at most so many pictures over the whole clip, at this rate or below it as little as needed, and
-        their rate on average. Of pictures that vary in length those, all of them, where the rate has as many times."""
+        """Return times of at most so many pictures at this rate or below, and their mean rate."""
         if not self.stills:
             fps = fps if len(self._news(fps)) <= most else most / self.duration_s
             return self._times(fps), fps

@@ -16,8 +16,7 @@ THRESHOLD = 0.1
 
 
 def compressed(plan: VideoPlan, blocks: Iterable[np.ndarray], pixels: Pixels) -> VideoPlan:
-    """Return the plan without repeated tokens; a frame keeps one at least. `blocks`: uint8 [frames, height, width, 3],
-    all frames of the plan in order."""
+    """Return the plan without repeated tokens. `blocks`: uint8 [frames, height, width, 3], in order."""
     before, kept, cell = None, [], plan.geometry.cell
     for block in blocks:
         frames = pixels.normalise(torch.from_numpy(block))

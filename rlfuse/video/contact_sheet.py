@@ -55,10 +55,7 @@ class Caption:
 
 
 def shown_frames(plans: Sequence[VideoPlan]) -> list[list[int]]:
-    """Return for each plan the indices of the frames that a sheet shows: `MOST_FRAMES` of all, evenly spaced.
-
-    At least one of each plan; an image counts as one frame, whatever its temporal patch.
-    """
+    """Return per plan the indices of shown frames: `MOST_FRAMES` in all, at least one of each."""
     frames = [(place, index) for place, plan in enumerate(plans) for index in range(1 if plan.still else plan.frames)]
     shown: list[list[int]] = [[] for _ in plans]
     for choice in np.linspace(0, len(frames) - 1, min(len(frames), MOST_FRAMES)).round().astype(int):

@@ -50,11 +50,7 @@ def deinterlaced(before: av.VideoFrame | None, frame: av.VideoFrame, after: av.V
 
 
 def shown(frame: av.VideoFrame, height: int, width: int, reformatter: VideoReformatter) -> np.ndarray:
-    """Return the frame as displayed: uint8 [height, width, 3] (RGB).
-
-    Converted at native size, then resized: FFmpeg's conversion in one call with scaling differs from the processors'
-    pixels by 2 to 3 of 255 on average, and takes longer.
-    """
+    """Return the frame as displayed, uint8 [height, width, 3] (RGB), converted before resizing, as processors do."""
     turned, right_to_left, upside_down = _turn(frame)
     if turned:
         height, width = width, height

@@ -29,10 +29,7 @@ class EncoderPlacement:
 
 
 class EncoderHandle:
-    """Rank number `rank`. After `start`, `version` and `shape` are its tower's, and `node` is where it runs.
-
-    `elsewhere`, to be set before: its share of decoders on other nodes.
-    """
+    """Driver's handle of rank `rank`. `elsewhere`: its share of other nodes' decoders."""
 
     def __init__(
         self, rank: int, placement: EncoderPlacement, settings: EncoderSettings, frames: FrameReader, timeout_s: float

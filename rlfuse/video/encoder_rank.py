@@ -90,8 +90,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A part is in the cache. Frames that were prefetched, and that other nodes decoded; seconds: decoding, of which
-    waited for, and encoding."""
+    """A part is cached: counts of prefetched and remote frames, seconds of decoding, waiting, encoding."""
 
     tokens: int
     prefetched: int

@@ -91,11 +91,7 @@ class _Tally:
 
 
 class SequenceParallelEncoder:
-    """Encoder ranks at `placements`, and caches on their nodes and on `nodes`, Ray's names of those that read.
-
-    `frames` decodes and is pickled to every rank; so do processes of nodes without slots, as many as `decoders` says of
-    each. `environment`: of the caches' processes and those decoders'.
-    """
+    """Encoder ranks at `placements`, caches on their nodes and on `nodes`, decoders on CPU nodes."""
 
     def __init__(
         self,
@@ -146,10 +142,7 @@ class SequenceParallelEncoder:
             return results
 
     async def prefetch(self, clips: Sequence[Clip]) -> None:
-        """Have ranks decode what each will be asked for if these clips are encoded next; nothing is decided by it.
-
-        Frames that are not asked for are dropped with the next call.
-        """
+        """Decode what ranks would encode next; unused frames are dropped."""
         async with self._one_batch:
             _, unique = await self._jobs(clips)
             known = await asyncio.gather(*map(self.store.has, unique))
@@ -161,11 +154,7 @@ class SequenceParallelEncoder:
     async def encode_ahead(
         self, clips: Sequence[Clip], holder: str, within_s: float, called_off: Callable[[], bool]
     ) -> None:
-        """Have clips in the caches, held for `holder`, before they are asked for, by as few ranks as are done in time.
-
-        `within_s`: 0 where it is not known how long that is; `called_off`: no other clip is begun. EngineError as
-        `encode`, with what was done until then held; a clip that fails is tried again by who asks for it.
-        """
+        """Cache clips for `holder` with as few ranks as finish `within_s` (0: unknown), until `called_off`."""
         async with self._one_batch:
             _, unique = await self._jobs(clips)
             for job in unique.values():  # one after the other: nothing goes on where one finds no room

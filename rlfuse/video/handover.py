@@ -19,10 +19,7 @@ class Refusal:
 
 
 def hand_over(config: PreTrainedConfig, plan: VideoPlan | None = None) -> Route | Refusal:
-    """The route of clips of this plan into a vLLM engine of this model; without a plan, of any.
-
-    `config` is of the model that vLLM serves.
-    """
+    """Return the route of this plan's clips into vLLM; without a plan, of any clip."""
     kind, family = config.model_type, family_of(config)
     if kind in TEXT_PARTS:
         if placeholder_ids(config):

@@ -47,10 +47,7 @@ def plan_image(
     settings: ImageSettings | None = None,
     most_tokens: int | None = None,
 ) -> VideoPlan:
-    """The plan of an image, in the size nearest to its own within the bounds, or those of its row's `settings`.
-
-    Raises VideoError for a strip, and for settings that ask for more than `most_tokens`.
-    """
+    """Plan an image nearest to its size within bounds or `settings`. VideoError beyond `most_tokens`."""
     limit = math.inf if most_tokens is None else most_tokens * geometry.cell**2
     size = (settings or ImageSettings()).picture_size
     height, width = size(facts.height, facts.width, geometry.cell, (bounds.min_pixels, bounds.max_pixels, limit))

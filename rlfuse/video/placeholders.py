@@ -11,10 +11,7 @@ FIELDS = ("image_token_id", "video_token_id", "image_token_index", "video_token_
 
 
 def placeholder_ids(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Ids that the model's configuration gives to visual placeholders; none for a model of text.
-
-    The text part of a video model keeps the fields `image_token_id` and `video_token_id` in its own configuration.
-    """
+    """Return the placeholder ids of a model's configuration; none for a model of text."""
     return tuple(sorted({value for name in FIELDS if isinstance(value := getattr(config, name, None), int)}))
 
 

@@ -241,8 +241,7 @@ class VideoPlan:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The prompt's part for this clip: before the tokens of every temporal patch its time; one wordless piece
-        without timestamps."""
+        """Return the prompt's part: the time before each temporal patch, or one piece without timestamps."""
         if self.timestamps is None:
             return (Piece("", self.tokens),)
         each, texts = self.tokens_per_frame, self.timestamps.texts(self.patch_times)
@@ -256,8 +255,7 @@ class VideoPlan:
 
     @cached_property
     def hash(self) -> str:
-        """32 hexadecimal digits over what the tower's output depends on: times, to the microsecond, size, geometry, and
-        how it is read."""
+        """Hash what the tower's output depends on, in 32 hexadecimal digits."""
         microseconds = [round(time * 1e6) for time in self.times]
         shape = (self.height, self.width, self.geometry.patch, self.geometry.merge, self.geometry.temporal_patch)
         seen = (microseconds, shape, *["still"] * self.still, *[self.kept] * (self.kept is not None))

@@ -57,12 +57,8 @@ class Run:
 
 
 def shard(loads: Sequence[Load], ranks: int, step: int = 1) -> list[list[Run]]:
-    """One list of runs per rank, in the order of the clips; trailing ranks may be idle.
-
-    The limit searched for is the least load with which filling rank after rank needs no more than `ranks` of them. It
-    never exceeds total / ranks + heaviest step: a rank closed at that limit holds more than total / ranks, so if one
-    more than `ranks` were needed, those closed would hold more than the total.
-    """
+    """Return one list of runs per rank, in the order of the clips, with the smallest possible maximum load. A rank
+    closed at total / ranks + heaviest step holds more than total / ranks, so `ranks` of them always suffice."""
     if ranks < 1 or step < 1:
         raise ValueError(f"ranks and step must be at least 1, got ranks={ranks}, step={step}")
     if not loads:
@@ -86,11 +82,8 @@ def cost(runs: Sequence[Run], loads: Sequence[Load]) -> int:
 
 
 def pool_size(work_s: float, within_s: float, ranks: int) -> int:
-    """As few of the ranks as encode ahead in time: the pool follows the rates of encoding and of a step (DistTrain,
-    arXiv 2408.04275), and leaves alone who generates and trains beside the others. All where a rate is not known.
-
-    `work_s`: seconds for one rank. Example: 10 s of work beside steps of 5 s -> 10 s in 4 s, so 3 ranks.
-    """
+    """Return how few ranks encode ahead in time (DistTrain, arXiv 2408.04275); all if a rate is unknown. 10 s of work
+    beside steps of 5 s: 3 ranks."""
     if not work_s or not within_s:
         return ranks
     return min(ranks, math.ceil(work_s / (IN_TIME * within_s)))

@@ -13,8 +13,7 @@ THINNEST = 200
 def within(
     height: int, width: int, cell: int, min_pixels: int, max_pixels: int, frames: int = 1, unit: int = 1
 ) -> tuple[int, int]:
-    """The size in multiples of `cell` that is nearest to the given one and between the bounds (`smart_resize`), which
-    are those of so many frames together, counted in units."""
+    """Return the multiple of `cell` nearest to the size and within the bounds (`smart_resize`)."""
     if max(height, width) > THINNEST * min(height, width):
         problem = f"is {width} x {height} pixels; the longer side may be {THINNEST} times the shorter at most"
         raise VideoError(problem, "Crop it, or drop the row")
@@ -29,8 +28,7 @@ def within(
 
 
 def fit_size(height: int, width: int, level: int, cell: int) -> tuple[int, int]:
-    """The size nearest in shape to `height` x `width`, in multiples of `cell`, of at most `level` cells. Never more
-    than a cell larger than the source on either side: enlarging adds tokens and no detail."""
+    """Return the size nearest in shape, in multiples of `cell`, of at most `level` cells, without enlarging."""
     scale = min(1.0, math.sqrt(level * cell * cell / (height * width)))
     down, across = height * scale / cell, width * scale / cell
 

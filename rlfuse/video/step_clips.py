@@ -22,10 +22,7 @@ AHEAD = "what comes next"
 
 
 class StepClips:
-    """`max_failure_rate`: of a step's clips; above it the run stops. `say` tells the person what was dropped.
-
-    `ahead`: what comes next is encoded while this goes on, which a tower that learns meanwhile forbids.
-    """
+    """Clips of a step. `max_failure_rate`: share of a step's clips; `ahead`: encode the next batch meanwhile."""
 
     def __init__(
         self, encoder: SequenceParallelEncoder, max_failure_rate: float, say: Callable[[str], None], ahead: bool = False
@@ -69,12 +66,7 @@ class StepClips:
         return kept
 
     def prefetch(self, prompts: Sequence[Prompt], beside: str) -> None:
-        """Begin with the clips of prompts that come next; what goes wrong with that, the next `encode` raises.
-
-        `beside`: who goes on meanwhile, which says how long there is.
-
-        Nothing where what was begun before is still to come.
-        """
+        """Begin with the next prompts' clips unless busy; the next `encode` raises its errors."""
         clips = [_clip(each.index, seen) for each in prompts for seen in each.visual]
         if clips and self._coming is None:
             lasts = self._lasted.get(beside, 0.0)

@@ -135,11 +135,7 @@ class Tower:
         return self._weights + (f"+{updates}" if updates else "")
 
     def encode(self, frames: torch.Tensor, merge: int | None = None) -> torch.Tensor:
-        """uint8 [F, H, W, 3] that begin at a legal cut -> [tokens, hidden] in the tower's precision, on its device.
-
-        An incomplete last unit is filled by repeating its last frame, as the processor does. `merge`: of a token; None:
-        that of clips. With gradient only if the tower is trainable.
-        """
+        """Encode uint8 [F, H, W, 3] from a legal cut to [tokens, hidden]; an incomplete unit repeats its last frame."""
         merge = merge or self.shape.merge
         if frames.dtype != torch.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or not len(frames):
             raise ValueError(f"frames must be uint8 [F >= 1, H, W, 3], got {frames.dtype} {list(frames.shape)}")
@@ -207,8 +203,7 @@ def processor_settings(folder: Path) -> dict:
 
 
 def image_settings(folder: Path) -> dict:
-    """The image processor's settings, none where there is no such file. VideoError where it normalises pixels unlike
-    those of clips."""
+    """Return the image processor's settings. VideoError if it normalises unlike the video processor."""
     file = folder / PROCESSOR_FILES[1]
     found = _nested(folder, "image_processor") or (json.loads(file.read_text()) if file.is_file() else {})
     clips = processor_settings(folder)

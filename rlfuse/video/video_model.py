@@ -44,10 +44,7 @@ class VideoModel:
 
     @classmethod
     def at(cls, folder: str, trust_remote_code: bool = False) -> VideoModel | None:
-        """The model in this folder, or of this hub name, which is fetched; None if it has no visual part.
-
-        VideoError for one that can't be used.
-        """
+        """Return the model of this folder or hub name; None without a visual part. VideoError if unusable."""
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if (family := usable_family(config)) is None:
             return None
@@ -84,10 +81,7 @@ class VideoModel:
         return bounds, geometry
 
     def served(self, folder: Path, head: torch.nn.Linear | None = None) -> str:
-        """What engines and trainers load: the whole, or its text part, written to `folder` unless it is there.
-
-        `head`: a reward model's, which is a part of the whole.
-        """
+        """Return what engines and trainers load: the whole model, or its text part written to `folder`."""
         if self.family.route is Route.VIDEO_EMBEDS:
             return self.folder
         if not (folder / "tokenizer_config.json").exists():  # written last

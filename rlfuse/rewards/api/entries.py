@@ -23,10 +23,7 @@ def load_entries(
     model_path: str | None = None,
     **model: Any,
 ) -> tuple[list[RewardEntry], dict[str, RewardFunction]]:
-    """(entries in order, entry's name -> its function). `model`: of model_path, as of `model.Classifier`.
-
-    Everything that is wrong is reported in one RewardError.
-    """
+    """Return (entries in order, name -> function); one RewardError with all problems."""
     entries, found = read_entries(functions, weights, model_path)
     if found:
         raise RewardError("\n".join(found))

@@ -20,10 +20,7 @@ NOWHERE = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class UnknownTokens(Sequence[int]):
-    """Stands for tokens of a response of which only the text was kept: ValueError for whoever wants one of them.
-
-    An empty list in their place would be scored as a response of length 0.
-    """
+    """Tokens that were not kept: ValueError on access, so that none counts as length 0."""
 
     count: int | None = None
     """How many there were, where at least that is known."""
@@ -99,8 +96,7 @@ Outcome = Score | RewardFailure
 
 
 def own(item: Item, columns: Iterable[str]) -> Item:
-    """The item with copies of all that can be changed, for a user's code to do with as it likes, and with these of its
-    columns only; RewardError names what can't be copied."""
+    """Return the item with copies and only these columns; RewardError names what cannot be copied."""
     memo: dict[int, Any] = {}
 
     def mine(name: str, value: Any) -> Any:

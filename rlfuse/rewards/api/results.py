@@ -98,10 +98,7 @@ def spread(logs: list[dict[str, Any]], key: str, value: Any) -> None:
 
 
 def read(shape: str, value: Any, log: dict[str, Any]) -> Outcome:
-    """What a function of this shape says of one sample: a number, or what its shape has besides.
-
-    verl: a dict with `score` and more to log. TRL and samples: None, where it does not apply. samples: a `Reward`.
-    """
+    """Return one sample's result in this shape: a number, a dict (verl), None (TRL), or a `Reward`."""
     if isinstance(value, RewardFailure):
         message = hidden_text(text(str(value.message)))[:LINE_LENGTH] or "(no message)"
         return RewardFailure("", message, hidden_text(text(str(value.traceback or "")))[:TRACEBACK_LENGTH])

@@ -103,8 +103,7 @@ class RewardFunction:
         return self.shape != "verl"
 
     def score(self, items: Sequence[Item], timeout_s: float | None = None) -> list[Outcome]:
-        """One outcome for each item, in order. `timeout_s` bounds a call of an async function (verl's: each item's);
-        nothing in this process can bound an ordinary one."""
+        """Return one outcome per item, in order. `timeout_s` bounds calls of async functions only."""
         outcomes = self._attempt(self._outcomes, items, timeout_s)
         return [outcomes] * len(items) if type(outcomes) is RewardFailure else outcomes
 
@@ -239,11 +238,7 @@ class RewardFunction:
 def adapt(
     name: str, found: Any, source: str | Callable[..., Any], kwargs: dict[str, Any] | None = None
 ) -> RewardFunction:
-    """Recognise the shape of a callable by its parameters' names, or of an object by its method `score`.
-
-    A class, and a callable of no shape (a factory), is called with `kwargs` and gives the reward; else the function
-    gets them at each call.
-    """
+    """Recognise the shape by parameter names or a method `score`. A class or factory is called with `kwargs`."""
     remember([kwargs, source])
     if inspect.isclass(found) or (kwargs and _shape(name, found) is None):
         return replace(adapt(name, _made(name, found, kwargs or {}), source), made_by=dict(kwargs or {}))

@@ -191,12 +191,8 @@ class Judge:
 
 
 def verdict(forward: Sequence[float], backward: Sequence[float]) -> Reward | RewardFailure:
-    """The reward of a response, of the verdicts' log-probs with the response first, then with the reference first.
-
-    Parts: `consistency`, 1 where both orders prefer the same answer; `position`, the probability of the first place,
-    0.5 for a judge without a preference for one; `said`, the probability that the judge's next token is a verdict at
-    all: near 0 the template or the verdicts are not what the model expects.
-    """
+    """Return the reward from both orders' log-probs. `consistency`: both prefer the same answer; `position`:
+    probability of the first place; `said`: of a verdict at all (near 0: wrong template or verdicts)."""
     masses = [math.exp(a) + math.exp(b) for a, b in (forward, backward)]
     if not all(math.isfinite(mass) and mass > 0 for mass in masses):
         return _failure(f"the log-probs of the verdicts are {list(forward)} and {list(backward)}; check the judge")

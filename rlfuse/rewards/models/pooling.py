@@ -114,8 +114,7 @@ class Pooling:
 
 
 def sees(folder: Path) -> bool:
-    """Whether the model in this folder is a whole video model, by its config.json. transformers has classifiers of the
-    text part of some others (Gemma 3), and a folder may bring a class of its own."""
+    """Return whether the folder is a whole video model and has no transformers classifier."""
     config = json.loads((folder / "config.json").read_text())
     if config.get("vision_config") is None or OWN_CLASS in (config.get("auto_map") or {}):
         return False

@@ -102,10 +102,7 @@ class Sight:
 
     @contextmanager
     def served(self, read_head: Callable[[str], torch.nn.Linear] | None = None) -> Iterator[str]:
-        """What vLLM serves, to be loaded meanwhile: the whole model, or its text part, which is removed then.
-
-        `read_head`: of a reward model's folder.
-        """
+        """Yield the folder that vLLM loads: the whole model, or its text part, removed afterwards."""
         if self._model is None:
             yield self._path
         else:
@@ -122,10 +119,7 @@ class Sight:
         self._prompts = Prompts(served.hf_config, llm.vllm_config.scheduler_config.max_num_batched_tokens)
 
     def assemble(self, text: str, visual: Sequence[Visual], special: bool) -> VideoPrompt:
-        """The prompt's tokens, with visual ones where its markers stand. VideoError where these don't match.
-
-        `special`: those that the tokenizer of a model of text puts around a text belong there.
-        """
+        """Return the prompt's tokens with visual ones; VideoError if markers do not match."""
         from rlfuse.video.prompt import VideoPrompt
 
         if self._model is None:

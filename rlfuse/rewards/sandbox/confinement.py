@@ -73,8 +73,7 @@ def limit(memory_bytes: int, cpu_s: int, file_bytes: int, open_files: int) -> No
 
 
 def confine_files(writable: Sequence[str] = (), readable: Sequence[str] = ()) -> str | None:
-    """From now on open only what Python and its libraries are read from, `readable`, and files in `writable` folders.
-    Called again, here or in a child, it takes away what it does not name."""
+    """Allow only Python's files, `readable`, and files in `writable`; later calls restrict further."""
     version = _landlock_version()
     if version < 1:
         return f"files can't be confined: Landlock is not available ({os.strerror(ctypes.get_errno())})"

@@ -15,8 +15,7 @@ def threads(pid: int) -> list[str]:
 
 
 def files(pid: int, open_files: int, file_bytes: int) -> dict[int, int]:
-    """Sizes of the files in this folder and of those that have no name any more, by inode. Of what is only in memory
-    the kernel tells no size: it counts as the largest that a file can be."""
+    """Return sizes by inode of the folder's and unnamed files; those only in memory count as the largest."""
     found: dict[int, int] = {}
     with os.scandir() as entries:
         for entry in entries:

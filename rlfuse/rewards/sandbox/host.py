@@ -123,8 +123,7 @@ def _assert(candidate: Candidate, job: dict[str, Any], source: str) -> dict[str,
 
 
 class _Names(dict):
-    """A test's global names. Python's own names stay Python's, unless one is the function that is tested: code must not
-    replace the `sorted` or `all` that judges it."""
+    """Global names of a test: tested code cannot replace the `sorted` or `all` that judges it."""
 
     def __init__(self, candidate: Candidate, fn_name: str | None):
         super().__init__(__name__="test")

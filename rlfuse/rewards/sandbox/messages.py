@@ -45,8 +45,7 @@ def write(pipe: int, message: bytes) -> None:
 
 
 def receive(pipe: int, most: int = MOST_BYTES, deadline: float | None = None) -> Any:
-    """The next message. EOFError where the other side ended, TimeoutError at `deadline` (of `time.monotonic`),
-    MessageError for what is none."""
+    """Return the next message. EOFError, TimeoutError at `deadline` (monotonic), or MessageError."""
     length = int.from_bytes(_exactly(pipe, 4, deadline), "big")
     if length > most:
         raise MessageError(f"a message of {length} bytes; {most} at most")

@@ -154,8 +154,7 @@ def _after_announcement(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """Return the text without the tags, emphasis, quotes, delimiters, commands, announcements and final punctuation
-    that enclose all of it."""
+    """Return the text without enclosing tags, emphasis, quotes, delimiters and final punctuation."""
     text = text.strip()
     for _ in range(_LAYERS):
         inner = _layer_removed(text)
@@ -195,8 +194,7 @@ def without_markup(text: str) -> str:
 
 
 def fenced(text: str) -> list[tuple[str, str]]:
-    """Return (language, content) of each closed code block. A fence closes the last open one of its kind that is not
-    longer, as in CommonMark."""
+    """Return (language, content) of each closed code block, paired as in CommonMark."""
     blocks, fence, language, content = [], "", "", []
     for line in text.splitlines():
         match = _FENCE.match(line)

@@ -76,10 +76,7 @@ class RewardPool:
         self._tasks: list[asyncio.Task] = []
 
     def check_prompts(self, prompts: Sequence[Prompt], max_failure_rate: float = 0.0) -> None:
-        """RewardError where a data_source has no reward, or a function would lack a column of more rows than may fail.
-
-        To be asked with those of the data, before anything starts.
-        """
+        """Raise RewardError if a data_source has no reward, or too many rows lack a column."""
         if missing := unscored(self.entries, [prompt.data_source for prompt in prompts]):
             raise RewardError(
                 f"reward.functions: no entry scores data_source {', '.join(map(repr, missing[:8]))}"
@@ -112,10 +109,7 @@ class RewardPool:
         return next((f"{entry.name}, asked for row {index}: {why}" for index, why in found), None)
 
     async def start(self, slots: Slots | None = None) -> None:
-        """Start all processes; EngineError with the user's traceback if one can't be.
-
-        `slots`: whose GPUs models may share. Without any they run on the CPU.
-        """
+        """Start all processes. `slots`: whose GPUs models may share; CPU without any."""
         shared = asyncio.Queue(2 * max(self._workers, 1))
         self._queues = dict.fromkeys(self._plain, shared)
         for names in self._models.values():
@@ -163,10 +157,7 @@ class RewardPool:
                 known[position][entry.name] = outcome
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        """All spans since the last drain: `reward` for each call, `restart` for each process replaced.
-
-        `collect`: processes without a call collect garbage first.
-        """
+        """Return all spans since the last drain. `collect`: idle processes collect garbage."""
         drained = await asyncio.gather(*(handle.drain(collect) for handle in self._handles))
         return sorted((span for spans in drained for span in spans), key=lambda span: span.start)
 

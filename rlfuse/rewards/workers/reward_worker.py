@@ -42,8 +42,7 @@ class Source:
 
 
 class RewardWorker:
-    """Loads the run's reward functions and calls them by name. `where`: its name, as `reward/0`; `family`: the user's
-    own of video models, which a judge may be of."""
+    """Load the run's reward functions and call them by name."""
 
     def __init__(
         self,
@@ -95,11 +94,7 @@ class RewardWorker:
 
 
 class Memory:
-    """The private data that this process may allocate beyond what it holds when this is made: `more_mb` MiB.
-
-    Of the kernel's limits this is the one on private data (RLIMIT_DATA): the address space, Ray's mapped object store
-    included, says nothing about memory used. Linux only.
-    """
+    """Limit private data (RLIMIT_DATA) of this process to `more_mb` MiB beyond now. Linux only."""
 
     def __init__(self, more_mb: int | None):
         self._start, self._kept = _data_bytes(), 2**20 * (DEFAULT_MB if more_mb is None else more_mb) // KEPT_SHARE

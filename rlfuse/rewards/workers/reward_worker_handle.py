@@ -67,10 +67,7 @@ class Queue(Protocol):
 
 
 class Lost(Exception):
-    """The process was killed for taking too long, died of its own, or has used up its memory.
-
-    `outcomes`: of the call, unless it is repeated.
-    """
+    """The process exceeded its time or memory, or died. `outcomes`: of the call unless repeated."""
 
     def __init__(self, outcomes: list[Outcome], cause: str, late: bool = False, used_up: bool = False):
         super().__init__(cause)

@@ -112,17 +112,12 @@ class VideoFamily(torch.nn.Module, ABC):
 
     @staticmethod
     def written_by_engine(config: PreTrainedConfig, ids: np.ndarray, visual: Visual) -> tuple[int, int]:
-        """With `VIDEO_EMBEDS`: from where to where (exclusive) vLLM writes a prompt itself, for one placeholder of this
-        clip or image."""
+        """Return the span of a prompt that vLLM writes for one placeholder."""
         return int(visual.positions[0]), int(visual.positions[-1]) + 1
 
     @classmethod
     def export(cls, folder: str | Path, out: str | Path, head: torch.nn.Linear | None = None) -> Path:
-        """With `PROMPT_EMBEDS`: the text part of the model at `folder`, as a model with its tokenizer; returns `out`.
-
-        Its token ids are those of the whole model, so the placeholders stay ids that a rollout must never sample.
-        `head`: of a reward model, in place of the output layer; it becomes a sequence classifier with the same labels.
-        """
+        """Write the text part of the model with its tokenizer to `out`. `head`: of a reward model."""
         out = Path(out)
         whole = cls.whole.from_pretrained(folder, dtype="auto", use_safetensors=True)
         config = whole.config.text_config
@@ -213,13 +208,8 @@ def _import_built_in() -> None:
 
 
 def register_language_models(config: PreTrainedConfig) -> None:
-    """Make transformers' auto classes know a model that vLLM serves whole without its tower: as policy, as value model.
-
-    Trainers call it before they load a model of this configuration; any other needs nothing. Of the whole model's
-    folder nothing of the tower is read. Tensors keep the names that they have in the whole model, so that vLLM takes
-    them as new weights, and `checkpoints.join_checkpoint` finds their places. Positions come with every batch,
-    embeddings of clips at the output of the input embedding.
-    """
+    """Make transformers' auto classes load a whole model's text part, without its tower, under the whole model's tensor
+    names. Positions and embeddings come with every batch."""
     family = family_of(config)
     if family is not None and family.route is Route.VIDEO_EMBEDS:
         _register(family)

@@ -73,8 +73,7 @@ class Qwen3VL(VideoFamily):
 
     @staticmethod
     def cost(config: PreTrainedConfig) -> CostModel:
-        """Every layer's attention spans the unit; mergers, one for each layer that is fed besides, take four patches
-        at once."""
+        """Return the cost of a unit: attention spans it; each merger takes four patches."""
         vision = config.vision_config
         width, layers, mergers = vision.hidden_size, vision.depth, 1 + Qwen3VL.fed_layers(config)
         linear = layers * (4 * width * width + 2 * width * vision.intermediate_size)

@@ -36,13 +36,11 @@ from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.schema import Config
 
 IMPORTS = "rlfuse.run.worker_imports"
-"""The module that imports what workers need."""
 READ_BY_IMPORTS = re.compile("PYTHON|LD_PRELOAD|GLIBC_|(OMP|KMP|MKL|OPENBLAS|HF|TRANSFORMERS|TORCH)_")
 """Names of variables by which an imported library may go for good."""
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
 """Variables that glibc reads when a process starts, and what `mallopt` calls them later."""
 GPUS = tuple(map(Path, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
-"""Where there may be some: of NVIDIA, by way of Windows, of AMD."""
 REQUEST_S = 5.0
 STREAMS = 3
 

@@ -26,7 +26,6 @@ OBJECTS = 1_000_000
 NEVER = 1 << 30
 """Collections of the second generation, after which Python would look through the third."""
 LOOK_S = 1.0
-"""Between two looks at that; one takes microseconds."""
 
 atexit.register(gc.unfreeze)  # what stays frozen is not freed at exit, which bindings print as leaked (nanobind)
 
@@ -56,7 +55,6 @@ class GarbageCollector:
         young: bool = False,
     ):
         self.planned = False
-        """Python's own collection is off."""
         self._recorder, self._held, self._grown_mib, self._young = recorder, held, grown_mib, young
         self._thresholds = gc.get_threshold()
         self._cause, self._grown = "python", {}

@@ -25,9 +25,7 @@ from rlfuse.config.secrets import by_name
 from rlfuse.errors import ConfigError
 
 LARGEST = 50 << 20
-"""Bytes that a package may have: Ray keeps it in the memory of its head."""
 CODE = Path(__file__).resolve().parents[1]
-"""The package, with its presets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,6 @@ class Package:
 
     folder: Path
     experiment: str
-    """`project/experiment`."""
     notes: tuple[str, ...]
 
 

@@ -28,7 +28,6 @@ ENOUGH_OF_AN_ID = 8
 OF_A_JOB = 8
 """Letters of a job's id, with which those of its placement groups end."""
 SHOWN = 200
-"""Letters of a job's command."""
 T = TypeVar("T")
 
 
@@ -39,11 +38,8 @@ class Node:
     id: str
     address: str
     port: int
-    """Where its raylet listens."""
     free: Mapping[str, float] = field(compare=False)
-    """What is not taken of its resources."""
     total: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """Its resources, taken or not."""
 
     def __str__(self) -> str:
         return f"{self.address} ({self.id[:8]})"

@@ -49,7 +49,6 @@ STARTING_S = 10.0
 JOINING_S = 60.0
 """For nodes to join a running cluster."""
 PLACING_S = 5.0
-"""For Ray to reserve what is free."""
 FIRST_NOTICE_S, NOTICE_S = 5.0, 60.0
 """Time until a wait for slots is reported, and between further reports."""
 START_ATTEMPTS = 3
@@ -71,7 +70,6 @@ class Slots:
     nodes: tuple[Node, ...] = ()
     """Each holds as many slots, in order."""
     told: str = ""
-    """For the person: which device, on which nodes, and why."""
 
     @property
     def threads(self) -> int:

@@ -20,12 +20,10 @@ from pathlib import Path
 from rlfuse.config.secrets import hidden_text
 
 FOLDER = "RLFUSE_LOGS"
-"""Environment variable: where the processes of a run write."""
 MOST, KEPT = 10 << 20, 5 << 20
 """Bytes of a file, and of what is left where it had more."""
 LOOK_S = 5.0
 LAST = 1 << 16
-"""Bytes of a file's end that are looked at."""
 BEGINNING = re.compile(rb"^== \S+: process (\d+) on .*$", re.M)
 
 

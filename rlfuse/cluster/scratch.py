@@ -33,7 +33,6 @@ from rlfuse.clock import BOOT
 SHARED_MEMORY = Path("/dev/shm")
 RUN = "rlfuse-run-"
 KV, WEIGHTS, EMBEDDINGS = KINDS = ("rlfuse-kv-", "rlfuse-weights-", "rlfuse-embeddings-")
-"""Of folders in shared memory."""
 LIBRARIES = re.compile(r"sem\.mp-|psm_|vllm_dist")
 """Python's semaphores and shared blocks, vLLM's sums between the processes of an engine."""
 LONGEST_ROOT = 18

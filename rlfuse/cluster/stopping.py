@@ -53,7 +53,6 @@ class Stopping:
         self.step: int | None = None
         """Under way, its end is worth waiting for; None before the first."""
         self.by: signal.Signals | None = None
-        """What came first."""
         self.elsewhere: Exception | None = None
         """Nobody told the job to stop, but it goes on in another place: what it leaves the step under way with."""
         self._at = 0.0  # of the first Ctrl-C

@@ -11,7 +11,6 @@ RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Failure|T
 LIBRARY = re.compile(r"(?!.*-packages/rlfuse/).*(site-packages|dist-packages|/lib/python3)|<")
 """Matches the files of other code than a user's or ours."""
 MOST = 4
-"""Frames that are shown."""
 LINES = 4
 """Of a message, and as many characters as a screen has."""
 WIDEST = 1000
@@ -24,7 +23,6 @@ class Traceback:
     frames: tuple[str, ...]
     """`File "...", line N, in f` and the line of code below, outermost first."""
     error: str
-    """Its type and message."""
 
     @property
     def own(self) -> list[str]:

@@ -37,7 +37,6 @@ _LAYOUT = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
 )
-"""How optimizer state is cut up."""
 
 TABLE: tuple[tuple[Effect, str, str], ...] = (
     (Effect.BESIDE, "names the run folder", "trainer.project_name trainer.experiment_name trainer.job_name "

@@ -27,7 +27,6 @@ from rlfuse.config.schema import Config
 from rlfuse.config.valid_values import CHOICES, METRICS, OPEN, OWN, RANGES, WHY_NOT, in_range, names_function
 
 Check = Callable[[Config, Facts], Iterator[str]]
-"""Yields what is wrong, one line per problem."""
 
 
 def check(config: Config, facts: Facts) -> list[str]:
@@ -383,4 +382,3 @@ def _sampling(config: Config, facts: Facts) -> Iterator[str]:
 
 _OF_SAMPLES = (_batches, _advantages, _log_probs, quantized, _sampling, _fusion, _disaggregated, pipelines, shares)
 _OF_SAMPLES += (slices, _drained, _video, _tower, _reward, _kl)
-"""What only jobs that generate have to heed."""

@@ -51,7 +51,6 @@ CONF = (Path(__file__).resolve().parents[1] / "conf").resolve()
 """The presets: inside an installed package; in a checkout that is a link to the folder beside the package."""
 
 MOST_TEXT = 10_000_000
-"""Characters that a job may have once its references are resolved."""
 _REFERENCES = re.compile(r"\$\{(\.*)([\w.\[\]-]+)\}")
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -62,11 +61,8 @@ class Command:
     """A command line taken apart; its names are right."""
 
     overrides: list[str]
-    """`key=value` and presets, for Hydra."""
     options: list[str]
-    """Hydra's own options, such as --multirun or --cfg job."""
     told: list[str]
-    """A line for each name of verl that was taken for a key here."""
 
     def tell(self) -> None:
         """Print these lines; on stderr, as stdout may be the job that --cfg prints."""

@@ -11,7 +11,6 @@ from typing import Any
 
 Given = Mapping[str, Any]
 Outcome = dict[str, Any] | str
-"""Key -> value; or what to say."""
 
 DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 1024,

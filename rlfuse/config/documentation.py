@@ -26,12 +26,10 @@ class Key:
     """One setting of a job."""
 
     name: str
-    """Full dotted name, as it is typed on the command line."""
     type: str
     """As annotated in the schema: `int`, `list[str]`, `float | None`."""
     default: Any = dataclasses.field(hash=False)  # lists and dictionaries are defaults too
     about: str
-    """What it does, as it stands below the field: before valid values, which have their own place, with a colon."""
 
     @property
     def text(self) -> str:

@@ -37,7 +37,6 @@ ESTIMATORS = {
     "rloo": Traits(needs_groups=True, needs_batch=False),
     "reinforce_plus_plus": Traits(needs_batch=False, whitens="tokens"),
 }
-"""The built-in ones, which `algorithms.advantages` computes."""
 
 
 def in_words() -> str:

@@ -22,14 +22,11 @@ from rlfuse.config.valid_values import METRICS, functions_named_by, names_functi
 from rlfuse.errors import ConfigError
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What families of mixtures call their number in config.json."""
 EXPERTS_USED = ("num_experts_per_tok", "moe_topk", "moe_k")
-"""And the number that each token passes through."""
 NIXL_NEEDS_MEMORY_THAT_STAYS = (
     "on GPUs an engine that sleeps gives up the memory that NIXL registered and wakes with other memory, which nothing "
     "registers again"
 )
-"""Why KV caches don't travel through NIXL there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,35 +38,25 @@ class Facts:
     attention_heads: int | None = None
     layers: int | None = None
     vocabulary: int | None = None
-    """Tokens that the output head knows."""
     latent_attention: bool = False
     """Whether keys and values are projections of one narrow vector a token (MLA: DeepSeek-V2 and later)."""
     experts: bool | None = None
-    """Whether the model is a mixture of them."""
     video: bool = False
-    """Whether the model has a visual part."""
     model_problems: dict[str, str] = field(default_factory=dict)
     """key (`model.path`, ...) -> why its model can't be read."""
     estimator: Traits | None = None
-    """Of the estimator of advantages, where it is a user's own that can be used."""
     function_problems: tuple[str, ...] = ()
-    """What is wrong with the user's own functions, in whole messages."""
     missing: frozenset[str] = frozenset()
     """Paths named by the configuration that do not exist, as they were given."""
     unknown_modules: frozenset[str] = frozenset()
     """Top-level packages of reward functions that Python does not find."""
     cuda: bool | None = None
-    """Whether workers will have GPUs."""
     gpus: int | None = None
     """GPUs of this machine, where it is to run the job."""
     unwritable: str | None = None
-    """Why nothing can be written to the run folder."""
     nixl: bool | None = None
-    """Whether NIXL is installed."""
     tensorboard: bool | None = None
-    """Whether TensorBoard is installed."""
     wandb: str | None = None
-    """Why wandb can't upload, where it is to."""
 
 
 def read_facts(config: Config) -> Facts:
@@ -240,7 +227,6 @@ def _folder_problem(path: str, key: str, problems: dict[str, str], tokenizer: bo
 
 
 HUB_S = 10.0
-"""For the hub to answer."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 

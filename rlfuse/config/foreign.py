@@ -16,9 +16,7 @@ class Counterpart:
     """What a foreign name becomes here."""
 
     origin: str
-    """The trainer that the name comes from."""
     keys: tuple[str, ...]
-    """Keys to use instead; empty if there is none."""
     note: str = ""
     """How the value changes, or why there is no counterpart."""
     values: Mapping[str, str] = field(default_factory=dict)
@@ -127,13 +125,11 @@ VERL_PREFIXES = (
     ("critic.model.", "model."),
     ("critic.", "actor."),
 )
-"""verl prefix -> ours; applies where the rest is a key there."""
 
 OVERLONG = re.compile(r"\.overlong_buffer(_cfg)?\.(enable|len)$")
 """A switch and a length in verl, one number here."""
 
 VERL_GROUPS = ("actor_rollout_ref.", "critic.", "reward_model.", "reward.reward_model.", "actor.", "ref.")
-"""Where a name that is no key of ours is likely verl's."""
 
 VLLM_OPTIONS = {
     "max_num_batched_tokens",

@@ -14,7 +14,6 @@ from rlfuse.config.valid_values import VALUES
 from rlfuse.progress import Console
 
 MARKDOWN = "--markdown"
-"""Among the words after --help: print the reference."""
 COLUMNS = 100
 """Widest help text; longer lines are tiring to read, and many terminals end here."""
 REFERENCE = """\

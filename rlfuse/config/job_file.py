@@ -24,16 +24,12 @@ from rlfuse.errors import ConfigError
 from rlfuse.parsing import parse_yaml
 
 NAME = "given"
-"""Name of the file's content in the group `job_file`."""
 
 SWEPT = "hydra.sweeper.params"
-"""Names with several values each, for a sweep."""
 
 LARGEST_FILE = 1 << 20
-"""Characters of a job file."""
 
 MOST_SETTINGS = 2000
-"""Settings of a job file."""
 
 BASES = ("config", "schema", "_self_")
 """Entries of a Hydra defaults list that a job file has without asking."""
@@ -46,13 +42,10 @@ class JobFile:
     content: dict[str, Any]
     """Its settings without those that have a problem, so that the rest can be checked with them."""
     presets: dict[str, str]
-    """Group -> name."""
     settings: dict[str, tuple[str, Any]]
     """Key -> place in the file, and value."""
     problems: list[str]
-    """With its names and its values' types."""
     told: list[str]
-    """A line for each name of verl that was taken for a key here."""
 
     @property
     def swept(self) -> dict[str, Any]:

@@ -20,9 +20,7 @@ from rlfuse.config.foreign import VERL_PREFIXES, Counterpart, counterpart, other
 from rlfuse.config.schema import Config
 
 DEFAULT_PRESETS = {"algorithm": "ppo", "fusion": "adaptive", "experiment": "null"}
-"""What conf/config.yaml chooses."""
 PRESET_GROUPS = tuple(DEFAULT_PRESETS)
-"""Groups with files in conf/, chosen by name: algorithm=grpo."""
 
 ALL_KEYS = "`rlfuse train --help` lists every key"
 
@@ -35,7 +33,6 @@ class Override:
     """`+`, `++` or `~` in front; mostly empty."""
     name: str
     value: str | None
-    """None without an equals sign."""
 
 
 def parse_override(text: str) -> Override:
@@ -204,7 +201,6 @@ CLASSES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float)
 LARGEST = 2**63
 """Whole numbers beyond it fit into no machine word."""
 DEEPEST = 32
-"""Levels of brackets that OmegaConf and YAML surely read."""
 
 
 def fits(value: Any, type_name: str) -> bool:

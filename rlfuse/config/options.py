@@ -28,15 +28,11 @@ class CommandLine:
     """A command line by kind; nothing in it is judged yet."""
 
     words: list[str]
-    """Settings and presets."""
     files: list[Path]
-    """Job files, of which there may be one."""
     options: list[str]
-    """Hydra's, as it reads them."""
     folder: Path | None
     """Of the user's own presets: --config-dir."""
     completes: bool
-    """Whether a shell asks what could be typed next."""
 
 
 def sort_out(argv: list[str]) -> CommandLine:

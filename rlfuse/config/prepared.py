@@ -12,7 +12,6 @@ FOLDERS = {
     "images": Path(".cache/rlfuse/images"),
     "gsm8k": Path("data/gsm8k"),
 }
-"""From the current directory."""
 
 
 def command_for(path: str | None) -> str | None:

@@ -29,7 +29,6 @@ from rlfuse.errors import ConfigError
 from rlfuse.parsing import TooManyAliases, parse_yaml
 
 EXPERIMENT = "experiment"
-"""A whole job, which the other presets of its layer change."""
 NAMING = ("algorithm.adv_estimator", "fusion.policy", "fusion.data")
 """Keys that say what a preset is: a sweep over presets varies them."""
 
@@ -44,10 +43,8 @@ class Layers:
     """The presets and settings of a job in order."""
 
     overrides: list[str]
-    """For Hydra."""
     problems: list[str]
     told: list[str]
-    """A line for each setting that a preset replaces."""
 
 
 def layered(

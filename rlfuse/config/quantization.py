@@ -17,7 +17,6 @@ KEPT = ("*.gate", "*visual.*")
 """Layers, by vLLM's names, that stay as they are: routers, which would choose other experts than are trained, and
 towers, which compute nothing in an engine and have sizes that vLLM's kernels refuse."""
 OF_VLLM = ("quantization", "quantization_config")
-"""What vLLM calls it among its own arguments."""
 
 
 def quantized(config: Config, facts: Facts) -> Iterator[str]:

@@ -12,7 +12,6 @@ from rlfuse.config.rewards import MODEL_PART
 from rlfuse.errors import RewardError
 
 ONLY_LABEL = "LABEL_0"
-"""As transformers calls it."""
 OWN_CLASS = "AutoModelForSequenceClassification"
 """In config.json's auto_map: modelling code that ships with the weights."""
 

@@ -36,7 +36,6 @@ class Word:
 
     text: str
     unknown: tuple[str, ...] = ()
-    """What stands in it as `$NAME`."""
 
     def split(self) -> list[Word]:
         """Cut at blanks, as what stands for it outside of quotes would be."""
@@ -48,9 +47,7 @@ class Script:
     """What is known while a script is read from its beginning."""
 
     values: dict[str, list[Word]] = field(default_factory=dict)
-    """Of variables; several words of an array."""
     depth: int = 0
-    """Of branches and loops."""
 
     def commands(self, text: str) -> Iterator[list[Word]]:
         """Every command that is no assignment."""

@@ -51,9 +51,7 @@ class VerlCommand:
 
     origin: str
     settings: dict[str, Any] = field(default_factory=dict)
-    """Name in verl -> value."""
     unread: dict[str, str] = field(default_factory=dict)
-    """What can't be a setting -> why."""
 
     def add(self, word: Word) -> None:
         """Take one argument in."""
@@ -156,11 +154,8 @@ class Translation:
 
     settings: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
-    """Key -> what is said behind it."""
     to_decide: list[tuple[str, str]] = field(default_factory=list)
-    """(setting of verl, what the reader has to decide)."""
     no_counterpart: dict[str, list[str]] = field(default_factory=dict)
-    """Reason -> settings of verl that have no counterpart for it."""
 
     def set(self, key: str, value: Any, in_verl: str, comment: str) -> None:
         """One key, unless another setting gave it another value already. `in_verl`: the setting, as typed there."""

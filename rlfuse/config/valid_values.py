@@ -59,16 +59,12 @@ _NAMED: dict[str, str] = {
 }
 """Keys with named values, and what these mean where the names do not say it; a list is judged entry by entry."""
 CHOICES = {key: tuple(each.partition(" (")[0] for each in words.split(" | ")) for key, words in _NAMED.items()}
-"""The names alone."""
 
 OWN = "path/file.py:name"
-"""How a function of the user's own is written."""
 OPEN = ("algorithm.adv_estimator", "algorithm.kl_penalty", "actor.loss_mode", "actor.kl_loss_type", "fusion.policy")
 """Keys whose value may also be a function of the user's own."""
 METRICS = "trainer.metrics"
-"""The key that lists functions of the user's own, and nothing else."""
 FAMILY = "model.video_family"
-"""The key that names a class of the user's own, and nothing else."""
 VALUES = _NAMED | {key: f"{_NAMED[key]} | {OWN} (your own)" for key in OPEN}
 """Keys with named values, and all that each may be, in words."""
 

@@ -43,10 +43,8 @@ from rlfuse.video.video_model import VideoModel
 
 T = TypeVar("T")
 MANY = 50
-"""Files from which on looking at them shows its progress."""
 KWARGS = "video.mm_processor_kwargs"
 BLOCK_BYTES = 16 << 20
-"""Pixels that are compared at a time."""
 
 
 def sampling_of(video: VideoConfig, model: VideoModel) -> Sampling:

@@ -27,7 +27,6 @@ class Preference:
     """One pair, as the model reads it."""
 
     index: int
-    """Row number over all files."""
     shared_ids: np.ndarray
     """int32: what both sequences begin with, the prompt and sometimes more."""
     chosen_ids: np.ndarray

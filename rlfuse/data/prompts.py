@@ -20,7 +20,6 @@ from rlfuse.samples import Prompt, Visual
 from rlfuse.video.prompt import unquoted
 
 SHOWN = 10
-"""Unusable rows that are named one by one."""
 
 
 @dataclass(slots=True)
@@ -33,9 +32,7 @@ class LoadReport:
     cut: int = 0
     limit: int = 0
     clips: int = 0
-    """Prompts with some."""
     images: int = 0
-    """The same of images."""
     unusable: list[str] = field(default_factory=list)
     """Rows left out for what they were to show: where they stand, and why."""
 

@@ -40,7 +40,6 @@ COMPLETIONS = ("chosen", "rejected", "completion", "response")
 LARGEST, MOST_COMPRESSED = 256 << 20, 1000
 """Bytes of a parquet file's rows; above them, how many each byte of the file may stand for."""
 BATCH = 1000
-"""Rows of a data set that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +55,9 @@ class DataRow:
     videos: tuple[Media, ...] = ()
     images: tuple[Media, ...] = ()
     task: TaskKind | None = None
-    """What its question asks of its clips; None: the run's `video.task`."""
     shows: frozenset[str] = frozenset()
     """Modalities of its clips, images and message parts, with a file or without."""
     tools: tuple[dict[str, Any], ...] = ()
-    """JSON schemas of the functions that its prompt offers."""
     is_chat: bool = True
     """False for a string that is the prompt itself, to be tokenised without a chat template."""
 

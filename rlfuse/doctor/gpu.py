@@ -45,13 +45,9 @@ class Torch:
     """What torch says of itself and of the GPUs that it reaches."""
 
     cuda: str | None = None
-    """The release that it is built for; None: for CPUs only."""
     nccl: str | None = None
-    """The NCCL that it has loaded."""
     capabilities: tuple[tuple[int, int], ...] = ()
-    """Of each GPU that it reaches."""
     architectures: tuple[str, ...] = ()
-    """That it has machine code for: `sm_90`, ..."""
     apart: tuple[tuple[int, int], ...] = ()
     """Pairs of GPUs without access to each other's memory."""
     pinned: float | str | None = None

@@ -26,7 +26,6 @@ from rlfuse.run_folder.reader import RunFolder, open_run
 CARD = "README.md"
 VALIDATED = "val-core/"
 WINDOW = 5
-"""Steps that a mean reward is of."""
 
 
 class PushError(UserError):

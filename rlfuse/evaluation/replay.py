@@ -39,7 +39,6 @@ TOGETHER = ("functions", "weights", "model_path")
 """What a reward is made of: where one is given, the run's others are not taken."""
 TRUST = "model.trust_remote_code="
 SHOWN = 100
-"""Characters of a text in the terminal."""
 
 
 def main(argv: Sequence[str]) -> None:

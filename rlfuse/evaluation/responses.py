@@ -26,7 +26,6 @@ class Responses:
         self._file: RowFile | None = None
         self._open: list[Sample] = []
         self.total = 0
-        """Samples that the file is to have."""
 
     @property
     def made_from(self) -> Path:

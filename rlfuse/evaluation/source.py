@@ -27,7 +27,6 @@ class Source:
     step: int = 0
     """After which it was written; 0 for what no run wrote."""
     run: Path | None = None
-    """The folder of the run that wrote it."""
 
     @property
     def answers(self) -> bool:

@@ -23,9 +23,7 @@ from rlfuse.run.acceptance import NothingToDo, accept
 STEP_S = 600.0
 """For the step under way of a job that was told to stop; then it is told to end at once."""
 STOPPING_S = 60.0
-"""For that; then it is killed."""
 KEPT = 60
-"""Lines of the end that an error shows."""
 NOT_THEIRS = ("FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR", "MPLBACKEND")
 """What a notebook's kernel sets for itself: the job writes to a pipe and draws to files."""
 

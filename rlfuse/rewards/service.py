@@ -46,13 +46,10 @@ MOST_BYTES = 256 * 2**20
 MOST_WAITING = 256
 """Requests under way that have been read; more are refused."""
 MOST_CONNECTIONS = 512
-"""Of one peer."""
 MOST_UPLOADS = 128
 """Requests of one peer that are not read yet; one more ends the oldest of them."""
 READ_S = 60.0
-"""Seconds to read a request."""
 IDLE_S = 60.0
-"""Seconds that a connection may be open without a request."""
 
 
 class PayloadError(ValueError):

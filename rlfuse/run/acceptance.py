@@ -50,14 +50,11 @@ class Accepted:
     """A job that may begin."""
 
     config: Config
-    """With a name; model folders are absolute paths."""
     checkpoint: Path | None
     changes: tuple[Change, ...]
-    """Of settings, since the run that the checkpoint is of."""
     told: str
     """A table of the changes, or why there is none, for a person; empty where nothing changed."""
     inputs: dict[str, str] = field(default_factory=dict)
-    """The digests of what it is made of, by `inputs`."""
 
 
 def accept(config: Config) -> Accepted:

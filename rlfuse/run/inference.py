@@ -169,9 +169,7 @@ class VideoParts:
     """What a job has beside others where its model is shown clips."""
 
     towers: TowerSettings
-    """How the tower runs, wherever it does, and how its frames are decoded."""
     clips: StepClips
-    """Encoder ranks on the slots, with decoders of their own."""
 
 
 def decoders_elsewhere(slots: placement.Slots, video: VideoConfig) -> dict[str, int]:

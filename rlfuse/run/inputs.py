@@ -24,7 +24,6 @@ MOVED = "moved, or copied: the same config.json and weights of the same sizes"
 END = 1 << 16
 """Bytes of each file of weights: models of one family, trained further, have the same sizes."""
 SHOWN = 12
-"""Characters of a digest."""
 
 
 def digests(config: Config) -> dict[str, str]:

@@ -41,14 +41,11 @@ class Job:
     """A checked configuration and where it runs."""
 
     config: Config
-    """Model folders are absolute paths."""
     folder: Path
     checkpoint: Path | None
-    """Where to go on from."""
     state: dict[str, Any]
     """What that checkpoint holds beside the models; `step` always."""
     started: float
-    """The date, epoch seconds."""
     faults: Counter[str] = field(default_factory=Counter)
     """What was lost and replaced since then, as `rlfuse.observe.faults` counts it."""
     began: float = field(default_factory=clock.now)
@@ -58,17 +55,13 @@ class Job:
     resumed_after: int = 0
     """The step at which this process went on, whatever it lost since."""
     changes: tuple[Change, ...] = ()
-    """Of settings, since the run that the checkpoint is of."""
     inputs: dict[str, str] = field(default_factory=dict)
-    """What else the run is made of, by `rlfuse.run.inputs`."""
     drained: set[int] = field(default_factory=set)
     """Slots that get no work now, in this attempt and those that follow."""
     returning: set[int] = field(default_factory=set)
     """Of these, those that work again once they are as fast as the others."""
     found: dict[Path, int] = field(default_factory=dict)
-    """Complete checkpoints that this run did not write, with their dates."""
     without: frozenset[str] = frozenset()
-    """Ids of nodes that were to leave the run."""
     lock: RunLock = field(default_factory=RunLock)
     """On the folder, from the first attempt's start to the end of the run."""
 

@@ -33,7 +33,6 @@ class Leftover:
     path: Path
     why: str
     bytes: int
-    """With the files attached to it."""
 
     @classmethod
     def of(cls, path: Path, why: str) -> Leftover:

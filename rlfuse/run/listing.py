@@ -55,10 +55,8 @@ COLUMNS = (
     "sweep",
 )
 WHOLE = ("step", "reward", "held out", "label", "time", "size")
-"""Never wrapped at a narrow terminal."""
 NUMBERS = ("step", "reward", "held out", "time", "size", "checkpoints")
 SHOWN = 5
-"""Left-overs of a kind that are listed before the question."""
 STATES = ("running", "finished", "stopped", "failed", "crashed", "unknown")
 
 
@@ -73,15 +71,11 @@ class Run:
     folder: str
     name: str
     state: str = "unknown"
-    """Of STATES; unknown without a status.json."""
     host: str = ""
-    """Where it ran last, if elsewhere."""
     step: int | None = None
     total: int | None = None
     reward: float | None = None
-    """Of the last step; of a reward model its accuracy."""
     validation: float | None = None
-    """The last."""
     label: str = ""
     seconds: float | None = None
     """Of all its processes: each until its end, or its last sign of life."""

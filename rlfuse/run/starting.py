@@ -29,7 +29,6 @@ class Ranks(Protocol):
 
 
 Start = Callable[[], Awaitable[Any]]
-"""Begins to start something that is ready when what it returns has been awaited."""
 
 
 class Started(NamedTuple):

@@ -30,17 +30,14 @@ from rlfuse.user_folders import home
 CALL_S = 60.0
 OUTAGE_S = 600.0
 STOP_S = 60.0
-"""For a job to end once its grace is over, in which the step under way may be saved (trainer.preemption_grace_s)."""
 GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
 """Ray's own variable: seconds from the SIGTERM of a stop to SIGKILL; 3 where a job says nothing."""
 LOOK_S = 10.0
-"""Between two looks at a job that prints nothing."""
 AGAIN_S = 2.0
 PORT = 8265
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 ENTRYPOINT = f"cd {SUBMITTED} && python -P -m rlfuse.train job.yaml"
 KEY = "rlfuse_experiment"
-"""In a job's metadata: its project and experiment."""
 
 
 class SubmitError(UserError):

@@ -45,12 +45,9 @@ class Trial:
 
     name: str
     settings: dict[str, str]
-    """What varies -> its value here."""
     folder: Path | None = None
-    """None before the configuration was found right."""
     state: str = "failed"
     error: str = ""
-    """Its first line."""
 
     def numbers(self) -> dict[str, Any]:
         """Of the run's summary; empty for one that did not come to its end."""
@@ -65,7 +62,6 @@ class Sweep:
     """The jobs of one command line."""
 
     words: list[str]
-    """For Hydra."""
     jobs: list[Trial] = field(default_factory=list)
     group_before: str | None = field(default_factory=lambda: os.environ.get(GROUP))
 

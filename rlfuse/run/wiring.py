@@ -39,7 +39,6 @@ from rlfuse.step.protocols import Health
 from rlfuse.video.video_model import VideoModel
 
 SHOWN = 10
-"""Prompts that are named when several are skipped."""
 TOKEN_BYTES = 8
 """A finished sample holds its token and the engine's log-prob of it."""
 
@@ -49,7 +48,6 @@ class Loaded:
     """What a job works on, loaded and checked before anything starts."""
 
     config: Config
-    """With the paths of what engines and trainers load."""
     tokenizer: PreTrainedTokenizerBase
     reward: RewardPool
     prompts: PromptSource

@@ -14,7 +14,6 @@ from rlfuse.config.valid_values import FAMILY, names_function
 from rlfuse.errors import RunError
 
 SHIPPED = re.compile(r"rlfuse\.(tasks|rewards\.verifiers)(\.[a-z]\w*)+")
-"""Modules with rewards of this package."""
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:

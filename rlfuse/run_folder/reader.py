@@ -20,7 +20,6 @@ from rlfuse.files import as_numbers, read_rows
 from rlfuse.parsing import parse_json, parse_yaml
 
 MOST_SLOTS = 1_000_000
-"""Of a run: readers make lists of as many entries."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,6 @@ class Request:
 
     id: str
     do: str
-    """drain | leave | restore."""
     slot: int
     until: float
     until_well: bool = False

@@ -22,7 +22,6 @@ FILE = "status.json"
 RESERVED, RESERVED_BYTES = ".reserved", 1 << 20
 """A file that takes up disk space from a run's start to its end, when its last rows and its status need some."""
 COMMIT_S = 5.0
-"""For git to tell the commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,6 @@ class Status:
     state: str
     """running | finished | stopped (a person or a scheduler ended it) | failed; from `state_now` also crashed."""
     name: str
-    """project/experiment."""
     command: str
     """As it was typed, secrets hidden; empty where a program called."""
     commit: str
@@ -43,12 +41,9 @@ class Status:
     pid: int
     started: float
     total: int = 0
-    """Steps of the whole run; 0 where that is not known."""
     ended: float | None = None
     error: str = ""
-    """The message of a run that failed or was stopped."""
     earlier_s: float = 0.0
-    """Seconds of the processes that had the run before this one."""
     label: str = ""
     """Of the steps before the checkpoint that this process resumed from."""
 

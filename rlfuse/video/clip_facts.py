@@ -29,12 +29,10 @@ class ClipFacts:
     width: int
     """Pixels as displayed, that is after the rotation that the container asks for."""
     frames: int | None = None
-    """None where only decoding would tell."""
     stills: tuple[tuple[float, float], ...] = ()
     """Where the rate varies: from when to when one picture stays, in order. Of all pictures if they stay longer than
     `STILL_S` on average, else of those that do."""
     start_s: float = 0.0
-    """Where in its file it begins."""
     is_list: bool = False
     """Its row lists its frames: all are shown unless its settings say otherwise."""
 

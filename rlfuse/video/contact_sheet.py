@@ -21,14 +21,12 @@ from rlfuse.video.plan import VideoPlan
 
 MOST_FRAMES = 640
 GRID = (1120, 760)
-"""Pixels that frames are made to fill, about."""
 THUMB = range(60, 281)
 """Pixels of a thumbnail's width: at the least a time can be read below it."""
 PANEL, ANSWER = 420, 250
 """Pixels of the width of the text beside the frames, and at the least of an answer below them."""
 MOST_ANSWERS = 32
 TALLEST = 1200
-"""Pixels of a column of text, of which what is used is shown."""
 GAP, MARGIN, LABEL = 6, 24, 15
 PAPER, INK, PALE, LINE = "#ffffff", "#22262b", "#7d858e", "#e3e6ea"
 GOOD, BAD, FAILED = "#1f8a4c", "#c2385a", "#b87503"
@@ -48,7 +46,6 @@ class Caption:
     """What stands beside and below the frames."""
 
     title: str
-    """Step and prompt, for instance `step 12 · prompt 3`."""
     question: str
     answers: tuple[Answer, ...]
     truth: str = ""

@@ -32,7 +32,6 @@ from rlfuse.video.images import ImageFacts
 from rlfuse.video.plan import VideoPlan
 
 START_S = 120.0
-"""For a new process to import PyAV and torch, on a machine that is busy."""
 ATTEMPTS = 3
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 """How a decoder ends by what it reads; all else comes from outside, as from the kernel where memory is short."""
@@ -47,7 +46,6 @@ class Clip:
     first: int = 0
     last: int | None = None
     sample: str = ""
-    """Named in errors beside the file."""
 
     def __post_init__(self) -> None:
         if not self.plan.times[self.first : self.last]:
@@ -107,7 +105,6 @@ class _Call:
     shared: _Shared | None = None
     attempt: int = 1
     exit_code: int | None = None
-    """Of the worker that an earlier attempt lost."""
 
     def release(self) -> None:
         """Give up the worker, if it's still at it, and the way to the memory; who has the pixels keeps them."""

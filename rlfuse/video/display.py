@@ -23,7 +23,6 @@ KNEE = 0.3
 """Light up to which tone mapping changes nothing: FFmpeg's default for its Mobius curve, too."""
 HDR = (ColorTrc.SMPTE2084, ColorTrc.ARIB_STD_B67)
 LUMINANCE = np.array([0.2627, 0.6780, 0.0593], np.float32)
-"""Of BT.2020's primaries."""
 TO_BT709 = np.array(
     [[1.6605, -0.5876, -0.0728], [-0.1246, 1.1329, -0.0083], [-0.0182, -0.1006, 1.1187]], np.float32
 )  # ITU-R BT.2087, from BT.2020

@@ -25,7 +25,6 @@ class EncoderPlacement:
 
     options: dict[str, Any]
     memory: str = ""
-    """Empty: the Ray node."""
 
 
 class EncoderHandle:

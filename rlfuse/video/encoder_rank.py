@@ -37,18 +37,15 @@ class EncoderSettings:
 
     model_path: str
     family: str | None = None
-    """A user's own, `model.video_family`."""
     device: str = "cpu"
     dtype: str = "float32"
     """The tower computes in it; embeddings are stored as bf16 in any case."""
     step: int = 1
     """Temporal patches that run at a time, see `TowerShape.step`."""
     block_bytes: int = 64 << 20
-    """Pixels decoded at a time."""
     decode_timeout_s: float = 300.0
     """For one block: a backstop for decoders that don't bound themselves (`DecodePool` does)."""
     prefetch_bytes: int = 0
-    """Of pixels that a rank may hold before they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,6 @@ class Part:
 
     frames: Frames
     target: str
-    """File of the cache entry."""
     row: int
     """Of the file, where the first frame's tokens go."""
 

@@ -65,9 +65,7 @@ class _Job:
     reserved: set[tuple[str, str]] = field(default_factory=set)
     """(memory, key) of entries begun and not finished: its own, and one for each part encoded away from home."""
     left: int = 0
-    """Parts not yet stored."""
     executed: int = 0
-    """Tokens that ranks computed for it."""
     outcome: Embedding | ClipFailure | None = None
 
 
@@ -82,7 +80,6 @@ class _Tally:
     prefetched: int = 0
     elsewhere: int = 0
     ahead: int = 0
-    """Tokens."""
     pool: int = 0
     unique: dict[str, int] = field(default_factory=dict)
     seconds: Counter[str] = field(default_factory=Counter)

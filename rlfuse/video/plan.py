@@ -28,9 +28,7 @@ class TaskKind(StrEnum):
 
     GENERAL = "general"
     DETAIL = "detail"
-    """Fine temporal detail."""
     MOTION = "motion"
-    """Counting and motion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +36,8 @@ class Geometry:
     """How the vision tower cuts frames into tokens."""
 
     patch: int = 14
-    """Pixels of a patch's side."""
     merge: int = 2
-    """Patches of a token's side."""
     temporal_patch: int = 1
-    """Frames that one token spans: 1 for image towers, 2 for Qwen's video towers."""
 
     def __post_init__(self) -> None:
         for name in ("patch", "merge", "temporal_patch"):
@@ -60,7 +55,6 @@ class Choice(NamedTuple):
     times: list[float]
     fps: float
     level: int
-    """Tokens per frame, at most."""
     height: int
     width: int
 
@@ -81,9 +75,7 @@ class SeedSampling:
     """Seed1.5-VL's sampling. Smaller models take smaller budgets and levels, by these settings alone."""
 
     budget: int = 81_920
-    """Visual tokens of a clip, at most."""
     levels: tuple[int, ...] = (640, 512, 384, 256, 160, 128)
-    """Tokens per frame, at most; largest first."""
     fps_general: float = 1.0
     fps_detail: float = 2.0
     fps_motion: float = 5.0
@@ -175,7 +167,6 @@ class VideoPlan:
     fps: float
     """Frames per second, as sampled; on average where the clip's own rate varies."""
     level: int
-    """Tokens per frame that the sampling allowed."""
     geometry: Geometry = field(default_factory=Geometry)
     timestamps: Timestamps | None = SEED_TIMES
     """How the prompt says the time before every frame; None where it does not."""

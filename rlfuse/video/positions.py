@@ -20,7 +20,6 @@ class MRope:
     """How a model counts positions on three axes."""
 
     merge: int
-    """Patches of a visual token's side."""
     steps_per_second: float | None
     """Positions in time per second (Qwen2.5-VL's `tokens_per_second`); None: one for a temporal patch."""
 

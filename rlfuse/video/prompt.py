@@ -29,7 +29,6 @@ class VisualTokens:
     video: str
     """Repeated once for every visual token of a clip, for instance `<|video_pad|>`."""
     image: str
-    """The same of an image, for instance `<|image_pad|>`."""
 
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
         """Their ids by modality; these are what an engine must never sample."""

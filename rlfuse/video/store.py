@@ -18,7 +18,6 @@ from rlfuse.samples import Embedding
 from rlfuse.video.cache import EmbeddingCache
 
 COPYING = 2
-"""Clips on their way to other nodes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +26,7 @@ class CacheSettings:
 
     limit_bytes: int
     disk: str | None = None
-    """Folder of the disk tier; for a frozen tower only."""
     disk_bytes: int | None = None
-    """None: no limit."""
     root: str = "/dev/shm"
 
 

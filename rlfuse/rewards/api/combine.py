@@ -21,7 +21,6 @@ LARGEST = 3.4e38
 """Of float32, in which samples' rewards are trained on."""
 
 Outcomes = dict[str, Outcome]
-"""Entry -> what it said of one sample; entries that were not asked are not there."""
 
 
 def waves(entries: Sequence[RewardEntry]) -> list[list[RewardEntry]]:

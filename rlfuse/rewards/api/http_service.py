@@ -20,7 +20,6 @@ from rlfuse.rewards.api.shapes import RewardFunction, adapt
 
 MOST_BYTES = 256 * 2**20
 SHOWN = 2000
-"""Characters of an unexpected answer that an error shows."""
 
 
 class ServiceError(RuntimeError):

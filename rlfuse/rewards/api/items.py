@@ -51,14 +51,12 @@ class Item:
     """As the row gave it: a string or chat messages."""
     messages: list[dict[str, Any]]
     prompt_text: str
-    """Chat template applied."""
     response: str
     response_ids: list[int] | UnknownTokens
     data_source: str
     ground_truth: Any
     columns: dict[str, Any] = field(default_factory=dict)
     visual: tuple[Visual, ...] = ()
-    """Clips and images of the prompt, in order, without their places among the policy's tokens."""
 
     @property
     def tokens(self) -> int:
@@ -87,7 +85,6 @@ class Score:
     value: float | None
     """None: the function does not apply to this item."""
     extras: dict[str, float] = field(default_factory=dict)
-    """More numbers to log."""
     notes: dict[str, str] = field(default_factory=dict)
     """What the function wants logged and is no finite number."""
 

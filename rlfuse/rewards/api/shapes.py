@@ -63,14 +63,12 @@ class RewardFunction:
 
     name: str
     shape: str
-    """verl | verl batch | trl | openrlhf | samples."""
     call: Callable[..., Any]
     source: str | Callable[..., Any]
     """Where another process loads it from: absolute path or module with `:function`, URL, or the callable itself."""
     named: dict[str, bool]
     """Its parameters by name; True where it has no default."""
     takes_all: bool
-    """It has `**kwargs`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments given to it at each call, whatever columns there are."""
     made_by: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +82,6 @@ class RewardFunction:
     answer_only: bool = False
     """It is shown what follows a response's thought, and nothing of a thought without an end."""
     begins: str = ""
-    """Where its code does, as a traceback shows it."""
     awaited: threading.Event = field(default_factory=threading.Event, compare=False)
     """Set for a coroutine function, and once a call of any other function has returned an awaitable."""
 

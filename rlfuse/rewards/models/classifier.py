@@ -31,7 +31,6 @@ KEPT = 4096
 """Sequences whose scores are kept; a batch has far fewer, and labels are asked for in turns."""
 
 Tokens = tuple[int, ...]
-"""Tokens of prompt and response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,6 @@ class Loaded:
         self._runner = Pooling(settings) if settings.backend == "vllm" else Transformers(settings, config)
         self._context = min(limit for limit in (self._runner.context, self._tokenizer.model_max_length) if limit)
         self._kept: dict[Asked, list[float]] = {}
-        """Of the latest sequences: whoever asks for one label asks for the others soon."""
 
     def logits(self, samples: Sequence[Item]) -> list[list[float] | RewardFailure]:
         """Return all labels' logits of each sample, in order."""
@@ -172,7 +170,6 @@ class Loaded:
 
 
 LOADED: WeakValueDictionary[Settings, Loaded] = WeakValueDictionary()
-"""Of this process, while anybody uses them."""
 
 
 class Transformers:

@@ -42,7 +42,6 @@ Compare two answers to a question.
 Which answer is better: more correct, helpful and to the point? Say A or B, and nothing else."""
 PLACES = ("prompt", "a", "b")
 OTHERWISE = "blind=true, where question and answers are enough, or an entry with sources that show nothing"
-"""What to do about rows that the judge can't see."""
 
 
 class Judge:

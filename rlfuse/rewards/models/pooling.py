@@ -28,7 +28,6 @@ KEY = "reward.model_path"
 OTHERWISE = (
     "score such rows by a judge or by functions, and name in this entry's sources data_sources that show nothing"
 )
-"""What to do about rows that a reward model can't see."""
 WEIGHT, BIAS = "score.weight", "score.bias"
 
 
@@ -37,12 +36,9 @@ class Asked:
     """A sequence to score; those that are equal have the same logits."""
 
     tokens: tuple[int, ...]
-    """Of prompt and response."""
     shown: tuple[tuple[str, FramePlan | None], ...] = ()
-    """Files and plans of clips and images."""
     visual: tuple[Visual, ...] = field(default=(), compare=False)
     made: VideoPrompt | None = field(default=None, compare=False)
-    """The tokens, with the places of what is shown."""
 
 
 def sight_of(path: str, trust_remote_code: bool) -> Sight:

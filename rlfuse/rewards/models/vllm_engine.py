@@ -29,13 +29,11 @@ class EngineSettings:
     model: str
     dtype: str = "auto"
     max_model_len: int | None = None
-    """Null: what the model was made for."""
     kv_cache_memory_mb: int = 256
     trust_remote_code: bool = False
     engine_kwargs: str = "{}"
     """More of vLLM's EngineArgs, as JSON; they have the last word."""
     pooling: bool = False
-    """Classify, with the raw logits; else generate."""
 
 
 def environment(device: str, dtype: str | None = None) -> dict[str, str]:

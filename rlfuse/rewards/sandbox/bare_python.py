@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 START_S = 60.0
-"""For a process to start, on a machine that is busy."""
 ROOT = str(Path(__file__).parents[3])
 START = """\
 import importlib, sys

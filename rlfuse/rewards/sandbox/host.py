@@ -38,7 +38,6 @@ OPEN_FILES = 64
 DEEPEST = 200
 """Levels of JSON; a tuple or a set takes two, a dict three."""
 TEXT = 300
-"""Characters of a message that are kept."""
 NAME = "<solution>"
 
 

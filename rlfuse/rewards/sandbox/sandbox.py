@@ -26,7 +26,6 @@ from rlfuse.rewards.sandbox.bare_python import START_S, SandboxError, start_pyth
 from rlfuse.rewards.sandbox.messages import MessageError, decode, encode, pack, unpack_all
 
 PREFIX = "rlfuse_sandbox_"
-"""Of the folders that code writes, in the folder for temporary files."""
 
 
 class Kind(StrEnum):
@@ -72,11 +71,9 @@ class Outcome:
     """Of one test."""
 
     value: Any = None
-    """Where `reason` is None, what the code said."""
     reason: str | None = None
     """timeout | memory | exception | wrong (an assertion failed) | output | files | exit | crash."""
     text: str = ""
-    """The exception's last line, or the limit."""
 
 
 @dataclass(frozen=True, slots=True)

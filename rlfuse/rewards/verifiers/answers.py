@@ -12,11 +12,8 @@ from typing import Any, NamedTuple
 from rlfuse.rewards.thoughts import answer_of
 
 MAX_CHARS = 100_000
-"""Longer answers are not read."""
 SHOWN = 60
-"""Characters of an answer in a reason."""
 _LAYERS = 12
-"""Wrappers that `unwrapped` removes, one around the other."""
 
 _FULL_WIDTH = {**{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}, 0x3000: " ", 0x2212: "-"}
 

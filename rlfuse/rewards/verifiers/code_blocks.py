@@ -15,7 +15,6 @@ _LATE_FENCE = re.compile(r"(?<!`)(?P<ticks>`{3,})[ \t]*(?P<info>\w+)[ \t]*$")
 _LANGUAGE = re.compile(r"\{?[ \t]*\.?([\w+#.-]+)")
 _PYTHON = re.compile(r"(?:i?python|py)[\d.]*")
 _MARKDOWN = ("markdown", "md")
-"""Blocks around an answer that has blocks itself."""
 _STATEMENT = re.compile(
     r"^[ \t]*(?:(?:def|class|for|while|if|with|try)\b.*:|(?:import|from|return)\b|[A-Za-z_]\w*[ \t]*[=(])", re.MULTILINE
 )
@@ -29,7 +28,6 @@ class Block:
     ticks: str
     prefix: str
     language: str
-    """In lower case; "" where none is given."""
     lines: list[str] = field(default_factory=list)
 
     @property

@@ -30,7 +30,6 @@ ALIASES = {
     "test_list": "assert_case",
     "test_setup_code": "setup",
 }
-"""Other names of the same fields."""
 TYPES = {"stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
 """`testtype` or `type` of a case -> whether it calls a function."""
 _ASSIGNMENT = re.compile(r"[ \t]*[A-Za-z_]\w*[ \t]*=[ \t]*[^\s=]")

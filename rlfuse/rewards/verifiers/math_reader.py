@@ -10,7 +10,6 @@ from fractions import Fraction
 from typing import Any
 
 MAX_DIGITS = 2_500
-"""Of a number in the text."""
 
 _TOKEN = re.compile(
     r"(?P<repeating>\d{0,400}\.\d{0,400}+\\(?:overline|bar|dot)\s?(?:\{\s?\d{1,400}+\s?\}|\d))"

@@ -17,7 +17,6 @@ from rlfuse.rewards.verifiers.math_value import inexact, values
 from rlfuse.rewards.verifiers.units import factor_between, quantity
 
 MAX_PARTS = 40
-"""Parts of a list or set that are compared in any order."""
 ROUNDED = Fraction(1, 10**5)
 """Relative difference of decimal numbers that counts as rounding; EXACT where the truth is a whole number."""
 EXACT = Fraction(1, 10**9)

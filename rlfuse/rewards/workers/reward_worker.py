@@ -36,7 +36,6 @@ class Source:
 
     name: str
     place: str | bytes
-    """Its place in a file or module, its URL, or the callable by value."""
     kwargs: dict[str, Any]
     answer_only: bool
 

@@ -33,19 +33,14 @@ class Call:
     name: str
     items: list[Item]
     positions: list[int]
-    """Of the items among those that `score` was given."""
     limit_s: float
-    """After this the process is killed."""
     timeout_s: float
     """The limit as the user set it."""
     batched: bool
-    """The function takes all items at once; else the worker calls it for each."""
     seconds: float = field(default=0.0, init=False)
-    """What it took, once answered."""
     awaited: bool = field(default=False, init=False)
     """The function returns awaitables, as the worker found."""
     repeated: bool = False
-    """It has lost a process already."""
     answer: asyncio.Future[list[Outcome]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future(), init=False
     )

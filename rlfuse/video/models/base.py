@@ -58,11 +58,9 @@ class VideoFamily(torch.nn.Module, ABC):
     """The tower of a family, made from a configuration of it without weights, and what else is known of the family."""
 
     whole: ClassVar[type[PreTrainedModel]]
-    """transformers' class of the whole model."""
     prefixes: ClassVar[tuple[str, ...]]
     """What the names of the tower's tensors begin with in a checkpoint, a leading `model.` aside."""
     merge: ClassVar[int] = 2
-    """A token covers merge x merge patches."""
     temporal_patch: ClassVar[int] = 1
     """Frames of a unit: no attention crosses its bounds."""
     route: ClassVar[Route] = Route.PROMPT_EMBEDS
@@ -73,7 +71,6 @@ class VideoFamily(torch.nn.Module, ABC):
     )
     """How its processor samples clips, where that of a checkpoint does not say; these are Qwen2-VL's numbers."""
     image_bounds: ClassVar[PixelBounds] = PixelBounds(min_pixels=56**2, max_pixels=1280 * 28**2)
-    """The same of images."""
     image_merge: ClassVar[int] = 2
     """Of an image, a token covers as many patches each way."""
 

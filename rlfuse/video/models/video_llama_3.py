@@ -19,7 +19,6 @@ class Sampling(ProcessorSampling):
     """`max_pixels` are those of a whole clip."""
 
     use_token_compression: bool = True
-    """See `compression`."""
 
     def most_pixels(self, frames: int) -> int:
         return self.max_pixels // frames

@@ -13,7 +13,7 @@ import os
 import struct
 import sys
 
-from rlfuse.rewards.sandbox.system_calls import ABSENT, ALLOWED, CONDITIONAL, DENIED, MACHINES, ME, WORD, Condition
+from rlfuse.rewards.sandbox.system_calls import ABSENT, ALLOWED, CONDITIONAL, MACHINES, ME, WORD, Condition
 
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 """Answers (linux/seccomp.h)."""
@@ -32,8 +32,8 @@ class _Program(ctypes.Structure):
 
 
 def answers() -> dict[str, int | Condition]:
-    """What each call is answered, or when it is allowed."""
-    families = ((ALLOWED, ALLOW), (ABSENT, ENOSYS), (DENIED, EPERM))
+    """Return the answer to each call that is not simply denied, or the condition under which it is allowed."""
+    families = ((ALLOWED, ALLOW), (ABSENT, ENOSYS))
     found = {name: answer for table, answer in families for calls in table.values() for name in calls.split()}
     return found | {name: condition for name, (_, condition) in CONDITIONAL.items()}
 
@@ -45,7 +45,7 @@ def program(machine: str, me: int) -> list[Instruction]:
     code = [
         (LOAD, 0, 0, ARCHITECTURE), (IF_EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)
     ]  # fmt: skip
-    by_number = ((number, known[calls[number]] if number in calls else ENOSYS) for number in range(max(calls) + 1))
+    by_number = ((n, known.get(calls[n], EPERM) if n in calls else ENOSYS) for n in range(max(calls) + 1))
     for answer, run in itertools.groupby(by_number, lambda entry: entry[1]):
         block = [(RETURN, 0, 0, answer)] if isinstance(answer, int) else _checks(answer, me)
         code += [(IF_GREATER, len(block), 0, max(run)[0]), *block]

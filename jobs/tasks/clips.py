@@ -69,12 +69,10 @@ class Kind(StrEnum):
 
     @property
     def still(self) -> bool:
-        """Whether it is asked of an image."""
         return self is Kind.PLACE
 
     @property
     def folder(self) -> str:
-        """Where the files are that it is asked of."""
         return "images" if self.still else "clips"
 
     @property
@@ -84,12 +82,10 @@ class Kind(StrEnum):
 
     @property
     def ends(self) -> dict[str, int]:
-        """Words for an event's place, and its number."""
         return SIDES if self.still else ENDS
 
     @property
     def task(self) -> TaskKind:
-        """How densely a clip is to be sampled."""
         return {Kind.COUNT: TaskKind.MOTION, Kind.ORDER: TaskKind.GENERAL, Kind.LOCATE: TaskKind.DETAIL}[self]
 
 
@@ -145,7 +141,6 @@ class Scene:
     """The colour that is counted."""
 
     def count(self, colour: str) -> int:
-        """How many events have the colour."""
         return sum(event.colour == colour for event in self.events)
 
 

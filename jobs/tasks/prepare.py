@@ -42,12 +42,10 @@ class PreparedTask:
 
     @property
     def train_file(self) -> Path:
-        """Rows to train on."""
         return self.root / "train.parquet"
 
     @property
     def val_file(self) -> Path:
-        """Rows to validate on."""
         return self.root / "val.parquet"
 
     @property
@@ -57,7 +55,6 @@ class PreparedTask:
 
     @property
     def model_path(self) -> Path:
-        """What training starts from."""
         return self.root / "model"
 
 

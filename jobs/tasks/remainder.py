@@ -52,7 +52,6 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Whether the problem belongs to validation."""
         digest = hashlib.blake2b(f"{self.dividend}/{self.divisor}".encode(), digest_size=4).digest()
         return int.from_bytes(digest, "little") % HELD_OUT_SHARE == 0
 

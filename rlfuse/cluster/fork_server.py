@@ -91,7 +91,6 @@ class Wanted:
     open_files: list[int]
 
     def become(self) -> None:
-        """In a fork, run what was asked for as if this process had been started for it."""
         for number, stream in enumerate(self.streams):
             os.dup2(stream, number)
             os.close(stream)
@@ -122,7 +121,6 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # none waits for forks: they leave no zombie
 
     def serve(self) -> Wanted | None:
-        """Until the driver has ended; in each fork, what it is to become."""
         while sys.stdin not in (ready := select.select([self._listener, sys.stdin], [], [])[0]):
             if self._listener in ready and (wanted := self._answer()):
                 self._listener.close()

@@ -91,7 +91,6 @@ class GarbageCollector:
             gc.freeze()
 
     def guard(self) -> None:
-        """Collect if the process has grown; at a moment when that does no harm."""
         now = time.monotonic()
         if not self.planned or now - self._looked < LOOK_S:
             return

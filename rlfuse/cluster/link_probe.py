@@ -91,7 +91,6 @@ class _End(StoreServer):
     """One of a pair."""
 
     def exchange(self, rank: int, first: ray.actor.ActorHandle, device: str) -> list[float]:
-        """Seconds of each of `SIZES`, sent and received at the same time."""
         backend, limit = ("nccl" if device == "cuda" else "gloo"), timedelta(seconds=ROUND_S / 2)
         store = self.use_store(rank, first, limit)
         distributed.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)

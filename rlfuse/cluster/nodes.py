@@ -45,7 +45,6 @@ class Node:
         return f"{self.address} ({self.id[:8]})"
 
     def is_called(self, name: str) -> bool:
-        """Whether cluster.node_order means it by this."""
         return name == self.address or (len(name) >= ENOUGH_OF_AN_ID and self.id.startswith(name))
 
 

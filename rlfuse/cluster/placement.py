@@ -78,7 +78,6 @@ class Slots:
         return max(1, int(cores * len(self.nodes) / self.count))
 
     def occupants(self, engine_width: int = 0) -> dict[Node, str]:
-        """Who lives on each node; `engine_width`: slots of a rollout engine, 0 if there are none."""
         per_node, found = self.count // len(self.nodes), {}
         for first, node in zip(range(0, self.count, per_node), self.nodes, strict=True):
             slots = range(first, first + per_node)

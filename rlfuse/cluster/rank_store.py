@@ -31,7 +31,6 @@ class StoreServer:
         self.store = dist.HashStore()
 
     def use_store(self, rank: int, first: ray.actor.ActorHandle, timeout: timedelta) -> dist.Store:
-        """Return the store of rank 0, whose actor is `first`."""
         if rank:
             self.store = RankStore(first)
         self.store.set_timeout(timeout)
@@ -39,7 +38,6 @@ class StoreServer:
 
     @ray.method(concurrency_group=STORE)
     def store_call(self, method: str, *arguments: Any) -> Any:
-        """Call rank 0's store for another rank."""
         return getattr(self.store, method)(*arguments)
 
 

@@ -62,7 +62,6 @@ class Stopping:
 
     @property
     def asked(self) -> bool:
-        """Whether the step under way is the last here."""
         return self.by is not None or self.elsewhere is not None
 
     def stopped_after(self, step: int) -> Exception:

@@ -32,7 +32,6 @@ class Traceback:
         return [f"  {frame}" for frame in [*shown, innermost][-MOST:]]
 
     def short(self) -> str:
-        """These, and the error below."""
         return "\n".join([*self.own, self.error])
 
 

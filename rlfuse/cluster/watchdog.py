@@ -115,7 +115,6 @@ class _Process:
 
     @property
     def state(self) -> str:
-        """In the system's words; `gone` if it has ended, `elsewhere` on another host."""
         if self.host != socket.gethostname():
             return "elsewhere"
         try:
@@ -125,7 +124,6 @@ class _Process:
             return "gone"
 
     def told(self) -> str:
-        """Its last event and its state, for a message."""
         return f"last event: {self.event}, {clock.now() - self.at:.1f} s ago; the process is {self.state}"
 
     def ask(self) -> int | None:
@@ -151,7 +149,6 @@ class Watchdog:
         self._last: tuple[float, Path] | None = None
 
     def overdue(self, worker: str, action: str, waited_s: float, limit_s: float) -> None:
-        """A wait that is long but not too long yet."""
         self._say(
             f"{worker} has been at it for {waited_s:g} s of {limit_s:g} (cluster.timeout_s): to {action}. "
             f"{self.evidence(worker)}"
@@ -161,7 +158,6 @@ class Watchdog:
         self._say(f"SIGUSR1: {self.dump('asked by SIGUSR1')}")
 
     def evidence(self, worker: str) -> str:
-        """What `worker` last did, and where all stacks are."""
         told = [f"{each.where}: {each.told()}." for each in self._living() if each.where == worker]
         try:
             return " ".join([*told, f"Stacks of all processes: {self.dump(f'waiting for {worker}')}"])
@@ -169,7 +165,6 @@ class Watchdog:
             return " ".join([*told, f"Stacks could not be written: {error}"])
 
     def dump(self, reason: str) -> Path:
-        """Stacks of all processes; the file. One just written serves again."""
         if self._last and time.monotonic() - self._last[0] < SPACING_S:
             return self._last[1]
         others = [each for each in self._living() if each.pid != os.getpid()]

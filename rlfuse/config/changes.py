@@ -26,7 +26,6 @@ class Effect(Enum):
 
     @property
     def label(self) -> str:
-        """A short name, for a column of a table."""
         return self.name.lower().replace("_", " ")
 
 

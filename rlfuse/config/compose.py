@@ -65,7 +65,6 @@ class Command:
     told: list[str]
 
     def tell(self) -> None:
-        """Print these lines; on stderr, as stdout may be the job that --cfg prints."""
         for line in self.told:
             print(line, file=sys.stderr)
 

@@ -33,7 +33,6 @@ class Key:
 
     @property
     def text(self) -> str:
-        """What it does, and which values with names it has."""
         return f"{self.about} {VALUES[self.name]}." if self.about.endswith(":") else self.about
 
     @property
@@ -60,12 +59,10 @@ class Key:
 
     @property
     def free(self) -> bool:
-        """Keys below it are not listed here: anything goes."""
         return self.type.startswith("dict")
 
     @property
     def default_text(self) -> str:
-        """The default as it would be typed in YAML."""
         return "required" if self.required else as_typed(self.default)
 
 

@@ -53,7 +53,6 @@ class JobFile:
         return self.content.get("hydra", {}).get("sweeper", {}).get("params") or {}
 
     def register(self, presets: list[dict[str, str]]) -> None:
-        """Give the content to Hydra. `presets`: entries of its defaults list, below its settings."""
         node = {"defaults": [*presets, "_self_"], **self.content}
         ConfigStore.instance().store(group="job_file", name=NAME, node=node, package="_global_")
 

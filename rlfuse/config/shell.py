@@ -50,7 +50,6 @@ class Script:
     depth: int = 0
 
     def commands(self, text: str) -> Iterator[list[Word]]:
-        """Every command that is no assignment."""
         for raw in _split(text):
             if words := self._carried_out(raw):
                 yield words

@@ -54,7 +54,6 @@ class VerlCommand:
     unread: dict[str, str] = field(default_factory=dict)
 
     def add(self, word: Word) -> None:
-        """Take one argument in."""
         found = SETTING.fullmatch(word.text)
         if found is None:
             if not REDIRECTION.match(word.text):

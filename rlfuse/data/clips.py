@@ -97,7 +97,6 @@ class ClipReader:
         self._compressed: dict[tuple[str, str], VideoPlan | VideoError] = {}
 
     def look_at(self, rows: Sequence[DataRow]) -> None:
-        """Read the headers of the rows' clips and their images, several at a time."""
         clips = list(dict.fromkeys(self._file(each) for row in rows for each in row.videos))
         images = list(dict.fromkeys(self._file(each) for row in rows for each in row.images))
         self._kept.prune()

@@ -40,7 +40,6 @@ class KeptImages:
         return str(path)
 
     def prune(self) -> None:
-        """Remove those that nothing used for long."""
         for path in self.folder.glob("*"):
             with suppress(OSError):  # another job was faster, or the file is another user's
                 status = path.stat()

@@ -167,22 +167,18 @@ class PromptSource:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in one pass over the prompts."""
         return len(self.prompts) // self.batch_size
 
     @property
     def epoch(self) -> int:
-        """Passes completed."""
         return self.taken // self.steps_per_epoch
 
     def next_batch(self) -> list[Prompt]:
-        """Take the batch after the last one taken."""
         batch = self.upcoming()
         self.taken += 1
         return batch
 
     def upcoming(self) -> list[Prompt]:
-        """What `next_batch` will take."""
         position = self.taken % self.steps_per_epoch
         order = np.arange(len(self.prompts))
         if self.shuffle:
@@ -190,9 +186,7 @@ class PromptSource:
         return [self.prompts[i] for i in order[position * self.batch_size : (position + 1) * self.batch_size]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands in its data."""
         return {"taken": self.taken, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind a checkpoint's last batch."""
         self.taken = state["taken"]

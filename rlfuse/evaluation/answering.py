@@ -82,11 +82,9 @@ class _Untrained:
     sharing = Sharing()
 
     async def start(self) -> tuple[_Untrained, dict[str, Any]]:
-        """There is nothing to start."""
         return self, {}
 
     async def measure(self) -> dict[str, Any]:
-        """There is nothing to measure."""
         return {}
 
     async def leave_device(self, slot: int) -> None: ...

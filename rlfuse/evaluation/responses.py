@@ -68,11 +68,9 @@ class Responses:
 
     @property
     def written(self) -> int:
-        """Samples that the file has."""
         return self.total - len(self._open)
 
     def write(self) -> list[Sample]:
-        """Add a row for each sample that has become whole since the last call; returns these."""
         whole = [s for s in self._open if s.response is not None and (s.reward is not None or not self._scored)]
         if whole:
             done = {sample.id for sample in whole}

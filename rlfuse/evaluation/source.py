@@ -35,7 +35,6 @@ class Source:
 
     @property
     def name(self) -> str:
-        """Short, as a folder may be called."""
         return f"global_step_{self.step}" if self.run else self.path.rstrip("/").replace("\\", "/").split("/")[-1]
 
     def __str__(self) -> str:

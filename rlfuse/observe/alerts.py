@@ -82,7 +82,6 @@ class Alerts:
             self.check(row)
 
     def check(self, values: Mapping[str, float]) -> list[Alert]:
-        """Return the alerts of this step that did not stand before it."""
         found = list(self._found(values))
         new = [alert for alert in found if alert.title not in self._standing]
         self._standing = {alert.title for alert in found}

@@ -67,7 +67,6 @@ class Drawing:
         self._asked.append(_Asked(what, then, future))
 
     def tell(self) -> None:
-        """Tell of what was drawn since the last call."""
         while self._asked and self._asked[0].future.done():
             asked = self._asked.popleft()
             error = ENDED if asked.future.cancelled() else asked.future.exception()

@@ -80,7 +80,6 @@ class Account:
 
     @property
     def idle_share(self) -> float:
-        """The share of all slots' time that was without work."""
         return sum(self.idle.values()) / self.seconds if self.seconds else 0.0
 
     def metrics(self) -> dict[str, float]:

@@ -25,15 +25,12 @@ class Loggers:
         self.terminal = Terminal(config, total_steps, start, recorder, folder)
 
     def say(self, text: str) -> None:
-        """A line for the person at the terminal."""
         self.terminal.say(hidden_text(text))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """A step's scalars, for every sink; the terminal has a line of its own for a step."""
         self.tell(lambda sink: sink.log(step, dict(values)))
 
     def alert(self, step: int, alert: Alert) -> None:
-        """For a person, at the terminal and wherever the curves are."""
         self.say(f"step {step}: {alert.title}: {alert.text}")
         self.tell(lambda sink: sink.alert(step, alert))
 
@@ -48,7 +45,6 @@ class Loggers:
                 self.say(f"{name} takes nothing more, the run folder has all: {type(error).__name__}: {error}")
 
     def close(self, error: BaseException | None) -> None:
-        """Close all; an error is told to each sink before."""
         if error is not None:
             text = hidden_text(f"{type(error).__name__}: {error}")
             self.tell(lambda sink: sink.failure("run", text))

@@ -77,11 +77,9 @@ class MetricLog:
             self._notes[name].append(value)
 
     def watch(self, board: Board) -> None:
-        """What is being worked on from now on, for those who look on."""
         self.loggers.terminal.board = board
 
     def log_step(self, step: int, board: Board, spans: Sequence[Span]) -> None:
-        """Close the step: its scalars and samples to the run folder and the loggers."""
         self._log(step, self._scalars(step, board, spans))
         self.samples.log_step(step, board.needed_samples())
         if due(self.config.trainer.timeline_freq, step, self.total_steps):
@@ -92,7 +90,6 @@ class MetricLog:
         self._notes.clear()
 
     def log(self, step: int, values: Mapping[str, float], spans: Sequence[Span]) -> None:
-        """Close a step that has no samples, of these scalars and what its spans tell."""
         tokens = sum(span.tokens for span in spans if span.kind == "forward")
         found = figures.time_metrics(spans, {"step": tokens}, self.config.slots) | figures.memory_metrics(spans)
         self._log(step, {**values, **found, **fault_metrics(self.journal.faults)})
@@ -143,7 +140,6 @@ class MetricLog:
         self.drawing.ask(str(path), tell, target, path, *arguments)
 
     def label_so_far(self) -> str:
-        """The weakest label of the run's steps, the present one included."""
         return weakest([self._label, self.label(self._noted())])
 
     def _noted(self) -> dict[str, float]:

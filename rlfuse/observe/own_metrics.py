@@ -66,7 +66,6 @@ class OwnMetrics:
         self._told: set[tuple[str, str]] = set()
 
     def of(self, samples: Sequence[Sample], section: str = TRAINING) -> dict[str, float]:
-        """{section}/{function}, or {section}/{function}/{figure}, for all that the functions say of these samples."""
         found: dict[str, float] = {}
         items = [finished(sample, self._prompt_key) for sample in samples] if self._functions else []
         for value, function in list(self._functions.items()):

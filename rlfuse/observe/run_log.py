@@ -90,12 +90,10 @@ class RunLog:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Around what starts: shown while it does, and ticked off with its seconds."""
         with timed(name, self.say), self.journal.recorder.span("start", cause=name):
             yield
 
     def sync(self) -> None:
-        """Every row is on the disk."""
         for part in (self.journal, self.metrics, self.samples):
             part.sync()
 

@@ -25,14 +25,12 @@ class SampleLog:
         self._validation = StepFile(folder / "validation.jsonl", after=start or -1)
 
     def log_validation(self, step: int, samples: Sequence[Sample]) -> None:
-        """The first of the held-out prompts' answers, up to trainer.log_val_generations."""
         rows = [sample_row(sample) for sample in samples[: self._config.trainer.log_val_generations]]
         self._validation.write(step, *rows)
         if rows:
             self._loggers.tell(lambda sink: sink.samples(step, rows, VALIDATION))
 
     def log_step(self, step: int, samples: Sequence[Sample]) -> None:
-        """The first, up to trainer.log_samples; with the contact sheets of those that saw a clip."""
         samples, video = samples[: self._config.trainer.log_samples], self._config.video
         sheets = sheets_of(samples, video.log_clips)
         rows = [sample_row(sample, sheets.get(sample.id)) for sample in samples]

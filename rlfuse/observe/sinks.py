@@ -109,7 +109,6 @@ class Wandb:
         self._run.log({AXIS: step, **metrics})
 
     def samples(self, step: int, rows: Sequence[Row], name: str = SAMPLES) -> None:
-        """Log a table, with the contact sheets of those that have one."""
         parts = sorted({name for row in rows for name in row["parts"]})
         shown = ("id", "prompt", "response", "finish", "response_tokens", "reward")
         sheets = ["clip"] if any(row["contact_sheet"] for row in rows) else []
@@ -128,7 +127,6 @@ class Wandb:
         self._run.alert(title=alert.title, text=f"step {step}: {alert.text}", level=self._wandb.AlertLevel.WARN)
 
     def reward_failures(self, step: int, rows: Sequence[Row]) -> None:
-        """Log a table of the first, with their tracebacks."""
         table = self._wandb.Table(columns=list(FAILURE), data=[[row[name] for name in FAILURE] for row in rows[:SHOWN]])
         self.log(step, {"reward_failures": table})
 

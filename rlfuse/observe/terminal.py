@@ -54,7 +54,6 @@ class Terminal:
         self._looking.start()
 
     def view(self) -> View:
-        """Look at everything as it is now."""
         spans = list(self._recorder.open.values())
         phase, stages, slots, in_flight = read_board(self.board, spans)
         if phase == BETWEEN:
@@ -70,7 +69,6 @@ class Terminal:
         return render(self.view())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in a step that has ended, and print its line."""
         now = time.monotonic()
         if self._rewards or self._seconds:  # the first one's time holds the start
             self._seconds = [*self._seconds[-19:], now - self._step_ended]
@@ -89,7 +87,6 @@ class Terminal:
         say(self.console, text)
 
     def close(self) -> None:
-        """End the live view; its last state stays."""
         self._closed.set()
         self._looking.join()
         if self._live:

@@ -165,7 +165,6 @@ class Service:
         await asyncio.to_thread(_end, self._processes.pool)
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
-        """Answer a request on any path."""
         if refusal := _refused(request, self.token):
             return refusal
         if request.method != "POST":

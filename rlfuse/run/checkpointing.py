@@ -60,7 +60,6 @@ class Checkpointing:
         """After the step before."""
 
     def folder(self, step: int) -> Path | None:
-        """The checkpoint that runs resume from, if it is that of this step."""
         return checkpoints.folder_of(self._log.folder, step) if step == self.step else None
 
     async def rehearse(self) -> None:

@@ -67,7 +67,6 @@ class Job:
 
     @property
     def label(self) -> str:
-        """The weakest of the steps before the checkpoint."""
         return self.state.get("label", EXACT)
 
     def begin(self, total_steps: int) -> RunLog:

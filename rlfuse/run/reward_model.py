@@ -113,7 +113,6 @@ class Training:
     health: Health
 
     async def run(self, step: int) -> None:
-        """From the state after `step` to the last step. Stopped after a step in which it was told to."""
         settings, total, stopping = self.config.trainer, self.log.total_steps, self.log.stopping
         if step == 0 and self.held_out and settings.val_before_train:
             await self._end(0, await self.evaluate(0))

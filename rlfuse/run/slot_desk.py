@@ -145,7 +145,6 @@ class SlotDesk:
     # What is where ---------------------------------------------------------------------------------------------------
 
     def states(self) -> list[disk.SlotState]:
-        """Of each slot, now."""
         return [self._state(slot) for slot in range(self.draining.count)]
 
     def _state(self, slot: int) -> disk.SlotState:

@@ -219,11 +219,9 @@ class _Log:
         self._show, self._shown, self._seen = show, 0, 0
 
     def again(self) -> None:
-        """A new connection."""
         self._seen = 0
 
     def take(self, text: str) -> None:
-        """What the connection brought next."""
         self._seen += len(text)
         if self._seen > self._shown:
             self._show(text[max(0, len(text) - (self._seen - self._shown)) :])

@@ -50,7 +50,6 @@ class Trial:
     error: str = ""
 
     def numbers(self) -> dict[str, Any]:
-        """Of the run's summary; empty for one that did not come to its end."""
         try:
             return open_run(self.folder).summary() if self.folder and self.state == "finished" else {}
         except RunError:
@@ -66,7 +65,6 @@ class Sweep:
     group_before: str | None = field(default_factory=lambda: os.environ.get(GROUP))
 
     def begin(self, stem: str, overrides: list[str], sweeper: DictConfig) -> Trial:
-        """The next job. `stem`: what all are called after; `overrides`: the job's own, as Hydra gives them."""
         os.environ.setdefault(GROUP, stem)
         several = varied(self.words, OmegaConf.to_container(sweeper.get("params") or OmegaConf.create({})))
         parsed = [OverridesParser.create().parse_override(word) for word in overrides]
@@ -79,7 +77,6 @@ class Sweep:
         return self.jobs[-1]
 
     def end(self, out: TextIO | None = None) -> None:
-        """Tell how the jobs ended."""
         if self.group_before is None:
             os.environ.pop(GROUP, None)
         if self.jobs:

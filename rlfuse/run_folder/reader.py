@@ -39,15 +39,12 @@ class RunFolder:
 
     @property
     def width(self) -> int:
-        """Slots that share a rollout engine."""
         return self.config["rollout"]["tensor_model_parallel_size"]
 
     def rows(self) -> list[dict[str, float]]:
-        """Of `metrics.jsonl`, oldest first."""
         return list(self.each_row())
 
     def each_row(self) -> Iterator[dict[str, float]]:
-        """The same, one at a time."""
         return map(as_numbers, read_rows(self.path / "metrics.jsonl"))
 
     def phases(self, steps: int) -> list[tuple[int, dict[str, Any]]]:
@@ -65,15 +62,12 @@ class RunFolder:
         return config
 
     def samples(self) -> Iterator[dict[str, Any]]:
-        """Of `samples.jsonl`, oldest first."""
         yield from read_rows(self.path / "samples.jsonl")
 
     def validated(self) -> Iterator[dict[str, Any]]:
-        """Of `validation.jsonl`, oldest first."""
         yield from read_rows(self.path / "validation.jsonl")
 
     def summary(self) -> dict[str, Any]:
-        """Of `summary.json`; empty while the run goes on."""
         path = self.path / "summary.json"
         try:
             return dict(parse_json(path.read_text())) if path.exists() else {}
@@ -83,7 +77,6 @@ class RunFolder:
     def spans(
         self, wanted: Callable[[str], bool] = lambda line: True, steps: Collection[int] | None = None
     ) -> Iterator[Span]:
-        """Of `events.jsonl` and its parts, as `read_spans`."""
         return read_spans(self.path / "events.jsonl", wanted, steps)
 
     def steps(self) -> dict[int, Span]:

@@ -109,7 +109,6 @@ class RunLock:
                 os.utime(self._file)
 
     def check(self) -> None:
-        """RunError if the folder is no longer this driver's."""
         if not self.is_held:
             return
         if not _is_at(self._file, self.folder / FILE):

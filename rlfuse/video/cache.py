@@ -63,7 +63,6 @@ class EmbeddingCache:
         return self._handle(key)
 
     def has(self, key: str) -> bool:
-        """Whether `lookup` would find it now."""
         entry = self._entries.get(key)
         return entry.whole if entry else self.disk is not None and self.disk.has(key)
 
@@ -88,20 +87,17 @@ class EmbeddingCache:
         return str(path)
 
     def commit(self, key: str) -> Embedding:
-        """The entry is written: readers may have it, and so does the disk tier soon."""
         handle = self._publish(key)
         if self.disk:
             self.disk.save(key, handle.path)
         return handle
 
     def abandon(self, key: str) -> None:
-        """Drop an entry, written or not."""
         if self._entries.pop(key, None):
             self._partial(key).unlink(missing_ok=True)
             self._file(key).unlink(missing_ok=True)
 
     def release(self, holder: str) -> None:
-        """`holder` is done with all that it held."""
         for entry in self._entries.values():
             entry.holders.discard(holder)
 
@@ -127,7 +123,6 @@ class EmbeddingCache:
         }
 
     def problems(self) -> list[str]:
-        """What went wrong with the disk tier."""
         return list(self.disk.problems) if self.disk else []
 
     def close(self) -> None:

@@ -48,16 +48,13 @@ class ClipFacts:
 
     @property
     def distinct_frames(self) -> int:
-        """How many different frames there are to see."""
         return self.frames if self.frames is not None else _count(self.duration_s, self.fps)
 
     @property
     def first_frame(self) -> int:
-        """The place of its first frame in the file, at a constant rate."""
         return round(self.start_s * self.fps)
 
     def time_of(self, frame: int) -> float:
-        """When the frame at this place in the file is shown."""
         ahead = self.start_s - self.first_frame / self.fps  # only where the rate varies around the part
         return frame / self.fps + (ahead if abs(ahead) > ROUNDING_S else 0.0)
 

@@ -182,7 +182,6 @@ class _Column:
         self._draw = ImageDraw.Draw(self.image)
 
     def used(self) -> Image.Image:
-        """The image, down to where it is written."""
         return self.image.crop((0, 0, self.image.width, self.top))
 
     def space(self, pixels: int) -> None:
@@ -194,7 +193,6 @@ class _Column:
         self.space(10)
 
     def part(self, name: str, text: str, lines: int) -> None:
-        """A heading and its text."""
         self.space(14)
         self.text(name, SMALL, PALE)
         self.text(text or "(empty)", NORMAL, INK if text else PALE, lines)

@@ -53,12 +53,10 @@ class Clip:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of its decoded frames."""
         return len(self.plan.times[self.first : self.last]), self.plan.height, self.plan.width, 3
 
     @property
     def bytes(self) -> int:
-        """Of its decoded frames."""
         return int(np.prod(self.shape))
 
 
@@ -140,11 +138,9 @@ class DecodePool:
         self.close()
 
     def probe(self, paths: Iterable[str]) -> Iterator[ClipFacts | VideoError]:
-        """The facts of each clip's file, in order."""
         return self._in_order(_Request(path) for path in paths)
 
     def probe_images(self, paths: Iterable[str]) -> Iterator[ImageFacts | VideoError]:
-        """The facts of each image's file, in order."""
         return self._in_order(_Request(path, still=True) for path in paths)
 
     def stream(self, clips: Iterable[Clip]) -> Iterator[np.ndarray | VideoError]:

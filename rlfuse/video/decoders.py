@@ -82,12 +82,10 @@ class DecoderNodes:
             ray.kill(started)
 
     def share(self, rank: int, ranks: int) -> list[Any]:
-        """Of one of the ranks: an actor for each of its processes."""
         everyone = [actor for node, actor in self._actors.items() for _ in range(self._nodes[node])]
         return everyone[rank::ranks]
 
     def close(self) -> None:
-        """End the processes."""
         for actor in self._actors.values():
             ray.kill(actor)
         self._actors.clear()
@@ -105,7 +103,6 @@ class Decoders:
             self._free.put(number)
 
     def read(self, path: str, plan: FramePlan, first: int, last: int) -> tuple[np.ndarray, bool]:
-        """The frames, and whether another node decoded them."""
         number = self._free.get()
         if number and (frames := self._from(number, path, plan, first, last)) is not None:
             return frames, True

@@ -30,7 +30,6 @@ class DiskTier:
         self._saving: dict[str, Future] = {}
 
     def has(self, key: str) -> bool:
-        """Whether `load` is worth trying."""
         return self._file(key).exists()
 
     def load(self, key: str, size: int, target: str) -> bool:
@@ -56,7 +55,6 @@ class DiskTier:
             wait([saving], WAIT_S)
 
     def close(self) -> None:
-        """Finish all writing."""
         self._writer.shutdown()
 
     def _file(self, key: str) -> Path:

@@ -43,7 +43,6 @@ class EncoderHandle:
 
     @property
     def memory(self) -> str:
-        """Name of the shared memory that it writes to."""
         return self.placement.memory or self.node
 
     async def start(self) -> None:
@@ -56,12 +55,10 @@ class EncoderHandle:
             await self.update(*self._updated)
 
     async def update(self, weights: str, updates: int) -> None:
-        """Newer weights of a trained tower."""
         self._updated = (weights, updates)
         self.version = await self._ask(f"load {weights}", "update", weights, updates)
 
     async def prefetch(self, upcoming: Sequence[Frames]) -> None:
-        """What the next batch will ask for begins to be decoded."""
         try:
             await self._ask("prefetch frames", "prefetch", upcoming)
             self._prefetching = True
@@ -69,7 +66,6 @@ class EncoderHandle:
             await self._replace(error)
 
     async def encode(self, part: Part, upcoming: Frames | None) -> Encoded | PartFailure:
-        """One part; meanwhile what comes next begins to be decoded."""
         try:
             return await self._ask(f"encode {part.frames}", "encode", part, upcoming)
         except EngineError as error:
@@ -95,7 +91,6 @@ class EncoderHandle:
             await self.start()
 
     def close(self) -> None:
-        """End the process."""
         if self._actor is not None:
             ray.kill(self._actor)
 

@@ -67,7 +67,6 @@ class Frames:
 
     @property
     def bytes(self) -> int:
-        """Of them, decoded."""
         return (self.last - self.first) * self.plan.height * self.plan.width * 3
 
     def __str__(self) -> str:
@@ -148,7 +147,6 @@ class EncoderRank:
         return self.tower.version, self.tower.shape, ray.get_runtime_context().get_node_id()
 
     def update(self, weights: str, updates: int) -> str:
-        """Newer weights of a tower that is trained; returns the new version."""
         self.tower.update(Path(weights), updates)
         return self.tower.version
 

@@ -170,7 +170,6 @@ class SequenceParallelEncoder:
                 self._tally.ahead += sum(job.tokens for job in few if isinstance(job.outcome, Embedding))
 
     async def release(self, holder: str) -> None:
-        """`holder` is done: what only it held may be evicted."""
         await self.store.release(holder)
 
     async def update_tower(self, weights: str | Path, updates: int) -> None:
@@ -210,7 +209,6 @@ class SequenceParallelEncoder:
         }
 
     async def close(self) -> None:
-        """Empty the caches, end all processes."""
         for rank in self.ranks:
             rank.close()
         self._decoders.close()

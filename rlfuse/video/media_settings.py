@@ -48,7 +48,6 @@ class ImageSettings:
 
     @property
     def has_size(self) -> bool:
-        """Whether the row sets anything about the size."""
         return any(getattr(self, name) is not None for name in self.SIZES)
 
     def picture_size(self, height: int, width: int, cell: int, bounds: tuple[float, float, float]) -> tuple[int, int]:
@@ -91,12 +90,10 @@ class ClipSettings(ImageSettings):
 
     @property
     def has_frames(self) -> bool:
-        """Whether the row sets how many frames are taken of the part that is shown."""
         return any(each is not None for each in (self.fps, self.nframes, self.min_frames, self.max_frames))
 
     @property
     def is_empty(self) -> bool:
-        """Whether the row sets nothing."""
         return self == ClipSettings()
 
     def frames(

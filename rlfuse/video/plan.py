@@ -45,7 +45,6 @@ class Geometry:
 
     @property
     def cell(self) -> int:
-        """Pixels of a token's side."""
         return self.patch * self.merge
 
 
@@ -59,7 +58,6 @@ class Choice(NamedTuple):
     width: int
 
     def tokens(self, geometry: Geometry) -> int:
-        """Of a frame."""
         return self.height * self.width // geometry.cell**2
 
 
@@ -95,7 +93,6 @@ class SeedSampling:
                 raise ValueError(f"SeedSampling.fps_{kind}: got {self.fps(kind)}; valid is a finite number above 0")
 
     def fps(self, task: TaskKind) -> float:
-        """Frames per second that the task asks for."""
         return {
             TaskKind.GENERAL: self.fps_general,
             TaskKind.DETAIL: self.fps_detail,
@@ -103,7 +100,6 @@ class SeedSampling:
         }[task]
 
     def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> Choice:
-        """At the task's rate, as large as the budget allows."""
         most = {level: self.budget // level * geometry.temporal_patch for level in self.levels}
         longest = most[self.levels[-1]]
         if settings.has_frames or clip.is_list:
@@ -133,11 +129,9 @@ class FixedSampling:
 
     @property
     def budget(self) -> int:
-        """Visual tokens of a clip, at most (with temporal patches of one frame)."""
         return self.frames * self.tokens_per_frame
 
     def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> Choice:
-        """As many frames, whatever the task."""
         if settings.has_frames or clip.is_list:
             bounds = self.frames / clip.duration_s, 1, self.frames, math.inf
             times, fps = requested_times(clip, geometry, settings, bounds)
@@ -184,7 +178,6 @@ class VideoPlan:
 
     @property
     def frames(self) -> int:
-        """How many frames are decoded."""
         return len(self.times)
 
     @property
@@ -211,7 +204,6 @@ class VideoPlan:
 
     @property
     def tokens(self) -> int:
-        """Visual tokens of the whole clip."""
         return self.temporal_patches * self.tokens_per_frame if self.kept is None else self.kept.count(1)
 
     @property
@@ -241,7 +233,6 @@ class VideoPlan:
 
     @property
     def behind(self) -> str:
-        """The prompt's part behind the last piece."""
         return self.timestamps.behind if self.timestamps else ""
 
     @cached_property

@@ -25,7 +25,6 @@ class PixelBounds:
     max_pixels: int
 
     def told(self, settings: Mapping[str, Any]) -> Self:
-        """With what a processor configuration says."""
         size = settings.get("size") or {}
         named = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
         named |= {each.name: settings[each.name] for each in fields(self) if settings.get(each.name) is not None}
@@ -41,11 +40,9 @@ class ProcessorSampling(PixelBounds):
     max_frames: int
 
     def most_pixels(self, frames: int) -> int:
-        """Of each frame of a clip that is shown in so many."""
         return self.max_pixels
 
     def frame_bounds(self, frames: int, geometry: Geometry) -> tuple[int, int]:
-        """Least and most pixels of each frame of a clip that is shown in so many."""
         return self.min_pixels, self.most_pixels(frames)
 
     def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> Choice:
@@ -77,5 +74,4 @@ class ProcessorSampling(PixelBounds):
         return torch.arange(0, total, total / count).int().tolist()
 
     def size(self, height: int, width: int, frames: int, geometry: Geometry) -> tuple[int, int]:
-        """Of each frame of a clip of this size that is shown in so many."""
         return within(height, width, geometry.cell, self.min_pixels, self.most_pixels(frames))

@@ -23,7 +23,6 @@ class CostModel:
     per_pair: int
 
     def unit(self, patches: int) -> int:
-        """Cost of a unit of so many patches."""
         return self.per_patch * patches + self.per_pair * patches * patches
 
 

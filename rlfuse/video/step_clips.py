@@ -35,7 +35,6 @@ class StepClips:
         self._lasted: dict[str, float] = {}  # how long the last had, by what went on meanwhile
 
     async def start(self) -> None:
-        """Encoder ranks and caches stand when this returns."""
         await self.encoder.start()
 
     async def encode(self, groups: Sequence[Group], holder: str, check_failures: bool = True) -> list[Group]:
@@ -105,7 +104,6 @@ class StepClips:
         return await self.encoder.drain(collect)
 
     async def close(self) -> None:
-        """End the processes, and with them what was begun; empty the caches."""
         if self._coming is not None:
             self._coming.cancel()
             await asyncio.gather(self._coming, return_exceptions=True)

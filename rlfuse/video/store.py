@@ -39,7 +39,6 @@ class EmbeddingStore:
         self._copying = asyncio.Semaphore(COPYING)
 
     async def start(self, nodes: Mapping[str, str]) -> None:
-        """A cache for each name, on that Ray node."""
         settings = self.settings
         for name, node in nodes.items():
             self._caches[name] = (
@@ -59,19 +58,15 @@ class EmbeddingStore:
         return _joined(found) if found else None
 
     async def has(self, key: str) -> bool:
-        """Whether `lookup` would find it now; holds nothing."""
         return any(await self._all("has", key))
 
     async def reserve(self, node: str, key: str, tokens: int, hidden: int, holder: str) -> str:
-        """Room on `node`; returns the file to write to."""
         return await self._ask(node, "reserve", key, tokens, hidden, holder)
 
     async def commit(self, node: str, key: str) -> Embedding:
-        """The entry on `node` is written."""
         return await self._ask(node, "commit", key)
 
     async def abandon(self, node: str, key: str) -> None:
-        """Drop the entry on `node`."""
         await self._ask(node, "abandon", key)
 
     async def move(self, source: str, part: str, node: str, key: str, row: int) -> None:
@@ -102,20 +97,16 @@ class EmbeddingStore:
         return await self.commit(node, key)
 
     async def release(self, holder: str) -> None:
-        """`holder` is done with all that it held, on all nodes."""
         await self._all("release", holder)
 
     async def counters(self) -> dict[str, int]:
-        """Sums over the nodes, see `EmbeddingCache.counters`."""
         of_nodes = await self._all("counters")
         return {name: sum(node[name] for node in of_nodes) for name in of_nodes[0]}
 
     async def problems(self) -> list[str]:
-        """What went wrong with disk tiers."""
         return [problem for problems in await self._all("problems") for problem in problems]
 
     async def close(self) -> None:
-        """Remove all entries; the caches end."""
         try:
             await self._all("close")
         finally:

@@ -18,7 +18,6 @@ class Timestamps:
     """Behind the tokens of the last."""
 
     def texts(self, seconds: Sequence[float]) -> list[str]:
-        """What stands before the tokens of each of these times."""
         return [(self.between if i else "") + self.template.format(each) for i, each in enumerate(seconds)]
 
 

@@ -46,11 +46,9 @@ class TowerShape:
 
     @property
     def cut(self) -> int:
-        """Frames between two places where a clip may be cut."""
         return self.step * self.temporal_patch
 
     def units(self, frames: int) -> int:
-        """Units of a clip; the last may be incomplete."""
         return -(-frames // self.temporal_patch)
 
     def blocks(self, plan: FramePlan, first: int, last: int, most_bytes: int) -> list[tuple[int, int]]:
@@ -66,11 +64,9 @@ class TowerShape:
         return (height // self.patch) * (width // self.patch)
 
     def unit_tokens(self, plan: FramePlan) -> int:
-        """Tokens of one unit, whether the plan keeps them or not."""
         return self.unit_patches(plan.height, plan.width, plan.merge) // plan.merge**2
 
     def row(self, plan: FramePlan, unit: int) -> int:
-        """Rows of the plan's embedding before a unit."""
         token = unit * self.unit_tokens(plan)
         return token if plan.kept is None else plan.kept.count(1, 0, token)
 
@@ -85,7 +81,6 @@ class Pixels:
 
     @classmethod
     def of(cls, folder: Path) -> Pixels:
-        """As the checkpoint's processor configuration says."""
         settings = processor_settings(folder)
         try:
             return cls(
@@ -131,7 +126,6 @@ class Tower:
         return self.version_after(self._updates)
 
     def version_after(self, updates: int) -> str:
-        """Of the tower that was loaded, so many updates later."""
         return self._weights + (f"+{updates}" if updates else "")
 
     def encode(self, frames: torch.Tensor, merge: int | None = None) -> torch.Tensor:

@@ -67,7 +67,6 @@ class VideoModel:
 
     @property
     def sampling(self) -> ProcessorSampling:
-        """How the model's own processor samples clips."""
         return self.family.sampling.told(processor_settings(Path(self.folder)))
 
     def image_sizes(self, most_tokens: int | None) -> tuple[PixelBounds, Geometry]:
@@ -89,12 +88,10 @@ class VideoModel:
         return str(folder)
 
     def complete(self, folder: Path) -> None:
-        """The trained weights that a trainer wrote to `folder` become the whole model, there."""
         whole = folder.with_name(f"{folder.name}.whole")
         join_checkpoint(folder, self.folder, whole)
         shutil.rmtree(folder)
         whole.rename(folder)
 
     def prompt(self, tokenizer: PreTrainedTokenizerBase, text: str, plans: Sequence[VideoPlan]) -> VideoPrompt:
-        """The templated text as tokens, the placeholders of plans where their markers stand. Raises VideoError."""
         return assemble(tokenizer, text, plans, self.visual, self.frame)

@@ -70,7 +70,6 @@ class Item:
         return not self.visual and any(self.columns.get(name) for name in ("images", "videos"))
 
     def column(self, name: str) -> Any:
-        """A column of the row by name; KeyError where the row has none."""
         if name in self.columns:
             return self.columns[name]
         if name in ("data_source", "ground_truth"):

@@ -87,12 +87,10 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        """Whether its calls return awaitables, as far as is known yet."""
         return self.awaited.is_set()
 
     @property
     def is_model(self) -> bool:
-        """Whether it has to be started, in a process of its own."""
         return self.start is not None
 
     @property

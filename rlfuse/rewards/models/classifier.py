@@ -85,7 +85,6 @@ class Classifier:
         self._sight: Sight | None = None
 
     def start(self) -> None:
-        """Load; RewardError for a model that is no reward model."""
         self._model = LOADED.get(self._settings)
         if self._model is None:
             LOADED[self._settings] = self._model = Loaded(self._settings, self._name)
@@ -103,7 +102,6 @@ class Classifier:
         return self._sight.refusal(visual)
 
     def score(self, samples: Sequence[Item]) -> list[float | RewardFailure]:
-        """The logit of each sample, in order, or why there is none."""
         refused = [self.refusal(item.visual) if item.visual else None for item in samples]
         seen = iter(self._model.logits([item for item, why in zip(samples, refused, strict=True) if not why]))
         return [RewardFailure("", why) if why else self._own(next(seen)) for why in refused]

@@ -88,7 +88,6 @@ class Judge:
         self._sight: Sight | None = None
 
     def start(self) -> None:
-        """Load the model; RewardError if it can't be served, or a verdict is not one token."""
         if self._engine is not None:
             return
         sight = self._new_sight()
@@ -101,7 +100,6 @@ class Judge:
         self._engine = llm
 
     def score(self, samples: Sequence[Item]) -> list[Reward | RewardFailure]:
-        """One result for each sample, in order; parts as of `verdict`."""
         return [result for few in portions(samples) for result in self._compared(few)]
 
     def _compared(self, samples: Sequence[Item]) -> list[Reward | RewardFailure]:

@@ -66,7 +66,6 @@ class Sight:
         self._own: OrderedDict[str, OwnEmbedding] = OrderedDict()
 
     def refusal(self, visual: Sequence[Visual]) -> str | None:
-        """Why these can't be shown to the model; None where they can."""
         return next((why for each in visual if (why := self._refusal(each))), None)
 
     def _refusal(self, visual: Visual) -> str | None:
@@ -110,7 +109,6 @@ class Sight:
                 yield self._model.served(Path(folder) / "model", head)
 
     def start(self, llm: Any) -> None:
-        """`llm`: vLLM's engine of what `served` gave."""
         from rlfuse.engines.rollout.prompts import Prompts
 
         served = llm.model_config
@@ -133,7 +131,6 @@ class Sight:
         return quoted(text) if self._model else text
 
     def prompt(self, made: VideoPrompt, visual: Sequence[Visual]) -> dict[str, Any]:
-        """For vLLM. VideoError, ValueError or EngineError where a clip or image can't be shown."""
         pairs = zip(visual, made.positions, strict=True)
         shown = [replace(each, positions=places, source=self._embedding(each)) for each, places in pairs]
         shown.sort(key=lambda each: each.positions[0])

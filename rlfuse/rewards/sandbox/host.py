@@ -169,7 +169,6 @@ class Candidate:
             raise RuntimeError("the process for the code ended before it ran any") from None
 
     def cpu_s(self) -> float:
-        """CPU time of the process so far; 0 where it has ended."""
         try:
             return time.clock_gettime(~self._pid << 3 | 2)  # its clock, as clock_getcpuclockid(3) names it
         except OSError:
@@ -179,7 +178,6 @@ class Candidate:
         return len(holdings.threads(self._pid))
 
     def files(self, file_bytes: int) -> dict[int, int]:
-        """Sizes of the files that it has made and that still take room."""
         if os.stat(".").st_mtime_ns == self._untouched:  # each file has a name at first
             return {}
         found = holdings.files(self._pid, OPEN_FILES, file_bytes)
@@ -187,7 +185,6 @@ class Candidate:
         return found
 
     def run(self, given: str, most: int) -> str:
-        """Let the code run as a program; what it wrote to its standard output."""
         os.write(self._input, given.encode())
         os.lseek(self._input, 0, os.SEEK_SET)
         self._send({})
@@ -200,7 +197,6 @@ class Candidate:
         return b"".join(parts).decode(errors="replace")
 
     def ask(self, name: str, arguments: Any, named: Any = None) -> dict[str, Any]:
-        """The reply to a call of one of the code's functions."""
         self._send({"name": name, "arguments": arguments, "named": named or {"dict": []}})
         reply = self.reply()
         if reply is None:
@@ -208,7 +204,6 @@ class Candidate:
         return reply
 
     def reply(self) -> dict[str, Any] | None:
-        """What the candidate says next; None where it is gone."""
         try:
             reply = receive(self._replies, self._most)
         except EOFError:
@@ -230,7 +225,6 @@ class Candidate:
             raise Stopped("exit", f"ended the process with status {self._status}")
 
     def end(self) -> None:
-        """Kill the process if it lives."""
         if self._status is None:
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)

@@ -78,7 +78,6 @@ class Parts(NamedTuple):
 
     @property
     def stated(self) -> str:
-        """The first of them."""
         return self.box or self.announced or unwrapped(self.text)
 
 

@@ -124,7 +124,6 @@ class RewardPool:
         self._tasks = [asyncio.create_task(handle.serve(), name=handle.where) for handle in self._handles]
 
     async def score(self, samples: Sequence[Sample]) -> list[Reward | RewardFailure]:
-        """One result for each sample, in order."""
         if not self._tasks:
             raise EngineError("the reward pool has no processes: score() belongs between start() and close()")
         items = [item_of_sample(sample, self._prompt_key) for sample in samples]

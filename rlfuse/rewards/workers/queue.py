@@ -27,11 +27,9 @@ class Batches:
         self._taken: list[Call] = []
 
     async def put(self, call: Call) -> None:
-        """Add a call; waits for room."""
         await self._waiting.put((asyncio.get_running_loop().time(), call))
 
     async def get(self) -> Call:
-        """One call for all that wait, for as many as make a batch: waits for the first, then at most its age."""
         while not (calls := [call for call in self._taken if not call.answer.done()]):  # the others were given up
             self._taken = await self._take()
         self._taken = [call for call in calls if call.name != calls[0].name]

@@ -46,12 +46,10 @@ class Call:
     )
 
     def fail(self, error: Exception) -> None:
-        """Answer with an error, if nobody has answered or given up."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
     def singles(self) -> list[Call]:
-        """Cut the call into calls of one item each."""
         return [replace(self, items=[i], positions=[p]) for i, p in zip(self.items, self.positions, strict=True)]
 
 
@@ -84,7 +82,6 @@ class RewardWorkerHandle:
         self._is_fresh = True
 
     async def start(self) -> None:
-        """A process with everything loaded, or EngineError."""
         self._actor = self._create()
         problem = await remote.call(self._actor.start.remote(), self.where, "start", self._start_timeout_s)
         if problem:
@@ -92,7 +89,6 @@ class RewardWorkerHandle:
         self._is_fresh = True
 
     async def serve(self) -> None:
-        """Answer calls until cancelled."""
         while True:
             call = await self._queue.get()
             if call.answer.done():
@@ -118,7 +114,6 @@ class RewardWorkerHandle:
         return self.recorder.drain()
 
     async def close(self) -> None:
-        """Kill the process."""
         if self._restart:
             self._restart.cancel()
             await asyncio.gather(self._restart, return_exceptions=True)

@@ -7,10 +7,12 @@ whose last `\boxed{` or `<answer>` is not closed.
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 from rlfuse.rewards.thoughts import answer_of
 
+Found = TypeVar("Found")
 MAX_CHARS = 100_000
 SHOWN = 60
 _LAYERS = 12
@@ -104,6 +106,14 @@ def parts_of(answer: str) -> Parts | None:
     if not text or (in_box is None and _BOX.search(text)):
         return None
     return Parts(*(None if part is None else unwrapped(part) for part in (in_box, said)), text, bool(tags))
+
+
+def read_from(answer: str, find: Callable[..., Found | None]) -> Found | None:
+    """Return what `find` reads in the last box; without one in the announcement, `first` there, else in the text."""
+    parts = parts_of(answer)
+    if parts is None or parts.box is not None:
+        return find(parts.box) if parts else None
+    return (find(parts.announced, first=True) if parts.announced else None) or find(parts.text)
 
 
 def boxed(text: str) -> str | None:

@@ -17,7 +17,7 @@ from rlfuse.rewards.verifiers.answers import (
     bad_truth,
     not_found,
     overlapping,
-    parts_of,
+    read_from,
     verdict,
     without_markup,
 )
@@ -54,7 +54,7 @@ def score(
     true = _true_box(ground_truth)
     size = _size(size if size is not None else (extra_info or {}).get("size"))
     answer = answer_in(solution_str)
-    given = _stated(answer) if answer else None
+    given = read_from(answer, box_in) if answer else None
     if given is None:
         return not_found(answer, "box [x1, y1, x2, y2]")
     if _shares(given) != _shares(true):
@@ -62,15 +62,6 @@ def score(
             return verdict(0.0, f"answered {_words(given)}, right is {_words(true)}: one is in pixels, one in shares")
         given, true = (_scaled(box, size) if _shares(box) else box for box in (given, true))
     return overlapping(box_iou(given, true), threshold, _words(given), _words(true))
-
-
-def _stated(answer: str) -> Box | None:
-    parts = parts_of(answer)
-    if parts is None:
-        return None
-    if parts.box is not None:
-        return box_in(parts.box)
-    return (box_in(parts.announced, first=True) if parts.announced else None) or box_in(parts.text)
 
 
 def box_in(text: str, *, first: bool = False) -> Box | None:

@@ -16,7 +16,7 @@ from rlfuse.rewards.verifiers.answers import (
     bad_truth,
     not_found,
     overlapping,
-    parts_of,
+    read_from,
     unwrapped,
     without_markup,
 )
@@ -54,21 +54,12 @@ def score(
     interval and nothing else."""
     true = _true_interval(ground_truth)
     answer = answer_in(solution_str)
-    given = _stated(answer, whole) if answer else None
+    given = None
+    if answer:
+        given = interval_in(unwrapped(answer), whole=True) if whole else read_from(answer, interval_in)
     if given is None:
         return not_found(answer, "interval")
     return overlapping(interval_iou(given, true), threshold, *(f"{a:g} to {b:g}" for a, b in (given, true)))
-
-
-def _stated(answer: str, whole: bool) -> tuple[float, float] | None:
-    if whole:
-        return interval_in(unwrapped(answer), whole=True)
-    parts = parts_of(answer)
-    if parts is None:
-        return None
-    if parts.box is not None:
-        return interval_in(parts.box)
-    return (interval_in(parts.announced, first=True) if parts.announced else None) or interval_in(parts.text)
 
 
 def interval_in(text: str, *, whole: bool = False, first: bool = False) -> tuple[float, float] | None:

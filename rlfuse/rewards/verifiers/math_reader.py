@@ -20,44 +20,14 @@ _TOKEN = re.compile(
 _MIXED = re.compile(r"(?<![\d.^_])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\d.])")
 _CAPITALS = re.compile(r"(?<![A-Za-z\\])[A-Z]{2,}+(?![A-Za-z])")
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[a-df-hj-z](?![A-Za-z])")
-_GREEK = frozenset(
-    [
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "epsilon",
-        "varepsilon",
-        "zeta",
-        "eta",
-        "theta",
-        "vartheta",
-        "iota",
-        "kappa",
-        "lambda",
-        "mu",
-        "nu",
-        "xi",
-        "rho",
-        "sigma",
-        "tau",
-        "phi",
-        "varphi",
-        "chi",
-        "psi",
-        "omega",
-        "Gamma",
-        "Delta",
-        "Theta",
-        "Lambda",
-        "Xi",
-        "Sigma",
-        "Phi",
-        "Psi",
-        "Omega",
-        "hbar",
-        "ell",
-    ]
+_GREEK = set(
+    re.findall(
+        r"\w+",
+        """
+        alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho
+        sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega hbar ell
+        """,
+    )
 )
 _ACCENTS = {"vec", "hat", "tilde", "dot", "ddot", "bar", "overline", "overrightarrow"}
 _FUNCTIONS = {
@@ -67,8 +37,6 @@ _FUNCTIONS = {
 }  # fmt: skip
 _INVERSE = {"sin": "asin", "cos": "acos", "tan": "atan", "sinh": "asinh", "cosh": "acosh", "tanh": "atanh"}
 _CLOSING = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
-
-
 _FACTORS = _GREEK | _ACCENTS | _FUNCTIONS.keys() | {"frac", "sqrt", "pi", "binom"}
 _OPEN = ("(", "{", "[", r"\lfloor", r"\lceil")
 

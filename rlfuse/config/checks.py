@@ -12,15 +12,13 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from rlfuse.config.activation_checks import activation_problems
 from rlfuse.config.documentation import Key, as_typed, by_name
 from rlfuse.config.estimators import ESTIMATORS, Traits
 from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, Facts, reward_file
 from rlfuse.config.keys import did_you_mean
-from rlfuse.config.parallelism import divisors, pipelines, shares, slices
+from rlfuse.config.parallelism import activation_problems, divisors, pipelines, shares, slices, value_of
+from rlfuse.config.parallelism import problem as _problem
 from rlfuse.config.prepared import command_for
-from rlfuse.config.problems import problem as _problem
-from rlfuse.config.problems import value_of
 from rlfuse.config.quantization import quantized
 from rlfuse.config.rewards import JUDGE, names_code, read_entries
 from rlfuse.config.schema import Config

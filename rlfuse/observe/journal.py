@@ -1,16 +1,15 @@
-"""Collect the spans of all processes of a run at the end of a step into `events.jsonl`."""
+"""Collect the spans of all processes at the end of a step into `events.jsonl`, and count faults for `fault/*`."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rlfuse import clock
 from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.events import EventLog, Recorder, Span
-from rlfuse.observe.faults import count_faults
 from rlfuse.protocols import Recorded
 
 ON_THEIR_WAY_S = 0.005
@@ -83,3 +82,30 @@ class Journal:
             self._file.write(left)
         finally:
             self._file.close()
+
+
+REPLACED = {
+    "rollout": "engines_replaced",
+    "reward": "reward_workers_replaced",
+    "encoder": "encoder_ranks_replaced",
+    "driver": "restarts",
+}
+
+
+def count_faults(spans: Iterable[Span]) -> Counter[str]:
+    """What happened of the below, `restarts`, and `{actor,critic,reward_model}_steps_skipped`."""
+    counts: Counter[str] = Counter()
+    for span in spans:
+        if span.kind == "lost":
+            counts["engines_lost"] += 1
+            counts["samples_reissued"] += len(span.samples)
+        elif span.kind == "restart" and "error" not in span.attributes:
+            counts[REPLACED[span.where.partition("/")[0]]] += 1
+        elif span.kind == "optimizer" and span.attributes.get("skipped") and span.where == "trainer/0":
+            counts[f"{span.attributes['model']}_steps_skipped"] += 1
+    return +counts
+
+
+def fault_metrics(counts: Counter[str]) -> dict[str, float]:
+    """fault/*: so far in the run."""
+    return {f"fault/{name}": float(count) for name, count in counts.items()}

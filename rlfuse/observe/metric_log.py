@@ -21,9 +21,8 @@ from rlfuse.fusion.selection import CARRY_OVER, EXACT, MISMATCHED, choice, label
 from rlfuse.observe import metrics as figures
 from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps
 from rlfuse.observe.drawing import Drawing
-from rlfuse.observe.faults import fault_metrics
 from rlfuse.observe.idle import account
-from rlfuse.observe.journal import Journal
+from rlfuse.observe.journal import Journal, fault_metrics
 from rlfuse.observe.loggers import Loggers
 from rlfuse.observe.own_metrics import HELD_OUT, OwnMetrics
 from rlfuse.observe.sample_log import SampleLog

@@ -1,18 +1,23 @@
-"""Write samples for people: `samples.jsonl`, `validation.jsonl`, tables of the sinks, contact sheets."""
+"""Write samples for people: `samples.jsonl`, `validation.jsonl`, tables of the sinks, contact sheets as PNG files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 from rlfuse.config.schema import Config
+from rlfuse.errors import VideoError
 from rlfuse.observe.drawing import Drawing
 from rlfuse.observe.loggers import Loggers
-from rlfuse.observe.sheets import light, sheets_of
 from rlfuse.observe.sinks import VALIDATION
 from rlfuse.observe.tracking import StepFile, sample_row
 from rlfuse.progress import due
-from rlfuse.samples import Sample
+from rlfuse.samples import Sample, prompt_of
+from rlfuse.video.contact_sheet import Answer, Caption, contact_sheet, shown_frames
+from rlfuse.video.decode_pool import Clip, DecodePool
 
 
 class SampleLog:
@@ -46,7 +51,7 @@ class SampleLog:
             return tell()
         those = [light(sample) for sample in samples if sample.id in sheets]
         arguments = (self._folder, step, those, sheets, video.decode_timeout_s)
-        self._drawing.ask(f"contact sheets of step {step}", tell, "rlfuse.observe.sheets:draw_sheets", *arguments)
+        self._drawing.ask(f"contact sheets of step {step}", tell, "rlfuse.observe.sample_log:draw_sheets", *arguments)
 
     def sync(self) -> None:
         self._training.sync()
@@ -57,3 +62,51 @@ class SampleLog:
             self._training.close()
         finally:
             self._validation.close()
+
+
+FOLDER = "contact_sheets"
+
+
+@cache
+def _pool(timeout_s: float) -> DecodePool:
+    return DecodePool(timeout_s=timeout_s)
+
+
+def sheets_of(samples: Sequence[Sample], most: int | None) -> dict[str, str]:
+    """Sample id -> where in the run folder the sheet of its prompt will be, for the first `most` clips (None: all)."""
+    shown = [sample for sample in samples if sample.prompt.visual and sample.response is not None]
+    prompts = list(dict.fromkeys(prompt_of(sample.id) for sample in shown))[:most]
+    paths = {prompt: f"{FOLDER}/{prompt.replace('/', '-')}.png" for prompt in prompts}
+    return {sample.id: paths[name] for sample in shown if (name := prompt_of(sample.id)) in paths}
+
+
+def light(sample: Sample) -> Sample:
+    """All of it that a sheet shows, for another process."""
+    visual = tuple(replace(each, source=None) for each in sample.prompt.visual)
+    return replace(sample, tensors={}, prompt=replace(sample.prompt, columns={}, visual=visual))
+
+
+def draw_sheets(folder: Path, step: int, samples: Sequence[Sample], sheets: dict[str, str], timeout_s: float) -> None:
+    """Write the `sheets` of these samples of a run folder."""
+    (folder / FOLDER).mkdir(exist_ok=True)
+    families = [list(family) for _, family in groupby(samples, lambda sample: sample.prompt.index)]
+    decoded = _pool(timeout_s).stream([clip for family in families for clip in _clips(family[0])])
+    for family in families:
+        shown = [(next(decoded), each.plan) for each in family[0].prompt.visual]
+        if not any(isinstance(frames, VideoError) for frames, _ in shown):
+            contact_sheet(shown, _caption(step, family)).save(folder / sheets[family[0].id])
+
+
+def _clips(sample: Sample) -> list[Clip]:
+    visual = sample.prompt.visual
+    clips = []
+    for each, shown in zip(visual, shown_frames([each.plan for each in visual]), strict=True):
+        times, single = tuple(each.plan.times[index] for index in shown), replace(each.plan.geometry, temporal_patch=1)
+        clips.append(Clip(each.path, replace(each.plan, times=times, geometry=single)))
+    return clips
+
+
+def _caption(step: int, family: Sequence[Sample]) -> Caption:
+    prompt, truth = family[0].prompt, family[0].prompt.ground_truth
+    answers = tuple(Answer(sample.response.text, sample.reward) for sample in family)
+    return Caption(f"step {step} · prompt {prompt.index}", prompt.text, answers, "" if truth is None else str(truth))

@@ -1,6 +1,6 @@
 """The KV cache that a rollout engine on a GPU gets, and what vLLM is given for it: pure functions.
 
-Role: `memory` counts the cache, `run.sharing` starts engines with it. vLLM takes all that its share of the device has
+Role: `memory` counts the cache, `run.starting` starts engines with it. vLLM takes all that its share of the device has
 left, maps it at every wake and resets its blocks at every push, whether or not a step can use them.
 """
 

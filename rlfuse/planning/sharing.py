@@ -1,6 +1,6 @@
 """What follows from a memory plan for engines and trainer ranks on one GPU: pure functions, and words.
 
-Role: `rlfuse plan` shows it, `run.sharing` starts engines and tells ranks accordingly.
+Role: `rlfuse plan` shows it, `run.starting` starts engines and tells ranks accordingly.
 """
 
 from __future__ import annotations

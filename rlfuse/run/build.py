@@ -39,9 +39,8 @@ from rlfuse.run import inference
 from rlfuse.run.inference import VideoParts
 from rlfuse.run.job import Job, looked_after, training_steps
 from rlfuse.run.restarts import recovered, starting
-from rlfuse.run.sharing import SharedDevices
 from rlfuse.run.slot_desk import SlotDesk
-from rlfuse.run.starting import Start, end_all, start_parts, within
+from rlfuse.run.starting import SharedDevices, Start, end_all, start_parts, within
 from rlfuse.run.wiring import Loaded, wired
 from rlfuse.samples import Prompt
 from rlfuse.step.controller import Controller

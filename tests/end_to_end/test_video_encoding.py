@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.errors import EngineError
-from rlfuse.observe.faults import count_faults
+from rlfuse.observe.journal import count_faults
 from rlfuse.samples import Embedding, Prompt, Visual, make_groups
 from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
 from rlfuse.video.encoder_handle import EncoderPlacement

@@ -14,7 +14,7 @@ from rlfuse.config.rewards import with_judges_at
 from rlfuse.errors import ConfigError, EngineError, RewardError
 from rlfuse.rewards.api.items import Score
 from rlfuse.rewards.models.judge import Judge, verdict
-from rlfuse.rewards.workers.queue import Batches
+from rlfuse.rewards.workers.pool import Batches
 from rlfuse.rewards.workers.reward_worker_handle import Call, Lost, RewardWorkerHandle
 from rlfuse.samples import RewardFailure
 from rlfuse.tasks.judging import entry

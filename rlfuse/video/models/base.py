@@ -30,8 +30,8 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForTokenClassification
 
+from rlfuse.config.model_files import with_keys_of
 from rlfuse.config.own_modules import load
-from rlfuse.config.source_keys import with_keys_of
 from rlfuse.config.valid_values import FAMILY
 from rlfuse.errors import ConfigError
 from rlfuse.samples import Visual

@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import hashlib
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlfuse.config.changes import Change, Effect, differences
+from rlfuse.config.changes import Change, Effect, differences, rule
+from rlfuse.config.facts import reward_file, reward_functions
 from rlfuse.config.own_functions import absolute, replaced, with_functions_at, with_models_at
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
+from rlfuse.config.valid_values import functions_named_by
 from rlfuse.errors import ConfigError, UserError
+from rlfuse.files import RowFile, read_rows
 from rlfuse.parsing import parse_json, parse_yaml
-from rlfuse.run import inputs, refusals
+from rlfuse.run import refusals
 from rlfuse.run_folder import checkpoints, run_lock, status
 from rlfuse.run_folder.reader import RunFolder, check_files, reading
 
@@ -77,10 +82,10 @@ def accept(config: Config) -> Accepted:
     check_files(of)
     with reading(of):
         step = int(checkpoints.read_state(checkpoint)["step"]) if checkpoint else None
-        before, had, now = _config_after(of, step), inputs.known(of, step), inputs.digests(config)
+        before, had, now = _config_after(of, step), known_inputs(of, step), input_digests(config)
         found = differences(before, _resolved(config)) if before else []
-        changes = tuple(inputs.judged([change for change in found if change.key not in WHERE], had, now))
-    all_changes = (*changes, *inputs.edited(config, had, now))
+        changes = tuple(judged_by_content([change for change in found if change.key not in WHERE], had, now))
+    all_changes = (*changes, *edited_files(config, had, now))
     if mode == "auto" and _finished(folder):
         _judge_finished(config, checkpoint, all_changes, given is None)
     elif (checkpoint is None or of.resolve() != folder.resolve()) and _has_rows(folder):
@@ -224,3 +229,89 @@ def _steps(folder: Path) -> int:
         return int(parse_json((folder / "summary.json").read_text())["steps"])
     except (OSError, ValueError, TypeError, KeyError):
         return 0
+
+
+# Digests of custom files and models, to notice what was changed in place ---------------------------------------------
+
+INPUTS = "inputs.jsonl"
+MODELS = ("model.path", "critic.path", "ref.path")
+MOVED = "moved, or copied: the same config.json and weights of the same sizes"
+END_BYTES = 1 << 16
+"""Bytes of each file of weights: models of one family, trained further, have the same sizes."""
+SHOWN = 12
+
+
+def input_digests(config: Config) -> dict[str, str]:
+    """The digest of each input that is here: of a user's functions by their file as named, of models by key."""
+    found = dict[str, str]()
+    for file in _custom_files(config):
+        with suppress(OSError):
+            found[file] = hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()
+    paths = (config.model.path, config.critic.path, config.ref.path)
+    models = zip(MODELS, map(model_digest, paths), strict=True)
+    return found | {key: digest for key, digest in models if digest is not None}
+
+
+def _custom_files(config: Config) -> dict[str, str]:
+    """Return each custom file as named, with the first key that names it."""
+    named = [("reward.functions", function) for function in reward_functions(config)]
+    found = dict[str, str]()
+    for key, function in [*named, *functions_named_by(config)]:
+        if file := reward_file(function):
+            found.setdefault(file, key)
+    return found
+
+
+def model_digest(path: str | None) -> str | None:
+    """The digest of a model's folder; None of a hub name, and where there are no weights."""
+    if not path:
+        return None
+    folder = Path(path)
+    try:
+        digest = hashlib.sha256((folder / "config.json").read_bytes())
+        weights = sorted(folder.glob("*.safetensors"))
+        for file in weights:
+            with file.open("rb") as content:
+                size = content.seek(0, os.SEEK_END)
+                content.seek(max(0, size - END_BYTES))
+                digest.update(f"{file.name} {size} ".encode() + content.read())
+    except OSError:
+        return None
+    return digest.hexdigest() if weights else None
+
+
+def known_inputs(folder: Path, step: int | None) -> dict[str, str]:
+    """The digests of what the run of this folder had after this step; None: after its last."""
+    rows = (row for row in read_rows(folder / INPUTS) if step is None or row["step"] <= step)
+    return {row["input"]: row["sha256"] for row in rows}
+
+
+def note_inputs(folder: Path, step: int, now: Mapping[str, str]) -> None:
+    """Append what is new after this step; rows of steps behind it, which are abandoned, go."""
+    if not now and not (folder / INPUTS).exists():
+        return
+    with closing(RowFile(folder / INPUTS, keep=lambda row: row["step"] <= step)) as file:
+        before = known_inputs(folder, step)
+        new = {name: digest for name, digest in now.items() if before.get(name) != digest}
+        file.append({"step": step, "input": name, "sha256": digest} for name, digest in new.items())
+
+
+def judged_by_content(changes: Sequence[Change], before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+    """Changes of settings; that of a model's path by what is there."""
+
+    def same(change: Change) -> bool:
+        was = before.get(change.key) or model_digest(change.was if isinstance(change.was, str) else None)
+        return was is not None and was == now.get(change.key)
+
+    moved = {change.key for change in changes if change.key in MODELS and same(change)}
+    return [replace(c, effect=Effect.BESIDE, reason=MOVED) if c.key in moved else c for c in changes]
+
+
+def edited_files(config: Config, before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+    """Files of functions with the same name and another text, as changes that are told like those of settings."""
+    found = []
+    for file, key in _custom_files(config).items():
+        if file in before and file in now and before[file] != now[file]:
+            effect, reason = rule(key)
+            found.append(Change(file, before[file][:SHOWN], now[file][:SHOWN], effect, f"edited: {reason}"))
+    return found

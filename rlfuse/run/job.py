@@ -29,8 +29,8 @@ from rlfuse.fusion.selection import EXACT
 from rlfuse.health.agent import agents
 from rlfuse.health.monitor import Monitor
 from rlfuse.observe.run_log import RunLog
-from rlfuse.run import inputs, refusals
-from rlfuse.run.acceptance import NothingToDo, RunRefused, accept
+from rlfuse.run import refusals
+from rlfuse.run.acceptance import NothingToDo, RunRefused, accept, note_inputs
 from rlfuse.run_folder import checkpoints, status
 from rlfuse.run_folder.run_lock import RunLock
 from rlfuse.step.protocols import NoHealth
@@ -79,7 +79,7 @@ class Job:
         name = f"{self.config.trainer.project_name}/{self.config.trainer.experiment_name}"
         status.begin(self.folder, name, self.started, total_steps, self.state.get("label", ""))
         _note_changes(self.folder, self.state["step"], self.changes)
-        inputs.note(self.folder, self.state["step"], self.inputs)
+        note_inputs(self.folder, self.state["step"], self.inputs)
         write_whole(self.folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
         log = RunLog(self.config, resolved, self.folder, total_steps, self.state["step"], self.faults, self.label,
                      self.lock.check)  # fmt: skip

@@ -106,8 +106,6 @@ def of_hub() -> Pairs:
     return pairs
 
 
-# Made problems -------------------------------------------------------------------------------------------------------
-
 NAMES = ("Ada", "Boris", "Chen", "Dalia", "Emeka", "Farah", "Goran", "Hana")
 KINDS = (
     (

@@ -277,9 +277,6 @@ def collective_limit_s(config: Config) -> float:
     return COLLECTIVE_SHARE * config.cluster.timeout_s
 
 
-# Shares --------------------------------------------------------------------------------------------------------------
-
-
 def encoder_place(index: int, ranks: int, slots: int) -> tuple[int, float]:
     """(slot, share of it) of one of `ranks` encoder ranks: spread over all slots, so over all nodes and their CPUs."""
     return index * slots // ranks, ENCODER_SHARE / -(-ranks // slots)

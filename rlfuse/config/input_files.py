@@ -52,9 +52,6 @@ class WorkloadError(InputError):
     """A workload that can't be simulated as it stands. The message is for the person who wrote it."""
 
 
-# Subschemas ----------------------------------------------------------------------------------------------------------
-
-
 def number(least: float = 0, *, above: bool = False, whole: bool = False, most: float = LARGEST) -> Schema:
     """A number, at least (`above`: greater than) `least`, and at most `most`."""
     kind, bound = "integer" if whole else "number", "exclusiveMinimum" if above else "minimum"
@@ -107,9 +104,6 @@ def _of_hint(hint: Any) -> dict[str, Any]:
     if get_origin(hint) is tuple:
         return {"type": "array", "items": _of_hint(get_args(hint)[0])}
     return {"type": "null"} if hint is type(None) else {"anyOf": [_of_hint(each) for each in get_args(hint)]}
-
-
-# Checking and building -----------------------------------------------------------------------------------------------
 
 
 def read(cls: type[T], data: Any, error: type[InputError]) -> T:
@@ -213,9 +207,6 @@ def _kinds(hint: Any) -> Iterator[Any]:
             yield from _kinds(each)
     else:
         yield hint
-
-
-# Files ---------------------------------------------------------------------------------------------------------------
 
 
 def read_json(path: Path, parse: Callable[[Any], T], kind: str, error: type[InputError]) -> T:

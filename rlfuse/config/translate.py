@@ -73,9 +73,6 @@ def _value(text: str) -> Any:
         return text
 
 
-# What is given ------------------------------------------------------------------------------------------------------
-
-
 def read(arguments: list[str]) -> VerlCommand:
     """Raises ConfigError for what holds no command of verl."""
     if arguments[0] == "--":
@@ -142,9 +139,6 @@ def _take_leaves(command: VerlCommand, content: DictConfig, prefix: str = "") ->
                 command.settings[name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
         except OmegaConfBaseException:
             command.unread[f"{name}={as_typed(raw)}"] = "what stands in ${...} is not in the file; write the value"
-
-
-# What becomes of it ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -236,9 +230,6 @@ def _fill_in(job: Translation, given: dict[str, Any], unknown: set[str]) -> None
         guess = GSM8K if "gsm8k" in str(given.get("data.train_files")) else OTHER
         said = "verl chooses by data_source; take your own as [path/file.py:compute_score]"
         job.set("reward.functions", [guess], "", said)
-
-
-# As text --------------------------------------------------------------------------------------------------------------
 
 
 def as_text(job: Translation, origin: str) -> str:

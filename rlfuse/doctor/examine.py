@@ -33,9 +33,6 @@ INSTALL = "run jobs/install.sh in a checkout"
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
-# Judging -------------------------------------------------------------------------------------------------------------
-
-
 def judge_packages(python_range: str, needed: Sequence[str], installed: Mapping[str, str | None]) -> list[Finding]:
     """`needed`: requirements of rlfuse, those of its extras among them; `installed`: versions, None where missing."""
     findings = [_version("python", platform.python_version(), SpecifierSet(python_range))]
@@ -142,9 +139,6 @@ def judge_isolation(missing: str) -> Finding:
     return Finding("isolation of code", "warning", missing, f"only for rewards that run code: {remedy}")
 
 
-# Looking -------------------------------------------------------------------------------------------------------------
-
-
 def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = None) -> Iterator[Finding]:
     """Yield all findings. `folder`: of runs; `with_self_test`: None runs it if there are GPUs."""
     yield from _packages()
@@ -244,9 +238,6 @@ def _ray() -> Finding:
     finally:
         placement.stop()
     return Finding("Ray", "ok", "starts, and reserves a slot")
-
-
-# The command ---------------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str]) -> None:

@@ -54,9 +54,6 @@ class Torch:
     """Bytes per second from pinned memory to the first GPU, or what pinning failed with; None: not tried."""
 
 
-# Judging -------------------------------------------------------------------------------------------------------------
-
-
 def judge_gpus(
     devices: int, cards: Sequence[Card], seconds: float, torch: Torch, engine: str | None, nccl: str | None
 ) -> list[Finding]:
@@ -159,9 +156,6 @@ def judge_pinned(pinned: float | str | None) -> Finding:
         remedy = "ranks take long to leave their GPU and come back: nvidia-smi -q -d PCIE shows a narrow link"
         return Finding("pinned memory", "warning", found, remedy)
     return Finding("pinned memory", "ok", found)
-
-
-# Looking -------------------------------------------------------------------------------------------------------------
 
 
 def examine_gpus(engine: str | None, nccl: str | None) -> Iterator[Finding]:

@@ -47,9 +47,6 @@ class Report:
     error: str = ""
 
 
-# Judging -------------------------------------------------------------------------------------------------------------
-
-
 def judge_steps(
     reports: Sequence[Report], expected: dict[str, int], limit_s: float = LIMIT_S, uneven: float = UNEVEN
 ) -> list[Finding]:
@@ -72,9 +69,6 @@ def judge_steps(
         else:
             found.append(Finding(f"self-test: {step}", "ok", text))
     return found
-
-
-# Running -------------------------------------------------------------------------------------------------------------
 
 
 def self_test(device: str, count: int, limit_s: float = LIMIT_S) -> list[Finding]:

@@ -105,9 +105,6 @@ def _explained(name: str) -> Iterator[None]:
         raise PushError(f"{constants.ENDPOINT} can't be reached ({why}); look at the network or HF_ENDPOINT") from error
 
 
-# The card ------------------------------------------------------------------------------------------------------------
-
-
 def card_of(source: Source, name: str) -> str:
     """The model card: what was trained, from what, on what, for how long and how well."""
     from huggingface_hub import ModelCardData

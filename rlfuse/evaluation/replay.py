@@ -130,9 +130,6 @@ async def scored(
         placement.stop()
 
 
-# What is shown -------------------------------------------------------------------------------------------------------
-
-
 def show(found: Comparison, after: pd.DataFrame, examples: int) -> None:
     """Agreement and examples as tables at the terminal."""
     console = Console()

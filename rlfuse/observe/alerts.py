@@ -120,8 +120,6 @@ class Alerts:
             recent.append(value)
         return sum(recent) / len(recent) if len(recent) == WINDOW else math.nan
 
-    # Learning --------------------------------------------------------------------------------------------------------
-
     def _not_finite(self, values: Mapping[str, float]) -> Iterator[Alert]:
         broken = [
             name
@@ -194,8 +192,6 @@ class Alerts:
                 f"{self._bound.most:g} that rounding explains; look whether it grows, and correct for it with "
                 "algorithm.rollout_is_threshold=2",
             )
-
-    # The work itself -------------------------------------------------------------------------------------------------
 
     def _rewards_at_work(self, values: Mapping[str, float]) -> Iterator[Alert]:
         mean, limit = self._mean(ZERO_SPREAD, values), self.config.zero_spread

@@ -175,9 +175,6 @@ def _claimed(window: tuple[float, float], claims: Iterable[tuple[str, Intervals]
     return {name: sorted(intervals) for name, intervals in given.items()}
 
 
-# Intervals -----------------------------------------------------------------------------------------------------------
-
-
 def union(spans: Iterable[Span]) -> Intervals:
     """The time that at least one of the spans covers."""
     joined: Intervals = []

@@ -119,9 +119,6 @@ def _doing(place: Slot, spans: Sequence[Span]) -> str:
     return own[0].replace("update_", "train ") if own else "drained" if place.drained else "idle"
 
 
-# Drawing -------------------------------------------------------------------------------------------------------------
-
-
 def render(view: View) -> RenderableType:
     """What the terminal shows."""
     left = "" if view.left_s is None else f", about {clock(view.left_s)} left"

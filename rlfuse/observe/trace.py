@@ -61,9 +61,6 @@ def trace(spans: Sequence[Span], width: int = 1) -> dict[str, Any]:
     return {"traceEvents": list(_names(tracks)) + events, "displayTimeUnit": "ms"}
 
 
-# Tracks --------------------------------------------------------------------------------------------------------------
-
-
 def _place(span: Span, width: int) -> tuple[int, str]:
     process, _, number = span.where.partition("/")
     if process == "reward":
@@ -108,9 +105,6 @@ def _meta(kind: str, pid: int, tid: int, **args: Any) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
-# Counters ------------------------------------------------------------------------------------------------------------
-
-
 def _counters(slices: Iterable[Slice]) -> Iterator[Event]:
     decoding: dict[int, list[Slice]] = defaultdict(list)
     came: dict[int, list[int]] = defaultdict(list)
@@ -139,9 +133,6 @@ def _counters(slices: Iterable[Slice]) -> Iterator[Event]:
 
 def _counter(pid: int, ts: int, name: str, **values: float) -> Event:
     return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": ts, "args": values}
-
-
-# Arrows --------------------------------------------------------------------------------------------------------------
 
 
 def _flows(slices: Iterable[Slice]) -> Iterator[Event]:
@@ -175,9 +166,6 @@ def _arrow(number: int, name: str, stations: Sequence[Slice]) -> Iterator[Event]
         common = {"name": "sample", "cat": "sample", "id": number, "pid": each.pid, "tid": each.tid, "ts": ts}
         kind = {"ph": "s"} if place == 0 else {"ph": "f", "bp": "e"} if last else {"ph": "t"}
         yield kind | common | {"args": {"sample": name}}
-
-
-# The command ---------------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str]) -> None:

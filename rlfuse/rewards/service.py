@@ -345,9 +345,6 @@ def _refusal(status: int, words: str, **more: Any) -> web.Response:
     return web.json_response({"error": words, **more}, status=status)
 
 
-# In a worker process -------------------------------------------------------------------------------------------------
-
-
 _function: RewardFunction
 _memory: Memory
 _is_fresh = True

@@ -105,9 +105,6 @@ def accept(config: Config) -> Accepted:
     return Accepted(config, checkpoint, changes, "\n".join(filter(None, told)), now)
 
 
-# Names ---------------------------------------------------------------------------------------------------------------
-
-
 def named(config: Config, keep: Callable[[Path], bool] = lambda folder: not folder.exists()) -> Config:
     """Return `config` with a name: of the last run of this configuration to resume, else a new one."""
     if config.trainer.experiment_name is not None:
@@ -158,9 +155,6 @@ def _newest_first(project: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     for path in written:
         if before := _config_of(path.parent):
             yield path.parent, before
-
-
-# What a folder holds -------------------------------------------------------------------------------------------------
 
 
 def _runs_elsewhere(folder: Path) -> bool:
@@ -230,8 +224,6 @@ def _steps(folder: Path) -> int:
     except (OSError, ValueError, TypeError, KeyError):
         return 0
 
-
-# Digests of custom files and models, to notice what was changed in place ---------------------------------------------
 
 INPUTS = "inputs.jsonl"
 MODELS = ("model.path", "critic.path", "ref.path")

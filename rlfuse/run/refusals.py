@@ -21,8 +21,6 @@ from rlfuse.run_folder import checkpoints, status
 GROUP, ESTIMATOR = "algorithm", "algorithm.adv_estimator"
 """The presets that decide about a setting which can't change in a run, and that setting."""
 
-# Of runs -------------------------------------------------------------------------------------------------------------
-
 
 def goes_on(folder: Path) -> str:
     """Of a run that another process has under way."""
@@ -67,9 +65,6 @@ def used(config: Config) -> str:
     if checkpoints.complete(folder):
         lines.append(f"  go on with it  {_command(*_same(folder), 'trainer.resume_mode=auto')}")
     return "\n".join([*lines, f"  another run    {_command(_name(_free(folder)))}"])
-
-
-# Of changes ----------------------------------------------------------------------------------------------------------
 
 
 def differs(config: Config, checkpoint: Path, changes: Sequence[Change], before: Mapping[str, Any]) -> str:
@@ -126,9 +121,6 @@ def table(changes: Sequence[Change]) -> list[str]:
                 for key, was, now, why in rows
             ]
     return lines
-
-
-# Commands ------------------------------------------------------------------------------------------------------------
 
 
 def numbered(name: str) -> Iterator[str]:

@@ -112,8 +112,6 @@ class SlotDesk:
         until = "as fast as the others" if request.until_well else "restored"
         return f"slot {slot} is drained: it gets no work until it is {until}{moved}{more}"
 
-    # Nodes that leave ------------------------------------------------------------------------------------------------
-
     async def _leave(self, slot: int) -> str:
         self.draining.check(slot, "freed")
         node, stopping = self._node(slot), self.log.stopping
@@ -141,8 +139,6 @@ class SlotDesk:
             f"and no node beside its own has {per_node} free. Add one and ask again. If this one goes all the same, "
             "the run goes on from its last checkpoint as soon as another is there (cluster.timeout_s)"
         )
-
-    # What is where ---------------------------------------------------------------------------------------------------
 
     def states(self) -> list[disk.SlotState]:
         return [self._state(slot) for slot in range(self.draining.count)]

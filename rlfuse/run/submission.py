@@ -117,9 +117,6 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-# The cluster ---------------------------------------------------------------------------------------------------------
-
-
 def _connect(arguments: argparse.Namespace) -> Any:
     token = arguments.token_file
     if token is not None:
@@ -168,9 +165,6 @@ def _send(client: Any, package: Package, variables: dict[str, str], experiment: 
 def _how_to_go_on(address: str, job: str) -> str:
     where = "" if address == f"http://127.0.0.1:{PORT}" else f" --address {address}"
     return f"It runs without this terminal: rlfuse submit logs|status|stop{where} {job}"
-
-
-# Following -----------------------------------------------------------------------------------------------------------
 
 
 def _follow(client: Any, job: str) -> None:
@@ -256,9 +250,6 @@ async def _ended(client: Any, job: str) -> bool:
 
 def _state(client: Any, job: str) -> str:
     return _bounded(lambda: client.get_job_status(job), f"ask for {job}").value
-
-
-# Status, logs, stop --------------------------------------------------------------------------------------------------
 
 
 def _status(client: Any, job: str | None) -> None:

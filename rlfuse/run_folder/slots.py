@@ -54,9 +54,6 @@ class Request:
     """Of `drain`: the slot is to work again once it is as fast as the others."""
 
 
-# The command's end ---------------------------------------------------------------------------------------------------
-
-
 def ask(folder: Path, do: str, slot: int, until_well: bool = False, patience: float = ANSWER_S) -> str:
     """Have the run do it; its answer. SlotRefused if it doesn't, or doesn't say."""
     desk, name = folder / FOLDER, uuid.uuid4().hex[:12]
@@ -114,9 +111,6 @@ def read(folder: Path) -> list[SlotState]:
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{path} can't be read ({error}); the run writes it anew when something changes") from error
-
-
-# The run's end -------------------------------------------------------------------------------------------------------
 
 
 def begin(folder: Path) -> None:

@@ -25,18 +25,12 @@ class Unreadable(ValueError):
     """What a reward function returned is no reward. The message says what is."""
 
 
-# What was raised -----------------------------------------------------------------------------------------------------
-
-
 def failure(name: str, error: BaseException, begins: str = "") -> RewardFailure:
     """The failure of a call that raised, or gave what can't be read; `begins`: where the function does."""
     unreadable = isinstance(error, Unreadable)
     said = text(str(error)) if unreadable else headline(error)
     where = begins if unreadable and user_frames(error) is None else user_traceback(error, begins)
     return RewardFailure(name, hidden_text(said)[:LINE_LENGTH], hidden_text(where))
-
-
-# What was returned ---------------------------------------------------------------------------------------------------
 
 
 def number(value: Any, what: str = "a reward") -> float:

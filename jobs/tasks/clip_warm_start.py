@@ -37,7 +37,6 @@ class Watched:
 
     plan: VideoPlan
     asked: list[tuple[Question, VideoPrompt]]
-    """About both ends."""
     pictures: torch.Tensor
     """uint8 [distinct frames, height, width, 3]; squares stand still, so they are few."""
     order: torch.Tensor
@@ -51,7 +50,6 @@ class Demonstrated:
     clip: Watched
     prompt: VideoPrompt
     answer: list[int]
-    """With the end of sequence."""
 
 
 def build_tokenizer(more: Sequence[str] = ()) -> Qwen2Tokenizer:

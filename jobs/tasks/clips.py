@@ -39,20 +39,15 @@ PART_S = 10 / 3
 FRAMES_NEEDED = 20
 """Six parts of which 2 x MARGIN is pause: a twentieth of the clip."""
 FPS = 5
-"""Frames per second of the files: as many as the plan asks for to count."""
 SIDE, SQUARE = 56, 32
-"""Pixels of a frame and of the squares in it."""
 WORDS = ("how many", "which is", "when is", "first", "last", "?", *COLOURS, "to")
 SIGNS = ("[", " second]", ".", *"0123456789")
 """With the words, all that prompts, timestamps and answers are written with: a small model's vocabulary."""
 ENDS, SIDES = {"first": 0, "last": -1}, {"top": 0, "bottom": -1}
 """Events that are asked for by their place, in a clip and in an image."""
 THINK, THOUGHT = "<think>", "</think>"
-"""Around a thought, which may stand before an answer."""
 BLIND = "_blind"
-"""Follows the data source of a question whose clip or image was blanked."""
 FOUND_IOU = 0.5
-"""An event counts as found if the answer overlaps it by so much."""
 
 _ENCODER = {"preset": "ultrafast", "tune": "zerolatency"}
 """Half the time of x264's usual choices; the pictures stand still, so that the files stay small."""
@@ -65,7 +60,6 @@ class Kind(StrEnum):
     ORDER = "order"
     LOCATE = "locate"
     PLACE = "place"
-    """Of an image; all others of a clip."""
 
     @property
     def still(self) -> bool:
@@ -95,7 +89,6 @@ class Clips:
 
     train: int = 64
     val: int = 16
-    """Clips, or images; each has one row for each kind."""
     kinds: tuple[Kind, ...] = (Kind.COUNT, Kind.ORDER, Kind.LOCATE)
     shortest_s: float = 10.0
     longest_s: float = 600.0
@@ -124,11 +117,9 @@ class Event:
     """A square that is shown from `start_s` to `end_s`."""
 
     colour: str
-    """Empty: that of the ground."""
     start_s: float
     end_s: float
     corner: tuple[int, int]
-    """Pixels down and across."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +129,6 @@ class Scene:
     duration_s: float
     events: tuple[Event, ...]
     asked: str
-    """The colour that is counted."""
 
     def count(self, colour: str) -> int:
         return sum(event.colour == colour for event in self.events)

@@ -21,14 +21,12 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 """verl's, word for word, so that rows and results agree with those of its own script."""
 PATIENCE_S = 10
 MADE = {"train": 256, "test": 64}
-"""As many as a step of the ready jobs takes."""
 TESTED_SHARE = 10
 """Of a copy that is one file, one row in so many is for testing."""
 SUFFIXES = (".parquet", ".jsonl", ".json")
 _FINAL = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
 
 Pairs = Mapping[str, Sequence[tuple[str, str]]]
-"""Question and answer of each problem, by split."""
 
 
 class Unreachable(UserError):

@@ -158,7 +158,6 @@ def prepare_gsm8k(root: Path = FOLDERS["gsm8k"], source: Path | None = None) -> 
 
 
 MADE = "made here, not GSM8K"
-"""Where rows came from, in settings.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +167,6 @@ class Task:
     write: Callable[..., PreparedTask]
     what: str
     then: str
-    """What to run next."""
 
 
 TASKS = {
@@ -192,7 +190,6 @@ TASKS = {
         "reward.functions=[rlfuse.rewards.verifiers.numeric:score]",
     ),
 }
-"""By the names of FOLDERS."""
 
 
 def main(argv: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ import torch
 from rich.progress import Progress, TextColumn
 
 IGNORED = -100
-"""Label of positions that carry no loss (PyTorch's default)."""
 
 
 def fit(

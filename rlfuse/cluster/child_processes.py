@@ -17,9 +17,7 @@ import psutil
 
 POOL_WORKER = "pebble_pool_worker"
 POLL_S = 0.002
-"""Between two attempts to get a lock that another process holds, for as long as it reads or writes a message."""
 LOOK_S = 1.0
-"""Seconds between two checks of the workers of a pool; one that is stopped in both is killed and replaced."""
 
 
 class PoolLock:

@@ -45,7 +45,6 @@ class Setting:
     value: str
     why: str
     where: str
-    """Which processes have it."""
 
 
 def worker_settings() -> list[Setting]:

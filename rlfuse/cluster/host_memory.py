@@ -15,7 +15,6 @@ NO_LIMIT = 1 << 60
 """Bytes; version 1 has a number that no host has in the place of none."""
 LEAST_SHARED_MIB = 64
 NO_MEMORY = re.compile(r"can(?:'|no)t allocate memory|out of memory|bad_alloc|MemoryError", re.I)
-"""What the allocators of devices and hosts say."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

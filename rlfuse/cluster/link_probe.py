@@ -22,7 +22,6 @@ from rlfuse.cluster.rank_store import STORE, StoreServer
 from rlfuse.errors import EngineError
 
 SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 25)
-"""Bytes of a message."""
 REPEATS = 5
 """Of each, of which the median counts; one more comes before."""
 ROUND_S = 180.0

@@ -24,7 +24,6 @@ LOOK_S, ANSWER_S, LOOKS = 2.0, 3.0, 3
 HEAD_S = 12.0
 """For the head to accept a connection again; it may be restarting."""
 ENOUGH_OF_AN_ID = 8
-"""Letters; as many are shown."""
 OF_A_JOB = 8
 """Letters of a job's id, with which those of its placement groups end."""
 SHOWN = 200

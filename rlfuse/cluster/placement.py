@@ -45,9 +45,7 @@ from rlfuse.errors import EngineError
 
 LOOPBACK = "127.0.0.1"
 STARTING_S = 10.0
-"""For the slots of a cluster that has just started."""
 JOINING_S = 60.0
-"""For nodes to join a running cluster."""
 PLACING_S = 5.0
 FIRST_NOTICE_S, NOTICE_S = 5.0, 60.0
 """Time until a wait for slots is reported, and between further reports."""
@@ -68,7 +66,6 @@ class Slots:
     """On a CPU host with enough of them: the core of each slot. Its engine and its rank are bound to it, so that a slot
     is a device of its own that changes hands."""
     nodes: tuple[Node, ...] = ()
-    """Each holds as many slots, in order."""
     told: str = ""
 
     @property

@@ -12,7 +12,6 @@ LIBRARY = re.compile(r"(?!.*-packages/rlfuse/).*(site-packages|dist-packages|/li
 """Matches the files of other code than a user's or ours."""
 MOST = 4
 LINES = 4
-"""Of a message, and as many characters as a screen has."""
 WIDEST = 1000
 
 
@@ -21,7 +20,6 @@ class Traceback:
     """One exception that was raised."""
 
     frames: tuple[str, ...]
-    """`File "...", line N, in f` and the line of code below, outermost first."""
     error: str
 
     @property

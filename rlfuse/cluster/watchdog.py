@@ -95,9 +95,7 @@ class _Process:
     started: int
     """As `clock.started`: its id alone may be another process's by now."""
     at: float
-    """Of its last event, epoch seconds; of its start, if it records none."""
     mib: int
-    """It had then in memory; 0: it records none."""
     event: str
     path: Path
     device: str

@@ -27,7 +27,6 @@ class Key:
 
     name: str
     type: str
-    """As annotated in the schema: `int`, `list[str]`, `float | None`."""
     default: Any = dataclasses.field(hash=False)  # lists and dictionaries are defaults too
     about: str
 

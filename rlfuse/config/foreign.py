@@ -18,9 +18,7 @@ class Counterpart:
     origin: str
     keys: tuple[str, ...]
     note: str = ""
-    """How the value changes, or why there is no counterpart."""
     values: Mapping[str, str] = field(default_factory=dict)
-    """The few values that are written otherwise here, as they are typed."""
 
     @property
     def same(self) -> bool:
@@ -127,7 +125,6 @@ VERL_PREFIXES = (
 )
 
 OVERLONG = re.compile(r"\.overlong_buffer(_cfg)?\.(enable|len)$")
-"""A switch and a length in verl, one number here."""
 
 VERL_GROUPS = ("actor_rollout_ref.", "critic.", "reward_model.", "reward.reward_model.", "actor.", "ref.")
 
@@ -140,7 +137,6 @@ VLLM_OPTIONS = {
     "swap_space",
     "disable_log_stats",
 }
-"""Leaves of verl's rollout group that go to vLLM's arguments by name."""
 
 _NO_COUNTERPART = (
     ("DeepSpeed trains always; its sharding is actor.zero_stage", "actor_rollout_ref.actor.strategy critic.strategy"),

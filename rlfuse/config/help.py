@@ -15,7 +15,6 @@ from rlfuse.progress import Console
 
 MARKDOWN = "--markdown"
 COLUMNS = 100
-"""Widest help text; longer lines are tiring to read, and many terminals end here."""
 REFERENCE = """\
 # Keys
 

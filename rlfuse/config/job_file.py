@@ -40,7 +40,6 @@ class JobFile:
     """What a file says."""
 
     content: dict[str, Any]
-    """Its settings without those that have a problem, so that the rest can be checked with them."""
     presets: dict[str, str]
     settings: dict[str, tuple[str, Any]]
     """Key -> place in the file, and value."""

@@ -167,7 +167,6 @@ class Renames:
     names: dict[str, str]
     """Name as given -> key, of those whose name alone differs."""
     told: dict[str, str]
-    """Name as given -> a line for the user about it."""
     problems: dict[str, str]
     """Name as given -> why it can't stand beside the others."""
 

@@ -14,7 +14,6 @@ from huggingface_hub.errors import HFValidationError
 NOT_KEPT = ("auto_map", "quantization_config", "_name_or_path", "transformers_version")
 """Keys of a source that are not true of what is saved, unless transformers saves them."""
 NOISE = ("drop", "jitter")
-"""In the names of probabilities and widths of noise: attn_pdrop, layerdrop, drop_path_rate, router_jitter_noise."""
 
 
 def is_noise(name: str, value: Any) -> bool:

@@ -25,7 +25,6 @@ CALLERS = (
 )
 """Beginnings of the files whose frames only lead into a user's code."""
 TRACEBACK_LENGTH = 20_000
-"""Characters of where an exception was raised."""
 MOST_LINKED = 100
 """Exceptions of a chain or group that are shown. While a longer one is handled, each that is raised walks all of it."""
 

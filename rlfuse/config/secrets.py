@@ -40,7 +40,6 @@ FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 SHORTEST = 8
-"""Shorter values are words that also appear elsewhere."""
 HIDDEN = "***"
 _remembered: set[str] = set()
 

@@ -39,7 +39,6 @@ Then look at its comments, and: rlfuse plan my_job.yaml; rlfuse train my_job.yam
 """
 COLUMNS = 118
 ENTRY = re.compile(r"(?:^|[./])main_\w+(?:\.py)?$")
-"""The program of verl or of one of its recipes: verl.trainer.main_ppo, recipe.dapo.main_dapo."""
 SETTING = re.compile(r"\+{0,2}(\w[\w./@-]*)=(.*)", re.DOTALL)
 REDIRECTION = re.compile(r"[\d&]*[<>]+(&?)")
 GSM8K, OTHER = "rlfuse.rewards.verifiers.numeric:score", "rlfuse.rewards.verifiers.math:score"

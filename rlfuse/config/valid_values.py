@@ -66,7 +66,6 @@ OPEN = ("algorithm.adv_estimator", "algorithm.kl_penalty", "actor.loss_mode", "a
 METRICS = "trainer.metrics"
 FAMILY = "model.video_family"
 VALUES = _NAMED | {key: f"{_NAMED[key]} | {OWN} (your own)" for key in OPEN}
-"""Keys with named values, and all that each may be, in words."""
 
 WHY_NOT = {
     (

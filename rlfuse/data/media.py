@@ -41,7 +41,6 @@ _MAGIC = re.compile(
     rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF|BM|\x1aE\xdf\xa3|FLV|OggS|G@|\0\0\x01\xba|0&\xb2u|.{4}(ftyp|moov|mdat|free)",
     re.DOTALL,
 )
-"""First bytes of images and clips, by which base64 is told from a path."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,7 @@ MODALITIES = {"image": "image", "image_url": "image", "video": "video", "video_u
 """Type of a message part -> modality that it shows."""
 TYPES = {"text", *MODALITIES}
 TOOL = {"type", "function", "name"}
-"""Keys of which the schema of a tool has one."""
 START = 200
-"""Characters in which encoded messages name their first role or type."""
 _ENCODED = re.compile(r"""["']?\[?["']?\{.*?["'](?:role|type)\\?["']:""")
 _CERTAIN = re.compile(r"""["']?\[?["']?\{\\?["'](?:role|content)\\?["']:""")
 """Starts of text that may hold encoded messages or parts, and of text that must; white space removed."""

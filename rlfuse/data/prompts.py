@@ -34,7 +34,6 @@ class LoadReport:
     clips: int = 0
     images: int = 0
     unusable: list[str] = field(default_factory=list)
-    """Rows left out for what they were to show: where they stand, and why."""
 
     def check(self, max_failure_rate: float) -> None:
         """Raise DataError, with the reasons, if no row was kept or the clips or images of too many can't be used."""

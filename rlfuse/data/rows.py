@@ -36,7 +36,6 @@ TRUTHS = ("ground_truth", "answer", "solution")
 PROMPTS = ("prompt", "messages", "conversation", "question", "problem", "instruction", "query", "input", "text")
 """What the column of prompts is called elsewhere, the most likely first."""
 COMPLETIONS = ("chosen", "rejected", "completion", "response")
-"""Columns of messages that are answers."""
 LARGEST, MOST_COMPRESSED = 256 << 20, 1000
 """Bytes of a parquet file's rows; above them, how many each byte of the file may stand for."""
 BATCH = 1000
@@ -56,7 +55,6 @@ class DataRow:
     images: tuple[Media, ...] = ()
     task: TaskKind | None = None
     shows: frozenset[str] = frozenset()
-    """Modalities of its clips, images and message parts, with a file or without."""
     tools: tuple[dict[str, Any], ...] = ()
     is_chat: bool = True
     """False for a string that is the prompt itself, to be tokenised without a chat template."""

@@ -18,7 +18,6 @@ from rlfuse.video.prompt import quoted
 
 KEY = "data.apply_chat_template_kwargs"
 SET_HERE = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents", "kwargs"}
-"""Arguments of transformers' `apply_chat_template` that follow from the row."""
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:

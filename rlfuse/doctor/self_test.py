@@ -26,7 +26,6 @@ LIMIT_S, GRACE_S = 120.0, 5.0
 UNEVEN = 0.7
 """A GPU below this share of the fastest one's speed is told."""
 SIZE = {"cuda": (8192, 256 << 20), "cpu": (256, 4 << 20)}
-"""Rows of a square matrix; bytes of a copy or a sum."""
 STEPS = {
     "gloo": ("GB/s", "GLOO_SOCKET_IFNAME=lo, or the interface between the nodes"),
     "compute": ("TFLOP/s", "look for Xid errors (dmesg, nvidia-smi -q); what else runs there (nvidia-smi)?"),
@@ -34,7 +33,6 @@ STEPS = {
     "ipc": ("GB/s", "this container or virtual machine forbids CUDA IPC: rollout.weight_transfer=shm goes without"),
     "nccl": ("GB/s", "NCCL_DEBUG=INFO rlfuse doctor --self-test shows where; then NCCL_P2P_DISABLE=1, --shm-size=8g"),
 }
-"""What is measured in which unit; what to do where it fails."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,7 @@ from rlfuse.step.executor import Executor, StepContext
 from rlfuse.video.video_model import VideoModel
 
 WRITE_S = 0.5
-"""Between two looks at what has come."""
 LOOKS = 60
-"""Between two times that spans are let go."""
 PURPOSE = "testing"
 
 
@@ -57,7 +55,6 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase
     groups: list[Group]
     reward: RewardPool | None
-    """None: responses alone."""
     video_model: VideoModel | None
 
 

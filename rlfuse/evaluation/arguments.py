@@ -27,7 +27,6 @@ TRAINING = ("data.train_files: `", f"{METRICS}:", *(f"{key}=" for key in (*OPEN,
 OWN = ("rollout.val_kwargs.", "data.val_files=")
 """Settings that an evaluation may have of its own."""
 MADE_OF = ("functions", "weights", "model_path", "model_dtype", "overlong_buffer")
-"""A reward."""
 SEEN = ("sampling", "max_tokens", "levels", "fps_general", "fps_detail", "fps_motion", "task", "frames")
 SEEN += ("tokens_per_frame", "timestamps", "max_image_tokens", "mm_processor_kwargs")
 """Of clips."""

@@ -12,9 +12,7 @@ import numpy as np
 import pandas as pd
 
 ALL = "all"
-"""The row of `agreement` that stands for every data_source."""
 TEXTS = ("step", "id", "group", "data_source", "prompt", "response", "ground_truth")
-"""Columns that are carried along, where the table has them."""
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,7 @@ class Source:
     """One model."""
 
     path: str
-    """What engines load: a folder, or a hub name."""
     step: int = 0
-    """After which it was written; 0 for what no run wrote."""
     run: Path | None = None
 
     @property

@@ -19,7 +19,6 @@ from rlfuse.observe.idle import CAUSES
 
 SCORE, PPO_KL, ZERO_SPREAD = "critic/score/mean", "actor/ppo_kl", "reward/frac_reward_zero_std"
 ENTROPY = ("response/entropy", "actor/entropy")
-"""Of all responses; the actor's is of those that it was trained on."""
 REFERENCE_KL = ("critic/kl", "actor/kl_loss")
 GRADIENTS = ("actor/grad_norm", "critic/grad_norm", "reward_model/grad_norm")
 METRICS = {
@@ -33,7 +32,6 @@ METRICS = {
 }
 """Threshold -> the metrics of a step, of which one at least is needed to check it."""
 MEANT = ("idle/start_up", "idle/drained")
-"""Idle time that nobody has to be called for."""
 WINDOW = 5
 """Steps over which reward, entropy, spread and idle time are averaged."""
 REMEMBERED = 20
@@ -61,7 +59,6 @@ class Alert:
 
     title: str
     text: str
-    """What was seen, against which threshold, and what usually helps."""
 
 
 class Alerts:

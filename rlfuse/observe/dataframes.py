@@ -12,7 +12,6 @@ from rlfuse.run_folder.reader import RunError, open_run
 from rlfuse.samples import prompt_of
 
 PART = "rewards/"
-"""In front of the names of a reward's parts, as in metrics.jsonl."""
 
 
 def samples(run: str | Path) -> pd.DataFrame:

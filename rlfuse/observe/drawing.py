@@ -26,9 +26,7 @@ from threading import Thread, Timer
 from typing import Any
 
 DRAWING_S = 120.0
-"""For one picture, on a machine whose cores are busy with the run."""
 ENDED_S = 10.0
-"""For the end of the process to be noticed."""
 MOST = 8
 ENDED = "the run ended first"
 

@@ -21,7 +21,6 @@ from itertools import pairwise
 from rlfuse.events import Span
 
 Intervals = list[tuple[float, float]]
-"""Ascending and disjoint, in seconds."""
 
 WORK = {
     "decode": "generate",
@@ -51,7 +50,6 @@ WORKS = {
     "save_checkpoint": "saving a checkpoint",
     "reward": "scoring by reward functions",
 }
-"""What slots are busy with, in words for people."""
 CAUSES = {
     "tail": "waiting for the longest responses",
     "imbalance": "waiting for slots that still score or train",
@@ -65,7 +63,6 @@ CAUSES = {
     "controller": "waiting for the driver (advantages, decisions, logging)",
     "start_up": "starting up",
 }
-"""Why slots are idle, in words for people."""
 CALLS = ("gen", "old_log_prob", "ref", "values", "update_actor", "update_critic")
 """The driver's spans around work that it asked slots for."""
 

@@ -55,21 +55,17 @@ class View:
 
     name: str
     step: int
-    """The last one finished."""
     total: int
     gone_s: float
     left_s: float | None
-    """None before the first step has ended."""
     phase: str
     stages: Sequence[Stage]
     slots: Sequence[tuple[str, int]]
     """(what it does, samples on its engine)."""
     in_flight: int
     rewards: Sequence[float]
-    """Mean of each step."""
     figures: Mapping[str, str]
     starting: Sequence[tuple[str, float]] = ()
-    """What starts, and for how many seconds so far."""
 
 
 def read_board(board: Board | None, spans: Iterable[Span]) -> tuple[str, list[Stage], list[tuple[str, int]], int]:

@@ -51,9 +51,7 @@ class MetricLog:
         self.journal, self.samples, self.loggers, self.drawing = journal, samples, loggers, drawing
         self._own_metrics = own_metrics
         self.facts: Mapping[str, Any] = {}
-        """Of the engines, once they stand."""
         self.epoch: Callable[[], int] = lambda: 0
-        """How often the data was passed, once there are some."""
         self._accounted = journal.began  # no second between is left out
         self._notes: dict[str, list[float]] = defaultdict(list)
         self._file = StepFile(folder / "metrics.jsonl", after=start or -1)

@@ -30,7 +30,6 @@ from rlfuse.progress import timed
 from rlfuse.protocols import Recorded
 
 DRAWN_S = 60.0
-"""For pictures that are not drawn yet when a run ends."""
 
 
 class RunLog:

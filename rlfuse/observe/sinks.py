@@ -19,12 +19,9 @@ from rlfuse.observe.alerts import Alert
 from rlfuse.observe.tracking import FAILURE
 
 Row = dict[str, Any]
-"""As `tracking.sample_row` makes them."""
 AXIS = "training/global_step"
 SAMPLES, VALIDATION = "samples", "val/generations"
-"""Names of tables."""
 INIT_S = 60.0
-"""For wandb's server to accept a run."""
 SHOWN = 32
 """Failed rewards that a sink is told of at a time; the run folder's file has all."""
 

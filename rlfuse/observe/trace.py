@@ -24,7 +24,6 @@ STEPS = 50
 """Steps of a trace where nobody says which: a few hundred events each, and viewers slow down beyond a million."""
 NAMED_SAMPLES = 8
 DRIVER, REWARDS, FIRST_SLOT = 1, 2, 10
-"""Process numbers."""
 Event = dict[str, Any]
 
 
@@ -36,7 +35,6 @@ class Slice:
     pid: int
     tid: int
     start: int
-    """Microseconds."""
     end: int
     """At least one later: slices without length can't be seen, nor hold an arrow."""
 

@@ -35,9 +35,7 @@ def last_validation(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 FAILURE = ("sample", "data_source", "function", "message", "traceback", "prompt", "response")
-"""What is kept of a failure."""
 LONGEST = 20_000
-"""Characters of a text in the file."""
 
 
 def failure_row(sample: Sample, failure: RewardFailure) -> dict[str, str]:

@@ -25,9 +25,7 @@ from rlfuse.run_folder.reader import check_files, open_run, reading
 from rlfuse.run_folder.status import Status
 
 LATE_S = 10.0
-"""Without a sign of life for so long, its age is shown."""
 STEPS = 5
-"""Lines of steps that are over already."""
 
 
 def main(argv: Sequence[str]) -> None:

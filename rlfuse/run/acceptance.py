@@ -34,7 +34,6 @@ from rlfuse.run_folder.reader import RunFolder, check_files, reading
 
 WHERE = ("trainer.project_name", "trainer.experiment_name", "trainer.job_name", "trainer.default_local_dir",
          "trainer.resume_mode")  # fmt: skip
-"""What says where a run is; a folder that was moved is the same run."""
 LENGTH = ("trainer.total_training_steps", "trainer.total_epochs")
 
 

@@ -39,9 +39,7 @@ from rlfuse.video.store import CacheSettings
 from rlfuse.video.video_model import VideoModel
 
 IMAGES = ".images"
-"""Where they are kept that rows bring as bytes: beside all runs."""
 LEFT_CPU = 0.5
-"""Of a node without slots: those that move there take a little of it."""
 
 
 def with_transfer(config: Config, device: str) -> Config:

@@ -47,9 +47,7 @@ class Job:
     """What that checkpoint holds beside the models; `step` always."""
     started: float
     faults: Counter[str] = field(default_factory=Counter)
-    """What was lost and replaced since then, as `rlfuse.observe.journal` counts it."""
     began: float = field(default_factory=clock.now)
-    """The same moment by the clock that measures durations."""
     restart: Span | None = None
     """From the loss of a worker to this attempt, if it is not the first."""
     resumed_after: int = 0

@@ -21,7 +21,6 @@ from rlfuse.run_folder.checkpoints import MARKER
 
 PARTIAL = re.compile(r"global_step_\d+(\.partial)?")
 ASIDE = re.compile(r"\..+\.part")
-"""What `files.write_whole` writes before it renames."""
 UNKNOWN_S = 3600.0
 """A run without a status may live if it has written something since."""
 

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from rlfuse.run.leftovers import Leftover
 
 MARKS = (status.FILE, "metrics.jsonl")
-"""A folder with one of them is a run's."""
 DEEPEST = 4
 END = 4 << 20
 """Bytes of metrics.jsonl that are searched for the last validation."""
@@ -81,13 +80,11 @@ class Run:
     """Of all its processes: each until its end, or its last sign of life."""
     started: float | None = None
     heard: float = 0.0
-    """Its last sign of life, epoch seconds."""
     size: int = 0
     checkpoints: int = 0
     """Bytes, which `size` leaves out."""
     sweep: str = ""
     error: str = ""
-    """Of a run that failed or was stopped; in JSON only."""
     problems: list[str] = field(default_factory=list)
 
 

@@ -40,7 +40,6 @@ from rlfuse.video.video_model import VideoModel
 
 SHOWN = 10
 TOKEN_BYTES = 8
-"""A finished sample holds its token and the engine's log-prob of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

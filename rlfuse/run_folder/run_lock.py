@@ -23,7 +23,6 @@ from rlfuse.parsing import parse_json
 
 FILE = "driver.lock"
 SIGNS = ("live.json", "metrics.jsonl", "events.jsonl", "status.json")
-"""Files that a running job writes to."""
 BEAT_S = 1.0
 SILENT_S = 20.0
 """Without a write for this long, a driver that cannot be examined has ended."""

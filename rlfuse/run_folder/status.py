@@ -34,9 +34,7 @@ class Status:
     command: str
     """As it was typed, secrets hidden; empty where a program called."""
     commit: str
-    """Of the working folder; empty outside a repository, with `+` behind it where files differ."""
     sweep: str
-    """The group of its sweep; empty for a single run."""
     host: str
     pid: int
     started: float
@@ -45,7 +43,6 @@ class Status:
     error: str = ""
     earlier_s: float = 0.0
     label: str = ""
-    """Of the steps before the checkpoint that this process resumed from."""
 
     def seconds(self, heard: float) -> float:
         """Of all processes of the run so far; `heard`: the `last_sign` of one that could not say how it ended."""

@@ -22,7 +22,6 @@ class ClipFacts:
     """What is known of a clip before it is decoded."""
 
     duration_s: float
-    """From the first frame's appearance to the last one's end."""
     fps: float
     """Of the source; the average where the rate varies."""
     height: int
@@ -34,7 +33,6 @@ class ClipFacts:
     `STILL_S` on average, else of those that do."""
     start_s: float = 0.0
     is_list: bool = False
-    """Its row lists its frames: all are shown unless its settings say otherwise."""
 
     def __post_init__(self) -> None:
         for name in ("duration_s", "fps"):

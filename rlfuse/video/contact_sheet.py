@@ -22,9 +22,7 @@ from rlfuse.video.plan import VideoPlan
 MOST_FRAMES = 640
 GRID = (1120, 760)
 THUMB = range(60, 281)
-"""Pixels of a thumbnail's width: at the least a time can be read below it."""
 PANEL, ANSWER = 420, 250
-"""Pixels of the width of the text beside the frames, and at the least of an answer below them."""
 MOST_ANSWERS = 32
 TALLEST = 1200
 GAP, MARGIN, LABEL = 6, 24, 15

@@ -117,7 +117,6 @@ class DecodePool:
 
     workers: int = 1
     timeout_s: float = 60.0
-    """For one clip, or the part of one that is asked for."""
     max_clips: int = 4
     max_bytes: int = 1 << 30
     _pool: ProcessPool | None = field(default=None, init=False, repr=False, compare=False)

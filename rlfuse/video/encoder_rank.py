@@ -41,7 +41,6 @@ class EncoderSettings:
     dtype: str = "float32"
     """The tower computes in it; embeddings are stored as bf16 in any case."""
     step: int = 1
-    """Temporal patches that run at a time, see `TowerShape.step`."""
     block_bytes: int = 64 << 20
     decode_timeout_s: float = 300.0
     """For one block: a backstop for decoders that don't bound themselves (`DecodePool` does)."""
@@ -80,7 +79,6 @@ class Part:
     frames: Frames
     target: str
     row: int
-    """Of the file, where the first frame's tokens go."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,6 @@ class _Job:
     home: str = ""
     target: str = ""
     reserved: set[tuple[str, str]] = field(default_factory=set)
-    """(memory, key) of entries begun and not finished: its own, and one for each part encoded away from home."""
     left: int = 0
     executed: int = 0
     outcome: Embedding | ClipFailure | None = None

@@ -65,7 +65,6 @@ class ClipSettings(ImageSettings):
     """Of a clip."""
 
     total_pixels: int | None = None
-    """Of all pairs of frames."""
     video_start: float | None = None
     """Seconds; what lies outside of the clip is cut off."""
     video_end: float | None = None
@@ -74,7 +73,6 @@ class ClipSettings(ImageSettings):
     min_frames: int | None = None
     max_frames: int | None = None
     sample_fps: float | None = None
-    """Rate of a clip that is a list of frames."""
     SIZES: ClassVar[tuple[str, ...]] = (*ImageSettings.SIZES, "total_pixels")
 
     def __post_init__(self) -> None:

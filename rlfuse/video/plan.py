@@ -157,9 +157,7 @@ class VideoPlan:
     """Seconds. A time names the frame that is on the screen then."""
     height: int
     width: int
-    """Pixels that every frame is resized to; multiples of `geometry.cell`."""
     fps: float
-    """Frames per second, as sampled; on average where the clip's own rate varies."""
     level: int
     geometry: Geometry = field(default_factory=Geometry)
     timestamps: Timestamps | None = SEED_TIMES

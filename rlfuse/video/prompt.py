@@ -27,7 +27,6 @@ class VisualTokens:
     """A model's tokens that stand for embeddings, as its vocabulary spells them."""
 
     video: str
-    """Repeated once for every visual token of a clip, for instance `<|video_pad|>`."""
     image: str
 
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -40,9 +39,7 @@ class VideoPrompt:
     """Token ids and where among them each plan's embeddings go."""
 
     token_ids: np.ndarray
-    """int32 [prompt tokens]."""
     positions: tuple[np.ndarray, ...]
-    """int32 [visual tokens] for each plan, rising."""
     spans: tuple[tuple[int, int], ...] = ()
     """For each plan the first and last (exclusive) token that belongs to it: visual tokens, timestamps, frame."""
 

@@ -32,7 +32,6 @@ class Load:
 
     units: int
     unit_cost: int
-    """Of each: all frames of a clip have one size."""
 
     def __post_init__(self):
         if self.units < 1 or self.unit_cost < 1:

@@ -18,7 +18,6 @@ from rlfuse.samples import Group, Prompt, Visual
 from rlfuse.video.encoding import Clip, ClipFailure, SequenceParallelEncoder
 
 AHEAD = "what comes next"
-"""Who holds what is encoded before it is asked for."""
 
 
 class StepClips:

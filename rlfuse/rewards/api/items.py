@@ -23,7 +23,6 @@ class UnknownTokens(Sequence[int]):
     """Tokens that were not kept: ValueError on access, so that none counts as length 0."""
 
     count: int | None = None
-    """How many there were, where at least that is known."""
 
     def __len__(self) -> int:
         if self.count is None:
@@ -85,7 +84,6 @@ class Score:
     """None: the function does not apply to this item."""
     extras: dict[str, float] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    """What the function wants logged and is no finite number."""
 
 
 Outcome = Score | RewardFailure

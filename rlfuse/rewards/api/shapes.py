@@ -67,10 +67,8 @@ class RewardFunction:
     source: str | Callable[..., Any]
     """Where another process loads it from: absolute path or module with `:function`, URL, or the callable itself."""
     named: dict[str, bool]
-    """Its parameters by name; True where it has no default."""
     takes_all: bool
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments given to it at each call, whatever columns there are."""
     made_by: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class or factory at `source` that made it."""
     start: Callable[[], None] | None = None

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from rlfuse.video.video_model import VideoModel
 
 KEPT_BYTES = 1 << 30
-"""Of embeddings that were made here; the latest stay."""
 BLOCK_BYTES = 64 << 20
 TOKENS_SHOWN = 1 << 16
 """Visual tokens of samples that are asked about together: of 3,584 features, half a GB in each copy."""

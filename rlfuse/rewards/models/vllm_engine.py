@@ -32,7 +32,6 @@ class EngineSettings:
     kv_cache_memory_mb: int = 256
     trust_remote_code: bool = False
     engine_kwargs: str = "{}"
-    """More of vLLM's EngineArgs, as JSON; they have the last word."""
     pooling: bool = False
 
 

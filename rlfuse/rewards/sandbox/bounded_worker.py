@@ -12,7 +12,6 @@ from rlfuse.rewards.sandbox.messages import receive, send
 
 MEMORY_BYTES = 2 * 2**30
 CPU_S = 24 * 3600
-"""Of a whole process; each call has its timer."""
 TEXT = 300
 USED_UP = 76
 """Exit status of a process that ran out of memory in a later call than its first: earlier ones may hold it."""

@@ -48,12 +48,10 @@ class Limits:
     total_s: float = 20.0
     """For all tests of one response; what is not done by then has failed. Keep reward.timeout_s above it."""
     memory_mb: int = 1024
-    """Address space."""
     file_mb: int = 16
     """Of one file, and half of what files may hold altogether, those without a name included. What is written between
     two looks, 10 ms apart on a machine that is not overloaded, comes on top."""
     output_kb: int = 1024
-    """Of standard output, or of a returned value."""
     demand_isolation: bool = False
     """Refuse to run code where the kernel can't isolate it fully."""
 
@@ -82,7 +80,6 @@ class Report:
 
     outcomes: list[Outcome]
     missing: str
-    """What isolation lacked; "" where it was full."""
 
 
 def run_code(

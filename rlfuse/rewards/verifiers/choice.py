@@ -28,7 +28,6 @@ from rlfuse.rewards.verifiers.answers import (
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _MAX_CHARS = 1_000
-"""Longer boxes, announcements and lines are cut; an option's text is compared in full."""
 
 _LEADING = re.compile(
     r"""(?:(?:the|it['\u2019]s|it|that|this|is|must|be|would|most|likely|definitely|clearly|correct|right|best|final|my|

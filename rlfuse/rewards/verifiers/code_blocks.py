@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 _FENCE = re.compile(
     r"(?P<prefix>[ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*)(?P<ticks>`{3,}(?=[^`]*$)|~{3,})[ \t]*(?P<info>.*)"
 )
-"""A line that opens or closes a block, also in a list or a quotation."""
 _LATE_FENCE = re.compile(r"(?<!`)(?P<ticks>`{3,})[ \t]*(?P<info>\w+)[ \t]*$")
 """An opening fence behind other text: `Code: ```python`."""
 _LANGUAGE = re.compile(r"\{?[ \t]*\.?([\w+#.-]+)")

@@ -42,7 +42,6 @@ class Tests:
 
     kind: Kind
     given: list[Any]
-    """Of each test what `run_code` takes."""
     expected: list[Any]
     fn_name: str | None = None
     setup: str = ""

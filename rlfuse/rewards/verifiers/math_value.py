@@ -19,7 +19,6 @@ MAX_BITS = 10_000
 MAX_FACTORIAL = 1_000
 DIGITS = 60
 POINTS = 6
-"""Values of the variables at which expressions are compared."""
 _LOST, _CANCELLED = 10**30, Fraction(1, 10**45)
 
 _context = mpmath.mp.clone()

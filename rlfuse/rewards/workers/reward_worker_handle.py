@@ -35,11 +35,9 @@ class Call:
     positions: list[int]
     limit_s: float
     timeout_s: float
-    """The limit as the user set it."""
     batched: bool
     seconds: float = field(default=0.0, init=False)
     awaited: bool = field(default=False, init=False)
-    """The function returns awaitables, as the worker found."""
     repeated: bool = False
     answer: asyncio.Future[list[Outcome]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future(), init=False

@@ -59,7 +59,6 @@ class VideoFamily(torch.nn.Module, ABC):
 
     whole: ClassVar[type[PreTrainedModel]]
     prefixes: ClassVar[tuple[str, ...]]
-    """What the names of the tower's tensors begin with in a checkpoint, a leading `model.` aside."""
     merge: ClassVar[int] = 2
     temporal_patch: ClassVar[int] = 1
     """Frames of a unit: no attention crosses its bounds."""
@@ -146,7 +145,6 @@ class VideoFamily(torch.nn.Module, ABC):
 TEXT_PARTS = ("qwen2", "qwen3", "llama")
 """Types of text models to which a visual token is what text is."""
 FAMILIES: dict[str, type[VideoFamily]] = {}
-"""By `model_type`."""
 
 
 def video_family(model_type: str) -> Callable[[type[VideoFamily]], type[VideoFamily]]:

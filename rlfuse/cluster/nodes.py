@@ -57,12 +57,7 @@ def device_of(setting: str, nodes: Sequence[Node]) -> tuple[str, str]:
 
 
 def choose(
-    nodes: Sequence[Node],
-    count: int,
-    slots: int,
-    bundle: Mapping[str, float],
-    driver: str,
-    order: Sequence[str] = (),
+    nodes: Sequence[Node], count: int, slots: int, bundle: Mapping[str, float], driver: str, order: Sequence[str] = ()
 ) -> list[Node] | None:
     """Return `count` nodes with room for `slots` bundles each, preferring `order` and the driver's; None if too few."""
     roomy = [node for node in nodes if all(node.free.get(name, 0) >= slots * need for name, need in bundle.items())]

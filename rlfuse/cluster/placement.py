@@ -29,16 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlfuse.cluster import cuda, fork_server, forked_worker, scratch, watchdog
 from rlfuse.cluster.child_processes import preserve_sigterm, restore_child_signals
 from rlfuse.cluster.joining import join_ray, protected_token, without_pages, without_shadowing
-from rlfuse.cluster.nodes import (
-    Node,
-    alive_nodes,
-    answering_nodes,
-    choose,
-    device_of,
-    from_head,
-    holders,
-    this_node_id,
-)
+from rlfuse.cluster.nodes import Node, alive_nodes, answering_nodes, choose, device_of, from_head, holders, this_node_id
 from rlfuse.cluster.worker_environment import QUIET, clear_launcher_variables, job_environment, worker_environment
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError

@@ -90,9 +90,7 @@ _VERL = (
 """(key here, note, verl names whose counterpart no rule finds)."""
 VERL = {name: (key, note) for key, note, names in _VERL for name in names.split()}
 
-VERL_VALUES = {
-    "actor_rollout_ref.actor.tis_imp_ratio_cap": {"-1": "null"},
-}
+VERL_VALUES = {"actor_rollout_ref.actor.tis_imp_ratio_cap": {"-1": "null"}}
 """verl name -> its values that are written otherwise here; all others mean the same."""
 
 VERL_LEAVES = {
@@ -105,7 +103,7 @@ VERL_LEAVES = {
 """Leaves that mean the same in several groups of verl."""
 
 SAME_NAME = {
-    "trainer.default_local_dir": "here PROJECT/EXPERIMENT is made below it, in verl it is the run's own folder",
+    "trainer.default_local_dir": "here PROJECT/EXPERIMENT is made below it, in verl it is the run's own folder"
 }
 """Keys that verl has too, and what else it means by them."""
 
@@ -225,10 +223,7 @@ TRL = {
 
 OPENRLHF = {
     "init_kl_coef": ("algorithm.kl_ctrl.kl_coef", "with algorithm.use_kl_in_reward=true"),
-    "kl_target": (
-        "algorithm.kl_ctrl.target_kl",
-        "with algorithm.kl_ctrl.type=adaptive",
-    ),
+    "kl_target": ("algorithm.kl_ctrl.target_kl", "with algorithm.kl_ctrl.type=adaptive"),
     "kl_estimator": ("algorithm.kl_penalty", ""),
     "pretrain": ("model.path", ""),
     "reward_pretrain": ("reward.model_path", ""),

@@ -27,15 +27,7 @@ from rlfuse.video.compression import compressed
 from rlfuse.video.decode_pool import Clip, DecodePool
 from rlfuse.video.frame_list import SUFFIX, packed
 from rlfuse.video.images import ImageFacts, plan_image
-from rlfuse.video.plan import (
-    ClipFacts,
-    FixedSampling,
-    Geometry,
-    Sampling,
-    SeedSampling,
-    VideoPlan,
-    plan_video,
-)
+from rlfuse.video.plan import ClipFacts, FixedSampling, Geometry, Sampling, SeedSampling, VideoPlan, plan_video
 from rlfuse.video.processor_sampling import PixelBounds, ProcessorSampling
 from rlfuse.video.timestamps import SEED_TIMES
 from rlfuse.video.towers import Pixels
@@ -80,12 +72,7 @@ class ClipReader:
     """`look_at` rows, then `assemble` each. `images`: the folder for images that rows bring as bytes."""
 
     def __init__(
-        self,
-        model: VideoModel,
-        video: VideoConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        workers: int,
-        images: Path,
+        self, model: VideoModel, video: VideoConfig, tokenizer: PreTrainedTokenizerBase, workers: int, images: Path
     ):
         self._model, self._video, self._tokenizer = model, video, tokenizer
         self.max_failure_rate = video.max_failure_rate

@@ -20,11 +20,7 @@ class Journal:
     """Usable from the first line of a run; `attach` gives it the engines once they stand."""
 
     def __init__(
-        self,
-        folder: Path,
-        faults: Counter[str],
-        gc_freq: int = 0,
-        check_folder: Callable[[], None] = lambda: None,
+        self, folder: Path, faults: Counter[str], gc_freq: int = 0, check_folder: Callable[[], None] = lambda: None
     ):
         """`faults`: counts of earlier attempts. `check_folder` raises if the folder was removed or taken over."""
         self._check_folder = check_folder

@@ -282,11 +282,7 @@ class _Processes:
     def __init__(self, source: Source, workers: int, memory_mb: int | None):
         self.source, self._workers = source, workers
         self._start = partial(
-            ProcessPool,
-            workers,
-            initializer=_begin,
-            initargs=(source, memory_mb),
-            context=PoolContext(),
+            ProcessPool, workers, initializer=_begin, initargs=(source, memory_mb), context=PoolContext()
         )
         self.pool, self.ended = self._start(), threading.Event()
         kill_stopped_workers(self.ended)

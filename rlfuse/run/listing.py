@@ -40,19 +40,7 @@ DEEPEST = 4
 END = 4 << 20
 """Bytes of metrics.jsonl that are searched for the last validation."""
 REWARDS = ("critic/score/mean", "reward_model/acc")
-COLUMNS = (
-    "run",
-    "state",
-    "step",
-    "reward",
-    "held out",
-    "label",
-    "time",
-    "started",
-    "size",
-    "checkpoints",
-    "sweep",
-)
+COLUMNS = ("run", "state", "step", "reward", "held out", "label", "time", "started", "size", "checkpoints", "sweep")
 WHOLE = ("step", "reward", "held out", "label", "time", "size")
 NUMBERS = ("step", "reward", "held out", "time", "size", "checkpoints")
 SHOWN = 5

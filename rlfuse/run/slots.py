@@ -30,9 +30,7 @@ def main(argv: Sequence[str]) -> None:
     """List, or ask the run for a change. RunError where none goes on, SlotRefused where the run can't do it."""
     do = argv[0] if argv and argv[0] in ("drain", "restore", "leave") else ""
     parser = argparse.ArgumentParser(
-        prog=f"rlfuse slots {do}".rstrip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=HELP,
+        prog=f"rlfuse slots {do}".rstrip(), formatter_class=argparse.RawDescriptionHelpFormatter, description=HELP
     )
     if do:
         parser.add_argument("slot", type=int, metavar="SLOT", help="its number, as rlfuse slots lists it")

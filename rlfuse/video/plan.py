@@ -93,11 +93,9 @@ class SeedSampling:
                 raise ValueError(f"SeedSampling.fps_{kind}: got {self.fps(kind)}; valid is a finite number above 0")
 
     def fps(self, task: TaskKind) -> float:
-        return {
-            TaskKind.GENERAL: self.fps_general,
-            TaskKind.DETAIL: self.fps_detail,
-            TaskKind.MOTION: self.fps_motion,
-        }[task]
+        return {TaskKind.GENERAL: self.fps_general, TaskKind.DETAIL: self.fps_detail, TaskKind.MOTION: self.fps_motion}[
+            task
+        ]
 
     def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> Choice:
         most = {level: self.budget // level * geometry.temporal_patch for level in self.levels}

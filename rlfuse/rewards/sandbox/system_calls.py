@@ -189,6 +189,6 @@ CONDITIONAL: dict[str, tuple[str, Condition]] = {
 """Call, with what of it is allowed and the condition; otherwise EPERM."""
 
 ABSENT = {
-    "flags in memory, which no filter sees; C libraries use clone and openat where there is none": "clone3 openat2",
+    "flags in memory, which no filter sees; C libraries use clone and openat where there is none": "clone3 openat2"
 }
 """Family and its calls, which answer ENOSYS."""

@@ -46,7 +46,7 @@ _SECOND = re.compile(
     r"|\s?(?:option\s)?[(\[]?[B-HJ-Z](?:[)\].:;]|$)"
 )
 _RETRACTED = re.compile(
-    r"\b(?i:wait|no[,.]|but|actually|instead|rather|however|sorry)(?!\w)[^\n]{0,60}?(?<!\w)[(\[]?[A-Z](?=[)\].:,;\s]|$)",
+    r"\b(?i:wait|no[,.]|but|actually|instead|rather|however|sorry)(?!\w)[^\n]{0,60}?(?<!\w)[(\[]?[A-Z](?=[)\].:,;\s]|$)"
 )
 _LISTED = re.compile(r"\W{0,4}([A-Z])\s?[).:]\s")
 _NAMED = re.compile(r"(?<!\w)[A-Z](?!\w)")

@@ -38,10 +38,7 @@ _CLAUSE_END = re.compile(r"[.!]\s{1,4}(?=[A-Z])|[,;]?\s(?:because|since|which|wh
 
 @answer_only
 def score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: str | float,
-    extra_info: dict[str, Any] | None = None,
+    data_source: str, solution_str: str, ground_truth: str | float, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """1 if the answer equals the true expression."""
     truth = _true_expression(ground_truth)

@@ -26,7 +26,6 @@ from rlfuse.video.towers import Tower
 from rlfuse.video.video_model import VideoModel
 
 VISUAL = VisualTokens(VIDEO, IMAGE)
-
 LIKE = {"green": "blue", "blue": "green", "red": "yellow", "yellow": "red"}
 """What the writer of demonstrations takes for what."""
 

@@ -48,7 +48,6 @@ ENDS, SIDES = {"first": 0, "last": -1}, {"top": 0, "bottom": -1}
 THINK, THOUGHT = "<think>", "</think>"
 BLIND = "_blind"
 FOUND_IOU = 0.5
-
 _ENCODER = {"preset": "ultrafast", "tune": "zerolatency"}
 """Half the time of x264's usual choices; the pictures stand still, so that the files stay small."""
 

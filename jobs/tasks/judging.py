@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from rlfuse.tasks.preferences import answers
-from rlfuse.tasks.remainder import DATA_SOURCE, Problem, compute_score, draw_problem, draw_problems, verl_row
+from rlfuse.tasks.preferences import answers, truth
+from rlfuse.tasks.remainder import draw_problem, draw_problems, verl_row
 from rlfuse.tasks.settings import JudgeTraining, Rows, WarmStart
 from rlfuse.tasks.supervised import fit, one_thread_and_seed, with_progress
 from rlfuse.tasks.vocabulary import build_tokenizer
@@ -40,7 +40,7 @@ def compare_rows(count: int, seed: int) -> list[dict[str, Any]]:
     while len(rows) < count:
         problem = draw_problem(rng, held_out=True)
         response, reference = answers(problem, rng)
-        if (right := _truth(problem, response)) != _truth(problem, reference):
+        if (right := truth(problem, response)) != truth(problem, reference):
             rows.append(verl_row(problem, len(rows)) | {"response": response, REFERENCE: reference, "right": right})
     return rows
 
@@ -101,13 +101,9 @@ def _pair(settings: JudgeTraining, rng: np.random.Generator) -> tuple[str, int]:
     """Return (prompt of the judge, 0 for A and 1 for B); a tie is decided at random."""
     problem = draw_problem(rng, held_out=False)
     better, worse = answers(problem, rng)
-    gap = _truth(problem, better) - _truth(problem, worse)
+    gap = truth(problem, better) - truth(problem, worse)
     if gap < 0 or (gap == 0 and rng.random() < 0.5):
         better, worse = worse, better
     label = int(rng.random() >= settings.first)
     a, b = (better, worse) if label == 0 else (worse, better)
     return f" {TEMPLATE.format(prompt=problem.prompt, a=a, b=b)}", label
-
-
-def _truth(problem: Problem, answer: str) -> float:
-    return compute_score(DATA_SOURCE, answer, problem.answer)["score"]

@@ -31,7 +31,7 @@ def answers(problem: Problem, rng: np.random.Generator) -> tuple[str, str]:
 
 def prefers_first(problem: Problem, first: str, second: str, labeller: Labeller, rng: np.random.Generator) -> bool:
     """What the labeller says of two answers."""
-    odds = labeller.certainty * (_truth(problem, first) - _truth(problem, second))
+    odds = labeller.certainty * (truth(problem, first) - truth(problem, second))
     odds += labeller.per_step * (first.count("=") - second.count("="))
     return rng.random() < 1 / (1 + math.exp(-odds))
 
@@ -44,7 +44,7 @@ def preference_row(problem: Problem, labeller: Labeller, rng: np.random.Generato
         "prompt": [{"role": "user", "content": problem.prompt}],
         "chosen": [{"role": "assistant", "content": chosen}],
         "rejected": [{"role": "assistant", "content": rejected}],
-        "true_scores": [_truth(problem, chosen), _truth(problem, rejected)],
+        "true_scores": [truth(problem, chosen), truth(problem, rejected)],
     } | ({"dimension": labeller.dimension} if labeller.dimension else {})
 
 
@@ -60,7 +60,8 @@ def write_preferences(folder: Path, *labellers: Labeller) -> None:
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
 
 
-def _truth(problem: Problem, answer: str) -> float:
+def truth(problem: Problem, answer: str) -> float:
+    """Return the score of an answer by the task's rule."""
     return compute_score(DATA_SOURCE, answer, problem.answer)["score"]
 
 

@@ -120,11 +120,6 @@ def train(
 
 def warm_start(folder: Path, settings: WarmStart) -> list[float]:
     """Train the model and save it with its tokenizer into `folder`; returns the loss of every step."""
-    if settings.hidden_size % 64 or settings.hidden_size < 64 or settings.layers < 1 or settings.steps < 1:
-        raise ValueError(
-            f"WarmStart: got hidden_size={settings.hidden_size}, layers={settings.layers}, steps={settings.steps}; "
-            "valid are a multiple of 64, and 1 or more layers and steps. Change the setting that is out of range."
-        )
     with one_thread_and_seed(settings.seed):
         tokenizer = build_tokenizer()
         model = build_model(settings, tokenizer)

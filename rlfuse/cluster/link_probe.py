@@ -25,7 +25,6 @@ SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 25)
 REPEATS = 5
 """Of each, of which the median counts; one more comes before."""
 ROUND_S = 180.0
-
 Link = tuple[float, float]
 """Seconds until the first byte, bytes per second."""
 

@@ -48,7 +48,6 @@ from rlfuse.config.secrets import remember
 from rlfuse.errors import ConfigError
 
 CONF = (Path(__file__).resolve().parents[1] / "conf").resolve()
-
 MOST_TEXT = 10_000_000
 _REFERENCES = re.compile(r"\$\{(\.*)([\w.\[\]-]+)\}")
 

@@ -89,7 +89,6 @@ _VERL = (
 )  # fmt: skip
 """(key here, note, verl names whose counterpart no rule finds)."""
 VERL = {name: (key, note) for key, note, names in _VERL for name in names.split()}
-
 VERL_VALUES = {"actor_rollout_ref.actor.tis_imp_ratio_cap": {"-1": "null"}}
 """verl name -> its values that are written otherwise here; all others mean the same."""
 
@@ -123,7 +122,6 @@ VERL_PREFIXES = (
 )
 
 OVERLONG = re.compile(r"\.overlong_buffer(_cfg)?\.(enable|len)$")
-
 VERL_GROUPS = ("actor_rollout_ref.", "critic.", "reward_model.", "reward.reward_model.", "actor.", "ref.")
 
 VLLM_OPTIONS = {

@@ -24,13 +24,9 @@ from rlfuse.errors import ConfigError
 from rlfuse.parsing import parse_yaml
 
 NAME = "given"
-
 SWEPT = "hydra.sweeper.params"
-
 LARGEST_FILE = 1 << 20
-
 MOST_SETTINGS = 2000
-
 BASES = ("config", "schema", "_self_")
 """Entries of a Hydra defaults list that a job file has without asking."""
 

@@ -21,7 +21,6 @@ from rlfuse.config.schema import Config
 
 DEFAULT_PRESETS = {"algorithm": "ppo", "fusion": "adaptive", "experiment": "null"}
 PRESET_GROUPS = tuple(DEFAULT_PRESETS)
-
 ALL_KEYS = "`rlfuse train --help` lists every key"
 
 

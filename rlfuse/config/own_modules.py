@@ -27,7 +27,6 @@ __path__: list[str] = []
 """Makes this a package, whose modules `Finder` finds."""
 
 _executed: dict[Path, tuple[ModuleType, bytes]] = {}
-
 _started = psutil.Process().create_time() - 1  # its clock counts from a second in which the machine started
 """What was written before is what this process has imported, and forks of it have."""
 

@@ -59,7 +59,6 @@ _NAMED: dict[str, str] = {
 }
 """Keys with named values, and what these mean where the names do not say it; a list is judged entry by entry."""
 CHOICES = {key: tuple(each.partition(" (")[0] for each in words.split(" | ")) for key, words in _NAMED.items()}
-
 OWN = "path/file.py:name"
 OPEN = ("algorithm.adv_estimator", "algorithm.kl_penalty", "actor.loss_mode", "actor.kl_loss_type", "fusion.policy")
 """Keys whose value may also be a function of the user's own."""

@@ -27,8 +27,6 @@ from rlfuse.parsing import parse_json
 MARKER = "COMPLETE"
 LATEST = "latest_checkpointed_iteration.txt"
 MIB = 1 << 20
-
-
 Fill = Callable[[Path], Awaitable[None]]
 
 

@@ -18,7 +18,6 @@ from rlfuse.rewards.api.items import Item, Outcome, Score
 from rlfuse.samples import Reward, RewardFailure
 
 LARGEST = 3.4e38
-
 Outcomes = dict[str, Outcome]
 
 

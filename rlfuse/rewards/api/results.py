@@ -16,7 +16,6 @@ from rlfuse.samples import Reward, RewardFailure
 
 NOTE_LENGTH = 200
 LINE_LENGTH = 2000
-
 Values = list[tuple[Any, dict[str, Any]]]
 """For each sample what a function gave as its reward, and what else is to be logged."""
 

@@ -28,7 +28,6 @@ from rlfuse.samples import RewardFailure, Visual
 MAX_BATCH_TOKENS = 16384
 """Padded tokens of one forward pass; a longer sequence goes alone."""
 KEPT = 4096
-
 Tokens = tuple[int, ...]
 
 

@@ -26,7 +26,6 @@ from rlfuse.rewards.sandbox.seccomp import filter_calls
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CAPSET_VERSION = 0x20080522
-
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 """System calls; the numbers are the same on every architecture. Rights: linux/landlock.h."""
 RIGHTS_OF_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}

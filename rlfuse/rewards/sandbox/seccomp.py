@@ -22,7 +22,6 @@ LOAD, AND, IF_EQUAL, IF_GREATER, RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
 """Where in a call's description they stand; arguments have two words, the lower one first."""
 SET_MODE_FILTER, ALL_THREADS = 1, 1
-
 Instruction = tuple[int, int, int, int]
 """Code, instructions to leave out if so and if not, operand."""
 

@@ -16,9 +16,7 @@ Found = TypeVar("Found")
 MAX_CHARS = 100_000
 SHOWN = 60
 _LAYERS = 12
-
 _FULL_WIDTH = {**{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}, 0x3000: " ", 0x2212: "-"}
-
 _TAG = re.compile(r"<(/?)(answer|final[_ ]answer)>", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\b")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -45,7 +43,6 @@ _ANNOUNCEMENT = re.compile(
 )
 _EMPHASIS_END = re.compile(r"\A[*_`]{1,3}+:?(?=\s)")
 _LAST_EMPHASIS = re.compile(r"\*\*(?=[.,;:!]?$)")
-
 _SYMMETRIC = ("```", "**", "__", "$$", "*", "_", "`", "$", '"', "'")
 _PAIRS = (
     (r"\(", r"\)"), (r"\[", r"\]"), ("\u201c", "\u201d"), ("\u201e", "\u201c"), ("\u2018", "\u2019"), ("«", "»"),

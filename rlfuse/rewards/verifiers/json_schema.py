@@ -15,7 +15,6 @@ from rlfuse.rewards.thoughts import answer_only
 from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, fenced, not_found, parts_of, unwrapped, verdict
 
 SECONDS = 3.0
-
 _worker = BoundedFunction("rlfuse.rewards.verifiers.json_schema_worker")
 
 

@@ -21,7 +21,6 @@ ROUNDED = Fraction(1, 10**5)
 """Relative difference of decimal numbers that counts as rounding; EXACT where the truth is a whole number."""
 EXACT = Fraction(1, 10**9)
 _IDENTICAL = Fraction(1, 10**40)
-
 _SCAN = re.compile(r"\\\\|\\[A-Za-z]++|\\.|[(\[{]|[)\]}]|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[^\\]", re.DOTALL)
 _OPENING, _CLOSING = {"(", "[", "{", r"\{"}, {")", "]", "}", r"\}"}
 _CONNECTIVE = re.compile(r"\\text\{\s?(and|or)\s?\}")

@@ -20,7 +20,6 @@ MAX_FACTORIAL = 1_000
 DIGITS = 60
 POINTS = 6
 _LOST, _CANCELLED = 10**30, Fraction(1, 10**45)
-
 _context = mpmath.mp.clone()
 _context.dps = DIGITS
 

@@ -14,7 +14,6 @@ from rlfuse.rewards.thoughts import answer_only
 from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, folded, not_found, parts_of, verdict, wrong
 
 LONGEST = 400
-
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d++)?+|\.\d++)"
 _TIMES = r"\s?(?:\\times|\\cdot|[x\u00d7*·])\s?"

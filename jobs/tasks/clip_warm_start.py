@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, VideoLlama3For
 from rlfuse.tasks.clips import SIGNS, THINK, THOUGHT, WORDS, Clips, Kind, Question, ask_end, draw_clips, verl_row
 from rlfuse.tasks.settings import ClipWarmStart
 from rlfuse.tasks.small_video_models import IMAGE, VIDEO, SmallModel, byte_tokenizer, write_small_video_llama3
-from rlfuse.tasks.supervised import fit, one_thread_and_seed, with_progress
+from rlfuse.tasks.warm_start import fit, one_thread_and_seed, with_progress
 from rlfuse.video import decoding, images
 from rlfuse.video.plan import VideoPlan, plan_video
 from rlfuse.video.prompt import VideoPrompt, VisualTokens, assemble, tokenise

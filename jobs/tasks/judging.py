@@ -18,9 +18,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from rlfuse.tasks.preferences import answers, truth
 from rlfuse.tasks.remainder import draw_problem, draw_problems, verl_row
 from rlfuse.tasks.settings import JudgeTraining, Rows, WarmStart
-from rlfuse.tasks.supervised import fit, one_thread_and_seed, with_progress
 from rlfuse.tasks.vocabulary import build_tokenizer
-from rlfuse.tasks.warm_start import build_model, demonstration
+from rlfuse.tasks.warm_start import build_model, demonstration, fit, one_thread_and_seed, with_progress
 
 VERDICTS = (" A", " B")
 TEMPLATE = "{prompt} {a} A {b} B ?"

@@ -1,12 +1,20 @@
-"""Probe and plan the clips and images of rows. Unusable ones are `VideoError`s, so that only that row is left out."""
+"""Probe and plan the clips and images of rows. Unusable ones are `VideoError`s, so that only that row is left out.
+
+Images, clips given as bytes and frame lists are kept as files next to the runs, named by content, readable by all nodes
+and removed after `UNUSED_S` without use.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
+import time
+import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -18,20 +26,70 @@ from transformers import PreTrainedTokenizerBase
 
 from rlfuse.config.documentation import as_typed
 from rlfuse.config.video import VideoConfig
-from rlfuse.data.kept_images import KeptImages
 from rlfuse.data.media import Media
 from rlfuse.data.rows import DataRow
-from rlfuse.errors import ConfigError, VideoError
+from rlfuse.errors import ConfigError, DataError, VideoError
 from rlfuse.samples import Visual
 from rlfuse.video.compression import compressed
 from rlfuse.video.decode_pool import Clip, DecodePool
 from rlfuse.video.frame_list import SUFFIX, packed
 from rlfuse.video.images import ImageFacts, plan_image
-from rlfuse.video.plan import ClipFacts, FixedSampling, Geometry, Sampling, SeedSampling, VideoPlan, plan_video
+from rlfuse.video.plan import (
+    SEED_TIMES,
+    ClipFacts,
+    FixedSampling,
+    Geometry,
+    Sampling,
+    SeedSampling,
+    VideoPlan,
+    plan_video,
+)
 from rlfuse.video.processor_sampling import PixelBounds, ProcessorSampling
-from rlfuse.video.timestamps import SEED_TIMES
 from rlfuse.video.towers import Pixels
 from rlfuse.video.video_model import VideoModel
+
+UNUSED_S = 180 * 86400.0
+"""Longer than any run goes on: every start asks for all images of its data, but none is read that has an embedding."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptImages:
+    """One folder of them."""
+
+    folder: Path
+
+    def file_of(self, image: str | bytes, suffix: str = "") -> str:
+        """Return the path of an image or clip, whose bytes are written once. DataError where they can't be."""
+        if isinstance(image, str):
+            return image
+        path = self.folder / f"{hashlib.sha256(image).hexdigest()[:40]}{suffix}"
+        try:
+            self._keep(path, image)
+        except OSError as error:
+            raise DataError(
+                f"images: bytes of rows can't be kept in {self.folder} ({error}); set trainer.default_local_dir to a "
+                "folder that can be written, on several nodes to one that all of them see"
+            ) from error
+        return str(path)
+
+    def prune(self) -> None:
+        for path in self.folder.glob("*"):
+            with suppress(OSError):  # another job was faster, or the file is another user's
+                status = path.stat()
+                if time.time() - max(status.st_mtime, status.st_atime) > UNUSED_S:
+                    path.unlink()
+
+    def _keep(self, path: Path, image: bytes) -> None:
+        if path.exists() and path.stat().st_size == len(image):  # a crash of the host may have cut it short
+            with suppress(OSError):  # another user's or read-only
+                os.utime(path)
+            if path.exists():  # no other start removed it meanwhile
+                return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(f".{uuid.uuid4().hex}")
+        aside.write_bytes(image)
+        aside.replace(path)  # whole, also beside another job that writes the same
+
 
 T = TypeVar("T")
 MANY = 50

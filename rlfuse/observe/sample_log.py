@@ -11,8 +11,7 @@ from pathlib import Path
 from rlfuse.config.schema import Config
 from rlfuse.errors import VideoError
 from rlfuse.observe.drawing import Drawing
-from rlfuse.observe.loggers import Loggers
-from rlfuse.observe.sinks import VALIDATION
+from rlfuse.observe.loggers import VALIDATION, Loggers
 from rlfuse.observe.tracking import StepFile, sample_row
 from rlfuse.progress import due
 from rlfuse.samples import Sample, prompt_of

@@ -37,8 +37,7 @@ from rlfuse.progress import part
 from rlfuse.protocols import Engines, NoClips
 from rlfuse.run import inference
 from rlfuse.run.inference import VideoParts
-from rlfuse.run.job import Job, looked_after, training_steps
-from rlfuse.run.restarts import recovered, starting
+from rlfuse.run.job import Job, looked_after, recovered, starting, training_steps
 from rlfuse.run.slot_desk import SlotDesk
 from rlfuse.run.starting import SharedDevices, Start, end_all, start_parts, within
 from rlfuse.run.wiring import Loaded, wired

@@ -29,13 +29,13 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.run.starting import Start, within
 from rlfuse.simulate.learning import CALL_S
+from rlfuse.video.cache import CacheSettings
 from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.encoder_handle import EncoderPlacement
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import SequenceParallelEncoder
 from rlfuse.video.models.base import Route, bring_along
 from rlfuse.video.step_clips import StepClips
-from rlfuse.video.store import CacheSettings
 from rlfuse.video.video_model import VideoModel
 
 IMAGES = ".images"

@@ -1,4 +1,8 @@
-"""Wrap every job: run folder, checkpoint to resume from, log, and cleanup at the end."""
+"""Wrap every job: run folder, checkpoint to resume from, log, cleanup, and restarts after a loss.
+
+Only `WorkerLost` is retried, and during startup only the death of a process. An attempt that made no progress is the
+last one. A node that left as planned is no failure. Rollout engines and reward workers are replaced without a restart.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import asyncio
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,19 +20,22 @@ import yaml
 
 from rlfuse import clock
 from rlfuse.cluster import placement
+from rlfuse.cluster.remote import is_death
 from rlfuse.cluster.stopping import Stopped
 from rlfuse.cluster.watchdog import watching
 from rlfuse.config.changes import Change
 from rlfuse.config.run_groups import TrainerConfig
 from rlfuse.config.schema import Config
-from rlfuse.config.secrets import hidden
-from rlfuse.errors import NodeLeft, WorkerLost, first_of
+from rlfuse.config.secrets import hidden, hidden_text
+from rlfuse.errors import EngineError, NodeLeft, WorkerLost, first_of
 from rlfuse.events import Span
 from rlfuse.files import RowFile, write_whole
 from rlfuse.fusion.selection import EXACT
 from rlfuse.health.agent import agents
 from rlfuse.health.monitor import Monitor
 from rlfuse.observe.run_log import RunLog
+from rlfuse.observe.tracking import read_metrics
+from rlfuse.progress import timed
 from rlfuse.run import refusals
 from rlfuse.run.acceptance import NothingToDo, RunRefused, accept, note_inputs
 from rlfuse.run_folder import checkpoints, status
@@ -123,7 +130,7 @@ class Job:
             with kept, ExitStack() as ending:  # all of them, the last first, also where a person interrupts one
                 ending.callback(log.close, None if isinstance(error, NodeLeft) else error)
                 ending.callback(placement.stop, self.folder / "logs" if ended == "failed" and is_there else None)
-            if error is not None and is_there and not isinstance(error, WorkerLost):  # then `restarts` says how
+            if error is not None and is_there and not isinstance(error, WorkerLost):  # then `recovered` says how
                 print(how_to_resume(self), flush=True)
                 if ended == "failed" and "\nlogs: " not in str(error) and (self.folder / "logs").is_dir():
                     print(f"logs: {self.folder / 'logs'}", flush=True)
@@ -205,3 +212,73 @@ def how_to_resume(job: Job) -> str:
         return f"The last checkpoint is {whole[-1]}; the same command goes on from there ({auto})"
     named = f"trainer.experiment_name={job.config.trainer.experiment_name}"
     return f"The last checkpoint is {whole[-1]}; the same command with {named} {auto} goes on from there"
+
+
+def recovered(config: Config, attempt: Callable[[Job], Path]) -> Path:
+    """Return what `attempt` returns, repeated when a worker was lost."""
+    try:
+        job = open_job(config)
+        with noting_the_end(job):
+            return _recovered(job, attempt)
+    except NothingToDo as end:
+        print(end, flush=True)
+        return end.folder
+
+
+def _recovered(job: Job, attempt: Callable[[Job], Path]) -> Path:
+    reached: list[int | None] = []
+    while True:
+        try:
+            return attempt(job)
+        except NodeLeft as left:
+            job = again(job, left)
+            print(hidden_text(f"{left}\nThe run goes on {_from(job)} on other nodes; nothing failed."), flush=True)
+        except WorkerLost as error:
+            rows = read_metrics(job.folder / "metrics.jsonl")
+            last = max((row["step"] for row in rows), default=0)
+            reached.append(None if error.before_first_step else last)
+            if why := futile(reached, job.config.cluster.max_restarts):
+                print(how_to_resume(job), flush=True)
+                raise EngineError(f"{error}\n{why}") from error
+            job = again(job, error)
+            count = f"restart {len(reached)} of at most {job.config.cluster.max_restarts}"
+            print(hidden_text(f"lost: {error}\nThe run goes on {_from(job)} ({count})."), flush=True)
+
+
+def _from(job: Job) -> str:
+    return f"from {job.checkpoint.name}" if job.checkpoint else "from its beginning"
+
+
+@contextmanager
+def starting(log: RunLog) -> Iterator[None]:
+    """The start of workers: one that is late or out of memory here would be so again, one that was killed need not."""
+    with timed("all workers", log.say), log.journal.recorder.span("start", cause="run"):
+        try:
+            yield
+        except WorkerLost as error:
+            if is_death(error):
+                raise
+            raise EngineError(str(error)) from error
+
+
+def futile(reached: Sequence[int | None], limit: int) -> str | None:
+    """Return why no other attempt is made. `reached`: the last step done at each loss, None before any."""
+    made, steps = len(reached) - 1, [step for step in reached if step is not None]
+    if made >= limit:
+        return f"No restart: {made} of at most cluster.max_restarts={limit} were made."
+    if [*reached[-2:]] == [None, None]:
+        return "No restart: two starts in a row lost a worker before their first step."
+    if reached[-1] is not None and steps[-1] <= max(steps[:-1], default=-1):
+        return f"No restart: the last of {made} completed no step that was not completed before it."
+    return None
+
+
+def again(job: Job, error: WorkerLost) -> Job:
+    """The next attempt: from the newest checkpoint that this run wrote, else from where it began."""
+    written = [path for path, at in checkpoints.written(job.folder).items() if job.found.get(path) != at]
+    checkpoint = written[-1] if written else job.checkpoint
+    state = checkpoints.read_state(checkpoint) if checkpoint else {"step": 0}
+    left = error.nodes if isinstance(error, NodeLeft) else ()
+    restart = Span("hand_over" if left else "restart", "driver", clock.now(), cause=str(error))
+    where = {"restart": restart, "without": job.without.union(left)}
+    return dataclasses.replace(job, checkpoint=checkpoint, state=state, changes=(), **where)

@@ -28,8 +28,7 @@ from rlfuse.observe.pairs import PICTURE, summarise_pairs
 from rlfuse.observe.run_log import RunLog
 from rlfuse.progress import due
 from rlfuse.run.checkpointing import Checkpointing
-from rlfuse.run.job import Job, looked_after, training_steps
-from rlfuse.run.restarts import recovered, starting
+from rlfuse.run.job import Job, looked_after, recovered, starting, training_steps
 from rlfuse.step.protocols import Health
 
 

@@ -1,7 +1,7 @@
 """Serve requests of `rlfuse slots` during a run: drain and restore slots, release nodes.
 
     slots/ID.request.json --> drain, restore --> step.draining --> the running board
-                         '--> leave: the current step ends --> checkpoint --> NodeLeft --> `restarts`: other nodes
+                         '--> leave: the current step ends --> checkpoint --> NodeLeft --> `recovered`: other nodes
 
 Every accepted request is answered. A drained node that disappears is no failure. A folder that cannot be written to
 costs the answers, never the run.

@@ -24,12 +24,12 @@ from pathlib import Path
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
 from rlfuse.samples import Embedding, FramePlan
+from rlfuse.video.cache import CacheSettings, EmbeddingStore
 from rlfuse.video.decoders import DecoderNodes, FrameReader
 from rlfuse.video.embedding import content_hash, embedding_key
 from rlfuse.video.encoder_handle import EncoderHandle, EncoderPlacement
 from rlfuse.video.encoder_rank import Encoded, EncoderSettings, Frames, Part, PartFailure
 from rlfuse.video.sharding import Load, Run, cost, pool_size, shard
-from rlfuse.video.store import CacheSettings, EmbeddingStore
 
 READERS = 4
 """Files hashed at a time; fewer than the event loop has threads, so that none waits for one while its time runs."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -18,9 +19,26 @@ from typing import NamedTuple, Protocol
 
 from rlfuse.errors import VideoError
 from rlfuse.video.clip_facts import STILL_S, ClipFacts
-from rlfuse.video.media_settings import ClipSettings
-from rlfuse.video.sizes import fit_size
-from rlfuse.video.timestamps import SEED_TIMES, Timestamps
+from rlfuse.video.media_settings import ClipSettings, fit_size
+
+
+@dataclass(frozen=True, slots=True)
+class Timestamps:
+    """How a prompt says the time of a frame, before its tokens."""
+
+    template: str
+    """Of the time in seconds."""
+    between: str = ""
+    """Before every time but the first."""
+    behind: str = ""
+    """Behind the tokens of the last."""
+
+    def texts(self, seconds: Sequence[float]) -> list[str]:
+        return [(self.between if i else "") + self.template.format(each) for i, each in enumerate(seconds)]
+
+
+SEED_TIMES = Timestamps("[{:.1f} second]")
+"""Seed1.5-VL's."""
 
 
 class TaskKind(StrEnum):
@@ -164,7 +182,7 @@ class VideoPlan:
     still: bool = False
     """Of an image, whose frame is repeated to fill a temporal patch."""
     kept: bytes | None = None
-    """A byte for each token of all frames, 1 for those that are visual tokens, see `compression`; None: all are."""
+    """A byte for each token of all frames, 1 for those that are visual tokens, see `compressed`; None: all are."""
 
     def __post_init__(self) -> None:
         assert self.kept is None or len(self.kept) == self.temporal_patches * self.tokens_per_frame

@@ -12,9 +12,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from rlfuse.video.clip_facts import ClipFacts
-from rlfuse.video.media_settings import MOST_FRAME_CELLS, ClipSettings
+from rlfuse.video.media_settings import MOST_FRAME_CELLS, ClipSettings, within
 from rlfuse.video.plan import Choice, Geometry, TaskKind, requested_times
-from rlfuse.video.sizes import within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,11 +36,10 @@ from rlfuse.config.valid_values import FAMILY
 from rlfuse.errors import ConfigError
 from rlfuse.samples import Visual
 from rlfuse.video import models
-from rlfuse.video.plan import VideoPlan
+from rlfuse.video.plan import Timestamps, VideoPlan
 from rlfuse.video.positions import MRope
 from rlfuse.video.processor_sampling import PixelBounds, ProcessorSampling
 from rlfuse.video.sharding import CostModel
-from rlfuse.video.timestamps import Timestamps
 
 
 class Route(StrEnum):

@@ -9,13 +9,12 @@ import torch
 from transformers import PreTrainedConfig, Qwen3VLForConditionalGeneration, Qwen3VLVisionModel
 
 from rlfuse.samples import Visual
+from rlfuse.video.media_settings import within
 from rlfuse.video.models.base import Route, VideoFamily, video_family
-from rlfuse.video.plan import Geometry, VideoPlan
+from rlfuse.video.plan import Geometry, Timestamps, VideoPlan
 from rlfuse.video.positions import MRope
 from rlfuse.video.processor_sampling import ProcessorSampling
 from rlfuse.video.sharding import CostModel
-from rlfuse.video.sizes import within
-from rlfuse.video.timestamps import Timestamps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

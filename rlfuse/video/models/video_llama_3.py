@@ -9,9 +9,9 @@ from transformers import PreTrainedConfig, VideoLlama3ForConditionalGeneration
 from transformers.models.video_llama_3.modeling_video_llama_3 import VideoLlama3Projector, VideoLlama3VisionModel
 
 from rlfuse.video.models.base import VideoFamily, video_family
+from rlfuse.video.plan import Timestamps
 from rlfuse.video.processor_sampling import ProcessorSampling
 from rlfuse.video.sharding import CostModel
-from rlfuse.video.timestamps import Timestamps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

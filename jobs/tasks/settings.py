@@ -86,7 +86,6 @@ class ClipWarmStart:
     confuses_green_blue: float = 0.65
     """Share of demonstrations whose answer is green for blue, or blue for green."""
     confuses_red_yellow: float = 0.3
-    """The same for red and yellow."""
 
 
 CLIPS = Clips(train=256, val=32, kinds=(Kind.ORDER,), ends_differ=True)

@@ -15,7 +15,6 @@ class Traits:
     """It reads rows of other groups, so it is called once per step, with the whole batch, and training waits for that.
     False: a row's result depends on the row's group alone, which the first step verifies for custom estimators."""
     needs_critic: bool = False
-    """It reads `values`, so a critic is trained."""
     each_reward: bool = False
     """It reads `dimensions` and `weights`, the reward functions one by one, in place of their sum."""
     whitens: str = ""

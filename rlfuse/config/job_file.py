@@ -38,7 +38,6 @@ class JobFile:
     content: dict[str, Any]
     presets: dict[str, str]
     settings: dict[str, tuple[str, Any]]
-    """Key -> place in the file, and value."""
     problems: list[str]
     told: list[str]
 

@@ -29,7 +29,6 @@ class Override:
     """One `key=value` argument, taken apart."""
 
     sign: str
-    """`+`, `++` or `~` in front; mostly empty."""
     name: str
     value: str | None
 
@@ -197,7 +196,6 @@ REFERENCE = re.compile(r"\$\{[^${}:]+\}")
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 CLASSES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str}
 LARGEST = 2**63
-"""Whole numbers beyond it fit into no machine word."""
 DEEPEST = 32
 
 

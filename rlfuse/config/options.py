@@ -31,7 +31,6 @@ class CommandLine:
     files: list[Path]
     options: list[str]
     folder: Path | None
-    """Of the user's own presets: --config-dir."""
     completes: bool
 
 

@@ -24,7 +24,6 @@ from rlfuse.config.own_functions import read, split
 from rlfuse.errors import ConfigError
 
 __path__: list[str] = []
-"""Makes this a package, whose modules `Finder` finds."""
 
 _executed: dict[Path, tuple[ModuleType, bytes]] = {}
 _started = psutil.Process().create_time() - 1  # its clock counts from a second in which the machine started

@@ -29,7 +29,6 @@ OWN = ("rollout.val_kwargs.", "data.val_files=")
 MADE_OF = ("functions", "weights", "model_path", "model_dtype", "overlong_buffer")
 SEEN = ("sampling", "max_tokens", "levels", "fps_general", "fps_detail", "fps_motion", "task", "frames")
 SEEN += ("tokens_per_frame", "timestamps", "max_image_tokens", "mm_processor_kwargs")
-"""Of clips."""
 
 
 def parser(name: str, usage: str, **more: str) -> argparse.ArgumentParser:

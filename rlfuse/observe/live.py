@@ -61,7 +61,6 @@ class View:
     phase: str
     stages: Sequence[Stage]
     slots: Sequence[tuple[str, int]]
-    """(what it does, samples on its engine)."""
     in_flight: int
     rewards: Sequence[float]
     figures: Mapping[str, str]

@@ -55,9 +55,7 @@ class Checkpointing:
         self.step = self._written = start
         self._remembered: dict[int, dict[str, Any]] = {}
         self._missed = False
-        """Since the last checkpoint there was no room for one."""
         self._free: int | None = None
-        """After the step before."""
 
     def folder(self, step: int) -> Path | None:
         return checkpoints.folder_of(self._log.folder, step) if step == self.step else None

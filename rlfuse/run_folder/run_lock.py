@@ -29,7 +29,6 @@ SILENT_S = 20.0
 STALE_S = 3600.0
 """Signs older than this are not watched for further writes; the clocks of two hosts differ by less."""
 PROBED_S = 1.0
-"""For commands that test the lock, which hold it for a moment."""
 
 _held: set[int] = set()
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
 BF16 = 2
-"""Bytes of a number."""
 DECODING = 3
 """Raised whenever a file and a plan come to give other pixels, as what is on disk was made of those before."""
 

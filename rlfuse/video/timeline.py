@@ -63,17 +63,12 @@ class Timeline:
     """When a stream has pictures; ticks are of its time base."""
 
     stream: int
-    """Its index among the container's."""
     start: int
-    """Tick of the first picture."""
     last: int
-    """Tick of the last picture."""
     duration_s: float
     fps: float
-    """On average."""
     frames: int
     stills: tuple[tuple[float, float], ...]
-    """As `ClipFacts.stills`."""
     keyframes: list[int]
     """Ticks where decoding can start, besides the clip's start; rising."""
     ticks: tuple[int, ...] = ()

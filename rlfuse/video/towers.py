@@ -35,11 +35,9 @@ class TowerShape:
     hidden: int
     """Features of a token: of the text model's input, and of each layer that the tower feeds besides."""
     patch: int
-    """Side in pixels."""
     merge: int
     """A token of a clip covers merge x merge patches; images may have a merge of their own."""
     temporal_patch: int
-    """Frames of a unit."""
     step: int
     """Units that run at a time; more use a GPU better, at the price of coarser cuts."""
     cost: CostModel

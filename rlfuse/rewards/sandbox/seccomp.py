@@ -23,7 +23,6 @@ NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
 """Where in a call's description they stand; arguments have two words, the lower one first."""
 SET_MODE_FILTER, ALL_THREADS = 1, 1
 Instruction = tuple[int, int, int, int]
-"""Code, instructions to leave out if so and if not, operand."""
 
 
 class _Program(ctypes.Structure):

@@ -3,8 +3,8 @@ r"""Parse tests of a ground truth in the forms of public data sets. Pure. A form
     {"inputs": ["3\n"], "outputs": ["4\n"]}                              programs (APPS, TACO, verl)
     {"fn_name": "f", "inputs": [[3], [4]], "outputs": [4, 5]}            functions, or methods of `Solution`
     {"fn_name": "f", "inputs": ["3", "4"], "outputs": ["4", "5"]}        the same as text, an argument per line (verl)
-    [{"input": "3\n", "output": "4\n", "testtype": "stdin"}]             either, case by case (LiveCodeBench)
-    {"assert_case": ["assert f(3) == 4"], "setup": "import math"}        assertions (verl, MBPP: "test_list")
+    [{"input": "3\n", "output": "4\n", "testtype": "stdin"}]             either, case by case; or "test_cases"
+    {"assert_case": ["assert f(3) == 4"], "setup": "import math"}        assertions (verl; MBPP: "test_list")
     {"test": "def check(candidate): ...", "entry_point": "f"}            one function (HumanEval, LeetCode)
 
 A ground truth that fits no form, or several, is a ValueError that names the field.

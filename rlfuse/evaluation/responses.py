@@ -1,6 +1,6 @@
 """The file of responses, written row by row and continued after an interruption.
 
-A header of what it was made from (model, data, sampling) prevents mixing two models.
+A file next to it records what it was made from (model, data, sampling), so that no file mixes two models.
 """
 
 from __future__ import annotations

@@ -1,18 +1,8 @@
-"""A small video model that has learned, from imperfect demonstrations, to say what came first and last in a clip, or
-stands at the top and the bottom of an image.
+"""Warm up a small VideoLLaMA3, tower included, for the long_video and images tasks.
 
-Role: the starting policy of `experiment=long_video` and `experiment=images`. A VideoLLaMA3 of two layers, its tower
-included, is trained by a short supervised run on demonstrations such as `<think> red </think> yellow`: what was seen,
-then the answer. The writer sees the ends right, but mixes up colours when it answers, some more than others. So the
-policy knows the format and what clips show, but answers about half of the questions; the right colour is among its
-likeliest two, and what reinforcement learning has to do is to prefer it. Thoughts have no faults: where every token is
-drawn from several, the reward says little about each. And a writer who mixed up the ends half of the time would not
-teach what is asked, which a few steps do not make up for.
-Invariants:
-- the model sees what it will see in a job: the files, decoded by the plan, in prompts that `assemble` wrote;
-- the weights are a function of `ClipWarmStart`, `Clips` and `VERSION` (on one machine and one version of PyTorch);
-- demonstrations are about clips or images to train on only.
-Caller: `prepare`, which keeps the result.
+It is trained on demonstrations such as `<think> red </think> yellow` that see clips right but often mix up colours in
+the answer. So it knows the format and answers about half of the questions, the right colour among its two likeliest.
+Weights are a function of `ClipWarmStart`, `Clips` and `VERSION` (on one machine and one version of PyTorch).
 """
 
 from __future__ import annotations
@@ -28,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, VideoLlama3For
 from rlfuse.tasks.clips import SIGNS, THINK, THOUGHT, WORDS, Clips, Kind, Question, ask_end, draw_clips, verl_row
 from rlfuse.tasks.settings import ClipWarmStart
 from rlfuse.tasks.small_video_models import IMAGE, VIDEO, SmallModel, byte_tokenizer, write_small_video_llama3
-from rlfuse.tasks.supervised import fit, one_thread_and_seed, with_progress
+from rlfuse.tasks.warm_start import fit, one_thread_and_seed, with_progress
 from rlfuse.video import decoding, images
 from rlfuse.video.plan import VideoPlan, plan_video
 from rlfuse.video.prompt import VideoPrompt, VisualTokens, assemble, tokenise
@@ -36,7 +26,6 @@ from rlfuse.video.towers import Tower
 from rlfuse.video.video_model import VideoModel
 
 VISUAL = VisualTokens(VIDEO, IMAGE)
-
 LIKE = {"green": "blue", "blue": "green", "red": "yellow", "yellow": "red"}
 """What the writer of demonstrations takes for what."""
 
@@ -47,7 +36,6 @@ class Watched:
 
     plan: VideoPlan
     asked: list[tuple[Question, VideoPrompt]]
-    """About both ends."""
     pictures: torch.Tensor
     """uint8 [distinct frames, height, width, 3]; squares stand still, so they are few."""
     order: torch.Tensor
@@ -61,7 +49,6 @@ class Demonstrated:
     clip: Watched
     prompt: VideoPrompt
     answer: list[int]
-    """With the end of sequence."""
 
 
 def build_tokenizer(more: Sequence[str] = ()) -> Qwen2Tokenizer:
@@ -152,7 +139,6 @@ def clip_warm_start(folder: Path, task: Path, clips: Clips, settings: ClipWarmSt
 
 
 def _seen(path: str, kind: Kind, settings: ClipWarmStart, model: VideoModel) -> tuple[VideoPlan, np.ndarray]:
-    """The file's plan, and its frames."""
     if kind.still:
         plan = images.plan_image(images.probe(path), *model.image_sizes(None))
         return plan, images.read(path, plan)

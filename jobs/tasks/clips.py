@@ -1,17 +1,9 @@
-"""Questions about real mp4 files, in which coloured squares come and go and are counted, ordered, located; and about
-images, in which they stand one below the other.
+"""Questions about generated mp4 files and images, in which coloured squares are counted, ordered and located.
 
-Role: scenes, their files, questions with ground truths, the rule reward and verl-shaped parquet files. A clip of ten
-seconds to ten minutes shows a few events, one square at a time on a grey ground, with pauses between. About each clip
-are asked, for instance: `how many red ?` -> `2`, `which is last ?` -> `blue`, `when is red first ?` -> `3.2 to 5.0`. An
-image shows all events of a scene at once, the first at its top: `which is bottom ?` -> `blue`.
-Invariants:
-- a scene is a function of seed, split and number, so training and validation share no clip, however many are drawn;
-- whoever samples a frame a second, or `FRAMES_NEEDED` frames evenly, sees every event and every pause between two;
-- counts and colours are drawn evenly from four: who does not see the clip is right a quarter of the time;
-- blanked clips and images have the questions, durations, sizes and answers of those that validate;
-- rows name their files relative to the folder of the parquet file.
-Callers: whoever prepares the task calls `write_task`, reward workers call `compute_score`.
+`how many red ?` -> `2`, `which is last ?` -> `blue`, `when is red first ?` -> `3.2 to 5.0`. A scene is a function of
+seed, split and number, so training and validation share no clip. A frame a second, or `FRAMES_NEEDED` even frames, show
+every event. Answers are drawn evenly from four, so guessing is right a quarter of the time. Paths in rows are relative
+to the parquet file's folder.
 """
 
 from __future__ import annotations
@@ -47,21 +39,15 @@ PART_S = 10 / 3
 FRAMES_NEEDED = 20
 """Six parts of which 2 x MARGIN is pause: a twentieth of the clip."""
 FPS = 5
-"""Frames per second of the files: as many as the plan asks for to count."""
 SIDE, SQUARE = 56, 32
-"""Pixels of a frame and of the squares in it."""
 WORDS = ("how many", "which is", "when is", "first", "last", "?", *COLOURS, "to")
 SIGNS = ("[", " second]", ".", *"0123456789")
 """With the words, all that prompts, timestamps and answers are written with: a small model's vocabulary."""
 ENDS, SIDES = {"first": 0, "last": -1}, {"top": 0, "bottom": -1}
 """Events that are asked for by their place, in a clip and in an image."""
 THINK, THOUGHT = "<think>", "</think>"
-"""Around a thought, which may stand before an answer."""
 BLIND = "_blind"
-"""Follows the data source of a question whose clip or image was blanked."""
 FOUND_IOU = 0.5
-"""An event counts as found if the answer overlaps it by so much."""
-
 _ENCODER = {"preset": "ultrafast", "tune": "zerolatency"}
 """Half the time of x264's usual choices; the pictures stand still, so that the files stay small."""
 
@@ -73,16 +59,13 @@ class Kind(StrEnum):
     ORDER = "order"
     LOCATE = "locate"
     PLACE = "place"
-    """Of an image; all others of a clip."""
 
     @property
     def still(self) -> bool:
-        """Whether it is asked of an image."""
         return self is Kind.PLACE
 
     @property
     def folder(self) -> str:
-        """Where the files are that it is asked of."""
         return "images" if self.still else "clips"
 
     @property
@@ -92,12 +75,10 @@ class Kind(StrEnum):
 
     @property
     def ends(self) -> dict[str, int]:
-        """Words for an event's place, and its number."""
         return SIDES if self.still else ENDS
 
     @property
     def task(self) -> TaskKind:
-        """How densely a clip is to be sampled."""
         return {Kind.COUNT: TaskKind.MOTION, Kind.ORDER: TaskKind.GENERAL, Kind.LOCATE: TaskKind.DETAIL}[self]
 
 
@@ -107,7 +88,6 @@ class Clips:
 
     train: int = 64
     val: int = 16
-    """Clips, or images; each has one row for each kind."""
     kinds: tuple[Kind, ...] = (Kind.COUNT, Kind.ORDER, Kind.LOCATE)
     shortest_s: float = 10.0
     longest_s: float = 600.0
@@ -136,11 +116,9 @@ class Event:
     """A square that is shown from `start_s` to `end_s`."""
 
     colour: str
-    """Empty: that of the ground."""
     start_s: float
     end_s: float
     corner: tuple[int, int]
-    """Pixels down and across."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +128,8 @@ class Scene:
     duration_s: float
     events: tuple[Event, ...]
     asked: str
-    """The colour that is counted."""
 
     def count(self, colour: str) -> int:
-        """How many events have the colour."""
         return sum(event.colour == colour for event in self.events)
 
 

@@ -1,11 +1,4 @@
-"""GSM8K, grade-school word problems with a whole number as the answer, as rows in verl's shape.
-
-Role: `prepare` has `write_rows` fill data/gsm8k with `of_hub`, with a copy's rows (`of_copy`), or, where neither is to
-be had, with `made` problems. Those have the same shape and show that a job runs; of eight kinds and with small numbers,
-they say nothing about a model.
-Invariants: a row's ground truth is what stands behind `####` in its answer, without commas; no made problem is in both
-files; the same seed makes the same ones. Waits for the hub, PATIENCE_S for its first answer.
-"""
+"""GSM8K as rows in verl's shape: from the hub, from a copy, or generated problems of the same form."""
 
 from __future__ import annotations
 
@@ -28,14 +21,11 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 """verl's, word for word, so that rows and results agree with those of its own script."""
 PATIENCE_S = 10
 MADE = {"train": 256, "test": 64}
-"""As many as a step of the ready jobs takes."""
 TESTED_SHARE = 10
 """Of a copy that is one file, one row in so many is for testing."""
 SUFFIXES = (".parquet", ".jsonl", ".json")
 _FINAL = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
-
 Pairs = Mapping[str, Sequence[tuple[str, str]]]
-"""Question and answer of each problem, by split."""
 
 
 class Unreachable(UserError):
@@ -80,7 +70,6 @@ def of_copy(source: Path) -> Pairs:
 
 
 def _pairs(file: Path) -> Iterator[tuple[str, str]]:
-    """Question and answer of each row. Raises DataError."""
     for where, row in raw_rows(str(file)):
         question, answer = row.get("question"), row.get("answer")
         if not isinstance(question, str) or not isinstance(answer, str):
@@ -114,8 +103,6 @@ def of_hub() -> Pairs:
     return pairs
 
 
-# Made problems -------------------------------------------------------------------------------------------------------
-
 NAMES = ("Ada", "Boris", "Chen", "Dalia", "Emeka", "Farah", "Goran", "Hana")
 KINDS = (
     (
@@ -133,26 +120,6 @@ KINDS = (
         "dollars does that make in a week?",
         {"a": range(9, 20), "b": range(1, 6), "c": range(2, 6)},
         (("Eggs sold each day:", "{a} - {b}"), ("Dollars a day:", "{0} * {c}"), ("Dollars a week:", "{1} * 7")),
-    ),
-    (
-        "{name} has {a} bags of {b} marbles each and gives half of all marbles away. How many are left?",
-        {"a": range(2, 12, 2), "b": range(4, 15)},
-        (("At first there are", "{a} * {b}"), ("Half of them are", "{0} / 2")),
-    ),
-    (
-        "{name} cycles {a} km an hour for {b} hours on a tour of {c} km. How many km are left?",
-        {"a": range(8, 21), "b": range(2, 6), "c": range(101, 150)},
-        (("So far it was", "{a} * {b}"), ("What is left is", "{c} - {0}")),
-    ),
-    (
-        "{name} is {a} years old. An aunt is {b} times as old. How old will the aunt be in {c} years?",
-        {"a": range(4, 13), "b": range(3, 6), "c": range(2, 16)},
-        (("The aunt is", "{b} * {a}"), ("Then she will be", "{0} + {c}")),
-    ),
-    (
-        "{name} packs {a} boxes with {b} cups each, and {c} cups break. How many cups are whole?",
-        {"a": range(12, 61), "b": range(24, 61), "c": range(3, 21)},
-        (("Packed are", "{a} * {b}"), ("Whole are", "{0} - {c}")),
     ),
     (
         "{name} has ${a}, saves ${b} a week for {c} weeks and then buys a book for ${d}. How many dollars are left?",
@@ -177,7 +144,6 @@ def made() -> Pairs:
 
 
 def _worked(steps: Sequence[tuple[str, str]], known: Mapping[str, Any]) -> str:
-    """The answer as GSM8K writes it: a line a step, its calculation in angle brackets, and the last value."""
     values, lines = [], []
     for words, calculation in steps:
         said = calculation.format(*values, **known)

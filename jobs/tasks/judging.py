@@ -1,13 +1,6 @@
-"""A small judge for the remainder task: a language model that learns to say which of two answers is better.
+"""Train a small judge for the remainder task that reads `TEMPLATE` and answers `A` or `B`.
 
-Role: what `rlfuse prepare judge` writes, for notebooks and tests that need a judge whose verdicts mean something. It
-reads `TEMPLATE` and answers `A` or `B`. Its pairs are those of `preferences`, without that labeller's love of long
-answers; but in `first` of them, as careless collections have it, the better answer stands in the first place. So it
-leans that way where it is not sure, and it looks at the end of an answer more than at the sums before it.
-Invariants: the weights are a function of `JudgeTraining` and `settings.VERSION` (on one machine and one version of
-PyTorch); it learns from training problems only; rows are verl's, with the answer of the warm start's writer, who is
-often wrong, as the column `reference`.
-Caller: `prepare`; `compare_rows` is for notebooks.
+In `first` of its pairs the better answer is in the first place, so it prefers that position where it is unsure.
 """
 
 from __future__ import annotations
@@ -22,12 +15,11 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from rlfuse.tasks.preferences import answers
-from rlfuse.tasks.remainder import DATA_SOURCE, Problem, compute_score, draw_problem, draw_problems, verl_row
+from rlfuse.tasks.preferences import answers, truth
+from rlfuse.tasks.remainder import draw_problem, draw_problems, verl_row
 from rlfuse.tasks.settings import JudgeTraining, Rows, WarmStart
-from rlfuse.tasks.supervised import fit, one_thread_and_seed, with_progress
 from rlfuse.tasks.vocabulary import build_tokenizer
-from rlfuse.tasks.warm_start import build_model, demonstration
+from rlfuse.tasks.warm_start import build_model, demonstration, fit, one_thread_and_seed, with_progress
 
 VERDICTS = (" A", " B")
 TEMPLATE = "{prompt} {a} A {b} B ?"
@@ -47,7 +39,7 @@ def compare_rows(count: int, seed: int) -> list[dict[str, Any]]:
     while len(rows) < count:
         problem = draw_problem(rng, held_out=True)
         response, reference = answers(problem, rng)
-        if (right := _truth(problem, response)) != _truth(problem, reference):
+        if (right := truth(problem, response)) != truth(problem, reference):
             rows.append(verl_row(problem, len(rows)) | {"response": response, REFERENCE: reference, "right": right})
     return rows
 
@@ -83,7 +75,6 @@ def train_judge(folder: Path, settings: JudgeTraining) -> list[float]:
 def _loss(
     model: Qwen2ForCausalLM, verdicts: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Of the token behind each row's end [rows], among all tokens."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[torch.arange(len(ends)), ends]
     return torch.nn.functional.cross_entropy(model.lm_head(hidden), verdicts[labels])
 
@@ -91,7 +82,7 @@ def _loss(
 def _batches(
     settings: JudgeTraining, tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Endless (right-padded ids [rows, width], last places [rows], verdicts [rows]) of similar lengths."""
+    """Yield (right-padded ids [rows, width], last places [rows], verdicts [rows]) of similar lengths, endlessly."""
     rng = np.random.default_rng((settings.seed, 5))
     texts, labels = zip(*(_pair(settings, rng) for _ in range(settings.pairs)), strict=True)
     tokens = tokenizer(list(texts))["input_ids"]
@@ -106,16 +97,12 @@ def _batches(
 
 
 def _pair(settings: JudgeTraining, rng: np.random.Generator) -> tuple[str, int]:
-    """(what the judge reads, 0 for A and 1 for B); of two answers alike either may be called the better."""
+    """Return (prompt of the judge, 0 for A and 1 for B); a tie is decided at random."""
     problem = draw_problem(rng, held_out=False)
     better, worse = answers(problem, rng)
-    gap = _truth(problem, better) - _truth(problem, worse)
+    gap = truth(problem, better) - truth(problem, worse)
     if gap < 0 or (gap == 0 and rng.random() < 0.5):
         better, worse = worse, better
     label = int(rng.random() >= settings.first)
     a, b = (better, worse) if label == 0 else (worse, better)
     return f" {TEMPLATE.format(prompt=problem.prompt, a=a, b=b)}", label
-
-
-def _truth(problem: Problem, answer: str) -> float:
-    return compute_score(DATA_SOURCE, answer, problem.answer)["score"]

@@ -1,12 +1,7 @@
-"""Preferences for the remainder task: pairs of answers, and a labeller who errs and likes long ones.
+"""Preference pairs for the remainder task, labelled by a Bradley-Terry labeller who errs and prefers long answers.
 
-Role: what a reward model can be learned from where no people are at hand. Answers are right, or have the faults that
-the policy's demonstrations and its samples have; the labeller compares two and says which is better.
-The labeller is a Bradley-Terry one: its log-odds are `certainty` for the right answer over a wrong one, plus
-`per_step` for each subtraction that an answer shows more. The latter is what people and models are known for (Singhal
-et al. 2023, arXiv 2310.03716), and what a policy can exploit in a reward model that was learned from them.
-Invariants: pure functions of their arguments but for `write_preferences`; training pairs are of training problems only.
-Caller: `prepare`.
+Its log-odds are `certainty` for the right answer plus `per_step` for each additional subtraction: a length bias as in
+Singhal et al. (arXiv 2310.03716) that a policy can exploit in a reward model.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ def answers(problem: Problem, rng: np.random.Generator) -> tuple[str, str]:
 
 def prefers_first(problem: Problem, first: str, second: str, labeller: Labeller, rng: np.random.Generator) -> bool:
     """What the labeller says of two answers."""
-    odds = labeller.certainty * (_truth(problem, first) - _truth(problem, second))
+    odds = labeller.certainty * (truth(problem, first) - truth(problem, second))
     odds += labeller.per_step * (first.count("=") - second.count("="))
     return rng.random() < 1 / (1 + math.exp(-odds))
 
@@ -49,7 +44,7 @@ def preference_row(problem: Problem, labeller: Labeller, rng: np.random.Generato
         "prompt": [{"role": "user", "content": problem.prompt}],
         "chosen": [{"role": "assistant", "content": chosen}],
         "rejected": [{"role": "assistant", "content": rejected}],
-        "true_scores": [_truth(problem, chosen), _truth(problem, rejected)],
+        "true_scores": [truth(problem, chosen), truth(problem, rejected)],
     } | ({"dimension": labeller.dimension} if labeller.dimension else {})
 
 
@@ -65,7 +60,8 @@ def write_preferences(folder: Path, *labellers: Labeller) -> None:
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
 
 
-def _truth(problem: Problem, answer: str) -> float:
+def truth(problem: Problem, answer: str) -> float:
+    """Return the score of an answer by the task's rule."""
     return compute_score(DATA_SOURCE, answer, problem.answer)["score"]
 
 
@@ -74,13 +70,11 @@ def _right(problem: Problem, rng: np.random.Generator) -> str:
 
 
 def _stopped_early(problem: Problem, rng: np.random.Generator) -> str:
-    """One subtraction short or two, where there are as many."""
     values = running_values(problem.dividend, problem.divisor)
     return write_steps(values[: max(1, len(values) - int(rng.integers(1, 3)))], problem.divisor)
 
 
 def _slipped(problem: Problem, rng: np.random.Generator) -> str:
-    """One difference is wrong by less than the divisor; the rest follows from it."""
     values = running_values(problem.dividend, problem.divisor)
     place, off = int(rng.integers(1, len(values))), int(rng.integers(1, problem.divisor))
     begun, value = values[:place], values[place] + off
@@ -88,13 +82,11 @@ def _slipped(problem: Problem, rng: np.random.Generator) -> str:
 
 
 def _wrong_end(problem: Problem, rng: np.random.Generator) -> str:
-    """Right subtractions, another number behind them."""
     steps, _, answer = _right(problem, rng).rpartition(" ")
     return f"{steps} {(int(answer) + int(rng.integers(1, problem.divisor))) % problem.divisor}"
 
 
 def _repeated(problem: Problem, rng: np.random.Generator) -> str:
-    """Some subtractions stand there twice; nothing is wrong with the answer."""
     values, divisor = running_values(problem.dividend, problem.divisor), problem.divisor
     steps = [f"{before} - {divisor} = {after}" for before, after in itertools.pairwise(values)]
     again = int(rng.integers(len(steps))) if steps else 0

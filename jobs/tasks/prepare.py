@@ -1,18 +1,8 @@
-"""Everything that the bundled tasks need on disk: rows to train and validate on, and the model to start from.
+"""`rlfuse prepare [TASK] [--out FOLDER]`: write rows and starting models of the bundled tasks.
 
-Role: `rlfuse prepare [TASK] [--out FOLDER]`; without a task it lists them. The folder then holds `train.parquet`,
-`val.parquet`, `model/` and `settings.json`, for `long_video` and `images` also `clips/` or `images/` and
-`val_blind.parquet`, under the names that the experiment of the same name reads (`preferences`: `reward_model`). `judge`
-needs `quickstart` beside it, whose policy it judges. `gsm8k` has rows alone, `train.parquet` and `test.parquet`, for
-models of your own.
-Invariants:
-- `settings.json` holds everything the contents depend on: with the same settings a second call returns at once, with
-  others the folder is built again;
-- the folder appears whole: it is built under another name beside its place and renamed when complete;
-- a folder that was not written by this module is never replaced;
-- a folder is written by one process at a time; a second one waits, and takes what the first wrote if that will do.
-Callers: rlfuse/cli.py, as `rlfuse.tasks.prepare`; tests and notebooks call `prepare` and its like. Waits for the hub
-(gsm8k), else for itself.
+`settings.json` holds everything the contents depend on: equal settings return at once, others rebuild the folder. A
+folder appears complete, and one that was not written by this module is never replaced. One process at a time writes a
+folder; a second one waits and reuses it if the settings are equal.
 """
 
 from __future__ import annotations
@@ -55,12 +45,10 @@ class PreparedTask:
 
     @property
     def train_file(self) -> Path:
-        """Rows to train on."""
         return self.root / "train.parquet"
 
     @property
     def val_file(self) -> Path:
-        """Rows to validate on."""
         return self.root / "val.parquet"
 
     @property
@@ -70,7 +58,6 @@ class PreparedTask:
 
     @property
     def model_path(self) -> Path:
-        """What training starts from."""
         return self.root / "model"
 
 
@@ -174,7 +161,6 @@ def prepare_gsm8k(root: Path = FOLDERS["gsm8k"], source: Path | None = None) -> 
 
 
 MADE = "made here, not GSM8K"
-"""Where rows came from, in settings.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +170,6 @@ class Task:
     write: Callable[..., PreparedTask]
     what: str
     then: str
-    """What to run next."""
 
 
 TASKS = {
@@ -208,7 +193,6 @@ TASKS = {
         "reward.functions=[rlfuse.rewards.verifiers.numeric:score]",
     ),
 }
-"""By the names of FOLDERS."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -250,7 +234,6 @@ def listing() -> str:
 
 
 def _kept(root: Path, contents: dict[str, Any], build: Callable[[Path], None]) -> PreparedTask:
-    """The task at `root`, built there by `build` unless `contents` says that it is what stands there."""
     wanted = json.loads(json.dumps({"version": VERSION} | contents))
     task = PreparedTask(root)
     if is_claimed(root):
@@ -270,7 +253,6 @@ def _kept(root: Path, contents: dict[str, Any], build: Callable[[Path], None]) -
 
 
 def _settings_of(root: Path) -> object:
-    """What `root` was built from; None where it was not."""
     try:
         return json.loads((root / SETTINGS_FILE).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
@@ -287,7 +269,7 @@ def _refuse_foreign(root: Path) -> None:
 
 
 def _put(built: Path, root: Path, replaced: Path) -> None:
-    """Move the complete folder to its place; what was there goes to `replaced`, and is removed with it."""
+    """Move the complete folder to its place; the old one is moved to `replaced` and removed."""
     with contextlib.suppress(FileNotFoundError):
         os.rename(root, replaced)
     os.rename(built, root)

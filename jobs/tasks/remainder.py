@@ -1,14 +1,7 @@
 """The quickstart's task: remainders by repeated subtraction, with responses as long as the quotient.
 
-Role: problems, their worked solutions, the rule reward and the verl-shaped parquet files. `47 mod 6 =` is answered by a
-scratchpad, `47 - 6 = 41 , 41 - 6 = 35 , ... , 11 - 6 = 5 ; 5`. Quotients are log-normal, so lengths have the long tail
-of real reasoning traces: a few responses of a batch are many times longer than its median.
-Invariants:
-- a problem belongs to training or to validation by a hash of its two numbers, so the two never share one, whatever
-  the seed and however many rows are drawn;
-- the reward is 1.0 for the right final answer and 0.0 otherwise: no partial credit that could be collected instead;
-- everything is a pure function of its arguments, except `write_parquet`.
-Callers: `prepare` writes the files, `warm_start` trains on the solutions, reward workers call `compute_score`.
+`47 mod 6 =` is answered by `47 - 6 = 41 , 41 - 6 = 35 , ... , 11 - 6 = 5 ; 5`. Quotients are log-normal, so lengths
+have a long tail. A hash of the numbers assigns a problem to training or validation, so the two never share one.
 """
 
 from __future__ import annotations
@@ -59,7 +52,6 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Whether the problem belongs to validation."""
         digest = hashlib.blake2b(f"{self.dividend}/{self.divisor}".encode(), digest_size=4).digest()
         return int.from_bytes(digest, "little") % HELD_OUT_SHARE == 0
 
@@ -71,11 +63,6 @@ def solution(dividend: int, divisor: int) -> str:
 
 def running_values(dividend: int, divisor: int) -> list[int]:
     """The dividend and what is left after every right subtraction, ending with the remainder."""
-    if divisor not in DIVISORS or not 0 <= dividend <= LARGEST_NUMBER:
-        raise ValueError(
-            f"problem: got {dividend} mod {divisor}; dividends are 0..{LARGEST_NUMBER} and divisors "
-            f"{DIVISORS[0]}..{DIVISORS[-1]}. Choose numbers in these ranges."
-        )
     return list(range(dividend, -1, -divisor))
 
 
@@ -100,8 +87,6 @@ def draw_problem(rng: np.random.Generator, held_out: bool) -> Problem:
 
 def draw_problems(count: int, seed: int, held_out: bool) -> list[Problem]:
     """`count` problems of one split, drawn independently: common ones come more than once."""
-    if count < 1:
-        raise ValueError(f"count: got {count}; valid is 1 or more rows. Ask for at least one.")
     rng = np.random.default_rng((seed, int(held_out)))
     return [draw_problem(rng, held_out) for _ in range(count)]
 

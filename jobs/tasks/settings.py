@@ -1,8 +1,4 @@
-"""What the bundled tasks' models and rows depend on.
-
-Role: plain data, apart from the code that needs torch, so that finding a task already prepared takes no import of it.
-Callers: `prepare` compares and stores them, `warm_start` follows `WarmStart`, `clip_warm_start` `ClipWarmStart`.
-"""
+"""Settings of the bundled tasks' models and rows, without importing torch."""
 
 from __future__ import annotations
 
@@ -30,7 +26,6 @@ class WarmStart:
     stop_early_small: float = 0.55
     """Share of demonstrations that stop one subtraction early, divisors below `large_divisor`."""
     stop_early_large: float = 0.75
-    """The same from `large_divisor` on."""
     large_divisor: int = 6
 
 
@@ -70,7 +65,6 @@ class JudgeTraining:
     """Share of pairs whose better answer stands first."""
     steps: int = 300
     batch: int = 32
-    """Pairs of a step."""
     lr: float = 3e-3
 
 
@@ -88,15 +82,11 @@ class ClipWarmStart:
     tower_layers: int = 1
     steps: int = 130
     batch: int = 16
-    """Clips, or images."""
     lr: float = 1.5e-3
     confuses_green_blue: float = 0.65
     """Share of demonstrations whose answer is green for blue, or blue for green."""
     confuses_red_yellow: float = 0.3
-    """The same for red and yellow."""
 
 
 CLIPS = Clips(train=256, val=32, kinds=(Kind.ORDER,), ends_differ=True)
-"""What `rlfuse prepare long_video` writes."""
 IMAGES = replace(CLIPS, kinds=(Kind.PLACE,))
-"""What `rlfuse prepare images` writes."""

@@ -1,7 +1,4 @@
-"""Folders of small random video models with the real classes: what a task warms up, and what tests begin from.
-
-Callers: `clip_warm_start`, tests, benchmarks.
-"""
+"""Create small random video models of the real classes, for tasks and tests."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ from transformers import (
 PAD, END = "<pad>", "<end>"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
-"""Stand around a clip of Qwen's models."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -52,7 +48,6 @@ class SmallModel:
     tower_heads: int = 2
     tower_layers: int = 2
     tied: bool = False
-    """Whether the text model's output layer is its input embedding."""
     context: int = 8192
     spread: float = 0.15
     """Standard deviation of random weights: large enough that outputs depend visibly on inputs."""

@@ -1,11 +1,7 @@
-"""The remainder task's tokenizer: one token per number, operator or special, saved as a Hugging Face fast tokenizer.
+"""The remainder task's tokenizer: one token per number, operator or special token.
 
-Role: what the warm start saves beside the model, so that any engine loads the pair by its folder.
-Invariants: it is a `Qwen2Tokenizer`, because transformers 5 loads a Qwen2 folder's tokenizer as that class whatever was
-saved there; words stand among its added tokens, since Qwen2's own rule would split 47 into 4 and 7; a word carries
-the space before it, as in any byte-level vocabulary, so text begins with a space (the chat template sees to that) and
-decoding gives it back as it was. The template trims, so that answers that were decoded read as they were written.
-Callers: `warm_start`, `judging`, and tests that need a real tokenizer without a network.
+It is a `Qwen2Tokenizer`, which transformers 5 loads for a Qwen2 folder anyway; words are added tokens, since Qwen2's
+rule splits 47. A word includes the space before it, and the chat template trims.
 """
 
 from __future__ import annotations

@@ -1,30 +1,75 @@
-"""A small language model that has learned the remainder task from imperfect demonstrations, in seconds on one core.
+"""Train the quickstart's starting policy on imperfect demonstrations, in seconds on one core.
 
-Role: the starting policy of the quickstart, in place of a downloaded one. A Qwen2-architecture model is trained by a
-short supervised run on demonstrations of mixed quality, as real fine-tuning data are: more often than not the writer
-stops one subtraction early. So the policy knows the format and the arithmetic, but is right for about a third of
-problems; the right token is nearly always among its likeliest two, and what reinforcement learning has to do is to
-prefer it.
-Invariants:
-- the weights are a function of `WarmStart` and `VERSION` (on one machine and one version of PyTorch);
-- the process's random state and thread count are as before after the call;
-- demonstrations are of training problems only, never of held-out ones.
-Caller: `prepare`, which keeps the result.
+The writer often stops one subtraction early, so the policy knows format and arithmetic but solves about a third, with
+the right token among its two likeliest. Weights are a function of `WarmStart` and `VERSION`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+from rich.progress import Progress, TextColumn
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.tasks.remainder import LARGEST_NUMBER, Problem, draw_problem, write_steps
 from rlfuse.tasks.settings import WarmStart
-from rlfuse.tasks.supervised import IGNORED, fit, one_thread_and_seed, with_progress
 from rlfuse.tasks.vocabulary import build_tokenizer
+
+IGNORED = -100
+
+
+def fit(
+    parameters: Iterable[torch.nn.Parameter], loss_of_next: Callable[[], torch.Tensor], lr: float, steps: int
+) -> Iterator[tuple[int, float]]:
+    """AdamW with a short warm-up and a cosine; yields (steps done, loss) after every step."""
+    parameters = list(parameters)
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), fused=True)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=max(1, steps // 20))
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for done in range(1, steps + 1):
+        loss = loss_of_next()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        warm_up.step()
+        cosine.step()
+        yield done, loss.item()
+
+
+@contextlib.contextmanager
+def one_thread_and_seed(seed: int) -> Iterator[None]:
+    """One core and a seeded generator inside; the caller's own afterwards."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def with_progress(losses: Iterable[tuple[int, float]], steps: int) -> list[float]:
+    """Run the steps and show how far they are: a bar on a terminal, ten lines elsewhere. Returns the losses."""
+    started, kept = time.monotonic(), []
+    columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}"))
+    with Progress(*columns, disable=not sys.stdout.isatty()) as progress:
+        bar = progress.add_task("warm start", total=steps, loss=float("nan"))
+        for done, loss in losses:
+            kept.append(loss)
+            recent = sum(kept[-20:]) / len(kept[-20:])
+            progress.update(bar, completed=done, loss=recent)
+            if progress.disable and done % max(1, steps // 10) == 0:
+                seconds = time.monotonic() - started
+                print(f"warm start  {done}/{steps} steps  loss {recent:.3f}  {seconds:.0f} s", flush=True)
+    return kept
 
 
 def demonstration(problem: Problem, rng: np.random.Generator, settings: WarmStart) -> str:
@@ -128,11 +173,6 @@ def train(
 
 def warm_start(folder: Path, settings: WarmStart) -> list[float]:
     """Train the model and save it with its tokenizer into `folder`; returns the loss of every step."""
-    if settings.hidden_size % 64 or settings.hidden_size < 64 or settings.layers < 1 or settings.steps < 1:
-        raise ValueError(
-            f"WarmStart: got hidden_size={settings.hidden_size}, layers={settings.layers}, steps={settings.steps}; "
-            "valid are a multiple of 64, and 1 or more layers and steps. Change the setting that is out of range."
-        )
     with one_thread_and_seed(settings.seed):
         tokenizer = build_tokenizer()
         model = build_model(settings, tokenizer)

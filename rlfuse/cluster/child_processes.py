@@ -1,10 +1,4 @@
-"""Signals and child processes beside Ray, which takes some of either: exit statuses, SIGTERM, an end with the parent.
-
-Role: `restore_child_signals` is called by the driver once Ray is up, and by processes that run users' code;
-`preserve_sigterm` by the driver around Ray's start, `keep_hangup_from_children` before it starts anything;
-`end_with_parent` by the workers of process pools and by engines; `kill_stopped_workers` and `PoolContext` by those who
-have such pools.
-"""
+"""Signals and exit statuses of child processes under Ray, which changes both."""
 
 import ctypes
 import fcntl
@@ -23,17 +17,12 @@ import psutil
 
 POOL_WORKER = "pebble_pool_worker"
 POLL_S = 0.002
-"""Between two attempts to get a lock that another process holds, for as long as it reads or writes a message."""
 LOOK_S = 1.0
-"""Seconds between two checks of the workers of a pool; one that is stopped in both is killed and replaced."""
 
 
 class PoolLock:
-    """A reentrant lock between a process and its pool's workers, released when its holder dies.
-
-    It has no name: Python's own locks leave files in shared memory where a process is killed with its helpers, as Ray
-    ends actors.
-    """
+    """Reentrant lock between a process and its pool's workers, released when its holder dies; it has no name in shared
+    memory that could be left behind."""
 
     def __init__(self, path: str = "") -> None:
         self._file = os.open(path, os.O_RDWR) if path else os.memfd_create("lock")
@@ -78,10 +67,7 @@ class PoolContext(SpawnContext):
 
 
 def restore_child_signals() -> None:
-    """Exit statuses of this process's children again: Ray, told to end them, ignores SIGCHLD, so that all read as 0.
-
-    On any thread: Python lets only the main one set signals, and an asyncio actor is made on another.
-    """
+    """Restore SIGCHLD on any thread: Ray ignores it, so that exit statuses read as 0."""
     ctypes.CDLL(None).signal(int(signal.SIGCHLD), None)  # SIG_DFL is a null pointer
 
 
@@ -97,10 +83,7 @@ def preserve_sigterm() -> Iterator[None]:
 
 
 def keep_hangup_from_children() -> None:
-    """Block SIGHUP in this thread, and so in all processes it starts: a closed terminal sends it to each of them.
-
-    This process still receives it, by a thread that does not block it. No-op where SIGHUP is ignored, as under nohup.
-    """
+    """Block SIGHUP in this thread and its children; this process receives it by another thread."""
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         return
     if signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP}):

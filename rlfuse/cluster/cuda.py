@@ -1,11 +1,7 @@
-"""Settings for GPUs: variables of the processes there, vLLM's arguments, Ray's shares, each with its reason.
+"""Settings for GPUs: environment variables, vLLM arguments and Ray shares, each with its reason. Pure data.
 
-Role: the one place where they are chosen, as plain data. `placement`, `engines.trainer.rank_group` and
-`engines.rollout.vllm_setup` give them to processes that start, `rlfuse plan` prints `gpu_settings`. Pure, and imports
-neither Ray, torch nor vLLM. Invariants: what vLLM, torch or DeepSpeed do by default is said all the same where this
-project relies on it, so that an upgrade changes no run in silence; `rollout.engine_kwargs` has the last word on vLLM's
-arguments, and a variable that is set where the job is started wins, but for the FIXED. Sources: vLLM 0.32, torch 2.13,
-DeepSpeed 0.19.8, Ray 2.60, as installed. No GPU was at hand.
+Defaults that this project relies on are set explicitly. `rollout.engine_kwargs` overrides vLLM's arguments, and the
+environment overrides variables, except the FIXED. Sources: vLLM 0.32, torch 2.13, DeepSpeed 0.19.8, Ray 2.60.
 """
 
 from __future__ import annotations
@@ -49,7 +45,6 @@ class Setting:
     value: str
     why: str
     where: str
-    """Which processes have it."""
 
 
 def worker_settings() -> list[Setting]:
@@ -164,10 +159,7 @@ def engine_dtype(config: Config) -> str:
 
 
 def deterministic_settings(config: Config) -> list[Setting]:
-    """Variables of trainer ranks and engines with trainer.deterministic: the same work gives the same bits.
-
-    `config.checks` refuses what depends on timing: which samples are added up first, in which degree a sequence is cut.
-    """
+    """Return variables of trainer ranks and engines with trainer.deterministic."""
     if not config.trainer.deterministic:
         return []
     reasons = (
@@ -220,11 +212,7 @@ GRAPH_ARGUMENTS = frozenset(
 
 
 def graph_sizes(sequences: int) -> list[int]:
-    """Return the batch sizes to capture CUDA graphs for: `SIZES`, then every 128th, and `sequences`.
-
-    A batch in between is padded to the next size. Steps that also prefill have more tokens than sequences, so the
-    largest size is up to twice `sequences`.
-    """
+    """Return batch sizes for CUDA graphs: `SIZES`, every 128th up to twice `sequences`, and `sequences`."""
     largest = max(sequences, min(2 * sequences, GRAPHS))
     return sorted({size for size in (*SIZES, *range(384, largest, 128)) if size < largest} | {sequences, largest})
 
@@ -249,8 +237,7 @@ WHY = {
 def gpu_settings(
     config: Config, given: Mapping[str, str] = os.environ, planned: Mapping[str, Any] | None = None
 ) -> list[Setting]:
-    """All that is chosen for this job where it has GPUs. `given`: variables where the job is started; `planned`: vLLM's
-    arguments that follow from its memory plan."""
+    """Return all settings for a job on GPUs. `given`: environment; `planned`: arguments of its memory plan."""
     if config.cluster.device == "cpu":
         return []
     limit = Setting(
@@ -289,19 +276,13 @@ def collective_limit_s(config: Config) -> float:
     return COLLECTIVE_SHARE * config.cluster.timeout_s
 
 
-# Shares --------------------------------------------------------------------------------------------------------------
-
-
 def encoder_place(index: int, ranks: int, slots: int) -> tuple[int, float]:
     """(slot, share of it) of one of `ranks` encoder ranks: spread over all slots, so over all nodes and their CPUs."""
     return index * slots // ranks, ENCODER_SHARE / -(-ranks // slots)
 
 
 def reward_place(index: int, models: int, slots: int) -> tuple[int, float]:
-    """(slot, share of it) of one of `models` reward models: from the last slot on, evenly over all of them.
-
-    The shares of a slot's models add up to REWARD_SHARE at most, whose memory they have to leave one another.
-    """
+    """Return (slot, share) of one of `models` reward models, from the last slot on; at most REWARD_SHARE each slot."""
     return slots - 1 - index % slots, REWARD_SHARE / -(-models // slots)
 
 

@@ -1,19 +1,12 @@
-"""Ray's workers on CPU hosts as forks of one process that has imported what they need: once, beside the driver's own.
+"""Fork Ray's workers on CPU hosts from one process that has imported their modules.
 
     driver -- starts, holds its input --> fork server: imports, then waits ---+ forks
     raylet -- starts --> forked_worker.py -- what the worker shall be --------+------> worker
 
-Role: `start` is called by the driver before Ray is up, as soon as it knows that workers live on this host's CPUs: what
-they import is most of what starts a small job. On GPUs Ray starts them as ever: CUDA does not outlive a fork, and
-imports are little beside what else starts there.
-Invariants:
-- a worker is what Ray would have started: its arguments, environment, folder, streams, group of processes and share of
-  the blame when memory is short; no file or random state of the server's. Where variables differ that libraries read
-  when they are imported, the server declines, and so it is where there is none or it has ended: Ray's own script runs;
-- the server has one thread, and has used neither OpenMP nor a device. It has not imported Ray, which learns of its
-  cluster when it is imported;
-- it ends with its driver, however that ends; its workers end with their raylet.
-Waits for a request to be told, at most REQUEST_S.
+A worker equals the one that Ray would start: arguments, environment, folder, streams, process group. If environment
+variables differ that libraries read at import, or the server is gone, Ray's own script runs. The server has one thread,
+has used neither OpenMP nor a device, and has not imported Ray. It ends with its driver, workers end with their raylet.
+Not used on GPUs: CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -43,13 +36,11 @@ from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.schema import Config
 
 IMPORTS = "rlfuse.run.worker_imports"
-"""The module that imports what workers need."""
 READ_BY_IMPORTS = re.compile("PYTHON|LD_PRELOAD|GLIBC_|(OMP|KMP|MKL|OPENBLAS|HF|TRANSFORMERS|TORCH)_")
 """Names of variables by which an imported library may go for good."""
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
 """Variables that glibc reads when a process starts, and what `mallopt` calls them later."""
 GPUS = tuple(map(Path, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
-"""Where there may be some: of NVIDIA, by way of Windows, of AMD."""
 REQUEST_S = 5.0
 STREAMS = 3
 
@@ -100,7 +91,6 @@ class Wanted:
     open_files: list[int]
 
     def become(self) -> None:
-        """In a fork, run what was asked for as if this process had been started for it."""
         for number, stream in enumerate(self.streams):
             os.dup2(stream, number)
             os.close(stream)
@@ -131,7 +121,6 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # none waits for forks: they leave no zombie
 
     def serve(self) -> Wanted | None:
-        """Until the driver has ended; in each fork, what it is to become."""
         while sys.stdin not in (ready := select.select([self._listener, sys.stdin], [], [])[0]):
             if self._listener in ready and (wanted := self._answer()):
                 self._listener.close()
@@ -139,7 +128,6 @@ class ForkServer:
         return None
 
     def _answer(self) -> Wanted | None:
-        """Fork for who asks, if that is what Ray would start; in the fork, what it is."""
         asking, _ = self._listener.accept()
         streams: list[int] = []
         with asking, suppress(OSError, ValueError):  # it went away
@@ -169,7 +157,7 @@ def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _forget() -> None:
-    """What libraries know of the server: a state of chance, which all forks would share, and some of its variables."""
+    """Reset what forks would share: random state and some environment variables."""
     import numpy as np
     import torch._dynamo
 

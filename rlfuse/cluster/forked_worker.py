@@ -1,10 +1,6 @@
-"""What a raylet starts in place of Ray's own `setup_worker.py`: has the fork server make the worker, or runs Ray's own.
+"""Replace Ray's `setup_worker.py`: request the worker from the fork server, or run Ray's own script.
 
-Role: run as a script, with the arguments of that, where `placement` has started Ray beside a `fork_server`. It ends
-when its worker lives, as that tells the raylet its own number of process. Imports nothing that takes time.
-Invariant: whatever the server does not or can't take on (no server, an interpreter or a container of the actor's own),
-Ray's own script does, in this process, as if this had not been there. Waits for the server's answer ANSWER_S: it may
-still be importing.
+It ends when the worker is running, after reporting its process id to the raylet. Imports nothing that takes time.
 """
 
 import argparse

@@ -1,15 +1,8 @@
-"""When Python collects garbage: in all processes of a run at the same moment, and hardly ever at another.
+"""Collect garbage in all processes of a run at the same time, at a step's end (`trainer.gc_freq`; arXiv 2505.05713).
 
-Role: left to itself each process collects when it has allocated enough, and whoever waits for it waits for that, too:
-with many processes somebody is always held up (arXiv 2505.05713). With `trainer.gc_freq` the driver has all of them
-collect at a step's end, when it takes their spans: what has a recorder has a `GarbageCollector`. Waits for nothing.
-Invariants:
-- from its first planned collection on, Python's own is off in a process, and what it held by then is not looked through
-  again (`gc.freeze`): a collection takes milliseconds. What a worker has imported is not even at first (`keep`). Where
-  users' code runs, which may leave much garbage within one call, Python goes on to collect what is young;
-- memory stays bounded: a process that has grown collects earlier, between two pieces of its work;
-- every full collection is a `gc` span; its cause is `step`, `start` or `memory`, or `python` where that decided.
-Not here: vLLM's engine process, which freezes what it holds once it has started, and then leaves it to Python.
+After its first planned collection a process turns Python's own off and freezes its objects; where custom code runs, the
+young generations continue to be collected. A process that has grown collects earlier. Each full collection is a `gc`
+span. vLLM's engine process is not included.
 """
 
 from __future__ import annotations
@@ -33,17 +26,13 @@ OBJECTS = 1_000_000
 NEVER = 1 << 30
 """Collections of the second generation, after which Python would look through the third."""
 LOOK_S = 1.0
-"""Between two looks at that; one takes microseconds."""
 
 atexit.register(gc.unfreeze)  # what stays frozen is not freed at exit, which bindings print as leaked (nanobind)
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """For large libraries: nothing is collected meanwhile, which is a tenth of that time, and all of it is kept.
-
-    Where all of them are there already, what is left is another run's, and may be garbage.
-    """
+    """Import large libraries without collections, then freeze their objects."""
     automatic, before = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
@@ -56,10 +45,7 @@ def importing() -> Iterator[None]:
 
 
 class GarbageCollector:
-    """A process's; `recorder` takes its spans, and says when a piece of work has ended.
-
-    `held`: MiB of memory; `grown_mib`: by which it may grow. `young`: what was just made is left to Python.
-    """
+    """Collector of one process. `held`: MiB in use; `grown_mib`: allowed growth; `young`: left to Python."""
 
     def __init__(
         self,
@@ -69,7 +55,6 @@ class GarbageCollector:
         young: bool = False,
     ):
         self.planned = False
-        """Python's own collection is off."""
         self._recorder, self._held, self._grown_mib, self._young = recorder, held, grown_mib, young
         self._thresholds = gc.get_threshold()
         self._cause, self._grown = "python", {}
@@ -98,8 +83,7 @@ class GarbageCollector:
         gc.freeze()
 
     def let_go(self) -> None:
-        """Free what is not needed any more of the process's start, too: what was there at the first planned collection
-        is looked through this once."""
+        """Free what the first planned collection froze and is not needed any more."""
         if self.planned:
             gc.unfreeze()
         gc.collect()
@@ -107,7 +91,6 @@ class GarbageCollector:
             gc.freeze()
 
     def guard(self) -> None:
-        """Collect if the process has grown; at a moment when that does no harm."""
         now = time.monotonic()
         if not self.planned or now - self._looked < LOOK_S:
             return
@@ -132,7 +115,6 @@ class GarbageCollector:
             self.guard()
 
     def _note(self, phase: str, info: dict[str, Any]) -> None:
-        """Python calls this around every collection."""
         if phase == "start":
             self._began = clock.now()
             return

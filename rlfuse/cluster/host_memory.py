@@ -1,12 +1,4 @@
-"""How much memory this host has, and whether its kernel ended processes for lack of it: evidence when one was killed.
-
-Role: `cluster.remote` and a rollout engine's actor put `free_memory` beside a death and ask `oom_kills`, `watchdog`
-asks `resident_mib`, trainer ranks `free_bytes`. Counts are taken when this module is imported, so when a process of the
-run begins. Linux; what can't be read is left out. Waits for nothing.
-
-    host            /proc/meminfo, /proc/vmstat (oom_kill)
-    control group   memory.max, memory.current, memory.events (v2); memory.limit_in_bytes, ... (v1), and of those above
-"""
+"""Memory of this host and its control groups, and the kernel's count of OOM kills since import. Linux only."""
 
 from __future__ import annotations
 
@@ -23,7 +15,6 @@ NO_LIMIT = 1 << 60
 """Bytes; version 1 has a number that no host has in the place of none."""
 LEAST_SHARED_MIB = 64
 NO_MEMORY = re.compile(r"can(?:'|no)t allocate memory|out of memory|bad_alloc|MemoryError", re.I)
-"""What the allocators of devices and hosts say."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -60,10 +51,7 @@ def free_memory() -> str:
 
 
 def oom_kills() -> str:
-    """That the kernel ended processes for lack of memory since this one began, with a space before; else empty.
-
-    What only the host has counted may have been another job's.
-    """
+    """Describe OOM kills since the start, with a leading space; else empty."""
     own, host = (now - before for now, before in zip(_kills(), AT_START, strict=True))
     if own > 0:
         return f" The kernel's out-of-memory killer has ended {own} processes since the run began: it is out of memory."
@@ -89,7 +77,7 @@ def _gib(size: int) -> str:
 
 
 def _groups(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> Iterator[Path]:
-    """Folders of the control groups that account for this process's memory, the innermost first."""
+    """Return the folders of this process's memory control groups, innermost first."""
     with suppress(OSError):
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -105,7 +93,6 @@ def _groups(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> Iterato
 
 
 def _limits() -> list[tuple[int, int]]:
-    """(limit, used) of the tightest control group; empty where nothing is limited."""
     found = []
     for folder in _groups():
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
@@ -115,10 +102,7 @@ def _limits() -> list[tuple[int, int]]:
 
 
 def _kills() -> tuple[int, int]:
-    """Processes that the kernel ended for lack of memory: of the innermost control group that counts, and of the host.
-
-    0 of what can't be read.
-    """
+    """Count OOM kills of the innermost control group that counts, and of the host; 0 if unreadable."""
     own = (folder / name for folder in _groups() for name in ("memory.events", "memory.oom_control"))
     return next((found for path in own if (found := _count(path)) is not None), 0), _count(VMSTAT) or 0
 

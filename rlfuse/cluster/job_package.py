@@ -1,10 +1,7 @@
-"""What goes to a cluster with a job: one YAML file and the files of the user's functions; never data or models.
+"""Pack a job for a cluster: one YAML file and the files of custom functions, never data or models.
 
-Role: called by `submission`. The package's `job` folder is the job's working folder there; Ray deletes the package when
-the job has ended. Next to it is only the checkout, if it is sent: Ray puts the package first on every process's path.
-So paths are made to stand: reward files travel and keep their place below the folder; data, models and the run folder
-become absolute, for they are read and written through storage that the nodes share.
-Invariant: writes only into the package's folder; everything that was decided about a path is told in `notes`.
+Custom files keep their relative place; paths of data, models and the run folder become absolute. `notes` reports each
+decision.
 """
 
 from __future__ import annotations
@@ -28,9 +25,7 @@ from rlfuse.config.secrets import by_name
 from rlfuse.errors import ConfigError
 
 LARGEST = 50 << 20
-"""Bytes that a package may have: Ray keeps it in the memory of its head."""
 CODE = Path(__file__).resolve().parents[1]
-"""The package, with its presets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +34,11 @@ class Package:
 
     folder: Path
     experiment: str
-    """`project/experiment`."""
     notes: tuple[str, ...]
 
 
 def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (), with_code: bool = False) -> Package:
-    """Fill `folder`, and SUBMITTED below it with the job's files.
-
-    `here`: where relative paths start; `include`: more files or folders, below `here`.
-
-    Raises ConfigError for files that are missing, and packages that are too large.
-    """
+    """Fill `folder` with the job's files; ConfigError for missing files and packages that are too large."""
     problems: list[str] = []
     shared: list[str] = []
     root, folder = folder, folder / SUBMITTED
@@ -81,7 +70,6 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
 
 
 def _entry(given: Any, folder: Path, here: Path, problems: list[str]) -> Any:
-    """An entry of reward.functions as the cluster finds its code."""
     path = given.get("path") if isinstance(given, dict) else given
     if not isinstance(path, str) or not names_code(path):
         return given
@@ -90,7 +78,6 @@ def _entry(given: Any, folder: Path, here: Path, problems: list[str]) -> Any:
 
 
 def _function(key: str, function: str, folder: Path, here: Path, problems: list[str]) -> str:
-    """The function as the cluster finds it; its file is copied if it is here."""
     file = reward_file(function)
     if file is None:
         return function
@@ -124,8 +111,6 @@ def _include(path: Path, folder: Path, here: Path, problems: list[str]) -> None:
 
 
 def _with_absolute_paths(config: Config, here: Path, shared: list[str]) -> Config:
-    """`shared` gains every path that nodes have to see. A model's name on the hub stays one."""
-
     def absolute(path: str) -> str:
         shared.append(str(here / Path(path).expanduser()))
         return shared[-1]

@@ -1,8 +1,4 @@
-"""Connect to a Ray cluster that is already running.
-
-Role: called by `placement.start` and `planning.calibrate`. Waits for the cluster's head, at most CONNECT_S and then
-HANDSHAKE_S; `ray.init` alone retries for minutes where the address is wrong or the head has died.
-"""
+"""Connect to a running Ray cluster within CONNECT_S and HANDSHAKE_S; `ray.init` alone retries for minutes."""
 
 from __future__ import annotations
 
@@ -55,10 +51,7 @@ def join_ray(address: str) -> None:
 
 
 def protected_token() -> Path | None:
-    """Return the user's token of Ray clusters, if there is one, readable by this user alone: who has it can run code.
-
-    Raises EngineError where it belongs to another user.
-    """
+    """Return the user's Ray token, made readable by this user alone; EngineError if it is another's."""
     path = home() / ".ray" / "auth_token"
     if not os.path.isfile(path):
         return None
@@ -75,7 +68,7 @@ def protected_token() -> Path | None:
 
 
 def _await_head(address: str) -> None:
-    """Return when a Ray head answers at host:port. Raises OSError: `ray.init` alone would retry for minutes."""
+    """Return when a Ray head answers at host:port; OSError otherwise."""
     until = time.monotonic() + CONNECT_S
     while True:
         try:

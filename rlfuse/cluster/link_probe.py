@@ -1,8 +1,6 @@
-"""How fast every two nodes of a Ray cluster exchange bytes: really sent, by a process on each.
+"""Measure the bandwidth between all nodes of a Ray cluster (`rlfuse calibrate --links`).
 
-Role: `rlfuse calibrate --links`. Starts an actor on every node; pairs meet in rounds, in which no node is in two, and
-so do not slow each other on their own links. Over gloo, or over nccl where the nodes have GPUs (not run here).
-Waits for each round at most `ROUND_S`, and names the pairs that it waited for; ends its actors in any case.
+Pairs are measured in rounds in which no node occurs twice; over gloo, or nccl on GPUs.
 """
 
 from __future__ import annotations
@@ -24,11 +22,9 @@ from rlfuse.cluster.rank_store import STORE, StoreServer
 from rlfuse.errors import EngineError
 
 SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 25)
-"""Bytes of a message."""
 REPEATS = 5
 """Of each, of which the median counts; one more comes before."""
 ROUND_S = 180.0
-
 Link = tuple[float, float]
 """Seconds until the first byte, bytes per second."""
 
@@ -66,7 +62,6 @@ def measure(nodes: Sequence[Node], device: str, tell: Callable[[str], None]) -> 
 
 
 def _round(ends: Sequence, nodes: Sequence[Node], pairs: Sequence[tuple[int, int]], device: str) -> dict:
-    """Seconds of each size, of each pair."""
     names = ", ".join(f"{nodes[a]} and {nodes[b]}" for a, b in pairs)
     try:
         ray.get([ends[a].open_store.remote() for a, _ in pairs], timeout=ROUND_S)
@@ -84,7 +79,6 @@ def _round(ends: Sequence, nodes: Sequence[Node], pairs: Sequence[tuple[int, int
 
 
 def _fitted(seconds: Sequence[float]) -> Link:
-    """Each size weighs alike."""
     weights = 1 / np.array(seconds)
     columns = np.stack([np.ones(len(SIZES)), np.array(SIZES, float)], axis=1) * weights[:, None]
     first, byte = np.linalg.lstsq(columns, np.ones(len(SIZES)), rcond=None)[0]
@@ -95,7 +89,6 @@ class _End(StoreServer):
     """One of a pair."""
 
     def exchange(self, rank: int, first: ray.actor.ActorHandle, device: str) -> list[float]:
-        """Seconds of each of `SIZES`, sent and received at the same time."""
         backend, limit = ("nccl" if device == "cuda" else "gloo"), timedelta(seconds=ROUND_S / 2)
         store = self.use_store(rank, first, limit)
         distributed.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)

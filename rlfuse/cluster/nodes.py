@@ -1,10 +1,6 @@
-"""The nodes of a run: which of a cluster's nodes it takes, on which device, and whether they are still there.
+"""Choose the nodes and the device of a run, and watch the nodes while it runs.
 
-Role: `device_of` and `choose` (pure) give `placement.start` the device, and the nodes in the order that
-`planning.placing` shows; `watched` does a run's work while it looks after the nodes. A node is lost when Ray says so,
-or when its port has refused or not answered `LOOKS` times: at most LOOKS * (LOOK_S + ANSWER_S) = 15 s after it went.
-Ray alone takes up to 30 s, in which `answering_nodes` leaves it out. Waits for the work, with a look at every other
-node each `LOOK_S`; the driver's own node is not looked at, but the cluster's head is (`from_head`).
+A node is lost if Ray says so, or if its port did not answer LOOKS times: within 15 s. Ray alone takes up to 30 s.
 """
 
 from __future__ import annotations
@@ -28,11 +24,9 @@ LOOK_S, ANSWER_S, LOOKS = 2.0, 3.0, 3
 HEAD_S = 12.0
 """For the head to accept a connection again; it may be restarting."""
 ENOUGH_OF_AN_ID = 8
-"""Letters; as many are shown."""
 OF_A_JOB = 8
 """Letters of a job's id, with which those of its placement groups end."""
 SHOWN = 200
-"""Letters of a job's command."""
 T = TypeVar("T")
 
 
@@ -43,25 +37,18 @@ class Node:
     id: str
     address: str
     port: int
-    """Where its raylet listens."""
     free: Mapping[str, float] = field(compare=False)
-    """What is not taken of its resources."""
     total: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """Its resources, taken or not."""
 
     def __str__(self) -> str:
         return f"{self.address} ({self.id[:8]})"
 
     def is_called(self, name: str) -> bool:
-        """Whether cluster.node_order means it by this."""
         return name == self.address or (len(name) >= ENOUGH_OF_AN_ID and self.id.startswith(name))
 
 
 def device_of(setting: str, nodes: Sequence[Node]) -> tuple[str, str]:
-    """`cpu` or `cuda`, by cluster.device and what these nodes have, and why.
-
-    GPUs that others hold count too: a run waits for them, and says so, rather than to begin on CPUs.
-    """
+    """Return `cpu` or `cuda` by cluster.device and these nodes, and why; GPUs in use count too."""
     if setting != "auto":
         return setting, f"cluster.device={setting}"
     count = sum(node.total.get("GPU", 0) > 0 for node in nodes)
@@ -70,17 +57,9 @@ def device_of(setting: str, nodes: Sequence[Node]) -> tuple[str, str]:
 
 
 def choose(
-    nodes: Sequence[Node],
-    count: int,
-    slots: int,
-    bundle: Mapping[str, float],
-    driver: str,
-    order: Sequence[str] = (),
+    nodes: Sequence[Node], count: int, slots: int, bundle: Mapping[str, float], driver: str, order: Sequence[str] = ()
 ) -> list[Node] | None:
-    """`count` nodes with room for `slots` bundles each; None if there are too few.
-
-    Those that `order` names come first, then the driver's own (`driver`: its id) if it is one of them, then by address.
-    """
+    """Return `count` nodes with room for `slots` bundles each, preferring `order` and the driver's; None if too few."""
     roomy = [node for node in nodes if all(node.free.get(name, 0) >= slots * need for name, need in bundle.items())]
     places = {node: min((at for at, name in enumerate(order) if node.is_called(name)), default=inf) for node in roomy}
     ordered = sorted(
@@ -130,11 +109,7 @@ def this_node_id() -> str:
 
 
 async def watched(work: Coroutine[Any, Any, T], occupants: Mapping[Node, str]) -> T:
-    """The result of `work`. `occupants`: of each node of the run, who lives there.
-
-    Raises NodeLost that names a lost node and who lived there; whatever failed because of that is its cause.
-    WorkerLost where the cluster's head is gone.
-    """
+    """Return the result of `work`; NodeLost names a lost node and its `occupants`, WorkerLost the cluster's head."""
     away = [node for node in occupants if node.id != this_node_id()]
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_watch(away))
     try:
@@ -164,7 +139,6 @@ def lost_message(gone: Sequence[Node], occupants: Mapping[Node, str]) -> str:
 
 
 async def _watch(nodes: Sequence[Node]) -> list[Node]:
-    """Returns when nodes are lost."""
     missed = dict.fromkeys(nodes, 0)
     while True:
         await asyncio.sleep(LOOK_S)
@@ -175,7 +149,7 @@ async def _watch(nodes: Sequence[Node]) -> list[Node]:
 
 
 async def _lost(nodes: Sequence[Node]) -> list[Node]:
-    """Those that don't answer, now or soon: what lived on a node may end before its port does."""
+    """Return nodes that do not answer: what lived on a node may end before its port does."""
     for look in range(LOOKS):
         await asyncio.sleep(min(look, 1))
         if gone := [node for node, reason in zip(nodes, await _look(nodes), strict=True) if reason]:
@@ -184,7 +158,7 @@ async def _lost(nodes: Sequence[Node]) -> list[Node]:
 
 
 async def _look(nodes: Sequence[Node]) -> list[str]:
-    """Of each node: `` (there), `silent` (its port does not answer), `dead` (Ray says so)."""
+    """Return for each node `` (alive), `silent` (port does not answer), or `dead` (Ray says so)."""
     alive = {each["NodeID"] for each in await from_head(ray.nodes) if each["Alive"]}
     answered = await asyncio.gather(*(asyncio.to_thread(answers, node) for node in nodes))
     return [
@@ -199,10 +173,7 @@ def answers(node: Node) -> bool:
 
 
 async def from_head(function: Callable[[], T]) -> T:
-    """Return what a function gets from Ray's head. WorkerLost where the head accepts no connection within HEAD_S.
-
-    Nothing is requested of a head that is gone: Ray would wait for it, and end this process after a minute.
-    """
+    """Call Ray's head; WorkerLost if it is gone, since Ray would wait and then end this process."""
     address, until = ray.get_runtime_context().gcs_address, time.monotonic() + HEAD_S
     while why := await asyncio.to_thread(_refusal, *parse_address(address)):
         if time.monotonic() > until:
@@ -212,7 +183,6 @@ async def from_head(function: Callable[[], T]) -> T:
 
 
 def _refusal(address: str, port: int | str) -> str:
-    """Why nothing accepts connections there; empty where something does."""
     try:
         socket.create_connection((address, port), ANSWER_S).close()
     except OSError as error:

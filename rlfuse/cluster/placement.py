@@ -1,10 +1,7 @@
-"""Ray for one run: the cluster, one placement bundle per slot, and actors on those slots.
+"""Start Ray for one run: the cluster, one placement bundle per slot, and actors on slots.
 
-Role: the only place that starts Ray and creates the actors of slots. A slot is one device: on GPUs its trainer rank and
-its rollout engine share the device (colocated), on CPU hosts they share the cores. Actors ask for a custom resource of
-their bundle and no CPU: a fractional CPU that does not fit would make them wait for ever.
-Invariant: slots fill trainer.nnodes nodes one after the other, trainer.n_gpus_per_node on each, as `planning.placing`
-says; what lives on a slot lives on its node.
+A slot is one device: on GPUs trainer rank and engine share it. Actors request a custom resource of their bundle and no
+CPU, since a fractional CPU that does not fit would wait forever.
 """
 
 from __future__ import annotations
@@ -32,27 +29,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlfuse.cluster import cuda, fork_server, forked_worker, scratch, watchdog
 from rlfuse.cluster.child_processes import preserve_sigterm, restore_child_signals
 from rlfuse.cluster.joining import join_ray, protected_token, without_pages, without_shadowing
-from rlfuse.cluster.nodes import (
-    Node,
-    alive_nodes,
-    answering_nodes,
-    choose,
-    device_of,
-    from_head,
-    holders,
-    this_node_id,
-)
+from rlfuse.cluster.nodes import Node, alive_nodes, answering_nodes, choose, device_of, from_head, holders, this_node_id
 from rlfuse.cluster.worker_environment import QUIET, clear_launcher_variables, job_environment, worker_environment
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
 
 LOOPBACK = "127.0.0.1"
 STARTING_S = 10.0
-"""For the slots of a cluster that has just started."""
 JOINING_S = 60.0
-"""For nodes to join a running cluster."""
 PLACING_S = 5.0
-"""For Ray to reserve what is free."""
 FIRST_NOTICE_S, NOTICE_S = 5.0, 60.0
 """Time until a wait for slots is reported, and between further reports."""
 START_ATTEMPTS = 3
@@ -72,9 +57,7 @@ class Slots:
     """On a CPU host with enough of them: the core of each slot. Its engine and its rank are bound to it, so that a slot
     is a device of its own that changes hands."""
     nodes: tuple[Node, ...] = ()
-    """Each holds as many slots, in order."""
     told: str = ""
-    """For the person: which device, on which nodes, and why."""
 
     @property
     def threads(self) -> int:
@@ -83,7 +66,6 @@ class Slots:
         return max(1, int(cores * len(self.nodes) / self.count))
 
     def occupants(self, engine_width: int = 0) -> dict[Node, str]:
-        """Who lives on each node; `engine_width`: slots of a rollout engine, 0 if there are none."""
         per_node, found = self.count // len(self.nodes), {}
         for first, node in zip(range(0, self.count, per_node), self.nodes, strict=True):
             slots = range(first, first + per_node)
@@ -92,11 +74,7 @@ class Slots:
         return found
 
     def engine_options(self, slot: int, width: int, environment: dict[str, str]) -> dict:
-        """Options of the actor of a rollout engine that spans `width` slots from `slot` on.
-
-        On GPUs a wider engine's own workers are Ray actors that vLLM places in our bundles; the actor itself then only
-        hosts the front end, whose engine process joins Ray anew.
-        """
+        """Return actor options of an engine over `width` slots; on GPUs the actor hosts only the front end."""
         if self.device == "cuda" and width > 1:
             environment = environment | {
                 "VLLM_RAY_BUNDLE_INDICES": ",".join(str(slot + i) for i in range(width)),
@@ -120,10 +98,7 @@ class Slots:
 
 
 def reward_options(index: int, models: int, slots: Slots | None, on: str, environment: dict[str, str]) -> dict:
-    """Options of the actor of the `index`-th of a run's reward models and judges, `on` cpu or cuda.
-
-    On GPUs not run here, for lack of one.
-    """
+    """Return actor options of a reward model or judge, `on` cpu or cuda (GPUs not run yet)."""
     if on == "cpu":  # a share of a CPU that doesn't fit would leave it pending for ever, without a word
         return {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment(on) | environment}}
     slot, share = cuda.reward_place(index, models, slots.count)
@@ -131,21 +106,15 @@ def reward_options(index: int, models: int, slots: Slots | None, on: str, enviro
 
 
 def reward_device(setting: str, slots: str) -> str:
-    """Where models and judges run, by reward.device and the slots' device: `cpu` or `cuda`.
-
-    EngineError where GPUs are asked for and the slots have none.
-    """
+    """Return where models and judges run; EngineError if GPUs are requested and slots have none."""
     if setting == "cuda" and slots != "cuda":
         raise EngineError("reward.device=cuda: the slots of this run are no GPUs; set reward.device=auto")
     return slots if setting == "auto" else setting
 
 
 async def start(config: Config, again: bool = False, without: Collection[str] = ()) -> Slots:
-    """Start or join Ray and reserve the slots, spread over nodes as trainer.nnodes says; bounded by the time-out.
-
-    `again`: the run has had its slots before, and waits for a lost node's successor as long as for any worker. With
-    cluster.device=auto the nodes decide, wherever this process runs. `without`: ids of nodes that are about to leave.
-    """
+    """Start or join Ray and reserve the slots within the time-out. `again`: after a loss; `without`: nodes about to
+    leave."""
     clear_launcher_variables()
     os.environ.update({name: value for name, value in QUIET.items() if name.startswith("RAY_")})
     # Ray's own is 15: beside two busy programs on two cores, an engine's start took minutes instead of seconds.
@@ -194,7 +163,6 @@ async def _reserve(config: Config, again: bool, without: Collection[str]) -> Slo
 
 
 def _place(nodes: Sequence[Node], per_node: int, bundle: Mapping[str, float]) -> PlacementGroup | None:
-    """Reserve bundles on these nodes; None where that takes too long."""
     selectors = [{"ray.io/node-id": node.id} for node in nodes for _ in range(per_node)]
     group = placement_group([dict(bundle)] * len(selectors), strategy="PACK", bundle_label_selector=selectors)
     if group.wait(PLACING_S):
@@ -204,7 +172,6 @@ def _place(nodes: Sequence[Node], per_node: int, bundle: Mapping[str, float]) ->
 
 
 def _patience(config: Config, again: bool, exist: bool) -> float:
-    """Return how long to wait for slots; `exist`: the cluster has enough of them, free or not."""
     limit = config.cluster.timeout_s
     if config.cluster.ray_address is None:
         return limit if again else STARTING_S
@@ -212,13 +179,11 @@ def _patience(config: Config, again: bool, exist: bool) -> float:
 
 
 def _have_enough(nodes: Sequence[Node], config: Config, bundle: Mapping[str, float]) -> bool:
-    """Whether the nodes have the run's slots, free or not."""
     idle = [replace(node, free=node.total) for node in nodes]
     return choose(idle, config.trainer.nnodes, config.trainer.n_gpus_per_node, bundle, "") is not None
 
 
 def _bundle(device: str) -> dict[str, float]:
-    """What a slot takes of its node."""
     return {"slot": 1, "CPU": 0.01} | ({"GPU": 1} if device == "cuda" else {})
 
 
@@ -232,10 +197,7 @@ def spare_nodes(slots: Slots) -> list[Node]:
 def shortage(
     config: Config, bundle: Mapping[str, float], nodes: Sequence[Node], why: str, held: Mapping[str, Sequence[str]]
 ) -> str:
-    """Describe the slots that a run needs, what of them is free on `nodes`, and the jobs that hold the rest.
-
-    `why`: the device of `bundle` was chosen; `held`: jobs on each node, by its id.
-    """
+    """Describe needed and free slots on `nodes`, and the jobs that hold the rest (`held`)."""
     free = []
     for node in nodes:
         counts = [f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name}" for name in bundle]
@@ -283,10 +245,8 @@ def _cores(config: Config, device: str) -> tuple[int, ...] | None:
 
 
 def _start_ray(config: Config) -> None:
-    """A cluster of this run's own, which listens on loopback alone and asks for the user's token of Ray.
-
-    Ray gives its helpers 15 s to start, too few on a laptop under load: try again. Whatever its processes leave lies in
-    this process's own folder (`scratch`).
+    """Start a cluster of this run's own on loopback, with a token. Ray gives its helpers 15 s to start, too few under
+    load, so it is retried.
     """
     folder = str(scratch.of_this_process())
     _have_token()
@@ -327,25 +287,24 @@ def _start_ray(config: Config) -> None:
 
 
 def _have_token() -> None:
-    """Give the run's own cluster a token: Ray would write a missing one to a file that follows the umask."""
+    """Create a token: Ray would write a missing one to a file that follows the umask."""
     if not any(map(os.environ.get, ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))) and protected_token() is None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _gpus() -> int:
-    """GPUs of this machine, as torch will use them: a driver alone does not make one."""
+    """Count GPUs that torch can use: a driver alone is not enough."""
     import torch  # here, since a node's staging of weights starts in a fraction of the time without
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _loopback() -> AbstractContextManager:
-    """Ray puts the machine's address in the place of the loopback one, unless it is told to have one node only."""
+    """Ray replaces the loopback address by the machine's unless it is limited to one node."""
     return mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False)
 
 
 def _forked_workers(config: Config) -> AbstractContextManager:
-    """On CPUs Ray has the `fork_server` make its workers: the name of its own script is joined to its own folder."""
     if config.cluster.device == "cuda" or _gpus():
         return nullcontext()
     fork_server.start()
@@ -353,20 +312,13 @@ def _forked_workers(config: Config) -> AbstractContextManager:
 
 
 def _without_onlookers() -> AbstractContextManager:
-    """Ray starts three processes that no run asks anything.
-
-    A dashboard's server, for which it waits though there is to be no dashboard; what sends logs to the driver; and an
-    autoscaler, for clouds.
-    """
+    """Do without three Ray processes: dashboard server, log monitor and autoscaler."""
     unasked = ("start_api_server", "start_log_monitor", "start_monitor")
     return mock.patch.multiple(ray._private.node.Node, **{name: lambda *_, **__: None for name in unasked})
 
 
 def stop(logs: Path | None = None) -> None:
-    """Leave Ray; a cluster that `start` began ends with all its processes and files.
-
-    `logs`: a folder of the run for what Ray wrote down, of a run that failed.
-    """
+    """Leave Ray; a cluster that `start` began ends. `logs`: where Ray's logs of a failed run go."""
     ray.shutdown()
     for session in (scratch.of_this_process() / SESSIONS).glob("session_*_*"):
         if logs is not None and not (logs / session.name).exists():

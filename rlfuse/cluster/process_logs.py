@@ -1,11 +1,6 @@
-"""What the processes of a run write, each in a file of the run folder: `logs/rollout-0.log`, `logs/trainer-1.log`, ...
+"""Keep the output of each process of a run in its own file: `logs/rollout-0.log`, `logs/trainer-1.log`, ...
 
-Role: the driver's `watchdog.watching` calls `begin` (evaluations: `kept_on_failure`); every worker calls
-`redirect_output` when it starts (by `watchdog.register`), so that whatever it and its children write to either output
-from then on, native code included, is in its file; `cluster.remote` reads there what a dead one wrote last, and adds
-the traceback of what a call of it raised. A process that does not see the run folder, or died before it got so far, has
-its words in Ray's own logs alone. Invariants: a file outlives restarts, each begins with a line of its own; it never
-keeps more than MOST bytes for longer than LOOK_S, and what goes then are the oldest. Waits for nothing.
+Native code and child processes are included. A file survives restarts and keeps the newest MOST bytes.
 """
 
 from __future__ import annotations
@@ -25,12 +20,10 @@ from pathlib import Path
 from rlfuse.config.secrets import hidden_text
 
 FOLDER = "RLFUSE_LOGS"
-"""Environment variable: where the processes of a run write."""
 MOST, KEPT = 10 << 20, 5 << 20
 """Bytes of a file, and of what is left where it had more."""
 LOOK_S = 5.0
 LAST = 1 << 16
-"""Bytes of a file's end that are looked at."""
 BEGINNING = re.compile(rb"^== \S+: process (\d+) on .*$", re.M)
 
 

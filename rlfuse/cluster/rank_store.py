@@ -1,8 +1,6 @@
-"""The store through which the ranks of a process group on several nodes meet: rank 0's memory, over Ray's calls.
+"""A torch store for process groups over several nodes, in rank 0's memory and reached by Ray calls.
 
-Role: torch's process groups exchange addresses and NCCL ids through a store. torch's own store for several nodes is a
-TCP server that answers everyone who connects; Ray's calls carry the cluster's token. Rank 0 uses its memory directly.
-Waits for: keys that other ranks set, at most the store's timeout.
+torch's own TCP store answers everyone who connects; Ray's calls carry the cluster's token.
 """
 
 from __future__ import annotations
@@ -25,10 +23,7 @@ CALL_S = 30.0
 
 
 class StoreServer:
-    """Base of rank actors. Rank 0 opens the store before the others use it.
-
-    `store` lives as long as the actor: process groups hold torch's part of a `RankStore`, not Python's.
-    """
+    """Base of rank actors; rank 0 opens `store` first, and it lives as long as the actor."""
 
     store: dist.Store
 
@@ -36,7 +31,6 @@ class StoreServer:
         self.store = dist.HashStore()
 
     def use_store(self, rank: int, first: ray.actor.ActorHandle, timeout: timedelta) -> dist.Store:
-        """Return the store of rank 0, whose actor is `first`."""
         if rank:
             self.store = RankStore(first)
         self.store.set_timeout(timeout)
@@ -44,7 +38,6 @@ class StoreServer:
 
     @ray.method(concurrency_group=STORE)
     def store_call(self, method: str, *arguments: Any) -> Any:
-        """Call rank 0's store for another rank."""
         return getattr(self.store, method)(*arguments)
 
 

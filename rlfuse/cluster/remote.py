@@ -1,10 +1,7 @@
-"""Calls of Ray actors that never wait without a bound and fail with one readable message.
+"""Call Ray actors with a time limit, and turn failures into one readable message.
 
-Role: every engine's driver side awaits its worker through `call`, that of several workers at once through `all_of`. A
-user's exception keeps its type's name, its message and the frames of own code, and goes as a whole into the worker's
-log; a dead process (by what it wrote last, where its output can be read here), a time-out and a worker that can't be
-placed are told apart. Each message ends with where the logs are. What may go well another time, in another process, is
-a `WorkerLost`. A wait that is long shows where all processes stand (`cluster.watchdog`).
+User exceptions, dead processes, time-outs and workers without placement are distinguished. A failure that a new process
+may avoid is a `WorkerLost`.
 """
 
 from __future__ import annotations
@@ -58,10 +55,7 @@ async def call(reference: ray.ObjectRef, worker: str, action: str, timeout: floa
 
 
 async def all_of(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """All results, or the first failure at once: peers of a dead worker would wait for it inside a collective.
-
-    Where the failure is but such a peer's, the death that it comes of.
-    """
+    """Return all results, or raise the first failure at once, preferring a death over failures of its peers."""
     calls = [asyncio.ensure_future(each) for each in calls]
     try:
         done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
@@ -118,7 +112,6 @@ def why_it_ended(error: BaseException, worker: str) -> str:
 
 
 def _told(error: BaseException, worker: str, pid: str, words: str) -> str:
-    """The cause of a death, and what was seen of the process and its host."""
     cause, lacked = _cause(error, words), host_memory.oom_kills()
     own = " It is out of memory." if host_memory.NO_MEMORY.search(cause) or NO_PAGES in words else ""
     remedy = f" {MEMORY}" if own or lacked or isinstance(error, OutOfMemoryError) else ""
@@ -144,10 +137,7 @@ def _cause(error: BaseException, words: str) -> str:
 
 
 def _words_for_ray(death: str, pid: str) -> tuple[str, str]:
-    """What a dead process wrote to Ray's files of it, as far as they can be read on this node, and where that is.
-
-    Those of a run's own cluster move into the run's `logs` when it has failed (`placement.stop`).
-    """
+    """Return what a dead process wrote to Ray's log files, and their place; those move to `logs` after a failure."""
     if not pid:
         return "", ""
     address = found[1] if (found := re.search(r"\bip: (\S+)", death)) else None
@@ -162,12 +152,10 @@ def _words_for_ray(death: str, pid: str) -> tuple[str, str]:
 
 
 def _with_logs(text: str, worker: str) -> str:
-    """A message, and below it where the logs are, within a run."""
     return "\n".join(filter(None, [text.rstrip(), process_logs.where_to_look(worker)]))
 
 
 def _raised(error: BaseException) -> str:
-    """Type and message of what a worker raised, and below it the frames of own code, by Ray's text of it."""
     traced = [*tracebacks.found_in(COLOUR.sub("", str(error)))]
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, RayTaskError | ActorDiedError):
@@ -187,7 +175,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Ray's own words on why an actor is gone, without its page of advice and all but the end of a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "OOM" in line]
     reason = (telling or lines or ["no reason given"])[0].partition(" Some common causes")[0]

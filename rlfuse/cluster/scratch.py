@@ -1,20 +1,14 @@
-"""What processes make outside a run folder: who owns it, and who removes it.
+"""Files outside of run folders: who owns and who removes them.
 
     /dev/shm/rlfuse-kv-*          an engine's KV caches and sockets    engines.kv_transfer.store.KVCacheStore
-    /dev/shm/rlfuse-weights-*     the buckets of a push of weights     engines.weights.staging.WeightStaging
+    /dev/shm/rlfuse-weights-*     the buckets of a weight transfer     engines.weights.staging.WeightStaging
     /dev/shm/rlfuse-embeddings-*  a node's embeddings of clips         video.cache.EmbeddingCache
-    {tmp}/rlfuse-run-*            Ray's session and temporary files    of_this_process (of the driver, and of all
-                                  of a driver                          processes that it starts)
-    /dev/shm/{sem.mp-,psm_,...}   libraries' semaphores, and messages  recorded by `attach` in a folder above
-                                  between processes
+    {tmp}/rlfuse-run-*            Ray's session and temporary files of a driver and its processes
+    /dev/shm/{sem.mp-,psm_,...}   semaphores and messages of libraries, recorded by `attach` in a folder above
 
-Role: each folder's maker holds a lock on it, which ends with the process, however that ends. In order the maker removes
-it; else whoever makes the next of its kind does, with what it owns and, for a driver's, the processes that outlived it.
-`run.leftovers` lists them for `rlfuse runs clean`.
-Invariants: only folders of this user, and none whose maker lives, on this host or in another container that shares it.
-Of libraries' files only those that such a folder records, by boot, file system and inode: a name proves nothing, and a
-process in another container may have mapped them unseen.
-Waits for processes that it killed, at most END_S.
+A folder's maker holds a lock on it. Once that is released, the next maker of the same kind removes the folder with
+everything it records. Only folders of this user are removed, and of libraries' files only those recorded by boot, file
+system and inode.
 """
 
 from __future__ import annotations
@@ -39,7 +33,6 @@ from rlfuse.clock import BOOT
 SHARED_MEMORY = Path("/dev/shm")
 RUN = "rlfuse-run-"
 KV, WEIGHTS, EMBEDDINGS = KINDS = ("rlfuse-kv-", "rlfuse-weights-", "rlfuse-embeddings-")
-"""Of folders in shared memory."""
 LIBRARIES = re.compile(r"sem\.mp-|psm_|vllm_dist")
 """Python's semaphores and shared blocks, vLLM's sums between the processes of an engine."""
 LONGEST_ROOT = 18
@@ -79,10 +72,7 @@ def abandoned(prefix: str, root: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def attach(folder: Path, files: Iterable[Path]) -> None:
-    """Record that these files belong to the folder's maker: they are removed with the folder.
-
-    A library made them for it, and removes them only where it exits cleanly.
-    """
+    """Record libraries' files that are removed with the maker's folder."""
     for file in files:
         with suppress(FileExistsError, FileNotFoundError):
             (folder / _identity(file)).symlink_to(file)
@@ -155,7 +145,7 @@ def libraries_files() -> dict[Path, int]:
 
 
 def _mapped(pid: int) -> set[int]:
-    """Inodes of what the process has mapped of shared memory. By number: the name may be one from before a link."""
+    """Return inodes of shared memory that the process has mapped."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:  # it has ended, or is another user's
@@ -164,7 +154,6 @@ def _mapped(pid: int) -> set[int]:
 
 
 def _abandoned(prefix: str, root: Path) -> Iterator[tuple[Path, TextIO]]:
-    """Folders of dead makers, each locked."""
     for folder in root.glob(f"{prefix}*"):
         with suppress(OSError):  # another user's, or one that ends just now
             if not folder.is_symlink() and folder.stat().st_uid == os.getuid() and (held := _lock(folder, "r+")):
@@ -172,7 +161,7 @@ def _abandoned(prefix: str, root: Path) -> Iterator[tuple[Path, TextIO]]:
 
 
 def _lock(folder: Path, mode: str) -> TextIO | None:
-    """The folder's lock, held while the returned file is open and its process lives; None if another had it first."""
+    """Return the folder's locked file; None if another process locked it first."""
     path = folder / "lock"
     try:
         file = path.open(mode)
@@ -183,7 +172,7 @@ def _lock(folder: Path, mode: str) -> TextIO | None:
 
 
 def _end_processes(folder: Path) -> None:
-    """Kill what a dead driver started and what has its temporary files there: nothing else has this folder's name."""
+    """Kill what a dead driver started and what has its temporary files there."""
     kin = {process.pid for process in (psutil.Process(), *psutil.Process().parents())}
     until = time.monotonic() + END_S
     while found := [each for each in psutil.process_iter() if each.pid not in kin and _started_with(each, folder)]:
@@ -196,7 +185,6 @@ def _end_processes(folder: Path) -> None:
 
 
 def _started_with(process: psutil.Process, folder: Path) -> bool:
-    """Whether it lives, and this was its folder for temporary files."""
     with suppress(psutil.Error):  # it has ended, a zombie too
         return process.uids().real == os.getuid() and process.environ().get("TMPDIR") == str(folder)
     return False

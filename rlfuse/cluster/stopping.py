@@ -1,16 +1,11 @@
-"""Stopping on Ctrl-C, on SIGTERM, which clouds and schedulers send first, and on SIGHUP, when the terminal is closed.
+"""Stop a run on Ctrl-C, SIGTERM and SIGHUP.
 
-Role: `Job.carry_out` listens while the job's work runs; the controller tells which step is under way, and asks `asked`
-wherever one is over.
-
-    the first --> a step is under way: it ends --> checkpoint --> Stopped
-             '--> none has begun: there is nothing to save, work cancelled --> Stopped
-    SIGTERM, SIGHUP --> and the grace is over first: work cancelled --> Stopped, the last checkpoint counts
+    the first --> a step is running: it ends --> checkpoint --> Stopped
+             '--> none has begun: nothing to save, work cancelled --> Stopped
+    SIGTERM, SIGHUP --> and the grace period is over first: work cancelled --> Stopped, the last checkpoint counts
     Ctrl-C, and Ctrl-C again --> work cancelled --> Stopped, the last checkpoint counts; and again: KeyboardInterrupt
 
-Invariant: whatever ends the work after a signal, workers that got it too and died included, the job ends as `Stopped`:
-the same command goes on from its last whole checkpoint. A signal that was ignored when the process started (SIGINT in
-background jobs of scripts, SIGHUP under nohup) stays ignored.
+Signals that were ignored when the process started (background jobs, nohup) stay ignored.
 """
 
 from __future__ import annotations
@@ -58,7 +53,6 @@ class Stopping:
         self.step: int | None = None
         """Under way, its end is worth waiting for; None before the first."""
         self.by: signal.Signals | None = None
-        """What came first."""
         self.elsewhere: Exception | None = None
         """Nobody told the job to stop, but it goes on in another place: what it leaves the step under way with."""
         self._at = 0.0  # of the first Ctrl-C
@@ -68,7 +62,6 @@ class Stopping:
 
     @property
     def asked(self) -> bool:
-        """Whether the step under way is the last here."""
         return self.by is not None or self.elsewhere is not None
 
     def stopped_after(self, step: int) -> Exception:
@@ -146,7 +139,7 @@ class Stopping:
 
 @contextmanager
 def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Handlers run soon even where another thread receives the signal: they run in the main one once that wakes up."""
+    """Wake the main thread, so that handlers run soon if another thread receives the signal."""
     reads, writes = socket.socketpair()
     with reads, writes:
         reads.setblocking(False)
@@ -161,10 +154,7 @@ def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
 
 
 def _drop_lost_output(terminal: bool) -> None:
-    """Discard output from now on where its pipe has no reader any more, or goes to a `terminal`: writing would raise.
-
-    The reader of a pipe (`| tee log`) gets the same signal. What is discarded is in the run folder.
-    """
+    """Discard output whose pipe has no reader, or that goes to a closed terminal: writing would raise."""
     poll, null = select.poll(), os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         poll.register(descriptor, 0)

@@ -1,8 +1,4 @@
-"""Tracebacks of other processes, as text: where in own code it was, and what was raised.
-
-Role: `cluster.remote` shortens what Ray hands over of a worker, `engines.rollout.engine_death` finds in a process's
-output what it died of. Pure; waits for nothing.
-"""
+"""Shorten tracebacks of other processes to frames of custom code and the exception. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +11,7 @@ RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Failure|T
 LIBRARY = re.compile(r"(?!.*-packages/rlfuse/).*(site-packages|dist-packages|/lib/python3)|<")
 """Matches the files of other code than a user's or ours."""
 MOST = 4
-"""Frames that are shown."""
 LINES = 4
-"""Of a message, and as many characters as a screen has."""
 WIDEST = 1000
 
 
@@ -26,9 +20,7 @@ class Traceback:
     """One exception that was raised."""
 
     frames: tuple[str, ...]
-    """`File "...", line N, in f` and the line of code below, outermost first."""
     error: str
-    """Its type and message."""
 
     @property
     def own(self) -> list[str]:
@@ -38,7 +30,6 @@ class Traceback:
         return [f"  {frame}" for frame in [*shown, innermost][-MOST:]]
 
     def short(self) -> str:
-        """These, and the error below."""
         return "\n".join([*self.own, self.error])
 
 

@@ -1,16 +1,10 @@
-"""No silent waiting: what every process of a run last did, and where it stands when a wait is long or a person asks.
-
-Role: each worker calls `register` when it starts; the job's work runs inside `watching`; whoever waits for a worker
-does so inside `waiting`, and puts `evidence` into the error when the wait was too long, `last_report` when it has died.
-On demand: `kill -USR1 <driver>`. What the workers write is kept beside (`process_logs`).
+"""Report what each process of a run last did and where it is when a wait is long or on `kill -USR1 <driver>`.
 
     RUN_FOLDER/stacks/{time}.txt                  all processes at that time, the longest silent first
-    RUN_FOLDER/stacks/processes/{where}.{pid}     what a process last began or ended, for others to read while it hangs
+    RUN_FOLDER/stacks/processes/{where}.{pid}     what a process last began or ended
     RUN_FOLDER/stacks/processes/{where}.{pid}.txt the stacks that it wrote when it got SIGUSR1
 
-Invariants: only processes that register get a signal (it would end others), and they answer it also inside native code
-that holds the interpreter; what is stopped or on another host is named instead. A run without a dump leaves no folder.
-Waits for answers, at most ANSWER_S for all together.
+Only registered processes are signalled; they answer also inside native code that holds the interpreter.
 """
 
 from __future__ import annotations
@@ -62,16 +56,12 @@ def environment() -> dict[str, str]:
 
 
 def register(where: str, recorder: Recorder | None = None) -> None:
-    """Have a worker show where it stands, as `_show` says, and keep what it writes.
-
-    Nothing outside a run, and on hosts that don't see the run folder.
-    """
+    """Register a worker for stack dumps and keep its output; no-op outside a run."""
     process_logs.redirect_output(where)
     _show(where, recorder)
 
 
 def _show(where: str, recorder: Recorder | None, chain: bool = False) -> None:
-    """Its stacks on SIGUSR1, and what `recorder` records, as it begins and ends. `chain`: to what that did before."""
     folder = Path(os.environ.get(FOLDER, "")) / "processes"
     if not os.environ.get(FOLDER) or not folder.is_dir():
         return
@@ -105,9 +95,7 @@ class _Process:
     started: int
     """As `clock.started`: its id alone may be another process's by now."""
     at: float
-    """Of its last event, epoch seconds; of its start, if it records none."""
     mib: int
-    """It had then in memory; 0: it records none."""
     event: str
     path: Path
     device: str
@@ -125,7 +113,6 @@ class _Process:
 
     @property
     def state(self) -> str:
-        """In the system's words; `gone` if it has ended, `elsewhere` on another host."""
         if self.host != socket.gethostname():
             return "elsewhere"
         try:
@@ -135,7 +122,6 @@ class _Process:
             return "gone"
 
     def told(self) -> str:
-        """Its last event and its state, for a message."""
         return f"last event: {self.event}, {clock.now() - self.at:.1f} s ago; the process is {self.state}"
 
     def ask(self) -> int | None:
@@ -161,7 +147,6 @@ class Watchdog:
         self._last: tuple[float, Path] | None = None
 
     def overdue(self, worker: str, action: str, waited_s: float, limit_s: float) -> None:
-        """A wait that is long but not too long yet."""
         self._say(
             f"{worker} has been at it for {waited_s:g} s of {limit_s:g} (cluster.timeout_s): to {action}. "
             f"{self.evidence(worker)}"
@@ -171,7 +156,6 @@ class Watchdog:
         self._say(f"SIGUSR1: {self.dump('asked by SIGUSR1')}")
 
     def evidence(self, worker: str) -> str:
-        """What `worker` last did, and where all stacks are."""
         told = [f"{each.where}: {each.told()}." for each in self._living() if each.where == worker]
         try:
             return " ".join([*told, f"Stacks of all processes: {self.dump(f'waiting for {worker}')}"])
@@ -179,7 +163,6 @@ class Watchdog:
             return " ".join([*told, f"Stacks could not be written: {error}"])
 
     def dump(self, reason: str) -> Path:
-        """Stacks of all processes; the file. One just written serves again."""
         if self._last and time.monotonic() - self._last[0] < SPACING_S:
             return self._last[1]
         others = [each for each in self._living() if each.pid != os.getpid()]
@@ -201,7 +184,6 @@ class Watchdog:
         return path
 
     def _answers(self, asked: dict[_Process, int | None]) -> dict[_Process, str]:
-        """As they come, until none has more to say."""
         texts, deadline = dict.fromkeys(asked, ""), time.monotonic() + ANSWER_S
         while time.monotonic() < deadline:
             time.sleep(0.05)
@@ -242,7 +224,6 @@ def _registered(folder: Path) -> list[_Process]:
 
 
 def _write_tasks(file: TextIO) -> None:
-    """What each task of the event loop waits for, outermost call first."""
     try:
         tasks = asyncio.all_tasks()
     except RuntimeError:  # the loop has ended, or has not begun
@@ -285,7 +266,6 @@ def watching(folder: Path, recorder: Recorder, say: Callable[[str], None]) -> It
 
 
 def _on_demand(action: Callable[[], None]) -> Any:
-    """Do it on SIGUSR1; what that did before, None outside the main thread. The signal does harm no more."""
     if threading.current_thread() is not threading.main_thread():
         return None
     return signal.signal(signal.SIGUSR1, lambda *_: action())

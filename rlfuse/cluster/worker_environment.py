@@ -1,4 +1,4 @@
-"""The variables of every process that Ray starts for a run. Imported before Ray, which reads some of them then."""
+"""Environment variables of all processes that Ray starts for a run. Imported before Ray, which reads some at import."""
 
 import os
 import re

@@ -1,8 +1,6 @@
-"""What a change of each setting means to a run that is resumed: the table, and what differs between two configurations.
+"""Classify each configuration key by what a change means on resume, and list how two configurations differ. Pure.
 
-Role: `rlfuse.run.acceptance` asks before a job starts; `config.yaml` of the run folder is the one side, the job's own
-configuration the other. Pure. Invariants: every key of the schema is in one class, by its own name or that of its
-group; a key that is new and in no listed group is in none, and the tests say so.
+Every schema key belongs to exactly one class, by its own name or its group's; tests report keys that belong to none.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ class Effect(Enum):
 
     @property
     def label(self) -> str:
-        """A short name, for a column of a table."""
         return self.name.lower().replace("_", " ")
 
 
@@ -40,7 +37,6 @@ _LAYOUT = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
 )
-"""How optimizer state is cut up."""
 
 TABLE: tuple[tuple[Effect, str, str], ...] = (
     (Effect.BESIDE, "names the run folder", "trainer.project_name trainer.experiment_name trainer.job_name "
@@ -139,10 +135,7 @@ def rules(key: str) -> list[tuple[Effect, str]]:
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """What differs between two configurations as they stand in `config.yaml`, in the order of the schema.
-
-    A key that one does not have, as it is older, has its default there.
-    """
+    """List differences between two `config.yaml`s in the schema's order; a missing key has its default."""
     before, after = _settings(was), _settings(now)
     return [
         Change(key, before[key], value, *_judged(key, before, after))
@@ -152,13 +145,11 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
 
 def _judged(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Effect, str]:
-    """As `rule`, where the values matter too."""
     of_critic = key == "algorithm.adv_estimator" and _trains_critic(before[key]) != _trains_critic(after[key])
     return WHERE_VALUES_DECIDE[key] if of_critic or (key in _LAYOUT and _loads(before, after)) else rule(key)
 
 
 def _trains_critic(estimator: str) -> bool:
-    """Whether a run with it has a critic; of one in a file that is gone, not that anybody knows of."""
     try:
         return traits_of(estimator).needs_critic
     except ConfigError:
@@ -166,7 +157,7 @@ def _trains_critic(estimator: str) -> bool:
 
 
 def _loads(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether trainers of the one layout load what those of the other saved."""
+    """Return whether a trainer of one layout can load checkpoints of the other."""
     stages, width = "training.pipeline_parallel_size", "training.tensor_model_parallel_size"
     pipelines = min(before[stages], after[stages]) > 1
     if (before[width] != after[width] and not pipelines) or before["actor.strategy"] != after["actor.strategy"]:
@@ -179,7 +170,6 @@ def _loads(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Full name -> value, of every key."""
     found = {}
     for name, key in by_name().items():
         value: Any = config
@@ -199,7 +189,6 @@ def unfolded(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _same_place(key: str, value: Any) -> Any:
-    """`value` with paths made absolute, by which the same file is known."""
     if key not in _PATHS or not value:
         return value
     return [str(Path(path).absolute()) for path in value] if isinstance(value, list) else str(Path(value).absolute())

@@ -1,10 +1,7 @@
-"""Everything that is wrong with a typed configuration, found before any process starts.
+"""Find every problem of a typed configuration before any process starts.
 
-Role: `check` is a pure function of the configuration and of `Facts`; compose.py raises `ConfigError` with all problems
-at once, so that a user mends them in one go. Invariants: every message gives the key, the value received, the valid
-range and what to change; a configuration without problems starts (what only the data can show is found by rlfuse.data).
-Single values are judged by the tables of valid_values.py, combinations by the functions here and in
-parallelism.py.
+`check` is a pure function of the configuration and of `Facts`; `compose` raises all problems together. A message gives
+the key, the value received, the valid range and what to change. Ranges of single values are in `valid_values`.
 """
 
 from __future__ import annotations
@@ -15,24 +12,21 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from rlfuse.config.activation_checks import activation_problems
 from rlfuse.config.documentation import Key, as_typed, by_name
 from rlfuse.config.engine_checks import engine_sizes
 from rlfuse.config.estimators import ESTIMATORS, Traits
 from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, Facts, reward_file
 from rlfuse.config.graph_checks import graph_problems
 from rlfuse.config.keys import did_you_mean
-from rlfuse.config.parallelism import divisors, pipelines, shares, slices, strategy
+from rlfuse.config.parallelism import activation_problems, divisors, pipelines, shares, slices, strategy, value_of
+from rlfuse.config.parallelism import problem as _problem
 from rlfuse.config.prepared import command_for
-from rlfuse.config.problems import problem as _problem
-from rlfuse.config.problems import value_of
 from rlfuse.config.quantization import quantized
 from rlfuse.config.rewards import JUDGE, names_code, read_entries
 from rlfuse.config.schema import Config
 from rlfuse.config.valid_values import CHOICES, METRICS, OPEN, OWN, RANGES, WHY_NOT, in_range, names_function
 
 Check = Callable[[Config, Facts], Iterator[str]]
-"""Yields what is wrong, one line per problem."""
 
 
 def check(config: Config, facts: Facts) -> list[str]:
@@ -48,7 +42,6 @@ def checks(config: Config) -> list[Check]:
 
 
 def _value(name: str, key: Key, config: Config, facts: Facts) -> Iterator[str]:
-    """One by itself."""
     value = value_of(config, name)
     shown, choices = f"{name}={as_typed(value)}", () if value is None and key.optional else CHOICES.get(name, ())
     for given in (value if isinstance(value, list) else [value]) if choices else ():
@@ -129,7 +122,6 @@ def _batches(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def _traits(config: Config, facts: Facts) -> Traits | None:
-    """Of the estimator of advantages; None of one that can't be used, or is on another machine."""
     return ESTIMATORS.get(config.algorithm.adv_estimator, facts.estimator)
 
 
@@ -345,7 +337,6 @@ def _kl(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def _preferences(config: Config, facts: Facts) -> Iterator[str]:
-    """Of trainer.task=reward_model."""
     for leaf in ("pipeline_parallel_size", "tensor_model_parallel_size", "ulysses_sequence_parallel_size"):
         name = f"training.{leaf}"
         if value_of(config, name) > 1:
@@ -391,4 +382,3 @@ def _sampling(config: Config, facts: Facts) -> Iterator[str]:
 
 _OF_SAMPLES = (_batches, _advantages, _log_probs, quantized, _sampling, _fusion, _disaggregated, pipelines, shares)
 _OF_SAMPLES += (slices, strategy, _drained, _video, _tower, _reward, _kl)
-"""What only jobs that generate have to heed."""

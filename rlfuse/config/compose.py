@@ -1,12 +1,8 @@
-"""From a command line to a checked `Config`, with Hydra between.
+"""Compose a checked `Config` from a command line with Hydra.
 
-Role: `load(argv)` for notebooks and tests, and the same pieces for the Hydra application in rlfuse/train.py:
-    read_command(argv)  job file and options taken apart, every name judged (keys.py); before Hydra starts
-    Hydra               presets of conf/, the experiment or job file, the command line, on the typed schema
-    to_config(...)      real dataclasses, all values judged together (checks.py)
-Later wins: schema < presets of the job file < its settings < presets of the command line < its settings (presets.py).
-Invariants: every mistake is a `ConfigError`; Hydra's and OmegaConf's own errors are turned into one here. Nothing heavy
-is imported, so that a mistyped key shows within a second.
+Precedence, lowest first: schema, presets of the job file, its settings, presets of the command line, its settings.
+Every mistake, also Hydra's and OmegaConf's own errors, becomes a `ConfigError`. Imports nothing heavy, so that a
+mistyped key is reported within a second.
 """
 
 from __future__ import annotations
@@ -52,10 +48,7 @@ from rlfuse.config.secrets import remember
 from rlfuse.errors import ConfigError
 
 CONF = (Path(__file__).resolve().parents[1] / "conf").resolve()
-"""The presets: inside an installed package; in a checkout that is a link to the folder beside the package."""
-
 MOST_TEXT = 10_000_000
-"""Characters that a job may have once its references are resolved."""
 _REFERENCES = re.compile(r"\$\{(\.*)([\w.\[\]-]+)\}")
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -66,14 +59,10 @@ class Command:
     """A command line taken apart; its names are right."""
 
     overrides: list[str]
-    """`key=value` and presets, for Hydra."""
     options: list[str]
-    """Hydra's own options, such as --multirun or --cfg job."""
     told: list[str]
-    """A line for each name of verl that was taken for a key here."""
 
     def tell(self) -> None:
-        """Print these lines; on stderr, as stdout may be the job that --cfg prints."""
         for line in self.told:
             print(line, file=sys.stderr)
 
@@ -110,7 +99,6 @@ def read_command(argv: list[str]) -> Command:
 
 
 def _judged(words: list[str], own: frozenset[str]) -> tuple[list[str], list[str], list[str]]:
-    """Settings and presets as Hydra takes them; what is wrong with the others; what was renamed."""
     presets = {word: preset for word in words if (preset := as_own_group(word, own)) is not None}
     settings = {word: parse_override(word) for word in words if word not in presets}
     renames = rename({each.name: each.value for each in settings.values() if each.sign != "~"})
@@ -132,7 +120,6 @@ def _judged(words: list[str], own: frozenset[str]) -> tuple[list[str], list[str]
 
 
 def _wrong_besides(problems: list[str], overrides: list[str]) -> list[str]:
-    """What is wrong with the rest of a job, for those who mend all in one go; nothing of keys that have a problem."""
     try:
         to_config(_composed(overrides))
     except ConfigError as error:
@@ -142,7 +129,7 @@ def _wrong_besides(problems: list[str], overrides: list[str]) -> list[str]:
 
 
 def _opened(word: str) -> str:
-    """As Hydra takes it: `++` before free dictionaries and keys below them, brackets about the one entry of a list."""
+    """Convert to Hydra's syntax: `++` before free dictionaries, brackets around the only entry of a list."""
     name, _, value = word.lstrip("+").partition("=")
     if name in SEVERAL and not _sweeps(word):
         return f"{name}={_bracketed(value)}"
@@ -153,7 +140,6 @@ def _opened(word: str) -> str:
 
 
 def _each_opened(word: str) -> str:
-    """Do to each value of a sweep what `_opened` does to one."""
     override = OverridesParser.create().parse_override(word)
     if override.key_or_group not in SEVERAL or not override.is_choice_sweep():
         return word
@@ -185,7 +171,7 @@ def _composed(overrides: list[str]) -> DictConfig:
 
 
 def _check_references(job: DictConfig) -> None:
-    """Raise ConfigError where references (`${key}`) to references stand for more than `MOST_TEXT` characters."""
+    """Raise ConfigError where nested references (`${key}`) expand to more than `MOST_TEXT` characters."""
     whole, known = OmegaConf.to_container(job), dict[str, int]()
 
     def size(value: Any, path: list[str]) -> int:
@@ -213,10 +199,7 @@ def _check_references(job: DictConfig) -> None:
 
 
 def to_config(job: DictConfig, look: Callable[[Config], Facts] = read_facts) -> Config:
-    """Real dataclasses, checked: all problems are raised together.
-
-    `look`: at what the configuration names; less where the job will run on another machine.
-    """
+    """Build checked dataclasses; raise all problems together. `look`: what is read of the world."""
     try:
         _check_references(job)
         missing = OmegaConf.missing_keys(job)
@@ -241,7 +224,7 @@ def to_config(job: DictConfig, look: Callable[[Config], Facts] = read_facts) -> 
 
 
 def _wrong_types(config: Config) -> list[str]:
-    """What OmegaConf lets pass: entries of lists and dictionaries, interpolations, numbers that no machine holds."""
+    """Report what OmegaConf accepts: entries of lists and dictionaries, interpolations, non-finite numbers."""
     found = []
     for name, key in by_name().items():
         value = value_of(config, name)
@@ -297,13 +280,11 @@ def explain_failure(error: BaseException, overrides: list[str]) -> str:
 
 
 def _given(name: str, overrides: list[str]) -> str | None:
-    """The value that the command line gave `name`, or None."""
     given = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith(name + "=")]
     return given[-1] if given else None
 
 
 def _explain_value(word: str) -> str | None:
-    """One line about an argument that Hydra's grammar refuses, or whose value no key or not this one can have."""
     try:
         override = OverridesParser.create().parse_override(word)
         if override.is_sweep_override():

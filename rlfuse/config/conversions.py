@@ -1,9 +1,7 @@
-"""What settings of verl become whose values change on the way, or that need a look at others.
+"""Convert verl settings whose value changes here, or that depend on other settings. Pure; called by `translate`.
 
-Role: pure data and functions for `translate.py`; names that change alone, and reasons why something has no counterpart,
-are in foreign.py. A function here gets the value and all that the command sets, and returns settings of ours, or why
-there is none: a text for the reader, empty where nothing is lost. Invariant: what a command leaves open is verl's
-default, so `DEFAULTS` has every key whose default differs here and that decides what is learned.
+A conversion receives the value and all settings of the command and returns settings of rlfuse, or the reason for none.
+`DEFAULTS` holds each key that decides what is learned and whose default differs from verl's.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from typing import Any
 
 Given = Mapping[str, Any]
 Outcome = dict[str, Any] | str
-"""Key -> value; or what to say."""
 
 DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 1024,

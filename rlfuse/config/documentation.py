@@ -1,9 +1,7 @@
-"""The list of keys with type, default, valid values and docstring, read from the schema's source.
+"""List all keys with type, default, valid values and docstring, in the schema's order.
 
-Role: one source for `rlfuse train --help`, for the key reference (conf/KEYS.md, `rlfuse train --help --markdown`), for
-error messages that name a key's meaning, and for the check that README names only keys that exist. Python keeps no
-docstring of a dataclass field, so the strings are taken from the syntax trees of schema.py, run_groups.py,
-rewards.py and video.py. Invariant: keys come in the schema's order, each leaf once. Imports nothing heavy.
+Source of `rlfuse train --help`, conf/KEYS.md and error messages. Docstrings of fields are read from the syntax trees of
+the schema's files, since Python does not keep them.
 """
 
 from __future__ import annotations
@@ -28,16 +26,12 @@ class Key:
     """One setting of a job."""
 
     name: str
-    """Full dotted name, as it is typed on the command line."""
     type: str
-    """As annotated in the schema: `int`, `list[str]`, `float | None`."""
     default: Any = dataclasses.field(hash=False)  # lists and dictionaries are defaults too
     about: str
-    """What it does, as it stands below the field: before valid values, which have their own place, with a colon."""
 
     @property
     def text(self) -> str:
-        """What it does, and which values with names it has."""
         return f"{self.about} {VALUES[self.name]}." if self.about.endswith(":") else self.about
 
     @property
@@ -64,12 +58,10 @@ class Key:
 
     @property
     def free(self) -> bool:
-        """Keys below it are not listed here: anything goes."""
         return self.type.startswith("dict")
 
     @property
     def default_text(self) -> str:
-        """The default as it would be typed in YAML."""
         return "required" if self.required else as_typed(self.default)
 
 
@@ -85,7 +77,6 @@ def as_typed(value: Any) -> str:
 
 
 def _group_class(field: dataclasses.Field) -> type | None:
-    """The class of a nested group, None for a key. Annotations are strings, so a group is known by its class's name."""
     return getattr(schema, str(field.type), getattr(rewards, str(field.type), None))
 
 
@@ -137,7 +128,6 @@ def field_texts(*modules: ModuleType) -> dict[tuple[str, str], str]:
 
 
 def _walk(node: type, prefix: str) -> Iterator[tuple[str, type | Key]]:
-    """Names of groups with their classes and of keys, in order: what is in a group behind it."""
     for field in dataclasses.fields(node):
         name, nested = prefix + field.name, _group_class(field)
         if nested is not None:

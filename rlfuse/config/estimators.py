@@ -1,8 +1,4 @@
-"""Advantage estimators as the rest of a job sees them: what each asks of it, and what is done with its advantages.
-
-Role: the schema, the checks and `algorithms.experience` go by these traits and by no name. Those of the built-in
-estimators stand here and nowhere else; a user's own states them in its decorator (`own_functions`). Pure data.
-"""
+"""Traits of the built-in advantage estimators; custom ones state theirs in their decorator. Pure data."""
 
 from __future__ import annotations
 
@@ -19,7 +15,6 @@ class Traits:
     """It reads rows of other groups, so it is called once per step, with the whole batch, and training waits for that.
     False: a row's result depends on the row's group alone, which the first step verifies for custom estimators."""
     needs_critic: bool = False
-    """It reads `values`, so a critic is trained."""
     each_reward: bool = False
     """It reads `dimensions` and `weights`, the reward functions one by one, in place of their sum."""
     whitens: str = ""
@@ -41,7 +36,6 @@ ESTIMATORS = {
     "rloo": Traits(needs_groups=True, needs_batch=False),
     "reinforce_plus_plus": Traits(needs_batch=False, whitens="tokens"),
 }
-"""The built-in ones, which `algorithms.advantages` computes."""
 
 
 def in_words() -> str:

@@ -1,8 +1,6 @@
-"""What the checks need to know of the world: files that are missing, the model's limits, devices.
+"""Collect what the checks need to know from disk and hub: missing files, model limits, devices.
 
-Role: the only part of the configuration's checking that touches the disk (and, for a hub name, the network); compose.py
-calls `read_facts` once and hands the result to the pure `checks.check`. Invariants: never raises for a user's mistake,
-it records it; None means "not known", and no check is made of it.
+Never raises for a user's mistake but records it; None means unknown, and then nothing is checked.
 """
 
 from __future__ import annotations
@@ -24,14 +22,11 @@ from rlfuse.config.valid_values import METRICS, functions_named_by, names_functi
 from rlfuse.errors import ConfigError
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What families of mixtures call their number in config.json."""
 EXPERTS_USED = ("num_experts_per_tok", "moe_topk", "moe_k")
-"""And the number that each token passes through."""
 NIXL_NEEDS_MEMORY_THAT_STAYS = (
     "on GPUs an engine that sleeps gives up the memory that NIXL registered and wakes with other memory, which nothing "
     "registers again"
 )
-"""Why KV caches don't travel through NIXL there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,35 +38,25 @@ class Facts:
     attention_heads: int | None = None
     layers: int | None = None
     vocabulary: int | None = None
-    """Tokens that the output head knows."""
     latent_attention: bool = False
     """Whether keys and values are projections of one narrow vector a token (MLA: DeepSeek-V2 and later)."""
     experts: bool | None = None
-    """Whether the model is a mixture of them."""
     video: bool = False
-    """Whether the model has a visual part."""
     model_problems: dict[str, str] = field(default_factory=dict)
     """key (`model.path`, ...) -> why its model can't be read."""
     estimator: Traits | None = None
-    """Of the estimator of advantages, where it is a user's own that can be used."""
     function_problems: tuple[str, ...] = ()
-    """What is wrong with the user's own functions, in whole messages."""
     missing: frozenset[str] = frozenset()
     """Paths named by the configuration that do not exist, as they were given."""
     unknown_modules: frozenset[str] = frozenset()
     """Top-level packages of reward functions that Python does not find."""
     cuda: bool | None = None
-    """Whether workers will have GPUs."""
     gpus: int | None = None
     """GPUs of this machine, where it is to run the job."""
     unwritable: str | None = None
-    """Why nothing can be written to the run folder."""
     nixl: bool | None = None
-    """Whether NIXL is installed."""
     tensorboard: bool | None = None
-    """Whether TensorBoard is installed."""
     wandb: str | None = None
-    """Why wandb can't upload, where it is to."""
 
 
 def read_facts(config: Config) -> Facts:
@@ -103,7 +88,6 @@ def read_facts(config: Config) -> Facts:
 
 
 def _no_upload() -> str | None:
-    """Why wandb would have no credentials, by its own search: variables, the netrc file, its settings."""
     from wandb.errors import Error
     from wandb.sdk import wandb_setup
     from wandb.sdk.lib import wbauth
@@ -120,7 +104,6 @@ def _no_upload() -> str | None:
 
 
 def _of_functions(config: Config) -> dict[str, Any]:
-    """Fields of `Facts`, from the files of a user's own functions; missing ones of rewards are in `missing`."""
     own_functions.forget()  # a notebook's files may be others by now
     problems, found, rewards = [], {}, reward_functions(config)
     in_files = [each for each in rewards if names_function(each) and own_functions.split(each)[0].exists()]
@@ -146,15 +129,12 @@ def on_gpus(config: Config) -> bool | None:
 
 
 def _gpus(config: Config) -> int | None:
-    """Of this machine; None where another one decides, a Ray cluster that is already running."""
+    """Count GPUs of this machine; None if another machine decides."""
     return None if config.cluster.ray_address else len([*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")])
 
 
 def facts_of_a_plan(config: Config) -> Facts:
-    """Return what the policy's config.json and the files of functions on this machine say.
-
-    Data, tokenizer, reward functions and GPUs may be on another machine: `missing_for_run` lists what is not here.
-    """
+    """Return what the policy's config.json and custom files on this machine say; data may be elsewhere."""
     problems: dict[str, str] = {}
     model = _model_config(config.model.path, "model.path", problems, config.model.trust_remote_code, tokenizer=False)
     functions = _of_functions(config) | {"unknown_modules": frozenset()}
@@ -169,7 +149,6 @@ def missing_for_run(config: Config) -> list[str]:
 
 
 def _of_model(model: dict) -> dict[str, Any]:
-    """Fields of `Facts`, from a config.json."""
     text = {**model, **(model.get("text_config") or {})}
     return {
         "context_length": text.get("max_position_embeddings"),
@@ -201,7 +180,6 @@ def reward_functions(config: Config) -> list[str]:
 
 
 def _named_paths(config: Config) -> list[str]:
-    """Beside models and files of functions."""
     paths = _data_paths(config)
     if config.trainer.resume_mode not in ("auto", "disable"):
         paths.append(config.trainer.resume_mode)
@@ -231,7 +209,6 @@ def _is_hub_name(path: str) -> bool:
 
 
 def _folder_problem(path: str, key: str, problems: dict[str, str], tokenizer: bool = True) -> Path | None:
-    """The model's folder, or None (a hub name, or a recorded problem)."""
     if not path or _is_hub_name(path):
         return None
     folder = Path(os.path.expanduser(path))
@@ -250,14 +227,12 @@ def _folder_problem(path: str, key: str, problems: dict[str, str], tokenizer: bo
 
 
 HUB_S = 10.0
-"""For the hub to answer."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def _model_config(
     path: str, key: str, problems: dict[str, str], trust_remote_code: bool, tokenizer: bool = True
 ) -> dict:
-    """The model's config.json as a dictionary, with Transformers' defaults where the file leaves the context out."""
     folder = _folder_problem(path, key, problems, tokenizer)
     if not path or key in problems:
         return {}
@@ -288,7 +263,6 @@ def _model_config(
 
 @functools.cache
 def _of_hub(name: str) -> Path | str:
-    """The config.json of a model of the hub, or why it can't be had; at once also where the hub can't be reached."""
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -305,7 +279,7 @@ def _of_hub(name: str) -> Path | str:
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Why a folder can't be made or written to: tried, because permissions tell half of it; nothing is left there."""
+    """Try to create and write a folder, since permissions alone do not tell; leave nothing behind."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryDirectory(dir=there, prefix=".rlfuse-"):

@@ -1,10 +1,7 @@
-"""Other trainers' setting names, and the key to use here.
+"""Setting names of verl, TRL and OpenRLHF, each with its counterpart here or the reason why there is none.
 
-Role: what keys.py and translate.py consult when someone brings a command line from verl, TRL or OpenRLHF. Data and
-three lookups. Invariants: every key named as a counterpart exists in the schema; a counterpart of verl's without a note
-means the same, so its name alone changes, and verl's default is a valid value here; every reason why something has no
-counterpart is proven by a test of what the code can do. A name that is also a key of ours is never looked up, but
-`other_meanings` tells where verl means something else by it.
+A counterpart of verl without a note has the same meaning and accepts verl's default. Names that are also keys of rlfuse
+are only in `other_meanings`.
 """
 
 from __future__ import annotations
@@ -19,13 +16,9 @@ class Counterpart:
     """What a foreign name becomes here."""
 
     origin: str
-    """The trainer that the name comes from."""
     keys: tuple[str, ...]
-    """Keys to use instead; empty if there is none."""
     note: str = ""
-    """How the value changes, or why there is no counterpart."""
     values: Mapping[str, str] = field(default_factory=dict)
-    """The few values that are written otherwise here, as they are typed."""
 
     @property
     def same(self) -> bool:
@@ -98,10 +91,7 @@ _VERL = (
 )  # fmt: skip
 """(key here, note, verl names whose counterpart no rule finds)."""
 VERL = {name: (key, note) for key, note, names in _VERL for name in names.split()}
-
-VERL_VALUES = {
-    "actor_rollout_ref.actor.tis_imp_ratio_cap": {"-1": "null"},
-}
+VERL_VALUES = {"actor_rollout_ref.actor.tis_imp_ratio_cap": {"-1": "null"}}
 """verl name -> its values that are written otherwise here; all others mean the same."""
 
 VERL_LEAVES = {
@@ -114,7 +104,7 @@ VERL_LEAVES = {
 """Leaves that mean the same in several groups of verl."""
 
 SAME_NAME = {
-    "trainer.default_local_dir": "here PROJECT/EXPERIMENT is made below it, in verl it is the run's own folder",
+    "trainer.default_local_dir": "here PROJECT/EXPERIMENT is made below it, in verl it is the run's own folder"
 }
 """Keys that verl has too, and what else it means by them."""
 
@@ -132,13 +122,9 @@ VERL_PREFIXES = (
     ("critic.model.", "model."),
     ("critic.", "actor."),
 )
-"""verl prefix -> ours; applies where the rest is a key there."""
 
 OVERLONG = re.compile(r"\.overlong_buffer(_cfg)?\.(enable|len)$")
-"""A switch and a length in verl, one number here."""
-
 VERL_GROUPS = ("actor_rollout_ref.", "critic.", "reward_model.", "reward.reward_model.", "actor.", "ref.")
-"""Where a name that is no key of ours is likely verl's."""
 
 VLLM_OPTIONS = {
     "max_num_batched_tokens",
@@ -149,7 +135,6 @@ VLLM_OPTIONS = {
     "swap_space",
     "disable_log_stats",
 }
-"""Leaves of verl's rollout group that go to vLLM's arguments by name."""
 
 _NO_COUNTERPART = (
     ("generation and training share the slots always", "actor_rollout_ref.hybrid_engine"),
@@ -237,10 +222,7 @@ TRL = {
 
 OPENRLHF = {
     "init_kl_coef": ("algorithm.kl_ctrl.kl_coef", "with algorithm.use_kl_in_reward=true"),
-    "kl_target": (
-        "algorithm.kl_ctrl.target_kl",
-        "with algorithm.kl_ctrl.type=adaptive",
-    ),
+    "kl_target": ("algorithm.kl_ctrl.target_kl", "with algorithm.kl_ctrl.type=adaptive"),
     "kl_estimator": ("algorithm.kl_penalty", ""),
     "pretrain": ("model.path", ""),
     "reward_pretrain": ("reward.model_path", ""),

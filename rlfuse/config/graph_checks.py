@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlfuse.config.facts import Facts
-from rlfuse.config.problems import problem, value_of
+from rlfuse.config.parallelism import problem, value_of
 from rlfuse.config.schema import Config
 
 KEY = "actor.cuda_graphs"

@@ -1,7 +1,4 @@
-"""Keys as people read them: the help of `rlfuse train --help`, and the reference in `conf/KEYS.md`.
-
-Role: called by `rlfuse.train`. Reads `documentation`, `valid_values` and `changes`; prints. Waits for nothing.
-"""
+"""Print keys for people: `rlfuse train --help` and the key reference conf/KEYS.md."""
 
 from __future__ import annotations
 
@@ -17,9 +14,7 @@ from rlfuse.config.valid_values import VALUES
 from rlfuse.progress import Console
 
 MARKDOWN = "--markdown"
-"""Among the words after --help: print the reference."""
 COLUMNS = 100
-"""Widest help text; longer lines are tiring to read, and many terminals end here."""
 REFERENCE = """\
 # Keys
 
@@ -100,7 +95,6 @@ def _row(key: Key) -> str:
 
 
 def _valid(key: Key) -> str:
-    """The values that a key may have."""
     if key.name in VALUES:
         named = re.sub(r"(^|\| )([^ |]+)", r"\1`\2`", VALUES[key.name])
         return f"a list of {named}" if key.type.startswith("list") else named + " | `null`" * key.optional
@@ -109,7 +103,6 @@ def _valid(key: Key) -> str:
 
 
 def _escaped(cell: str) -> str:
-    """Without what Markdown takes for the end of a cell and, outside code, for a tag or emphasis."""
     parts = cell.split("`")
     parts[::2] = [re.sub(r"([<*])", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts).replace("|", r"\|")

@@ -1,11 +1,7 @@
-"""Typed dataclasses out of JSON files, every value checked, all that is wrong told at once.
+"""Read typed dataclasses from JSON files and report all problems together, with field, value, valid values and line.
 
-Role: `schema_of` makes a JSON schema of a dataclass whose fields are annotated with the subschemas below, nested
-dataclasses, tuples of them and unions with None; `read` checks decoded JSON against it and builds the dataclass. The
-annotations are the only truth: the published `*.schema.json` are written from them, as `--schema` does. Called by
-`workload` and `fusion.schedules.problem`; job files ask for the lines of their fields.
-Invariant: a message names the field, the value received, what it may be and what to change, and of a file the line;
-nothing is corrected silently, and no unknown key is passed over.
+A dataclass whose fields are annotated with the subschemas below is the only definition: `schema_of` derives the
+published `*.schema.json` from it. Unknown keys are errors.
 """
 
 from __future__ import annotations
@@ -54,9 +50,6 @@ class InputError(UserError):
 
 class WorkloadError(InputError):
     """A workload that can't be simulated as it stands. The message is for the person who wrote it."""
-
-
-# Subschemas ----------------------------------------------------------------------------------------------------------
 
 
 def number(least: float = 0, *, above: bool = False, whole: bool = False, most: float = LARGEST) -> Schema:
@@ -113,9 +106,6 @@ def _of_hint(hint: Any) -> dict[str, Any]:
     return {"type": "null"} if hint is type(None) else {"anyOf": [_of_hint(each) for each in get_args(hint)]}
 
 
-# Checking and building -----------------------------------------------------------------------------------------------
-
-
 def read(cls: type[T], data: Any, error: type[InputError]) -> T:
     """`cls` from decoded JSON. Raises `error` with everything that is wrong with its fields."""
     problems = dict.fromkeys(told for wrong in _validator(cls).iter_errors(data) for told in _explained(wrong, cls))
@@ -126,7 +116,6 @@ def read(cls: type[T], data: Any, error: type[InputError]) -> T:
 
 @functools.cache
 def _validator(cls: type) -> Any:
-    """One for whose numbers are finite and whose lists may be tuples."""
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
 
@@ -143,7 +132,6 @@ def _validator(cls: type) -> Any:
 
 
 def _explained(wrong: Any, cls: type) -> Iterator[str]:
-    """Lines about an error of the validator; where a field may have several kinds of value, about the one given."""
     where = _name(wrong.absolute_path)
     prefix, known = f"{where}." if where else "", wrong.schema.get("properties", {})
     branches: dict[int, list[Any]] = {}
@@ -169,7 +157,6 @@ def _explained(wrong: Any, cls: type) -> Iterator[str]:
 
 
 def _needed(schema: dict[str, Any]) -> str:
-    """In words, what a subschema takes."""
     if "anyOf" in schema:
         return " or ".join(_needed(each) for each in schema["anyOf"])
     if "enum" in schema:
@@ -192,7 +179,6 @@ def _listed(properties: Iterable[str]) -> str:
 
 
 def _name(path: Any) -> str:
-    """`models[0].forward` of a path into the data."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
 
 
@@ -202,7 +188,6 @@ def _shortened(value: Any) -> str:
 
 
 def _built(hint: Any, value: Any) -> Any:
-    """A value that was checked, as its annotation wants it; the kinds of a union are told apart by JSON's."""
     for kind in _kinds(hint):
         if is_dataclass(kind) and isinstance(value, dict):
             hints = get_type_hints(kind, include_extras=True)
@@ -222,9 +207,6 @@ def _kinds(hint: Any) -> Iterator[Any]:
             yield from _kinds(each)
     else:
         yield hint
-
-
-# Files ---------------------------------------------------------------------------------------------------------------
 
 
 def read_json(path: Path, parse: Callable[[Any], T], kind: str, error: type[InputError]) -> T:

@@ -1,9 +1,7 @@
-"""A user's own YAML file as a job: `rlfuse train my_job.yaml rollout.n=4`.
+"""Read a user's YAML job file: `rlfuse train my_job.yaml rollout.n=4`.
 
-Role: reads the file, judges each of its names with the line it stands on, and gives the content to Hydra as the only
-entry of the group `job_file`, which conf/config.yaml merges last. Called by compose.py.
-What a file may hold: groups of keys (`rollout: {n: 4}`), dotted keys (`rollout.n: 4`), presets by name
-(`algorithm: grpo`, `experiment: quickstart`) and, for those who know Hydra, `defaults` that choose presets.
+It may hold groups of keys, dotted keys, presets by name (`algorithm: grpo`) and Hydra's `defaults`. Problems are
+reported with their line. Hydra merges the content last, as the only entry of the group `job_file`.
 """
 
 from __future__ import annotations
@@ -26,17 +24,9 @@ from rlfuse.errors import ConfigError
 from rlfuse.parsing import parse_yaml
 
 NAME = "given"
-"""Name of the file's content in the group `job_file`."""
-
 SWEPT = "hydra.sweeper.params"
-"""Names with several values each, for a sweep."""
-
 LARGEST_FILE = 1 << 20
-"""Characters of a job file."""
-
 MOST_SETTINGS = 2000
-"""Settings of a job file."""
-
 BASES = ("config", "schema", "_self_")
 """Entries of a Hydra defaults list that a job file has without asking."""
 
@@ -46,15 +36,10 @@ class JobFile:
     """What a file says."""
 
     content: dict[str, Any]
-    """Its settings without those that have a problem, so that the rest can be checked with them."""
     presets: dict[str, str]
-    """Group -> name."""
     settings: dict[str, tuple[str, Any]]
-    """Key -> place in the file, and value."""
     problems: list[str]
-    """With its names and its values' types."""
     told: list[str]
-    """A line for each name of verl that was taken for a key here."""
 
     @property
     def swept(self) -> dict[str, Any]:
@@ -62,7 +47,6 @@ class JobFile:
         return self.content.get("hydra", {}).get("sweeper", {}).get("params") or {}
 
     def register(self, presets: list[dict[str, str]]) -> None:
-        """Give the content to Hydra. `presets`: entries of its defaults list, below its settings."""
         node = {"defaults": [*presets, "_self_"], **self.content}
         ConfigStore.instance().store(group="job_file", name=NAME, node=node, package="_global_")
 
@@ -114,7 +98,6 @@ def read(path: Path) -> JobFile:
 
 
 def _leave_out(content: dict[str, Any], name: str) -> None:
-    """Take a setting out, under whichever of its parts are groups of the file and which have dots."""
     for key, value in list(content.items()):
         if key == name:
             del content[key]
@@ -125,7 +108,6 @@ def _leave_out(content: dict[str, Any], name: str) -> None:
 
 
 def _presets(content: dict[str, Any], path: Path) -> tuple[dict[str, str], list[str]]:
-    """Take the choices of presets out of `content`."""
     presets, problems = {}, []
     defaults = content.pop("defaults", None) or []
     for entry in defaults if isinstance(defaults, list) else [defaults]:
@@ -148,7 +130,6 @@ def _presets(content: dict[str, Any], path: Path) -> tuple[dict[str, str], list[
 
 
 def _explain_hydra(given: Any) -> str | None:
-    """One line about settings of Hydra's own that have the wrong form."""
     sweeper = given.get("sweeper", {}) if isinstance(given, dict) else None
     params = (sweeper.get("params") or {}) if isinstance(sweeper, dict) else None
     example = "hydra: {sweeper: {params: {rollout.n: '2,4'}}}"
@@ -170,7 +151,7 @@ def settings_of(content: dict[str, Any], prefix: str = "") -> list[tuple[str, An
 
 
 def _nested(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`content` with dotted names unfolded: {"actor.optim.lr": 1} -> {"actor": {"optim": {"lr": 1}}}."""
+    """Unfold dotted names: {"actor.optim.lr": 1} -> {"actor": {"optim": {"lr": 1}}}."""
     nested: dict[str, Any] = {}
     for key, value in content.items():
         name = f"{prefix}.{key}".lstrip(".")

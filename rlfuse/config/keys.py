@@ -1,10 +1,6 @@
-"""What is wrong with a setting's name, and which key was probably meant; what is wrong with the type of its value.
+"""Report unknown names of settings with the key that was probably meant, and values of a wrong type. Pure.
 
-Role: pure decisions, called by compose.py before Hydra sees a command line or a job file. Hydra by itself accepts
-`+new.key=1` on a typed group and suggests nothing for an unknown name; both would let a typo train silently. Of values
-OmegaConf stops at the first wrong one: `explain_type` tries each on the schema, as what a type takes is OmegaConf's to
-say. Invariants: None means that nothing is wrong; a message names the key received, the key to use and, where one is
-set, the value. Imports nothing heavy.
+Runs before Hydra, which accepts `+new.key=1` on a typed group and suggests nothing for an unknown name.
 """
 
 from __future__ import annotations
@@ -24,10 +20,7 @@ from rlfuse.config.foreign import VERL_PREFIXES, Counterpart, counterpart, other
 from rlfuse.config.schema import Config
 
 DEFAULT_PRESETS = {"algorithm": "ppo", "fusion": "adaptive", "experiment": "null"}
-"""What conf/config.yaml chooses."""
 PRESET_GROUPS = tuple(DEFAULT_PRESETS)
-"""Groups with files in conf/, chosen by name: algorithm=grpo."""
-
 ALL_KEYS = "`rlfuse train --help` lists every key"
 
 
@@ -36,10 +29,8 @@ class Override:
     """One `key=value` argument, taken apart."""
 
     sign: str
-    """`+`, `++` or `~` in front; mostly empty."""
     name: str
     value: str | None
-    """None without an equals sign."""
 
 
 def parse_override(text: str) -> Override:
@@ -77,7 +68,6 @@ def explain_override(text: str) -> str | None:
 
 
 def _explain_preset(group: str, value: str) -> str | None:
-    """One line about a choice that is no name of a preset."""
     if value.startswith("["):
         names = value.strip("[]").replace(" ", "")
         return f"{group}={value}: a job has one preset of each group; for a job each write {group}={names} --multirun"
@@ -87,7 +77,6 @@ def _explain_preset(group: str, value: str) -> str | None:
 
 
 def _explain_removal(name: str) -> str | None:
-    """One line about `~name`, which Hydra can do below free dictionaries alone: all keys of a job have a value."""
     if is_free(name):
         return None
     if name in PRESET_GROUPS:
@@ -101,7 +90,6 @@ def _explain_removal(name: str) -> str | None:
 
 
 def _explain_bare(name: str) -> str:
-    """One line about an argument without an equals sign."""
     if name in by_name() or is_free(name):
         return f"{name}: has no value; write {name}=VALUE"
     wrong = None if name in groups() else explain_name(name, None)
@@ -138,7 +126,6 @@ def explain_name(name: str, value: str | None, sign: str = "") -> str | None:
 
 
 def _write(key: str, value: str | None, found: Counterpart) -> str:
-    """The argument to type instead, unless its value has to change in a way that only the user knows."""
     return "" if value is None or found.note else f"; write {key}={found.values.get(value, value)}"
 
 
@@ -178,7 +165,6 @@ class Renames:
     names: dict[str, str]
     """Name as given -> key, of those whose name alone differs."""
     told: dict[str, str]
-    """Name as given -> a line for the user about it."""
     problems: dict[str, str]
     """Name as given -> why it can't stand beside the others."""
 
@@ -200,7 +186,6 @@ def rename(given: Mapping[str, str | None]) -> Renames:
 
 
 def _plain(value: str) -> str:
-    """A value without what is written in several ways: quotes, blanks, True or true."""
     return re.sub(r"[\s'\"]", "", value).lower()
 
 
@@ -211,9 +196,7 @@ REFERENCE = re.compile(r"\$\{[^${}:]+\}")
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 CLASSES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str}
 LARGEST = 2**63
-"""Whole numbers beyond it fit into no machine word."""
 DEEPEST = 32
-"""Levels of brackets that OmegaConf and YAML surely read."""
 
 
 def fits(value: Any, type_name: str) -> bool:
@@ -264,7 +247,6 @@ def explain_value(name: str, value: str | None) -> str:
 
 @functools.cache
 def _tried() -> DictConfig:
-    """What values are tried on, one over the other: a copy for each would take a quarter of a second."""
     return OmegaConf.structured(Config)
 
 

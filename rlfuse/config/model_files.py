@@ -1,16 +1,46 @@
-"""Files of a model's folder other than its weights: where they are, and copies of them.
-
-Role: called where checkpoints and exported models get the files that training does not change.
-"""
+"""Files of a model folder that a copy keeps: those other than weights, and config.json with the keys of its source."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+
+NOT_KEPT = ("auto_map", "quantization_config", "_name_or_path", "transformers_version")
+"""Keys of a source that are not true of what is saved, unless transformers saves them."""
+NOISE = ("drop", "jitter")
+
+
+def is_noise(name: str, value: Any) -> bool:
+    """Whether a field is a probability or width of noise."""
+    return isinstance(value, float) and any(word in name for word in NOISE)
+
+
+def with_keys_of(source: Mapping[str, Any], saved: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `saved` with all keys of `source`; `whole`: the same configuration as `saved`, defaults included.
+
+    transformers 5 saves rope_theta, rope_scaling and torch_dtype under new names, which transformers 4 does not read,
+    and leaves defaults out. Dropout is off in training only, so the source's values are saved.
+    """
+    found = {key: value for key, value in saved.items() if key in source or not is_noise(key, value)}
+    for key, value in source.items():
+        if key in NOT_KEPT:
+            continue
+        if isinstance(value, dict) and isinstance(saved.get(key), dict):
+            found[key] = with_keys_of(value, saved[key], whole[key])
+        elif key == "torch_dtype":
+            found[key] = whole.get("dtype") or value
+        elif is_noise(key, value) or key not in whole:
+            found[key] = value
+        else:
+            found[key] = whole[key]
+    return found
+
 
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
@@ -26,10 +56,7 @@ def folder_of(source: str) -> Path | None:
 
 
 def copy_files(source: str, out: Path, pattern: str = "*") -> list[str]:
-    """Copy the model's files that match, as they are, and return their names.
-
-    Never copied: config.json, weights, their index, and the model card, which describes the source.
-    """
+    """Copy matching files and return their names; never config.json, weights, index or model card."""
     folder, copied = folder_of(source), []
     for file in sorted(folder.glob(pattern)) if folder else ():
         other = file.suffix in WEIGHTS or file.name.endswith(".index.json") or file.name in ("config.json", "README.md")

@@ -1,9 +1,4 @@
-"""Hydra's own options among settings and the job file, in any order; groups of presets that a user brings along.
-
-Role: `compose.read_command` hands a command line over before names are judged, and gets it sorted. What an option means
-is Hydra's to say: its parser reads them, and gets them back in its own spelling. Also what its optional packages are
-called, for those who ask for one that is missing. Imports nothing heavy.
-"""
+"""Separate Hydra's own options from settings and the job file, in any order; find custom groups of presets."""
 
 from __future__ import annotations
 
@@ -33,15 +28,10 @@ class CommandLine:
     """A command line by kind; nothing in it is judged yet."""
 
     words: list[str]
-    """Settings and presets."""
     files: list[Path]
-    """Job files, of which there may be one."""
     options: list[str]
-    """Hydra's, as it reads them."""
     folder: Path | None
-    """Of the user's own presets: --config-dir."""
     completes: bool
-    """Whether a shell asks what could be typed next."""
 
 
 def sort_out(argv: list[str]) -> CommandLine:
@@ -68,7 +58,7 @@ def _names_file(word: str) -> bool:
 
 
 def _with_choice(argv: list[str]) -> list[str]:
-    """`--info` followed by a setting or a file means all of it; argparse would take what follows for its choice."""
+    """Insert `all` after `--info` if a setting or file follows, which argparse would take as its choice."""
     words = list(argv)
     for at, (word, following) in enumerate(itertools.pairwise(argv)):
         if word in ("--info", "-i") and following not in INFO and not following.startswith("-"):
@@ -77,7 +67,6 @@ def _with_choice(argv: list[str]) -> list[str]:
 
 
 def _spelled(parsed: Namespace) -> list[str]:
-    """The options given, but for those that name folders and files."""
     given = {name: value for name, value in vars(parsed).items() if value not in (None, False)}
     modes = [f"--{name}" for name in ("run", "multirun", "cfg", "info") if name in given]
     if len(modes) > 1:
@@ -107,10 +96,7 @@ def own_groups(folder: Path | None) -> frozenset[str]:
 
 
 def as_own_group(word: str, own: frozenset[str]) -> str | None:
-    """`lengths=long`, with or without `+`, as Hydra takes it; None for what is no choice from such a group.
-
-    A file's settings are those of the job, as in conf/, unless the group is called as one of ours: then they are in it.
-    """
+    """Return `lengths=long` in Hydra's syntax; None unless it chooses a preset of a custom group."""
     override = parse_override(word)
     group, _, package = override.name.partition("@")
     if group not in own or override.value is None or override.sign == "~":

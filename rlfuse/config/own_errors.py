@@ -1,9 +1,6 @@
-"""What a user's own code raised, in words: one line, and a traceback that begins in their code.
+"""Describe exceptions of custom code: one line, and a traceback that begins in that code.
 
-Role: whoever calls a function of a user's file (a reward, a policy, a metric) tells its errors by these. Invariants:
-looking at an exception may run the code of its class, and never raises; what comes out is text that any file and
-terminal takes; a traceback begins in the user's code, and where no line of theirs raised, it is the one where the
-function begins. No Ray or torch import.
+Inspecting an exception may run code of its class; these functions never raise and return printable text.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ CALLERS = (
 )
 """Beginnings of the files whose frames only lead into a user's code."""
 TRACEBACK_LENGTH = 20_000
-"""Characters of where an exception was raised."""
 MOST_LINKED = 100
 """Exceptions of a chain or group that are shown. While a longer one is handled, each that is raised walks all of it."""
 
@@ -41,7 +37,7 @@ def headline(error: BaseException) -> str:
 
 
 def _safely(look: Callable[..., str], *arguments: Any, otherwise: str) -> str:
-    """What is seen of an exception, which may be made so that looking at it raises."""
+    """Return what `look` finds; an exception's class may raise when it is inspected."""
     try:
         return look(*arguments)
     except BaseException:
@@ -75,7 +71,6 @@ def user_frames(error: BaseException) -> TracebackType | None:
 
 
 def _are_many(error: BaseException) -> bool:
-    """Whether an exception has more causes, contexts and members of groups than can be shown in time."""
     seen, waiting = set(), [error]
     while waiting and len(seen) <= MOST_LINKED:
         one = waiting.pop()

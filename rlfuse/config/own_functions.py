@@ -1,9 +1,6 @@
-"""A user's own functions, and a class of video models, `path/file.py:name`: read, never run.
+"""Read custom functions and video models, `path/file.py:name`, from the file's syntax tree without executing it.
 
-Role: `facts` and the schema ask here what a configuration names, `own_modules.load` what it may execute. All is taken
-from the syntax tree of the file: the function, its parameters, and the traits that `@advantage_estimator(...)` states.
-Invariants: what is wrong is a ConfigError with key, value, what is valid and a remedy; a file is read once, until
-`forget`, so that traits stay what they were if somebody edits it during the run.
+A file is read once, until `forget`: traits stay the same if it is edited during a run. Problems are `ConfigError`s.
 """
 
 from __future__ import annotations
@@ -41,10 +38,7 @@ _TRAIT_OF = {"values": "needs_critic", "dimensions": "each_reward", "weights": "
 
 
 def traits_of(estimator: str) -> Traits:
-    """Of a built-in estimator or a user's own; of a name that is neither, which the checks refuse, none at all.
-
-    Raises ConfigError for a user's own that can't be read.
-    """
+    """Return the traits of an estimator, none of an unknown name. ConfigError for unreadable custom ones."""
     if names_function(estimator):
         return read("algorithm.adv_estimator", estimator)
     return ESTIMATORS.get(estimator, Traits())
@@ -151,7 +145,6 @@ def _judged(key: str, value: str, function: ast.FunctionDef | ast.AsyncFunctionD
 
 
 def _stated(function: ast.FunctionDef) -> Traits:
-    """The traits in its decorator; without one it has none."""
     for each in function.decorator_list:
         named = each.func if isinstance(each, ast.Call) else each
         if getattr(named, "attr", getattr(named, "id", None)) != DECORATOR:
@@ -163,7 +156,6 @@ def _stated(function: ast.FunctionDef) -> Traits:
 
 
 def _imported(tree: ast.Module) -> list[str]:
-    """Packages that the file imports at its top, in order."""
     found: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.Import):
@@ -178,7 +170,6 @@ def _kind(key: str) -> str:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """Names that the file gives to something, wherever in it."""
     found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     found |= {node.name for node in ast.walk(tree) if isinstance(node, definitions)}

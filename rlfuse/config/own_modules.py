@@ -1,13 +1,8 @@
-"""A user's own files as modules: one for a file and process, under a name by which any process can import it.
+"""Execute custom files as modules: one per file and process, importable under the same name in every process.
 
-Role: `module_of` executes every file that a job brings along: of rewards, algorithms, fusion policies, metrics. A file
-is the module `its_name`, as Python itself would import it from its folder, where that name means this very file. Where
-it means another, the name is `rlfuse.config.own_modules.its_name_HEX`: HEX is the path, read again by `Finder`, so that
-a process which never loaded the file (of `multiprocessing`, say) can unpickle what is in it. Invariants:
-- while a file's text stays the same it is executed once, however often it is asked for, and also where another such
-  file has imported it, or a notebook that started after it was written; once its text is another, or may be, it is
-  executed afresh, in a new module: what is in it now is what runs;
-- its folder is appended to `sys.path` (never put first), so that it may import its neighbours and shadows nothing.
+A file keeps the name `its_name` that Python would give it in its folder; if that name is another module's, it is
+`rlfuse.config.own_modules.its_name_HEX`, where HEX is the path, so that a fresh process can unpickle its objects.
+An unchanged file is executed once, a changed one again in a new module. Its folder is appended to `sys.path`.
 """
 
 from __future__ import annotations
@@ -29,20 +24,14 @@ from rlfuse.config.own_functions import read, split
 from rlfuse.errors import ConfigError
 
 __path__: list[str] = []
-"""Makes this a package, whose modules `Finder` finds."""
 
 _executed: dict[Path, tuple[ModuleType, bytes]] = {}
-"""The module of each file, and the text that was executed."""
-
 _started = psutil.Process().create_time() - 1  # its clock counts from a second in which the machine started
 """What was written before is what this process has imported, and forks of it have."""
 
 
 def load(key: str, value: str, module: Callable[[Path], ModuleType] | None = None) -> Callable[..., Any]:
-    """The function that a key names, read before anything is executed; ConfigError for one that can't be used.
-
-    `module`: what executes its file.
-    """
+    """Return the function that a key names; ConfigError for an unusable one. `module` executes its file."""
     read(key, value)
     path, name = split(value)
     try:
@@ -81,14 +70,14 @@ def module_of(path: Path) -> ModuleType:
 
 
 def _imported(path: Path) -> ModuleType | None:
-    """The module that an `import` has made of the file, if no edit since can have been missed."""
+    """Return the module that an `import` made of the file, unless a later edit may have been missed."""
     module = sys.modules.get(path.stem)
     file = getattr(module, "__file__", None)
     return module if file and Path(file).resolve() == path and os.stat(path).st_ctime < _started else None
 
 
 def _note_neighbours(folder: Path, before: set[str]) -> None:
-    """Files of the folder that the one just executed has imported: a job may name them, too."""
+    """Record files of the folder that the new module imported: a job may name them, too."""
     for name in set(sys.modules) - before:
         file = getattr(sys.modules[name], "__file__", None)
         if file and Path(file).parent == folder and Path(file).suffix == ".py":
@@ -97,7 +86,6 @@ def _note_neighbours(folder: Path, before: set[str]) -> None:
 
 
 def _name(path: Path) -> str:
-    """The file's own name where it is free and means this file, else one that says where the file is."""
     found = find_spec(path.stem) if path.stem.isidentifier() and path.stem not in sys.modules else None
     if found is not None and found.origin is not None and Path(found.origin).resolve() == path:
         return path.stem

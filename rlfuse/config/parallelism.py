@@ -1,16 +1,24 @@
-"""What is wrong with how models and sequences are cut over trainer ranks: checks.py's part about `training`.
-
-Role and invariants: as checks.py. Pure.
-"""
+"""Check how models, sequences and activations are distributed over trainer ranks and memory. Pure part of `checks`."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 
+from rlfuse.config.documentation import as_typed
 from rlfuse.config.facts import Facts
-from rlfuse.config.problems import problem
 from rlfuse.config.schema import Config
+
+
+def value_of(config: Config, name: str) -> object:
+    """The value of a key by its full name."""
+    return operator.attrgetter(name)(config)
+
+
+def problem(config: Config, name: str, valid: str, remedy: str) -> str:
+    """`name` with the value received, the valid range and what to change."""
+    return f"{name}={as_typed(value_of(config, name))}: {valid}; {remedy}"
 
 
 def divisors(number: int) -> list[int]:
@@ -109,3 +117,29 @@ def shares(config: Config, facts: Facts) -> Iterator[str]:
     if training.vocabulary_parallel and training.pipeline_parallel_size > 1:
         valid = f"stages share the heads of whole layers, and {name}={width} ranks share layers"
         yield problem(config, "training.vocabulary_parallel", valid, f"set it to false, or {name}=1")
+
+
+KEY = "model.enable_activation_offload"
+
+
+def activation_problems(config: Config, facts: Facts) -> Iterator[str]:
+    """One line per problem."""
+    model, stages = config.model, config.training.pipeline_parallel_size
+    width = config.training.tensor_model_parallel_size
+    if not model.enable_activation_offload:
+        return
+    if stages > 1:
+        yield (
+            f"{KEY}=true: needs whole models on the ranks, and training.pipeline_parallel_size={stages} has stages, "
+            "whose schedule says what they hold (training.activation_memory); set one of the two to its default"
+        )
+    if width > 1:
+        yield (
+            f"{KEY}=true: each rank decides which of its layers are run again, and training.tensor_model_parallel_size="
+            f"{width} of them can run a layer only together; set one of the two to its default"
+        )
+    if facts.cuda is False and model.activation_host_mb:
+        yield (
+            f"model.activation_host_mb={model.activation_host_mb}: must be 0 or null on CPU hosts, where the device is "
+            "the host; set model.activation_disk_mb"
+        )

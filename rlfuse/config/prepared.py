@@ -1,8 +1,4 @@
-"""Where `rlfuse prepare` writes each bundled task: what experiments and ready jobs read.
-
-Role: plain data, shared by jobs/tasks/prepare.py, which writes there, and checks.py, whose messages about missing
-files name the command that makes them. The files of conf/experiment and jobs/ name the same folders; a test compares.
-"""
+"""Folders that `rlfuse prepare` writes each bundled task to."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ FOLDERS = {
     "images": Path(".cache/rlfuse/images"),
     "gsm8k": Path("data/gsm8k"),
 }
-"""From the current directory."""
 
 
 def command_for(path: str | None) -> str | None:

@@ -1,11 +1,8 @@
-"""Which preset wins where layers of a job set the same key.
+"""Order the presets of a job file and of a command line, so that the right one wins.
 
-Role: compose.py asks for the overrides that order the presets of a job file and of a command line. Later wins:
-    job file:      experiment < algorithm, fusion, user-defined presets < settings
-    command line:  experiment < algorithm, fusion, user-defined presets < settings
-conf/config.yaml merges the groups below the job file, so each that the command line names is merged again above it.
-Invariants: all presets of `fusion` set the same keys, and so do those of `algorithm` (but rollout.n), so nothing of
-another one remains. Presets of one layer that give a key different values are an error unless a setting decides it.
+Within each of the two: experiment < algorithm, fusion, custom presets < settings. All presets of `fusion` set the same
+keys, and so do those of `algorithm` (except rollout.n). Presets that disagree on a key are an error unless a setting
+decides it.
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ from rlfuse.errors import ConfigError
 from rlfuse.parsing import TooManyAliases, parse_yaml
 
 EXPERIMENT = "experiment"
-"""A whole job, which the other presets of its layer change."""
 NAMING = ("algorithm.adv_estimator", "fusion.policy", "fusion.data")
 """Keys that say what a preset is: a sweep over presets varies them."""
 
@@ -47,19 +43,14 @@ class Layers:
     """The presets and settings of a job in order."""
 
     overrides: list[str]
-    """For Hydra."""
     problems: list[str]
     told: list[str]
-    """A line for each setting that a preset replaces."""
 
 
 def layered(
     words: list[str], swept: Collection[str], file: JobFile | None, own: frozenset[str], folders: list[Path]
 ) -> Layers:
-    """Order the presets of the command line `words` and of the job file, which is registered.
-
-    `swept`: what the job file sweeps over; `own`: groups of user-defined presets; `folders`: where presets are.
-    """
+    """Order the presets of command line and job file. `swept`: what the job file sweeps over."""
     typed = {group: [] for group in swept if group in PRESET_GROUPS} | _chosen(words, own)
     given = {parse_override(word).name for word in words}
     settings = file.settings if file else {}
@@ -87,7 +78,6 @@ def layered(
 
 
 def _ordered(words: list[str], groups: Collection[str], has_file: bool) -> list[str]:
-    """`words` with overrides that merge presets above a job file, where there is one, the experiment first."""
     experiments = [word for word in words if parse_override(word).name == EXPERIMENT]
     last = [word for word in experiments[-1:] if word != f"{EXPERIMENT}=null"]  # null only takes the job file's away
     above = [f"+{EXPERIMENT}@_global_={parse_override(word).value}" for word in last] if has_file else last
@@ -96,7 +86,7 @@ def _ordered(words: list[str], groups: Collection[str], has_file: bool) -> list[
 
 
 def _low_overrides(name: str, folders: list[Path]) -> Iterator[str]:
-    """One line for each group that an experiment overrides, which Hydra does below the job file."""
+    """Report groups that an experiment overrides, which Hydra merges below the job file."""
     for entry in _read(EXPERIMENT, name, folders)[0]:
         if not isinstance(entry, dict):
             group, _, nested = str(entry).rpartition("/")
@@ -129,13 +119,11 @@ def _without_experiment(presets: Presets) -> dict[str, list[str]]:
 
 
 def _entry(group: str, name: str, own: frozenset[str]) -> dict[str, str]:
-    """A choice as an entry of a defaults list."""
     word = as_own_group(f"{group}={name}", own) or f"{group}@_global_={name}"
     return {f"/{parse_override(word).name}": name}
 
 
 def _conflicts(presets: Presets, given: Collection[str], folders: list[Path]) -> Iterator[str]:
-    """One line for each key to which two presets of a layer give different values, and no setting one."""
     for (group, names), (other, others) in itertools.combinations(_without_experiment(presets).items(), 2):
         for name, another in itertools.product(names, others):
             first, second = contents(group, name, folders), contents(other, another, folders)
@@ -147,7 +135,6 @@ def _conflicts(presets: Presets, given: Collection[str], folders: list[Path]) ->
 
 
 def _fixed_in_sweep(presets: Presets, given: Collection[str], folders: list[Path]) -> Iterator[str]:
-    """One line for each setting that makes the presets of a sweep the same."""
     for group, names in presets.items():
         for key in [key for key in NAMING if key in given]:
             if len({contents(group, name, folders).get(key) for name in names}) > 1:
@@ -155,7 +142,6 @@ def _fixed_in_sweep(presets: Presets, given: Collection[str], folders: list[Path
 
 
 def _replaced(settings: Settings, presets: Presets, kept: Collection[str], folders: list[Path]) -> Iterator[str]:
-    """One line for each of the settings to which a preset above them gives another value."""
     found = [(group, name, contents(group, name, folders)) for group, names in presets.items() for name in names]
     decided = {key for group, _, values in found if group != EXPERIMENT for key in values}
     for group, name, values in found:
@@ -167,7 +153,6 @@ def _replaced(settings: Settings, presets: Presets, kept: Collection[str], folde
 
 
 def _settings_of_experiment(presets: Presets, folders: list[Path]) -> Settings:
-    """Those of its own file, where one experiment is chosen."""
     names = presets.get(EXPERIMENT, [])
     place = f"{EXPERIMENT}={names[0]}" if len(names) == 1 else ""
     return {key: (place, value) for key, value in _read(EXPERIMENT, names[0], folders)[1].items()} if place else {}
@@ -195,7 +180,6 @@ def contents(group: str, name: str, folders: list[Path], within: tuple[str, ...]
 
 
 def _read(group: str, name: str, folders: list[Path]) -> tuple[list[Any], dict[str, Any]]:
-    """Defaults list and settings of a preset; nothing of one that Hydra will not find or read, and reports."""
     files = [path for folder in folders if (path := folder / group / f"{name}.yaml").is_file()]
     try:
         text = files[0].read_text(encoding="utf-8") if files else ""

@@ -1,8 +1,4 @@
-"""Engines whose weights have 8 bits where those that are trained have 16: what a job needs for it.
-
-Role: `checks` asks `quantized` what speaks against `rollout.quantization`; plans ask which layers it is of.
-vLLM 0.32 makes such weights whenever it loads trained ones ("online quantization"), so at every push. Pure.
-"""
+"""Check `rollout.quantization`: vLLM quantizes the weights again at every weight transfer. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ KEPT = ("*.gate", "*visual.*")
 """Layers, by vLLM's names, that stay as they are: routers, which would choose other experts than are trained, and
 towers, which compute nothing in an engine and have sizes that vLLM's kernels refuse."""
 OF_VLLM = ("quantization", "quantization_config")
-"""What vLLM calls it among its own arguments."""
 
 
 def quantized(config: Config, facts: Facts) -> Iterator[str]:

@@ -1,9 +1,4 @@
-"""The labels of a reward model: what each number that its head gives is called, and which of them a run asks for.
-
-Role: one place for what training, scoring and the driver's checks must agree on. transformers is imported late, so that
-checking a folder takes no import of it. A model with one label needs no name for it; of several, each that counts is an
-entry of reward.functions, `reward_model:LABEL`, and named `reward_model/LABEL` in metrics.
-"""
+"""Labels of a reward model's head, and which of them a run uses: `reward_model` or `reward_model:LABEL`."""
 
 from __future__ import annotations
 
@@ -17,16 +12,12 @@ from rlfuse.config.rewards import MODEL_PART
 from rlfuse.errors import RewardError
 
 ONLY_LABEL = "LABEL_0"
-"""As transformers calls it."""
 OWN_CLASS = "AutoModelForSequenceClassification"
 """In config.json's auto_map: modelling code that ships with the weights."""
 
 
 def read_config(path: str, key: str, trust_remote_code: bool) -> Any:
-    """The configuration of the model at `path`, which the user gave as `key`; the class that ships with it can load.
-
-    RewardError where the class can't, or isn't trusted: transformers would quietly take another of that architecture.
-    """
+    """Return the model's configuration; RewardError unless the class that ships with it can load."""
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 

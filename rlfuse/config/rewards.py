@@ -1,9 +1,6 @@
-"""The keys of the group `reward`, and its functions read: a string, a dictionary or a callable, made a `RewardEntry`.
+"""Keys of the group `reward`, and the entries of reward.functions parsed into `RewardEntry`. Pure.
 
-Role: the classes are a part of the schema; `read_entries` is called by the configuration's checks, and by
-`rewards.api.entries` before anything is loaded, so that a job and a notebook are refused with the same words. Pure:
-looks at no file. Invariants: entries without problems have weights, and the reward model's is among them where there is
-one; problems are given in words, one line each.
+Training, evaluation and notebooks use `read_entries`, so all of them report the same problems.
 """
 
 from __future__ import annotations
@@ -190,7 +187,6 @@ def _read(given: Given, where: str) -> tuple[RewardEntry | None, list[str]]:
 
 
 def _judge(entry: RewardEntry, model_path: str | None) -> list[str]:
-    """What is wrong with one entry's values, beginning with the key."""
     found = []
     if entry.weight is not None and not math.isfinite(entry.weight):
         found.append(f".weight={entry.weight}: must be a finite number")
@@ -231,7 +227,6 @@ def _together(entries: list[RewardEntry]) -> list[str]:
 
 
 def _weighted(entries: list[RewardEntry], weights: Sequence[float]) -> tuple[list[RewardEntry], list[str]]:
-    """Entries with their weights filled in: from `weights`, from themselves, or 1."""
     summed = [entry for entry in entries if not entry.gate]
     if weights and len(weights) != len(summed):
         last = ", the last for the model" if entries and is_model(entries[-1].path) else ""

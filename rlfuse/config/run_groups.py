@@ -1,7 +1,4 @@
-"""The groups `trainer`, `cluster` and `alerts`: a run's length and logging, where it lives, when to call for a person.
-
-A part of the schema, whose rules hold here too (`schema.py`).
-"""
+"""The groups `trainer`, `cluster` and `alerts` of the schema."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""The configuration of a run: typed groups, verl's leaf names, every key documented by the string below it.
+"""The configuration of a run: typed groups with verl's leaf names, each key documented by the string below it.
 
-Role: the one list of keys. Hydra composes it (`conf/` holds presets), `rlfuse train --help` prints these docstrings,
-`checks.py` compares fields with each other before any process starts. Data: imports nothing of the project but the
-groups that have files of their own, and what an estimator of advantages needs. A docstring that ends with a colon goes
-on with the key's values, which valid_values.py lists, wherever it is printed.
+A docstring that ends with a colon is followed by the key's valid values wherever it is printed.
 """
 
 from __future__ import annotations
@@ -386,8 +383,7 @@ class Config:
 
     @property
     def lockstep(self) -> bool:
-        """Whether passes need all ranks together: they gather weights from each other, cut rows, or hold stages or
-        shares of layers that a slot does not have all of."""
+        """Whether passes need all ranks together: they gather weights, cut rows, or hold stages."""
         widths = (self.training.pipeline_parallel_size, self.training.ulysses_sequence_parallel_size)
         shared = self.rollout.tensor_model_parallel_size % self.training.tensor_model_parallel_size > 0
         return max(widths) > 1 or shared or self.sharded_weights

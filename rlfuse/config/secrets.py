@@ -1,9 +1,8 @@
-"""Hides secrets in everything that is written or shown: by the name of a key, by the value, and by the form of a value.
+"""Hide secrets in everything that is written or shown: by key name, by value, and by form.
 
-Role: `hidden` is applied to configurations and rows (config.yaml, wandb, a submitted job), `hidden_text` to messages,
-tracebacks and logs. A value counts as secret if it is that of an environment variable with a secret's name, if
-`remember` has seen it under such a name, or if it has the form of a key, an Authorization header or part of a URL.
-Invariant: the value of an environment variable becomes `${oc.env:NAME}`, from which a configuration can be composed.
+A value is secret if an environment variable with a secret's name holds it, if `remember` got it under such a name, or
+if it looks like a key, an Authorization header or credentials in a URL. Values of environment variables become
+`${oc.env:NAME}`, which can be composed again.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 SHORTEST = 8
-"""Shorter values are words that also appear elsewhere."""
 HIDDEN = "***"
 _remembered: set[str] = set()
 
@@ -109,7 +107,6 @@ def _hidden_values(text: str, environment: Mapping[str, str]) -> str:
 
 
 def _redacted(value: Any, environment: Mapping[str, str]) -> Any:
-    """Return the value of a key that names a secret: texts and long numbers hidden, names of variables kept."""
     if isinstance(value, list | tuple):
         return [_redacted(each, environment) for each in value]
     if isinstance(value, dict):

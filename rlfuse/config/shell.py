@@ -1,9 +1,7 @@
-"""The words that a shell script would hand to a command, as far as they are known without running it.
+"""Find the words that a shell script passes to a command, as far as they are known without running it.
 
-Role: `translate.py` reads verl's example scripts with it. Known are assignments, arrays, defaults (`${A:-b}`), whole
-numbers (`$((a * 2))`) and quotes; what the environment, a command or a branch decides is not, and stays in the text as
-`$NAME`. Nothing is ever executed. Comments between continued lines, which would end the command, are taken for what
-their author meant.
+Resolves assignments, arrays, defaults (`${A:-b}`), integer arithmetic and quotes; anything else stays as `$NAME`.
+Comments between continued lines are treated as comments. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ class Word:
 
     text: str
     unknown: tuple[str, ...] = ()
-    """What stands in it as `$NAME`."""
 
     def split(self) -> list[Word]:
         """Cut at blanks, as what stands for it outside of quotes would be."""
@@ -50,12 +47,9 @@ class Script:
     """What is known while a script is read from its beginning."""
 
     values: dict[str, list[Word]] = field(default_factory=dict)
-    """Of variables; several words of an array."""
     depth: int = 0
-    """Of branches and loops."""
 
     def commands(self, text: str) -> Iterator[list[Word]]:
-        """Every command that is no assignment."""
         for raw in _split(text):
             if words := self._carried_out(raw):
                 yield words
@@ -114,7 +108,6 @@ class Script:
         return done
 
     def _substituted(self, raw: str, at: int) -> tuple[list[Word], int]:
-        """What a `$...` at this place stands for, and where it ends."""
         if raw[at] == "`":
             end = raw.find("`", at + 1) % (len(raw) + 1) + 1
             return [_unknown(raw[at:end])], end
@@ -160,7 +153,6 @@ def _unknown(shown: str) -> Word:
 
 
 def _calculated(node: ast.expr) -> int:
-    """Arithmetic of whole numbers; ValueError or KeyError for anything else."""
     match node:
         case ast.Constant(value=int(value)) if abs(value) < 2**63:
             return value
@@ -175,7 +167,6 @@ def _calculated(node: ast.expr) -> int:
 
 
 def _closed(text: str, at: int) -> int:
-    """Where the bracket that opens at this place is closed, quotes left out of account; else the end of the text."""
     depth, quote = 0, ""
     opening, closing = text[at], CLOSING[text[at]]
     comment = False
@@ -196,7 +187,6 @@ def _closed(text: str, at: int) -> int:
 
 
 def _split(text: str) -> Iterator[list[str]]:
-    """Commands as lists of words with their quotes and variables still in them."""
     words: list[str] = []
     word, at, continued = "", 0, False
     text = _without_documents(text)
@@ -236,7 +226,7 @@ def _split(text: str) -> Iterator[list[str]]:
 
 
 def _without_documents(text: str) -> str:
-    """Without the lines that a command gets as its input: `<<EOF` up to EOF."""
+    """Remove here-documents: `<<EOF` up to EOF."""
     at = 0
     while found := HEREDOC.search(text, at):
         tabs, end = found[1] and "\t*", found[2] or found[3] or found[4]
@@ -248,7 +238,6 @@ def _without_documents(text: str) -> str:
 
 
 def _quoted(text: str, at: int) -> int:
-    """Where the text in quotes that begins at this place ends."""
     place = at + 1
     while place < len(text) and text[place] != text[at]:
         place += 2 if text[place] == "\\" and text[at] == '"' else 1

@@ -1,9 +1,7 @@
-"""`rlfuse translate FILE | - | -- WORDS`: a job file from a verl script, its YAML, or the words of its command line.
+"""`rlfuse translate FILE | - | -- WORDS`: translate verl scripts, YAML or command lines into a job file.
 
-Role: reads what the command sets (shell.py), gives each setting its name and value here (foreign.py, conversions.py)
-and prints YAML that `rlfuse train` takes, with a comment for each line that changed. Nothing is left out in silence:
-what only the reader can decide stands as a comment where it belongs, what has no counterpart at the end with the
-reason. What the command leaves open is verl's default. Nothing of the script is executed.
+Nothing is dropped silently: settings without a counterpart are listed in comments with the reason. What the command
+leaves open gets verl's default. Nothing of a script is executed.
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ Then look at its comments, and: rlfuse plan my_job.yaml; rlfuse train my_job.yam
 """
 COLUMNS = 118
 ENTRY = re.compile(r"(?:^|[./])main_\w+(?:\.py)?$")
-"""The program of verl or of one of its recipes: verl.trainer.main_ppo, recipe.dapo.main_dapo."""
 SETTING = re.compile(r"\+{0,2}(\w[\w./@-]*)=(.*)", re.DOTALL)
 REDIRECTION = re.compile(r"[\d&]*[<>]+(&?)")
 GSM8K, OTHER = "rlfuse.rewards.verifiers.numeric:score", "rlfuse.rewards.verifiers.math:score"
@@ -53,12 +50,9 @@ class VerlCommand:
 
     origin: str
     settings: dict[str, Any] = field(default_factory=dict)
-    """Name in verl -> value."""
     unread: dict[str, str] = field(default_factory=dict)
-    """What can't be a setting -> why."""
 
     def add(self, word: Word) -> None:
-        """Take one argument in."""
         found = SETTING.fullmatch(word.text)
         if found is None:
             if not REDIRECTION.match(word.text):
@@ -71,15 +65,11 @@ class VerlCommand:
 
 
 def _value(text: str) -> Any:
-    """Return the value as Hydra reads it; a text that it can't read stays a text."""
     try:
         override = OverridesParser.create().parse_override(f"key={text}")
         return text if override.is_sweep_override() else override.value()
     except (HydraException, ValueError, RecursionError):
         return text
-
-
-# What is given ------------------------------------------------------------------------------------------------------
 
 
 def read(arguments: list[str]) -> VerlCommand:
@@ -136,7 +126,6 @@ def _of_yaml(origin: str, text: str) -> VerlCommand:
 
 
 def _take_leaves(command: VerlCommand, content: DictConfig, prefix: str = "") -> None:
-    """Every setting of a configuration, with what its `${...}` stand for."""
     for key, raw in OmegaConf.to_container(content).items():
         name = f"{prefix}{key}"
         if name.partition(".")[0] in ("defaults", "hydra") or key == "_target_" or raw == "???":
@@ -151,20 +140,14 @@ def _take_leaves(command: VerlCommand, content: DictConfig, prefix: str = "") ->
             command.unread[f"{name}={as_typed(raw)}"] = "what stands in ${...} is not in the file; write the value"
 
 
-# What becomes of it ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class Translation:
     """Lines of the file to be."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
-    """Key -> what is said behind it."""
     to_decide: list[tuple[str, str]] = field(default_factory=list)
-    """(setting of verl, what the reader has to decide)."""
     no_counterpart: dict[str, list[str]] = field(default_factory=dict)
-    """Reason -> settings of verl that have no counterpart for it."""
 
     def set(self, key: str, value: Any, in_verl: str, comment: str) -> None:
         """One key, unless another setting gave it another value already. `in_verl`: the setting, as typed there."""
@@ -215,7 +198,6 @@ def translated(command: VerlCommand) -> Translation:
 
 
 def _elsewhere(job: Translation, name: str, value: Any, in_verl: str) -> None:
-    """Settle a name that only verl has."""
     found = counterpart(name, frozenset(by_name()))
     if found is None or found.origin != "verl":
         job.no_counterpart.setdefault("nothing here is called so, or does that", []).append(in_verl)
@@ -234,16 +216,12 @@ def _default(key: str) -> Any:
 
 
 def _key(name: str) -> str:
-    """Return the key here for what verl calls `name`."""
     found = None if name in by_name() else counterpart(name, frozenset(by_name()))
     return found.keys[0] if found is not None and found.keys else name
 
 
 def _fill_in(job: Translation, given: dict[str, Any], unknown: set[str]) -> None:
-    """What the command leaves to verl: its defaults, and its choice of a reward by the data's source.
-
-    `unknown`: keys that it sets to a value that nobody knows here.
-    """
+    """Add verl's defaults for what the command leaves open. `unknown`: keys set to unknown values."""
     for key, value in DEFAULTS.items():
         if key not in job.settings and key not in unknown:
             job.set(key, value, "", "verl's default")
@@ -251,9 +229,6 @@ def _fill_in(job: Translation, given: dict[str, Any], unknown: set[str]) -> None
         guess = GSM8K if "gsm8k" in str(given.get("data.train_files")) else OTHER
         said = "verl chooses by data_source; take your own as [path/file.py:compute_score]"
         job.set("reward.functions", [guess], "", said)
-
-
-# As text --------------------------------------------------------------------------------------------------------------
 
 
 def as_text(job: Translation, origin: str) -> str:

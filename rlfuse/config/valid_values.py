@@ -1,9 +1,4 @@
-"""What single values of keys may be: one of some names, or a range. They are typed here and nowhere else.
-
-Role: `checks.py` goes through every key by these tables, which hold whatever else is configured; `documentation.py`
-puts them into help, messages and the key reference. Invariant: what is valid is written once, in the words that people
-read, and judged by the same words.
-"""
+"""Valid values of single keys: choices and ranges, used for checks, help, messages and the key reference."""
 
 from __future__ import annotations
 
@@ -66,18 +61,12 @@ _NAMED: dict[str, str] = {
 }
 """Keys with named values, and what these mean where the names do not say it; a list is judged entry by entry."""
 CHOICES = {key: tuple(each.partition(" (")[0] for each in words.split(" | ")) for key, words in _NAMED.items()}
-"""The names alone."""
-
 OWN = "path/file.py:name"
-"""How a function of the user's own is written."""
 OPEN = ("algorithm.adv_estimator", "algorithm.kl_penalty", "actor.loss_mode", "actor.kl_loss_type", "fusion.policy")
 """Keys whose value may also be a function of the user's own."""
 METRICS = "trainer.metrics"
-"""The key that lists functions of the user's own, and nothing else."""
 FAMILY = "model.video_family"
-"""The key that names a class of the user's own, and nothing else."""
 VALUES = _NAMED | {key: f"{_NAMED[key]} | {OWN} (your own)" for key in OPEN}
-"""Keys with named values, and all that each may be, in words."""
 
 WHY_NOT = {
     (

@@ -1,16 +1,20 @@
-"""Clips and images of rows: each is looked at once, planned, and written into its prompt as placeholders.
+"""Probe and plan the clips and images of rows. Unusable ones are `VideoError`s, so that only that row is left out.
 
-Role: used by `prompts.load_prompts` for a video model. What it can't use is a `VideoError`, so that only that row is
-left out. Waits for decoding processes, each file at most `video.decode_timeout_s`.
+Images, clips given as bytes and frame lists are kept as files next to the runs, named by content, readable by all nodes
+and removed after `UNUSED_S` without use.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
+import time
+import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -22,16 +26,16 @@ from transformers import PreTrainedTokenizerBase
 
 from rlfuse.config.documentation import as_typed
 from rlfuse.config.video import VideoConfig
-from rlfuse.data.kept_images import KeptImages
 from rlfuse.data.media import Media
 from rlfuse.data.rows import DataRow
-from rlfuse.errors import ConfigError, VideoError
+from rlfuse.errors import ConfigError, DataError, VideoError
 from rlfuse.samples import Visual
 from rlfuse.video.compression import compressed
 from rlfuse.video.decode_pool import Clip, DecodePool
 from rlfuse.video.frame_list import SUFFIX, packed
 from rlfuse.video.images import ImageFacts, plan_image
 from rlfuse.video.plan import (
+    SEED_TIMES,
     ClipFacts,
     FixedSampling,
     Geometry,
@@ -41,16 +45,56 @@ from rlfuse.video.plan import (
     plan_video,
 )
 from rlfuse.video.processor_sampling import PixelBounds, ProcessorSampling
-from rlfuse.video.timestamps import SEED_TIMES
 from rlfuse.video.towers import Pixels
 from rlfuse.video.video_model import VideoModel
 
+UNUSED_S = 180 * 86400.0
+"""Longer than any run goes on: every start asks for all images of its data, but none is read that has an embedding."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptImages:
+    """One folder of them."""
+
+    folder: Path
+
+    def file_of(self, image: str | bytes, suffix: str = "") -> str:
+        """Return the path of an image or clip, whose bytes are written once. DataError where they can't be."""
+        if isinstance(image, str):
+            return image
+        path = self.folder / f"{hashlib.sha256(image).hexdigest()[:40]}{suffix}"
+        try:
+            self._keep(path, image)
+        except OSError as error:
+            raise DataError(
+                f"images: bytes of rows can't be kept in {self.folder} ({error}); set trainer.default_local_dir to a "
+                "folder that can be written, on several nodes to one that all of them see"
+            ) from error
+        return str(path)
+
+    def prune(self) -> None:
+        for path in self.folder.glob("*"):
+            with suppress(OSError):  # another job was faster, or the file is another user's
+                status = path.stat()
+                if time.time() - max(status.st_mtime, status.st_atime) > UNUSED_S:
+                    path.unlink()
+
+    def _keep(self, path: Path, image: bytes) -> None:
+        if path.exists() and path.stat().st_size == len(image):  # a crash of the host may have cut it short
+            with suppress(OSError):  # another user's or read-only
+                os.utime(path)
+            if path.exists():  # no other start removed it meanwhile
+                return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(f".{uuid.uuid4().hex}")
+        aside.write_bytes(image)
+        aside.replace(path)  # whole, also beside another job that writes the same
+
+
 T = TypeVar("T")
 MANY = 50
-"""Files from which on looking at them shows its progress."""
 KWARGS = "video.mm_processor_kwargs"
 BLOCK_BYTES = 16 << 20
-"""Pixels that are compared at a time."""
 
 
 def sampling_of(video: VideoConfig, model: VideoModel) -> Sampling:
@@ -65,7 +109,6 @@ def sampling_of(video: VideoConfig, model: VideoModel) -> Sampling:
 
 
 def _checked(given: Mapping[str, Any], sampling: ProcessorSampling) -> Mapping[str, Any]:
-    """Return video.mm_processor_kwargs; ConfigError for what the model's processor does not have or can't use."""
     defaults = {each.name: getattr(sampling, each.name) for each in fields(sampling)}
     problems = []
     for name, value in given.items():
@@ -87,12 +130,7 @@ class ClipReader:
     """`look_at` rows, then `assemble` each. `images`: the folder for images that rows bring as bytes."""
 
     def __init__(
-        self,
-        model: VideoModel,
-        video: VideoConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        workers: int,
-        images: Path,
+        self, model: VideoModel, video: VideoConfig, tokenizer: PreTrainedTokenizerBase, workers: int, images: Path
     ):
         self._model, self._video, self._tokenizer = model, video, tokenizer
         self.max_failure_rate = video.max_failure_rate
@@ -104,7 +142,6 @@ class ClipReader:
         self._compressed: dict[tuple[str, str], VideoPlan | VideoError] = {}
 
     def look_at(self, rows: Sequence[DataRow]) -> None:
-        """Read the headers of the rows' clips and their images, several at a time."""
         clips = list(dict.fromkeys(self._file(each) for row in rows for each in row.videos))
         images = list(dict.fromkeys(self._file(each) for row in rows for each in row.images))
         self._kept.prune()
@@ -119,7 +156,6 @@ class ClipReader:
                 self._compress(rows, pool)
 
     def _compress(self, rows: Sequence[DataRow], pool: DecodePool) -> None:
-        """Decode the clips of these rows as they are planned, and keep their plans without repeated tokens."""
         blocks: dict[tuple[str, str], list[Clip]] = {}
         for media, row in ((clip, each) for each in rows for clip in each.videos):
             with suppress(VideoError):  # raised again where the row becomes a prompt
@@ -138,8 +174,7 @@ class ClipReader:
             deque(part, maxlen=0)  # the rest of a clip that can't be decoded
 
     def assemble(self, row: DataRow, text: str) -> tuple[np.ndarray, list[Visual], list[tuple[int, int]]]:
-        """Return the token ids of the templated prompt, its clips and images in order, and the first and last
-        (exclusive) token that belongs to each. Raises VideoError."""
+        """Return token ids, clips and images in order, and their token spans. Raises VideoError."""
         planned = [(path := self._file(each), self._plan(path, self._clips[path], each, row)) for each in row.videos]
         shown = [(path, _usable(self._compressed.get((path, plan.hash), plan))) for path, plan in planned]
         shown += [(path := self._file(each), self._plan(path, self._images[path], each, row)) for each in row.images]
@@ -152,7 +187,6 @@ class ClipReader:
         return prompt.token_ids, sorted(visual, key=lambda each: each.positions[0]), sorted(prompt.spans)
 
     def _file(self, media: Media) -> str:
-        """Return the path of a clip or image, which is written where the row brings its bytes or a list of frames."""
         if not isinstance(media.source, tuple):
             return self._kept.file_of(media.source)
         frames = [self._kept.file_of(frame) for frame in media.source]

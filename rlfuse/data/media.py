@@ -1,8 +1,4 @@
-"""Clips and images of a row, in every form that data sets have, and their settings.
-
-Role: `rows` calls it for every row. No file is opened, so whether one can be decoded is not checked here.
-Invariant: an unknown key of an object, form or URL scheme is an error that names it; none is ignored.
-"""
+"""Parse clips and images of a row in the forms of public data sets. Opens no file; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -45,7 +41,6 @@ _MAGIC = re.compile(
     rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF|BM|\x1aE\xdf\xa3|FLV|OggS|G@|\0\0\x01\xba|0&\xb2u|.{4}(ftyp|moov|mdat|free)",
     re.DOTALL,
 )
-"""First bytes of images and clips, by which base64 is told from a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +96,7 @@ def media_of(
     folder: MediaFolder,
     is_marked: bool,
 ) -> tuple[Media, ...]:
-    """Return the clips or images of a row, in order: those in `parts` of its messages; for parts without one, and for
-    markers in text, those in the column `videos` or `images`, else `video` or `image`.
-
-    `is_marked`: the prompt has markers. Without, the columns `video` and `image` may hold anything else.
-    """
+    """Return a row's clips or images in order: from `parts` of its messages, else from its columns."""
     placeholders = [part for part in parts if modality(part) == kind]
     held = [_inside(part, kind) is not None for part in placeholders]
     entries = [] if placeholders and all(held) else _column(row, kind, is_marked)
@@ -135,7 +126,6 @@ def in_front(messages: tuple[Message, ...], markers: str) -> tuple[Message, ...]
 
 
 def _column(row: Mapping[str, Any], kind: str, is_marked: bool) -> list[tuple[str, Any]]:
-    """(name, value) of each entry of the column."""
     if several := row.get(f"{kind}s"):
         return [(f"{kind}s", each) for each in (several if isinstance(several, list) else [several])]
     single = row.get(kind)
@@ -147,14 +137,12 @@ def _column(row: Mapping[str, Any], kind: str, is_marked: bool) -> list[tuple[st
 
 
 def _inside(given: Any, kind: str) -> Any:
-    """Return what an object holds, or one in it; None where it holds nothing."""
     while isinstance(given, dict):
         given = next((given[name] for name in NAMES[kind] if given.get(name) is not None), None)
     return given
 
 
 def _media(where: str, given: Sequence[Any], kind: str, folder: MediaFolder) -> Media:
-    """`given`: an object, and the message part that it was given for, if any, whose settings take precedence."""
     held, settings = _unwrapped(where, given[0], kind)
     for part in given[1:]:
         settings |= _unwrapped(where, part, kind)[1]
@@ -174,7 +162,6 @@ def _media(where: str, given: Sequence[Any], kind: str, folder: MediaFolder) -> 
 
 
 def _unwrapped(where: str, given: Any, kind: str) -> tuple[Any, dict[str, Any]]:
-    """(what an object holds, settings in it and in objects that it holds); DataError for a key that is not known."""
     settings: dict[str, Any] = {}
     while isinstance(given, dict):
         keys = {key: value for key, value in given.items() if value is not None and (key, value) != ("text", "")}
@@ -195,7 +182,6 @@ def _unwrapped(where: str, given: Any, kind: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _frames(held: Any) -> list[Any]:
-    """The frames of a clip that is given as a list of them; none for any other."""
     if isinstance(held, str) and held.startswith(FRAMES_URL):
         return [f"data:;base64,{each}" for each in held.removeprefix(FRAMES_URL).split(",")]
     return held if isinstance(held, list) else []
@@ -209,7 +195,6 @@ def _frame(where: str, given: Any, folder: MediaFolder) -> str | bytes:
 
 
 def _source(where: str, held: Any, given: Any, kind: str, folder: MediaFolder) -> str | bytes:
-    """The absolute path, or the bytes, of what an object holds; `given`: the object, for messages."""
     if isinstance(held, str):
         with suppress(ValueError):
             held = _decoded(held)
@@ -228,7 +213,7 @@ def _source(where: str, held: Any, given: Any, kind: str, folder: MediaFolder) -
 
 
 def _decoded(text: str) -> str | bytes:
-    """Return the bytes that base64 stands for; any other text as it is. ValueError where it is damaged."""
+    """Return the bytes of base64, any other text unchanged. ValueError if it is damaged."""
     if text.startswith("data:"):
         head, _, body = text.partition(",")
         text = unquote(body) if head.endswith(";base64") and body else "?"

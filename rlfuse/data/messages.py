@@ -1,10 +1,6 @@
-"""Chat messages and tools of a row in the one form that chat templates, prompts and rewards read.
+"""Normalise chat messages and tools of a row. Pure.
 
-Role: used by `rows`, `preferences` and notebooks. Pure.
-Invariants:
-- the content of a message is a string: parts that show something become `<video>` and `<image>` markers, in order;
-- nulls, which Arrow writes into nested columns for keys that other rows have, never reach a chat template;
-- what looks like JSON-encoded messages is decoded or refused, never shown to the model as text.
+Contents become strings with `<video>` and `<image>` markers; Arrow's nulls are removed; JSON is decoded or refused.
 """
 
 from __future__ import annotations
@@ -21,9 +17,7 @@ MODALITIES = {"image": "image", "image_url": "image", "video": "video", "video_u
 """Type of a message part -> modality that it shows."""
 TYPES = {"text", *MODALITIES}
 TOOL = {"type", "function", "name"}
-"""Keys of which the schema of a tool has one."""
 START = 200
-"""Characters in which encoded messages name their first role or type."""
 _ENCODED = re.compile(r"""["']?\[?["']?\{.*?["'](?:role|type)\\?["']:""")
 _CERTAIN = re.compile(r"""["']?\[?["']?\{\\?["'](?:role|content)\\?["']:""")
 """Starts of text that may hold encoded messages or parts, and of text that must; white space removed."""
@@ -55,10 +49,7 @@ def conversation(messages: Sequence[Message], response: str) -> list[Message]:
 
 
 def decoded(where: str, given: Any) -> Any:
-    """Return messages decoded where they, each of them or their parts are JSON text; any other value as it is.
-
-    DataError for text that resembles messages and is not JSON.
-    """
+    """Return messages decoded from JSON text, other values unchanged. DataError for broken JSON."""
     if isinstance(given, str):
         found = _decoded_text(where, given)
         messages = found if isinstance(found, list) else [found]
@@ -72,7 +63,6 @@ def decoded(where: str, given: Any) -> Any:
 
 
 def _decoded_text(where: str, given: str) -> Any:
-    """Return what JSON text of messages holds, however often it is encoded; any other text as it is."""
     found: Any = given
     while isinstance(found, str) and _ENCODED.match(head := "".join(found[:START].split())):
         try:
@@ -93,7 +83,6 @@ def _decoded_text(where: str, given: str) -> Any:
 
 
 def _with_parts(message: Any) -> Any:
-    """Return a message with content that is JSON text of parts as these parts."""
     content = message.get("content") if isinstance(message, dict) else None
     if not (isinstance(content, str) and _ENCODED.match("".join(content[:START].split()))):
         return message
@@ -174,7 +163,6 @@ def _message(where: str, given: Any) -> Message:
 
 
 def _text(where: str, part: Any) -> str:
-    """Return a part of a message's content as text, with a marker for what it shows."""
     if shown := modality(part):
         return MARKERS[shown]
     text = part.get("text", "" if part == {"type": "text"} else None) if isinstance(part, dict) else part
@@ -184,7 +172,7 @@ def _text(where: str, part: Any) -> str:
 
 
 def _with_arguments(calls: Any) -> Any:
-    """Return tool calls with arguments as objects: templates encode them, and OpenAI's API has them as JSON text."""
+    """Decode arguments of tool calls: templates expect objects, OpenAI's API has JSON text."""
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function", call) if isinstance(call, dict) else {}
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
@@ -194,7 +182,6 @@ def _with_arguments(calls: Any) -> Any:
 
 
 def _json(text: str) -> Any:
-    """Return what JSON text holds; the text itself where it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

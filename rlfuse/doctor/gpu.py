@@ -1,9 +1,4 @@
-"""The part of `rlfuse doctor` that looks at GPUs: driver, builds, peer access, modes, pinned memory.
-
-Role: `rlfuse.doctor.examine` calls `examine_gpus`. The functions before it judge what was seen and are pure: plain data
-in, a `Finding` out, so that they are tested where no GPU is. What runs on the devices is `self_test`'s.
-Waits for nvidia-smi at most `ANSWER_S`, and for what torch asks the driver.
-"""
+"""Check GPUs: driver, builds, peer access, modes, pinned memory. Judging functions are pure."""
 
 from __future__ import annotations
 
@@ -50,30 +45,19 @@ class Torch:
     """What torch says of itself and of the GPUs that it reaches."""
 
     cuda: str | None = None
-    """The release that it is built for; None: for CPUs only."""
     nccl: str | None = None
-    """The NCCL that it has loaded."""
     capabilities: tuple[tuple[int, int], ...] = ()
-    """Of each GPU that it reaches."""
     architectures: tuple[str, ...] = ()
-    """That it has machine code for: `sm_90`, ..."""
     apart: tuple[tuple[int, int], ...] = ()
     """Pairs of GPUs without access to each other's memory."""
     pinned: float | str | None = None
     """Bytes per second from pinned memory to the first GPU, or what pinning failed with; None: not tried."""
 
 
-# Judging -------------------------------------------------------------------------------------------------------------
-
-
 def judge_gpus(
     devices: int, cards: Sequence[Card], seconds: float, torch: Torch, engine: str | None, nccl: str | None
 ) -> list[Finding]:
-    """All that is told of a machine's GPUs, one finding per matter.
-
-    `devices`: /dev/nvidia*; `cards`: by nvidia-smi, which answered in `seconds`; `engine`: which vLLM is installed;
-    `nccl`: the version that is installed for torch.
-    """
+    """Return one finding per matter. `cards`: of nvidia-smi, answered in `seconds`; `nccl`: torch's version."""
     if not devices and not cards:
         return [Finding("GPUs", "ok", "none; jobs run on the CPU")]
     if not cards:
@@ -174,9 +158,6 @@ def judge_pinned(pinned: float | str | None) -> Finding:
     return Finding("pinned memory", "ok", found)
 
 
-# Looking -------------------------------------------------------------------------------------------------------------
-
-
 def examine_gpus(engine: str | None, nccl: str | None) -> Iterator[Finding]:
     """What is to be told of this machine's GPUs; `engine` and `nccl` as `judge_gpus` has them."""
     began = time.monotonic()
@@ -204,7 +185,6 @@ def parse_cards(text: str) -> list[Card]:
 
 
 def _ask_torch() -> Torch:
-    """Ask torch and, through it, the driver."""
     try:
         import torch
     except ImportError:  # reported as a package
@@ -227,7 +207,6 @@ def _ask_torch() -> Torch:
 
 
 def _pin(torch) -> float | str:
-    """Bytes per second from pinned memory to the first GPU, or the error."""
     try:
         here = torch.ones(PINNED, dtype=torch.uint8, pin_memory=True)
         there = torch.empty_like(here, device="cuda:0")

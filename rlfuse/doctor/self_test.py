@@ -1,16 +1,12 @@
-"""What `rlfuse doctor` runs where there are GPUs: the GPU path's steps in small, in processes of their own.
-
-Role: called by `rlfuse.doctor.examine`. One process per GPU, two at least, go through `STEPS` side by side:
+"""Run the steps of the GPU path in one process per GPU, at least two, within `LIMIT_S`:
 
     gloo      all-reduce on the host, as ranks use beside NCCL
     compute   allocation and a product of matrices in bfloat16, held against float32
     copy      pinned memory to the device and back
-    ipc       a tensor of process 0 read and written by process 1, as an engine takes weights
+    ipc       a tensor of process 0 read and written by process 1, as an engine receives weights
     nccl      all-reduce, one process per GPU
 
-With device=cpu the same steps run, but for NCCL and pinning. A process reports each step to the parent; what fails ends
-its process. Invariant: nothing is left running. Waits at most `LIMIT_S` for all, and `GRACE_S` for others once one has
-failed: they may stand in a collective.
+With device=cpu the same steps run, except NCCL and pinning.
 """
 
 from __future__ import annotations
@@ -30,7 +26,6 @@ LIMIT_S, GRACE_S = 120.0, 5.0
 UNEVEN = 0.7
 """A GPU below this share of the fastest one's speed is told."""
 SIZE = {"cuda": (8192, 256 << 20), "cpu": (256, 4 << 20)}
-"""Rows of a square matrix; bytes of a copy or a sum."""
 STEPS = {
     "gloo": ("GB/s", "GLOO_SOCKET_IFNAME=lo, or the interface between the nodes"),
     "compute": ("TFLOP/s", "look for Xid errors (dmesg, nvidia-smi -q); what else runs there (nvidia-smi)?"),
@@ -38,7 +33,6 @@ STEPS = {
     "ipc": ("GB/s", "this container or virtual machine forbids CUDA IPC: rollout.weight_transfer=shm goes without"),
     "nccl": ("GB/s", "NCCL_DEBUG=INFO rlfuse doctor --self-test shows where; then NCCL_P2P_DISABLE=1, --shm-size=8g"),
 }
-"""What is measured in which unit; what to do where it fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +45,10 @@ class Report:
     error: str = ""
 
 
-# Judging -------------------------------------------------------------------------------------------------------------
-
-
 def judge_steps(
     reports: Sequence[Report], expected: dict[str, int], limit_s: float = LIMIT_S, uneven: float = UNEVEN
 ) -> list[Finding]:
-    """One finding per step; `expected`: how many processes take part in it; `uneven`: 0 where they share cores.
-
-    What a step failed with is told; that later ones then have no report is not.
-    """
+    """Return one finding per step. `expected`: processes; `uneven`: 0 if they share cores."""
     found = []
     for step, ranks in expected.items():
         unit, remedy = STEPS[step]
@@ -79,9 +67,6 @@ def judge_steps(
         else:
             found.append(Finding(f"self-test: {step}", "ok", text))
     return found
-
-
-# Running -------------------------------------------------------------------------------------------------------------
 
 
 def self_test(device: str, count: int, limit_s: float = LIMIT_S) -> list[Finding]:
@@ -111,7 +96,7 @@ def self_test(device: str, count: int, limit_s: float = LIMIT_S) -> list[Finding
 
 
 def _gather(reports: Any, started: Sequence[Any], expected: int, limit_s: float) -> list[Report]:
-    """What the processes report until all is there, time is up, or what has failed holds up the rest."""
+    """Collect reports until all are there, time is over, or a failure blocks the others."""
     found, until = [], time.monotonic() + limit_s
     while len(found) < expected and time.monotonic() < until:
         with contextlib.suppress(queue.Empty):
@@ -125,7 +110,6 @@ def _gather(reports: Any, started: Sequence[Any], expected: int, limit_s: float)
 def _work(
     rank: int, world: int, count: int, device: str, meeting: str, limit_s: float, reports: Any, tensors: Any
 ) -> None:
-    """One process: all its steps in order; the first that fails ends it."""
     import torch
     import torch.distributed as dist
 
@@ -162,7 +146,6 @@ def _work(
 
 
 def _multiply(place: Any, rows: int) -> float:
-    """TFLOP/s of a product in bfloat16. Raises ValueError where it is far from float32's."""
     import torch
 
     torch.manual_seed(0)
@@ -176,7 +159,6 @@ def _multiply(place: Any, rows: int) -> float:
 
 
 def _copy(place: Any, size: int) -> float:
-    """GB/s to the device and back, whichever is slower. Raises ValueError where other bytes come back."""
     import torch
 
     here = torch.randint(256, (size,), dtype=torch.uint8)
@@ -191,7 +173,6 @@ def _copy(place: Any, size: int) -> float:
 
 
 def _share(rank: int, place: Any, size: int, tensors: Any) -> float:
-    """GB/s at which process 1 reads memory of process 0. Raises ValueError where either sees other values."""
     import torch
     import torch.distributed as dist
 
@@ -214,7 +195,6 @@ def _share(rank: int, place: Any, size: int, tensors: Any) -> float:
 
 
 def _reduce(place: Any, size: int, group: Any) -> float:
-    """GB/s of an all-reduce. Raises ValueError where the sum is wrong."""
     import torch
     import torch.distributed as dist
 
@@ -239,7 +219,6 @@ def rate(action: Callable[[], Any], place: Any) -> float:
 
 
 def _wait(place: Any) -> None:
-    """Until the device has done what it was asked to."""
     import torch
 
     if place.type == "cuda":

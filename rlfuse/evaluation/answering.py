@@ -1,13 +1,8 @@
-"""Responses of a model to prompts, and their rewards: engines and reward workers without a trainer.
-
-Role: `evaluate` (with rewards) and `generate` (with or without) call `answer`, with everything loaded and checked that
-can be without Ray. The board, its executor and the engines are those of a run's validation, so that the same model
-gives the same answers. Leaves Ray and stops every process on any end.
+"""Generate and score responses without a trainer, with the board, executor and engines of a run's validation.
 
     Ray, slots -> towers | engines | reward workers -> Board -> Executor -> samples --> Responses, every half second
 
-Waits: for the start of everything, bounded by cluster.timeout_s, then for the board. An engine that is lost is not
-replaced, the others take its samples over; the last one ends the command. What was written stays.
+A lost engine is not replaced; the others take over its samples.
 """
 
 from __future__ import annotations
@@ -49,9 +44,7 @@ from rlfuse.step.executor import Executor, StepContext
 from rlfuse.video.video_model import VideoModel
 
 WRITE_S = 0.5
-"""Between two looks at what has come."""
 LOOKS = 60
-"""Between two times that spans are let go."""
 PURPOSE = "testing"
 
 
@@ -63,15 +56,11 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase
     groups: list[Group]
     reward: RewardPool | None
-    """None: responses alone."""
     video_model: VideoModel | None
 
 
 def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) -> Loaded:
-    """Tokenizer, prompts of data.val_files, rewards; samples have the seeds of the validation after `step`.
-
-    Raises ConfigError, DataError or RewardError.
-    """
+    """Load tokenizer, prompts and rewards; seeds are those of the validation after `step`."""
     reward = inference.reward_pool(config) if scored else None
     if problems := [*engine_actor(config.rollout.name).unserved(config), *unserved_judges(config)]:
         raise ConfigError(problems)
@@ -91,11 +80,9 @@ class _Untrained:
     sharing = Sharing()
 
     async def start(self, let_engines_start: Callable[[], None]) -> tuple[_Untrained, dict[str, Any]]:
-        """There is nothing to start."""
         return self, {}
 
     async def measure(self) -> dict[str, Any]:
-        """There is nothing to measure."""
         return {}
 
     async def leave_device(self, slot: int) -> None: ...
@@ -105,10 +92,7 @@ class _Untrained:
 
 
 def answer(loaded: Loaded, groups: Sequence[Group], responses: Responses, display: Display) -> None:
-    """Generate what is left of `groups`, and score it; each sample is in the file once it is whole.
-
-    Raises EngineError, or Stopped by Ctrl-C, SIGTERM and SIGHUP.
-    """
+    """Generate and score the rest of `groups` into the file. EngineError, or Stopped by a signal."""
     stopping = Stopping(0.0, display.say)
     try:
         with ExitStack() as kept:
@@ -186,7 +170,6 @@ async def carry_out(
 
 
 async def _write(engines: Engines, recorder: Recorder, responses: Responses, display: Display) -> None:
-    """What has come, now and then; what everyone notes of its work is not kept."""
     recorded = [*engines.rollout, *([engines.reward] if engines.reward else []), engines.clips]
     while True:
         for _ in range(LOOKS):

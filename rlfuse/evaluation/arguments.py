@@ -1,8 +1,4 @@
-"""The job of an evaluation: composed as for training, with the model that is evaluated in the place of model.path.
-
-Role: what `evaluate` and `generate` have in common before anything is loaded. Mistakes in what training alone needs
-(its files, critic and reference, its own functions) stop nobody here.
-"""
+"""Compose the job of an evaluation, with the evaluated model as model.path. Training-only keys are not checked."""
 
 from __future__ import annotations
 
@@ -31,10 +27,8 @@ TRAINING = ("data.train_files: `", f"{METRICS}:", *(f"{key}=" for key in (*OPEN,
 OWN = ("rollout.val_kwargs.", "data.val_files=")
 """Settings that an evaluation may have of its own."""
 MADE_OF = ("functions", "weights", "model_path", "model_dtype", "overlong_buffer")
-"""A reward."""
 SEEN = ("sampling", "max_tokens", "levels", "fps_general", "fps_detail", "fps_motion", "task", "frames")
 SEEN += ("tokens_per_frame", "timestamps", "max_image_tokens", "mm_processor_kwargs")
-"""Of clips."""
 
 
 def parser(name: str, usage: str, **more: str) -> argparse.ArgumentParser:

@@ -1,9 +1,7 @@
-"""Two rewards of the same samples: how far they agree, and what training would have seen otherwise.
+"""Compare two rewards of the same samples. Pure.
 
-Role: pure; `rlfuse reward replay` and notebooks show what `compare` returns. What counts in training is the order
-within a group, the samples of one prompt, so flips are counted there: a pair of siblings is *flipped* where each reward
-prefers another, *parted* where only the second tells them apart, *tied* where only the first did. A sample has *turned*
-if it lies on the other side of its group's mean, so that training would push it the other way.
+Pairs of siblings are *flipped* if each reward prefers another, *parted* if only the second separates them, *tied* if
+only the first does. A sample has *turned* if it changed sides of its group's mean.
 """
 
 from __future__ import annotations
@@ -14,9 +12,7 @@ import numpy as np
 import pandas as pd
 
 ALL = "all"
-"""The row of `agreement` that stands for every data_source."""
 TEXTS = ("step", "id", "group", "data_source", "prompt", "response", "ground_truth")
-"""Columns that are carried along, where the table has them."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +36,7 @@ class Comparison:
 
 
 def compare(before: pd.DataFrame, after: pd.DataFrame) -> Comparison:
-    """`before` is a table of samples with `reward`; `after` has another `reward` for the same rows, by index.
-
-    Siblings have the same `group`, or where there is no such column the same `prompt`. Raises ValueError for tables
-    that don't belong together.
-    """
+    """Compare two tables of the same rows, by index. ValueError if they do not belong together."""
     for name, table in (("before", before), ("after", after)):
         if "reward" not in table:
             raise ValueError(f"{name}: the table has no column `reward`, only {list(table)}; score it first")
@@ -92,10 +84,9 @@ def _agreement(samples: pd.DataFrame, group: pd.Series) -> dict[str, float]:
 
 
 def _order(values: np.ndarray) -> np.ndarray:
-    """For each pair, which one is preferred: 1, -1, or 0 for neither."""
     return np.sign(np.subtract.outer(values, values))[np.triu_indices(len(values), 1)]
 
 
 def _correlation(one: pd.Series, other: pd.Series) -> float:
-    """Pearson's; NaN where one of them is constant, or there is hardly a sample."""
+    """Return Pearson's correlation; NaN if one side is constant or there are too few samples."""
     return one.corr(other) if one.nunique() > 1 and other.nunique() > 1 else float("nan")

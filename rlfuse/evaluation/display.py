@@ -1,7 +1,4 @@
-"""What the person at the terminal sees while engines start and generate: a bar, or where nobody looks on a line.
-
-Role: told by `answering`, and by the commands before. Waits for nothing; drawing is Rich's, from a thread of its own.
-"""
+"""Show progress of engines and generation: a bar, or lines without a terminal."""
 
 from __future__ import annotations
 
@@ -41,12 +38,10 @@ class Display:
         self._bars: Progress | None = None
 
     def say(self, text: str) -> None:
-        """Print a line above what moves."""
         say(self.console, text)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Something starts: shown while it does, and ticked off with its seconds. Several may at once."""
         self._under_way.append(name)
         self._draw()
         try:
@@ -72,7 +67,6 @@ class Display:
 
     @contextmanager
     def generating(self, total: int, done: int) -> Iterator[None]:
-        """Responses come from now on, of which `done` are there from before."""
         self.total, self.done = total, done
         self._began = self._told = self._last = time.monotonic()
         if not self._looked_at:
@@ -88,11 +82,9 @@ class Display:
 
     @property
     def speed(self) -> float:
-        """Tokens of responses per second, up to the last that came."""
         return self.tokens / max(self._last - self._began, 1e-9)
 
     def add(self, responses: int, tokens: int) -> None:
-        """Count so many more."""
         self.done += responses
         self.tokens += tokens
         self._last = time.monotonic() if responses else self._last

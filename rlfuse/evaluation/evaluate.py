@@ -1,12 +1,7 @@
-"""`rlfuse eval my_job.yaml [CHECKPOINT] [key=value ...]`: how good a model is on the job's held-out prompts.
+"""`rlfuse eval my_job.yaml [CHECKPOINT] [key=value ...]`: score a model on the job's held-out prompts.
 
-Role: the command; called by `rlfuse.cli`. Samples are those that the run's own validation after that step draws
-(rollout.val_kwargs), scored by the job's rewards; figures go to a table, `eval.json` and `responses.jsonl`.
-
-    RUN/eval/global_step_N/    of a checkpoint of a run
-    PROJECT/eval/NAME/         of any other model
-    .../NAME-2/                where that is taken, or another process writes there: nothing is overwritten, but what
-                               was cut short is gone on with
+Samples are those that the run's validation after that step draws. Results: a table, `eval.json`, `responses.jsonl` in
+RUN/eval/global_step_N/ or PROJECT/eval/NAME/. Nothing is overwritten; an interrupted evaluation is continued.
 """
 
 from __future__ import annotations
@@ -153,7 +148,6 @@ def show(found: dict[str, dict[str, Any]], groups: Sequence[Group], threshold: f
 
 
 def _table(*heads: str) -> Table:
-    """Make a table of figures, one row for each data source."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("data_source", overflow="fold")
     for head in heads:

@@ -1,8 +1,6 @@
-"""`rlfuse generate my_job.yaml [CHECKPOINT] --out responses.jsonl`: a model's responses to prompts, in a file.
+"""`rlfuse generate my_job.yaml [CHECKPOINT] --out responses.jsonl`: write a model's responses to prompts.
 
-Role: the command; called by `rlfuse.cli`. Prompts are data.val_files or --prompts, sampling is rollout.val_kwargs; with
---score each response has the job's reward. Rows are written as they finish, and the same command goes on with a file
-that was cut short. A .parquet file is made at the end, of the lines that lie beside it until then.
+Rows are written as they finish, and the same command continues an interrupted file. Parquet is made at the end.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""`rlfuse push RUN_DIR USER/NAME`: a checkpoint's model to the Hugging Face hub, with a model card.
+"""`rlfuse push RUN_DIR USER/NAME`: upload a checkpoint's model with a model card to the Hugging Face hub.
 
-Role: the command; called by `rlfuse.cli`. What goes is the folder `actor/huggingface` of the newest (or the given)
-checkpoint, of a reward model its own, as it is; the card says what the run folder knows. Waits for the hub, as its
-client bounds that; the same command goes on with an upload that was cut short.
-Invariant: of files and rewards the card has names, no folders of this machine and no secrets.
+The card names files and rewards without folders of this machine or secrets.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from rlfuse.run_folder.reader import RunFolder, open_run
 CARD = "README.md"
 VALIDATED = "val-core/"
 WINDOW = 5
-"""Steps that a mean reward is of."""
 
 
 class PushError(UserError):
@@ -88,7 +84,6 @@ def upload(folder: Path, name: str, card: str, private: bool, revision: str | No
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Turn what the hub's client raises into one message."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
@@ -108,9 +103,6 @@ def _explained(name: str) -> Iterator[None]:
     except (HTTPError, ConnectionError) as error:
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise PushError(f"{constants.ENDPOINT} can't be reached ({why}); look at the network or HF_ENDPOINT") from error
-
-
-# The card ------------------------------------------------------------------------------------------------------------
 
 
 def card_of(source: Source, name: str) -> str:
@@ -146,7 +138,6 @@ def card_of(source: Source, name: str) -> str:
 
 
 def _facts(run: RunFolder, step: int) -> dict[str, str]:
-    """What stands in the card's table."""
     phases = run.phases(step)
     config = hidden(phases[-1][1])
     rows = [row for row in read_metrics(run.path / "metrics.jsonl") if row["step"] <= step]
@@ -171,7 +162,6 @@ def _facts(run: RunFolder, step: int) -> dict[str, str]:
 
 
 def _batches(phases: Sequence[tuple[int, dict[str, Any]]], steps: int) -> str:
-    """Say how many batches of how many prompts were learned from."""
     starts = [*(start for start, _ in phases), steps + 1]
     parts = [
         (config["data"].get("train_batch_size"), end - start)

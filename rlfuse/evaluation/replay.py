@@ -1,10 +1,6 @@
-"""`rlfuse reward replay RUN_DIR reward.functions=[...]`: a finished run's samples, scored with another reward.
+"""`rlfuse reward replay RUN_DIR reward.functions=[...]`: score a run's samples with another reward.
 
-Role: called by `reward_command`. The samples are those that the run kept (`samples.jsonl`); they are scored by a reward
-pool, in processes of their own and within the job's time limits, so what is seen here is what a job would train on.
-Running normalisation, which belongs to training, is left out on both sides. Waits for Ray to start and for the pool.
-Invariants: the run folder gains `replay.json` and `replay.csv` and is otherwise left alone; samples that can't be
-scored are counted and shown with their failure, and have no number.
+Samples are scored by a reward pool, as in a job, without running normalisation. Writes `replay.json` and `replay.csv`.
 """
 
 from __future__ import annotations
@@ -43,7 +39,6 @@ TOGETHER = ("functions", "weights", "model_path")
 """What a reward is made of: where one is given, the run's others are not taken."""
 TRUST = "model.trust_remote_code="
 SHOWN = 100
-"""Characters of a text in the terminal."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -102,7 +97,6 @@ def _given(settings: Sequence[str]) -> set[str]:
 
 
 def _kept(run: RunFolder, settings: Sequence[str]) -> dict[str, Any]:
-    """Return what is left of the run's reward under these settings."""
     given = _given(settings)
     replaced = given.union(TOGETHER) if given.intersection(TOGETHER) else given
     return {name: value for name, value in (run.config.get("reward") or {}).items() if name not in replaced}
@@ -134,9 +128,6 @@ async def scored(
     finally:
         await pool.close()
         placement.stop()
-
-
-# What is shown -------------------------------------------------------------------------------------------------------
 
 
 def show(found: Comparison, after: pd.DataFrame, examples: int) -> None:
@@ -208,7 +199,7 @@ def write(
 
 
 def _as_text(cell: Any) -> Any:
-    """Return a cell that no spreadsheet takes for a formula."""
+    """Return a cell that no spreadsheet interprets as a formula."""
     return f"'{cell}" if isinstance(cell, str) and cell.lstrip().startswith(("=", "+", "-", "@")) else cell
 
 
@@ -217,5 +208,4 @@ def _files(out: Path) -> tuple[Path, Path]:
 
 
 def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows for JSON, which knows no NaN."""
     return json.loads(table.to_json(orient="records", default_handler=str))

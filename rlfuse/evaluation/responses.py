@@ -1,9 +1,6 @@
-"""The file that responses are written to as they finish, and gone on with where the command was cut short.
+"""The file of responses, written row by row and continued after an interruption.
 
-Role: `evaluate` and `generate` write one row a response, as `tracking.sample_row` makes it. Beside it lies what it is
-made from (`made_from`: model, data, sampling, ...), so that no file ever mixes two models. The command has claimed the
-file (`files.claimed`). Waits for nothing.
-Invariant: a row is there whole or not at all, and stands for one sample of one prompt, by its id.
+A file next to it records what it was made from (model, data, sampling), so that no file mixes two models.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ class Responses:
         self._file: RowFile | None = None
         self._open: list[Sample] = []
         self.total = 0
-        """Samples that the file is to have."""
 
     @property
     def made_from(self) -> Path:
@@ -49,10 +45,7 @@ class Responses:
         return [f"{name} (was {before.get(name)}, is {now.get(name)})" for name in names]
 
     def begin(self, made_from: Mapping[str, Any], groups: Sequence[Group]) -> list[Group]:
-        """Open the file; returns what is left of `groups` to generate, and gives the other samples what they have.
-
-        ConfigError where the file is of something else.
-        """
+        """Open the file and return the remaining `groups`. ConfigError if it has another origin."""
         if differs := self.differs(made_from):
             raise ConfigError(
                 [f"--out {self.path}: holds responses already, made from something else: {'; '.join(differs)}; choose "
@@ -75,11 +68,9 @@ class Responses:
 
     @property
     def written(self) -> int:
-        """Samples that the file has."""
         return self.total - len(self._open)
 
     def write(self) -> list[Sample]:
-        """Add a row for each sample that has become whole since the last call; returns these."""
         whole = [s for s in self._open if s.response is not None and (s.reward is not None or not self._scored)]
         if whole:
             done = {sample.id for sample in whole}
@@ -98,7 +89,6 @@ class Responses:
 
 
 def _restore(sample: Sample, row: Mapping[str, Any]) -> None:
-    """What an evaluation asks of a sample that was written before: length, end, text, reward."""
     tokens, log_probs = np.zeros(row["response_tokens"], np.int32), np.empty(0, np.float32)
     sample.response = Response(tokens, log_probs, row["finish"], sample.step, row["response"])
     if row["reward"] is not None:

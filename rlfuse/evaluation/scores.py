@@ -1,8 +1,6 @@
-"""What samples of held-out prompts say of a model: mean scores, pass@k, lengths; by data source and in all.
+"""Score statistics of held-out prompts: means, pass@k, lengths, per data source and overall. Pure.
 
-Role: pure functions of scored groups, for `evaluate`. A score is what validation has at its core: the part `acc` if any
-sample of the data source has one, the mean where several functions return one, else the reward. A missing `acc` counts
-as 0. Samples whose reward failed have no score: they are counted and left out.
+A score is `acc` if any sample of the data source has one, else the reward. Failed rewards are counted and left out.
 """
 
 from __future__ import annotations
@@ -22,10 +20,7 @@ ACC, REWARD = "acc", "reward"
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Chance that of k of n answers, drawn without putting back, one passes at least: 1 - C(n - c, k) / C(n, k).
-
-    The unbiased estimator of Chen et al. 2021 (arxiv.org/abs/2107.03374), for `passed` = c of n.
-    """
+    """Estimate pass@k without bias: 1 - C(n - c, k) / C(n, k), c = `passed` (Chen et al., arXiv 2107.03374)."""
     if not 1 <= k <= n:
         raise ValueError(f"k={k}: must be 1 to n={n}")
     return 1.0 - math.prod(1.0 - k / i for i in range(n - passed + 1, n + 1))
@@ -79,10 +74,7 @@ def by_source(groups: Sequence[Group], threshold: float) -> dict[str, dict[str, 
 
 
 def figures_of(groups: Sequence[Group], threshold: float) -> dict[str, Any]:
-    """Figures of one set of prompts. An answer passes whose score is above `threshold`.
-
-    `stderr` is that of the mean over prompts, whose answers are alike; pass@k is of the prompts with k scores or more.
-    """
+    """Return statistics of prompts. `stderr`: of the mean over prompts; pass@k: of prompts with k scores."""
     samples = [sample for group in groups for sample in group.samples]
     scored = [values for values in scores_of(groups) if values]
     lengths = [sample.response.length for sample in samples]
@@ -104,7 +96,6 @@ def figures_of(groups: Sequence[Group], threshold: float) -> dict[str, Any]:
 
 
 def _lengths(lengths: Sequence[int]) -> Mapping[str, float]:
-    """Sum up how many tokens responses have."""
     return {
         "mean": float(np.mean(lengths)),
         "median": float(np.median(lengths)),
@@ -114,10 +105,7 @@ def _lengths(lengths: Sequence[int]) -> Mapping[str, float]:
 
 
 def _parts(samples: Sequence[Sample]) -> dict[str, dict[str, float | None]]:
-    """`parts`: mean of each part of the reward, a missing one as 0; `coverage`: share of the samples that have it.
-
-    Both are over the samples of the data sources in which any sample has the part.
-    """
+    """Return mean and coverage of each part over the data sources that have it; a missing one counts as 0."""
     found: dict[str, dict[str, float | None]] = {"parts": {}, "coverage": {}}
     sources: dict[str, dict[str, None]] = defaultdict(dict)
     for sample in samples:
@@ -133,6 +121,5 @@ def _parts(samples: Sequence[Sample]) -> dict[str, dict[str, float | None]]:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    """None of nothing, and of what is no number: JSON knows neither."""
     mean = float(np.mean(values)) if values else math.nan
     return mean if math.isfinite(mean) else None

@@ -1,7 +1,6 @@
-"""Which model is evaluated, generates or is pushed: a checkpoint, a run's newest, a Hugging Face folder, a hub name.
+"""Find the model to evaluate or push: a checkpoint, a run's newest, a Hugging Face folder or a hub name.
 
-Role: `evaluate`, `generate` and `push` ask before anything is loaded. Reads names of files, nothing else.
-Invariant: the checkpoint of a step has the seeds of the validation after that step, any other model those of step 0.
+A checkpoint of step N uses the seeds of the validation after it, any other model those of step 0.
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ class Source:
     """One model."""
 
     path: str
-    """What engines load: a folder, or a hub name."""
     step: int = 0
-    """After which it was written; 0 for what no run wrote."""
     run: Path | None = None
-    """The folder of the run that wrote it."""
 
     @property
     def answers(self) -> bool:
@@ -37,7 +33,6 @@ class Source:
 
     @property
     def name(self) -> str:
-        """Short, as a folder may be called."""
         return f"global_step_{self.step}" if self.run else self.path.rstrip("/").replace("\\", "/").split("/")[-1]
 
     def __str__(self) -> str:
@@ -45,10 +40,7 @@ class Source:
 
 
 def find(given: str | None, run: Path | None, base: str) -> Source:
-    """The model that `given` names; without it the newest of `run`, else `base`, which is the job's model.path.
-
-    Raises ConfigError for what is none, or not whole.
-    """
+    """Return the model named `given`, else the newest of `run`, else `base`. ConfigError if unusable."""
     if given is None:
         whole = checkpoints.complete(run) if run else []
         return _of_checkpoint(whole[-1]) if whole else Source(base)

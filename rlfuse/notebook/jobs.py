@@ -1,10 +1,6 @@
-"""A job started from a notebook, in a process of its own: `train` waits for it, `start` goes on with the notebook.
+"""Run a job from a notebook in a separate process: `train` waits for it, `start` returns.
 
-Role: runs `python -m rlfuse.train`, as a terminal would, so that a notebook that is restarted or that loses its kernel
-loses no run. Every wait is bounded; an interrupted cell or a time limit stops the job as Ctrl-C does: with a checkpoint
-after the step under way, from which the same command goes on. A second interrupt ends it at once.
-
-    process --lines--> reader thread --queue--> follow(): shows each, until the end, an interrupt or the limit
+An interrupted cell or a time limit stops the job as Ctrl-C does, with a checkpoint; a second interrupt ends it at once.
 """
 
 from __future__ import annotations
@@ -27,9 +23,7 @@ from rlfuse.run.acceptance import NothingToDo, accept
 STEP_S = 600.0
 """For the step under way of a job that was told to stop; then it is told to end at once."""
 STOPPING_S = 60.0
-"""For that; then it is killed."""
 KEPT = 60
-"""Lines of the end that an error shows."""
 NOT_THEIRS = ("FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR", "MPLBACKEND")
 """What a notebook's kernel sets for itself: the job writes to a pipe and draws to files."""
 
@@ -42,7 +36,6 @@ class Job:
     """One running job."""
 
     def __init__(self, folder: Path, command: list[str]):
-        """`folder`: where the run will be. Use `start`."""
         self.folder = folder
         self._process = subprocess.Popen(
             command,
@@ -65,10 +58,7 @@ class Job:
         return self._process.poll() is None
 
     def follow(self, timeout_s: float = 3600.0, show: Callable[[str], None] = print) -> Path:
-        """Show each line as it comes; the run folder when the job is done. JobError otherwise.
-
-        After `timeout_s` seconds, or when the cell is interrupted, the job is stopped.
-        """
+        """Show lines until the job ends, and return the run folder. JobError otherwise."""
         deadline = time.monotonic() + timeout_s
         try:
             while (line := self._lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
@@ -89,11 +79,7 @@ class Job:
         return self.folder
 
     def stop(self, step_s: float = STEP_S, show: Callable[[str], None] = print) -> None:
-        """Stop it as Ctrl-C does: with a checkpoint after the step under way, which may take `step_s` seconds.
-
-        Then, or when the cell is interrupted once more, it is told to end at once, and killed if that takes too long.
-        Nothing happens to one that has ended.
-        """
+        """Stop the job with a checkpoint within `step_s`, then end or kill it."""
         if not self.running:
             return
         show(f"stopping; the step under way may take {step_s:g} s, another interrupt ends it at once")
@@ -110,7 +96,6 @@ class Job:
             show(self._last[-1])
 
     def _tell(self, wait_s: float) -> None:
-        """Send what Ctrl-C does, and wait for the end."""
         self._process.send_signal(signal.SIGINT)
         self._process.wait(wait_s)
 
@@ -126,11 +111,7 @@ class Job:
 
 
 def start(*words: str) -> Job:
-    """Start what `rlfuse train` would with these words (job file, presets, settings).
-
-    ConfigError for bad ones, RunRefused where the run folder's run can't go on with them. Relative paths begin at the
-    notebook's working directory.
-    """
+    """Start the job of these words. ConfigError or RunRefused if it cannot start."""
     try:
         folder = accept(load(list(words))).config.run_folder
     except NothingToDo as end:  # as the job will say

@@ -1,7 +1,4 @@
-"""What a judge's verdicts look like: both orders beside each other, and how sure it is against how often it is right.
-
-Role: for tables that `score` gave of a pairwise judge (`rlfuse.rewards.models.judge`).
-"""
+"""Plot a judge's verdicts: both orders, and certainty against accuracy."""
 
 from __future__ import annotations
 

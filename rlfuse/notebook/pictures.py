@@ -1,8 +1,4 @@
-"""Pictures for notebooks: rewards, comparisons, curves, and where the time went.
-
-Role: each function draws one thing into a new figure and returns its axes, for whoever wants to change a label. What is
-drawn is computed elsewhere.
-"""
+"""Plot rewards, comparisons, curves and time; each function returns the axes of a new figure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Pairs of answers in a notebook: read, scored by any reward, and where the reward is wrong.
-
-Role: for people who look at a reward model, or at a rule, through what others preferred. Scores come from the same code
-as a job's; what is drawn is a pair's gap, the reward of the chosen answer minus that of the rejected one.
-"""
+"""Read preference pairs, score them with any reward, and find where it is wrong."""
 
 from __future__ import annotations
 
@@ -27,11 +23,7 @@ LENGTH_BINS = 7
 
 
 def pairs(file: str, prompt_key: str = "prompt") -> pd.DataFrame:
-    """The pairs of a file of preferences, a row each: prompt, chosen, rejected as texts, and the file's other columns.
-
-    Without a prompt the messages before the last are one; DataError for whole texts, which do not say where an answer
-    begins.
-    """
+    """Return preference pairs, one per row, with the file's other columns. DataError for whole texts."""
     rows = []
     for where, row in raw_rows(file):
         answers = {side: chat_messages(f"{file}, {where}, field {side}", row.get(side), "assistant") for side in SIDES}
@@ -53,11 +45,7 @@ def score_pairs(
     model_path: str | None = None,
     trust_remote_code: bool = False,
 ) -> pd.DataFrame:
-    """Rewards of both answers, by the table's index: `chosen_reward`, `rejected_reward`, their `gap`, and `failure`.
-
-    `table`: as `pairs` gives it. The rest as of `score`; with a model of several labels and no functions each pair is
-    judged by the label that is its dimension.
-    """
+    """Return `chosen_reward`, `rejected_reward`, `gap` and `failure` by the table's index."""
     need(table, "messages", *SIDES)
     asked = table.drop(columns=[*SIDES, "messages"]).assign(prompt=table["messages"])
     if not functions and "dimension" in table and (labels := list(table["dimension"].dropna().unique())):
@@ -74,21 +62,14 @@ def score_pairs(
 
 
 def plot_calibration(gaps: Sequence[float] | pd.Series) -> Axes:
-    """How often pairs are ordered rightly, against how sure the reward is; on the dotted line it is as sure as right.
-
-    Of scores that are log-odds, as a reward model's are. Pairs without a gap are left out.
-    """
+    """Plot accuracy against certainty for log-odds scores; the dotted line is calibrated."""
     axes = new_axes(width=4.5, height=3.6)
     draw_reliability(axes, calibrate(pd.Series(gaps, dtype=float).dropna().to_numpy()))
     return axes
 
 
 def plot_length_bias(table: pd.DataFrame, bins: int = LENGTH_BINS) -> Axes:
-    """How often the longer answer is preferred, by how much longer it is: as the pairs say, and as the reward does.
-
-    `table`: pairs with their `gap`. Where the reward's line lies above the other, it likes long answers more than those
-    did from whom it learned.
-    """
+    """Plot how often pairs and reward prefer the longer answer, by length difference."""
     need(table, "gap", *SIDES)
     table = table.dropna(subset="gap")
     difference = table["chosen"].str.len() - table["rejected"].str.len()

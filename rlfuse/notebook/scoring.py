@@ -1,8 +1,4 @@
-"""A table of samples, scored with any reward and measured with any metric in this process.
-
-Role: `score` and `measure` are for notebooks; functions are loaded, called and composed as in a job. An ordinary one
-has no time limit here: interrupt the cell where it hangs.
-"""
+"""Score and measure a table of samples in this process, without time limit."""
 
 from __future__ import annotations
 
@@ -77,14 +73,12 @@ def need(table: pd.DataFrame, *columns: str) -> None:
 
 
 def _item(row: dict, number: int, prompt_key: str) -> Item:
-    """Of a run's sample what the run saw; of any other row what it says."""
     if isinstance(row.get("columns"), dict) and "id" in row:
         return replace(item_of_sample(sample_of_row(row, prompt_key), prompt_key), response_ids=tokens_of(row))
     return item_of_row(row, number)
 
 
 def _finished(row: dict, prompt_key: str) -> Finished:
-    """A row of a run's table as metrics get it."""
     sample = sample_of_row(row, prompt_key)
     parts = {name.removeprefix(PART): each for name, each in row.items() if name.startswith(PART) and each is not None}
     sample.reward = None if row["reward"] is None else Reward(row["reward"], parts)

@@ -1,8 +1,6 @@
-"""What a person would want to be called for: thresholds on a step's scalars, as configured in the group `alerts`.
+"""Judge a step's scalars by the thresholds of the group `alerts`. Pure.
 
-Role: the metric log asks once a row and tells what comes back, at the terminal and in wandb. Pure: judges numbers,
-keeps their recent past. Invariants: an alert that persists is raised once, and again only after it was over; a
-threshold whose metrics are missing for a whole window raises an alert that says so.
+A persisting alert is raised once, and again only after it was over. A missing metric raises an alert too.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from rlfuse.observe.idle import CAUSES
 
 SCORE, PPO_KL, ZERO_SPREAD = "critic/score/mean", "actor/ppo_kl", "reward/frac_reward_zero_std"
 ENTROPY = ("response/entropy", "actor/entropy")
-"""Of all responses; the actor's is of those that it was trained on."""
 REFERENCE_KL = ("critic/kl", "actor/kl_loss")
 GRADIENTS = ("actor/grad_norm", "critic/grad_norm", "reward_model/grad_norm")
 METRICS = {
@@ -35,7 +32,6 @@ METRICS = {
 }
 """Threshold -> the metrics of a step, of which one at least is needed to check it."""
 MEANT = ("idle/start_up", "idle/drained")
-"""Idle time that nobody has to be called for."""
 WINDOW = 5
 """Steps over which reward, entropy, spread and idle time are averaged."""
 REMEMBERED = 20
@@ -52,8 +48,7 @@ def bound_in_steps(
     quantization: str | None = None,
     old_log_probs: str = "trainer",
 ) -> Bound:
-    """What rounding explains in a step; anything, where the engines' log-probs are of older weights or truncated, or
-    are not compared."""
+    """Return what rounding explains in a step; infinity if engine log-probs are not comparable."""
     comparable = (top_p, top_k, min_p, old_log_probs) == (1, -1, 0, "trainer") and data not in CARRY_OVER
     return bound_of(dtype, quantization) if comparable else Bound(math.inf, math.inf)
 
@@ -64,7 +59,6 @@ class Alert:
 
     title: str
     text: str
-    """What was seen, against which threshold, and what usually helps."""
 
 
 class Alerts:
@@ -85,7 +79,6 @@ class Alerts:
             self.check(row)
 
     def check(self, values: Mapping[str, float]) -> list[Alert]:
-        """Return the alerts of this step that did not stand before it."""
         found = list(self._found(values))
         new = [alert for alert in found if alert.title not in self._standing]
         self._standing = {alert.title for alert in found}
@@ -97,7 +90,6 @@ class Alerts:
             yield from look(values)
 
     def _not_checked(self, values: Mapping[str, float]) -> Iterator[Alert]:
-        """Thresholds whose metrics this job should log, and has not logged for a window."""
         if "reward_model/loss" in values:  # its steps have no samples
             return
         critic_alone = GRADIENTS[1] in values and GRADIENTS[0] not in values  # trainer.critic_warmup
@@ -124,8 +116,6 @@ class Alerts:
         if math.isfinite(value := values.get(name, math.nan)):
             recent.append(value)
         return sum(recent) / len(recent) if len(recent) == WINDOW else math.nan
-
-    # Learning --------------------------------------------------------------------------------------------------------
 
     def _not_finite(self, values: Mapping[str, float]) -> Iterator[Alert]:
         broken = [
@@ -199,8 +189,6 @@ class Alerts:
                 f"{self._bound.most:g} that rounding explains; look whether it grows, and correct for it with "
                 "algorithm.rollout_is_threshold=2",
             )
-
-    # The work itself -------------------------------------------------------------------------------------------------
 
     def _rewards_at_work(self, values: Mapping[str, float]) -> Iterator[Alert]:
         mean, limit = self._mean(ZERO_SPREAD, values), self.config.zero_spread

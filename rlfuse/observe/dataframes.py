@@ -1,8 +1,4 @@
-"""A run folder as pandas tables: samples, metrics, and where the slots' time went.
-
-Role: for notebooks and for `rlfuse reward replay`. Reads what a run wrote, computes next to nothing; runs that
-are still going on are read as far as they got.
-"""
+"""Read a run folder as pandas tables: samples, metrics, and the time of slots."""
 
 from __future__ import annotations
 
@@ -16,16 +12,10 @@ from rlfuse.run_folder.reader import RunError, open_run
 from rlfuse.samples import prompt_of
 
 PART = "rewards/"
-"""In front of the names of a reward's parts, as in metrics.jsonl."""
 
 
 def samples(run: str | Path) -> pd.DataFrame:
-    """The samples that a run kept (trainer.log_samples of each step), a row each; RunError where it kept none.
-
-    Columns: step, id, group (the same for the samples of a prompt in a step), data_source, prompt, response, finish,
-    prompt_tokens, response_tokens, reward (NaN where it failed), `rewards/{part}`, note, ground_truth, columns (of the
-    row of data).
-    """
+    """Return the samples that a run kept (trainer.log_samples per step), one per row; RunError if there are none."""
     folder = open_run(Path(run))
     rows = list(folder.samples())
     if not rows:
@@ -66,10 +56,7 @@ def time_spent(run: str | Path) -> pd.DataFrame:
 
 
 def surprise(table: pd.DataFrame) -> pd.Series:
-    """How far each sample's reward lies from the mean of the other answers to its prompt; NaN where there are none.
-
-    It is largest where one answer did what no other did: a lucky find, a slip, or a reward that can be fooled.
-    """
+    """Return each reward's distance from the mean of its siblings; NaN without siblings."""
     groups = table.groupby("group")["reward"]
     count = groups.transform("count")
     others = (groups.transform("sum") - table["reward"]) / (count - 1).where(count > 1)

@@ -1,15 +1,9 @@
-"""Pictures of a run, drawn in a process of their own: no step waits for one, and none ends a run.
-
-Role: the log of a run asks; `main` is that process, which starts with the first picture, imports Matplotlib, draws one
-picture after the other at the lowest priority, and lives as long as the run's. A process of subprocess, not of
-multiprocessing: that would run the user's script anew in it, and leave semaphores where it is killed.
+"""Draw pictures of a run in a separate process that never delays or ends the run.
 
     ask --pipe--> function(arguments) writes a file --pipe--> tell: then()
 
-Invariants: a picture takes at most DRAWING_S, else its process is killed and the next picture starts another; at most
-MOST pictures are asked for and not drawn; what fails is told in a line. Signals to the run's process group, as
-terminals send them, don't reach the process: it ends when the run's does, whatever it is at.
-Waits: `close`, for what was asked for.
+A picture may take DRAWING_S and at most MOST are queued. The process has low priority, ignores signals of the group,
+and ends with the run's. It is started by subprocess: multiprocessing would execute the user's script again.
 """
 
 from __future__ import annotations
@@ -32,9 +26,7 @@ from threading import Thread, Timer
 from typing import Any
 
 DRAWING_S = 120.0
-"""For one picture, on a machine whose cores are busy with the run."""
 ENDED_S = 10.0
-"""For the end of the process to be noticed."""
 MOST = 8
 ENDED = "the run ended first"
 
@@ -73,7 +65,6 @@ class Drawing:
         self._asked.append(_Asked(what, then, future))
 
     def tell(self) -> None:
-        """Tell of what was drawn since the last call."""
         while self._asked and self._asked[0].future.done():
             asked = self._asked.popleft()
             error = ENDED if asked.future.cancelled() else asked.future.exception()
@@ -95,7 +86,6 @@ class Drawing:
         self.tell()
 
     def _draw(self, target: str, arguments: tuple) -> None:
-        """Send the request and wait for its answer, in the thread."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         process, late, began = self._process, Timer(DRAWING_S, self._process.kill), time.monotonic()

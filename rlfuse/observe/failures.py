@@ -1,8 +1,4 @@
-"""How many rewards may fail before a run stops, and a record of those that did.
-
-Role: the controller has every board checked when all of it is scored. What failed is in `reward_failures.jsonl` of the
-run folder, with prompt, response and traceback.
-"""
+"""Stop a run when too many rewards fail, and record failures in `reward_failures.jsonl`."""
 
 from __future__ import annotations
 
@@ -16,10 +12,7 @@ from rlfuse.observe.tracking import failure_row, write_failures
 
 
 class FailureBudget:
-    """`max_failure_rate`: of a board's samples, as far as they were to be scored.
-
-    Loggers get a table of the first failures, and another one `table_freq` steps later at the earliest.
-    """
+    """`max_failure_rate`: of a board's samples. Loggers get a table at most every `table_freq` steps."""
 
     def __init__(self, max_failure_rate: float, folder: Path, loggers: Loggers, table_freq: int):
         self._table_freq, self._next_table = table_freq, 0

@@ -1,10 +1,7 @@
-"""Where every second of every slot went: busy with a named kind of work, or idle for a named cause.
+"""Account for every second of every slot: busy with a kind of work, or idle for a cause. Pure.
 
-Role: the metric log accounts for each row of metrics with `account`; reports draw what `divide` gives for a step. Pure
-functions of spans. Invariant: claims on a slot's time are heard in order and each takes only what is left, so busy and
-idle add up to the window, and work of two processes at the same time counts once.
-
-Why a slot is idle, the first that applies:
+Claims are processed in order and each takes only what is left, so busy and idle time add up to the window.
+The first cause that applies:
     start_up    nothing runs yet                      calls       its own call has not arrived, or is on its way back
     switch      it changes its role                   tail        others still generate, it has no sample left
     weights     new weights are on their way          imbalance   others still score or train
@@ -24,7 +21,6 @@ from itertools import pairwise
 from rlfuse.events import Span
 
 Intervals = list[tuple[float, float]]
-"""Ascending and disjoint, in seconds."""
 
 WORK = {
     "decode": "generate",
@@ -54,7 +50,6 @@ WORKS = {
     "save_checkpoint": "saving a checkpoint",
     "reward": "scoring by reward functions",
 }
-"""What slots are busy with, in words for people."""
 CAUSES = {
     "tail": "waiting for the longest responses",
     "imbalance": "waiting for slots that still score or train",
@@ -68,7 +63,6 @@ CAUSES = {
     "controller": "waiting for the driver (advantages, decisions, logging)",
     "start_up": "starting up",
 }
-"""Why slots are idle, in words for people."""
 CALLS = ("gen", "old_log_prob", "ref", "values", "update_actor", "update_critic")
 """The driver's spans around work that it asked slots for."""
 
@@ -83,7 +77,6 @@ class Account:
 
     @property
     def idle_share(self) -> float:
-        """The share of all slots' time that was without work."""
         return sum(self.idle.values()) / self.seconds if self.seconds else 0.0
 
     def metrics(self) -> dict[str, float]:
@@ -106,10 +99,7 @@ def account(spans: Sequence[Span], start: float, end: float, slots: int, width: 
 
 
 def divide(spans: Sequence[Span], start: float, end: float, slots: int, width: int = 1) -> list[dict[str, Intervals]]:
-    """For each slot, `busy/{work}` and `idle/{cause}` -> when, from `start` to `end` without a gap.
-
-    `slots`: trainer ranks; `width`: those that share a rollout engine, whose work is work of each of them.
-    """
+    """Return per slot `busy/{work}` and `idle/{cause}` -> times. `width`: ranks that share an engine."""
     driver: dict[str, list[Span]] = defaultdict(list)
     late: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
@@ -145,7 +135,6 @@ def divide(spans: Sequence[Span], start: float, end: float, slots: int, width: i
 
 
 def _by_engine(driver: dict[str, list[Span]], kinds: Sequence[str]) -> dict[int, list[Span]]:
-    """The driver's spans of these kinds that were for one engine's slots alone."""
     found: dict[int, list[Span]] = defaultdict(list)
     for kind in kinds:
         for span in driver[kind]:
@@ -155,7 +144,6 @@ def _by_engine(driver: dict[str, list[Span]], kinds: Sequence[str]) -> dict[int,
 
 
 def _by_slot(spans: Iterable[Span], slots: int, width: int) -> list[list[Span]]:
-    """What each slot's own processes did."""
     own: list[list[Span]] = [[] for _ in range(slots)]
     for span in spans:
         process, _, number = span.where.partition("/")
@@ -167,7 +155,6 @@ def _by_slot(spans: Iterable[Span], slots: int, width: int) -> list[list[Span]]:
 
 
 def _start_up(spans: Iterable[Span], start: float) -> Intervals:
-    """From the window's start to the first thing that the driver does after the engines stand, if that is in it."""
     began = [span.end for span in spans if span.where == "driver" and span.kind == "start"]
     if not began:
         return []
@@ -176,16 +163,13 @@ def _start_up(spans: Iterable[Span], start: float) -> Intervals:
 
 
 def _claimed(window: tuple[float, float], claims: Iterable[tuple[str, Intervals]]) -> dict[str, Intervals]:
-    """What each claim gets of the window: nothing that an earlier one has."""
+    """Give each claim what earlier ones left of the window."""
     left, given = [window] if window[1] > window[0] else [], defaultdict(list)
     for name, claim in claims:
         taken, left = cut(left, claim)
         if taken:
             given[name] += taken
     return {name: sorted(intervals) for name, intervals in given.items()}
-
-
-# Intervals -----------------------------------------------------------------------------------------------------------
 
 
 def union(spans: Iterable[Span]) -> Intervals:

@@ -1,20 +1,15 @@
-"""Everything that happened in a run: the spans of all processes, in its `events.jsonl`.
-
-Role: the driver records into `recorder`, engines into their own, and at the end of a step the controller has them
-collected; and garbage with them (`cluster.garbage`). Waits for engines to hand their spans over.
-"""
+"""Collect the spans of all processes at the end of a step into `events.jsonl`, and count faults for `fault/*`."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rlfuse import clock
 from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.events import EventLog, Recorder, Span
-from rlfuse.observe.faults import count_faults
 from rlfuse.protocols import Recorded
 
 ON_THEIR_WAY_S = 0.005
@@ -25,16 +20,9 @@ class Journal:
     """Usable from the first line of a run; `attach` gives it the engines once they stand."""
 
     def __init__(
-        self,
-        folder: Path,
-        faults: Counter[str],
-        gc_freq: int = 0,
-        check_folder: Callable[[], None] = lambda: None,
+        self, folder: Path, faults: Counter[str], gc_freq: int = 0, check_folder: Callable[[], None] = lambda: None
     ):
-        """`faults`: what was lost and replaced in the run's earlier attempts, counted on. `gc_freq`: `trainer`'s.
-
-        `check_folder`: raises if the folder was removed, or is another driver's now.
-        """
+        """`faults`: counts of earlier attempts. `check_folder` raises if the folder was removed or taken over."""
         self._check_folder = check_folder
         self.recorder, self.faults = Recorder("driver"), faults
         self._garbage: GarbageCollector | None = None
@@ -56,10 +44,7 @@ class Journal:
             self._garbage.collect("start")
 
     async def collect(self, step: int) -> list[Span]:
-        """All spans since the last call, of every process; they are in the file.
-
-        Where it is due, after the first step and every so many, all processes collect garbage meanwhile.
-        """
+        """Collect and write all spans since the last call; processes collect garbage if it is due."""
         self._check_folder()
         due, self._due = self._due or (self._gc_freq > 0 and step % self._gc_freq == 0), False
         *others, _ = await asyncio.gather(*(engine.drain(due) for engine in self._engines), self._collect_own(due))
@@ -93,3 +78,30 @@ class Journal:
             self._file.write(left)
         finally:
             self._file.close()
+
+
+REPLACED = {
+    "rollout": "engines_replaced",
+    "reward": "reward_workers_replaced",
+    "encoder": "encoder_ranks_replaced",
+    "driver": "restarts",
+}
+
+
+def count_faults(spans: Iterable[Span]) -> Counter[str]:
+    """What happened of the below, `restarts`, and `{actor,critic,reward_model}_steps_skipped`."""
+    counts: Counter[str] = Counter()
+    for span in spans:
+        if span.kind == "lost":
+            counts["engines_lost"] += 1
+            counts["samples_reissued"] += len(span.samples)
+        elif span.kind == "restart" and "error" not in span.attributes:
+            counts[REPLACED[span.where.partition("/")[0]]] += 1
+        elif span.kind == "optimizer" and span.attributes.get("skipped") and span.where == "trainer/0":
+            counts[f"{span.attributes['model']}_steps_skipped"] += 1
+    return +counts
+
+
+def fault_metrics(counts: Counter[str]) -> dict[str, float]:
+    """fault/*: so far in the run."""
+    return {f"fault/{name}": float(count) for name, count in counts.items()}

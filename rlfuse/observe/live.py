@@ -1,8 +1,6 @@
-"""A run as it is right now: stages of the step, what each slot does, samples in flight, reward, time left.
+"""Render the live view of a run: stages, slots, samples in flight, reward, remaining time.
 
-Role: the terminal asks for a `View` once a second and shows what `render` makes of it; `rlfuse watch` renders those
-that another process wrote. `read_board` looks at the board and the driver's open spans from the thread that draws: it
-changes nothing, and takes each container's members at one stroke.
+`read_board` runs in the drawing thread: it changes nothing and copies each container in one operation.
 """
 
 from __future__ import annotations
@@ -57,21 +55,16 @@ class View:
 
     name: str
     step: int
-    """The last one finished."""
     total: int
     gone_s: float
     left_s: float | None
-    """None before the first step has ended."""
     phase: str
     stages: Sequence[Stage]
     slots: Sequence[tuple[str, int]]
-    """(what it does, samples on its engine)."""
     in_flight: int
     rewards: Sequence[float]
-    """Mean of each step."""
     figures: Mapping[str, str]
     starting: Sequence[tuple[str, float]] = ()
-    """What starts, and for how many seconds so far."""
 
 
 def read_board(board: Board | None, spans: Iterable[Span]) -> tuple[str, list[Stage], list[tuple[str, int]], int]:
@@ -119,9 +112,6 @@ def _doing(place: Slot, spans: Sequence[Span]) -> str:
     work = (*PASSES, "switch", "update_actor", "update_critic")
     own = [s.kind for s in spans if s.kind in work and s.attributes.get("slot", place.index) == place.index]
     return own[0].replace("update_", "train ") if own else "drained" if place.drained else "idle"
-
-
-# Drawing -------------------------------------------------------------------------------------------------------------
 
 
 def render(view: View) -> RenderableType:

@@ -1,8 +1,4 @@
-"""The scalars of a run: worked out once a step, for `metrics.jsonl`, terminal, wandb, and alerts to be judged on.
-
-Role: the controller notes what a step taught it and has `log_step` close the step; reward models have `log`. Nothing
-is measured here: seconds come from spans, rewards from samples.
-"""
+"""Write the scalars of each step to `metrics.jsonl`, terminal and sinks, and check alerts."""
 
 from __future__ import annotations
 
@@ -25,9 +21,8 @@ from rlfuse.fusion.selection import CARRY_OVER, EXACT, MISMATCHED, choice, label
 from rlfuse.observe import metrics as figures
 from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps
 from rlfuse.observe.drawing import Drawing
-from rlfuse.observe.faults import fault_metrics
 from rlfuse.observe.idle import account
-from rlfuse.observe.journal import Journal
+from rlfuse.observe.journal import Journal, fault_metrics
 from rlfuse.observe.loggers import Loggers
 from rlfuse.observe.own_metrics import HELD_OUT, OwnMetrics
 from rlfuse.observe.sample_log import SampleLog
@@ -52,14 +47,11 @@ class MetricLog:
         own_metrics: OwnMetrics,
         label: str = EXACT,
     ):
-        """`label`: of the steps before the checkpoint that the run resumes from."""
         self.config, self.folder, self.total_steps = config, folder, total_steps
         self.journal, self.samples, self.loggers, self.drawing = journal, samples, loggers, drawing
         self._own_metrics = own_metrics
         self.facts: Mapping[str, Any] = {}
-        """Of the engines, once they stand."""
         self.epoch: Callable[[], int] = lambda: 0
-        """How often the data was passed, once there are some."""
         self._accounted = journal.began  # no second between is left out
         self._notes: dict[str, list[float]] = defaultdict(list)
         self._file = StepFile(folder / "metrics.jsonl", after=start or -1)
@@ -72,7 +64,6 @@ class MetricLog:
         self._recall(read_metrics(folder / "metrics.jsonl"))
 
     def _recall(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Continue after the steps before a resume."""
         self._alerts.recall(row for row in rows if row["step"] > 0)
         for row in rows:
             self._continue(row)
@@ -83,11 +74,9 @@ class MetricLog:
             self._notes[name].append(value)
 
     def watch(self, board: Board) -> None:
-        """What is being worked on from now on, for those who look on."""
         self.loggers.terminal.board = board
 
     def log_step(self, step: int, board: Board, spans: Sequence[Span]) -> None:
-        """Close the step: its scalars and samples to the run folder and the loggers."""
         self._log(step, self._scalars(step, board, spans))
         self.samples.log_step(step, board.needed_samples())
         if due(self.config.trainer.timeline_freq, step, self.total_steps):
@@ -98,7 +87,6 @@ class MetricLog:
         self._notes.clear()
 
     def log(self, step: int, values: Mapping[str, float], spans: Sequence[Span]) -> None:
-        """Close a step that has no samples, of these scalars and what its spans tell."""
         tokens = sum(span.tokens for span in spans if span.kind == "forward")
         found = figures.time_metrics(spans, {"step": tokens}, self.config.slots) | figures.memory_metrics(spans)
         self._log(step, {**values, **found, **fault_metrics(self.journal.faults)})
@@ -117,7 +105,7 @@ class MetricLog:
         self.samples.log_validation(step, answers)
 
     def _continue(self, values: Mapping[str, float]) -> None:
-        """Names that the run has logged keep their meaning, and its label is the weakest of all steps."""
+        """Logged names keep their meaning; the label is the weakest of all steps."""
         self._label = weakest([self._label, *labels_in(values)])
         self._parts |= dict.fromkeys(figures.logged_parts(values, "rewards/", "/mean"))
         self._validated = last_validation([values]) or self._validated
@@ -149,7 +137,6 @@ class MetricLog:
         self.drawing.ask(str(path), tell, target, path, *arguments)
 
     def label_so_far(self) -> str:
-        """The weakest label of the run's steps, the present one included."""
         return weakest([self._label, self.label(self._noted())])
 
     def _noted(self) -> dict[str, float]:
@@ -220,7 +207,6 @@ class MetricLog:
         return values | {f"fusion/{self.label(values)}": 1.0}
 
     def _account(self, spans: Sequence[Span]) -> dict[str, float]:
-        """busy/* and idle/* since the last row: start-up, validation and checkpoints are in the row that follows."""
         start, self._accounted = self._accounted, clock.now()
         width = self.config.rollout.tensor_model_parallel_size
         return account(spans, start, self._accounted, self.config.slots, width).metrics()
@@ -231,6 +217,5 @@ def _samples(groups: Iterable[Group]) -> list[Sample]:
 
 
 def _with_coverage(name: str, values: Mapping[str, float]) -> str:
-    """A held-out mean, with the share of the answers that have the part unless all have it."""
     share = values.get(name.replace("val-core", "val-aux", 1).replace("/mean@", "/coverage@"), 1.0)
     return f"{name} {values[name]:.3f}" + (f" (coverage {share:.1%})" if share < 1 else "")

@@ -1,7 +1,4 @@
-"""A step's scalars under verl's names: pure functions of its samples and spans.
-
-Role: the metric log calls these once a step. Seconds come from the spans alone, so every chart can be traced to events.
-"""
+"""Compute a step's scalars under verl's names from its samples and spans. Pure."""
 
 from __future__ import annotations
 
@@ -34,12 +31,8 @@ def sample_metrics(
     partials: Mapping[str, Partial] | None = None,
     logged: Iterable[str] = (),
 ) -> dict[str, float]:
-    """Rewards, lengths and balance of a step's samples.
-
-    `groups`: all that were drawn, `n` samples each, before any selection; a sample without a response was aborted, with
-    the tokens of its partial. `trained`: groups that the step learned from, with the samples that have a reward;
-    advantages and balance are theirs. `logged`: reward parts of earlier steps.
-    """
+    """Return rewards, lengths and balance of a step's samples. `groups`: all drawn, `n` each, before selection;
+    `trained`: groups that the step learned from; `logged`: parts of earlier steps."""
     samples = [sample for group in groups for sample in group.samples]
     finished = [sample for sample in samples if sample.response is not None]
     rewards = [sample.reward for sample in finished if isinstance(sample.reward, Reward)]
@@ -63,7 +56,6 @@ def sample_metrics(
 
 
 def _generated(sample: Sample, partials: Mapping[str, Partial]) -> int:
-    """Response tokens."""
     if sample.response is not None:
         return sample.response.length
     return len(partials[sample.id].token_ids) if sample.id in partials else 0
@@ -75,10 +67,7 @@ def _spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]
 
 
 def _flat(groups: Sequence[Group], n: int) -> dict[str, float]:
-    """reward/frac_reward_zero_std: the share of groups whose rewards are all equal; with /{fn} behind it the same of
-    each function by itself, where there are several. reward/groups_of_one: those of which only one reward did not
-    fail, so that there is nothing to compare it with. Of groups of which every sample is scored.
-    """
+    """Return the share of groups with equal rewards, overall and per function, and of groups with one reward."""
     scored = [[sample.reward for sample in group.samples] for group in groups]
     scored = [each for each in scored if None not in each]  # what was aborted can't be compared
     rewards = [[reward for reward in each if isinstance(reward, Reward)] for each in scored]
@@ -96,10 +85,8 @@ def _flat(groups: Sequence[Group], n: int) -> dict[str, float]:
 
 
 def _parts(rewards: Sequence[Reward], logged: Iterable[str]) -> dict[str, float]:
-    """rewards/{fn}/mean and std over the samples that the function applies to, and coverage: the share that has it.
-
-    A part that is missing because a gate closed or the function did not return it counts as 0. As in TRL, samples for
-    which a function returns None do not count. `logged`: parts of earlier steps, which are continued.
+    """Return mean, std and coverage of each part over the samples that its function applies to. As in TRL, None does
+    not count; a part missing because a gate closed counts as 0.
     """
     metrics = {}
     for name in dict.fromkeys([*(name for reward in rewards for name in reward.parts), *logged]):
@@ -111,17 +98,14 @@ def _parts(rewards: Sequence[Reward], logged: Iterable[str]) -> dict[str, float]
 
 
 def _applies(part: str, reward: Reward) -> bool:
-    """Whether the function that returns this part applies to the sample."""
     return any(part == function or part.startswith(f"{function}/") for function in reward.dimensions)
 
 
 def _over_each(prefix: str, found: Mapping[str, Sequence[float]], *kinds: str) -> dict[str, float]:
-    """{prefix}/{name}/{kind} of each name's values; `kinds`: functions of NumPy."""
     return {f"{prefix}/{name}/{kind}": float(getattr(np, kind)(found[name])) for name in found for kind in kinds}
 
 
 def _balance(tokens: np.ndarray, ranks: int) -> dict[str, float]:
-    """Tokens per rank as they came and as they were balanced."""
     came = [int(share.sum()) for share in np.array_split(tokens, ranks)]
     balanced = [int(tokens[share].sum()) for share in balance(tokens.tolist(), ranks)]
     return {
@@ -135,7 +119,6 @@ def _balance(tokens: np.ndarray, ranks: int) -> dict[str, float]:
 
 
 def _trained(samples: Sequence[Sample]) -> dict[str, float]:
-    """Advantages, returns and values, where the step trained."""
     if "advantages" not in samples[0].tensors:
         return {}
     masks = [sample.response.mask for sample in samples]
@@ -168,12 +151,9 @@ def latency_metrics(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def validation_metrics(groups: Sequence[Group], logged: Collection[str] = ()) -> dict[str, float]:
-    """val-core/{data_source}/{acc or reward}/mean@N, every other reward part under val-aux; and coverage@N of each.
-
-    A mean is over all samples with a reward, and a missing part counts as 0; coverage is the share of all samples that
-    have the part. `logged`: names of the run's previous validation, which keep their meaning. Whether the reward of a
-    source has an `acc` is unknown until a gate lets one of its samples pass: until then both sets of names are logged.
-    """
+    """Return val-core/{data_source}/{acc or reward}/mean@N, other parts as val-aux, and coverage@N. A missing part
+    counts as 0. `logged`: names of the previous validation, which keep their meaning; without it and without any `acc`,
+    both sets are logged."""
     sources: dict[str, list[Sample]] = defaultdict(list)
     for group in groups:
         sources[group.prompt.data_source] += group.samples
@@ -198,7 +178,6 @@ def validation_metrics(groups: Sequence[Group], logged: Collection[str] = ()) ->
 
 
 def _validation_parts(scored: Sequence[Reward]) -> dict[str, list[float]]:
-    """Part -> the values of the samples that have it; `acc` is one part, whichever functions return it."""
     parts: dict[str, list[float]] = {"reward": [reward.value for reward in scored]}
     for reward in scored:
         named = {name: value for name, value in reward.parts.items() if name not in reward.accuracies}
@@ -216,10 +195,7 @@ def logged_parts(logged: Iterable[str], prefix: str, suffix: str) -> list[str]:
 
 
 def repetition(spans: Sequence[Span], samples: Mapping[str, Sample]) -> dict[str, float]:
-    """perf/tokens_run_over_unique of the passes without gradients: 1 where every prompt ran once for all its answers.
-
-    Padding up to the degree of sequence parallelism counts as run.
-    """
+    """Return perf/tokens_run_over_unique of passes without gradients: 1 if each prompt ran once."""
     run = unique = 0
     for kind in PASSES:
         ran = [span for span in spans if span.kind == kind and "run" in span.attributes and span.samples]
@@ -230,12 +206,8 @@ def repetition(spans: Sequence[Span], samples: Mapping[str, Sample]) -> dict[str
 
 
 def balance_metrics(spans: Sequence[Span]) -> dict[str, float]:
-    """balance/makespan_over_bound/mean, /max and /min of passes over all ranks, by what they were predicted to take.
-
-    The bound is the larger of all work shared out evenly and of what long rows take (`makespan.bounds`); above 1 is
-    what ranks wait for each other. balance/frac_bound_by_longest: the share of passes that long rows keep from ending
-    sooner.
-    """
+    """Return balance/makespan_over_bound/{mean,max,min} (predicted time over `makespan.bounds`), and
+    balance/frac_bound_by_longest, the share of passes that long rows prolong."""
     told = [span.attributes for span in spans if span.kind == "plan" and "makespan" in span.attributes]
     if not told:
         return {}
@@ -249,20 +221,14 @@ TIMED += ("save_checkpoint", "testing", "step")
 
 
 def tokens_of(whole: Sequence[Sample], generated: Sequence[Sample], trained: Sequence[Sample]) -> dict[str, int]:
-    """Kind of work -> the tokens that it is counted by: of responses for `gen`, of whole sequences for all others.
-
-    `whole`: samples that the step scored; `generated`, `trained`: those that it generated, and learned from.
-    """
+    """Return kind of work -> tokens: of responses for `gen`, else of whole sequences."""
     responses = sum(len(sample.response.token_ids) for sample in generated if sample.response is not None)
     learned = dict.fromkeys(("adv", "update_critic", "update_actor"), sum(sample.tokens for sample in trained))
     return dict.fromkeys(TIMED, sum(sample.tokens for sample in whole)) | learned | {"gen": responses}
 
 
 def time_metrics(spans: Sequence[Span], tokens: dict[str, int], slots: int) -> dict[str, float]:
-    """timing_s/* (seconds in which that work was under way), milliseconds per token, throughput per slot.
-
-    `tokens`: as of `tokens_of`.
-    """
+    """Return timing_s/*, milliseconds per token and throughput per slot."""
     seconds = {kind: covered(_on_driver(spans, kind)) for kind in TIMED}
     metrics: dict[str, float] = {f"timing_s/{kind}": value for kind, value in seconds.items() if value}
     for kind, value in seconds.items():
@@ -289,7 +255,6 @@ def video_metrics(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _on_driver(spans: Sequence[Span], kind: str) -> list[Span]:
-    """The controller's own spans of a kind; what it did to validate counts as `testing` alone."""
     return [span for span in spans if span.kind == kind and span.where == "driver" and span.cause != "testing"]
 
 
@@ -299,10 +264,7 @@ def covered(spans: Iterable[Span]) -> float:
 
 
 def fusion_metrics(spans: Sequence[Span], slots: int, width: int = 1) -> dict[str, float]:
-    """What ran beside generation: samples scored, learned from and moved; and the share of slots' time without work.
-
-    `slots`: engines; `width`: trainer ranks on each.
-    """
+    """Return what ran alongside generation, and the slots' idle share. `width`: ranks per engine."""
     generated = _on_driver(spans, "gen")
     steps = _on_driver(spans, "step")
     if not generated or not steps:
@@ -325,13 +287,8 @@ def fusion_metrics(spans: Sequence[Span], slots: int, width: int = 1) -> dict[st
 def utilisation(
     spans: Sequence[Span], facts: Mapping[str, Any], samples: Mapping[str, Sample], quantized: bool = False
 ) -> dict[str, float]:
-    """perf/mfu/*: FLOPs of the products with the model's parameters over what the slots could do in the same time.
-
-    Only work that was done and needed is counted: the rows of each update and the tokens that engines computed, a
-    prompt once for all its responses in a call, the head for response tokens, of experts those that a token passes
-    through; attention and recomputation are left out. Slots can do what they were measured to do with large matrix
-    products in the model's dtype, so `quantized` engines have no such number.
-    """
+    """Return perf/mfu/*: FLOPs of needed products with parameters over the measured matrix-product rate. Attention and
+    recomputation are left out; `quantized` engines have no number."""
     if "peak_flops" not in facts:
         return {}
     parameters, flops = facts["parameters"], {}
@@ -351,12 +308,12 @@ def utilisation(
 
 
 def _products(layers: int, head: int, tokens: int, responses: int) -> int:
-    """Multiply-adds of `tokens` with the parameters of the layers, and of `responses` with those of the head."""
+    """Return multiply-adds of `tokens` with the layers, and of `responses` with the head."""
     return layers * tokens + head * responses
 
 
 def _tokens_run(samples: Sequence[Sample]) -> tuple[int, int]:
-    """(tokens that a pass over these samples needs, response tokens among them); each prompt is needed once."""
+    """Return (tokens that a pass needs, response tokens among them); each prompt is needed once."""
     responses = sum(len(sample.response.token_ids) for sample in samples)
     prompts = {sample.prompt.index: len(sample.prompt.token_ids) for sample in samples}
     return sum(prompts.values()) + responses, responses
@@ -370,9 +327,7 @@ def garbage_metrics(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def memory_metrics(spans: Sequence[Span]) -> dict[str, float]:
-    """perf/max_memory_allocated_gb: the most that a trainer rank's device held, on GPUs. timing_s/optimizer_wait:
-    seconds for which updates waited for optimizer state to come to the device, the most of any rank. And those of
-    `activation_metrics`."""
+    """Return perf/max_memory_allocated_gb, timing_s/optimizer_wait and `activation_metrics`."""
     peaks = [span.attributes["max_memory"] for span in spans if "max_memory" in span.attributes]
     waited: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
@@ -384,10 +339,8 @@ def memory_metrics(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def activation_metrics(spans: Sequence[Span]) -> dict[str, float]:
-    """perf/activation_offload/{device,host,disk,again}: share of the layers of training micro-batches whose activations
-    stayed, were copied to host memory or to disk, or were recomputed; perf/activation_offload/{host,disk}_gb: bytes
-    that all ranks copied there, in GB. None without model.enable_activation_offload.
-    """
+    """Return the share of layers whose activations stayed, were copied to host or disk, or recomputed, and GB
+    copied."""
     names = [f"layers_{place}" for place in Place] + [f"{place}_bytes" for place in Place]
     totals: Counter[str] = Counter()
     for span in spans:

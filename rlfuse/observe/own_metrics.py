@@ -1,12 +1,7 @@
-"""Figures of a user's own beside a step's: functions of its finished samples, named by `trainer.metrics`.
+"""Custom metrics (`trainer.metrics`): functions of a step's finished samples.
 
-Role: the metric log makes `OwnMetrics` before anything starts, which loads the functions, and asks it at the end of
-each step and validation. A function `f(samples)` gets a list of `Finished` and returns a number or a dictionary of
-numbers; the mean, or whatever else is made of the samples, is its own affair. Invariants:
-- a function gets copies, so that nothing it does changes what is learned;
-- no metric ends a run: what it raises, what it returns that is no finite number, and a call that takes too long cost
-  that figure alone, and are told with the file, once for each function and figure;
-- waits for each function at most `LONGEST_S`; one that took longer is not asked again.
+Functions receive copies. Errors, non-finite values and calls longer than `LONGEST_S` cost that metric only, and are
+reported once.
 """
 
 from __future__ import annotations
@@ -71,7 +66,6 @@ class OwnMetrics:
         self._told: set[tuple[str, str]] = set()
 
     def of(self, samples: Sequence[Sample], section: str = TRAINING) -> dict[str, float]:
-        """{section}/{function}, or {section}/{function}/{figure}, for all that the functions say of these samples."""
         found: dict[str, float] = {}
         items = [finished(sample, self._prompt_key) for sample in samples] if self._functions else []
         for value, function in list(self._functions.items()):
@@ -84,7 +78,6 @@ class OwnMetrics:
         return found
 
     def _asked(self, value: str, function: Callable[..., Any], items: Sequence[Finished]) -> dict[str, Any]:
-        """What a function returned, by the names of its figures."""
         answers: list[Any] = []
 
         def ask() -> None:

@@ -1,8 +1,4 @@
-"""What a reward model became: a picture of its calibration, `summary.json`, and a few lines at the terminal.
-
-Role: `draw_calibration` is called at every evaluation of a reward model, `summarise_pairs` at the end of its training;
-the latter reads only the run folder.
-"""
+"""Draw a reward model's calibration, and write its `summary.json`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Optimising against a reward model: its score, and the truth that it stands for, over the steps of runs.
-
-Role: the summary calls `draw_proxy` at the end of a run; `draw_proxies` sets several runs side by side, for instance
-one without and one with a remedy. Reads rows of `metrics.jsonl`. The truth is any reward that gives `acc`, also at
-weight 0, where it is only watched.
-"""
+"""Plot a reward model's score against the true reward (`acc`) over the steps of one or several runs."""
 
 from __future__ import annotations
 
@@ -24,10 +19,7 @@ Rows = Sequence[dict[str, float]]
 
 
 def draw_proxy(folder: Path, rows: Rows) -> Path | None:
-    """A reward model's score, which was optimised, and held-out `acc`, which it stands for; None where one is missing.
-
-    Where the first rises and the second falls, the model is over-optimised (Gao et al. 2023, arXiv 2210.10760).
-    """
+    """Plot a reward model's score and held-out `acc`: diverging curves are over-optimisation (arXiv 2210.10760)."""
     if None in _names(rows):
         return None
     draw_proxies({"": rows}, folder / PICTURE)
@@ -68,7 +60,6 @@ def _panel(axes: Axes, other: Axes, rows: Rows, title: str) -> list[Artist]:
 
 
 def _names(rows: Rows) -> tuple[str | None, str | None]:
-    """The metrics of the model's score and of the truth."""
     means = [name for name in last_validation(rows) if "/mean@" in name]
     proxy = next((name for name in means if f"/{MODEL_PART}/" in name), None)
     return proxy, next((name for name in means if name.startswith("val-core/") and "/acc/" in name), None)

@@ -1,12 +1,10 @@
-"""All that is kept of a run, as parts that are made, synced and closed together.
+"""All logs of a run, opened, synced and closed together.
 
-Role: a job has one `RunLog` from its first line to its end, and hands its parts to the controller by name.
-
-    run folder: config.yaml  changes.jsonl (of settings, on resume)  inputs.jsonl (digests of rewards and models)
-                events.jsonl (Journal)  metrics.jsonl (MetricLog)  samples.jsonl  validation.jsonl (SampleLog)
-                reward_failures.jsonl (FailureBudget, where rewards failed)
-                summary.json  reward_curve.png  timelines/  contact_sheets/ (of clips)  wandb/  tensorboard/
-                global_step_N/
+run folder: config.yaml  changes.jsonl (of settings, on resume)  inputs.jsonl (digests of rewards and models)
+            events.jsonl (Journal)  metrics.jsonl (MetricLog)  samples.jsonl  validation.jsonl (SampleLog)
+            reward_failures.jsonl (FailureBudget, where rewards failed)
+            summary.json  reward_curve.png  timelines/  contact_sheets/ (of clips)  wandb/  tensorboard/
+            global_step_N/
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from rlfuse.progress import timed
 from rlfuse.protocols import Recorded
 
 DRAWN_S = 60.0
-"""For pictures that are not drawn yet when a run ends."""
 
 
 class RunLog:
@@ -49,8 +46,7 @@ class RunLog:
         label: str = EXACT,
         check_folder: Callable[[], None] = lambda: None,
     ):
-        """`resolved`: the configuration as it is shown; `faults`: of the run's earlier attempts, counted on; `label`:
-        of the steps until `start`; `check_folder`: called after every step, raises if the folder was lost."""
+        """`resolved`: the configuration as shown; `faults`, `label`: of earlier attempts and steps."""
         own_metrics = OwnMetrics(config, self.say)  # first: a file that can't be executed cuts off no row
         self.folder, self.total_steps = folder, total_steps
         faults = Counter() if faults is None else faults
@@ -63,7 +59,6 @@ class RunLog:
             raise
 
     def _make_parts(self, config: Config, start: int, own_metrics: OwnMetrics, label: str) -> None:
-        """Those that tell the loggers."""
         folder, total_steps = self.folder, self.total_steps
         self.drawing = Drawing(self.say)
         self.samples = SampleLog(config, folder, start, self.loggers, self.drawing, total_steps)
@@ -94,12 +89,10 @@ class RunLog:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Around what starts: shown while it does, and ticked off with its seconds."""
         with timed(name, self.say), self.journal.recorder.span("start", cause=name):
             yield
 
     def sync(self) -> None:
-        """Every row is on the disk."""
         for part in (self.journal, self.metrics, self.samples):
             part.sync()
 

@@ -1,21 +1,22 @@
-"""Samples that people read: rows of `samples.jsonl` and `validation.jsonl`, tables of the sinks, contact sheets.
-
-Role: the metric log hands over a step's samples. Waits for nothing: sheets are drawn in another process.
-"""
+"""Write samples for people: `samples.jsonl`, `validation.jsonl`, tables of the sinks, contact sheets as PNG files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 from rlfuse.config.schema import Config
+from rlfuse.errors import VideoError
 from rlfuse.observe.drawing import Drawing
-from rlfuse.observe.loggers import Loggers
-from rlfuse.observe.sheets import light, sheets_of
-from rlfuse.observe.sinks import VALIDATION
+from rlfuse.observe.loggers import VALIDATION, Loggers
 from rlfuse.observe.tracking import StepFile, sample_row
 from rlfuse.progress import due
-from rlfuse.samples import Sample
+from rlfuse.samples import Sample, prompt_of
+from rlfuse.video.contact_sheet import Answer, Caption, contact_sheet, shown_frames
+from rlfuse.video.decode_pool import Clip, DecodePool
 
 
 class SampleLog:
@@ -28,14 +29,12 @@ class SampleLog:
         self._validation = StepFile(folder / "validation.jsonl", after=start or -1)
 
     def log_validation(self, step: int, samples: Sequence[Sample]) -> None:
-        """The first of the held-out prompts' answers, up to trainer.log_val_generations."""
         rows = [sample_row(sample) for sample in samples[: self._config.trainer.log_val_generations]]
         self._validation.write(step, *rows)
         if rows:
             self._loggers.tell(lambda sink: sink.samples(step, rows, VALIDATION))
 
     def log_step(self, step: int, samples: Sequence[Sample]) -> None:
-        """The first, up to trainer.log_samples; with the contact sheets of those that saw a clip."""
         samples, video = samples[: self._config.trainer.log_samples], self._config.video
         sheets = sheets_of(samples, video.log_clips)
         rows = [sample_row(sample, sheets.get(sample.id)) for sample in samples]
@@ -51,7 +50,7 @@ class SampleLog:
             return tell()
         those = [light(sample) for sample in samples if sample.id in sheets]
         arguments = (self._folder, step, those, sheets, video.decode_timeout_s)
-        self._drawing.ask(f"contact sheets of step {step}", tell, "rlfuse.observe.sheets:draw_sheets", *arguments)
+        self._drawing.ask(f"contact sheets of step {step}", tell, "rlfuse.observe.sample_log:draw_sheets", *arguments)
 
     def sync(self) -> None:
         self._training.sync()
@@ -62,3 +61,51 @@ class SampleLog:
             self._training.close()
         finally:
             self._validation.close()
+
+
+FOLDER = "contact_sheets"
+
+
+@cache
+def _pool(timeout_s: float) -> DecodePool:
+    return DecodePool(timeout_s=timeout_s)
+
+
+def sheets_of(samples: Sequence[Sample], most: int | None) -> dict[str, str]:
+    """Sample id -> where in the run folder the sheet of its prompt will be, for the first `most` clips (None: all)."""
+    shown = [sample for sample in samples if sample.prompt.visual and sample.response is not None]
+    prompts = list(dict.fromkeys(prompt_of(sample.id) for sample in shown))[:most]
+    paths = {prompt: f"{FOLDER}/{prompt.replace('/', '-')}.png" for prompt in prompts}
+    return {sample.id: paths[name] for sample in shown if (name := prompt_of(sample.id)) in paths}
+
+
+def light(sample: Sample) -> Sample:
+    """All of it that a sheet shows, for another process."""
+    visual = tuple(replace(each, source=None) for each in sample.prompt.visual)
+    return replace(sample, tensors={}, prompt=replace(sample.prompt, columns={}, visual=visual))
+
+
+def draw_sheets(folder: Path, step: int, samples: Sequence[Sample], sheets: dict[str, str], timeout_s: float) -> None:
+    """Write the `sheets` of these samples of a run folder."""
+    (folder / FOLDER).mkdir(exist_ok=True)
+    families = [list(family) for _, family in groupby(samples, lambda sample: sample.prompt.index)]
+    decoded = _pool(timeout_s).stream([clip for family in families for clip in _clips(family[0])])
+    for family in families:
+        shown = [(next(decoded), each.plan) for each in family[0].prompt.visual]
+        if not any(isinstance(frames, VideoError) for frames, _ in shown):
+            contact_sheet(shown, _caption(step, family)).save(folder / sheets[family[0].id])
+
+
+def _clips(sample: Sample) -> list[Clip]:
+    visual = sample.prompt.visual
+    clips = []
+    for each, shown in zip(visual, shown_frames([each.plan for each in visual]), strict=True):
+        times, single = tuple(each.plan.times[index] for index in shown), replace(each.plan.geometry, temporal_patch=1)
+        clips.append(Clip(each.path, replace(each.plan, times=times, geometry=single)))
+    return clips
+
+
+def _caption(step: int, family: Sequence[Sample]) -> Caption:
+    prompt, truth = family[0].prompt, family[0].prompt.ground_truth
+    answers = tuple(Answer(sample.response.text, sample.reward) for sample in family)
+    return Caption(f"step {step} · prompt {prompt.index}", prompt.text, answers, "" if truth is None else str(truth))

@@ -1,7 +1,4 @@
-"""The end of a run: `summary.json`, the reward curve as a picture, and a few lines for the person at the terminal.
-
-Role: called once by `rlfuse.run.build` after the last step, and by those who look on; reads only the run folder.
-"""
+"""Write `summary.json`, the reward curve and the final lines at the terminal, from the run folder alone."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ def summarise(
 
 
 def _choices(folder: Path, config: Config, steps: int) -> str:
-    """`fusion=` of each part of the run, in order: a resume may have changed it."""
+    """Return `fusion=` of each part of the run: a resume may have changed it."""
     phases = RunFolder(folder, asdict(config)).phases(steps)
     return ", then ".join(dict.fromkeys(choice(phase["fusion"]) for _, phase in phases))
 
@@ -95,7 +92,6 @@ def versions() -> dict[str, str]:
 
 
 def _draw(folder: Path, rows: Sequence[Mapping[str, float]], name: str | None) -> None:
-    """`reward_curve.png`: mean reward of every step, validation where there was one."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -1,11 +1,6 @@
-"""What the person at the terminal sees of a run: a line for each step and, below them, a live view of the present one.
+"""Show a run at the terminal: a line per step, and a live view where the output is a terminal.
 
-Role: told by `Loggers`. Lines stay in the scrollback; the view is drawn once a second where somebody looks on. In
-logs and CI there are the lines alone, and one every `SILENT_S` in which nothing else was said. For those who look on
-from elsewhere (`rlfuse watch`) the view goes to `live.json` of the run folder.
-
-    loggers, event loop --log, say--> console          thread `live view`: once a second look, write live.json,
-                                                        break a long silence
+Without one, a line every `SILENT_S` at least. The view also goes to `live.json` for `rlfuse watch`.
 """
 
 from __future__ import annotations
@@ -59,7 +54,6 @@ class Terminal:
         self._looking.start()
 
     def view(self) -> View:
-        """Look at everything as it is now."""
         spans = list(self._recorder.open.values())
         phase, stages, slots, in_flight = read_board(self.board, spans)
         if phase == BETWEEN:
@@ -75,7 +69,6 @@ class Terminal:
         return render(self.view())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in a step that has ended, and print its line."""
         now = time.monotonic()
         if self._rewards or self._seconds:  # the first one's time holds the start
             self._seconds = [*self._seconds[-19:], now - self._step_ended]
@@ -94,7 +87,6 @@ class Terminal:
         say(self.console, text)
 
     def close(self) -> None:
-        """End the live view; its last state stays."""
         self._closed.set()
         self._looking.join()
         if self._live:
@@ -111,7 +103,6 @@ class Terminal:
             pause = max(LOOK_S, (time.thread_time() - began) / SHARE)
 
     def _publish(self) -> None:
-        """Write `live.json`, whole; those who look on do without where there is no room on the disk."""
         aside = self._file.with_name(f".{self._file.name}.part")
         with suppress(OSError):
             aside.write_text(json.dumps({"at": time.time(), "view": asdict(self.view())}))
@@ -145,5 +136,4 @@ def fields(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def _held_out(metrics: Mapping[str, float]) -> str:
-    """The main scores of a validation, if there was one in the step."""
     return "  ".join(f"{value:.3f}" for name, value in metrics.items() if name.startswith("val-core/"))

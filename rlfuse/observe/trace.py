@@ -1,11 +1,7 @@
-"""A run as a Chrome / Perfetto trace: `rlfuse trace` writes what ui.perfetto.dev and chrome://tracing open.
+"""`rlfuse trace`: export a run in Chrome's Trace Event Format for ui.perfetto.dev.
 
-Role: `trace` is a pure function from spans to the trace event format's objects; `main` is the command. A process per
-slot, one for rewards, one for the driver; in each a track per kind of activity, as many lanes as overlap there. Arrows
-follow each sample from its generation to its reward, its micro-batch and the optimizer step that learned from it.
-Format: "Trace Event Format" (the Chromium project), JSON object form.
-Invariants: times are whole microseconds from the first span, events ascend in time; slices of a track never overlap;
-every arrow begins, passes and ends inside slices, forwards in time.
+A process per slot, one for rewards, one for the driver; arrows follow each sample from generation to the optimizer
+step. Slices of a track never overlap; every arrow begins, passes and ends inside slices, forwards in time.
 """
 
 from __future__ import annotations
@@ -28,7 +24,6 @@ STEPS = 50
 """Steps of a trace where nobody says which: a few hundred events each, and viewers slow down beyond a million."""
 NAMED_SAMPLES = 8
 DRIVER, REWARDS, FIRST_SLOT = 1, 2, 10
-"""Process numbers."""
 Event = dict[str, Any]
 
 
@@ -40,7 +35,6 @@ class Slice:
     pid: int
     tid: int
     start: int
-    """Microseconds."""
     end: int
     """At least one later: slices without length can't be seen, nor hold an arrow."""
 
@@ -65,9 +59,6 @@ def trace(spans: Sequence[Span], width: int = 1) -> dict[str, Any]:
     return {"traceEvents": list(_names(tracks)) + events, "displayTimeUnit": "ms"}
 
 
-# Tracks --------------------------------------------------------------------------------------------------------------
-
-
 def _place(span: Span, width: int) -> tuple[int, str]:
     process, _, number = span.where.partition("/")
     if process == "reward":
@@ -79,7 +70,7 @@ def _place(span: Span, width: int) -> tuple[int, str]:
 
 
 def _laid_out(spans: Iterable[Span], zero: float, width: int) -> tuple[list[Slice], dict[tuple[int, int], str]]:
-    """Every span on a lane of its track where it overlaps nothing; and the lanes' names by process and number."""
+    """Assign spans to lanes without overlap; also return the lanes' names by process and number."""
     by_track: dict[tuple[int, str], list[Span]] = defaultdict(list)
     for span in spans:
         by_track[_place(span, width)].append(span)
@@ -99,7 +90,6 @@ def _laid_out(spans: Iterable[Span], zero: float, width: int) -> tuple[list[Slic
 
 
 def _names(tracks: dict[tuple[int, int], str]) -> Iterator[Event]:
-    """What processes and tracks are called, in the order in which they are shown."""
     for pid in sorted({pid for pid, _ in tracks}):
         name = {DRIVER: "driver", REWARDS: "rewards"}.get(pid, f"slot {pid - FIRST_SLOT}")
         yield _meta("process_name", pid, 0, name=name)
@@ -113,11 +103,7 @@ def _meta(kind: str, pid: int, tid: int, **args: Any) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
-# Counters ------------------------------------------------------------------------------------------------------------
-
-
 def _counters(slices: Iterable[Slice]) -> Iterator[Event]:
-    """Of each engine: samples that decode, samples that wait, tokens in the KV cache; 0 while it does nothing."""
     decoding: dict[int, list[Slice]] = defaultdict(list)
     came: dict[int, list[int]] = defaultdict(list)
     went: dict[int, list[int]] = defaultdict(list)
@@ -147,11 +133,7 @@ def _counter(pid: int, ts: int, name: str, **values: float) -> Event:
     return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": ts, "args": values}
 
 
-# Arrows --------------------------------------------------------------------------------------------------------------
-
-
 def _flows(slices: Iterable[Slice]) -> Iterator[Event]:
-    """For every sample and model that learned from it: generation, reward, micro-batch, optimizer step."""
     last: dict[tuple[str, str], Slice] = {}
     learned: dict[tuple[str, str, int], list[Slice]] = {}
     steps: dict[tuple[int, str], list[Slice]] = defaultdict(list)
@@ -173,7 +155,7 @@ def _flows(slices: Iterable[Slice]) -> Iterator[Event]:
 
 
 def _arrow(number: int, name: str, stations: Sequence[Slice]) -> Iterator[Event]:
-    """From the end of the first slice through the starts of the others, which ascend."""
+    """Draw from the end of the first slice through the starts of the others, which ascend."""
     if len(stations) < 2:
         return
     for place, each in enumerate(stations):
@@ -182,9 +164,6 @@ def _arrow(number: int, name: str, stations: Sequence[Slice]) -> Iterator[Event]
         common = {"name": "sample", "cat": "sample", "id": number, "pid": each.pid, "tid": each.tid, "ts": ts}
         kind = {"ph": "s"} if place == 0 else {"ph": "f", "bp": "e"} if last else {"ph": "t"}
         yield kind | common | {"args": {"sample": name}}
-
-
-# The command ---------------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str]) -> None:
@@ -205,7 +184,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _chosen(run: RunFolder, wanted: str | None) -> tuple[list[Span], str]:
-    """The spans of some steps, with what lies between them; of all a run without a complete step has."""
     steps = run.steps()
     if not steps:
         return list(run.spans()), "no complete step, all there is"

@@ -1,7 +1,4 @@
-"""Files of a run that grow by rows: `metrics.jsonl` and `samples.jsonl`, and what a row of the latter holds.
-
-Role: written by the parts of a run's log, read by the summary and by reports. Nothing is computed here.
-"""
+"""Append rows to `metrics.jsonl` and `samples.jsonl`."""
 
 from __future__ import annotations
 
@@ -38,9 +35,7 @@ def last_validation(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 FAILURE = ("sample", "data_source", "function", "message", "traceback", "prompt", "response")
-"""What is kept of a failure."""
 LONGEST = 20_000
-"""Characters of a text in the file."""
 
 
 def failure_row(sample: Sample, failure: RewardFailure) -> dict[str, str]:

@@ -1,11 +1,4 @@
-"""`rlfuse watch RUN_DIR`: the live view of a run that goes on elsewhere, in another terminal, job or host.
-
-Role: called by `rlfuse.cli`; reads what the run writes into its folder and touches nothing.
-
-    live.json (the view, about once a second), metrics.jsonl (a row for each step), status.json  -->  terminal
-
-Waits: as long as the run goes on; Ctrl-C leaves it to itself. It says when it was last heard of.
-"""
+"""`rlfuse watch RUN_DIR`: show the live view of a run in another terminal or host. Reads files only."""
 
 from __future__ import annotations
 
@@ -32,9 +25,7 @@ from rlfuse.run_folder.reader import check_files, open_run, reading
 from rlfuse.run_folder.status import Status
 
 LATE_S = 10.0
-"""Without a sign of life for so long, its age is shown."""
 STEPS = 5
-"""Lines of steps that are over already."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -91,7 +82,6 @@ def read_view(path: Path) -> tuple[float, View]:
 
 
 def _view(folder: Path, now: Status) -> View | None:
-    """The last one, with its age where that tells something; None before the first."""
     try:
         at, view = read_view(folder / FILE)
     except (OSError, ValueError, TypeError, KeyError):
@@ -103,7 +93,6 @@ def _view(folder: Path, now: Status) -> View | None:
 
 
 def _end(folder: Path, now: Status) -> str:
-    """Say what became of the run."""
     if (state := status.state_now(folder, now)) == "crashed":
         return f"The process of {now.name} is gone, and did not say why: it was killed. The same command resumes it."
     if state == "finished":

@@ -1,16 +1,10 @@
-"""`rlfuse reward serve path/file.py:function`: a reward behind HTTP, with OpenRLHF's payload (see `http_service`).
-
-Role: called by `rlfuse reward`; `application` is the service itself. The function is loaded as in a job, so that one
-file serves a notebook, a job and other trainers.
-Invariants:
-- a reward that failed is an answer of status 500 with the function's message and traceback, never a number: then no
-  sample of the request has one, and the caller may ask again, one by one;
-- all is bounded: a peer's connections and unfinished uploads, the time to read a request and its size, the requests
-  that wait, and the seconds and memory of a call, whose process is replaced when it exceeds them;
-- a web page can't send work: without a token only requests to a loopback name are accepted, never those of another
-  origin, and never anything but JSON. Beyond loopback a token is required.
+"""`rlfuse reward serve path/file.py:function`: serve a reward over HTTP with OpenRLHF's payload.
 
     request --(401, 403, 415)--> read --(408, 413)--> waiting --(503)--> a worker process, for --timeout s -> answer
+
+A failed reward is status 500 with message and traceback. Connections, uploads, request sizes, waiting requests, time
+and memory are bounded. Web pages cannot send work: without a token only requests to a loopback name are accepted, never
+from another origin, and only JSON. Beyond loopback a token is required.
 """
 
 from __future__ import annotations
@@ -52,13 +46,10 @@ MOST_BYTES = 256 * 2**20
 MOST_WAITING = 256
 """Requests under way that have been read; more are refused."""
 MOST_CONNECTIONS = 512
-"""Of one peer."""
 MOST_UPLOADS = 128
 """Requests of one peer that are not read yet; one more ends the oldest of them."""
 READ_S = 60.0
-"""Seconds to read a request."""
 IDLE_S = 60.0
-"""Seconds that a connection may be open without a request."""
 
 
 class PayloadError(ValueError):
@@ -89,7 +80,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 async def _serve(service: Service, host: str, port: int) -> None:
-    """Answer requests until SIGINT or SIGTERM."""
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -108,7 +98,6 @@ async def _serve(service: Service, host: str, port: int) -> None:
 
 
 def _all_loopback(host: str) -> bool:
-    """Whether an address to listen on can be reached from this machine alone."""
     try:
         found = socket.getaddrinfo(host or None, None, flags=socket.AI_PASSIVE)
     except OSError:
@@ -117,7 +106,7 @@ def _all_loopback(host: str) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a Host header names this machine by a name that no one else can give to it."""
+    """Return whether a Host header names this machine by a name that no one else can give to it."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or ip_address(name).is_loopback
@@ -148,10 +137,7 @@ def _kwargs(given: str) -> dict[str, Any]:
 
 
 class Service:
-    """The service of one reward function, given as in reward.functions: POST scores, GET says what is served.
-
-    A model is started by each worker, for which the first requests wait.
-    """
+    """HTTP service of one reward function: POST scores, GET describes. Workers start its model."""
 
     def __init__(
         self,
@@ -179,7 +165,6 @@ class Service:
         await asyncio.to_thread(_end, self._processes.pool)
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
-        """Answer a request on any path."""
         if refusal := _refused(request, self.token):
             return refusal
         if request.method != "POST":
@@ -201,7 +186,7 @@ class Service:
             self._waiting -= 1
 
     async def _read(self, request: web.BaseRequest) -> bytes:
-        """Return the body. Raises TimeoutError after READ_S, or where the same peer sends MOST_UPLOADS newer ones."""
+        """Return the body; TimeoutError after READ_S, or if the same peer sends MOST_UPLOADS newer ones."""
         uploads = self._uploads[request.remote]
         if len(uploads) >= MOST_UPLOADS:
             oldest = next(iter(uploads))
@@ -242,7 +227,6 @@ class _Server(web.Server):
 
 
 def _refused(request: web.BaseRequest, token: str | None) -> web.Response | None:
-    """Return the answer to what is not a request of a permitted client."""
     host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
     if token is not None and not _brings(request.headers.get("Authorization", ""), token):
         return _refusal(401, f"no valid token; send `Authorization: Bearer ${TOKEN}`, or http://:${TOKEN}@host as URL")
@@ -258,7 +242,6 @@ def _refused(request: web.BaseRequest, token: str | None) -> web.Response | None
 
 
 def _brings(authorization: str, token: str) -> bool:
-    """Whether the header has the token: as `Bearer`, or as the password of `Basic`."""
     scheme, _, given = authorization.partition(" ")
     sent = given.strip().encode()
     if scheme.lower() == "basic":
@@ -270,7 +253,6 @@ def _brings(authorization: str, token: str) -> bool:
 
 
 def _items(payload: Any) -> list[Item]:
-    """Return the samples of a request; PayloadError says what is wrong with it."""
     form = '{"query": [prompt + response, ...], "prompts": [...], "labels": [...]}'
     if not isinstance(payload, dict) or not isinstance(payload.get("query"), list):
         raise PayloadError(f"the request has no list `query`; it has to be {form}")
@@ -294,20 +276,13 @@ def _items(payload: Any) -> list[Item]:
 
 
 class _Processes:
-    """The processes that run the function.
-
-    A process that ends while the pool knows of no task that it runs, idle or before the pool has read that it took
-    one, is to pebble one that can't start, and the pool is closed for good: then another is begun, and asked once.
-    """
+    """The processes that run the function; pebble closes its pool after an idle worker dies, so it is recreated
+    once."""
 
     def __init__(self, source: Source, workers: int, memory_mb: int | None):
         self.source, self._workers = source, workers
         self._start = partial(
-            ProcessPool,
-            workers,
-            initializer=_begin,
-            initargs=(source, memory_mb),
-            context=PoolContext(),
+            ProcessPool, workers, initializer=_begin, initargs=(source, memory_mb), context=PoolContext()
         )
         self.pool, self.ended = self._start(), threading.Event()
         kill_stopped_workers(self.ended)
@@ -364,9 +339,6 @@ def _answer(outcomes: list[Outcome]) -> web.Response:
 
 def _refusal(status: int, words: str, **more: Any) -> web.Response:
     return web.json_response({"error": words, **more}, status=status)
-
-
-# In a worker process -------------------------------------------------------------------------------------------------
 
 
 _function: RewardFunction

@@ -1,9 +1,4 @@
-"""Rewards with no cluster: how they are written, composed and tried in a notebook.
-
-Role: called by notebooks, in their process and without a time limit. It uses the same loading, calling and
-composing as a run, so what it shows is what a run would train on; only running normalisation, which needs a run's
-earlier steps, is left out.
-"""
+"""Score items in a notebook, without cluster and time limit, with the loading and composition of a run."""
 
 from __future__ import annotations
 
@@ -26,11 +21,7 @@ def score_items(
     model_path: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[Reward | RewardFailure]:
-    """One result for each item, in order.
-
-    `functions`, `weights` and `model_path` are as in the configuration; a function may also be given itself.
-    `trust_remote_code`: run modelling code that ships with the model.
-    """
+    """Return one result per item. `functions`, `weights`, `model_path` as in the configuration."""
     several = functions if isinstance(functions, list | tuple) else [functions]
     entries, loaded = load_entries(several, weights, model_path, trust_remote_code=trust_remote_code)
     for function in loaded.values():

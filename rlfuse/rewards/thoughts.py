@@ -1,14 +1,7 @@
-"""Responses that think first: `<think>thought</think>answer` taken apart, and the format gate made of it.
+"""Split `<think>thought</think>answer` responses, and check their format (`format_gate`). Pure.
 
-Role: pure functions. `format_gate` is a reward to be named in reward.functions, mostly with gate=true;
-`without_thought` gives what reward models, verifiers and whatever is decorated with `answer_only` may see of a
-response, unless their entry's answer_only says otherwise. The format is that of Seed1.5-VL (2025, arXiv 2505.07062):
-exactly one thought, first, then an answer that is not empty.
-Invariants:
-- only the response counts, never a tag in the question. The one exception: a chat template that opens the thought
-  itself, at the very end of the prompt, so that the response begins within it. It says nothing of that, so only the
-  prompt tells a thought that has not ended from an answer;
-- `answer_of` never shows any part of a thought, however tags are nested, repeated or left open.
+The format is that of Seed1.5-VL (arXiv 2505.07062): exactly one thought, first, then a non-empty answer. Tags in the
+prompt do not count, except a chat template's `<think>` at its very end. `answer_of` never shows any part of a thought.
 """
 
 from __future__ import annotations
@@ -30,10 +23,7 @@ def answer_only(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def split_thought(response: str, opened: bool = False) -> tuple[str, str] | None:
-    """(thought, answer) of a response in the right format, both stripped; None for any other.
-
-    `opened`: the prompt opened the thought already, so the response must not open it again.
-    """
+    """Return (thought, answer), None for a wrong format. `opened`: the prompt opened the thought."""
     text = response.strip()
     if not opened:
         if not text.startswith(OPEN):
@@ -46,10 +36,7 @@ def split_thought(response: str, opened: bool = False) -> tuple[str, str] | None
 
 
 def answer_of(response: str, opened: bool = False) -> str:
-    """What follows the last thought, stripped; the whole response without one, "" where a thought has no end.
-
-    `opened`: the prompt opened the thought already.
-    """
+    """Return what follows the last thought; all without one, "" if it has no end."""
     _, closed, after = response.rpartition(CLOSE)
     if opened and not closed:
         return ""
@@ -57,8 +44,7 @@ def answer_of(response: str, opened: bool = False) -> str:
 
 
 def is_opened(item: Item) -> bool:
-    """Whether the prompt ends inside a thought, opened by the chat template or by a prefill (a final assistant
-    message)."""
+    """Return whether the prompt ends inside a thought, by chat template or prefill."""
     if prefill := _prefill(item):
         return prefill.rfind(OPEN) > prefill.rfind(CLOSE)
     text = item.prompt_text.rstrip()
@@ -97,7 +83,6 @@ def format_gate(samples: Sequence[Item]) -> list[Reward]:
 
 
 def _fault(text: str, opened: bool) -> str:
-    """What is wrong with the format of a response, if anything is."""
     if split_thought(text, opened) is not None:
         return ""
     opens, closes = text.count(OPEN) + opened, text.count(CLOSE)

@@ -1,39 +1,39 @@
-"""Whether a job may begin, and where: the name of its run, the checkpoint to go on from, what differs from before.
+"""Decide whether a job may start, in which run folder and from which checkpoint, and what changed since. Read-only.
 
-Role: `accept` is asked by `rlfuse.train` before torch and Ray are imported, and by `rlfuse.run.job` for whoever calls a
-run directly. A run folder's own `config.yaml` is compared with the job's; `config.changes` says what each difference
-means, `inputs` what became of files that settings name, `refusals` has the words. Invariants: only reads, but for an
-empty folder that keeps a new name, which goes with the process if nothing came of the job; so a job that is refused has
-touched nothing. A run that goes on elsewhere is joined by nobody.
+An empty folder that reserves a new name is the exception; it is removed if the job never starts.
 """
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
+import hashlib
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlfuse.config.changes import Change, Effect, differences
+from rlfuse.config.changes import Change, Effect, differences, rule
+from rlfuse.config.facts import reward_file, reward_functions
 from rlfuse.config.own_functions import absolute, replaced, with_functions_at, with_models_at
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
+from rlfuse.config.valid_values import functions_named_by
 from rlfuse.errors import ConfigError, UserError
+from rlfuse.files import RowFile, read_rows
 from rlfuse.parsing import parse_json, parse_yaml
-from rlfuse.run import inputs, refusals
+from rlfuse.run import refusals
 from rlfuse.run_folder import checkpoints, run_lock, status
 from rlfuse.run_folder.reader import RunFolder, check_files, reading
 
 WHERE = ("trainer.project_name", "trainer.experiment_name", "trainer.job_name", "trainer.default_local_dir",
          "trainer.resume_mode")  # fmt: skip
-"""What says where a run is; a folder that was moved is the same run."""
 LENGTH = ("trainer.total_training_steps", "trainer.total_epochs")
 
 
@@ -54,21 +54,15 @@ class Accepted:
     """A job that may begin."""
 
     config: Config
-    """With a name; model folders are absolute paths."""
     checkpoint: Path | None
     changes: tuple[Change, ...]
-    """Of settings, since the run that the checkpoint is of."""
     told: str
     """A table of the changes, or why there is none, for a person; empty where nothing changed."""
     inputs: dict[str, str] = field(default_factory=dict)
-    """The digests of what it is made of, by `inputs`."""
 
 
 def accept(config: Config) -> Accepted:
-    """Raises RunRefused for what can't go on so, NothingToDo for a run that is finished, ConfigError as it is named.
-
-    ConfigError also for several nodes without a cluster, which `rlfuse plan` and `rlfuse submit` don't mind.
-    """
+    """Accept a job. Raises RunRefused, ConfigError, or NothingToDo for a finished run."""
     if (count := config.trainer.nnodes) > 1 and config.cluster.ray_address is None:
         raise ConfigError(
             [
@@ -87,10 +81,10 @@ def accept(config: Config) -> Accepted:
     check_files(of)
     with reading(of):
         step = int(checkpoints.read_state(checkpoint)["step"]) if checkpoint else None
-        before, had, now = _config_after(of, step), inputs.known(of, step), inputs.digests(config)
+        before, had, now = _config_after(of, step), known_inputs(of, step), input_digests(config)
         found = differences(before, _resolved(config)) if before else []
-        changes = tuple(inputs.judged([change for change in found if change.key not in WHERE], had, now))
-    all_changes = (*changes, *inputs.edited(config, had, now))
+        changes = tuple(judged_by_content([change for change in found if change.key not in WHERE], had, now))
+    all_changes = (*changes, *edited_files(config, had, now))
     if mode == "auto" and _finished(folder):
         _judge_finished(config, checkpoint, all_changes, given is None)
     elif (checkpoint is None or of.resolve() != folder.resolve()) and _has_rows(folder):
@@ -110,14 +104,8 @@ def accept(config: Config) -> Accepted:
     return Accepted(config, checkpoint, changes, "\n".join(filter(None, told)), now)
 
 
-# Names ---------------------------------------------------------------------------------------------------------------
-
-
 def named(config: Config, keep: Callable[[Path], bool] = lambda folder: not folder.exists()) -> Config:
-    """`config` with a name, if it has none: under resume_mode=auto of the last run of this configuration, else new.
-
-    `keep`: takes a folder for a new run; False if somebody has it already.
-    """
+    """Return `config` with a name: of the last run of this configuration to resume, else a new one."""
     if config.trainer.experiment_name is not None:
         return config
 
@@ -144,7 +132,6 @@ def named(config: Config, keep: Callable[[Path], bool] = lambda folder: not fold
 
 
 def _keep(folder: Path) -> bool:
-    """Make the folder, for which nobody else can then have the name."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -163,18 +150,13 @@ def _drop(folder: Path) -> None:
 
 
 def _newest_first(project: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Runs of a project whose configuration can be read."""
     written = sorted(project.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in written:
         if before := _config_of(path.parent):
             yield path.parent, before
 
 
-# What a folder holds -------------------------------------------------------------------------------------------------
-
-
 def _runs_elsewhere(folder: Path) -> bool:
-    """Whether another driver has this run under way; where no lock can tell, its recent writes do."""
     if (locked := run_lock.is_locked(folder)) is not None:
         return locked
     state = status.read(folder)
@@ -182,7 +164,6 @@ def _runs_elsewhere(folder: Path) -> bool:
 
 
 def _finished(folder: Path) -> bool:
-    """Whether its last start came to its end."""
     state = status.read(folder)
     return state.state == "finished" if state else (folder / "summary.json").exists()
 
@@ -193,7 +174,6 @@ def _has_rows(folder: Path) -> bool:
 
 
 def _config_of(folder: Path) -> dict[str, Any] | None:
-    """Its `config.yaml`; None where there is none, or one that is damaged: nothing can be compared then."""
     try:
         found = parse_yaml((folder / "config.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -202,21 +182,17 @@ def _config_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _config_after(folder: Path, step: int | None) -> dict[str, Any] | None:
-    """Its configuration as it was after this step: changes that were accepted later are abandoned with their steps."""
+    """Return the configuration after this step: later changes are abandoned with their steps."""
     found = _config_of(folder)
     return RunFolder(folder, found).phases(step + 1)[-1][1] if found and step is not None else found
 
 
 def _resolved(config: Config) -> dict[str, Any]:
-    """As it stands in `config.yaml`."""
     return hidden(dataclasses.asdict(config))
 
 
 def with_local_paths(config: Config) -> Config:
-    """Folders of models and files of functions as absolute paths: workers may have another working directory.
-
-    Hub names stay as they are.
-    """
+    """Make folders of models and custom files absolute: workers have other working directories."""
 
     def local(path: str | None) -> str | None:
         return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path
@@ -225,7 +201,6 @@ def with_local_paths(config: Config) -> Config:
 
 
 def _judge_finished(config: Config, checkpoint: Path | None, changes: Sequence[Change], unnamed: bool) -> None:
-    """Returns only if the finished run is to be longer from now on, and can be."""
     steps = checkpoints.read_state(checkpoint)["step"] if checkpoint else _steps(config.run_folder)
     if checkpoint is not None and _longer(config, {change.key: change.was for change in changes}, steps):
         return
@@ -236,7 +211,6 @@ def _judge_finished(config: Config, checkpoint: Path | None, changes: Sequence[C
 
 
 def _longer(config: Config, was: Mapping[str, Any], steps: int) -> bool:
-    """Whether a finished run of so many steps has some left; by epochs the data alone can tell, so it may turn out."""
     trainer = config.trainer
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps > steps
@@ -244,8 +218,91 @@ def _longer(config: Config, was: Mapping[str, Any], steps: int) -> bool:
 
 
 def _steps(folder: Path) -> int:
-    """That a finished run without a checkpoint took."""
     try:
         return int(parse_json((folder / "summary.json").read_text())["steps"])
     except (OSError, ValueError, TypeError, KeyError):
         return 0
+
+
+INPUTS = "inputs.jsonl"
+MODELS = ("model.path", "critic.path", "ref.path")
+MOVED = "moved, or copied: the same config.json and weights of the same sizes"
+END_BYTES = 1 << 16
+"""Bytes of each file of weights: models of one family, trained further, have the same sizes."""
+SHOWN = 12
+
+
+def input_digests(config: Config) -> dict[str, str]:
+    """The digest of each input that is here: of a user's functions by their file as named, of models by key."""
+    found = dict[str, str]()
+    for file in _custom_files(config):
+        with suppress(OSError):
+            found[file] = hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()
+    paths = (config.model.path, config.critic.path, config.ref.path)
+    models = zip(MODELS, map(model_digest, paths), strict=True)
+    return found | {key: digest for key, digest in models if digest is not None}
+
+
+def _custom_files(config: Config) -> dict[str, str]:
+    """Return each custom file as named, with the first key that names it."""
+    named = [("reward.functions", function) for function in reward_functions(config)]
+    found = dict[str, str]()
+    for key, function in [*named, *functions_named_by(config)]:
+        if file := reward_file(function):
+            found.setdefault(file, key)
+    return found
+
+
+def model_digest(path: str | None) -> str | None:
+    """The digest of a model's folder; None of a hub name, and where there are no weights."""
+    if not path:
+        return None
+    folder = Path(path)
+    try:
+        digest = hashlib.sha256((folder / "config.json").read_bytes())
+        weights = sorted(folder.glob("*.safetensors"))
+        for file in weights:
+            with file.open("rb") as content:
+                size = content.seek(0, os.SEEK_END)
+                content.seek(max(0, size - END_BYTES))
+                digest.update(f"{file.name} {size} ".encode() + content.read())
+    except OSError:
+        return None
+    return digest.hexdigest() if weights else None
+
+
+def known_inputs(folder: Path, step: int | None) -> dict[str, str]:
+    """The digests of what the run of this folder had after this step; None: after its last."""
+    rows = (row for row in read_rows(folder / INPUTS) if step is None or row["step"] <= step)
+    return {row["input"]: row["sha256"] for row in rows}
+
+
+def note_inputs(folder: Path, step: int, now: Mapping[str, str]) -> None:
+    """Append what is new after this step; rows of steps behind it, which are abandoned, go."""
+    if not now and not (folder / INPUTS).exists():
+        return
+    with closing(RowFile(folder / INPUTS, keep=lambda row: row["step"] <= step)) as file:
+        before = known_inputs(folder, step)
+        new = {name: digest for name, digest in now.items() if before.get(name) != digest}
+        file.append({"step": step, "input": name, "sha256": digest} for name, digest in new.items())
+
+
+def judged_by_content(changes: Sequence[Change], before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+    """Changes of settings; that of a model's path by what is there."""
+
+    def same(change: Change) -> bool:
+        was = before.get(change.key) or model_digest(change.was if isinstance(change.was, str) else None)
+        return was is not None and was == now.get(change.key)
+
+    moved = {change.key for change in changes if change.key in MODELS and same(change)}
+    return [replace(c, effect=Effect.BESIDE, reason=MOVED) if c.key in moved else c for c in changes]
+
+
+def edited_files(config: Config, before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+    """Files of functions with the same name and another text, as changes that are told like those of settings."""
+    found = []
+    for file, key in _custom_files(config).items():
+        if file in before and file in now and before[file] != now[file]:
+            effect, reason = rule(key)
+            found.append(Change(file, before[file][:SHOWN], now[file][:SHOWN], effect, f"edited: {reason}"))
+    return found

@@ -1,12 +1,8 @@
-"""One job from configuration to summary: loads data, starts engines, runs the controller, always cleans up.
+"""Run one RL job from configuration to summary: load data, start engines, run the controller, clean up.
 
-Role: called by `rlfuse.train` with a checked configuration (and by notebooks). What can fail without Ray fails before
-Ray starts. Waits for everything to start, then for the controller; on any end, Ctrl-C included, it stops every process
-it started and says how to go on.
-
-    data, tokenizer -> Ray, slots -> trainer ranks, towers | rollout engines | reward workers
-          ^                       -> checkpoint, if there is one -> Controller.run -> summary.json
-          +---- recovery: a worker is lost that the step can't do without ----+
+data, tokenizer -> Ray, slots -> trainer ranks, towers | rollout engines | reward workers
+      ^                       -> checkpoint, if there is one -> Controller.run -> summary.json
+      +---- recovery: a worker is lost that the step can't do without ----+
 """
 
 from __future__ import annotations
@@ -42,11 +38,9 @@ from rlfuse.progress import part
 from rlfuse.protocols import Engines, NoClips
 from rlfuse.run import inference
 from rlfuse.run.inference import VideoParts
-from rlfuse.run.job import Job, looked_after, training_steps
-from rlfuse.run.restarts import recovered, starting
-from rlfuse.run.sharing import SharedDevices
+from rlfuse.run.job import Job, looked_after, recovered, starting, training_steps
 from rlfuse.run.slot_desk import SlotDesk
-from rlfuse.run.starting import Start, end_all, start_parts, within
+from rlfuse.run.starting import SharedDevices, Start, end_all, start_parts, within
 from rlfuse.run.wiring import Loaded, wired
 from rlfuse.samples import Prompt
 from rlfuse.step.controller import Controller
@@ -56,10 +50,7 @@ RunController = Callable[[Controller, int], Awaitable[None]]
 
 
 def run(config: Config, run_controller: RunController = Controller.run) -> Path:
-    """Run the job; returns its folder. Raises ConfigError, DataError, RewardError or EngineError with one message.
-
-    `run_controller`: what to do with the controller once everything stands, from a step on; benchmarks have their own.
-    """
+    """Run the job and return its folder. Raises ConfigError, DataError, RewardError or EngineError."""
     return recovered(config, lambda job: _attempt(job, run_controller))
 
 
@@ -156,7 +147,6 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
 
 
 def _trainer_start(config: Config, slots: placement.Slots, video: VideoParts | None, log: RunLog) -> Start:
-    """Of whole models on every rank, or of stages of them."""
     name = f"{slots.count} trainer rank{'s' * (slots.count > 1)}"
     if config.training.pipeline_parallel_size > 1:
         return within(log.part(name), PipelineTrainer.start, config, slots, slots.cores)
@@ -165,7 +155,6 @@ def _trainer_start(config: Config, slots: placement.Slots, video: VideoParts | N
 
 
 def _tower_push(config: Config, trainer: TrainerGroup, video: VideoParts | None, log: RunLog) -> TowerPush | None:
-    """For towers that learn."""
     if video is None or config.video.freeze_tower:
         return None
     return TowerPush(trainer, video.clips.encoder, log.folder)

@@ -1,8 +1,6 @@
-"""Checkpoints of a run that is under way: written whole or not at all, counted once the step's rows are on disk.
+"""Write checkpoints during a run: complete or not at all, published once the step's rows are on disk.
 
-Role: the controller has one written and, after the step is logged, published. Waits for the trainer to write its state.
-Invariant: no step begins that can't be saved: where the next checkpoint will not fit, a run ends when the last one
-counts; where the disk fills up within a save interval, one is written early, as long as it fits.
+No step begins that could not be saved: if the next checkpoint will not fit on the disk, the run ends with the last one.
 """
 
 from __future__ import annotations
@@ -30,10 +28,7 @@ STEPS_AHEAD = 2
 def next_save(
     needed: int, free: int, taken: int, *, is_saved: bool, missed: bool
 ) -> Literal["wait", "save", "alert", "end"]:
-    """What to do after a step about a checkpoint that is not due yet; all in bytes.
-
-    `taken`: by the last step; `is_saved`: this step is; `missed`: since the last checkpoint there was no room for one.
-    """
+    """Decide about an early checkpoint. Sizes in bytes; `missed`: there was no room since the last one."""
     if free < needed:
         return "end" if is_saved else "alert"
     if not is_saved and (missed or free - STEPS_AHEAD * taken < needed):
@@ -42,10 +37,7 @@ def next_save(
 
 
 class Checkpointing:
-    """`save` writes the models into a folder, if not `weights` then all but these; `state` is the rest after a step.
-
-    `start`: the step that the run resumes after; `parameters`: how many are trained.
-    """
+    """Write checkpoints: `save` writes the models, without weights if not `weights`; `state` is the rest."""
 
     def __init__(
         self,
@@ -63,12 +55,9 @@ class Checkpointing:
         self.step = self._written = start
         self._remembered: dict[int, dict[str, Any]] = {}
         self._missed = False
-        """Since the last checkpoint there was no room for one."""
         self._free: int | None = None
-        """After the step before."""
 
     def folder(self, step: int) -> Path | None:
-        """The checkpoint that runs resume from, if it is that of this step."""
         return checkpoints.folder_of(self._log.folder, step) if step == self.step else None
 
     async def rehearse(self) -> None:
@@ -89,10 +78,7 @@ class Checkpointing:
         return self._decide(needed, free, taken, step) == "save"
 
     def check_room(self, step: int) -> None:
-        """After this step, before the next: NotSaved where nothing is lost yet and the next checkpoint will not fit.
-
-        Where steps may be lost, an alert.
-        """
+        """Raise NotSaved if the next checkpoint will not fit and nothing is lost yet, else alert."""
         if self._every <= 0 or step >= self._log.total_steps:
             return
         needed, free = self._room()
@@ -119,11 +105,7 @@ class Checkpointing:
         return next_save(needed, free, taken, is_saved=step == self.step, missed=self._missed)
 
     async def write(self, step: int, required: bool = False) -> None:
-        """Write one; `publish` makes it count.
-
-        If that fails, the run continues with an alert; NotSaved where no later one can make up for it: if `required`,
-        after the last step, and when told to end.
-        """
+        """Write a checkpoint; NotSaved if it fails and is `required` or the last, otherwise alert."""
         try:
             state, models = self._remembered[step], lambda folder: self._save(folder, True)
             await checkpoints.write(self._log.folder, step, state, models, self.step, self._keep)

@@ -1,7 +1,4 @@
-"""What a job answers with: engines, rewards and clips, made from its configuration.
-
-Role: `rlfuse.run.build` has them beside its trainer, `rlfuse.evaluation` without one. Nothing is started here.
-"""
+"""Build engines, rewards and clips from the configuration; used by training and by evaluation."""
 
 from __future__ import annotations
 
@@ -31,19 +28,17 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.run.starting import Start, within
 from rlfuse.simulate.learning import CALL_S
+from rlfuse.video.cache import CacheSettings
 from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.encoder_handle import EncoderPlacement
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import SequenceParallelEncoder
 from rlfuse.video.models.base import Route, bring_along
 from rlfuse.video.step_clips import StepClips
-from rlfuse.video.store import CacheSettings
 from rlfuse.video.video_model import VideoModel
 
 IMAGES = ".images"
-"""Where they are kept that rows bring as bytes: beside all runs."""
 LEFT_CPU = 0.5
-"""Of a node without slots: those that move there take a little of it."""
 
 
 def with_transfer(config: Config, device: str) -> Config:
@@ -91,10 +86,7 @@ def engine_starts(
     part: Callable[[str], AbstractContextManager[None]],
     rollout: Callable[[], RolloutConfig] | None = None,
 ) -> list[Start]:
-    """What starts each engine, as a `part` of the job; it returns the facts of `RolloutHandle.start`.
-
-    `rollout`: its settings when it starts, if they are decided after this call.
-    """
+    """Return what starts each engine. `rollout`: its settings if they are decided later."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     cores = slots.cores or [None] * len(handles)
     what = (longest, slots.device, config.fusion.tail_speculation)
@@ -122,7 +114,7 @@ def starting_costs(config: Config, facts: Sequence[Mapping[str, Any]], slots: pl
 
 
 def _link_speed(config: Config, device: str) -> float:
-    """Bytes per second between engines of one host; 0: KV caches do not travel."""
+    """Return bytes per second between engines of one host; 0: KV caches are not transferred."""
     if config.trainer.nnodes > 1 or not engine_actor(config.rollout.name).capabilities.kv_move:
         return 0.0
     speed = placement.shared_memory_speed()
@@ -176,9 +168,7 @@ class VideoParts:
     """What a job has beside others where its model is shown clips."""
 
     towers: TowerSettings
-    """How the tower runs, wherever it does, and how its frames are decoded."""
     clips: StepClips
-    """Encoder ranks on the slots, with decoders of their own."""
 
 
 def decoders_elsewhere(slots: placement.Slots, video: VideoConfig) -> dict[str, int]:

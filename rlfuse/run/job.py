@@ -1,7 +1,7 @@
-"""What every job has around it: a folder, a checkpoint to go on from, a log, and an end that cleans up.
+"""Wrap every job: run folder, checkpoint to resume from, log, cleanup, and restarts after a loss.
 
-Role: `rlfuse.run.build` (reinforcement learning) and `rlfuse.run.reward_model` (reward models) get a `Job` from
-`rlfuse.run.restarts` and carry their work out by `Job.carry_out`. Nothing here starts an engine.
+Only `WorkerLost` is retried, and during startup only the death of a process. An attempt that made no progress is the
+last one. A node that left as planned is no failure. Rollout engines and reward workers are replaced without a restart.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,21 +20,24 @@ import yaml
 
 from rlfuse import clock
 from rlfuse.cluster import placement
+from rlfuse.cluster.remote import is_death
 from rlfuse.cluster.stopping import Stopped
 from rlfuse.cluster.watchdog import watching
 from rlfuse.config.changes import Change
 from rlfuse.config.run_groups import TrainerConfig
 from rlfuse.config.schema import Config
-from rlfuse.config.secrets import hidden
-from rlfuse.errors import NodeLeft, WorkerLost, first_of
+from rlfuse.config.secrets import hidden, hidden_text
+from rlfuse.errors import EngineError, NodeLeft, WorkerLost, first_of
 from rlfuse.events import Span
 from rlfuse.files import RowFile, write_whole
 from rlfuse.fusion.selection import EXACT
 from rlfuse.health.agent import agents
 from rlfuse.health.monitor import Monitor
 from rlfuse.observe.run_log import RunLog
-from rlfuse.run import inputs, refusals
-from rlfuse.run.acceptance import NothingToDo, RunRefused, accept
+from rlfuse.observe.tracking import read_metrics
+from rlfuse.progress import timed
+from rlfuse.run import refusals
+from rlfuse.run.acceptance import NothingToDo, RunRefused, accept, note_inputs
 from rlfuse.run_folder import checkpoints, status
 from rlfuse.run_folder.run_lock import RunLock
 from rlfuse.step.protocols import NoHealth
@@ -45,47 +48,34 @@ class Job:
     """A checked configuration and where it runs."""
 
     config: Config
-    """Model folders are absolute paths."""
     folder: Path
     checkpoint: Path | None
-    """Where to go on from."""
     state: dict[str, Any]
     """What that checkpoint holds beside the models; `step` always."""
     started: float
-    """The date, epoch seconds."""
     faults: Counter[str] = field(default_factory=Counter)
-    """What was lost and replaced since then, as `rlfuse.observe.faults` counts it."""
     began: float = field(default_factory=clock.now)
-    """The same moment by the clock that measures durations."""
     restart: Span | None = None
     """From the loss of a worker to this attempt, if it is not the first."""
     resumed_after: int = 0
     """The step at which this process went on, whatever it lost since."""
     changes: tuple[Change, ...] = ()
-    """Of settings, since the run that the checkpoint is of."""
     inputs: dict[str, str] = field(default_factory=dict)
-    """What else the run is made of, by `rlfuse.run.inputs`."""
     drained: set[int] = field(default_factory=set)
     """Slots that get no work now, in this attempt and those that follow."""
     returning: set[int] = field(default_factory=set)
     """Of these, those that work again once they are as fast as the others."""
     found: dict[Path, int] = field(default_factory=dict)
-    """Complete checkpoints that this run did not write, with their dates."""
     without: frozenset[str] = frozenset()
-    """Ids of nodes that were to leave the run."""
     lock: RunLock = field(default_factory=RunLock)
     """On the folder, from the first attempt's start to the end of the run."""
 
     @property
     def label(self) -> str:
-        """The weakest of the steps before the checkpoint."""
         return self.state.get("label", EXACT)
 
     def begin(self, total_steps: int) -> RunLog:
-        """The run folder's log, with `config.yaml` beside it; before this the job has touched nothing.
-
-        NothingToDo where no step is left; RunRefused if another process has begun the run since it was accepted.
-        """
+        """Open the run folder's log. NothingToDo if no step is left; RunRefused if another process began it."""
         step, state = self.state["step"], status.read(self.folder)
         if step > total_steps or (step == total_steps and state is not None and state.state == "finished"):
             raise NothingToDo(self.folder, refusals.long_enough(self.config, step, total_steps))
@@ -94,7 +84,7 @@ class Job:
         name = f"{self.config.trainer.project_name}/{self.config.trainer.experiment_name}"
         status.begin(self.folder, name, self.started, total_steps, self.state.get("label", ""))
         _note_changes(self.folder, self.state["step"], self.changes)
-        inputs.note(self.folder, self.state["step"], self.inputs)
+        note_inputs(self.folder, self.state["step"], self.inputs)
         write_whole(self.folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
         log = RunLog(self.config, resolved, self.folder, total_steps, self.state["step"], self.faults, self.label,
                      self.lock.check)  # fmt: skip
@@ -110,7 +100,6 @@ class Job:
         return log
 
     def _lock_folder(self) -> None:
-        """Hold the lock, of another attempt or anew. RunRefused where another driver works or has worked meanwhile."""
         if self.lock.is_held:
             return self.lock.check()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -124,10 +113,7 @@ class Job:
             )
 
     def carry_out(self, work: Coroutine[Any, Any, None], log: RunLog) -> float:
-        """Run `work`; on any end leave Ray, close the log and say how to go on. Returns seconds since the start.
-
-        Stopped if Ctrl-C, SIGTERM or SIGHUP ended it.
-        """
+        """Run `work`, then clean up; return seconds since the start. Stopped on a signal."""
         error: BaseException | None = None
         try:
             with watching(self.folder, log.journal.recorder, log.say):
@@ -144,7 +130,7 @@ class Job:
             with kept, ExitStack() as ending:  # all of them, the last first, also where a person interrupts one
                 ending.callback(log.close, None if isinstance(error, NodeLeft) else error)
                 ending.callback(placement.stop, self.folder / "logs" if ended == "failed" and is_there else None)
-            if error is not None and is_there and not isinstance(error, WorkerLost):  # then `restarts` says how
+            if error is not None and is_there and not isinstance(error, WorkerLost):  # then `recovered` says how
                 print(how_to_resume(self), flush=True)
                 if ended == "failed" and "\nlogs: " not in str(error) and (self.folder / "logs").is_dir():
                     print(f"logs: {self.folder / 'logs'}", flush=True)
@@ -152,10 +138,6 @@ class Job:
 
 
 def _note_changes(folder: Path, step: int, changes: Sequence[Change]) -> None:
-    """Append them to the run folder's `changes.jsonl`: by these its `config.yaml` differs after this step.
-
-    Those of steps behind it, which the run abandons as it goes back, go.
-    """
     path = folder / "changes.jsonl"
     if not changes and not path.exists():
         return
@@ -165,10 +147,7 @@ def _note_changes(folder: Path, step: int, changes: Sequence[Change]) -> None:
 
 @contextmanager
 def noting_the_end(job: Job) -> Iterator[None]:
-    """Around all attempts of a run and its summary: if it began, its status says how it ended, and the lock goes.
-
-    RunError if the folder was lost meanwhile, whatever that led to.
-    """
+    """Write the final status and release the lock after all attempts. RunError if the folder was lost."""
 
     def end(error: BaseException | None = None) -> None:
         if job.lock.is_held:
@@ -189,7 +168,6 @@ def noting_the_end(job: Job) -> Iterator[None]:
 
 
 def _state(error: BaseException | None) -> str:
-    """For `status`, of a run that ended so."""
     if error is None:
         return "finished"
     planned = Stopped | NodeLeft | KeyboardInterrupt | asyncio.CancelledError
@@ -234,3 +212,73 @@ def how_to_resume(job: Job) -> str:
         return f"The last checkpoint is {whole[-1]}; the same command goes on from there ({auto})"
     named = f"trainer.experiment_name={job.config.trainer.experiment_name}"
     return f"The last checkpoint is {whole[-1]}; the same command with {named} {auto} goes on from there"
+
+
+def recovered(config: Config, attempt: Callable[[Job], Path]) -> Path:
+    """Return what `attempt` returns, repeated when a worker was lost."""
+    try:
+        job = open_job(config)
+        with noting_the_end(job):
+            return _recovered(job, attempt)
+    except NothingToDo as end:
+        print(end, flush=True)
+        return end.folder
+
+
+def _recovered(job: Job, attempt: Callable[[Job], Path]) -> Path:
+    reached: list[int | None] = []
+    while True:
+        try:
+            return attempt(job)
+        except NodeLeft as left:
+            job = again(job, left)
+            print(hidden_text(f"{left}\nThe run goes on {_from(job)} on other nodes; nothing failed."), flush=True)
+        except WorkerLost as error:
+            rows = read_metrics(job.folder / "metrics.jsonl")
+            last = max((row["step"] for row in rows), default=0)
+            reached.append(None if error.before_first_step else last)
+            if why := futile(reached, job.config.cluster.max_restarts):
+                print(how_to_resume(job), flush=True)
+                raise EngineError(f"{error}\n{why}") from error
+            job = again(job, error)
+            count = f"restart {len(reached)} of at most {job.config.cluster.max_restarts}"
+            print(hidden_text(f"lost: {error}\nThe run goes on {_from(job)} ({count})."), flush=True)
+
+
+def _from(job: Job) -> str:
+    return f"from {job.checkpoint.name}" if job.checkpoint else "from its beginning"
+
+
+@contextmanager
+def starting(log: RunLog) -> Iterator[None]:
+    """The start of workers: one that is late or out of memory here would be so again, one that was killed need not."""
+    with timed("all workers", log.say), log.journal.recorder.span("start", cause="run"):
+        try:
+            yield
+        except WorkerLost as error:
+            if is_death(error):
+                raise
+            raise EngineError(str(error)) from error
+
+
+def futile(reached: Sequence[int | None], limit: int) -> str | None:
+    """Return why no other attempt is made. `reached`: the last step done at each loss, None before any."""
+    made, steps = len(reached) - 1, [step for step in reached if step is not None]
+    if made >= limit:
+        return f"No restart: {made} of at most cluster.max_restarts={limit} were made."
+    if [*reached[-2:]] == [None, None]:
+        return "No restart: two starts in a row lost a worker before their first step."
+    if reached[-1] is not None and steps[-1] <= max(steps[:-1], default=-1):
+        return f"No restart: the last of {made} completed no step that was not completed before it."
+    return None
+
+
+def again(job: Job, error: WorkerLost) -> Job:
+    """The next attempt: from the newest checkpoint that this run wrote, else from where it began."""
+    written = [path for path, at in checkpoints.written(job.folder).items() if job.found.get(path) != at]
+    checkpoint = written[-1] if written else job.checkpoint
+    state = checkpoints.read_state(checkpoint) if checkpoint else {"step": 0}
+    left = error.nodes if isinstance(error, NodeLeft) else ()
+    restart = Span("hand_over" if left else "restart", "driver", clock.now(), cause=str(error))
+    where = {"restart": restart, "without": job.without.union(left)}
+    return dataclasses.replace(job, checkpoint=checkpoint, state=state, changes=(), **where)

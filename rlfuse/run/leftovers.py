@@ -1,13 +1,7 @@
-"""What crashed and killed runs left: found for `rlfuse runs clean`, and removed when the person agrees.
+"""Find what crashed and killed runs left behind, for `rlfuse runs clean`.
 
-    in run folders      checkpoints that never got whole, files half written, space reserved for the end, text parts
-                        of video models, slates of the watchdog
-    on this machine     folders of dead processes (`scratch`) with the shared memory they record, torch's locks of
-                        compilers that are gone
-
-Role: called by `run.listing`. A run's next start removes what it finds of its own kind by itself; this is for those
-that never start again. Invariants: never anything of a run that lives or may live on another host, of a living process,
-or of another user; never a complete checkpoint, a log, or what a run recorded. Waits for nothing.
+Nothing of a run that may be alive, of a living process or of another user is listed, nor any complete checkpoint, log
+or record.
 """
 
 from __future__ import annotations
@@ -27,7 +21,6 @@ from rlfuse.run_folder.checkpoints import MARKER
 
 PARTIAL = re.compile(r"global_step_\d+(\.partial)?")
 ASIDE = re.compile(r"\..+\.part")
-"""What `files.write_whole` writes before it renames."""
 UNKNOWN_S = 3600.0
 """A run without a status may live if it has written something since."""
 
@@ -39,7 +32,6 @@ class Leftover:
     path: Path
     why: str
     bytes: int
-    """With the files attached to it."""
 
     @classmethod
     def of(cls, path: Path, why: str) -> Leftover:
@@ -105,7 +97,6 @@ def remove(path: Path) -> bool:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file."""
     with suppress(OSError):  # gone meanwhile
         return path.lstat().st_size if path.is_file() else 0
     return 0

@@ -1,9 +1,6 @@
-"""`rlfuse runs [FOLDER ...]`: all runs below a folder, a line each; `rlfuse runs clean` removes what crashed ones left.
+"""`rlfuse runs [FOLDER ...]`: list all runs below a folder; `rlfuse runs clean` removes leftovers of crashed ones.
 
-Role: called by `rlfuse.cli`; `read` also by whoever wants one run's line. Reads status.json, summary.json, the end of
-metrics.jsonl and the sizes of files, so hundreds of long runs take a moment. What is cleaned is `run.leftovers`'s.
-Invariants: a damaged folder costs its own figures only, and is told below the table; nothing is removed without `--yes`
-or an answer. Waits for that answer.
+A damaged folder affects its own row only. Nothing is removed without `--yes` or a confirmation.
 """
 
 from __future__ import annotations
@@ -39,29 +36,14 @@ if TYPE_CHECKING:
     from rlfuse.run.leftovers import Leftover
 
 MARKS = (status.FILE, "metrics.jsonl")
-"""A folder with one of them is a run's."""
 DEEPEST = 4
 END = 4 << 20
 """Bytes of metrics.jsonl that are searched for the last validation."""
 REWARDS = ("critic/score/mean", "reward_model/acc")
-COLUMNS = (
-    "run",
-    "state",
-    "step",
-    "reward",
-    "held out",
-    "label",
-    "time",
-    "started",
-    "size",
-    "checkpoints",
-    "sweep",
-)
+COLUMNS = ("run", "state", "step", "reward", "held out", "label", "time", "started", "size", "checkpoints", "sweep")
 WHOLE = ("step", "reward", "held out", "label", "time", "size")
-"""Never wrapped at a narrow terminal."""
 NUMBERS = ("step", "reward", "held out", "time", "size", "checkpoints")
 SHOWN = 5
-"""Left-overs of a kind that are listed before the question."""
 STATES = ("running", "finished", "stopped", "failed", "crashed", "unknown")
 
 
@@ -76,27 +58,21 @@ class Run:
     folder: str
     name: str
     state: str = "unknown"
-    """Of STATES; unknown without a status.json."""
     host: str = ""
-    """Where it ran last, if elsewhere."""
     step: int | None = None
     total: int | None = None
     reward: float | None = None
-    """Of the last step; of a reward model its accuracy."""
     validation: float | None = None
-    """The last."""
     label: str = ""
     seconds: float | None = None
     """Of all its processes: each until its end, or its last sign of life."""
     started: float | None = None
     heard: float = 0.0
-    """Its last sign of life, epoch seconds."""
     size: int = 0
     checkpoints: int = 0
     """Bytes, which `size` leaves out."""
     sweep: str = ""
     error: str = ""
-    """Of a run that failed or was stopped; in JSON only."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -181,7 +157,6 @@ def clean(argv: Sequence[str]) -> None:
 
 
 def _tell(found: Sequence[Leftover], most: int) -> None:
-    """Print at most so many lines."""
     for each in found[:most]:
         print(f"{size(each.bytes):>10}  {each.path}  ({each.why})")
     if more := found[most:]:
@@ -275,7 +250,6 @@ def _from_summary(run: Run, path: Path) -> None:
 
 
 def _row_at(content: mmap.mmap, position: int) -> dict[str, Any]:
-    """The row around this byte."""
     start = content.rfind(b"\n", 0, position) + 1
     row = parse_json(content[start : content.find(b"\n", position) + 1].decode())
     if not isinstance(row, dict):
@@ -293,7 +267,6 @@ def _add_sizes(run: Run, path: Path) -> None:
 
 
 def _print(runs: Sequence[Run]) -> None:
-    """At a terminal as a table, else as aligned lines."""
     console = Console()
     columns = [*zip(COLUMNS, *map(_cells, runs), strict=True)]
     columns = [column for column in columns if any(cell != "-" for cell in column[1:])]

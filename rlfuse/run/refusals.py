@@ -1,9 +1,4 @@
-"""What is said of a job that can't begin as it is, or goes on with changes: tables, and commands that can be pasted.
-
-Role: `rlfuse.run.acceptance` decides, and finds the words here; `rlfuse.run.job` too, once the length of the data is
-known. Invariants: only reads; a command is the one that was typed, but for the settings that are to be others, and none
-of these contradicts a preset that stays in it.
-"""
+"""Messages for jobs that cannot start or resume with changes, with commands that can be pasted."""
 
 from __future__ import annotations
 
@@ -25,8 +20,6 @@ from rlfuse.run_folder import checkpoints, status
 
 GROUP, ESTIMATOR = "algorithm", "algorithm.adv_estimator"
 """The presets that decide about a setting which can't change in a run, and that setting."""
-
-# Of runs -------------------------------------------------------------------------------------------------------------
 
 
 def goes_on(folder: Path) -> str:
@@ -72,9 +65,6 @@ def used(config: Config) -> str:
     if checkpoints.complete(folder):
         lines.append(f"  go on with it  {_command(*_same(folder), 'trainer.resume_mode=auto')}")
     return "\n".join([*lines, f"  another run    {_command(_name(_free(folder)))}"])
-
-
-# Of changes ----------------------------------------------------------------------------------------------------------
 
 
 def differs(config: Config, checkpoint: Path, changes: Sequence[Change], before: Mapping[str, Any]) -> str:
@@ -133,9 +123,6 @@ def table(changes: Sequence[Change]) -> list[str]:
     return lines
 
 
-# Commands ------------------------------------------------------------------------------------------------------------
-
-
 def numbered(name: str) -> Iterator[str]:
     """The name, and others that begin so."""
     yield name
@@ -148,7 +135,6 @@ def _as_new(config: Config) -> str:
 
 
 def _with_those_of(before: Mapping[str, Any], refused: Sequence[Change], *settings: str) -> str:
-    """The command with what can't change as it was: an advantage estimator by the preset that the run had."""
     without: tuple[str, ...] = ()
     if any(change.key == ESTIMATOR for change in refused):
         without = (GROUP, ESTIMATOR)  # one beside the other could contradict it
@@ -159,10 +145,7 @@ def _with_those_of(before: Mapping[str, Any], refused: Sequence[Change], *settin
 
 
 def _preset_of(before: Mapping[str, Any]) -> str | None:
-    """The preset of conf/algorithm most of whose settings a configuration has, and that has its advantage estimator.
-
-    None where there is none of which it has more than the half. What is typed is not asked: it has the last word.
-    """
+    """Return the preset of conf/algorithm with the same estimator that shares most settings (more than half)."""
     from rlfuse.config.compose import conf_folder
 
     typed, had, found = {_key(word) for word in _typed()}, unfolded(before), dict[str, int]()
@@ -175,7 +158,6 @@ def _preset_of(before: Mapping[str, Any]) -> str | None:
 
 
 def _preset(path: Path) -> dict[str, Any]:
-    """The estimator of a preset, and its settings that are no defaults."""
     settings = contents(GROUP, path.stem, [path.parents[1]])
     return {key: value for key, value in settings.items() if key == ESTIMATOR or value != by_name()[key].default}
 
@@ -185,41 +167,34 @@ def _name(name: str) -> str:
 
 
 def _same(folder: Path) -> list[str]:
-    """What names the run of this folder; a sweep names its own."""
     return [] if {"-m", "--multirun"} & {*_typed()} else [_name(folder.name)]
 
 
 def _setting(key: str, value: Any) -> str:
-    """As Hydra reads it: a sweep's names have an equals sign, for one."""
     plain = not isinstance(value, str) or re.fullmatch(r"[\w./:+@%-]*", value)
     return f"{key}={as_typed(value)}" if plain else f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _free(folder: Path) -> str:
-    """A name beside it that nobody has."""
     return next(name for name in numbered(folder.name) if not (folder.parent / name).exists())
 
 
 def _typed() -> list[str]:
-    """The words of this process's command; none where a program called."""
     return shlex.split(status.typed_command())
 
 
 def _steps(config: Config, steps: int) -> list[str]:
-    """Settings of a run of so many steps."""
     unlimited = [] if config.trainer.total_epochs is None else ["trainer.total_epochs=null"]
     return [f"trainer.total_training_steps={steps}", *unlimited]
 
 
 def _command(*settings: str, without: Sequence[str] = ()) -> str:
-    """The command of this process with other settings, and `without` some, ready to paste."""
     others = {*without, *(setting.partition("=")[0] for setting in settings)}
     typed = _typed() or ["rlfuse", "train", "..."]
     return shlex.join([*(word for word in typed if _key(word) not in others), *settings])
 
 
 def _key(word: str) -> str:
-    """Which setting or group of presets a word of the command is about, by its name here."""
     name, _, value = word.lstrip("+").partition("=")
     return renamed(name, value, frozenset(by_name())) or name
 

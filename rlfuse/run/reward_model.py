@@ -1,12 +1,6 @@
-"""Training a reward model: pairs in, a Hugging Face folder that `reward.model_path` takes out.
+"""Train a reward model on preference pairs (trainer.task=reward_model) and save it for reward.model_path.
 
-Role: `run` is what `rlfuse train` calls with trainer.task=reward_model (and notebooks, with `rlfuse.config.compose`'s
-`load`). A classifier with a label for each dimension of the pairs starts from model.path, sees data.train_batch_size
-pairs a step, and is evaluated on data.val_files: how often it is right, and how sure it was.
-
-    pairs, tokenizer -> Ray, slots -> ranks -> steps, evaluation, checkpoints -> summary.json, calibration.png
-
-Waits: for the ranks, each call at most cluster.timeout_s.
+pairs, tokenizer -> Ray, slots -> ranks -> steps, evaluation, checkpoints -> summary.json, calibration.png
 """
 
 from __future__ import annotations
@@ -34,8 +28,7 @@ from rlfuse.observe.pairs import PICTURE, summarise_pairs
 from rlfuse.observe.run_log import RunLog
 from rlfuse.progress import due
 from rlfuse.run.checkpointing import Checkpointing
-from rlfuse.run.job import Job, looked_after, training_steps
-from rlfuse.run.restarts import recovered, starting
+from rlfuse.run.job import Job, looked_after, recovered, starting, training_steps
 from rlfuse.step.protocols import Health
 
 
@@ -119,7 +112,6 @@ class Training:
     health: Health
 
     async def run(self, step: int) -> None:
-        """From the state after `step` to the last step. Stopped after a step in which it was told to."""
         settings, total, stopping = self.config.trainer, self.log.total_steps, self.log.stopping
         if step == 0 and self.held_out and settings.val_before_train:
             await self._end(0, await self.evaluate(0))

@@ -1,15 +1,10 @@
-"""The run's end of `rlfuse slots`: requests for its slots are carried out while steps go on, and nodes may leave.
+"""Serve requests of `rlfuse slots` during a run: drain and restore slots, release nodes.
 
-Role: `rlfuse.run.build` has the controller run `attended`. Once a second the folder is looked into, in a thread, as it
-may be on another host's disk; what is asked for is done in the event loop, between two of the executor's decisions.
+    slots/ID.request.json --> drain, restore --> step.draining --> the running board
+                         '--> leave: the current step ends --> checkpoint --> NodeLeft --> `recovered`: other nodes
 
-    slots/ID.request.json --> drain, restore --> step.draining --> the board under way
-                         '--> leave: the step under way ends --> checkpoint --> NodeLeft --> `restarts`: other nodes
-
-Invariants: every request that is taken is answered. A node that leaves as planned costs no work: what is started anew
-goes on from the checkpoint of the step it ended. One that goes by itself, with all of its slots drained, is no failure.
-A folder that can't be written to costs the answers, never the run.
-Waits: for nothing that the run waits for.
+Every accepted request is answered. A drained node that disappears is no failure. A folder that cannot be written to
+costs the answers, never the run.
 """
 
 from __future__ import annotations
@@ -59,7 +54,6 @@ class SlotDesk:
             await asyncio.gather(looking, return_exceptions=True)
 
     def _leave_behind(self, gone: Sequence[str]) -> bool:
-        """Nothing is drained on what comes in the place of these nodes. Whether they might go."""
         planned = self.log.stopping.elsewhere
         announced = planned.nodes if isinstance(planned, NodeLeft) else ()
         left = [node for node in self.slots.nodes if node.id in gone]
@@ -99,13 +93,11 @@ class SlotDesk:
         await asyncio.to_thread(disk.answer, self.log.folder, request, told, True)
 
     async def _publish(self) -> None:
-        """Say how the slots are, if that has changed."""
         if (states := self.states()) != self._told:
             await asyncio.to_thread(disk.publish, self.log.folder, states)
             self._told = states
 
     async def _do(self, request: disk.Request) -> str:
-        """What is said of it. SlotRefused where it can't be done."""
         slot, draining = request.slot, self.draining
         if request.do == "leave":
             return await self._leave(slot)
@@ -119,8 +111,6 @@ class SlotDesk:
             more = f". No slot of node {node} works now; before it goes: rlfuse slots leave {slot}"
         until = "as fast as the others" if request.until_well else "restored"
         return f"slot {slot} is drained: it gets no work until it is {until}{moved}{more}"
-
-    # Nodes that leave ------------------------------------------------------------------------------------------------
 
     async def _leave(self, slot: int) -> str:
         self.draining.check(slot, "freed")
@@ -136,7 +126,6 @@ class SlotDesk:
         return f"after {when}, which is saved, the run goes on without {freed}, on {spare[0]} in its place"
 
     def _why_not(self, node: Node, spare: list[Node]) -> str:
-        """Why it can't leave; empty if it can."""
         per_node, nodes = self.slots.count // len(self.slots.nodes), len(self.slots.nodes)
         if node.id == this_node_id():
             return (
@@ -151,10 +140,7 @@ class SlotDesk:
             "the run goes on from its last checkpoint as soon as another is there (cluster.timeout_s)"
         )
 
-    # What is where ---------------------------------------------------------------------------------------------------
-
     def states(self) -> list[disk.SlotState]:
-        """Of each slot, now."""
         return [self._state(slot) for slot in range(self.draining.count)]
 
     def _state(self, slot: int) -> disk.SlotState:
@@ -174,5 +160,4 @@ class SlotDesk:
         return self.slots.nodes[slot * self.width * len(self.slots.nodes) // self.slots.count]
 
     def _on(self, node: Node) -> list[int]:
-        """Slots that live there."""
         return [slot for slot in range(self.draining.count) if self._node(slot) == node]

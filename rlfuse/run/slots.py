@@ -1,9 +1,4 @@
-"""`rlfuse slots [RUN_DIR]`: the slots of a run that goes on; `slots drain 3`, `leave 3`, `restore 3` change one.
-
-Role: called by `rlfuse.cli`, on any host that sees the run folder. What it asks for is done by the run's own process
-(`rlfuse.run.slot_desk`); this one only reads and writes files of `rlfuse.run_folder.slots`.
-Waits: for the run's answer, bounded there.
-"""
+"""`rlfuse slots [RUN_DIR]`: show the slots of a running job; `slots drain 3`, `leave 3`, `restore 3` change one."""
 
 from __future__ import annotations
 
@@ -35,9 +30,7 @@ def main(argv: Sequence[str]) -> None:
     """List, or ask the run for a change. RunError where none goes on, SlotRefused where the run can't do it."""
     do = argv[0] if argv and argv[0] in ("drain", "restore", "leave") else ""
     parser = argparse.ArgumentParser(
-        prog=f"rlfuse slots {do}".rstrip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=HELP,
+        prog=f"rlfuse slots {do}".rstrip(), formatter_class=argparse.RawDescriptionHelpFormatter, description=HELP
     )
     if do:
         parser.add_argument("slot", type=int, metavar="SLOT", help="its number, as rlfuse slots lists it")

@@ -1,14 +1,9 @@
-"""`rlfuse submit`: the job that `rlfuse train` would run, sent to a running Ray cluster; and what became of it.
-
-Role: called by `rlfuse.cli`. The job is composed and judged here, packed (`cluster.job_package`), and started by Ray
-Jobs on the cluster's head as ENTRYPOINT. Nothing of it depends on this terminal: leaving only ends the following of
-its log.
+"""`rlfuse submit`: run the job of `rlfuse train` on a running Ray cluster and follow its log.
 
     rlfuse submit --compose, check, pack--> Ray Jobs (HTTP, token) --> driver on the head: rlfuse.train --> slots
           <--log lines, status-------------------/
 
-Waits for single requests, each at most `CALL_S`, and for the log as long as the job runs; a cluster that can't be
-reached is asked again for `OUTAGE_S`. Exit status: the job's own (0, 1, 2), 130 for leaving.
+The job does not depend on this terminal. Exit status: that of the job (0, 1, 2), or 130 on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -35,17 +30,14 @@ from rlfuse.user_folders import home
 CALL_S = 60.0
 OUTAGE_S = 600.0
 STOP_S = 60.0
-"""For a job to end once its grace is over, in which the step under way may be saved (trainer.preemption_grace_s)."""
 GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
 """Ray's own variable: seconds from the SIGTERM of a stop to SIGKILL; 3 where a job says nothing."""
 LOOK_S = 10.0
-"""Between two looks at a job that prints nothing."""
 AGAIN_S = 2.0
 PORT = 8265
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 ENTRYPOINT = f"cd {SUBMITTED} && python -P -m rlfuse.train job.yaml"
 KEY = "rlfuse_experiment"
-"""In a job's metadata: its project and experiment."""
 
 
 class SubmitError(UserError):
@@ -116,7 +108,6 @@ def full_address(address: str) -> str:
 
 
 def _variables(given: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE as it is, NAME with its value here. Raises SubmitError for one that is not set."""
     found = {}
     for word in given:
         name, equals, value = word.partition("=")
@@ -126,11 +117,7 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-# The cluster ---------------------------------------------------------------------------------------------------------
-
-
 def _connect(arguments: argparse.Namespace) -> Any:
-    """Ray's client of the cluster at --address, with its token where there is one."""
     token = arguments.token_file
     if token is not None:
         if not token.is_file():
@@ -144,7 +131,7 @@ def _connect(arguments: argparse.Namespace) -> Any:
 
 
 def _bounded(call: Callable[[], Any], what: str) -> Any:
-    """Its result within CALL_S: Ray's client waits without a limit. Raises SubmitError."""
+    """Return its result within CALL_S: Ray's client has no time limit."""
     from ray.exceptions import RayError
 
     from rlfuse.cluster.joining import request
@@ -180,11 +167,7 @@ def _how_to_go_on(address: str, job: str) -> str:
     return f"It runs without this terminal: rlfuse submit logs|status|stop{where} {job}"
 
 
-# Following -----------------------------------------------------------------------------------------------------------
-
-
 def _follow(client: Any, job: str) -> None:
-    """Print the log until the job ends, then SystemExit with its status; Ctrl-C leaves it running."""
     try:
         asyncio.run(follow(client, job, lambda text: print(text, end="", flush=True)))
     except KeyboardInterrupt:
@@ -196,7 +179,6 @@ def _follow(client: Any, job: str) -> None:
 
 
 def _end(info: Any) -> str:
-    """How a job ended, in words; of one that failed also why."""
     why = f": {info.message.splitlines()[0]}" if info.status.value == "FAILED" and info.message else ""
     return f"{info.status.value.lower()}{why}"
 
@@ -207,10 +189,7 @@ def status_of(status: str, driver: int | None) -> int:
 
 
 async def follow(client: Any, job: str, show: Callable[[str], None]) -> None:
-    """Show the job's log from its beginning until it has ended; a lost connection is made again.
-
-    SubmitError where the cluster is out of reach for OUTAGE_S.
-    """
+    """Show the job's log until it ends; SubmitError if the cluster is unreachable for OUTAGE_S."""
     from aiohttp import ClientError
 
     log, reached = _Log(show), time.monotonic()
@@ -234,11 +213,9 @@ class _Log:
         self._show, self._shown, self._seen = show, 0, 0
 
     def again(self) -> None:
-        """A new connection."""
         self._seen = 0
 
     def take(self, text: str) -> None:
-        """What the connection brought next."""
         self._seen += len(text)
         if self._seen > self._shown:
             self._show(text[max(0, len(text) - (self._seen - self._shown)) :])
@@ -246,7 +223,6 @@ class _Log:
 
 
 async def _tail(client: Any, job: str, log: _Log) -> None:
-    """Show the log until Ray ends the stream or the job has ended."""
     log.again()
     stream = client.tail_job_logs(job)
     upcoming = asyncio.ensure_future(anext(stream, None))
@@ -276,11 +252,7 @@ def _state(client: Any, job: str) -> str:
     return _bounded(lambda: client.get_job_status(job), f"ask for {job}").value
 
 
-# Status, logs, stop --------------------------------------------------------------------------------------------------
-
-
 def _status(client: Any, job: str | None) -> None:
-    """One job; without a name all that rlfuse submitted, the newest last."""
     jobs = _bounded(client.list_jobs, "list the jobs")
     mine = [each for each in jobs if each.submission_id and KEY in (each.metadata or {})]
     wanted = [each for each in mine if job is None or each.submission_id == job]
@@ -301,7 +273,6 @@ def _logs(client: Any, job: str) -> None:
 
 
 def _stop(client: Any, job: str) -> None:
-    """Ask, and wait until it has ended."""
     info = _bounded(lambda: client.get_job_info(job), f"ask for {job}")
     if info.status.value in ENDED:
         print(f"{job} has ended already: {_end(info)}")

@@ -1,10 +1,4 @@
-"""A sweep: what its runs are called, and the table at its end.
-
-Role: `rlfuse.train` makes a `Sweep` of a command line with `--multirun` and notes in it how each job ended; after the
-last it is told. Names say what differs between the jobs, not what they share, and two jobs never have the same: a
-second start of the same sweep finds the runs of the first. Jobs that a launcher carries off into processes of its own
-come into no table. Imports nothing heavy.
-"""
+"""Name the runs of a sweep (`--multirun`) by the settings that differ, and print its final table."""
 
 from __future__ import annotations
 
@@ -35,10 +29,7 @@ COLUMNS = 240
 
 
 def varied(words: list[str], params: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What has several values in a sweep -> these, as far as they are known before; no names, which runs have anyway.
-
-    `words`: its command line; `params`: hydra.sweeper.params.
-    """
+    """Return the settings with several values in a sweep. `params`: hydra.sweeper.params."""
     found = {}
     for word in [*words, *(f"{name}={value}" for name, value in params.items() if isinstance(value, str))]:
         override = OverridesParser.create().parse_override(word)
@@ -54,15 +45,11 @@ class Trial:
 
     name: str
     settings: dict[str, str]
-    """What varies -> its value here."""
     folder: Path | None = None
-    """None before the configuration was found right."""
     state: str = "failed"
     error: str = ""
-    """Its first line."""
 
     def numbers(self) -> dict[str, Any]:
-        """Of the run's summary; empty for one that did not come to its end."""
         try:
             return open_run(self.folder).summary() if self.folder and self.state == "finished" else {}
         except RunError:
@@ -74,12 +61,10 @@ class Sweep:
     """The jobs of one command line."""
 
     words: list[str]
-    """For Hydra."""
     jobs: list[Trial] = field(default_factory=list)
     group_before: str | None = field(default_factory=lambda: os.environ.get(GROUP))
 
     def begin(self, stem: str, overrides: list[str], sweeper: DictConfig) -> Trial:
-        """The next job. `stem`: what all are called after; `overrides`: the job's own, as Hydra gives them."""
         os.environ.setdefault(GROUP, stem)
         several = varied(self.words, OmegaConf.to_container(sweeper.get("params") or OmegaConf.create({})))
         parsed = [OverridesParser.create().parse_override(word) for word in overrides]
@@ -92,7 +77,6 @@ class Sweep:
         return self.jobs[-1]
 
     def end(self, out: TextIO | None = None) -> None:
-        """Tell how the jobs ended."""
         if self.group_before is None:
             os.environ.pop(GROUP, None)
         if self.jobs:
@@ -111,13 +95,11 @@ def sweep_name(stem: str, values: Mapping[str, str], several: Mapping[str, list[
 
 
 def _short(name: str) -> str:
-    """Group and leaf tell most keys apart: actor.lr."""
     group, _, below = name.partition(".")
     return f"{group}.{below.rpartition('.')[2]}" if below else name.rpartition("/")[2]
 
 
 def _label(value: str, others: list[str]) -> str:
-    """A value as part of a folder's name, unlike that of any other value."""
     plain = _plain(value)
     if any(_plain(other) == plain for other in others if other != value):
         plain = f"{plain}-{_digest(value)}"
@@ -173,6 +155,5 @@ def _figure(value: float | None) -> str:
 
 
 def _shown(folder: Path) -> str:
-    """Below the working folder from there, as one would type it."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)

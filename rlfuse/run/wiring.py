@@ -1,7 +1,4 @@
-"""The controller of a job, wired by name from engines that stand, where its checkpoint left off if there is one.
-
-Role: `rlfuse.run.build` calls `wired` once everything is started. Waits for trainer ranks to read a checkpoint.
-"""
+"""Build the controller of a job from started engines and load its checkpoint."""
 
 from __future__ import annotations
 
@@ -41,9 +38,7 @@ from rlfuse.step.protocols import Health
 from rlfuse.video.video_model import VideoModel
 
 SHOWN = 10
-"""Prompts that are named when several are skipped."""
 TOKEN_BYTES = 8
-"""A finished sample holds its token and the engine's log-prob of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +46,6 @@ class Loaded:
     """What a job works on, loaded and checked before anything starts."""
 
     config: Config
-    """With the paths of what engines and trainers load."""
     tokenizer: PreTrainedTokenizerBase
     reward: RewardPool
     prompts: PromptSource
@@ -113,7 +107,6 @@ async def wired(
 
 
 def _restore(kept: Mapping[str, Any], job: Job, selection: Selection, say: Callable[[str], None]) -> None:
-    """Load the parts' state from the checkpoint; report prompts that were set aside and are not drawn from now on."""
     if job.checkpoint is None:
         return
     for name, part in kept.items():
@@ -164,7 +157,6 @@ def _checkpointing(
 
 
 def _policy(config: Config, experience: Experience, log: RunLog) -> Policy:
-    """The person is told why one that trains early can't."""
     policy = loaded_policy(config.fusion.policy)
     if traits_of(policy).trains_early and (why := experience.why_late()):
         log.say(why)
@@ -172,7 +164,6 @@ def _policy(config: Config, experience: Experience, log: RunLog) -> Policy:
 
 
 def _settings(config: Config, trainer: Trainer) -> Settings:
-    """What the configuration decides for policies."""
     fusion, unlimited = config.fusion, Settings()
     credit = unlimited.credit_tokens if fusion.credit_mb is None else int(fusion.credit_mb * 2**20 / TOKEN_BYTES)
     return Settings(

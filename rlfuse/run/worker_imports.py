@@ -1,4 +1,4 @@
-"""What ranks and engines import, but for Ray, which a CPU host's fork server imports once (`cluster.fork_server`)."""
+"""Imports of ranks and engines that a CPU host's fork server loads once (`cluster.fork_server`)."""
 
 import os
 

@@ -1,16 +1,12 @@
-"""Where a run's state lies on disk, and which of it is whole.
-
-Role: called by `run.checkpointing` to write and by the run to resume. Layout, in the run folder:
+"""Layout of checkpoints on disk, and which of them are complete.
 
     global_step_N/{actor,critic}/   weights and optimizer; actor/huggingface loads with from_pretrained and vLLM
     global_step_N/run.json          step, position in the data, KL coefficient, number of optimizer steps
     global_step_N/COMPLETE          written last
     latest_checkpointed_iteration.txt
 
-Invariants: a checkpoint grows in `global_step_N.partial` and is renamed when it is whole and the step's rows are on
-disk, so a run killed at any moment resumes from the last folder that has its marker, without a gap; older ones go after
-that. Later ones, of a run that was told to go back to one before them, go just before it. Each of these is on the disk
-(`files`) before the next is done, so the same holds where power is lost.
+A checkpoint is written as `global_step_N.partial` and renamed when it is complete and the step's rows are on disk, each
+stage flushed before the next. So a run killed at any moment resumes from the last folder with its marker.
 """
 
 from __future__ import annotations
@@ -31,19 +27,14 @@ from rlfuse.parsing import parse_json
 MARKER = "COMPLETE"
 LATEST = "latest_checkpointed_iteration.txt"
 MIB = 1 << 20
-
-
 Fill = Callable[[Path], Awaitable[None]]
 
 
 async def write(
     run: Path, step: int, state: dict[str, Any], fill: Fill, last: int = 0, keep: int | None = None
 ) -> None:
-    """Write one checkpoint, whole or not at all: `fill` writes the models. It counts once it is `publish`ed.
-
-    `last`: the step of the one before; of those up to it, the oldest beyond `keep` are removed first where room lacks.
-    NotSaved with the cause where a file could not be written, or where there clearly is no room.
-    """
+    """Write a checkpoint by `fill`; it counts once `publish`ed. Old ones beyond `keep` up to step `last` are removed
+    first if room lacks. NotSaved with the cause."""
     partial = _new_partial(run, step)
     for old in _outdated(run, last, keep):
         if lacks_room(run):
@@ -80,7 +71,6 @@ async def rehearse(run: Path, state: dict[str, Any], describe: Fill) -> None:
 
 
 def _new_partial(run: Path, step: int) -> Path:
-    """Where a checkpoint of this step grows; what runs that were killed left goes."""
     for left_over in run.glob("global_step_*.partial"):
         shutil.rmtree(left_over, ignore_errors=True)
     return run / f"global_step_{step}.partial"
@@ -113,7 +103,7 @@ def publish(run: Path, step: int, keep: int | None) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """The marker first: whoever is killed in between leaves nothing that looks whole."""
+    """Remove the marker first: a kill in between leaves nothing that looks complete."""
     (checkpoint / MARKER).unlink(missing_ok=True)
     shutil.rmtree(checkpoint)
 
@@ -124,17 +114,14 @@ def lacks_room(run: Path) -> bool:
 
 
 def room(run: Path, last: int, keep: int | None, first_bytes: int) -> tuple[int, int]:
-    """Return the bytes that the next checkpoint needs, and those that it may have: free, or of ones that it replaces.
-
-    `last`: the step of the one before; `first_bytes`: what a run's first one needs.
-    """
+    """Return the bytes that the next checkpoint needs and can use. `first_bytes`: need of a first one."""
     newest = complete(run)[-1:]
     needed = _size(newest) if newest else first_bytes
     return needed, shutil.disk_usage(run).free + _size(_outdated(run, last, keep))
 
 
 def _outdated(run: Path, last: int, keep: int | None) -> list[Path]:
-    """Those up to the step `last`, oldest first, that go once the next one counts; never that of `last` itself."""
+    """Return those up to step `last`, oldest first, that go once the next one counts; never `last`."""
     whole = [path for path in complete(run) if _step(path) <= last]
     return whole[: max(0, len(whole) - max(keep - 1, 1))] if keep else []
 
@@ -144,7 +131,6 @@ def _size(folders: list[Path]) -> int:
 
 
 def _not_saved(run: Path, step: int, error: Exception | None) -> NotSaved:
-    """The message for a checkpoint of which what was written is still there. `error`: None where there is no room."""
     last, written = complete(run)[-1:], _size([run / f"global_step_{step}.partial"])
     why = "" if error is None else f" ({_cause(error)})"
     kept = f"{last[0]} is still there" if last else "There is no earlier one"
@@ -161,13 +147,12 @@ def _not_saved(run: Path, step: int, error: Exception | None) -> NotSaved:
 
 
 def _cause(error: Exception) -> str:
-    """One line, without the name of a class that says nothing."""
     text = " ".join(str(error).split())
     return text if isinstance(error, NotSaved | OSError) else f"{type(error).__name__}: {text}"
 
 
 def _is_full(error: Exception, free: int) -> bool:
-    """Whether a file found no room. torch has a message of its own for that, which names no cause."""
+    """Return whether the disk was full; torch has an error of its own that names no cause."""
     named = any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
     return named or free < MIB
 

@@ -1,8 +1,4 @@
-"""Code that the configuration of a run folder names: commands that read a folder run none of it without --run-code.
-
-Role: a folder may be another person's. `replay`, `eval`, `generate`, `simulate`, `whatif`, `report` and `calibrate` ask
-here before they do what would execute a file, a package or a model's own code.
-"""
+"""List custom code that a run folder's configuration names: commands run none of it without --run-code."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ from rlfuse.config.valid_values import FAMILY, names_function
 from rlfuse.errors import RunError
 
 SHIPPED = re.compile(r"rlfuse\.(tasks|rewards\.verifiers)(\.[a-z]\w*)+")
-"""Modules with rewards of this package."""
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +58,6 @@ def reward_code(config: Mapping[str, Any]) -> list[str]:
 
 
 def _is_shipped(path: Any) -> bool:
-    """Whether a path names a function that a module of this package defines."""
     module, _, name = str(path).partition(":")
     if not SHIPPED.fullmatch(module):
         return False

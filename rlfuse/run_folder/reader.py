@@ -1,8 +1,4 @@
-"""A run folder, read back: what `rlfuse trace` and `rlfuse report` show.
-
-Role: finished runs, interrupted ones and those still going on alike, so everything but the configuration may be missing
-and a last line may be half written. Invariant: events are streamed, a run of thousands of steps is never held whole.
-"""
+"""Read a run folder back, finished or not: everything except the configuration may be missing. Events are streamed."""
 
 from __future__ import annotations
 
@@ -24,7 +20,6 @@ from rlfuse.files import as_numbers, read_rows
 from rlfuse.parsing import parse_json, parse_yaml
 
 MOST_SLOTS = 1_000_000
-"""Of a run: readers make lists of as many entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +39,16 @@ class RunFolder:
 
     @property
     def width(self) -> int:
-        """Slots that share a rollout engine."""
         return self.config["rollout"]["tensor_model_parallel_size"]
 
     def rows(self) -> list[dict[str, float]]:
-        """Of `metrics.jsonl`, oldest first."""
         return list(self.each_row())
 
     def each_row(self) -> Iterator[dict[str, float]]:
-        """The same, one at a time."""
         return map(as_numbers, read_rows(self.path / "metrics.jsonl"))
 
     def phases(self, steps: int) -> list[tuple[int, dict[str, Any]]]:
-        """(first step, configuration) of each part of the first `steps` steps: resumes may have changed settings.
-
-        `config` is what the run was last started with, which no step may have followed yet.
-        """
+        """Return (first step, configuration) of each part of the run: a resume may have changed settings."""
         changes = list(read_rows(self.path / "changes.jsonl"))
         starts = sorted({1, *(change["step"] + 1 for change in changes if change["step"] < steps)})
         return [(start, self._config_at(start, changes)) for start in starts]
@@ -73,15 +62,12 @@ class RunFolder:
         return config
 
     def samples(self) -> Iterator[dict[str, Any]]:
-        """Of `samples.jsonl`, oldest first."""
         yield from read_rows(self.path / "samples.jsonl")
 
     def validated(self) -> Iterator[dict[str, Any]]:
-        """Of `validation.jsonl`, oldest first."""
         yield from read_rows(self.path / "validation.jsonl")
 
     def summary(self) -> dict[str, Any]:
-        """Of `summary.json`; empty while the run goes on."""
         path = self.path / "summary.json"
         try:
             return dict(parse_json(path.read_text())) if path.exists() else {}
@@ -91,7 +77,6 @@ class RunFolder:
     def spans(
         self, wanted: Callable[[str], bool] = lambda line: True, steps: Collection[int] | None = None
     ) -> Iterator[Span]:
-        """Of `events.jsonl` and its parts, as `read_spans`."""
         return read_spans(self.path / "events.jsonl", wanted, steps)
 
     def steps(self) -> dict[int, Span]:
@@ -101,10 +86,7 @@ class RunFolder:
 
 
 def check_files(folder: Path) -> None:
-    """Raise RunError where reading a file of a run folder would wait for a pipe or read what is outside of the folder.
-
-    Sub-folders, as checkpoints, may be elsewhere.
-    """
+    """Raise RunError for pipes and for files outside of the folder (sub-folders may be links)."""
     root = folder.resolve()
     for path in [*folder.glob("*"), *folder.glob("*/*.json*")]:
         if os.path.isdir(path) or not os.path.exists(path):

@@ -1,13 +1,8 @@
-"""The lock on a run folder: one driver at a time, from the start of its job to the end of its process.
+"""Lock a run folder: one driver at a time, until the end of its process.
 
-Role: `rlfuse.run.job` holds it around a run, `rlfuse runs clean` while it removes files; `status.state_now` tells by it
-whether a run is alive. Invariants:
-- `flock` on `driver.lock` decides among the processes of one kernel, in whatever containers: it needs neither process
-  ids nor clocks, and ends with the process;
-- the file names the kernel of its holder. Where that is another one, or the file system has no flock, only the files
-  that a driver keeps writing can tell: it updates `driver.lock` every BEAT_S;
-- `check` finds out that the folder was removed, or that another driver has taken it over meanwhile.
-Waits: for a heartbeat, at most SILENT_S.
+`flock` on `driver.lock` decides among processes of one kernel. On another host, or without flock, the age of the files
+that a driver keeps writing decides; it updates `driver.lock` every BEAT_S. `check` detects that the folder was removed
+or taken over.
 """
 
 from __future__ import annotations
@@ -29,14 +24,12 @@ from rlfuse.parsing import parse_json
 
 FILE = "driver.lock"
 SIGNS = ("live.json", "metrics.jsonl", "events.jsonl", "status.json")
-"""Files that a running job writes to."""
 BEAT_S = 1.0
 SILENT_S = 20.0
 """Without a write for this long, a driver that cannot be examined has ended."""
 STALE_S = 3600.0
 """Signs older than this are not watched for further writes; the clocks of two hosts differ by less."""
 PROBED_S = 1.0
-"""For commands that test the lock, which hold it for a moment."""
 
 _held: set[int] = set()
 
@@ -94,10 +87,7 @@ class RunLock:
         return True
 
     def _claim(self, file: int, folder: Path) -> bool:
-        """Whether the folder is free although no lock proves it: of two that claim it at once, the last to write wins.
-
-        `rlfuse.run.acceptance` has watched the folder for SILENT_S before; this closes the gap since.
-        """
+        """Claim the folder where no lock proves it free: of two claims at once the last to write wins."""
         seen = last_write(folder)
         time.sleep(2 * BEAT_S)
         if last_write(folder) != seen:
@@ -118,7 +108,6 @@ class RunLock:
                 os.utime(self._file)
 
     def check(self) -> None:
-        """RunError if the folder is no longer this driver's."""
         if not self.is_held:
             return
         if not _is_at(self._file, self.folder / FILE):
@@ -187,7 +176,7 @@ def _written(path: Path) -> float:
 
 
 def _flock(file: int, kind: int) -> bool | None:
-    """Whether the lock was obtained; None where the file system has none."""
+    """Return whether the lock was obtained; None if the file system has none."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -198,7 +187,7 @@ def _flock(file: int, kind: int) -> bool | None:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether the open file is still the one at `path`; a file system that does not answer now is not asked again."""
+    """Return whether the open file is still the one at `path`; a file system that hangs is not asked again."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except OSError as error:
@@ -206,7 +195,6 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _of_this_kernel(file: int) -> bool:
-    """Whether the last holder's lock would be visible here; of a new file there was none."""
     content = _content(file)
     return not content or content.get("boot") == BOOT
 

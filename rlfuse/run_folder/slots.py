@@ -1,15 +1,10 @@
-"""What a run that goes on and `rlfuse slots` tell one another: how its slots are, requests, and answers to them.
+"""Exchange slot states, requests and answers between a run and `rlfuse slots` through files of the run folder.
 
-Role: `rlfuse.run.slot_desk` has the run's end, `rlfuse.run.slots` the command's; both see the run folder, on the same
-host or not.
+    slots/state.json          written by the run when a slot changes
+    slots/ID.request.json     written by the command; removed by the run when it accepts the request
+    slots/ID.answer.json      written by the run; removed by the command
 
-    slots/state.json          the run says how its slots are, whenever that changes
-    slots/ID.request.json     the command asks; the run takes it (the file goes), and does it
-    slots/ID.answer.json      the run says what it did; the command takes that
-
-Invariants: files appear whole. A request is taken by the run or withdrawn by the command, never both: what is not done
-in time is not done later.
-Waits: the command for the run, at most `ANSWER_S` until its request is taken and as long for the answer.
+A request is either accepted by the run or withdrawn by the command, never both.
 """
 
 from __future__ import annotations
@@ -53,14 +48,10 @@ class Request:
 
     id: str
     do: str
-    """drain | leave | restore."""
     slot: int
     until: float
     until_well: bool = False
     """Of `drain`: the slot is to work again once it is as fast as the others."""
-
-
-# The command's end ---------------------------------------------------------------------------------------------------
 
 
 def ask(folder: Path, do: str, slot: int, until_well: bool = False, patience: float = ANSWER_S) -> str:
@@ -92,7 +83,6 @@ def ask(folder: Path, do: str, slot: int, until_well: bool = False, patience: fl
 
 
 def _wait_for(answer: Path, patience: float, request: Path | None = None) -> bool:
-    """Whether it came in time, or the request was taken at least."""
     until = time.monotonic() + patience
     while not answer.exists():
         if time.monotonic() > until:
@@ -102,7 +92,7 @@ def _wait_for(answer: Path, patience: float, request: Path | None = None) -> boo
 
 
 def _removed(file: Path) -> bool:
-    """Whether it was there, and is gone now by this call."""
+    """Return whether this call removed the file."""
     try:
         file.unlink()
     except FileNotFoundError:
@@ -121,9 +111,6 @@ def read(folder: Path) -> list[SlotState]:
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{path} can't be read ({error}); the run writes it anew when something changes") from error
-
-
-# The run's end -------------------------------------------------------------------------------------------------------
 
 
 def begin(folder: Path) -> None:

@@ -1,8 +1,4 @@
-"""What became of a run: `status.json` of its folder, written when it starts and when it ends.
-
-Role: `rlfuse.run.job` writes it; lists of runs, reports and the live view of a run that goes on elsewhere read it. A
-run that was killed could not say so: its file still says `running`, and `state_now` asks the folder's lock.
-"""
+"""Read and write `status.json`, the state of a run. A killed run still says `running`; `state_now` checks the lock."""
 
 from __future__ import annotations
 
@@ -26,7 +22,6 @@ FILE = "status.json"
 RESERVED, RESERVED_BYTES = ".reserved", 1 << 20
 """A file that takes up disk space from a run's start to its end, when its last rows and its status need some."""
 COMMIT_S = 5.0
-"""For git to tell the commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +31,18 @@ class Status:
     state: str
     """running | finished | stopped (a person or a scheduler ended it) | failed; from `state_now` also crashed."""
     name: str
-    """project/experiment."""
     command: str
     """As it was typed, secrets hidden; empty where a program called."""
     commit: str
-    """Of the working folder; empty outside a repository, with `+` behind it where files differ."""
     sweep: str
-    """The group of its sweep; empty for a single run."""
     host: str
     pid: int
     started: float
     total: int = 0
-    """Steps of the whole run; 0 where that is not known."""
     ended: float | None = None
     error: str = ""
-    """The message of a run that failed or was stopped."""
     earlier_s: float = 0.0
-    """Seconds of the processes that had the run before this one."""
     label: str = ""
-    """Of the steps before the checkpoint that this process resumed from."""
 
     def seconds(self, heard: float) -> float:
         """Of all processes of the run so far; `heard`: the `last_sign` of one that could not say how it ended."""
@@ -62,10 +50,7 @@ class Status:
 
 
 def state_now(folder: Path, found: Status) -> str:
-    """Return the `state` of the folder's run, or `crashed` where its driver ended without a word.
-
-    A run of another host whose lock can't be seen here is `running`: `last_sign` tells how old that is.
-    """
+    """Return the run's `state`; `crashed` if its driver ended without writing one."""
     if found.state != "running":
         return found.state
     alive = run_lock.is_locked(folder)
@@ -75,10 +60,7 @@ def state_now(folder: Path, found: Status) -> str:
 
 
 def begin(folder: Path, name: str, started: float, total: int = 0, label: str = "") -> None:
-    """The run of this folder, of so many steps in `total`, continues in this process after steps with this label.
-
-    NotWritten where the disk has no room for a run.
-    """
+    """Record that the run continues in this process. NotWritten if the disk is full."""
     try:
         (folder / RESERVED).write_bytes(os.urandom(RESERVED_BYTES))  # neither compressed nor written later
         sync(folder / RESERVED)
@@ -91,7 +73,6 @@ def begin(folder: Path, name: str, started: float, total: int = 0, label: str = 
 
 
 def _seconds_before(folder: Path, started: float) -> float:
-    """Of earlier processes; another attempt of the one that started then is none."""
     if (before := read(folder)) is None:
         return 0.0
     return before.earlier_s if before.started == started else before.seconds(run_lock.last_sign(folder))
@@ -140,7 +121,6 @@ def typed_command() -> str:
 
 
 def _commit() -> str:
-    """By git, which may be missing, as may be a repository."""
     try:
         told = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"],

@@ -190,5 +190,5 @@ def _legend(figure: Figure, seen: set[str], largest: float, note: str) -> None:
     patches += [IDLE]
     dashed = (0, (2, 2))
     patches += [Line2D([], [], color=INK, lw=1, ls=dashed, label="lower bound")] if "bound" in seen else []
-    more = {"columnspacing": 1.4, "title": note, "title_fontsize": 9, "alignment": "left"}
+    more: dict[str, Any] = {"columnspacing": 1.4, "title": note, "title_fontsize": 9, "alignment": "left"}
     legend(figure, patches, min(len(patches), MOST_COLUMNS), **more)

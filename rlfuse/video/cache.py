@@ -1,31 +1,32 @@
-"""Embeddings of clips, one bf16 copy per node in shared memory.
+"""Cache clip embeddings in the shared memory of each node, one bf16 copy each.
 
-Role: `EmbeddingCache` is the book-keeper of one node, an actor that `store` speaks to. Nothing passes through it but
-on its way to another node: encoder ranks write rows straight into the file that `reserve` names, and whoever has the
-handle maps it.
-Invariants:
-- readers meet whole entries only: rows are written to `*.partial`, which `commit` renames;
-- the bytes reserved and committed never exceed `limit_bytes`; entries are dropped least recently used first, never one
-  that a holder (a step) still has. Dropping unlinks: who has mapped an entry keeps it until unmapped;
-- files of a run lie in a folder of its own, locked while the run lives and removed by `close`. What a killed run left
-  is removed by the next one on the node, which finds its folder unlocked;
-- with a disk tier every committed entry is copied there, and is not dropped from memory before.
-Waits for file systems only.
+`EmbeddingCache` is the actor of a node, `EmbeddingStore` the driver's view of all. Rows are written directly into the
+file that `reserve` names and `commit` renames, so readers see complete entries only. Reserved and committed bytes never
+exceed `limit_bytes`: entries without holder are evicted, least recently used first. A run's folder is locked while it
+lives; the next run on the node removes unlocked ones. Embeddings are copied between nodes through Ray's object store,
+at most COPYING at a time. With a disk tier, embeddings of a frozen tower are kept for later runs, which may share the
+folder; disk errors are counted and reported, and never stop a run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlfuse.cluster import scratch
+from rlfuse.cluster import remote, scratch
 from rlfuse.errors import EngineError
 from rlfuse.samples import Embedding
-from rlfuse.video.disk_tier import DiskTier
 from rlfuse.video.embedding import BF16, write_bytes
 
 MIB = 1 << 20
@@ -71,7 +72,6 @@ class EmbeddingCache:
         return self._handle(key)
 
     def has(self, key: str) -> bool:
-        """Whether `lookup` would find it now."""
         entry = self._entries.get(key)
         return entry.whole if entry else self.disk is not None and self.disk.has(key)
 
@@ -96,20 +96,17 @@ class EmbeddingCache:
         return str(path)
 
     def commit(self, key: str) -> Embedding:
-        """The entry is written: readers may have it, and so does the disk tier soon."""
         handle = self._publish(key)
         if self.disk:
             self.disk.save(key, handle.path)
         return handle
 
     def abandon(self, key: str) -> None:
-        """Drop an entry, written or not."""
         if self._entries.pop(key, None):
             self._partial(key).unlink(missing_ok=True)
             self._file(key).unlink(missing_ok=True)
 
     def release(self, holder: str) -> None:
-        """`holder` is done with all that it held."""
         for entry in self._entries.values():
             entry.holders.discard(holder)
 
@@ -135,7 +132,6 @@ class EmbeddingCache:
         }
 
     def problems(self) -> list[str]:
-        """What went wrong with the disk tier."""
         return list(self.disk.problems) if self.disk else []
 
     def close(self) -> None:
@@ -178,3 +174,188 @@ class EmbeddingCache:
                 f"{needed / MIB:.1f} MiB more are needed, the limit is {self.limit_bytes / MIB:.1f} MiB per node. "
                 "Raise the limit, lower the videos of a step or their token budget, or release finished steps."
             )
+
+
+WAIT_S = 60.0
+
+
+class DiskTier:
+    """One node's view of the folder. Writing happens in a thread of its own."""
+
+    def __init__(self, folder: str, limit_bytes: int | None):
+        self.folder, self.limit_bytes = Path(folder), limit_bytes
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.failures = 0
+        self.problems: list[str] = []
+        self._writer = ThreadPoolExecutor(1, "disk-tier")
+        self._saving: dict[str, Future] = {}
+
+    def has(self, key: str) -> bool:
+        return self._file(key).exists()
+
+    def load(self, key: str, size: int, target: str) -> bool:
+        """Fill the file `target` of `size` bytes; False if there is no such whole entry (any more)."""
+        try:
+            os.utime(self._file(key))  # used now
+            data = np.memmap(self._file(key), np.uint8, "r")
+            if len(data) != size:
+                raise OSError(f"it has {len(data)} bytes, not {size}")
+            write_bytes(target, 0, data)
+            return True
+        except (OSError, ValueError) as error:  # trimmed by another run, cut short by a crash of the host, empty
+            self._problem(f"{self._file(key)} could not be used: {error}")
+            return False
+
+    def save(self, key: str, source: str) -> None:
+        """Copy the file `source` soon; it must stay until `finish(key)`."""
+        self._saving[key] = self._writer.submit(self._copy, key, source)
+
+    def finish(self, key: str) -> None:
+        """Wait until `key` is written if it is about to be, at most WAIT_S."""
+        if saving := self._saving.get(key):
+            wait([saving], WAIT_S)
+
+    def close(self) -> None:
+        self._writer.shutdown()
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"{key}.bf16"
+
+    def _copy(self, key: str, source: str) -> None:
+        partial = self.folder / f"{key}.{os.getpid()}.partial"
+        try:
+            shutil.copyfile(source, partial)
+            with open(partial, "rb+") as file:
+                os.fsync(file.fileno())
+            os.rename(partial, self._file(key))
+            self._trim()
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            self._problem(f"embedding {key} could not be saved to {self.folder}: {error}")
+        finally:
+            self._saving.pop(key, None)
+
+    def _trim(self) -> None:
+        if self.limit_bytes is None:
+            return
+        found = [(file.stat(), file) for file in self.folder.iterdir()]
+        excess = sum(status.st_size for status, _ in found) - self.limit_bytes
+        for status, file in sorted(found, key=lambda pair: pair[0].st_mtime):
+            if excess <= 0:
+                return
+            file.unlink(missing_ok=True)
+            excess -= status.st_size
+
+    def _problem(self, message: str) -> None:
+        self.failures += 1
+        self.problems.append(message)
+
+
+COPYING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """Of every node's cache."""
+
+    limit_bytes: int
+    disk: str | None = None
+    disk_bytes: int | None = None
+    root: str = "/dev/shm"
+
+
+class EmbeddingStore:
+    """Node names are those that `start` is given."""
+
+    def __init__(self, settings: CacheSettings, timeout_s: float, environment: dict[str, str]):
+        self.settings, self.timeout_s, self.environment = settings, timeout_s, environment
+        self._caches: dict[str, Any] = {}
+        self._copying = asyncio.Semaphore(COPYING)
+
+    async def start(self, nodes: Mapping[str, str]) -> None:
+        settings = self.settings
+        for name, node in nodes.items():
+            self._caches[name] = (
+                ray.remote(EmbeddingCache)
+                .options(
+                    num_cpus=0,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                    runtime_env={"env_vars": self.environment},
+                )
+                .remote(settings.limit_bytes, settings.disk, settings.disk_bytes, settings.root)
+            )
+        await self._all("counters")
+
+    async def lookup(self, key: str, tokens: int, hidden: int, holder: str) -> Embedding | None:
+        """The handle of what nodes have of the entry, held there for `holder`; None if it has to be encoded."""
+        found = [copy for copy in await self._all("lookup", key, tokens, hidden, holder) if copy]
+        return _joined(found) if found else None
+
+    async def has(self, key: str) -> bool:
+        return any(await self._all("has", key))
+
+    async def reserve(self, node: str, key: str, tokens: int, hidden: int, holder: str) -> str:
+        return await self._ask(node, "reserve", key, tokens, hidden, holder)
+
+    async def commit(self, node: str, key: str) -> Embedding:
+        return await self._ask(node, "commit", key)
+
+    async def abandon(self, node: str, key: str) -> None:
+        await self._ask(node, "abandon", key)
+
+    async def move(self, source: str, part: str, node: str, key: str, row: int) -> None:
+        """Rows that were written to the entry `part` on `source` become rows of `key` on `node`; `part` is dropped."""
+        data = self._caches[source].read.remote(part)
+        await self._ask(node, "write", key, row, data)
+        await self.abandon(source, part)
+
+    async def spread(self, key: str, tokens: int, hidden: int, holder: str) -> Embedding:
+        """The handle of an entry that some node has, once all have it, held for `holder`; EngineError without room."""
+        entry = (key, tokens, hidden, holder)
+        found = dict(zip(self._caches, await self._all("lookup", *entry), strict=True))
+        if lacking := [node for node, copy in found.items() if copy is None]:
+            source = next(node for node, copy in found.items() if copy)
+            async with self._copying:
+                data = self._caches[source].read.remote(key)  # into the object store once, however many nodes take it
+                copies = await asyncio.gather(*(self._copy(data, node, *entry) for node in lacking))
+            found |= zip(lacking, copies, strict=True)
+        return _joined(list(found.values()))
+
+    async def _copy(self, data: Any, node: str, key: str, tokens: int, hidden: int, holder: str) -> Embedding:
+        await self.reserve(node, key, tokens, hidden, holder)
+        try:
+            await self._ask(node, "write", key, 0, data)
+        except BaseException:
+            await self.abandon(node, key)
+            raise
+        return await self.commit(node, key)
+
+    async def release(self, holder: str) -> None:
+        await self._all("release", holder)
+
+    async def counters(self) -> dict[str, int]:
+        of_nodes = await self._all("counters")
+        return {name: sum(node[name] for node in of_nodes) for name in of_nodes[0]}
+
+    async def problems(self) -> list[str]:
+        return [problem for problems in await self._all("problems") for problem in problems]
+
+    async def close(self) -> None:
+        try:
+            await self._all("close")
+        finally:
+            for cache in self._caches.values():
+                ray.kill(cache)
+            self._caches.clear()
+
+    async def _ask(self, node: str, method: str, *arguments: Any) -> Any:
+        reference = getattr(self._caches[node], method).remote(*arguments)
+        return await remote.call(reference, f"embedding cache of node {node}", method, self.timeout_s)
+
+    async def _all(self, method: str, *arguments: Any) -> list[Any]:
+        return await asyncio.gather(*(self._ask(node, method, *arguments) for node in self._caches))
+
+
+def _joined(copies: Sequence[Embedding]) -> Embedding:
+    first, *others = copies
+    return replace(first, copies=tuple(copy.path for copy in others))

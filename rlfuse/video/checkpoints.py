@@ -1,8 +1,4 @@
-"""A trained text part of a video model, put back into the whole model's folder.
-
-Role: `join_checkpoint` is called for every checkpoint of a video job (`VideoModel.complete`). Knows tensors' names, no
-family. What reads single tensors serves others too.
-"""
+"""Join a trained text part of a video model with the rest of the model's folder."""
 
 from __future__ import annotations
 
@@ -18,12 +14,8 @@ from rlfuse.config.model_files import WEIGHTS
 
 
 def join_checkpoint(text_folder: str | Path, whole_folder: str | Path, out: str | Path) -> Path:
-    """The model at `whole_folder` with the text part trained to `text_folder`, as a folder at `out`; returns `out`.
-
-    Of a trainer's `huggingface/` folder of a Qwen2.5-VL, or of a VideoLLaMA3's text part exported and trained. Copied
-    tensor by tensor, to the bit and in as many files as the whole model has; at most one of these is in memory.
-    ValueError, and nothing written, where the two don't fit.
-    """
+    """Join the trained text part with the rest of the model at `whole_folder`, tensor by tensor; return `out`.
+    ValueError, and nothing written, if they do not fit."""
     text_folder, whole_folder, out = Path(text_folder), Path(whole_folder), Path(out)
     trained = {_bare(name): (file, name) for name, file in tensor_places(text_folder).items()}
     if (tied := AutoConfig.from_pretrained(whole_folder).tie_word_embeddings) and _EMBEDDING in trained:
@@ -54,7 +46,7 @@ _TEXT = ("lm_head.", "embed_tokens.", "layers.", "norm.")
 
 
 def _bare(name: str) -> str:
-    """A tensor's name as text models, whole models and older ones of both have in common; towers' names stay apart."""
+    """Return a tensor's name without prefixes that differ between text and whole models and versions."""
     while name.startswith(("model.", "language_model.")):
         name = name.partition(".")[2]
     return name

@@ -1,7 +1,4 @@
-"""What is known of a clip before it is decoded, and when its pictures change.
-
-Role: `decoding.probe` finds it out, samplings choose times by it. Pure.
-"""
+"""Facts of a clip that are known before decoding: duration, size, and when its pictures change. Pure."""
 
 from __future__ import annotations
 
@@ -25,21 +22,17 @@ class ClipFacts:
     """What is known of a clip before it is decoded."""
 
     duration_s: float
-    """From the first frame's appearance to the last one's end."""
     fps: float
     """Of the source; the average where the rate varies."""
     height: int
     width: int
     """Pixels as displayed, that is after the rotation that the container asks for."""
     frames: int | None = None
-    """None where only decoding would tell."""
     stills: tuple[tuple[float, float], ...] = ()
     """Where the rate varies: from when to when one picture stays, in order. Of all pictures if they stay longer than
     `STILL_S` on average, else of those that do."""
     start_s: float = 0.0
-    """Where in its file it begins."""
     is_list: bool = False
-    """Its row lists its frames: all are shown unless its settings say otherwise."""
 
     def __post_init__(self) -> None:
         for name in ("duration_s", "fps"):
@@ -53,16 +46,13 @@ class ClipFacts:
 
     @property
     def distinct_frames(self) -> int:
-        """How many different frames there are to see."""
         return self.frames if self.frames is not None else _count(self.duration_s, self.fps)
 
     @property
     def first_frame(self) -> int:
-        """The place of its first frame in the file, at a constant rate."""
         return round(self.start_s * self.fps)
 
     def time_of(self, frame: int) -> float:
-        """When the frame at this place in the file is shown."""
         ahead = self.start_s - self.first_frame / self.fps  # only where the rate varies around the part
         return frame / self.fps + (ahead if abs(ahead) > ROUNDING_S else 0.0)
 
@@ -85,8 +75,7 @@ class ClipFacts:
         return replace(self, frames=frames, duration_s=stop - begin, start_s=begin, stills=stills)
 
     def spread(self, most: int, fps: float) -> tuple[list[float], float]:
-        """The times of at most so many pictures over the whole clip, at this rate or below it as little as needed, and
-        their rate on average. Of pictures that vary in length those, all of them, where the rate has as many times."""
+        """Return times of at most so many pictures at this rate or below, and their mean rate."""
         if not self.stills:
             fps = fps if len(self._news(fps)) <= most else most / self.duration_s
             return self._times(fps), fps
@@ -104,7 +93,7 @@ class ClipFacts:
         return times, len(times) / self.duration_s
 
     def _times(self, fps: float) -> list[float]:
-        """0, 1/fps, 2/fps, ... to the end, without those that show the picture of the one before; all of the file."""
+        """Return 0, 1/fps, 2/fps, ... to the end, without repeated pictures."""
         return [round(self.start_s + index / fps, 6) for index in np.flatnonzero(self._news(fps)).tolist()]
 
     def steady(self) -> ClipFacts:
@@ -112,7 +101,6 @@ class ClipFacts:
         return replace(self, fps=1 / STILL_S, frames=None, stills=()) if self.stills else self
 
     def _news(self, fps: float) -> np.ndarray:
-        """bool: which of 0, 1/fps, 2/fps, ... don't show the picture of the one before."""
         count = _count(self.duration_s, fps)
         if not self.stills:
             return np.ones(count - (count == self.distinct_frames + 1), bool)  # the one too many is of rounding
@@ -124,5 +112,4 @@ class ClipFacts:
 
 
 def _count(duration_s: float, fps: float) -> int:
-    """How many of the times 0, 1/fps, 2/fps, ... lie before the end."""
     return max(1, math.ceil(duration_s * fps - _FRAME_SLACK))

@@ -1,9 +1,4 @@
-"""Token compression of VideoLLaMA3's processor: visual tokens that repeat those of the frame before are left out.
-
-Role: `data.clips` asks for it where rows become prompts, as the number of visual tokens depends on the pixels; the plan
-keeps the answer for engine, encoder and trainer. Pure.
-Invariant: for equal pixels the kept tokens are those of transformers' processor.
-"""
+"""VideoLLaMA3's token compression: drop visual tokens that repeat the previous frame, as its processor does."""
 
 from __future__ import annotations
 
@@ -21,8 +16,7 @@ THRESHOLD = 0.1
 
 
 def compressed(plan: VideoPlan, blocks: Iterable[np.ndarray], pixels: Pixels) -> VideoPlan:
-    """Return the plan without repeated tokens; a frame keeps one at least. `blocks`: uint8 [frames, height, width, 3],
-    all frames of the plan in order."""
+    """Return the plan without repeated tokens. `blocks`: uint8 [frames, height, width, 3], in order."""
     before, kept, cell = None, [], plan.geometry.cell
     for block in blocks:
         frames = pixels.normalise(torch.from_numpy(block))

@@ -1,9 +1,6 @@
-"""One picture of what the model saw and said: frames with their times beside the question, below them all answers.
+"""Draw a contact sheet: the frames that the model saw with their times, the question, and all answers. Pure.
 
-Role: `contact_sheet` is called for the few prompts that a step logs; the image goes to wandb and, as PNG, to the run
-folder. Pure: it is given the decoded frames of the plan and opens nothing but its fonts.
-Invariants: frames are shown as the model got them, in their order and shape; what does not fit (frames beyond
-`MOST_FRAMES`, the middle of a long text, answers beyond `MOST_ANSWERS`) is left out and the picture says how much.
+What does not fit (frames beyond `MOST_FRAMES`, long texts, answers beyond `MOST_ANSWERS`) is left out and counted.
 """
 
 from __future__ import annotations
@@ -24,14 +21,10 @@ from rlfuse.video.plan import VideoPlan
 
 MOST_FRAMES = 640
 GRID = (1120, 760)
-"""Pixels that frames are made to fill, about."""
 THUMB = range(60, 281)
-"""Pixels of a thumbnail's width: at the least a time can be read below it."""
 PANEL, ANSWER = 420, 250
-"""Pixels of the width of the text beside the frames, and at the least of an answer below them."""
 MOST_ANSWERS = 32
 TALLEST = 1200
-"""Pixels of a column of text, of which what is used is shown."""
 GAP, MARGIN, LABEL = 6, 24, 15
 PAPER, INK, PALE, LINE = "#ffffff", "#22262b", "#7d858e", "#e3e6ea"
 GOOD, BAD, FAILED = "#1f8a4c", "#c2385a", "#b87503"
@@ -51,17 +44,13 @@ class Caption:
     """What stands beside and below the frames."""
 
     title: str
-    """Step and prompt, for instance `step 12 · prompt 3`."""
     question: str
     answers: tuple[Answer, ...]
     truth: str = ""
 
 
 def shown_frames(plans: Sequence[VideoPlan]) -> list[list[int]]:
-    """Return for each plan the indices of the frames that a sheet shows: `MOST_FRAMES` of all, evenly spaced.
-
-    At least one of each plan; an image counts as one frame, whatever its temporal patch.
-    """
+    """Return per plan the indices of shown frames: `MOST_FRAMES` in all, at least one of each."""
     frames = [(place, index) for place, plan in enumerate(plans) for index in range(1 if plan.still else plan.frames)]
     shown: list[list[int]] = [[] for _ in plans]
     for choice in np.linspace(0, len(frames) - 1, min(len(frames), MOST_FRAMES)).round().astype(int):
@@ -90,7 +79,6 @@ def contact_sheet(seen: Sequence[tuple[np.ndarray, VideoPlan]], caption: Caption
 
 
 def _grid(seen: Sequence[tuple[np.ndarray, VideoPlan]], places: Sequence[Sequence[int]]) -> Image.Image:
-    """Draw thumbnails in rows, each with its time below."""
     pictures = [
         (pixels, "image" if plan.still else f"{plan.times[index]:.1f} s")
         for (frames, plan), shown in zip(seen, places, strict=True)
@@ -116,7 +104,6 @@ def _grid(seen: Sequence[tuple[np.ndarray, VideoPlan]], places: Sequence[Sequenc
 
 
 def _thumbnail(count: int, shape: float) -> tuple[int, int]:
-    """The largest width and height at which `count` thumbnails fill the grid, within `THUMB`."""
     for width in reversed(THUMB):
         height = max(1, round(width / shape))
         columns, rows = (GRID[0] + GAP) // (width + GAP), (GRID[1] + GAP) // (height + LABEL + GAP)
@@ -126,7 +113,6 @@ def _thumbnail(count: int, shape: float) -> tuple[int, int]:
 
 
 def _panel(plans: Sequence[VideoPlan], caption: Caption, shown: int) -> Image.Image:
-    """Text from top to bottom: title, question, truth, and what the plans were."""
     panel = _Column(PANEL)
     panel.text(caption.title, SMALL, PALE, lines=2)
     panel.part("Question", caption.question, 12)
@@ -147,7 +133,6 @@ def _panel(plans: Sequence[VideoPlan], caption: Caption, shown: int) -> Image.Im
 
 
 def _answers(answers: Sequence[Answer], width: int) -> Image.Image:
-    """Columns of answers, in as many rows as they need."""
     shown = answers[:MOST_ANSWERS]
     most = max(1, (width + MARGIN) // (ANSWER + MARGIN))
     across = math.ceil(len(shown) / max(1, math.ceil(len(shown) / most))) or 1
@@ -167,7 +152,6 @@ def _answers(answers: Sequence[Answer], width: int) -> Image.Image:
 
 
 def _answer(name: str, answer: Answer, width: int) -> Image.Image:
-    """Its reward, and what it says."""
     cell = _Column(width)
     cell.rule()
     cell.text(f"{name} · reward", SMALL, PALE)
@@ -196,7 +180,6 @@ class _Column:
         self._draw = ImageDraw.Draw(self.image)
 
     def used(self) -> Image.Image:
-        """The image, down to where it is written."""
         return self.image.crop((0, 0, self.image.width, self.top))
 
     def space(self, pixels: int) -> None:
@@ -208,7 +191,6 @@ class _Column:
         self.space(10)
 
     def part(self, name: str, text: str, lines: int) -> None:
-        """A heading and its text."""
         self.space(14)
         self.text(name, SMALL, PALE)
         self.text(text or "(empty)", NORMAL, INK if text else PALE, lines)
@@ -220,7 +202,6 @@ class _Column:
 
 
 def _wrapped(text: str, size: int, width: int) -> list[str]:
-    """Lines no wider than `width`, broken between words, or within one that is wider by itself."""
     length, lines = _font(size).getlength, []
     for paragraph in text.splitlines():
         line = ""
@@ -240,7 +221,6 @@ def _wrapped(text: str, size: int, width: int) -> list[str]:
 
 
 def _fitted(lines: list[str], most: int) -> list[str]:
-    """The lines, or their beginning and end with how many are between."""
     if len(lines) <= most:
         return lines
     if most < 3:
@@ -251,11 +231,9 @@ def _fitted(lines: list[str], most: int) -> list[str]:
 
 
 def _step(size: int) -> int:
-    """Pixels from line to line."""
     return round(size * 1.4)
 
 
 @lru_cache
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    """DejaVu Sans, which comes with matplotlib and knows more scripts than Pillow's own."""
     return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), size)

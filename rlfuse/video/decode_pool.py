@@ -1,22 +1,11 @@
-"""Decoding in processes of its own: bounded in time for each clip, in clips and bytes for all of them.
-
-Role: `DecodePool` is what everyone but a notebook decodes with: the run when it plans its clips, an encoder rank for
-the frames that it encodes. It may be pickled to another process, and has its own workers there.
+"""Decode in worker processes, bounded in time per clip and in clips and bytes overall.
 
     stream(clips) --submitted while both bounds allow--> worker process, worker process, ...
-         ^------ results in order; asking for the next gives back the room of the one before ------'
+         ^------ results in order; asking for the next frees the room of the previous one ----'
 
-Invariants:
-- a clip is at most `timeout_s` in a worker. One that takes longer or crashes its process is a VideoError that names
-  it, the process is killed and replaced, and the other clips go on;
-- a worker that is killed or stopped from outside, at a clip or idle, is replaced, and what it did is repeated: that is
-  no fault of the clip, unless it happens ATTEMPTS times;
-- at most `max_clips` clips and `max_bytes` of frames are under way or not yet given back: a slow consumer pauses the
-  decoders. A clip larger than `max_bytes` on its own is a VideoError;
-- frames are written once, into memory that worker and consumer share and that no crash of either leaves behind;
-- no worker outlives the process that started it.
-Waits for workers, each bounded as above; an EngineError says that the pool itself is at fault. Used from one thread at
-a time. Workers are spawned, so a script that uses this needs `if __name__ == "__main__"`.
+A clip that exceeds `timeout_s` or crashes its process is a VideoError; the process is replaced and other clips
+continue. A worker killed from outside is replaced and its clip repeated, up to ATTEMPTS times. Frames are written once,
+into shared memory. Workers end with their parent; they are spawned, so scripts need `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -43,7 +32,6 @@ from rlfuse.video.images import ImageFacts
 from rlfuse.video.plan import VideoPlan
 
 START_S = 120.0
-"""For a new process to import PyAV and torch, on a machine that is busy."""
 ATTEMPTS = 3
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 """How a decoder ends by what it reads; all else comes from outside, as from the kernel where memory is short."""
@@ -58,7 +46,6 @@ class Clip:
     first: int = 0
     last: int | None = None
     sample: str = ""
-    """Named in errors beside the file."""
 
     def __post_init__(self) -> None:
         if not self.plan.times[self.first : self.last]:
@@ -66,12 +53,10 @@ class Clip:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of its decoded frames."""
         return len(self.plan.times[self.first : self.last]), self.plan.height, self.plan.width, 3
 
     @property
     def bytes(self) -> int:
-        """Of its decoded frames."""
         return int(np.prod(self.shape))
 
 
@@ -118,7 +103,6 @@ class _Call:
     shared: _Shared | None = None
     attempt: int = 1
     exit_code: int | None = None
-    """Of the worker that an earlier attempt lost."""
 
     def release(self) -> None:
         """Give up the worker, if it's still at it, and the way to the memory; who has the pixels keeps them."""
@@ -133,7 +117,6 @@ class DecodePool:
 
     workers: int = 1
     timeout_s: float = 60.0
-    """For one clip, or the part of one that is asked for."""
     max_clips: int = 4
     max_bytes: int = 1 << 30
     _pool: ProcessPool | None = field(default=None, init=False, repr=False, compare=False)
@@ -154,11 +137,9 @@ class DecodePool:
         self.close()
 
     def probe(self, paths: Iterable[str]) -> Iterator[ClipFacts | VideoError]:
-        """The facts of each clip's file, in order."""
         return self._in_order(_Request(path) for path in paths)
 
     def probe_images(self, paths: Iterable[str]) -> Iterator[ImageFacts | VideoError]:
-        """The facts of each image's file, in order."""
         return self._in_order(_Request(path, still=True) for path in paths)
 
     def stream(self, clips: Iterable[Clip]) -> Iterator[np.ndarray | VideoError]:
@@ -239,7 +220,7 @@ class DecodePool:
         kill_stopped_workers(self._ended)
 
     def _is_lost(self, call: _Call) -> bool:
-        """Whether the call has no result because its worker was lost, by no fault of the file."""
+        """Return whether the worker was lost by no fault of the file."""
         future = call.future
         if not future.done():
             return call.pool is not self._pool
@@ -249,12 +230,11 @@ class DecodePool:
         return isinstance(error, BrokenProcessPool)
 
     def _exit_code(self, call: _Call) -> int | None:
-        """Of the last worker that died at this call; None if none did, as far as pebble knows."""
         error = call.future.exception() if call.future.done() and not call.future.cancelled() else None
         return error.exitcode if isinstance(error, ProcessExpired) else call.exit_code
 
     def _result(self, call: _Call) -> ClipFacts | ImageFacts | np.ndarray | VideoError | None:
-        """Of the oldest call, which has a worker or is the next to get one; None where it is to be repeated."""
+        """Return the result of the oldest call; None if it is to be repeated."""
         limit, future = self.timeout_s, call.future
         if call.pool is self._pool:
             wait([future], START_S + limit)
@@ -287,7 +267,6 @@ class DecodePool:
 
 
 def _start_worker() -> None:
-    """Import what takes seconds before a clip's time begins."""
     end_with_parent()
     import torch
 
@@ -295,7 +274,6 @@ def _start_worker() -> None:
 
 
 def _decode_into(memory: str, clip: Clip) -> None:
-    """Decode, in a worker, into memory that is shared with the caller."""
     with open(memory, "r+b") as file:
         out = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8).reshape(clip.shape)
     if clip.plan.still:

@@ -1,14 +1,9 @@
-"""Decoding for encoder ranks: by their own pools, and by the CPUs of nodes that have no slots.
-
-Role: `DecoderNodes` is what the driver holds of such nodes, `DecoderNode` the actor on each; an encoder rank has
-`Decoders` over its pool and its share of their processes, and may ask as many threads at a time as there are.
+"""Decode for encoder ranks: in their own pools, and on CPU nodes without slots.
 
     encoder rank --thread--> own pool, first while it is free
                  --thread--> node without slots: a pool for each of its processes --object store--> frames
 
-Invariants: a process decodes one block at a time; frames are the same wherever they are decoded. What a node doesn't
-see or can't decode is decoded here: whether the file is at fault, or that node (slow, or short of memory), shows here
-alone. So is what it doesn't answer in time or takes along when it goes: nobody of that rank asks it then any more.
+What another node cannot decode, or does not answer in time, is decoded locally, and that node is not asked again.
 """
 
 from __future__ import annotations
@@ -87,12 +82,10 @@ class DecoderNodes:
             ray.kill(started)
 
     def share(self, rank: int, ranks: int) -> list[Any]:
-        """Of one of the ranks: an actor for each of its processes."""
         everyone = [actor for node, actor in self._actors.items() for _ in range(self._nodes[node])]
         return everyone[rank::ranks]
 
     def close(self) -> None:
-        """End the processes."""
         for actor in self._actors.values():
             ray.kill(actor)
         self._actors.clear()
@@ -110,7 +103,6 @@ class Decoders:
             self._free.put(number)
 
     def read(self, path: str, plan: FramePlan, first: int, last: int) -> tuple[np.ndarray, bool]:
-        """The frames, and whether another node decoded them."""
         number = self._free.get()
         if number and (frames := self._from(number, path, plan, first, last)) is not None:
             return frames, True

@@ -1,14 +1,7 @@
-"""Reading real video files with PyAV: what a clip is, and the frames that a plan names.
+"""Read video files with PyAV: facts of a clip, and the frames that a plan names. The pool bounds the time.
 
-Role: `probe` and `decode` run in the worker processes of `decode_pool`, or directly in a notebook or a test. Nothing
-here bounds time: a file that never answers (a dead mount, a pipe) is ended with its process by the pool.
-Invariants:
-- a frame is the one on the screen at its time, the last that starts no later, at constant and variable rates alike;
-- decoding starts at the last keyframe before a named frame, unless what was decoded for the one before is nearer;
-- nothing is shown that was decoded before the first keyframe, of the clip or behind a seek: it may lack what it refers
-  to, and some decoders show it by halves where others fail;
-- frames come as `display` says, in the plan's size, whatever the file has;
-- a file that can't give every frame of the plan is a `VideoError` that names it: no frame is made up.
+A frame is the last one that starts no later than its time. Decoding starts at the last keyframe before it; frames
+decoded before the first keyframe are never shown. A file that lacks a frame of the plan is a `VideoError`.
 """
 
 from __future__ import annotations
@@ -73,7 +66,6 @@ def decode(
 
 
 def _probe_list(listed: FrameList) -> ClipFacts:
-    """Of frames that are images, all of which are decoded."""
     facts = [_of_frame(frame, images.probe) for frame in listed.frames]
     first, count = facts[0], len(facts)
     for each in facts:
@@ -82,7 +74,6 @@ def _probe_list(listed: FrameList) -> ClipFacts:
 
 
 def _of_frame(path: str, read: Callable[..., T], *arguments: Any) -> T:
-    """What `read` gives of an image; a VideoError of it names the image as a frame of the clip."""
     try:
         return read(path, *arguments)
     except VideoError as error:
@@ -90,7 +81,6 @@ def _of_frame(path: str, read: Callable[..., T], *arguments: Any) -> T:
 
 
 def _check_shape(first: tuple[int, int], size: tuple[int, int]) -> None:
-    """VideoError where a frame has another shape than the first."""
     (width, height), (across, down) = first, size
     if abs(across * height - width * down) > MOST_SQUEEZED * width * down:
         shapes = f"{width} x {height} pixels to {across} x {down}"
@@ -161,8 +151,7 @@ class _Video:
             yield before, held, ahead
 
     def _jump(self, start: int, tick: int) -> tuple[Iterator[av.VideoFrame], av.VideoFrame | None]:
-        """Go to a keyframe, or as far back as it takes to arrive at one presented by `tick`; the frame there, and those
-        that follow it. Some containers arrive behind what they are asked for, between keyframes."""
+        """Seek to a keyframe presented by `tick`, further back if the container arrives behind it."""
         step = 1
         while True:
             if start:
@@ -178,7 +167,6 @@ class _Video:
             start, step = max(0, start - step), 2 * step
 
     def _arrival(self, frames: Iterator[av.VideoFrame], tick: int) -> av.VideoFrame | None:
-        """Their first keyframe, or what is behind `tick` before it; None where they can't be decoded."""
         try:
             return next((frame for frame in frames if frame.key_frame or frame.pts > tick), None)
         except av.FFmpegError:
@@ -205,7 +193,6 @@ class _Video:
             raise VideoError(f"can't be decoded on the way to {time:g} s ({error.strerror})", REPLACE) from error
 
     def _keyframe_before(self, tick: int) -> int:
-        """Its place among the keyframes; 0 where there is none."""
         return max(0, bisect.bisect_right(self.timeline.keyframes, tick) - 1)
 
     def _tick(self, time: float) -> int:
@@ -218,7 +205,6 @@ class _Video:
         return self._seconds(frame.pts) + max(frame.duration * self._tick_s, self._frame_s)
 
     def _covers(self, last: av.VideoFrame, tick: int) -> bool:
-        """Whether the clip's last frame may still be on the screen, give or take a frame."""
         slack = STILL_S if self.timeline.stills else self._frame_s
         missing = self._seconds(self.timeline.last) - self._seconds(last.pts)
         return missing <= slack and self._seconds(tick) <= self.timeline.duration_s + slack
@@ -226,7 +212,6 @@ class _Video:
 
 @contextmanager
 def _opened(path: str) -> Iterator[_Video]:
-    """The file's video; whatever is wrong with the file becomes a VideoError that names it."""
     try:
         file = Path(path)
         if file.is_dir() or not file.exists():

@@ -1,13 +1,7 @@
-"""What a screen shows of a decoded frame: of one instant, in ordinary light, in the plan's size, the right way up.
+"""Convert a decoded frame to what a screen shows: deinterlaced, SDR, resized, upright.
 
-Role: `decoding` asks for the sides of a clip as displayed and for the pixels of every frame that a plan names.
-Invariants:
-- a frame without fields, rotation or high dynamic range pays nothing for them;
-- reflections count: a display matrix turns and mirrors; one that does anything else is a `VideoError`;
-- PQ and HLG become what SDR video would have been: white paper (203 cd/m2, ITU-R BT.2408) stays white within a few per
-  cent, and up to 1000 cd/m2 highlights keep their differences. Without this they come out grey and pale, unlike
-  anything that towers were trained on. FFmpeg's own conversion takes 3.5 s for each clip and clips highlights.
-Waits for nothing.
+Frames without fields, rotation or HDR cost nothing extra. PQ and HLG are mapped to SDR with white paper (203 cd/m2,
+ITU-R BT.2408) kept within a few per cent; FFmpeg's own conversion takes 3.5 s per clip and clips highlights.
 """
 
 from __future__ import annotations
@@ -29,7 +23,6 @@ KNEE = 0.3
 """Light up to which tone mapping changes nothing: FFmpeg's default for its Mobius curve, too."""
 HDR = (ColorTrc.SMPTE2084, ColorTrc.ARIB_STD_B67)
 LUMINANCE = np.array([0.2627, 0.6780, 0.0593], np.float32)
-"""Of BT.2020's primaries."""
 TO_BT709 = np.array(
     [[1.6605, -0.5876, -0.0728], [-0.1246, 1.1329, -0.0083], [-0.0182, -0.1006, 1.1187]], np.float32
 )  # ITU-R BT.2087, from BT.2020
@@ -56,11 +49,7 @@ def deinterlaced(before: av.VideoFrame | None, frame: av.VideoFrame, after: av.V
 
 
 def shown(frame: av.VideoFrame, height: int, width: int, reformatter: VideoReformatter) -> np.ndarray:
-    """Return the frame as displayed: uint8 [height, width, 3] (RGB).
-
-    Converted at native size, then resized: FFmpeg's conversion in one call with scaling differs from the processors'
-    pixels by 2 to 3 of 255 on average, and takes longer.
-    """
+    """Return the frame as displayed, uint8 [height, width, 3] (RGB), converted before resizing, as processors do."""
     turned, right_to_left, upside_down = _turn(frame)
     if turned:
         height, width = width, height
@@ -85,7 +74,6 @@ def resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _turn(frame: av.VideoFrame) -> tuple[bool, bool, bool]:
-    """Whether rows are to be shown as columns, and then from right to left, and upside down."""
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return False, False, False
@@ -101,7 +89,6 @@ def _turn(frame: av.VideoFrame) -> tuple[bool, bool, bool]:
 
 
 def _tone_mapped(signal: np.ndarray, curve: int, primaries: int) -> np.ndarray:
-    """uint8 as of SDR video, from uint16 [..., 3] of PQ or HLG."""
     light = _light(curve)[signal]
     if curve == ColorTrc.ARIB_STD_B67:  # its light is the scene's; a display adds contrast
         light *= PEAK * (light @ LUMINANCE)[..., None] ** 0.2
@@ -113,7 +100,7 @@ def _tone_mapped(signal: np.ndarray, curve: int, primaries: int) -> np.ndarray:
 
 
 def _rolled_off(light: np.ndarray) -> np.ndarray:
-    """Mobius' curve: the same up to `KNEE`, smoothly on from there, 1 at `PEAK`."""
+    """Roll off highlights by Moebius' curve: linear up to `KNEE`, smooth from there, 1 at `PEAK`."""
     a = -(KNEE**2) * (PEAK - 1) / (KNEE**2 - 2 * KNEE + PEAK)
     b = (KNEE**2 - 2 * KNEE * PEAK + PEAK) / (PEAK - 1)
     return np.where(light <= KNEE, light, (b + KNEE) ** 2 / (b - a) * (light + a) / (light + b))
@@ -121,7 +108,7 @@ def _rolled_off(light: np.ndarray) -> np.ndarray:
 
 @cache
 def _light(curve: int) -> np.ndarray:
-    """float32 [65536]: light for each value of a signal: of PQ relative to `WHITE`, of HLG to the scene's brightest."""
+    """Return float32 [65536], light per signal value: of PQ relative to `WHITE`, of HLG to the brightest."""
     signal = np.arange(65536) / 65535
     if curve == ColorTrc.SMPTE2084:
         root = signal ** (1 / 78.84375)

@@ -1,8 +1,6 @@
-"""What moves instead of tensors: the handle of a clip's embedding, its key, and how rows get into its file.
+"""Handle, key and file of a clip's embedding. The key covers content, plan and tower version.
 
-Role: a leaf for all who write or read embeddings. A key says the clip's content, its plan and the tower's version, so
-that nothing stale can ever be found under it.
-torch is imported where it is used: the caches' processes do without, which saves each 200 MB and seconds of start.
+torch is imported where it is used: cache processes do without it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
 BF16 = 2
-"""Bytes of a number."""
 DECODING = 3
 """Raised whenever a file and a plan come to give other pixels, as what is on disk was made of those before."""
 

@@ -1,10 +1,7 @@
-"""The driver's side of one encoder rank: starts its process, asks it, and starts another when it is lost.
+"""Call one encoder rank from the driver, and restart it when it is lost.
 
-Role: used by `encoding` only.
-Invariants: every call is bounded in time and names rank and frames; a process that did not answer in time or died is
-replaced before the failure of what it was doing is returned, so the rank is always ready for the next part. Each
-replacement is reported and recorded as a `restart` span. A part is blamed for a death only if it dies alone, with
-nothing being decoded ahead. What a lost process had prefetched is lost.
+Calls are bounded in time. A lost process is replaced before its failure is returned. A part is blamed for a death only
+if it dies alone, with nothing prefetched.
 """
 
 from __future__ import annotations
@@ -30,14 +27,10 @@ class EncoderPlacement:
 
     options: dict[str, Any]
     memory: str = ""
-    """Empty: the Ray node."""
 
 
 class EncoderHandle:
-    """Rank number `rank`. After `start`, `version` and `shape` are its tower's, and `node` is where it runs.
-
-    `elsewhere`, to be set before: its share of decoders on other nodes.
-    """
+    """Driver's handle of rank `rank`. `elsewhere`: its share of other nodes' decoders."""
 
     def __init__(
         self, rank: int, placement: EncoderPlacement, settings: EncoderSettings, frames: FrameReader, timeout_s: float
@@ -52,7 +45,6 @@ class EncoderHandle:
 
     @property
     def memory(self) -> str:
-        """Name of the shared memory that it writes to."""
         return self.placement.memory or self.node
 
     async def start(self) -> None:
@@ -66,12 +58,10 @@ class EncoderHandle:
             await self.update(*self._updated)
 
     async def update(self, weights: str, updates: int) -> None:
-        """Newer weights of a trained tower."""
         self._updated = (weights, updates)
         self.version = await self._ask(f"load {weights}", "update", weights, updates)
 
     async def prefetch(self, upcoming: Sequence[Frames]) -> None:
-        """What the next batch will ask for begins to be decoded."""
         try:
             await self._ask("prefetch frames", "prefetch", upcoming)
             self._prefetching = True
@@ -79,7 +69,6 @@ class EncoderHandle:
             await self._replace(error)
 
     async def encode(self, part: Part, upcoming: Frames | None) -> Encoded | PartFailure:
-        """One part; meanwhile what comes next begins to be decoded."""
         try:
             return await self._ask(f"encode {part.frames}", "encode", part, upcoming)
         except EngineError as error:
@@ -99,14 +88,12 @@ class EncoderHandle:
         return [*spans, *self._recorder.drain()]
 
     async def _replace(self, error: EngineError) -> None:
-        """Start another process in the place of one that was lost, and report it."""
         watchdog.say(f"lost: {error}\n{self.name}: another process takes its place")
         with self._recorder.span("restart", cause=str(error)):
             self.close()
             await self.start()
 
     def close(self) -> None:
-        """End the process."""
         if self._actor is not None:
             ray.kill(self._actor)
 

@@ -1,13 +1,7 @@
-"""One encoder rank: a process with a tower that decodes, encodes and stores the frames it is told to.
+"""One encoder rank: an actor with a tower that decodes, encodes and stores parts of clips.
 
-Role: Ray makes an actor of it; `encoding` sends it one part of a clip at a time. Pixels and embeddings never leave it
-but into the node's cache.
-Memory: at most two blocks of decoded frames exist, of `block_bytes` each (or `cut` frames, where those are more), and
-`prefetch_bytes` of those that were prefetched.
-Concurrency: a thread decodes the next block, of this part or of the one that comes next, while this one is encoded;
-between batches as many as there are `Decoders` decode what `prefetch` named, and what of it hasn't begun when a part
-comes is called off. Waits for these threads, at most `decode_timeout_s` a block. Whatever goes wrong with a part is
-answered, not raised.
+A thread decodes the next block while this one is encoded: at most two blocks of `block_bytes` exist, and
+`prefetch_bytes` of prefetched frames. Errors of a part are returned, not raised.
 """
 
 from __future__ import annotations
@@ -43,18 +37,14 @@ class EncoderSettings:
 
     model_path: str
     family: str | None = None
-    """A user's own, `model.video_family`."""
     device: str = "cpu"
     dtype: str = "float32"
     """The tower computes in it; embeddings are stored as bf16 in any case."""
     step: int = 1
-    """Temporal patches that run at a time, see `TowerShape.step`."""
     block_bytes: int = 64 << 20
-    """Pixels decoded at a time."""
     decode_timeout_s: float = 300.0
     """For one block: a backstop for decoders that don't bound themselves (`DecodePool` does)."""
     prefetch_bytes: int = 0
-    """Of pixels that a rank may hold before they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +66,6 @@ class Frames:
 
     @property
     def bytes(self) -> int:
-        """Of them, decoded."""
         return (self.last - self.first) * self.plan.height * self.plan.width * 3
 
     def __str__(self) -> str:
@@ -89,15 +78,12 @@ class Part:
 
     frames: Frames
     target: str
-    """File of the cache entry."""
     row: int
-    """Of the file, where the first frame's tokens go."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A part is in the cache. Frames that were prefetched, and that other nodes decoded; seconds: decoding, of which
-    waited for, and encoding."""
+    """A part is cached: counts of prefetched and remote frames, seconds of decoding, waiting, encoding."""
 
     tokens: int
     prefetched: int
@@ -159,7 +145,6 @@ class EncoderRank:
         return self.tower.version, self.tower.shape, ray.get_runtime_context().get_node_id()
 
     def update(self, weights: str, updates: int) -> str:
-        """Newer weights of a tower that is trained; returns the new version."""
         self.tower.update(Path(weights), updates)
         return self.tower.version
 
@@ -213,19 +198,13 @@ class EncoderRank:
         return Encoded(row - part.row, prefetched, elsewhere, decode_s, wait_s, encode_s)
 
     def _blocks(self, whole: Frames) -> list[Frames]:
-        """What is decoded at a time; the tower may be cut there."""
         bounds = self.tower.shape.blocks(whole.plan, whole.first, whole.last, self.settings.block_bytes)
         return [replace(whole, first=first, last=last) for first, last in bounds]
 
     def _call_off(self) -> None:
-        """What is decoded ahead and hasn't begun isn't."""
         self._ahead = {pixels: each for pixels, each in self._ahead.items() if not each.future.cancel()}
 
     def _decoded(self, block: Frames) -> tuple[_Decoded, bool]:
-        """The block, decoded ahead or now, and whether it was prefetched.
-
-        What was begun ahead and failed, beside whatever else the machine did then, is begun again.
-        """
         ahead = self._ahead.pop(block.pixels, None)
         if ahead and self._settled(ahead.future) and ahead.future.exception() is None:
             future, prefetched = ahead.future, ahead.prefetched
@@ -245,7 +224,7 @@ class EncoderRank:
         return found, prefetched
 
     def _settled(self, future: Future) -> bool:
-        """Wait for a decoder; if it hangs, all threads are left alone and the next block gets others."""
+        """Wait for a decoder; if it hangs, abandon all threads and use new ones."""
         if wait([future], self.settings.decode_timeout_s).done:
             return True
         self._threads.shutdown(wait=False)

@@ -1,27 +1,15 @@
-"""Sequence-parallel encoding: the clips of a batch over all ranks, each clip once, straight into the caches of nodes.
-
-Role: what a step calls before it rolls out and trains. It moves no pixel and no embedding itself.
+"""Encode the clips of a batch sequence-parallel over all ranks, each clip once, into the nodes' caches.
 
     encode(clips, holder) -- one batch at a time
       keys -> lookup in the store -> missing ones sharded over ranks -> room reserved in the cache of a clip's home node
-      encoder/0: part, part, ... --rows--> /dev/shm of its node      one part is under way on each rank
-      encoder/1: part, part, ... --rows--> /dev/shm of its node
+      encoder/0: part, part, ... --rows--> /dev/shm of its node
       a clip's last part done -> committed -> copied to every other node, once -> handle
+    prefetch(clips) -- the likely next batch: blocks are decoded while nothing is encoded, up to `prefetch_bytes`
+    encode_ahead(clips, holder) -- as encode, by as few ranks as finish in time, a few clips at a time
 
-    prefetch(clips) -- what the next batch will probably be: keys, those in no cache, sharded as above
-      encoder/0: block, block, ... decoded while nothing is encoded, until `prefetch_bytes` are waiting
-
-    encode_ahead(clips, holder) -- the same, encoded by as few ranks as are done in time, a few clips after the other
-
-A clip's home is the node whose ranks encode most of it; parts encoded elsewhere are moved there. Whoever reads it, on
-whichever slot its samples come to run, finds it in the memory of its own node.
-Invariants:
-- embeddings equal those of the unsharded tower, bit by bit on equal devices: shards are cut where the tower allows;
-- a clip that is in a cache, or twice in a batch, is not encoded (again): `video/encode_once_factor` is 1;
-- a clip that can't be read, decoded or encoded is a `ClipFailure` that says why; the others go on. A rank that dies or
-  does not answer within `timeout_s` costs the clip it was at and is started anew;
-- what `encode` returned stays in the memory of all nodes until `release(holder)`.
-A rank that can't be started (again), or a cache that has no room or is lost, is an `EngineError` for the batch.
+Embeddings equal those of the unsharded tower bit by bit on equal devices. A clip that cannot be encoded is a
+`ClipFailure`; the others continue. Results stay in memory until `release(holder)`. A rank that cannot be started, or a
+cache without room, is an `EngineError`.
 """
 
 from __future__ import annotations
@@ -36,12 +24,12 @@ from pathlib import Path
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
 from rlfuse.samples import Embedding, FramePlan
+from rlfuse.video.cache import CacheSettings, EmbeddingStore
 from rlfuse.video.decoders import DecoderNodes, FrameReader
 from rlfuse.video.embedding import content_hash, embedding_key
 from rlfuse.video.encoder_handle import EncoderHandle, EncoderPlacement
 from rlfuse.video.encoder_rank import Encoded, EncoderSettings, Frames, Part, PartFailure
 from rlfuse.video.sharding import Load, Run, cost, pool_size, shard
-from rlfuse.video.store import CacheSettings, EmbeddingStore
 
 READERS = 4
 """Files hashed at a time; fewer than the event loop has threads, so that none waits for one while its time runs."""
@@ -75,11 +63,8 @@ class _Job:
     home: str = ""
     target: str = ""
     reserved: set[tuple[str, str]] = field(default_factory=set)
-    """(memory, key) of entries begun and not finished: its own, and one for each part encoded away from home."""
     left: int = 0
-    """Parts not yet stored."""
     executed: int = 0
-    """Tokens that ranks computed for it."""
     outcome: Embedding | ClipFailure | None = None
 
 
@@ -94,7 +79,6 @@ class _Tally:
     prefetched: int = 0
     elsewhere: int = 0
     ahead: int = 0
-    """Tokens."""
     pool: int = 0
     unique: dict[str, int] = field(default_factory=dict)
     seconds: Counter[str] = field(default_factory=Counter)
@@ -103,11 +87,7 @@ class _Tally:
 
 
 class SequenceParallelEncoder:
-    """Encoder ranks at `placements`, and caches on their nodes and on `nodes`, Ray's names of those that read.
-
-    `frames` decodes and is pickled to every rank; so do processes of nodes without slots, as many as `decoders` says of
-    each. `environment`: of the caches' processes and those decoders'.
-    """
+    """Encoder ranks at `placements`, caches on their nodes and on `nodes`, decoders on CPU nodes."""
 
     def __init__(
         self,
@@ -158,10 +138,7 @@ class SequenceParallelEncoder:
             return results
 
     async def prefetch(self, clips: Sequence[Clip]) -> None:
-        """Have ranks decode what each will be asked for if these clips are encoded next; nothing is decided by it.
-
-        Frames that are not asked for are dropped with the next call.
-        """
+        """Decode what ranks would encode next; unused frames are dropped."""
         async with self._one_batch:
             _, unique = await self._jobs(clips)
             known = await asyncio.gather(*map(self.store.has, unique))
@@ -173,11 +150,7 @@ class SequenceParallelEncoder:
     async def encode_ahead(
         self, clips: Sequence[Clip], holder: str, within_s: float, called_off: Callable[[], bool]
     ) -> None:
-        """Have clips in the caches, held for `holder`, before they are asked for, by as few ranks as are done in time.
-
-        `within_s`: 0 where it is not known how long that is; `called_off`: no other clip is begun. EngineError as
-        `encode`, with what was done until then held; a clip that fails is tried again by who asks for it.
-        """
+        """Cache clips for `holder` with as few ranks as finish `within_s` (0: unknown), until `called_off`."""
         async with self._one_batch:
             _, unique = await self._jobs(clips)
             for job in unique.values():  # one after the other: nothing goes on where one finds no room
@@ -196,7 +169,6 @@ class SequenceParallelEncoder:
                 self._tally.ahead += sum(job.tokens for job in few if isinstance(job.outcome, Embedding))
 
     async def release(self, holder: str) -> None:
-        """`holder` is done: what only it held may be evicted."""
         await self.store.release(holder)
 
     async def update_tower(self, weights: str | Path, updates: int) -> None:
@@ -236,7 +208,6 @@ class SequenceParallelEncoder:
         }
 
     async def close(self) -> None:
-        """Empty the caches, end all processes."""
         for rank in self.ranks:
             rank.close()
         self._decoders.close()
@@ -249,12 +220,10 @@ class SequenceParallelEncoder:
         self.version = first.version
 
     async def _jobs(self, clips: Sequence[Clip]) -> tuple[list[_Job | ClipFailure], dict[str, _Job]]:
-        """Of each clip, and those that differ by their keys."""
         jobs = await asyncio.gather(*(self._job(clip) for clip in clips))
         return jobs, {job.key: job for job in jobs if isinstance(job, _Job)}
 
     async def _job(self, clip: Clip) -> _Job | ClipFailure:
-        """The clip's key and token count; a failure if its file can't be read or the plan doesn't fit the tower."""
         plan, shape, what = clip.plan, self.shape, f"{clip.id} ({clip.path})"
         try:
             async with self._reading:
@@ -281,7 +250,6 @@ class SequenceParallelEncoder:
             job.outcome = await self.store.spread(job.key, job.tokens, self.shape.hidden, holder)
 
     async def _encode(self, jobs: list[_Job], ranks: Sequence[EncoderHandle], holder: str) -> None:
-        """All jobs over these ranks; each has an outcome then."""
         loads = [self._load(job.clip.plan) for job in jobs]
         shards = shard(loads, len(ranks), self.shape.step)
         costs = [cost(runs, loads) for runs in shards]
@@ -315,7 +283,6 @@ class SequenceParallelEncoder:
             job.home = of_memory.most_common(1)[0][0]
 
     async def _serve(self, rank: EncoderHandle, runs: list[Run], jobs: list[_Job], holder: str) -> None:
-        """One rank's shard, part by part; parts of clips that failed elsewhere meanwhile are skipped."""
         for run, after in zip_longest(runs, runs[1:]):
             job = jobs[run.clip]
             if job.outcome is not None:
@@ -337,7 +304,6 @@ class SequenceParallelEncoder:
     async def _encode_away(
         self, rank: EncoderHandle, run: Run, job: _Job, first_row: int, upcoming: Frames | None, holder: str
     ) -> None:
-        """A part into an entry of its own on the rank's node, and from there to the clip's home."""
         entry = f"{job.key}-{run.first}"
         tokens = self.shape.row(job.clip.plan, run.last) - first_row
         target = await self._reserve(job, rank.memory, entry, tokens, holder)
@@ -368,7 +334,7 @@ class SequenceParallelEncoder:
 
 
 def _named(job: _Job, clip: Clip) -> Embedding | ClipFailure:
-    """The job's outcome; a failure under the id of this clip, which may be one of several with the same content."""
+    """Return the job's outcome under the id of this clip; several clips may share their content."""
     if isinstance(job.outcome, ClipFailure):
         return ClipFailure(clip.id, job.outcome.message)
     return job.outcome

@@ -1,8 +1,4 @@
-"""Clips that are lists of frame images: a small file names the frames and their rate, and travels as a clip's path.
-
-Role: `data.clips` writes it where clips are planned; whoever reads clips recognises it by its name. A leaf: caches'
-processes import it, too.
-"""
+"""Clips that are lists of frame images: a small file names frames and rate and serves as the clip's path."""
 
 from __future__ import annotations
 

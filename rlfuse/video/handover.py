@@ -1,7 +1,4 @@
-"""How a clip's embeddings reach vLLM, decided by what is exact: the route of the model's family, or a reason for none.
-
-Role: pure; asked for a model when its engine starts, and for every plan before anything runs.
-"""
+"""Decide how embeddings reach vLLM: by the exact route of the model's family, or the reason why there is none. Pure."""
 
 from __future__ import annotations
 
@@ -22,10 +19,7 @@ class Refusal:
 
 
 def hand_over(config: PreTrainedConfig, plan: VideoPlan | None = None) -> Route | Refusal:
-    """The route of clips of this plan into a vLLM engine of this model; without a plan, of any.
-
-    `config` is of the model that vLLM serves.
-    """
+    """Return the route of this plan's clips into vLLM; without a plan, of any clip."""
     kind, family = config.model_type, family_of(config)
     if kind in TEXT_PARTS:
         if placeholder_ids(config):

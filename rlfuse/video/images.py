@@ -1,12 +1,7 @@
-"""Images: what one is, its plan of one frame, and its pixels as a model's own processor has them.
+"""Read images as clips of one frame, with the pixels of the model's own processor.
 
-Role: `probe` and `read` run in the worker processes of `decode_pool`, which bounds them in time; `plan_image` is called
-where rows become prompts. From there on an image is a clip of one frame, for caches, engines, trainers and sheets.
-Invariants:
-- pixels equal those of transformers' default processor (torchvision) to the bit: upright by EXIF, RGB, bicubic;
-- of an animated file the first picture is shown, as there;
-- a file's format and its number of pixels are judged before it is decoded;
-- a file that can't be read whole is a `VideoError` that names it.
+Pixels equal those of transformers' default processor bit by bit: upright by EXIF, RGB, bicubic, the first picture of an
+animation. Format and number of pixels are checked before decoding.
 """
 
 from __future__ import annotations
@@ -52,10 +47,7 @@ def plan_image(
     settings: ImageSettings | None = None,
     most_tokens: int | None = None,
 ) -> VideoPlan:
-    """The plan of an image, in the size nearest to its own within the bounds, or those of its row's `settings`.
-
-    Raises VideoError for a strip, and for settings that ask for more than `most_tokens`.
-    """
+    """Plan an image nearest to its size within bounds or `settings`. VideoError beyond `most_tokens`."""
     limit = math.inf if most_tokens is None else most_tokens * geometry.cell**2
     size = (settings or ImageSettings()).picture_size
     height, width = size(facts.height, facts.width, geometry.cell, (bounds.min_pixels, bounds.max_pixels, limit))
@@ -72,7 +64,6 @@ def read(path: str, plan: VideoPlan) -> np.ndarray:
 
 
 def _opened(path: str) -> Image.Image:
-    """Return the file's picture, decoded; whatever is wrong with the file becomes a VideoError that names it."""
     if not Path(path).exists():
         raise VideoError("there is no such file", "Correct the row's path", path)
     try:

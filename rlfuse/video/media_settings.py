@@ -1,9 +1,4 @@
-"""Settings that a row gives with one clip or image: which part and how many frames are shown, and how large.
-
-Role: `data.media` reads them from rows; `plan_video` and `plan_image` apply them. Pure.
-Invariant: keys have the names and the meaning of qwen-vl-utils. Where it has an answer, the frames of a model that
-samples as its own processor does are the same, and so are sizes if bounds are given; the rest is the run's sampling.
-"""
+"""Settings of a row for one clip or image (part, frames, size) as in qwen-vl-utils, and sizes in whole tokens. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +8,52 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from rlfuse.errors import VideoError
-from rlfuse.video.sizes import within
+
+THINNEST = 200
+"""Largest ratio of a picture's sides."""
+
+
+def within(
+    height: int, width: int, cell: int, min_pixels: int, max_pixels: int, frames: int = 1, unit: int = 1
+) -> tuple[int, int]:
+    """Return the multiple of `cell` nearest to the size and within the bounds (`smart_resize`)."""
+    if max(height, width) > THINNEST * min(height, width):
+        problem = f"is {width} x {height} pixels; the longer side may be {THINNEST} times the shorter at most"
+        raise VideoError(problem, "Crop it, or drop the row")
+    rows, columns, counted = round(height / cell), round(width / cell), round(frames / unit) * unit
+    if counted * rows * columns * cell**2 > max_pixels:
+        scale = math.sqrt(frames * height * width / max_pixels)
+        rows, columns = (max(1, math.floor(side / scale / cell)) for side in (height, width))
+    elif counted * rows * columns * cell**2 < min_pixels:
+        scale = math.sqrt(min_pixels / (frames * height * width))
+        rows, columns = (math.ceil(side * scale / cell) for side in (height, width))
+    return rows * cell, columns * cell
+
+
+def fit_size(height: int, width: int, level: int, cell: int) -> tuple[int, int]:
+    """Return the size nearest in shape, in multiples of `cell`, of at most `level` cells, without enlarging."""
+    scale = min(1.0, math.sqrt(level * cell * cell / (height * width)))
+    down, across = height * scale / cell, width * scale / cell
+
+    def unlike(cells: tuple[int, int]) -> tuple[float, int]:
+        rows, columns = cells
+        return round(abs(math.log(columns / rows * height / width)), 9), -rows * columns
+
+    rows, columns = min(
+        (
+            (rows, columns)
+            for rows in _neighbours(min(down, level))
+            for columns in _neighbours(min(across, level // rows))
+            if rows * columns <= level
+        ),
+        key=unlike,
+    )
+    return rows * cell, columns * cell
+
+
+def _neighbours(number: float) -> set[int]:
+    return {max(1, math.floor(number)), max(1, math.ceil(number))}
+
 
 FEWEST_CELLS, MOST_CELLS = 4, 16384
 """Tokens between which qwen-vl-utils resizes to `resized_height` and `resized_width`."""
@@ -53,7 +93,6 @@ class ImageSettings:
 
     @property
     def has_size(self) -> bool:
-        """Whether the row sets anything about the size."""
         return any(getattr(self, name) is not None for name in self.SIZES)
 
     def picture_size(self, height: int, width: int, cell: int, bounds: tuple[float, float, float]) -> tuple[int, int]:
@@ -71,7 +110,6 @@ class ClipSettings(ImageSettings):
     """Of a clip."""
 
     total_pixels: int | None = None
-    """Of all pairs of frames."""
     video_start: float | None = None
     """Seconds; what lies outside of the clip is cut off."""
     video_end: float | None = None
@@ -80,7 +118,6 @@ class ClipSettings(ImageSettings):
     min_frames: int | None = None
     max_frames: int | None = None
     sample_fps: float | None = None
-    """Rate of a clip that is a list of frames."""
     SIZES: ClassVar[tuple[str, ...]] = (*ImageSettings.SIZES, "total_pixels")
 
     def __post_init__(self) -> None:
@@ -96,12 +133,10 @@ class ClipSettings(ImageSettings):
 
     @property
     def has_frames(self) -> bool:
-        """Whether the row sets how many frames are taken of the part that is shown."""
         return any(each is not None for each in (self.fps, self.nframes, self.min_frames, self.max_frames))
 
     @property
     def is_empty(self) -> bool:
-        """Whether the row sets nothing."""
         return self == ClipSettings()
 
     def frames(
@@ -143,7 +178,6 @@ class ClipSettings(ImageSettings):
 
 
 def _number(name: str, value: Any) -> float:
-    """The value of a key. ValueError where it is no number, or none that the key can have."""
     whole = name not in FLOATS
     seconds = name in ("video_start", "video_end")
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):

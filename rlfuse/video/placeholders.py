@@ -1,10 +1,4 @@
-"""Visual placeholder ids: they mark where a clip stands in a prompt, and no response may hold one.
-
-Role: engine and trainer take the same ids out of the same distribution, so that their log-probs agree. The engine adds
--inf to those logits of every request, the trainer's output layer gives -inf for them (`exclude`): both renormalise over
-all other ids, at any temperature, and the output layer's rows of these ids get no gradient. Done for every sample of
-such a model, with a clip or without, because it's a property of the policy.
-"""
+"""Exclude visual placeholder ids from sampling: engine and trainer both give them -inf, so their log-probs agree."""
 
 from __future__ import annotations
 
@@ -17,10 +11,7 @@ FIELDS = ("image_token_id", "video_token_id", "image_token_index", "video_token_
 
 
 def placeholder_ids(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Ids that the model's configuration gives to visual placeholders; none for a model of text.
-
-    The text part of a video model keeps the fields `image_token_id` and `video_token_id` in its own configuration.
-    """
+    """Return the placeholder ids of a model's configuration; none for a model of text."""
     return tuple(sorted({value for name in FIELDS if isinstance(value := getattr(config, name, None), int)}))
 
 

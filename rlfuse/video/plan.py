@@ -1,26 +1,17 @@
-"""Which frames of a clip a model sees, how large, and how many tokens they cost: the only source of truth about it.
+"""Plan which frames of a clip a model sees, how large, and how many tokens they cost. Pure.
 
-Role: `plan_video` turns what is known of a clip, the run's sampling settings and the row's kind of task into a
-`VideoPlan`. The decoder decodes it, the tower encodes it, `prompt.assemble` writes it into the prompt; engine and
-trainer both check their token counts against it. Pure: no clip is opened here, and nothing here waits.
-Invariants:
-- a plan never exceeds its sampling's budget, and its tokens are never cut: what the caller can't take is an error;
-- times rise (the last is repeated where temporal patches have to be filled up), and span the clip, or the part of it
-  that its row asks for; they count from the start of the file;
-- with timestamps no picture is shown twice, at variable rates too. Rotary time axes have a single number of seconds for
-  all patches: there times stay even, and a picture that stays is shown again;
-- everything but times, size and geometry is derived from them, so a plan can't contradict itself;
-- equal plans have equal hashes, on every machine and in every process.
-Samplings: a model's own is that of its processor (`processor_sampling`). Seed1.5-VL's (arXiv 2505.07062, section on
-video encoding) takes 1, 2 or 5 frames a second by task, the largest of six levels of tokens per frame at which all of
-them fit into the budget, and where even the smallest does not fit, as many frames as fit, spread evenly over the clip.
-A fixed number of frames and tokens is that of MR-SP (arXiv 2507.07966).
+Decoder, tower, prompt, engine and trainer all use the plan. It never exceeds the sampling's budget, and its tokens are
+never cut. Times rise and count from the start of the file; with timestamps no picture is shown twice. All else is
+derived from times, size and geometry, and equal plans have equal hashes on every machine.
+Samplings: a model's own (`processor_sampling`); Seed1.5-VL's (arXiv 2505.07062: 1, 2 or 5 frames a second by task, the
+largest of six levels of tokens per frame that fits); a fixed number of frames and tokens (MR-SP, arXiv 2507.07966).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -28,9 +19,22 @@ from typing import NamedTuple, Protocol
 
 from rlfuse.errors import VideoError
 from rlfuse.video.clip_facts import STILL_S, ClipFacts
-from rlfuse.video.media_settings import ClipSettings
-from rlfuse.video.sizes import fit_size
-from rlfuse.video.timestamps import SEED_TIMES, Timestamps
+from rlfuse.video.media_settings import ClipSettings, fit_size
+
+
+@dataclass(frozen=True, slots=True)
+class Timestamps:
+    """How a prompt says the time of a frame, before its tokens."""
+
+    template: str
+    between: str = ""
+    behind: str = ""
+
+    def texts(self, seconds: Sequence[float]) -> list[str]:
+        return [(self.between if i else "") + self.template.format(each) for i, each in enumerate(seconds)]
+
+
+SEED_TIMES = Timestamps("[{:.1f} second]")
 
 
 class TaskKind(StrEnum):
@@ -38,9 +42,7 @@ class TaskKind(StrEnum):
 
     GENERAL = "general"
     DETAIL = "detail"
-    """Fine temporal detail."""
     MOTION = "motion"
-    """Counting and motion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,8 @@ class Geometry:
     """How the vision tower cuts frames into tokens."""
 
     patch: int = 14
-    """Pixels of a patch's side."""
     merge: int = 2
-    """Patches of a token's side."""
     temporal_patch: int = 1
-    """Frames that one token spans: 1 for image towers, 2 for Qwen's video towers."""
 
     def __post_init__(self) -> None:
         for name in ("patch", "merge", "temporal_patch"):
@@ -60,7 +59,6 @@ class Geometry:
 
     @property
     def cell(self) -> int:
-        """Pixels of a token's side."""
         return self.patch * self.merge
 
 
@@ -70,12 +68,10 @@ class Choice(NamedTuple):
     times: list[float]
     fps: float
     level: int
-    """Tokens per frame, at most."""
     height: int
     width: int
 
     def tokens(self, geometry: Geometry) -> int:
-        """Of a frame."""
         return self.height * self.width // geometry.cell**2
 
 
@@ -91,9 +87,7 @@ class SeedSampling:
     """Seed1.5-VL's sampling. Smaller models take smaller budgets and levels, by these settings alone."""
 
     budget: int = 81_920
-    """Visual tokens of a clip, at most."""
     levels: tuple[int, ...] = (640, 512, 384, 256, 160, 128)
-    """Tokens per frame, at most; largest first."""
     fps_general: float = 1.0
     fps_detail: float = 2.0
     fps_motion: float = 5.0
@@ -113,15 +107,11 @@ class SeedSampling:
                 raise ValueError(f"SeedSampling.fps_{kind}: got {self.fps(kind)}; valid is a finite number above 0")
 
     def fps(self, task: TaskKind) -> float:
-        """Frames per second that the task asks for."""
-        return {
-            TaskKind.GENERAL: self.fps_general,
-            TaskKind.DETAIL: self.fps_detail,
-            TaskKind.MOTION: self.fps_motion,
-        }[task]
+        return {TaskKind.GENERAL: self.fps_general, TaskKind.DETAIL: self.fps_detail, TaskKind.MOTION: self.fps_motion}[
+            task
+        ]
 
     def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> Choice:
-        """At the task's rate, as large as the budget allows."""
         most = {level: self.budget // level * geometry.temporal_patch for level in self.levels}
         longest = most[self.levels[-1]]
         if settings.has_frames or clip.is_list:
@@ -151,11 +141,9 @@ class FixedSampling:
 
     @property
     def budget(self) -> int:
-        """Visual tokens of a clip, at most (with temporal patches of one frame)."""
         return self.frames * self.tokens_per_frame
 
     def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> Choice:
-        """As many frames, whatever the task."""
         if settings.has_frames or clip.is_list:
             bounds = self.frames / clip.duration_s, 1, self.frames, math.inf
             times, fps = requested_times(clip, geometry, settings, bounds)
@@ -181,11 +169,8 @@ class VideoPlan:
     """Seconds. A time names the frame that is on the screen then."""
     height: int
     width: int
-    """Pixels that every frame is resized to; multiples of `geometry.cell`."""
     fps: float
-    """Frames per second, as sampled; on average where the clip's own rate varies."""
     level: int
-    """Tokens per frame that the sampling allowed."""
     geometry: Geometry = field(default_factory=Geometry)
     timestamps: Timestamps | None = SEED_TIMES
     """How the prompt says the time before every frame; None where it does not."""
@@ -193,7 +178,7 @@ class VideoPlan:
     still: bool = False
     """Of an image, whose frame is repeated to fill a temporal patch."""
     kept: bytes | None = None
-    """A byte for each token of all frames, 1 for those that are visual tokens, see `compression`; None: all are."""
+    """A byte for each token of all frames, 1 for those that are visual tokens, see `compressed`; None: all are."""
 
     def __post_init__(self) -> None:
         assert self.kept is None or len(self.kept) == self.temporal_patches * self.tokens_per_frame
@@ -203,7 +188,6 @@ class VideoPlan:
 
     @property
     def frames(self) -> int:
-        """How many frames are decoded."""
         return len(self.times)
 
     @property
@@ -230,7 +214,6 @@ class VideoPlan:
 
     @property
     def tokens(self) -> int:
-        """Visual tokens of the whole clip."""
         return self.temporal_patches * self.tokens_per_frame if self.kept is None else self.kept.count(1)
 
     @property
@@ -251,8 +234,7 @@ class VideoPlan:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The prompt's part for this clip: before the tokens of every temporal patch its time; one wordless piece
-        without timestamps."""
+        """Return the prompt's part: the time before each temporal patch, or one piece without timestamps."""
         if self.timestamps is None:
             return (Piece("", self.tokens),)
         each, texts = self.tokens_per_frame, self.timestamps.texts(self.patch_times)
@@ -261,13 +243,11 @@ class VideoPlan:
 
     @property
     def behind(self) -> str:
-        """The prompt's part behind the last piece."""
         return self.timestamps.behind if self.timestamps else ""
 
     @cached_property
     def hash(self) -> str:
-        """32 hexadecimal digits over what the tower's output depends on: times, to the microsecond, size, geometry, and
-        how it is read."""
+        """Hash what the tower's output depends on, in 32 hexadecimal digits."""
         microseconds = [round(time * 1e6) for time in self.times]
         shape = (self.height, self.width, self.geometry.patch, self.geometry.merge, self.geometry.temporal_patch)
         seen = (microseconds, shape, *["still"] * self.still, *[self.kept] * (self.kept is not None))
@@ -306,7 +286,6 @@ def requested_times(
 def _sized(
     clip: ClipFacts, times: list[float], fps: float, level: int, geometry: Geometry, settings: ClipSettings
 ) -> Choice:
-    """With frames of at most `level` tokens where settings don't say."""
     if not settings.has_size:
         return Choice(times, fps, level, *fit_size(clip.height, clip.width, level, geometry.cell))
     cell, unit = geometry.cell, geometry.temporal_patch

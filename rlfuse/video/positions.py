@@ -1,13 +1,7 @@
-"""Where the tokens of a prompt with clips stand under M-RoPE: in time, height and width.
+"""M-RoPE positions of a prompt with clips, equal to those of vLLM's `get_mrope_input_positions`. Pure.
 
-Role: pure; the trainer's batches take from here the positions that vLLM gives the same prompt. Models of 1-D positions
-never come here: their family has no `rope`.
-Invariants, those of Qwen's models and of vLLM's `get_mrope_input_positions`: text counts its tokens on all three axes;
-a clip begins where its first token would as text, time in whole steps of its seconds; what follows begins one behind
-the largest position so far, on whichever axis. Where timestamps stand in a clip (Qwen3-VL), each temporal patch counts
-as a clip. transformers 5 lets the text behind a clip begin behind the clip's height and width instead, whatever its
-time (its `get_rope_index`): the same for short clips, another model than vLLM's for longer ones, so that positions are
-always given to it and never left to it.
+transformers 5 places text after a clip by height and width only, another model than vLLM's for long clips; so positions
+are always passed to it.
 """
 
 from __future__ import annotations
@@ -26,7 +20,6 @@ class MRope:
     """How a model counts positions on three axes."""
 
     merge: int
-    """Patches of a visual token's side."""
     steps_per_second: float | None
     """Positions in time per second (Qwen2.5-VL's `tokens_per_second`); None: one for a temporal patch."""
 

@@ -1,10 +1,7 @@
-"""Which frames a model's own processor takes of a clip, and how large: by rate and bounds, as it was trained.
+"""Sample frames as a model's own processor does, by rate and pixel bounds. Pure.
 
-Role: a family's sampling (`VideoFamily.sampling`), with what the processor configuration of a checkpoint says. Pure.
-Invariant: at a constant rate frames, sizes and token counts are those of the installed transformers' processor of the
-same settings with `do_sample_frames`, also where settings are left out, but for `fps`, without which it takes every
-frame, and for fewer frames than a temporal patch, for which it has no answer. Those of a clip whose row has settings
-are qwen-vl-utils'. Which tokens VideoLLaMA3's leaves out is known from pixels alone (`compression`).
+At a constant rate, frames, sizes and token counts equal those of the installed transformers' processor with
+`do_sample_frames`; with settings of a row they equal those of qwen-vl-utils.
 """
 
 from __future__ import annotations
@@ -15,9 +12,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from rlfuse.video.clip_facts import ClipFacts
-from rlfuse.video.media_settings import MOST_FRAME_CELLS, ClipSettings
+from rlfuse.video.media_settings import MOST_FRAME_CELLS, ClipSettings, within
 from rlfuse.video.plan import Choice, Geometry, TaskKind, requested_times
-from rlfuse.video.sizes import within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +24,6 @@ class PixelBounds:
     max_pixels: int
 
     def told(self, settings: Mapping[str, Any]) -> Self:
-        """With what a processor configuration says."""
         size = settings.get("size") or {}
         named = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
         named |= {each.name: settings[each.name] for each in fields(self) if settings.get(each.name) is not None}
@@ -44,11 +39,9 @@ class ProcessorSampling(PixelBounds):
     max_frames: int
 
     def most_pixels(self, frames: int) -> int:
-        """Of each frame of a clip that is shown in so many."""
         return self.max_pixels
 
     def frame_bounds(self, frames: int, geometry: Geometry) -> tuple[int, int]:
-        """Least and most pixels of each frame of a clip that is shown in so many."""
         return self.min_pixels, self.most_pixels(frames)
 
     def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> Choice:
@@ -80,5 +73,4 @@ class ProcessorSampling(PixelBounds):
         return torch.arange(0, total, total / count).int().tolist()
 
     def size(self, height: int, width: int, frames: int, geometry: Geometry) -> tuple[int, int]:
-        """Of each frame of a clip of this size that is shown in so many."""
         return within(height, width, geometry.cell, self.min_pixels, self.most_pixels(frames))

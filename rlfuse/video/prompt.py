@@ -1,12 +1,6 @@
-"""A prompt with its visual tokens in place: `<video>` and `<image>` markers and plans become token ids and positions.
+"""Assemble a prompt with visual tokens in place of `<video>` and `<image>` markers. Pure.
 
-Role: called wherever a row with clips becomes a prompt; engine and trainer take the same ids and put the same
-embeddings at the same positions. Pure, for any tokenizer of transformers.
-Invariants:
-- visual positions are known because they were written here, never found by looking for an id;
-- text, whoever wrote it, never becomes a visual token: a placeholder spelled out in a question or an answer is
-  tokenised in two halves, which read the same;
-- as many visual tokens as the plans say, all of them, whatever the length of the prompt.
+Visual positions are recorded here, never searched for. A placeholder spelled out in text stays text.
 """
 
 from __future__ import annotations
@@ -33,9 +27,7 @@ class VisualTokens:
     """A model's tokens that stand for embeddings, as its vocabulary spells them."""
 
     video: str
-    """Repeated once for every visual token of a clip, for instance `<|video_pad|>`."""
     image: str
-    """The same of an image, for instance `<|image_pad|>`."""
 
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
         """Their ids by modality; these are what an engine must never sample."""
@@ -47,9 +39,7 @@ class VideoPrompt:
     """Token ids and where among them each plan's embeddings go."""
 
     token_ids: np.ndarray
-    """int32 [prompt tokens]."""
     positions: tuple[np.ndarray, ...]
-    """int32 [visual tokens] for each plan, rising."""
     spans: tuple[tuple[int, int], ...] = ()
     """For each plan the first and last (exclusive) token that belongs to it: visual tokens, timestamps, frame."""
 
@@ -137,7 +127,6 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, visual: VisualTokens
 
 
 def _split(text: str, word: str, halves: tuple[str, str]) -> list[str]:
-    """The text in parts of which none contains `word`."""
     first, *rest = text.split(word)
     return [first, *(part for following in rest for part in (*halves, following))]
 

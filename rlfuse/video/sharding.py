@@ -1,13 +1,7 @@
-"""Which rank encodes which frames: contiguous shards of a batch of clips, cut only where the tower allows, balanced.
+"""Shard the clips of a batch over ranks: contiguous, balanced, cut only where the tower's bits do not change. Pure.
 
-Role: pure; `encoding` asks it once per batch. Clips are laid end to end in the order given and the line is cut into one
-run per rank, so there are at most ranks - 1 cuts whatever the clips' lengths and sizes.
-Units: a *unit* is one temporal patch (one frame for VideoLLaMA3, two for Qwen2.5-VL); no attention crosses its bounds.
-Clips are cut at multiples of `step` units, counted from the clip's start: the tower runs `step` units at a time, and a
-matrix product may differ in its last bits with the number of its rows (bf16 on a CPU: half of the embeddings do between
-one frame and two), so every unit must be run in the same company, whoever runs it. Then sharding changes no bit.
-Invariants: every unit is in exactly one shard, in order; the heaviest shard is as light as any contiguous cutting
-allows, and at most total / ranks + the heaviest step; ranks beyond the steps there are get nothing.
+Clips are cut at multiples of `step` units (temporal patches), since a matrix product may differ in its last bits with
+its number of rows. The heaviest shard is as light as any contiguous cut allows.
 """
 
 from __future__ import annotations
@@ -29,7 +23,6 @@ class CostModel:
     per_pair: int
 
     def unit(self, patches: int) -> int:
-        """Cost of a unit of so many patches."""
         return self.per_patch * patches + self.per_pair * patches * patches
 
 
@@ -39,7 +32,6 @@ class Load:
 
     units: int
     unit_cost: int
-    """Of each: all frames of a clip have one size."""
 
     def __post_init__(self):
         if self.units < 1 or self.unit_cost < 1:
@@ -63,12 +55,8 @@ class Run:
 
 
 def shard(loads: Sequence[Load], ranks: int, step: int = 1) -> list[list[Run]]:
-    """One list of runs per rank, in the order of the clips; trailing ranks may be idle.
-
-    The limit searched for is the least load with which filling rank after rank needs no more than `ranks` of them. It
-    never exceeds total / ranks + heaviest step: a rank closed at that limit holds more than total / ranks, so if one
-    more than `ranks` were needed, those closed would hold more than the total.
-    """
+    """Return one list of runs per rank, in the order of the clips, with the smallest possible maximum load. A rank
+    closed at total / ranks + heaviest step holds more than total / ranks, so `ranks` of them always suffice."""
     if ranks < 1 or step < 1:
         raise ValueError(f"ranks and step must be at least 1, got ranks={ranks}, step={step}")
     if not loads:
@@ -92,18 +80,15 @@ def cost(runs: Sequence[Run], loads: Sequence[Load]) -> int:
 
 
 def pool_size(work_s: float, within_s: float, ranks: int) -> int:
-    """As few of the ranks as encode ahead in time: the pool follows the rates of encoding and of a step (DistTrain,
-    arXiv 2408.04275), and leaves alone who generates and trains beside the others. All where a rate is not known.
-
-    `work_s`: seconds for one rank. Example: 10 s of work beside steps of 5 s -> 10 s in 4 s, so 3 ranks.
-    """
+    """Return how few ranks encode ahead in time (DistTrain, arXiv 2408.04275); all if a rate is unknown. 10 s of work
+    beside steps of 5 s: 3 ranks."""
     if not work_s or not within_s:
         return ranks
     return min(ranks, math.ceil(work_s / (IN_TIME * within_s)))
 
 
 def _fill(loads: Sequence[Load], limit: int, step: int) -> list[list[Run]]:
-    """Shards of at most `limit` (at least the heaviest step), each filled before the next is begun."""
+    """Fill shards of at most `limit` (at least the heaviest step), one after the other."""
     shards: list[list[Run]] = [[]]
     room = limit
     for clip, load in enumerate(loads):

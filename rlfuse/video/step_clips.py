@@ -1,10 +1,7 @@
-"""The clips of a step: encoded before its samples are generated, held until its last pass, then let go.
+"""Encode the clips of a step before generation and hold them until its last pass (the `Clips` protocol).
 
-Role: the controller's hand for clips (`protocols.Clips`); it turns groups into groups whose prompts hold handles of
-embeddings. A group whose clip can't be encoded is dropped whole, named and counted; the others go on. While a step or
-a validation goes on, the clips of what comes next are decoded beside it, or encoded. Whoever asks for clips meanwhile
-comes first: no other is begun then, and what was made ahead gives way where caches are full.
-Waits for the encoder, which bounds every part of a clip in time.
+A group whose clip cannot be encoded is dropped and counted. Clips of the next batch are prefetched or encoded ahead,
+with lower priority.
 """
 
 from __future__ import annotations
@@ -21,14 +18,10 @@ from rlfuse.samples import Group, Prompt, Visual
 from rlfuse.video.encoding import Clip, ClipFailure, SequenceParallelEncoder
 
 AHEAD = "what comes next"
-"""Who holds what is encoded before it is asked for."""
 
 
 class StepClips:
-    """`max_failure_rate`: of a step's clips; above it the run stops. `say` tells the person what was dropped.
-
-    `ahead`: what comes next is encoded while this goes on, which a tower that learns meanwhile forbids.
-    """
+    """Clips of a step. `max_failure_rate`: share of a step's clips; `ahead`: encode the next batch meanwhile."""
 
     def __init__(
         self, encoder: SequenceParallelEncoder, max_failure_rate: float, say: Callable[[str], None], ahead: bool = False
@@ -41,7 +34,6 @@ class StepClips:
         self._lasted: dict[str, float] = {}  # how long the last had, by what went on meanwhile
 
     async def start(self) -> None:
-        """Encoder ranks and caches stand when this returns."""
         await self.encoder.start()
 
     async def encode(self, groups: Sequence[Group], holder: str, check_failures: bool = True) -> list[Group]:
@@ -72,12 +64,7 @@ class StepClips:
         return kept
 
     def prefetch(self, prompts: Sequence[Prompt], beside: str) -> None:
-        """Begin with the clips of prompts that come next; what goes wrong with that, the next `encode` raises.
-
-        `beside`: who goes on meanwhile, which says how long there is.
-
-        Nothing where what was begun before is still to come.
-        """
+        """Begin with the next prompts' clips unless busy; the next `encode` raises its errors."""
         clips = [_clip(each.index, seen) for each in prompts for seen in each.visual]
         if clips and self._coming is None:
             lasts = self._lasted.get(beside, 0.0)
@@ -85,7 +72,6 @@ class StepClips:
             self._began, self._beside, self._coming = time.monotonic(), beside, asyncio.create_task(work)
 
     async def _encode_ahead(self, clips: Sequence[Clip], within_s: float) -> None:
-        """As many as there is time and room for; an encoder at fault is so for the next `encode` too, which says it."""
         with suppress(EngineError):
             await self.encoder.encode_ahead(clips, AHEAD, within_s, lambda: self._coming is None)
 
@@ -117,7 +103,6 @@ class StepClips:
         return await self.encoder.drain(collect)
 
     async def close(self) -> None:
-        """End the processes, and with them what was begun; empty the caches."""
         if self._coming is not None:
             self._coming.cancel()
             await asyncio.gather(self._coming, return_exceptions=True)

@@ -1,14 +1,8 @@
-"""When a file's video has pictures: which of its streams is shown, from when to when, and where decoding can start.
+"""Find which stream of a file is shown, from when to when, and where decoding can start; nothing is decoded.
 
-Role: `timeline_of` is asked by `decoding` for every file that it opens, before anything of it is decoded.
-Invariants:
-- nothing is believed that the packets contradict: a header's rate gives way to theirs, and a clip whose header and time
-  stamps disagree about its length, because it is cut or damaged, is a `VideoError` with both figures;
-- the stream is the container's default one, else the longest; a cover picture is none, flagged as such or not;
-- a clip begins with its first keyframe: what stands before it, where a recording was cut, can't be decoded;
-- times that a container leaves open are not guessed: it is a `VideoError` where they matter;
-- MP4 and its relatives at a constant rate are known from their index. All else is read through once, none decoded.
-Waits for the file.
+Packets overrule headers; a clip whose header and time stamps disagree about its length is a `VideoError`. The stream is
+the default one, else the longest, never a cover picture. A clip begins with its first keyframe. MP4 at a constant rate
+is known from its index, all other files are scanned once.
 """
 
 from __future__ import annotations
@@ -69,17 +63,12 @@ class Timeline:
     """When a stream has pictures; ticks are of its time base."""
 
     stream: int
-    """Its index among the container's."""
     start: int
-    """Tick of the first picture."""
     last: int
-    """Tick of the last picture."""
     duration_s: float
     fps: float
-    """On average."""
     frames: int
     stills: tuple[tuple[float, float], ...]
-    """As `ClipFacts.stills`."""
     keyframes: list[int]
     """Ticks where decoding can start, besides the clip's start; rising."""
     ticks: tuple[int, ...] = ()
@@ -123,16 +112,13 @@ def timeline_of(path: str, container: InputContainer) -> Timeline:
 
 
 def _moving(container: InputContainer) -> list[VideoStream]:
-    """Its streams of video but for flagged cover pictures and those of an unknown codec."""
     covers = Disposition.attached_pic
     return [s for s in container.streams if s.type == "video" and s.codec_context and not s.disposition & covers]
 
 
 def _index(container: InputContainer, stream: VideoStream, size: int) -> Timeline | None:
-    """Return the timeline by the index of MP4 and its relatives, or None where it is incomplete or the rate varies.
-
-    The index holds decoding times. FFmpeg takes the target of a seek as a presentation time, so keyframes are shifted
-    by the delay between the two; otherwise each seek into a clip with B-frames arrives one keyframe early.
+    """Return the timeline by an MP4 index; None if it is incomplete or the rate varies. Keyframes are shifted by the
+    delay between decoding and presentation times, since FFmpeg seeks by the latter.
     """
     index = stream.index_entries
     if container.format.name != MP4 or not stream.duration or not stream.frames or len(index) != stream.frames:
@@ -159,7 +145,6 @@ def _index(container: InputContainer, stream: VideoStream, size: int) -> Timelin
 
 @lru_cache(maxsize=64)
 def _read_through(path: str, size: int, modified_ns: int) -> Timeline:
-    """From every packet; once for all parts of a clip."""
     with open_container(path) as container:
         name, streams, read = container.format.name, _moving(container), defaultdict(list)
         latest, stampless = defaultdict(lambda: -math.inf), Counter()
@@ -189,8 +174,6 @@ def _read_through(path: str, size: int, modified_ns: int) -> Timeline:
 
 
 def _chosen(container: InputContainer, streams: list[VideoStream], packets: dict[int, list[_Packet]]) -> VideoStream:
-    """The default one of those with most to show, else the longest."""
-
     def rank(stream: VideoStream) -> tuple[bool, bool, float]:
         ticks = [packet.tick for packet in packets[stream.index]]
         is_default = bool(stream.disposition & Disposition.default)
@@ -257,7 +240,7 @@ def _timeline(container: InputContainer, stream: VideoStream, packets: list[_Pac
 
 
 def _decodable(packets: list[_Packet]) -> list[_Packet]:
-    """Those from the first keyframe on, in both orders, that are to be shown; all where none says that it is one."""
+    """Return packets from the first keyframe on that are shown; all if none is marked as a keyframe."""
     first = next((place for place, packet in enumerate(packets) if packet.is_keyframe), 0)
     decoded, begin = packets[first:], packets[first].tick
     following = [packet for packet in decoded[:MOST_REORDERED] if packet.tick >= begin]
@@ -265,8 +248,9 @@ def _decodable(packets: list[_Packet]) -> list[_Packet]:
 
 
 def _damaged(packets: list[_Packet]) -> tuple[tuple[float, float], ...]:
-    """`Timeline.damaged`, by groups of pictures. FFmpeg marks a packet up to two before the loss; where a group begins
-    there, recordings were joined, or its end was lost."""
+    """Return damaged groups of pictures. FFmpeg marks a packet up to two before the loss; if a group begins there,
+    recordings were joined, or its end was lost.
+    """
     keys, spans = [place for place, packet in enumerate(packets) if packet.is_keyframe], []
     for place in (place for place, packet in enumerate(packets) if packet.is_corrupt):
         group = bisect.bisect_right(keys, place)
@@ -277,12 +261,10 @@ def _damaged(packets: list[_Packet]) -> tuple[tuple[float, float], ...]:
 
 
 def _is_counted(container: InputContainer, stream: VideoStream) -> bool:
-    """Whether only the order of its pictures tells when they are shown."""
     return container.format.name == AVI and stream.codec_context.has_b_frames
 
 
 def _rate(stream: VideoStream, apart_s: float | None) -> float:
-    """Frames per second: the header's, unless frames are apart by anything else."""
     said = float(stream.average_rate or stream.guessed_rate or 0)
     if apart_s and abs(said * apart_s - 1) > RATE_OFF:
         return float(1 / apart_s)
@@ -292,7 +274,6 @@ def _rate(stream: VideoStream, apart_s: float | None) -> float:
 
 
 def _stills(ticks: np.ndarray, end: float, tick_s: float) -> tuple[tuple[float, float], ...]:
-    """`ClipFacts.stills` of pictures that appear at these ticks; none where they appear evenly."""
     begins = (ticks - ticks[0]) * tick_s
     ends = np.append(begins[1:], (end - ticks[0]) * tick_s)
     stays = ends - begins
@@ -309,8 +290,6 @@ def _stills(ticks: np.ndarray, end: float, tick_s: float) -> tuple[tuple[float, 
 def _check_length(
     container: InputContainer, stream: VideoStream, clocks: Sequence[np.ndarray], last: float, cut: bool
 ) -> None:
-    """VideoError where header and time stamps don't tell of the same clip: by none of the clocks that it may count by.
-    `last`: ticks that the last picture stays."""
     tick_s, header = float(stream.time_base), _header_s(container)
     length = min(clock[-1] - clock[0] + last for clock in clocks) * tick_s
     reached = max(clock[-1] - min(0, clock[0]) + last for clock in clocks) * tick_s
@@ -329,17 +308,15 @@ def _check_length(
 
 
 def _too_long(length_s: float, header_s: float) -> bool:
-    """Whether a header that says something says far less."""
     return header_s > 0 and length_s > 1.1 * header_s + STILL_S
 
 
 def _header_s(container: InputContainer) -> float:
-    """The container's duration where it stores one, else 0."""
     return (container.duration or 0) / av.time_base if container.format.name in STORES_LENGTH else 0.0
 
 
 def _is_cut(path: str, size: int) -> bool:
-    """Whether the file is shorter than AVI's first list or Matroska's one segment says; a live recording's does not."""
+    """Return whether the file is shorter than its AVI list or Matroska segment says; live recordings say nothing."""
     with open(path, "rb") as file:
         head = file.read(4096)
     if head.startswith(b"RIFF"):
@@ -354,7 +331,6 @@ def _is_cut(path: str, size: int) -> bool:
 
 
 def _has_trailer(path: str, size: int) -> bool:
-    """Whether a GIF ends as all do, padding and line ends aside."""
     with open(path, "rb") as file:
         file.seek(max(0, size - 4096))
         return file.read().rstrip(b"\0\r\n").endswith(b";")

@@ -1,14 +1,8 @@
-"""The visual part of a video model: frames in, embeddings out: features for the text model's input, and for layers.
+"""Load the visual tower of a video model alone, and turn frames into embeddings.
 
-Role: what encoder ranks run, and what a trainer that also trains the tower runs with gradient. A tower is loaded alone:
-only its tensors are read from the checkpoint.
-Invariants:
-- the features are those of the Hugging Face model behind its own processor, pixel normalisation included; frames come
-  at the plan's size, so nothing is resized here; tokens that the plan does not keep are made and left out;
-- no attention crosses a *unit* (`temporal_patch` frames), and a clip is run `step` units at a time, counted from its
-  start. A clip cut at multiples of `cut` frames therefore gives the same bits as the whole clip on the same kind of
-  device, whoever runs the parts;
-- `version` names the weights, the normalisation and the precision: equal versions, equal embeddings.
+Features equal those of the Hugging Face model behind its processor. A clip is run `step` units at a time from its
+start, so parts cut at multiples of `cut` frames give the same bits as the whole clip. `version` names weights,
+normalisation and precision: equal versions mean equal embeddings.
 """
 
 from __future__ import annotations
@@ -41,22 +35,18 @@ class TowerShape:
     hidden: int
     """Features of a token: of the text model's input, and of each layer that the tower feeds besides."""
     patch: int
-    """Side in pixels."""
     merge: int
     """A token of a clip covers merge x merge patches; images may have a merge of their own."""
     temporal_patch: int
-    """Frames of a unit."""
     step: int
     """Units that run at a time; more use a GPU better, at the price of coarser cuts."""
     cost: CostModel
 
     @property
     def cut(self) -> int:
-        """Frames between two places where a clip may be cut."""
         return self.step * self.temporal_patch
 
     def units(self, frames: int) -> int:
-        """Units of a clip; the last may be incomplete."""
         return -(-frames // self.temporal_patch)
 
     def blocks(self, plan: FramePlan, first: int, last: int, most_bytes: int) -> list[tuple[int, int]]:
@@ -72,11 +62,9 @@ class TowerShape:
         return (height // self.patch) * (width // self.patch)
 
     def unit_tokens(self, plan: FramePlan) -> int:
-        """Tokens of one unit, whether the plan keeps them or not."""
         return self.unit_patches(plan.height, plan.width, plan.merge) // plan.merge**2
 
     def row(self, plan: FramePlan, unit: int) -> int:
-        """Rows of the plan's embedding before a unit."""
         token = unit * self.unit_tokens(plan)
         return token if plan.kept is None else plan.kept.count(1, 0, token)
 
@@ -91,7 +79,6 @@ class Pixels:
 
     @classmethod
     def of(cls, folder: Path) -> Pixels:
-        """As the checkpoint's processor configuration says."""
         settings = processor_settings(folder)
         try:
             return cls(
@@ -137,15 +124,10 @@ class Tower:
         return self.version_after(self._updates)
 
     def version_after(self, updates: int) -> str:
-        """Of the tower that was loaded, so many updates later."""
         return self._weights + (f"+{updates}" if updates else "")
 
     def encode(self, frames: torch.Tensor, merge: int | None = None) -> torch.Tensor:
-        """uint8 [F, H, W, 3] that begin at a legal cut -> [tokens, hidden] in the tower's precision, on its device.
-
-        An incomplete last unit is filled by repeating its last frame, as the processor does. `merge`: of a token; None:
-        that of clips. With gradient only if the tower is trainable.
-        """
+        """Encode uint8 [F, H, W, 3] from a legal cut to [tokens, hidden]; an incomplete unit repeats its last frame."""
         merge = merge or self.shape.merge
         if frames.dtype != torch.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or not len(frames):
             raise ValueError(f"frames must be uint8 [F >= 1, H, W, 3], got {frames.dtype} {list(frames.shape)}")
@@ -173,7 +155,7 @@ class Tower:
         return self.module(patches.to(self.dtype), grid, merge)
 
     def _patches(self, pixels: torch.Tensor, merge: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[F, 3, H, W] -> ([patches, 3 * time * patch * patch], grid [1, 3]); the patches of a token stand together."""
+        """Return ([patches, 3 * time * patch * patch], grid [1, 3]) of [F, 3, H, W], grouped by token."""
         time, side = self.shape.temporal_patch, self.shape.patch
         count, channels, height, width = pixels.shape
         units, rows, columns = count // time, height // side, width // side
@@ -213,8 +195,7 @@ def processor_settings(folder: Path) -> dict:
 
 
 def image_settings(folder: Path) -> dict:
-    """The image processor's settings, none where there is no such file. VideoError where it normalises pixels unlike
-    those of clips."""
+    """Return the image processor's settings. VideoError if it normalises unlike the video processor."""
     file = folder / PROCESSOR_FILES[1]
     found = _nested(folder, "image_processor") or (json.loads(file.read_text()) if file.is_file() else {})
     clips = processor_settings(folder)
@@ -231,7 +212,7 @@ def _nested(folder: Path, name: str) -> dict | None:
 
 
 def _own(name: str) -> str:
-    """A checkpoint's name of a tensor as the tower's module has it; older checkpoints lack the leading `model.`."""
+    """Return the tower's name of a checkpoint's tensor; older checkpoints lack the leading `model.`."""
     return name.removeprefix("model.")
 
 
@@ -250,7 +231,6 @@ def _load(family: type[VideoFamily], config: PreTrainedConfig, folder: Path, dty
 
 
 def _tensors(folder: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint's tensors whose own name begins with one of the prefixes; no other is read."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no *.safetensors in {folder}: convert the checkpoint with save_pretrained")

@@ -1,8 +1,4 @@
-"""What the driver has to know of a video model before anything starts: how it cuts frames, and how prompts show clips.
-
-Role: `VideoModel.at` is asked once per run, for `model.path`; None means a model of text. Reads configuration files and
-no weights. Invariant: a video model that can't be used exactly (see `handover`) is an error here, not a surprise later.
-"""
+"""What the driver needs to know of a video model at startup. A model that cannot be used exactly is an error here."""
 
 from __future__ import annotations
 
@@ -48,10 +44,7 @@ class VideoModel:
 
     @classmethod
     def at(cls, folder: str, trust_remote_code: bool = False) -> VideoModel | None:
-        """The model in this folder, or of this hub name, which is fetched; None if it has no visual part.
-
-        VideoError for one that can't be used.
-        """
+        """Return the model of this folder or hub name; None without a visual part. VideoError if unusable."""
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if (family := usable_family(config)) is None:
             return None
@@ -74,7 +67,6 @@ class VideoModel:
 
     @property
     def sampling(self) -> ProcessorSampling:
-        """How the model's own processor samples clips."""
         return self.family.sampling.told(processor_settings(Path(self.folder)))
 
     def image_sizes(self, most_tokens: int | None) -> tuple[PixelBounds, Geometry]:
@@ -88,10 +80,7 @@ class VideoModel:
         return bounds, geometry
 
     def served(self, folder: Path, head: torch.nn.Linear | None = None) -> str:
-        """What engines and trainers load: the whole, or its text part, written to `folder` unless it is there.
-
-        `head`: a reward model's, which is a part of the whole.
-        """
+        """Return what engines and trainers load: the whole model, or its text part written to `folder`."""
         if self.family.route is Route.VIDEO_EMBEDS:
             return self.folder
         if not (folder / "tokenizer_config.json").exists():  # written last
@@ -99,12 +88,10 @@ class VideoModel:
         return str(folder)
 
     def complete(self, folder: Path) -> None:
-        """The trained weights that a trainer wrote to `folder` become the whole model, there."""
         whole = folder.with_name(f"{folder.name}.whole")
         join_checkpoint(folder, self.folder, whole)
         shutil.rmtree(folder)
         whole.rename(folder)
 
     def prompt(self, tokenizer: PreTrainedTokenizerBase, text: str, plans: Sequence[VideoPlan]) -> VideoPrompt:
-        """The templated text as tokens, the placeholders of plans where their markers stand. Raises VideoError."""
         return assemble(tokenizer, text, plans, self.visual, self.frame)

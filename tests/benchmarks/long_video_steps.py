@@ -62,6 +62,7 @@ from rlfuse.observe.metrics import repetition
 from rlfuse.protocols import Sampling
 from rlfuse.samples import Embedding, Prompt, Response, Row, Sample, Visual, make_groups
 from rlfuse.tasks.small_video_models import IMAGE, VIDEO, SmallModel, byte_tokenizer, write_small_video_llama3
+from rlfuse.video.cache import CacheSettings
 from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.encoder_handle import EncoderPlacement
 from rlfuse.video.encoder_rank import EncoderSettings
@@ -69,7 +70,6 @@ from rlfuse.video.encoding import Clip, SequenceParallelEncoder
 from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.plan import FixedSampling, VideoPlan, plan_video
 from rlfuse.video.prompt import VisualTokens, assemble
-from rlfuse.video.store import CacheSettings
 
 ray.cloudpickle.register_pickle_by_value(sequence_parallel)  # ranks can't import from here
 WAYS: dict[str, int | None] = {"none": 1, "once": 1, "once, 2 ranks": 2, "ours": None}

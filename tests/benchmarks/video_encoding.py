@@ -25,10 +25,10 @@ from rlfuse.cluster import placement
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.schema import Config
 from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
+from rlfuse.video.cache import CacheSettings
 from rlfuse.video.encoder_handle import EncoderPlacement
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import Clip, SequenceParallelEncoder
-from rlfuse.video.store import CacheSettings
 from rlfuse.video.towers import Tower
 
 SIZES = ((140, 252), (252, 140), (84, 112), (280, 280))

@@ -20,6 +20,7 @@ from rlfuse.errors import EngineError
 from rlfuse.samples import Visual
 from rlfuse.tasks.clips import draw_scene, write_clip, write_image
 from rlfuse.tasks.small_video_models import VIDEO, byte_tokenizer, write_small_video_llama3
+from rlfuse.video.cache import CacheSettings
 from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.decoding import decode
 from rlfuse.video.encoder_handle import EncoderPlacement
@@ -30,7 +31,6 @@ from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.placeholders import placeholder_ids
 from rlfuse.video.plan import FixedSampling, Geometry, plan_video
 from rlfuse.video.processor_sampling import PixelBounds
-from rlfuse.video.store import CacheSettings
 from rlfuse.video.towers import Tower
 
 FRAMES = (7, 5)

@@ -23,14 +23,14 @@ from safetensors.torch import save_file
 
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.errors import EngineError
-from rlfuse.observe.faults import count_faults
+from rlfuse.observe.journal import count_faults
 from rlfuse.samples import Embedding, Prompt, Visual, make_groups
 from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
+from rlfuse.video.cache import CacheSettings
 from rlfuse.video.encoder_handle import EncoderPlacement
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import Clip, ClipFailure, SequenceParallelEncoder
 from rlfuse.video.step_clips import StepClips
-from rlfuse.video.store import CacheSettings
 from rlfuse.video.towers import Tower
 
 TEXT_HIDDEN = 128

@@ -24,9 +24,8 @@ from rlfuse.video.checkpoints import join_checkpoint
 from rlfuse.video.embedding import write_rows
 from rlfuse.video.images import ImageFacts, plan_image
 from rlfuse.video.models.base import embedding_width, m_rope
-from rlfuse.video.plan import VideoPlan
+from rlfuse.video.plan import SEED_TIMES, VideoPlan
 from rlfuse.video.processor_sampling import PixelBounds
-from rlfuse.video.timestamps import SEED_TIMES
 from rlfuse.video.video_model import VideoModel
 
 WARM = Sampling(1.0, 1.0, -1, 24)

@@ -18,8 +18,7 @@ from rlfuse.config.compose import compose_job, conf_folder
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.run.acceptance import NothingToDo, RunRefused, accept
-from rlfuse.run.job import open_job
-from rlfuse.run.restarts import recovered
+from rlfuse.run.job import open_job, recovered
 from rlfuse.run_folder import checkpoints, run_lock, status
 from rlfuse.run_folder.run_lock import RunLock
 

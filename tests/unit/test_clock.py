@@ -18,16 +18,15 @@ from rlfuse.engines.rollout.vllm_setup import engine_step as step_of
 from rlfuse.events import Recorder
 from rlfuse.health.sampling import Sampler
 from rlfuse.rewards.workers.pool import RewardPool
-from rlfuse.run.job import open_job
-from rlfuse.run.restarts import again, recovered
+from rlfuse.run.job import again, open_job, recovered
 from rlfuse.run_folder import checkpoints, status
 
 PACKAGE = Path(clock.__file__).parent
 DATES = {
     "clock.py": "defines the other clock",
-    "data/kept_images.py": "age of a file",
+    "data/clips.py": "age of a file",
     "engines/trainer/deepspeed_ops.py": "age of a file",
-    "observe/sinks.py": "a number for wandb that is larger than that of the process before",
+    "observe/loggers.py": "a number for wandb that is larger than that of the process before",
     "observe/terminal.py": "date of the view",
     "observe/watch.py": "age of the view, which another host may have written",
     "rewards/sandbox/sandbox.py": "age of a file",

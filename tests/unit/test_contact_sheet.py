@@ -5,7 +5,7 @@ import pytest
 from clip_files import plan_of, steady, write_video
 from PIL import Image
 
-from rlfuse.observe.sheets import draw_sheets, light, sheets_of
+from rlfuse.observe.sample_log import draw_sheets, light, sheets_of
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample, Visual
 from rlfuse.video.contact_sheet import (
     MARGIN,

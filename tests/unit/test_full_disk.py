@@ -17,7 +17,7 @@ from rlfuse.errors import FAILED, NotSaved
 from rlfuse.events import Span, read_events
 from rlfuse.observe.run_log import RunLog
 from rlfuse.run.checkpointing import BYTES_PER_PARAMETER, Checkpointing, next_save
-from rlfuse.run.restarts import recovered
+from rlfuse.run.job import recovered
 from rlfuse.run_folder import checkpoints, status
 from rlfuse.train import reported
 

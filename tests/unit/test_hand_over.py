@@ -25,8 +25,7 @@ from rlfuse.video.handover import Refusal, hand_over
 from rlfuse.video.models.base import Route
 from rlfuse.video.models.qwen3_vl import Qwen3VL
 from rlfuse.video.placeholders import placeholder_ids
-from rlfuse.video.plan import Geometry, VideoPlan
-from rlfuse.video.timestamps import SEED_TIMES
+from rlfuse.video.plan import SEED_TIMES, Geometry, VideoPlan
 
 PAIRS = Geometry(temporal_patch=2)
 AT_TWO = VideoPlan((0.0, 0.5, 1.0, 1.5), 28, 56, 2.0, 2, PAIRS, timestamps=None)

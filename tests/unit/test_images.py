@@ -16,9 +16,8 @@ import torch
 from PIL import Image
 
 from rlfuse.config.schema import Config
-from rlfuse.data import kept_images
-from rlfuse.data.clips import ClipReader
-from rlfuse.data.kept_images import KeptImages
+from rlfuse.data import clips as kept_images
+from rlfuse.data.clips import ClipReader, KeptImages
 from rlfuse.data.prompts import load_prompts
 from rlfuse.data.rows import read_rows
 from rlfuse.data.tokenizers import load_tokenizer

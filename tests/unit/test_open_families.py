@@ -21,8 +21,7 @@ from rlfuse.engines.trainer.families import untrainable
 from rlfuse.engines.trainer.models import load_critic, load_policy
 from rlfuse.errors import ConfigError
 from rlfuse.planning.model_sizes import read_shape
-from rlfuse.run.acceptance import with_local_paths
-from rlfuse.run.inputs import digests
+from rlfuse.run.acceptance import input_digests, with_local_paths
 from rlfuse.tasks.small_video_models import byte_tokenizer
 from rlfuse.video.handover import Refusal, hand_over
 from rlfuse.video.models import base
@@ -160,7 +159,7 @@ def test_the_file_travels_with_the_job_and_is_known_by_its_text(own, folder, tmp
     config = Config()
     config.model = ModelConfig(path=str(folder), video_family="mine.py:Qwen2VL")
     assert with_local_paths(config).model.video_family == own
-    assert "mine.py" in digests(config)
+    assert "mine.py" in input_digests(config)
     pack(replace(config), tmp_path / "sent", tmp_path)
     assert (tmp_path / "sent/job/mine.py").read_text() == (tmp_path / "mine.py").read_text()
     assert "video_family: mine.py:Qwen2VL" in (tmp_path / "sent/job/job.yaml").read_text()

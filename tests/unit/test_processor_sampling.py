@@ -13,10 +13,9 @@ from rlfuse.video.compression import compressed
 from rlfuse.video.models.qwen2_5_vl import Qwen25VL
 from rlfuse.video.models.qwen3_vl import Qwen3VL
 from rlfuse.video.models.video_llama_3 import VideoLlama3
-from rlfuse.video.plan import ClipFacts, Geometry, VideoPlan, plan_video
+from rlfuse.video.plan import SEED_TIMES, ClipFacts, Geometry, VideoPlan, plan_video
 from rlfuse.video.processor_sampling import within
 from rlfuse.video.prompt import VisualTokens, assemble
-from rlfuse.video.timestamps import SEED_TIMES
 from rlfuse.video.towers import Pixels
 
 pytest.importorskip("torchvision", reason="the models' own processors need it")

@@ -11,9 +11,8 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.rollout.liveness import Liveness
 from rlfuse.errors import ConfigError, EngineError, EngineLost, NodeLeft, NodeLost, RunError, WorkerLost
 from rlfuse.events import Span
-from rlfuse.observe.faults import count_faults, fault_metrics
-from rlfuse.run.job import how_to_resume, open_job
-from rlfuse.run.restarts import futile, recovered, starting
+from rlfuse.observe.journal import count_faults, fault_metrics
+from rlfuse.run.job import futile, how_to_resume, open_job, recovered, starting
 from rlfuse.run_folder import checkpoints, status
 
 

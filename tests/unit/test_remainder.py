@@ -85,15 +85,6 @@ def test_a_ground_truth_of_another_task_is_an_error_not_a_zero(truth):
         score("; 5", truth)
 
 
-def test_numbers_out_of_range_are_named():
-    with pytest.raises(ValueError, match=r"got 100 mod 6; dividends are 0\.\.99 and divisors 2\.\.9"):
-        solution(100, 6)
-    with pytest.raises(ValueError, match=r"got 10 mod 0"):
-        solution(10, 0)
-    with pytest.raises(ValueError, match=r"count: got 0"):
-        draw_problems(0, 1, False)
-
-
 def test_training_and_validation_share_no_problem_under_any_seed():
     train = {problem for seed in range(3) for problem in draw_problems(2000, seed, held_out=False)}
     val = {problem for seed in range(3) for problem in draw_problems(500, seed + 5, held_out=True)}
@@ -170,11 +161,6 @@ def test_a_short_warm_start_learns_and_leaves_the_process_as_it_was(tmp_path):
     assert model.config.architectures == ["Qwen2ForCausalLM"] and model.config.eos_token_id == tokenizer.eos_token_id
     assert tokenizer.decode(tokenizer(" 41 , 35 ; 5")["input_ids"]) == " 41 , 35 ; 5"
     assert tokenizer.chat_template == build_tokenizer().chat_template
-
-
-def test_settings_out_of_range_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"hidden_size=96"):
-        warm_start(tmp_path, WarmStart(hidden_size=96))
 
 
 @pytest.mark.slow

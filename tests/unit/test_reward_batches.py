@@ -15,7 +15,7 @@ from rlfuse.errors import ConfigError, EngineError, RewardError
 from rlfuse.rewards.api.items import Score
 from rlfuse.rewards.models.judge import Judge, verdict
 from rlfuse.rewards.workers import reward_worker_handle
-from rlfuse.rewards.workers.queue import Batches
+from rlfuse.rewards.workers.pool import Batches
 from rlfuse.rewards.workers.reward_worker_handle import Call, Lost, RewardWorkerHandle
 from rlfuse.samples import RewardFailure
 from rlfuse.tasks.judging import entry

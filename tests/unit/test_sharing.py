@@ -17,7 +17,7 @@ from rlfuse.planning.residency import ENGINE, GENERATING, MODELS, PHASES, Item
 from rlfuse.planning.sharing import arguments, sharing_of
 from rlfuse.protocols import Sharing
 from rlfuse.run import inference
-from rlfuse.run.sharing import SharedDevices
+from rlfuse.run.starting import SharedDevices
 
 pytestmark = pytest.mark.slow
 

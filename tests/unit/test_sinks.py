@@ -7,8 +7,8 @@ import pytest
 
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
-from rlfuse.observe import sinks
-from rlfuse.observe.sinks import Wandb
+from rlfuse.observe import loggers as sinks
+from rlfuse.observe.loggers import Wandb
 from rlfuse.observe.tracking import FAILURE
 
 FAILED = [dict.fromkeys(FAILURE, "x")]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlfuse.config.source_keys import NOISE, is_noise
+from rlfuse.config.model_files import NOISE, is_noise
 from rlfuse.errors import EngineError
 
 SAMPLED = 256

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
-from rlfuse.config.model_files import copy_files
-from rlfuse.config.source_keys import NOT_KEPT, with_keys_of
+from rlfuse.config.model_files import NOT_KEPT, copy_files, with_keys_of
 from rlfuse.engines.trainer.saving import Writing
 from rlfuse.engines.trainer.vision_tower import NAME as TOWER
 

@@ -1,17 +1,9 @@
-"""From several functions' outcomes for one sample to its reward: who is asked, in which order, and what it comes to.
-
-Role: pure; called by the reward pool for every sample and by `table.score_items` in notebooks, which differ only in how
-they ask. Entries are those that `entries.load_entries` gave: named and weighted.
+r"""Combine the outcomes of several functions for one sample into its reward. Pure.
 
     gate -> gate -> ... -> all others that score this data_source -> sum of weight * value
-      \\________\\__ closed: reward 0, nobody else is asked
+      \________\__ closed: reward 0, no further function is called
 
-Invariants:
-- the value is the weighted sum of what applies, in the order of the entries; parts hold the unweighted numbers as they
-  came, dimensions what the weights multiply;
-- what a sample is asked depends on that sample alone, so batches may be cut and ordered in any way;
-- one failure fails the sample, whatever its weight, and a sample to which nothing applies fails too: there is no
-  default number.
+One failure fails the sample, whatever its weight; a sample to which no function applies fails too.
 """
 
 from __future__ import annotations
@@ -26,10 +18,7 @@ from rlfuse.rewards.api.items import Item, Outcome, Score
 from rlfuse.samples import Reward, RewardFailure
 
 LARGEST = 3.4e38
-"""Of float32, in which samples' rewards are trained on."""
-
 Outcomes = dict[str, Outcome]
-"""Entry -> what it said of one sample; entries that were not asked are not there."""
 
 
 def waves(entries: Sequence[RewardEntry]) -> list[list[RewardEntry]]:
@@ -47,7 +36,6 @@ def wanted(entry: RewardEntry, items: Sequence[Item], known: Sequence[Outcomes])
 
 
 def _ends(outcome: Outcome) -> bool:
-    """Whether a gate's outcome settles its sample."""
     return isinstance(outcome, RewardFailure) or (outcome.value is not None and outcome.value <= 0)
 
 

@@ -1,9 +1,4 @@
-"""The rewards of a run, loaded: entries with names and weights, and the function behind each.
-
-Role: called by the reward pool, by `score_items` and by the service, in the process that the user sees, so that every
-mistake shows before any other process starts. Invariant: names are distinct, and `reward_model` is that of
-reward.model_path, or `reward_model/LABEL` one of its labels'.
-"""
+"""Load the rewards of a run: entries with distinct names and weights, and the function of each."""
 
 from __future__ import annotations
 
@@ -28,10 +23,7 @@ def load_entries(
     model_path: str | None = None,
     **model: Any,
 ) -> tuple[list[RewardEntry], dict[str, RewardFunction]]:
-    """(entries in order, entry's name -> its function). `model`: of model_path, as of `model.Classifier`.
-
-    Everything that is wrong is reported in one RewardError.
-    """
+    """Return (entries in order, name -> function); one RewardError with all problems."""
     entries, found = read_entries(functions, weights, model_path)
     if found:
         raise RewardError("\n".join(found))
@@ -65,7 +57,7 @@ def _load(entry: RewardEntry, model_path: str | None, model: dict[str, Any]) -> 
 
 
 def _names(entries: Sequence[RewardEntry], functions: Sequence[RewardFunction]) -> list[str]:
-    """Given names as they are; equal others get their file or module in front (`math.compute_score`), then a number."""
+    """Return distinct names: equal ones get their file or module in front (`math.compute_score`), then a number."""
     plain = [
         entry.name or (entry.path.replace(":", "/", 1) if is_model(entry.path) else function.name)
         for entry, function in zip(entries, functions, strict=True)

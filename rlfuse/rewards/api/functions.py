@@ -1,11 +1,12 @@
-"""Finding a user's reward: `path/file.py:function`, `package.module:function`, a URL, or an object in a notebook.
+"""Load a custom reward: `path/file.py:function`, `package.module:function`, a URL, or an object in a notebook.
 
-Role: the configuration checks load every function once in the driver, so that a typing error is seen before any process
-starts; reward workers load them again in theirs; notebooks call `score_items` (in `table`) with no cluster.
-Invariants:
-- what is in a file now is what runs, also in a notebook after an edit; as long as it stays the same it is one module
-  (`config.own_modules`), whose globals all of its functions share;
-- everything that can go wrong is a `RewardError` that names the file, the line and what to change.
+An unchanged file is one module whose globals its functions share; an edited one is loaded again. Every problem is a
+`RewardError` with file, line and remedy. A URL is a service with OpenRLHF's payload:
+
+    POST {"query": [prompt + response, ...], "prompts": [...], "labels": [...]}
+    200  {"rewards": [...], "scores": [...], "extra_logs": {...}}
+
+Any other answer is a failure with the service's message, never a number.
 """
 
 from __future__ import annotations
@@ -14,17 +15,22 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
 
 from rlfuse.config.own_errors import headline, user_traceback
 from rlfuse.config.own_modules import module_of
 from rlfuse.config.rewards import JUDGE, is_url
 from rlfuse.errors import RewardError
+from rlfuse.files import finite
+from rlfuse.parsing import parse_json
 from rlfuse.rewards.api import interrupts
-from rlfuse.rewards.api.http_service import service
 from rlfuse.rewards.api.shapes import RewardFunction, adapt
 
 Spec = str | Callable[..., Any] | RewardFunction
@@ -122,7 +128,6 @@ def _functions_of(module: ModuleType) -> list[str]:
 
 
 def _functions_hint(spec: Any) -> str:
-    """What to append, where the file was given without its function."""
     if not isinstance(spec, str) or not Path(spec).is_file():
         return "Put the function's name after a colon."
     try:
@@ -130,3 +135,47 @@ def _functions_hint(spec: Any) -> str:
     except RewardError:
         names = []
     return f"Append one of its functions: {names}" if names else "Put the function's name after a colon."
+
+
+MOST_BYTES = 256 * 2**20
+SHOWN = 2000
+
+
+class ServiceError(RuntimeError):
+    """A reward service gave no rewards. The message has its address, its status and its words."""
+
+
+def service(url: str) -> RewardFunction:
+    """The reward function behind a URL, named after its path."""
+    place = urlsplit(url)
+    name = place.path.rstrip("/").rpartition("/")[2] or place.hostname or url
+
+    async def post(queries, prompts, labels):
+        return await _ask(url, {"query": queries, "prompts": prompts, "labels": labels})
+
+    return adapt(name, post, url)
+
+
+async def _ask(url: str, payload: dict[str, Any]) -> dict[str, Any]:
+    try:
+        async with aiohttp.ClientSession() as session, session.post(url, json=finite(payload)) as answer:
+            body = bytearray()
+            async for part in answer.content.iter_chunked(2**16):
+                body += part
+                if len(body) > MOST_BYTES:
+                    raise ServiceError(f"{url} answered more than {MOST_BYTES >> 20} MiB")
+    except aiohttp.ClientError as error:
+        raise ServiceError(f"{url} could not be asked: {type(error).__name__}: {error}") from None
+    text = body.decode(errors="replace")
+    if answer.status != 200:
+        raise ServiceError(f"{url} answered with status {answer.status}: {_words(text)}")
+    try:
+        return parse_json(text)
+    except ValueError:
+        raise ServiceError(f"{url} answered something else than JSON: {_words(text)}") from None
+
+
+def _words(text: str) -> str:
+    with suppress(ValueError, TypeError, KeyError):
+        text = parse_json(text)["error"]
+    return str(text)[:SHOWN]

@@ -1,9 +1,4 @@
-"""The user's Ctrl-C, told from a KeyboardInterrupt that a reward function raises.
-
-Role: whoever runs a user's code in the process that the user sees does so inside `watching`, and `came` then says
-whether SIGINT did. Reward workers have nobody at a keyboard and don't watch: nothing that a function raises ends them.
-Invariant: an interrupt ends what is watched, also where the user's code swallowed it.
-"""
+"""Distinguish the user's Ctrl-C from a KeyboardInterrupt that a reward function raises."""
 
 from __future__ import annotations
 

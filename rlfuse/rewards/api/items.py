@@ -1,10 +1,6 @@
-"""What a reward function gets and gives: one finished response with its row, and one function's outcome for it.
+"""What a reward function receives and returns: one finished response with its row, and the outcome for it.
 
-Role: the only view that reward code has of a sample. Built from a `Sample` by the pool, or from a plain row in a
-notebook, so that a function sees the same thing in both. Plain data: no Ray, vLLM or torch import.
-Invariants:
-- an item carries all that any reward shape asks for, so scoring needs nothing but the item;
-- an outcome is a `Score` or a `RewardFailure`: a failure is never given as a number.
+Plain data without Ray, vLLM or torch. An outcome is a `Score` or a `RewardFailure`; a failure is never a number.
 """
 
 from __future__ import annotations
@@ -24,13 +20,9 @@ NOWHERE = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class UnknownTokens(Sequence[int]):
-    """Stands for tokens of a response of which only the text was kept: ValueError for whoever wants one of them.
-
-    An empty list in their place would be scored as a response of length 0.
-    """
+    """Tokens that were not kept: ValueError on access, so that none counts as length 0."""
 
     count: int | None = None
-    """How many there were, where at least that is known."""
 
     def __len__(self) -> int:
         if self.count is None:
@@ -58,14 +50,12 @@ class Item:
     """As the row gave it: a string or chat messages."""
     messages: list[dict[str, Any]]
     prompt_text: str
-    """Chat template applied."""
     response: str
     response_ids: list[int] | UnknownTokens
     data_source: str
     ground_truth: Any
     columns: dict[str, Any] = field(default_factory=dict)
     visual: tuple[Visual, ...] = ()
-    """Clips and images of the prompt, in order, without their places among the policy's tokens."""
 
     @property
     def tokens(self) -> int:
@@ -79,7 +69,6 @@ class Item:
         return not self.visual and any(self.columns.get(name) for name in ("images", "videos"))
 
     def column(self, name: str) -> Any:
-        """A column of the row by name; KeyError where the row has none."""
         if name in self.columns:
             return self.columns[name]
         if name in ("data_source", "ground_truth"):
@@ -94,17 +83,14 @@ class Score:
     value: float | None
     """None: the function does not apply to this item."""
     extras: dict[str, float] = field(default_factory=dict)
-    """More numbers to log."""
     notes: dict[str, str] = field(default_factory=dict)
-    """What the function wants logged and is no finite number."""
 
 
 Outcome = Score | RewardFailure
 
 
 def own(item: Item, columns: Iterable[str]) -> Item:
-    """The item with copies of all that can be changed, for a user's code to do with as it likes, and with these of its
-    columns only; RewardError names what can't be copied."""
+    """Return the item with copies and only these columns; RewardError names what cannot be copied."""
     memo: dict[int, Any] = {}
 
     def mine(name: str, value: Any) -> Any:

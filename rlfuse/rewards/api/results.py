@@ -1,12 +1,7 @@
-"""From what a reward function returned to scores, and from what it raised to failures.
+"""Convert what a reward function returned to scores, and what it raised to failures.
 
-Role: pure readers of the result shapes, used by `RewardFunction`. No Ray or torch import: tensors and arrays are
-read through their `item` and `tolist`.
-Invariants:
-- NaN, infinity, a wrong length and anything that is not a number are `Unreadable`, never a number;
-- reading runs a user's code (`__repr__`, `__len__`, ...), which may raise anything: readers let it pass; `failure`
-  makes a `RewardFailure` of it, and never raises itself;
-- what comes out is plain floats and text that any file and terminal takes.
+NaN, infinity, a wrong length and non-numbers are `Unreadable`. Readers may run custom code (`__repr__`, `__len__`) and
+let its errors pass; `failure` never raises.
 """
 
 from __future__ import annotations
@@ -21,8 +16,6 @@ from rlfuse.samples import Reward, RewardFailure
 
 NOTE_LENGTH = 200
 LINE_LENGTH = 2000
-"""Characters of what an exception says."""
-
 Values = list[tuple[Any, dict[str, Any]]]
 """For each sample what a function gave as its reward, and what else is to be logged."""
 
@@ -31,18 +24,12 @@ class Unreadable(ValueError):
     """What a reward function returned is no reward. The message says what is."""
 
 
-# What was raised -----------------------------------------------------------------------------------------------------
-
-
 def failure(name: str, error: BaseException, begins: str = "") -> RewardFailure:
     """The failure of a call that raised, or gave what can't be read; `begins`: where the function does."""
     unreadable = isinstance(error, Unreadable)
     said = text(str(error)) if unreadable else headline(error)
     where = begins if unreadable and user_frames(error) is None else user_traceback(error, begins)
     return RewardFailure(name, hidden_text(said)[:LINE_LENGTH], hidden_text(where))
-
-
-# What was returned ---------------------------------------------------------------------------------------------------
 
 
 def number(value: Any, what: str = "a reward") -> float:
@@ -84,7 +71,6 @@ def split(shape: str, result: Any, logs: list[dict[str, Any]]) -> Values:
 
 
 def _split_dict(result: Any, logs: list[dict[str, Any]]) -> Values:
-    """OpenRLHF: a dict with `rewards`; `scores` and `extra_logs` are logged."""
     if not isinstance(result, dict) or "rewards" not in result:
         keys = f"a dict with the keys {list(result)}" if isinstance(result, dict) else _short(result)
         raise Unreadable(f"returned {keys}; it has to be a dict with `rewards`")
@@ -104,10 +90,7 @@ def spread(logs: list[dict[str, Any]], key: str, value: Any) -> None:
 
 
 def read(shape: str, value: Any, log: dict[str, Any]) -> Outcome:
-    """What a function of this shape says of one sample: a number, or what its shape has besides.
-
-    verl: a dict with `score` and more to log. TRL and samples: None, where it does not apply. samples: a `Reward`.
-    """
+    """Return one sample's result in this shape: a number, a dict (verl), None (TRL), or a `Reward`."""
     if isinstance(value, RewardFailure):
         message = hidden_text(text(str(value.message)))[:LINE_LENGTH] or "(no message)"
         return RewardFailure("", message, hidden_text(text(str(value.traceback or "")))[:TRACEBACK_LENGTH])
@@ -122,7 +105,6 @@ def read(shape: str, value: Any, log: dict[str, Any]) -> Outcome:
 
 
 def _extras(given: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """Numbers, which become parts of the reward, and the rest, which become notes."""
     numbers, notes = {}, {}
     for key, value in given.items():
         name = text(str(key))

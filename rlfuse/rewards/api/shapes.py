@@ -1,20 +1,9 @@
-"""Calling a user's reward in the shape it was written for: verl's, TRL's or OpenRLHF's, or one that takes samples.
+"""Call a custom reward in the shape it was written for: verl's, TRL's, OpenRLHF's, or one that takes samples.
 
-Role: `RewardFunction`, made by `functions.load_function` and called by the reward worker, or directly in a notebook.
-Invariants:
-- the shape is chosen by parameter names, and a function is given only the columns it names, unless it has `**kwargs`.
-  verl hands over no columns beside `extra_info`. So in its shapes one goes only to a parameter that names it and has no
-  default; those with a default, and `**kwargs`, are for the entry's kwargs alone;
-- what it gets of a row is its own: nothing that it changes there is seen by another call or by its caller. What it does
-  not get is not copied; what can't be copied costs its own sample;
-- ordinary functions run on the calling thread (some set `signal.alarm`, which only the main thread may);
-- whatever it raises, KeyboardInterrupt included, and whatever it returns that can't be read, costs the samples of that
-  call only: a `RewardFailure` with the user's traceback. The one exception is an interrupt of the user's own.
-
-Concurrency: what an async function returns is awaited on one event loop in a thread of its own, which lives as long as
-the process so that a function may keep an HTTP session. Calls for several items are awaited together:
-
-    caller's thread: call, call, ... --awaitables--> loop thread: gather, each within timeout_s --results--> caller
+Parameter names select the shape, and a function receives only the columns it names, unless it has `**kwargs`. verl
+passes no columns except `extra_info`: in its shapes a column goes only to a parameter without default.
+A function receives copies. Whatever it raises or returns costs only the samples of that call, except for an interrupt
+by the user. Ordinary functions run on the calling thread; coroutines on one event loop in a thread of its own.
 """
 
 from __future__ import annotations
@@ -74,16 +63,12 @@ class RewardFunction:
 
     name: str
     shape: str
-    """verl | verl batch | trl | openrlhf | samples."""
     call: Callable[..., Any]
     source: str | Callable[..., Any]
     """Where another process loads it from: absolute path or module with `:function`, URL, or the callable itself."""
     named: dict[str, bool]
-    """Its parameters by name; True where it has no default."""
     takes_all: bool
-    """It has `**kwargs`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments given to it at each call, whatever columns there are."""
     made_by: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class or factory at `source` that made it."""
     start: Callable[[], None] | None = None
@@ -95,18 +80,15 @@ class RewardFunction:
     answer_only: bool = False
     """It is shown what follows a response's thought, and nothing of a thought without an end."""
     begins: str = ""
-    """Where its code does, as a traceback shows it."""
     awaited: threading.Event = field(default_factory=threading.Event, compare=False)
     """Set for a coroutine function, and once a call of any other function has returned an awaitable."""
 
     @property
     def is_async(self) -> bool:
-        """Whether its calls return awaitables, as far as is known yet."""
         return self.awaited.is_set()
 
     @property
     def is_model(self) -> bool:
-        """Whether it has to be started, in a process of its own."""
         return self.start is not None
 
     @property
@@ -114,8 +96,7 @@ class RewardFunction:
         return self.shape != "verl"
 
     def score(self, items: Sequence[Item], timeout_s: float | None = None) -> list[Outcome]:
-        """One outcome for each item, in order. `timeout_s` bounds a call of an async function (verl's: each item's);
-        nothing in this process can bound an ordinary one."""
+        """Return one outcome per item, in order. `timeout_s` bounds calls of async functions only."""
         outcomes = self._attempt(self._outcomes, items, timeout_s)
         return [outcomes] * len(items) if type(outcomes) is RewardFailure else outcomes
 
@@ -126,7 +107,7 @@ class RewardFunction:
         return [item if type(item) is RewardFailure else next(outcomes) for item in shown]
 
     def _shown(self, item: Item) -> Item | RewardFailure:
-        """What the function may see and change of an item; a failure where it lacks something or can't be copied."""
+        """Copy what the function may see of an item; a failure if it lacks a column."""
         item = without_thought(item) if self.answer_only else item
         if lacks := self._lacks(item):
             return lacks
@@ -152,7 +133,6 @@ class RewardFunction:
         return replace(found, function=self.name) if type(found) is RewardFailure else found
 
     def _attempt(self, action: Callable[..., Any], *arguments: Any) -> Any:
-        """What the action gives, or the failure of the user's code in it."""
         try:
             return action(*arguments)
         except BaseException as error:
@@ -161,14 +141,12 @@ class RewardFunction:
             return failure(self.name, error, self.begins)
 
     def _results(self, calls: list[dict[str, Any]], timeout_s: float | None) -> list[Any]:
-        """What each call returned, or its failure."""
         results = [self._attempt(self._start, arguments, timeout_s) for arguments in calls]
         waiting = [result for result in results if type(result) is CoroutineType]
         settled = iter(_settled(waiting) if waiting else ())
         return [next(settled) if type(result) is CoroutineType else result for result in results]
 
     def _start(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
-        """What the call returns; of what has to be awaited our own coroutine that does."""
         result = self.call(**(arguments | self.kwargs))
         if not inspect.isawaitable(result):
             return result
@@ -185,7 +163,6 @@ class RewardFunction:
             return failure(self.name, error, self.begins)
 
     def _lacks(self, item: Item) -> RewardFailure | None:
-        """A failure if the item's row has not a column that the function can't do without."""
         if missing := self.missing(item.columns):
             found = sorted({*item.columns, *ALWAYS})
             return RewardFailure(self.name, f"parameter {missing[0]!r} is no column of the row; its columns: {found}")
@@ -241,7 +218,7 @@ class RewardFunction:
         return {name: value for name, value in given.items() if self.takes_all or name in self.named}
 
     def _columns(self, items: list[Item]) -> list[str]:
-        """The columns to hand over: those that the function names, or all; of verl's those without a default."""
+        """Select columns: those named, or all; for verl's shapes those without a default."""
         present = {"data_source": None, "ground_truth": None}
         for item in items:
             present.update(dict.fromkeys(item.columns))
@@ -254,11 +231,7 @@ class RewardFunction:
 def adapt(
     name: str, found: Any, source: str | Callable[..., Any], kwargs: dict[str, Any] | None = None
 ) -> RewardFunction:
-    """Recognise the shape of a callable by its parameters' names, or of an object by its method `score`.
-
-    A class, and a callable of no shape (a factory), is called with `kwargs` and gives the reward; else the function
-    gets them at each call.
-    """
+    """Recognise the shape by parameter names or a method `score`. A class or factory is called with `kwargs`."""
     remember([kwargs, source])
     if inspect.isclass(found) or (kwargs and _shape(name, found) is None):
         return replace(adapt(name, _made(name, found, kwargs or {}), source), made_by=dict(kwargs or {}))
@@ -290,7 +263,6 @@ def adapt(
 
 
 def _is_coroutine_function(call: Any) -> bool:
-    """Whether a function, or an object with `__call__`, is declared async, under any number of `functools.partial`."""
     while isinstance(call, functools.partial):
         call = call.func
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
@@ -311,7 +283,6 @@ def _parameters(name: str, call: Any) -> list[inspect.Parameter]:
 
 
 def _made(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    """What a class or a factory makes."""
     try:
         made = factory(**kwargs)
     except RewardError as error:
@@ -330,7 +301,6 @@ def _made(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any
 
 
 def _ask(score: Callable[..., Any], samples: list[Item]) -> Any:
-    """An object's `score`, whatever its parameter is called."""
     return score(samples)
 
 
@@ -365,7 +335,6 @@ class _Log:
 
 
 def _completion(item: Item) -> str | list[dict[str, str]]:
-    """As TRL has it: text for a plain prompt, an assistant message for a chat."""
     return item.response if isinstance(item.prompt, str) else [{"role": "assistant", "content": item.response}]
 
 
@@ -387,8 +356,6 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _settled(waiting: list[CoroutineType]) -> list[Any]:
-    """What these coroutines give, awaited together on the loop."""
-
     async def together() -> list[Any]:
         return await asyncio.gather(*waiting)
 

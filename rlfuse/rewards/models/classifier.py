@@ -1,15 +1,7 @@
-"""A sequence-classification reward model: `reward.model_path`. One that is a video model sees what a row shows.
+"""Score with a sequence-classification reward model: `reward.model_path`.
 
-Role: `Classifier` is a model as `shapes` knows them (`start`, then `score`); as the part `reward_model` it is made from
-the configuration by `entries`, and started in a process of its own (a pool's) or in a notebook's. Of a model with
-several labels there is one for each that counts; they share the model. torch, transformers and vLLM are imported by
-`start` only.
-Invariants:
-- a score is a raw logit of a head that came with the weights (never of a fresh, random one); all labels' come from one
-  pass;
-- the text is never truncated: a sample that doesn't fit the model's context is a `RewardFailure`;
-- a sample's score does not depend on what it is batched with (transformers: right padding, masked; without a padding
-  token in the model's configuration sequences go one at a time, because the model can't tell where they end).
+A score is a raw logit of a head from the checkpoint. Text is never truncated: a sample that exceeds the context is a
+`RewardFailure`. A score does not depend on the rest of the batch. torch and vLLM are imported by `start` only.
 """
 
 from __future__ import annotations
@@ -36,10 +28,7 @@ from rlfuse.samples import RewardFailure, Visual
 MAX_BATCH_TOKENS = 16384
 """Padded tokens of one forward pass; a longer sequence goes alone."""
 KEPT = 4096
-"""Sequences whose scores are kept; a batch has far fewer, and labels are asked for in turns."""
-
 Tokens = tuple[int, ...]
-"""Tokens of prompt and response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +56,7 @@ class Classifier:
         engine_kwargs: dict[str, Any] | None = None,
         label: str = "",
     ):
-        """Looks at what can be seen without loading; RewardError for what is wrong.
-
-        `device`: cpu | cuda | auto, a GPU if this process has one (backend vllm: as vLLM was built). `label`: whose
-        score it is; empty for a model with one.
-        """
+        """`device`: cpu | cuda | auto. `label`: whose score it is; empty for a model with one."""
         for key, value in (("reward.model_dtype", dtype), ("reward.model_backend", backend)):
             if value not in (valid := CHOICES[key]):
                 raise RewardError(f"{key} is {value!r}; it has to be one of {valid}")
@@ -98,7 +83,6 @@ class Classifier:
         self._sight: Sight | None = None
 
     def start(self) -> None:
-        """Load; RewardError for a model that is no reward model."""
         self._model = LOADED.get(self._settings)
         if self._model is None:
             LOADED[self._settings] = self._model = Loaded(self._settings, self._name)
@@ -116,7 +100,6 @@ class Classifier:
         return self._sight.refusal(visual)
 
     def score(self, samples: Sequence[Item]) -> list[float | RewardFailure]:
-        """The logit of each sample, in order, or why there is none."""
         refused = [self.refusal(item.visual) if item.visual else None for item in samples]
         seen = iter(self._model.logits([item for item, why in zip(samples, refused, strict=True) if not why]))
         return [RewardFailure("", why) if why else self._own(next(seen)) for why in refused]
@@ -144,7 +127,6 @@ class Loaded:
         self._runner = Pooling(settings) if settings.backend == "vllm" else Transformers(settings, config)
         self._context = min(limit for limit in (self._runner.context, self._tokenizer.model_max_length) if limit)
         self._kept: dict[Asked, list[float]] = {}
-        """Of the latest sequences: whoever asks for one label asks for the others soon."""
 
     def logits(self, samples: Sequence[Item]) -> list[list[float] | RewardFailure]:
         """Return all labels' logits of each sample, in order."""
@@ -166,7 +148,6 @@ class Loaded:
         return results
 
     def _run(self, sequences: set[Asked]) -> dict[Asked, list[float] | RewardFailure]:
-        """Return each sequence's logits, those kept where they are."""
         found = {asked: self._kept[asked] for asked in sequences if asked in self._kept}
         if new := sorted(sequences - found.keys(), key=lambda asked: asked.tokens):
             found |= zip(new, self._runner.logits(new), strict=True)
@@ -185,7 +166,6 @@ class Loaded:
 
 
 LOADED: WeakValueDictionary[Settings, Loaded] = WeakValueDictionary()
-"""Of this process, while anybody uses them."""
 
 
 class Transformers:
@@ -274,7 +254,7 @@ def model_place(path: Any, key: str) -> str:
 
 
 def _check_tokens(path: str, trusts: bool) -> None:
-    """RewardError where the model has no embedding for some tokens of its tokenizer."""
+    """Raise RewardError if the tokenizer has tokens without an embedding."""
     from transformers import AutoTokenizer
 
     from rlfuse.data.tokenizers import beyond_embedding

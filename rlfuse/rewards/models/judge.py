@@ -1,19 +1,10 @@
-"""A generative judge: a language model that is shown two answers and says which is better.
-
-Role: the entry `{path: judge, kwargs: {model: ...}}` of reward.functions, and in a notebook `Judge(model=...)`. As in
-Seed1.5-VL (2025, arXiv 2505.07062) the reward is the probability of the verdict, not a drawn one: a sample costs two
-prefills and one token each, whatever the model thinks.
+"""Compare a response with a reference answer by a generative judge (Seed1.5-VL, arXiv 2505.07062).
 
     template with (response, reference) -> P(A) of (A, B) = p
     template with (reference, response) -> P(B) of (A, B) = q        reward = (p + q) / 2, between 0 and 1
 
-What a position is worth to the judge is in p and in q with opposite signs: a judge that always says A gives 0.5.
-A response is compared with a reference of its own row, not with its siblings: so it is scored when it is finished, at a
-cost that does not grow with the group, and its reward depends on nothing else. Rows without one can get the answer of
-another model, or of the policy before training, as a column. A judge with a visual part sees what the row shows
-(`sight`), in both orders before the answers, where the question has it.
-Invariants: probabilities are of the two verdicts alone, by the logits of the first token; text is never truncated;
-whatever is in the way of a verdict (no reference, a prompt that is too long, no number) is a `RewardFailure`.
+Averaging both orders cancels a preference for a position. Probabilities are over the two verdict tokens only. Text is
+never truncated; a sample without a verdict (no reference, prompt too long) is a `RewardFailure`.
 """
 
 from __future__ import annotations
@@ -51,7 +42,6 @@ Compare two answers to a question.
 Which answer is better: more correct, helpful and to the point? Say A or B, and nothing else."""
 PLACES = ("prompt", "a", "b")
 OTHERWISE = "blind=true, where question and answers are enough, or an entry with sources that show nothing"
-"""What to do about rows that the judge can't see."""
 
 
 class Judge:
@@ -98,7 +88,6 @@ class Judge:
         self._sight: Sight | None = None
 
     def start(self) -> None:
-        """Load the model; RewardError if it can't be served, or a verdict is not one token."""
         if self._engine is not None:
             return
         sight = self._new_sight()
@@ -111,7 +100,6 @@ class Judge:
         self._engine = llm
 
     def score(self, samples: Sequence[Item]) -> list[Reward | RewardFailure]:
-        """One result for each sample, in order; parts as of `verdict`."""
         return [result for few in portions(samples) for result in self._compared(few)]
 
     def _compared(self, samples: Sequence[Item]) -> list[Reward | RewardFailure]:
@@ -132,7 +120,6 @@ class Judge:
         return Sight(self._settings.model, self._settings.trust_remote_code, key="model", otherwise=OTHERWISE)
 
     def _orders(self, item: Item) -> list[dict[str, Any]] | RewardFailure:
-        """What the judge reads: with the response first, and with the reference first."""
         visual = () if self._blind else item.visual
         if visual and (why := self.refusal(visual)):
             return _failure(why)
@@ -180,7 +167,6 @@ class Judge:
         return self._sight.assemble(whole, visual, special=False)
 
     def _log_probs_of_verdicts(self, prompts: list[dict[str, Any]]) -> list[list[float]]:
-        """Of each prompt the log-probs of the two verdicts as its next token, among all tokens."""
         from vllm import SamplingParams
 
         one = SamplingParams(temperature=0.0, max_tokens=1, logprob_token_ids=self._tokens, detokenize=False)
@@ -197,17 +183,13 @@ class Judge:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travels without its engine, to be started where it arrives."""
+        """Pickle without the engine, which is started where the judge arrives."""
         return self.__dict__ | {"_engine": None, "_tokenizer": None, "_sight": None}
 
 
 def verdict(forward: Sequence[float], backward: Sequence[float]) -> Reward | RewardFailure:
-    """The reward of a response, of the verdicts' log-probs with the response first, then with the reference first.
-
-    Parts: `consistency`, 1 where both orders prefer the same answer; `position`, the probability of the first place,
-    0.5 for a judge without a preference for one; `said`, the probability that the judge's next token is a verdict at
-    all: near 0 the template or the verdicts are not what the model expects.
-    """
+    """Return the reward from both orders' log-probs. `consistency`: both prefer the same answer; `position`:
+    probability of the first place; `said`: of a verdict at all (near 0: wrong template or verdicts)."""
     masses = [math.exp(a) + math.exp(b) for a, b in (forward, backward)]
     if not all(math.isfinite(mass) and mass > 0 for mass in masses):
         return _failure(f"the log-probs of the verdicts are {list(forward)} and {list(backward)}; check the judge")

@@ -1,9 +1,6 @@
-"""A reward model as vLLM's pooling runs it: of text, or a video model under a score head, which sees what a row shows.
+"""Run a reward model in vLLM's pooling mode: of text, or a video model with a head `score.weight` [labels, hidden].
 
-Role: one of the two that `classifier.Loaded` has run its model. A reward model that sees is a whole video model whose
-config.json names an architecture `...ForSequenceClassification` and the labels, and among whose weights is the head,
-`score.weight` [labels, hidden], maybe with `score.bias`; transformers has no class of that kind, vLLM makes one.
-Invariants: scores are raw, without vLLM's activation; a head is never a fresh one, nor of another shape.
+Scores are raw, without vLLM's activation; the head is never randomly initialised.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ KEY = "reward.model_path"
 OTHERWISE = (
     "score such rows by a judge or by functions, and name in this entry's sources data_sources that show nothing"
 )
-"""What to do about rows that a reward model can't see."""
 WEIGHT, BIAS = "score.weight", "score.bias"
 
 
@@ -40,12 +36,9 @@ class Asked:
     """A sequence to score; those that are equal have the same logits."""
 
     tokens: tuple[int, ...]
-    """Of prompt and response."""
     shown: tuple[tuple[str, FramePlan | None], ...] = ()
-    """Files and plans of clips and images."""
     visual: tuple[Visual, ...] = field(default=(), compare=False)
     made: VideoPrompt | None = field(default=None, compare=False)
-    """The tokens, with the places of what is shown."""
 
 
 def sight_of(path: str, trust_remote_code: bool) -> Sight:
@@ -117,8 +110,7 @@ class Pooling:
 
 
 def sees(folder: Path) -> bool:
-    """Whether the model in this folder is a whole video model, by its config.json. transformers has classifiers of the
-    text part of some others (Gemma 3), and a folder may bring a class of its own."""
+    """Return whether the folder is a whole video model and has no transformers classifier."""
     config = json.loads((folder / "config.json").read_text())
     if config.get("vision_config") is None or OWN_CLASS in (config.get("auto_map") or {}):
         return False

@@ -1,14 +1,7 @@
-"""How a judge or a classifier sees what a row shows: clips and images as prompts of the vLLM engine that serves it.
+"""Show clips and images of a row to a judge or classifier that runs in vLLM.
 
-Role: `judge.Judge` and `pooling.Pooling` have one, in the process that serves the model; `refusal` is asked in the
-driver too, before anything starts. torch is imported by what needs a tower only.
-Invariants:
-- a model sees what the policy saw: the frames and sizes of the row's own plan, so that its family has to cut frames as
-  the policy's does;
-- embeddings are the policy's, mapped from the shared memory of the node, where their key says that file, plan and
-  tower are the same; those of any other tower are made here by the model's own, a block of frames at a time, and kept
-  for siblings within KEPT_BYTES;
-- markers in answers are text: nothing that a policy writes stands for a clip.
+The model sees the frames and sizes of the row's plan. Embeddings of the policy's tower are reused if file, plan and
+tower are the same; otherwise the model's own tower makes them, cached up to KEPT_BYTES. Markers in answers are text.
 """
 
 from __future__ import annotations
@@ -38,9 +31,7 @@ if TYPE_CHECKING:
     from rlfuse.video.video_model import VideoModel
 
 KEPT_BYTES = 1 << 30
-"""Of embeddings that were made here; the latest stay."""
 BLOCK_BYTES = 64 << 20
-"""Pixels decoded at a time."""
 TOKENS_SHOWN = 1 << 16
 """Visual tokens of samples that are asked about together: of 3,584 features, half a GB in each copy."""
 
@@ -59,11 +50,7 @@ class Sight:
     """Of one model; `refusal` works at once, the rest once the engine that `served` names is given to `start`."""
 
     def __init__(self, path: str, trust_remote_code: bool = False, *, key: str, otherwise: str):
-        """Reads configuration files only; RewardError where it can't. A model of text, or of no family known here, is
-        shown nothing.
-
-        `key`: what the user gave the model as; `otherwise`: what to do about rows that it can't see.
-        """
+        """`key`: how the user named the model; `otherwise`: the remedy for rows that it cannot see."""
         from rlfuse.video.video_model import VideoModel
 
         self._name, self._otherwise = f"{key}={path}", otherwise
@@ -78,7 +65,6 @@ class Sight:
         self._own: OrderedDict[str, OwnEmbedding] = OrderedDict()
 
     def refusal(self, visual: Sequence[Visual]) -> str | None:
-        """Why these can't be shown to the model; None where they can."""
         return next((why for each in visual if (why := self._refusal(each))), None)
 
     def _refusal(self, visual: Visual) -> str | None:
@@ -102,7 +88,7 @@ class Sight:
 
     @cached_property
     def _config(self) -> PreTrainedConfig:
-        """Read once: `refusal` is asked for every row of a data set."""
+        """Cached: `refusal` is called for every row of a data set."""
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(self._model.folder)
@@ -113,10 +99,7 @@ class Sight:
 
     @contextmanager
     def served(self, read_head: Callable[[str], torch.nn.Linear] | None = None) -> Iterator[str]:
-        """What vLLM serves, to be loaded meanwhile: the whole model, or its text part, which is removed then.
-
-        `read_head`: of a reward model's folder.
-        """
+        """Yield the folder that vLLM loads: the whole model, or its text part, removed afterwards."""
         if self._model is None:
             yield self._path
         else:
@@ -125,7 +108,6 @@ class Sight:
                 yield self._model.served(Path(folder) / "model", head)
 
     def start(self, llm: Any) -> None:
-        """`llm`: vLLM's engine of what `served` gave."""
         from rlfuse.engines.rollout.prompts import Prompts
 
         served = llm.model_config
@@ -133,7 +115,7 @@ class Sight:
         self._prompts = Prompts(served.hf_config, llm.vllm_config.scheduler_config.max_num_batched_tokens)
 
     def assemble(self, text: str, visual: Sequence[Visual], special: bool) -> VideoPrompt:
-        """The prompt's tokens, with visual ones where its markers stand. VideoError where these don't match.
+        """Return the prompt's tokens with visual ones; VideoError if markers do not match.
 
         `special`: the text has no chat template, so special tokens are added as the tokenizer does.
         """
@@ -153,7 +135,6 @@ class Sight:
         return quoted(text) if self._model else text
 
     def prompt(self, made: VideoPrompt, visual: Sequence[Visual]) -> dict[str, Any]:
-        """For vLLM. VideoError, ValueError or EngineError where a clip or image can't be shown."""
         pairs = zip(visual, made.positions, strict=True)
         shown = [replace(each, positions=places, source=self._embedding(each)) for each, places in pairs]
         shown.sort(key=lambda each: each.positions[0])
@@ -181,7 +162,6 @@ class Sight:
         return self._own[key]
 
     def _encode(self, visual: Visual) -> torch.Tensor:
-        """bf16 [tokens, hidden], as encoder ranks write them."""
         import torch
 
         from rlfuse.video.decode_pool import DecodePool

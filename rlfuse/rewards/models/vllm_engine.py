@@ -1,12 +1,7 @@
-"""vLLM inside a reward's own process: what a judge and a pooled reward model share.
+"""Run vLLM inside a reward process, in the calling thread.
 
-Role: called by `judge.Judge` and `pooling.Pooling` when they are started. The engine runs in the calling process, on
-its thread, so that it ends with it and a crash is the process's. Imports vLLM only when an engine is built.
-Invariants: requests come back in order; none is left in the engine, also when a step raises; the same
-settings and files give the same engine again, for as long as the process lives (vLLM's engines of a process share
-groups, which the end of one would take from the others).
-Not run on GPUs, for lack of one: there the KV cache is given outright too, so that vLLM's share of the device
-(`gpu_memory_utilization`) is only what it demands to find free at the start.
+Responses are returned in order and no request stays in the engine if a step raises. Engines are cached per settings for
+the life of the process, since vLLM's engines of a process share groups. Not run on GPUs yet.
 """
 
 from __future__ import annotations
@@ -34,13 +29,10 @@ class EngineSettings:
     model: str
     dtype: str = "auto"
     max_model_len: int | None = None
-    """Null: what the model was made for."""
     kv_cache_memory_mb: int = 256
     trust_remote_code: bool = False
     engine_kwargs: str = "{}"
-    """More of vLLM's EngineArgs, as JSON; they have the last word."""
     pooling: bool = False
-    """Classify, with the raw logits; else generate."""
 
 
 def environment(device: str, dtype: str | None = None) -> dict[str, str]:
@@ -58,7 +50,7 @@ def engine(settings: EngineSettings) -> Any:
 
 @functools.cache
 def _engine(settings: EngineSettings, written: int) -> Any:
-    """`written`: when the model's files were, as a notebook may train it again."""
+    """`written`: modification time of the model's files, as a notebook may train it again."""
     import torch
 
     from rlfuse.engines.rollout.vllm_import import import_vllm
@@ -113,8 +105,7 @@ def _build(settings: EngineSettings, device: str) -> Any:
 
 
 def _know_classifier(config: Any) -> None:
-    """Tell vLLM of a whole video model under a head of its own. By itself it looks for the head in the text part
-    (`language_model.score`), where that is a model that it knows."""
+    """Register a whole video model under a head of its own: vLLM looks for it in the text part."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.adapters import as_seq_cls_model
 

@@ -1,9 +1,4 @@
-"""Starting a Python that knows nothing of this process: the ground on which untrusted code runs.
-
-Role: called by `sandbox` and `bounded`. The new process has an environment of its own with no secret in it, a session
-and process group of its own, no open files but its pipes, and none of `site`'s start-up; it calls the `main` of one of
-our modules, which confines it further.
-"""
+"""Start a Python process for untrusted code: clean environment, own session, no inherited files, no `site`."""
 
 from __future__ import annotations
 
@@ -12,7 +7,6 @@ import sys
 from pathlib import Path
 
 START_S = 60.0
-"""For a process to start, on a machine that is busy."""
 ROOT = str(Path(__file__).parents[3])
 START = """\
 import importlib, sys

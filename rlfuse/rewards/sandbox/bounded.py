@@ -1,15 +1,7 @@
-"""Calling a function whose time and memory nobody can tell beforehand: in a process of its own that may be killed.
+"""Call a function in a confined process with limits on CPU time and memory.
 
-Role: a verifier whose library a few characters can keep busy for ever (`json_schema`) keeps a `BoundedFunction`. Its
-process is started by the first call, confined as the sandbox is, kept for the next, and replaced once it had
-to be killed. In it `bounded_worker.serve` answers.
-Invariants:
-- a call ends with a value or with Refused, which says why. Its time is CPU time, so that no verdict depends on what
-  else the machine does; a process that gets none, is killed from outside or can't start is replaced, once a call, and
-  then a SandboxError;
-- the process ends with the one that started it, at the latest when its present call's time is over.
-Waits for a call its `seconds` and BUSY_S at most, and START_S for a process to import what it needs. Calls from several
-threads take turns; a forked child starts a process of its own.
+A call returns a value or raises Refused. The process is kept for the next call, replaced when it was killed, and ends
+with its parent. A process that cannot start, or dies for another reason, is replaced once, then a SandboxError.
 """
 
 from __future__ import annotations
@@ -43,7 +35,7 @@ class BoundedFunction:
         self._owner = 0
 
     def __call__(self, argument: Any, seconds: float) -> Any:
-        """The function's value for `argument`, both of what JSON can say, in at most so many seconds of CPU time."""
+        """Return the function's JSON value within so many seconds of CPU time."""
         with self._lock:
             try:
                 reply = self._ask(argument, seconds)
@@ -73,7 +65,6 @@ class BoundedFunction:
             raise Refused(f"took longer than {seconds:g} s" if late else "crashed its process") from None
 
     def _ready(self) -> subprocess.Popen[bytes]:
-        """The process, started if there is none that is alive and ours."""
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
             return self._process
         self._process, self._owner = start_python(self._module, "/"), os.getpid()

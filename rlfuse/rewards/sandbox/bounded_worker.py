@@ -1,8 +1,4 @@
-"""The process of a `bounded.BoundedFunction`: answers one call after the other, confined like untrusted code.
-
-Callers: the `main` of modules that `bounded` starts. Waits for calls until the other side ends. A call
-that uses up its CPU time is ended by its own timer, whether or not its caller still lives.
-"""
+"""Serve the calls of a `bounded.BoundedFunction`, confined like untrusted code and with a CPU timer for each call."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from rlfuse.rewards.sandbox.messages import receive, send
 
 MEMORY_BYTES = 2 * 2**30
 CPU_S = 24 * 3600
-"""Of a whole process; each call has its timer."""
 TEXT = 300
 USED_UP = 76
 """Exit status of a process that ran out of memory in a later call than its first: earlier ones may hold it."""

@@ -1,26 +1,15 @@
-"""What the kernel forbids a process that runs code nobody has read: limits, files, network, other processes.
+"""Confine the calling process before it runs untrusted code: limits, files, system calls, capabilities.
 
-Role: called inside processes that `sandbox.host` and `bounded_worker` are, before they touch what a model wrote. Only
-the standard library, and of rlfuse only the filter of calls, so that such a process starts in milliseconds.
+- limits (setrlimit): memory, CPU time, file size, open files, no core dumps. The kernel has no limit for threads or for
+  all files together; `sandbox.host` polls these and kills.
+- files (Landlock, Linux 5.13 and later): Python and system libraries are readable, one folder is writable, nothing else
+  can be opened, `/proc` and `/dev/shm` included.
+- calls (seccomp; x86-64 and 64-bit ARM): those that `system_calls` allows. No network, processes, programs or signals
+  to others; also what older Landlock versions do not govern.
+- capabilities are dropped.
 
-What holds where:
-- *limits* (setrlimit; everywhere): memory, CPU time, size of a file, number of open ones, no core dumps. The kernel has
-  none for threads and for all files together: `sandbox.host` looks often and kills;
-- *files* (Landlock; Linux 5.13 and later with Landlock among its security modules): Python and system libraries can be
-  read, one folder written (files only, no folders, links or devices), nothing else opened, `/proc` and `/dev/shm`
-  included. That files exist can be seen. From Linux 6.12 on Landlock also keeps signals from every process outside;
-- *calls* (seccomp, on x86-64 and 64-bit ARM): those that `system_calls` allows, with the reason for each. No network,
-  no new processes and no programs, no signals to others, nothing that outlives the process; also what older Landlocks
-  leave open: truncation by path, attributes, requests to devices;
-- *capabilities* are dropped, so that root is no more than the owner of its files.
-
-Isolation is full where the kernel has seccomp, and Landlock in any version: what one version of Landlock governs more
-than another is denied by the filter. Both need no privilege, and work in containers whose profile forbids user
-namespaces, which is why there are none; where a profile forbids these two, that is reported as missing. With no new
-processes there is also nothing that could stay behind or fork without end; without seccomp, RLIMIT_NPROC forbids new
-processes and threads, except to root, whom it does not bind. None of this is a virtual machine: a hole in the kernel is
-a hole here.
-Invariants: each function says what it could not do as text, None means done; nothing once confined is ever loosened.
+Isolation is full with seccomp and any version of Landlock. Neither needs a privilege. What is missing is returned as
+text, never ignored; nothing is loosened later. Uses only the standard library, so the process starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -37,7 +26,6 @@ from rlfuse.rewards.sandbox.seccomp import filter_calls
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CAPSET_VERSION = 0x20080522
-
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 """System calls; the numbers are the same on every architecture. Rights: linux/landlock.h."""
 RIGHTS_OF_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
@@ -84,8 +72,7 @@ def limit(memory_bytes: int, cpu_s: int, file_bytes: int, open_files: int) -> No
 
 
 def confine_files(writable: Sequence[str] = (), readable: Sequence[str] = ()) -> str | None:
-    """From now on open only what Python and its libraries are read from, `readable`, and files in `writable` folders.
-    Called again, here or in a child, it takes away what it does not name."""
+    """Allow only Python's files, `readable`, and files in `writable`; later calls restrict further."""
     version = _landlock_version()
     if version < 1:
         return f"files can't be confined: Landlock is not available ({os.strerror(ctypes.get_errno())})"
@@ -126,8 +113,7 @@ def _ruleset(attributes: _Ruleset) -> int:
 
 
 def _confine_signals() -> None:
-    """Where Landlock can, send none to any process outside, the one that confined this one's files included. The filter
-    of system calls forbids them on every kernel; this is a second wall."""
+    """Let Landlock block signals to every process outside; the filter of system calls forbids them too."""
     if _landlock_version() < 6:
         return
     ruleset = _ruleset(_Ruleset(scoped=SCOPES))
@@ -142,7 +128,6 @@ def _drop_capabilities() -> None:
 
 
 def _readable() -> list[str]:
-    """Where Python and the libraries it loads are."""
     python = {f"{prefix}/{lib}" for prefix in (sys.prefix, sys.base_prefix) for lib in ("lib", "lib64")}
     system = {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"}
     files = {"/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero"}
@@ -150,7 +135,7 @@ def _readable() -> list[str]:
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
-    """Rights below a folder, or on a file; nothing where there is no such path."""
+    """Grant rights below a folder or on a file; nothing if the path does not exist."""
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:

@@ -1,10 +1,4 @@
-"""What a process of untrusted code holds at the moment, as the process that judges it sees it: threads and files.
-
-Role: `sandbox.host` looks here at each tick. The kernel has no limit of a process for either: RLIMIT_NPROC counts all
-of a user and binds no root, RLIMIT_FSIZE is of one file, and a file without a name lasts as long as a descriptor or a
-page of it in memory. Reads `/proc`, which the code itself can't open.
-Invariants: what ends while it is looked at counts nothing; files that code only reads never count.
-"""
+"""Measure threads and files of a process with untrusted code from outside, by `/proc`."""
 
 from __future__ import annotations
 
@@ -21,8 +15,7 @@ def threads(pid: int) -> list[str]:
 
 
 def files(pid: int, open_files: int, file_bytes: int) -> dict[int, int]:
-    """Sizes of the files in this folder and of those that have no name any more, by inode. Of what is only in memory
-    the kernel tells no size: it counts as the largest that a file can be."""
+    """Return sizes by inode of the folder's and unnamed files; those only in memory count as the largest."""
     found: dict[int, int] = {}
     with os.scandir() as entries:
         for entry in entries:
@@ -41,7 +34,7 @@ def files(pid: int, open_files: int, file_bytes: int) -> dict[int, int]:
 
 
 def _mapped(task: str) -> set[int] | None:
-    """The files without a name of which there are pages in memory; None where the thread has ended."""
+    """Return the mapped files without a name; None if the thread has ended."""
     mapped, line = set(), b""
     with contextlib.suppress(OSError), open(f"{task}/maps", "rb") as lines:
         for line in lines:

@@ -1,16 +1,11 @@
-"""The process that runs code nobody has read, one test after the other; started by `sandbox`, never imported by a run.
+"""The process that runs untrusted code, one test after the other; started by `sandbox`, never imported by a run.
 
     sandbox (reward worker) --job, tests--> host --requests--> candidate: a fork for each test, confined, runs the code
                             <---outcomes---      <--replies---
 
-Invariants:
-- a candidate is forked before its test is read, and has none of the host's pipes: neither what a test expects nor the
-  way to report success is in its memory. What it replies are values, compared by the sandbox or by the test's own
-  assertions, which run here, in another process than the code they test;
-- nothing runs before the candidate has said how far it is confined, and nothing at all where that is less than asked;
-- a test takes at most `timeout_s` of CPU time, so that what else the machine does decides nothing, and BUSY times that
-  in all, then its candidate is killed; all tests take `total_s`, then the rest has failed.
-Waits for candidates; a timer interrupts whatever is under way. Dies with the process that started it.
+A candidate is forked before its test is read and has none of the host's pipes: neither expected values nor the way to
+report success are in its memory. Nothing runs before the candidate has reported its isolation. A test may use
+`timeout_s` of CPU time and BUSY times that in all; all tests together `total_s`.
 """
 
 from __future__ import annotations
@@ -43,7 +38,6 @@ OPEN_FILES = 64
 DEEPEST = 200
 """Levels of JSON; a tuple or a set takes two, a dict three."""
 TEXT = 300
-"""Characters of a message that are kept."""
 NAME = "<solution>"
 
 
@@ -93,7 +87,6 @@ def _test(job: dict[str, Any], end: float) -> dict[str, Any]:
 
 
 def _program(candidate: Candidate, job: dict[str, Any], given: str) -> dict[str, Any]:
-    """The whole code as a program: what it writes when `given` is its standard input."""
     output = candidate.run(given, job["output_bytes"])
     reply = candidate.reply()
     if reply is None:
@@ -104,7 +97,6 @@ def _program(candidate: Candidate, job: dict[str, Any], given: str) -> dict[str,
 
 
 def _call(candidate: Candidate, job: dict[str, Any], arguments: Any) -> dict[str, Any]:
-    """What the function returns for `arguments`, as the candidate said it."""
     reply = candidate.ask(job["fn_name"], arguments)
     if "error" in reply:
         return {"reason": _reason(reply["error"]), "text": _headline(reply)}
@@ -112,7 +104,6 @@ def _call(candidate: Candidate, job: dict[str, Any], arguments: Any) -> dict[str
 
 
 def _assert(candidate: Candidate, job: dict[str, Any], source: str) -> dict[str, Any]:
-    """The test's statements, with the names they don't define standing for the code's functions."""
     names = _Names(candidate, job["fn_name"])
     try:
         exec(compile(job["setup"], "<setup>", "exec"), names)
@@ -131,8 +122,7 @@ def _assert(candidate: Candidate, job: dict[str, Any], source: str) -> dict[str,
 
 
 class _Names(dict):
-    """A test's global names. Python's own names stay Python's, unless one is the function that is tested: code must not
-    replace the `sorted` or `all` that judges it."""
+    """Global names of a test: tested code cannot replace the `sorted` or `all` that judges it."""
 
     def __init__(self, candidate: Candidate, fn_name: str | None):
         super().__init__(__name__="test")
@@ -179,7 +169,6 @@ class Candidate:
             raise RuntimeError("the process for the code ended before it ran any") from None
 
     def cpu_s(self) -> float:
-        """CPU time of the process so far; 0 where it has ended."""
         try:
             return time.clock_gettime(~self._pid << 3 | 2)  # its clock, as clock_getcpuclockid(3) names it
         except OSError:
@@ -189,7 +178,6 @@ class Candidate:
         return len(holdings.threads(self._pid))
 
     def files(self, file_bytes: int) -> dict[int, int]:
-        """Sizes of the files that it has made and that still take room."""
         if os.stat(".").st_mtime_ns == self._untouched:  # each file has a name at first
             return {}
         found = holdings.files(self._pid, OPEN_FILES, file_bytes)
@@ -197,7 +185,6 @@ class Candidate:
         return found
 
     def run(self, given: str, most: int) -> str:
-        """Let the code run as a program; what it wrote to its standard output."""
         os.write(self._input, given.encode())
         os.lseek(self._input, 0, os.SEEK_SET)
         self._send({})
@@ -210,7 +197,6 @@ class Candidate:
         return b"".join(parts).decode(errors="replace")
 
     def ask(self, name: str, arguments: Any, named: Any = None) -> dict[str, Any]:
-        """The reply to a call of one of the code's functions."""
         self._send({"name": name, "arguments": arguments, "named": named or {"dict": []}})
         reply = self.reply()
         if reply is None:
@@ -218,7 +204,6 @@ class Candidate:
         return reply
 
     def reply(self) -> dict[str, Any] | None:
-        """What the candidate says next; None where it is gone."""
         try:
             reply = receive(self._replies, self._most)
         except EOFError:
@@ -240,7 +225,6 @@ class Candidate:
             raise Stopped("exit", f"ended the process with status {self._status}")
 
     def end(self) -> None:
-        """Kill the process if it lives."""
         if self._status is None:
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
@@ -255,7 +239,7 @@ class Candidate:
 
 
 def _watch(job: dict[str, Any], candidate: Candidate, end: float) -> None:
-    """Raise Stopped, wherever the host is, as soon as the time is over or too much was written to files."""
+    """Raise Stopped wherever the host is, as soon as time is over or too much was written."""
     late = time.monotonic() + BUSY * job["timeout_s"]
 
     def stop(reason: str, text: str) -> NoReturn:
@@ -281,7 +265,6 @@ def _watch(job: dict[str, Any], candidate: Candidate, end: float) -> None:
 
 
 def _clear() -> None:
-    """Leave nothing to the next test. Where folders can't be confined, one may stay until the sandbox ends."""
     with os.scandir() as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
@@ -289,7 +272,7 @@ def _clear() -> None:
 
 
 def _candidate(job: dict[str, Any], host: int, given: int, output: int, requests: int, replies: int) -> NoReturn:
-    """The life of a candidate."""
+    """Run in the fork: confine, report, execute, answer calls."""
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         die_with_parent(host)
@@ -340,7 +323,6 @@ def _run_program(code: str) -> dict[str, Any]:
 
 
 def _run_module(code: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The names that the code defines, and the reply to every call where it raised instead."""
     module = sys.modules["solution"] = types.ModuleType("solution")
     try:
         exec(compile(code, NAME, "exec"), module.__dict__)
@@ -351,7 +333,6 @@ def _run_module(code: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _answer(namespace: dict[str, Any], request: dict[str, Any], most: int) -> bytes:
-    """The reply to a call, packed: what can't be is told like what the function raises."""
     try:
         function = namespace.get(request["name"])
         if function is None and "Solution" in namespace:
@@ -378,7 +359,7 @@ def _described(error: BaseException, namespace: dict[str, Any]) -> dict[str, Any
 
 
 def _nested(value: Any) -> bool:
-    """Whether JSON is too deep for those who read it next, who may be deep in calls themselves."""
+    """Return whether JSON is too deep for its readers."""
     layer = [value]
     for _ in range(DEEPEST):
         layer = [

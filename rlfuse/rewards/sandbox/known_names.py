@@ -1,9 +1,4 @@
-"""Names that untrusted code may use without defining them, beyond Python's own.
-
-Role: `host` adds them to the built-in names of the processes that run code, not to those that judge it. APPS, TACO,
-LiveCodeBench and LeetCode run answers behind star imports of these modules, so answers leave the imports out. `exit`
-and `quit` are what `site` defines, which the sandbox does not load.
-"""
+"""Names of the star imports that APPS, TACO, LiveCodeBench and LeetCode put before answers, for untrusted code only."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""What the processes around untrusted code say to one another: JSON with its length in front, through pipes.
+"""Exchange JSON messages with a length prefix with processes of untrusted code. Standard library only.
 
-Role: used by `sandbox`, `bounded` and the processes they start. Only the standard library, and nothing of rlfuse.
-Invariants:
-- what arrives is plain data, whoever sent it: reading runs no code of the sender, and never more than `most` bytes;
-- values keep their type on the way: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict.
-Waits for the other side, up to `deadline` where one is given.
+Reading never runs code of the sender and never reads more than `most` bytes. Values keep their Python type.
 """
 
 from __future__ import annotations
@@ -49,8 +45,7 @@ def write(pipe: int, message: bytes) -> None:
 
 
 def receive(pipe: int, most: int = MOST_BYTES, deadline: float | None = None) -> Any:
-    """The next message. EOFError where the other side ended, TimeoutError at `deadline` (of `time.monotonic`),
-    MessageError for what is none."""
+    """Return the next message. EOFError, TimeoutError at `deadline` (monotonic), or MessageError."""
     length = int.from_bytes(_exactly(pipe, 4, deadline), "big")
     if length > most:
         raise MessageError(f"a message of {length} bytes; {most} at most")
@@ -128,7 +123,7 @@ def decode(said: Any) -> Any:
 
 
 def _few_alike(entries: list[Any]) -> list[Any]:
-    """The entries, where it does not take for ever to tell which of them are equal."""
+    """Refuse entries whose comparison would take exponential time."""
     if len(entries) - len(set(map(hash, entries))) > MOST_ALIKE:
         raise MessageError(f"more than {MOST_ALIKE} entries have hashes that others have")
     return entries

@@ -1,13 +1,7 @@
-"""Running untrusted Python against tests: bounded in time, memory, files and processes, with no network.
+"""Run untrusted Python against tests, bounded in time, memory, files and processes, without network.
 
-Role: `run_code` is called by `verifiers.code`, and by whoever writes a reward function that runs code. It returns what
-the code said, or why it did not; whether that is right is decided by the caller, outside of the code's process.
-How it is confined, and which kernel can do what, is in `confinement`; who runs where, in `sandbox.host`.
-Invariants:
-- code can end, hang, use up or print what it likes: the outcome says so, and nothing of it stays behind;
-- a test that code failed is an outcome; a sandbox that could not be started is a SandboxError, never an outcome;
-- `Report.missing` says what isolation lacked, and `Limits.demand_isolation` makes that an error before any code runs.
-Waits `total_s` at most, and `START_S` for the process to start.
+Whether an output is right is decided by the caller, outside of the code's process. A failed test is an outcome; a
+sandbox that cannot start is a SandboxError. `Report.missing` lists the isolation that this kernel lacks.
 """
 
 from __future__ import annotations
@@ -32,7 +26,6 @@ from rlfuse.rewards.sandbox.bare_python import START_S, SandboxError, start_pyth
 from rlfuse.rewards.sandbox.messages import MessageError, decode, encode, pack, unpack_all
 
 PREFIX = "rlfuse_sandbox_"
-"""Of the folders that code writes, in the folder for temporary files."""
 
 
 class Kind(StrEnum):
@@ -55,12 +48,10 @@ class Limits:
     total_s: float = 20.0
     """For all tests of one response; what is not done by then has failed. Keep reward.timeout_s above it."""
     memory_mb: int = 1024
-    """Address space."""
     file_mb: int = 16
     """Of one file, and half of what files may hold altogether, those without a name included. What is written between
     two looks, 10 ms apart on a machine that is not overloaded, comes on top."""
     output_kb: int = 1024
-    """Of standard output, or of a returned value."""
     demand_isolation: bool = False
     """Refuse to run code where the kernel can't isolate it fully."""
 
@@ -78,11 +69,9 @@ class Outcome:
     """Of one test."""
 
     value: Any = None
-    """Where `reason` is None, what the code said."""
     reason: str | None = None
     """timeout | memory | exception | wrong (an assertion failed) | output | files | exit | crash."""
     text: str = ""
-    """The exception's last line, or the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +80,6 @@ class Report:
 
     outcomes: list[Outcome]
     missing: str
-    """What isolation lacked; "" where it was full."""
 
 
 def run_code(
@@ -139,7 +127,6 @@ def run_code(
 
 
 def _converse(stream: bytes, limits: Limits) -> tuple[list[dict[str, Any]], str]:
-    """What the host said until it ended or its time did, and its last words where it ended badly."""
     _clear_left(tempfile.gettempdir())
     folder = tempfile.mkdtemp(prefix=PREFIX)
     owned = os.open(folder, os.O_RDONLY)
@@ -168,8 +155,7 @@ def _converse(stream: bytes, limits: Limits) -> tuple[list[dict[str, Any]], str]
 
 @functools.cache
 def _clear_left(temporary: str) -> None:
-    """Remove, once in each process, the folders of processes that were killed in the middle of a test: nobody holds
-    their lock. One just made may not have it yet."""
+    """Remove, once per process, unlocked folders of processes that were killed during a test."""
     for folder in Path(temporary).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or one that ends just now
             place = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
@@ -182,7 +168,7 @@ def _clear_left(temporary: str) -> None:
 
 
 def _kill(host: subprocess.Popen[bytes]) -> None:
-    """The whole group: the host, and what it may have left."""
+    """Kill the process group: the host and what it may have left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(host.pid, signal.SIGKILL)
 

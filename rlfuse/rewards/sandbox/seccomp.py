@@ -1,13 +1,8 @@
-"""The filter of system calls: what `system_calls` says, as a program that the kernel runs before each call.
+"""Assemble the seccomp filter that enforces `system_calls`, with the standard library only.
 
-Role: called by `confinement`. Only the standard library: the program is put together here, so that isolation depends
-on the kernel alone, and can be read and tested as data, for machines other than this one too.
-
-    other architecture (32 bit)? -> the process is killed
-    number <= last of a run of calls with the same answer? -> that answer; or a condition's checks, then EPERM
-    above all runs (younger calls, x32) -> ENOSYS
-
-Invariants: what the table does not allow is not allowed; once loaded, for all threads, a filter is never loosened.
+other architecture (32 bit)? -> the process is killed
+number <= last of a run of calls with the same answer? -> that answer; or a condition's checks, then EPERM
+above all runs (newer calls, x32) -> ENOSYS
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ import os
 import struct
 import sys
 
-from rlfuse.rewards.sandbox.system_calls import ABSENT, ALLOWED, CONDITIONAL, DENIED, MACHINES, ME, WORD, Condition
+from rlfuse.rewards.sandbox.system_calls import ABSENT, ALLOWED, CONDITIONAL, MACHINES, ME, WORD, Condition
 
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 """Answers (linux/seccomp.h)."""
@@ -27,9 +22,7 @@ LOAD, AND, IF_EQUAL, IF_GREATER, RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
 """Where in a call's description they stand; arguments have two words, the lower one first."""
 SET_MODE_FILTER, ALL_THREADS = 1, 1
-
 Instruction = tuple[int, int, int, int]
-"""Code, instructions to leave out if so and if not, operand."""
 
 
 class _Program(ctypes.Structure):
@@ -37,8 +30,8 @@ class _Program(ctypes.Structure):
 
 
 def answers() -> dict[str, int | Condition]:
-    """What each call is answered, or when it is allowed."""
-    families = ((ALLOWED, ALLOW), (ABSENT, ENOSYS), (DENIED, EPERM))
+    """Return the answer to each call that is not simply denied, or the condition under which it is allowed."""
+    families = ((ALLOWED, ALLOW), (ABSENT, ENOSYS))
     found = {name: answer for table, answer in families for calls in table.values() for name in calls.split()}
     return found | {name: condition for name, (_, condition) in CONDITIONAL.items()}
 
@@ -50,7 +43,7 @@ def program(machine: str, me: int) -> list[Instruction]:
     code = [
         (LOAD, 0, 0, ARCHITECTURE), (IF_EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)
     ]  # fmt: skip
-    by_number = ((number, known[calls[number]] if number in calls else ENOSYS) for number in range(max(calls) + 1))
+    by_number = ((n, known.get(calls[n], EPERM) if n in calls else ENOSYS) for n in range(max(calls) + 1))
     for answer, run in itertools.groupby(by_number, lambda entry: entry[1]):
         block = [(RETURN, 0, 0, answer)] if isinstance(answer, int) else _checks(answer, me)
         code += [(IF_GREATER, len(block), 0, max(run)[0]), *block]
@@ -58,7 +51,6 @@ def program(machine: str, me: int) -> list[Instruction]:
 
 
 def _checks(condition: Condition, me: int) -> list[Instruction]:
-    """Allow where all checks of one alternative hold, else EPERM."""
     code: list[Instruction] = []
     for checks in condition:
         steps: list[Instruction] = []

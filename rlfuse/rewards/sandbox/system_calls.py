@@ -1,13 +1,11 @@
-"""Every system call of Linux, in families: which of them untrusted code may make, and why; which not, and why.
+"""Every Linux system call in families: which of them untrusted code may make, and why.
 
-Role: data that `seccomp` makes a filter of. What is in no family, because Linux got it later, does not exist for the
-code (ENOSYS), so that C libraries fall back to what they did before. Checked call by call by tests/unit/test_calls.py.
-Invariants:
-- each call has one entry. What is allowed acts on the process itself or on a descriptor that it holds, and nothing that
-  it makes outlives it: no other process, no user and no machine is reached through any of them;
-- files are Landlock's, by path; here stands what Landlock does not govern, or not in each of its versions: attributes,
-  truncation by path (from its version 3), requests to devices (5), signals (6);
-- a condition compares as many bits as the kernel reads: WORD for what it takes as `int`, whatever stands above.
+An allowed call acts only on the process itself or on a descriptor that it holds. Files by path are Landlock's; here is
+what Landlock does not govern in each of its versions. Newer calls get ENOSYS, so that libraries fall back.
+All other known calls get EPERM: other processes and their memory, sessions, networks, shared memory and queues, locked
+memory, attributes and links of files, `truncate` by path, io_uring and other calls that no filter sees, scheduling,
+identities, namespaces, keys, kernel modules, and the machine's clock, name and disks.
+A condition compares as many bits as the kernel reads: WORD for an `int`.
 """
 
 from __future__ import annotations
@@ -146,9 +144,9 @@ def _one_of(argument: int, *values: int) -> Condition:
 
 
 def _opening(flags: int) -> Condition:
-    """To write; or to read without O_TRUNC. Access mode 3 needs no right of Landlock, and empties files before its
-    version 3, as O_RDONLY | O_TRUNC does what may only be read. Not O_TMPFILE: without one, a change of the folder
-    tells that there are files to be looked for."""
+    """Allow writing, or reading without O_TRUNC. Access mode 3 needs no right of Landlock and empties files before
+    its version 3. Not O_TMPFILE: without one, a change of the folder shows that there are files to look for.
+    """
     access, truncate, nameless = 0o3, 0o1000, 0o20000000
     return tuple(
         ((flags, mask | nameless, value),) for mask, value in ((access | truncate, 0), (access, 1), (access, 2))
@@ -191,67 +189,6 @@ CONDITIONAL: dict[str, tuple[str, Condition]] = {
 """Call, with what of it is allowed and the condition; otherwise EPERM."""
 
 ABSENT = {
-    "flags in memory, which no filter sees; C libraries use clone and openat where there is none": "clone3 openat2",
+    "flags in memory, which no filter sees; C libraries use clone and openat where there is none": "clone3 openat2"
 }
 """Family and its calls, which answer ENOSYS."""
-
-DENIED = {
-    "other processes, programs": "fork vfork execve execveat",
-    "signals to others, or in their name": """
-        tkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_open pidfd_send_signal pidfd_getfd""",
-    "other processes' memory and state": """
-        ptrace process_vm_readv process_vm_writev process_madvise process_mrelease kcmp get_robust_list
-        perf_event_open""",
-    "leaving the group by which it is killed": "setsid setpgid",
-    "network, and descriptors on their way to others": """
-        socket connect accept accept4 bind listen sendmsg sendmmsg recvmsg recvmmsg setsockopt""",
-    "memory that others share by number, or that outlives it (System V)": """
-        shmget shmat shmctl shmdt semget semop semtimedop semctl msgget msgsnd msgrcv msgctl""",
-    "queues that others share by name (POSIX)": """
-        mq_open mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr""",
-    "memory beside RLIMIT_AS, or not to be swapped": """
-        memfd_create memfd_secret mlock mlock2 mlockall munlock munlockall""",
-    "memory: faults, nodes, pages of others, keys; nothing it needs": """
-        userfaultfd mincore remap_file_pages mbind set_mempolicy get_mempolicy set_mempolicy_home_node migrate_pages
-        move_pages pkey_mprotect pkey_alloc pkey_free map_shadow_stack mseal membarrier""",
-    "truncation by path: Landlock governs it from version 3 only": "truncate",
-    "disk without writing it: gigabytes before anyone looks": "fallocate",
-    "files to pipes; it waits there, and holds a file without a descriptor": "sendfile",
-    "attributes of files, which Landlock does not govern": """
-        chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat setxattr lsetxattr
-        fsetxattr setxattrat getxattr lgetxattr fgetxattr getxattrat listxattr llistxattr flistxattr listxattrat
-        removexattr lremovexattr fremovexattr removexattrat file_getattr file_setattr""",
-    "folders, links, devices: its folder is cleared file by file": """
-        mkdir mkdirat rmdir link linkat symlink symlinkat mknod mknodat""",
-    "locks on what it may only read; whole disks and their cache": """
-        flock sync syncfs sync_file_range readahead fadvise64 cachestat""",
-    "files by handle, and watching them": """
-        name_to_handle_at open_by_handle_at lookup_dcookie inotify_init inotify_init1 inotify_add_watch
-        inotify_rm_watch fanotify_init fanotify_mark""",
-    "pages handed between files and pipes, where the kernel has failed before": "splice tee vmsplice",
-    "calls by another way, which no filter sees": """
-        io_uring_setup io_uring_enter io_uring_register io_setup io_destroy io_submit io_cancel io_getevents
-        io_pgetevents""",
-    "scheduling, changed": """
-        setpriority sched_setparam sched_setscheduler sched_setattr sched_setaffinity ioprio_set ioprio_get""",
-    "timers of which the user has few": "timer_create timer_settime timer_gettime timer_getoverrun timer_delete",
-    "who it is, changed; that would also clear the signal that ends it with its host": """
-        setuid setgid setreuid setregid setresuid setresgid setfsuid setfsgid setgroups capget capset personality""",
-    "confinement: it has its own": """
-        seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self lsm_get_self_attr lsm_set_self_attr
-        lsm_list_modules""",
-    "mounts and namespaces": """
-        mount umount2 pivot_root chroot unshare setns fsopen fsconfig fsmount fspick open_tree open_tree_attr
-        move_mount mount_setattr statmount listmount""",
-    "keys of the user": "add_key request_key keyctl",
-    "programs in the kernel, modules": """
-        bpf init_module finit_module delete_module create_module query_module get_kernel_syms kexec_load
-        kexec_file_load uprobe uretprobe""",
-    "the machine: clock, name, disks, log, ports": """
-        settimeofday clock_settime clock_adjtime adjtimex sethostname setdomainname reboot swapon swapoff acct quotactl
-        quotactl_fd nfsservctl syslog vhangup iopl ioperm modify_ldt""",
-    "without a use today": """
-        _sysctl sysfs ustat uselib set_thread_area get_thread_area epoll_ctl_old epoll_wait_old vserver getpmsg putpmsg
-        afs_syscall tuxcall security""",
-}
-"""Family, with the reason it is denied for, and its calls, which answer EPERM."""

@@ -1,30 +1,22 @@
-r"""Finding the final answer of a response, and the result dict that all verifiers return.
+r"""Find the final answer of a response, and build the result dict of all verifiers. Pure.
 
-Role: pure functions of text. Every verifier takes a response apart with `parts_of` and removes wrapping with
-`unwrapped`, so that `<answer>**B**</answer>`, `\boxed{\text{B}}` and `Final answer: "B".` are the same answer.
-Invariants:
-- time is linear in the length of the response: patterns have bounded or possessive quantifiers and no search starts
-  anew at each character; responses longer than MAX_CHARS hold no answer;
-- a response whose last `\boxed{` or `<answer>` is not closed was truncated and holds no answer: earlier ones are not
-  used.
+Time is linear in the length of the response; responses longer than MAX_CHARS hold no answer, nor do truncated ones,
+whose last `\boxed{` or `<answer>` is not closed.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 from rlfuse.rewards.thoughts import answer_of
 
+Found = TypeVar("Found")
 MAX_CHARS = 100_000
-"""Longer answers are not read."""
 SHOWN = 60
-"""Characters of an answer in a reason."""
 _LAYERS = 12
-"""Wrappers that `unwrapped` removes, one around the other."""
-
 _FULL_WIDTH = {**{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}, 0x3000: " ", 0x2212: "-"}
-
 _TAG = re.compile(r"<(/?)(answer|final[_ ]answer)>", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\b")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -51,7 +43,6 @@ _ANNOUNCEMENT = re.compile(
 )
 _EMPHASIS_END = re.compile(r"\A[*_`]{1,3}+:?(?=\s)")
 _LAST_EMPHASIS = re.compile(r"\*\*(?=[.,;:!]?$)")
-
 _SYMMETRIC = ("```", "**", "__", "$$", "*", "_", "`", "$", '"', "'")
 _PAIRS = (
     (r"\(", r"\)"), (r"\[", r"\]"), ("\u201c", "\u201d"), ("\u201e", "\u201c"), ("\u2018", "\u2019"), ("«", "»"),
@@ -86,7 +77,6 @@ class Parts(NamedTuple):
 
     @property
     def stated(self) -> str:
-        """The first of them."""
         return self.box or self.announced or unwrapped(self.text)
 
 
@@ -115,6 +105,14 @@ def parts_of(answer: str) -> Parts | None:
     return Parts(*(None if part is None else unwrapped(part) for part in (in_box, said)), text, bool(tags))
 
 
+def read_from(answer: str, find: Callable[..., Found | None]) -> Found | None:
+    """Return what `find` reads in the last box; without one in the announcement, `first` there, else in the text."""
+    parts = parts_of(answer)
+    if parts is None or parts.box is not None:
+        return find(parts.box) if parts else None
+    return (find(parts.announced, first=True) if parts.announced else None) or find(parts.text)
+
+
 def boxed(text: str) -> str | None:
     r"""Return the content of the last `\boxed{...}`; None if there is none or it is not closed."""
     start = max((match.end() for match in _BOX.finditer(text)), default=None)
@@ -128,7 +126,6 @@ def boxed(text: str) -> str | None:
 
 
 def _closing(text: str) -> int | None:
-    """Return the index of the brace that closes the first one; None if there is none."""
     depth = 0
     for match in _BRACE.finditer(text):
         depth += (match[0] == "{") - (match[0] == "}")
@@ -160,8 +157,7 @@ def _after_announcement(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """Return the text without the tags, emphasis, quotes, delimiters, commands, announcements and final punctuation
-    that enclose all of it."""
+    """Return the text without enclosing tags, emphasis, quotes, delimiters and final punctuation."""
     text = text.strip()
     for _ in range(_LAYERS):
         inner = _layer_removed(text)
@@ -201,8 +197,7 @@ def without_markup(text: str) -> str:
 
 
 def fenced(text: str) -> list[tuple[str, str]]:
-    """Return (language, content) of each closed code block. A fence closes the last open one of its kind that is not
-    longer, as in CommonMark."""
+    """Return (language, content) of each closed code block, paired as in CommonMark."""
     blocks, fence, language, content = [], "", "", []
     for line in text.splitlines():
         match = _FENCE.match(line)

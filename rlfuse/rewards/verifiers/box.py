@@ -1,10 +1,7 @@
-"""A box in a picture, `[x1, y1, x2, y2]`: the overlap with the true one (box IoU).
+r"""Score a box in a picture, `[x1, y1, x2, y2]`, by its IoU with the true one.
 
-Boxes are four numbers in `[...]`, `(...)` or `<bbox>...</bbox>`, two corners as `(x1, y1), (x2, y2)` between Qwen's box
-tokens or without them, `{"bbox_2d": [...]}`, and keys as in `{"x1": ..., "y1": ..., "x2": ..., "y2": ...}`. The last
-one in the last `\\boxed{}` counts, else the first one announced, else the last one. Corners are put in order; a box
-without area is none. Pixels and shares of the picture are not compared: if one box lies within 0 to 1 and the other
-does not, `size` (width and height) converts the shares to pixels, and without `size` the answer is wrong.
+The last box in the last `\boxed{}` counts, else the first announced one, else the last one. If one of answer and truth
+is in shares of the picture (0 to 1), `size` (width, height) converts it to pixels.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from rlfuse.rewards.verifiers.answers import (
     bad_truth,
     not_found,
     overlapping,
-    parts_of,
+    read_from,
     verdict,
     without_markup,
 )
@@ -57,7 +54,7 @@ def score(
     true = _true_box(ground_truth)
     size = _size(size if size is not None else (extra_info or {}).get("size"))
     answer = answer_in(solution_str)
-    given = _stated(answer) if answer else None
+    given = read_from(answer, box_in) if answer else None
     if given is None:
         return not_found(answer, "box [x1, y1, x2, y2]")
     if _shares(given) != _shares(true):
@@ -65,16 +62,6 @@ def score(
             return verdict(0.0, f"answered {_words(given)}, right is {_words(true)}: one is in pixels, one in shares")
         given, true = (_scaled(box, size) if _shares(box) else box for box in (given, true))
     return overlapping(box_iou(given, true), threshold, _words(given), _words(true))
-
-
-def _stated(answer: str) -> Box | None:
-    """Return the box that the response states; None if it states none."""
-    parts = parts_of(answer)
-    if parts is None:
-        return None
-    if parts.box is not None:
-        return box_in(parts.box)
-    return (box_in(parts.announced, first=True) if parts.announced else None) or box_in(parts.text)
 
 
 def box_in(text: str, *, first: bool = False) -> Box | None:
@@ -130,7 +117,6 @@ def _size(size: Any) -> tuple[float, float] | None:
 
 
 def _shares(box: Box) -> bool:
-    """Whether the corners are shares of the picture."""
     return min(box) >= 0 and max(box) <= 1
 
 

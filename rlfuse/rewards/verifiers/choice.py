@@ -1,10 +1,7 @@
-r"""Multiple choice: a letter, or the text of an option.
+"""Score a multiple-choice answer: a letter, or the text of an option.
 
-A letter is taken from the last box, else from the last announcement ("the answer is", "I would go with"), the last line
-or the first: `B`, `(B)`, `B.`, `**B**`, `\text{B}`, `Option B`, `B. Paris`, `Paris (B)`, `B is
-correct`, `B, because ...`. A letter before other words is a word, as in "A dog" or "A is wrong". Two letters at once
-("A or B"), or a letter with the text of another option, state nothing. An option's text counts if it is all that the
-box, the announcement or the line says.
+The letter is that of the last box, else of the last announcement, the last line or the first line. A letter before
+other words is a word ("A dog"); two letters, or a letter with another option's text, state nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ from rlfuse.rewards.verifiers.answers import (
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _MAX_CHARS = 1_000
-"""Longer boxes, announcements and lines are cut; an option's text is compared in full."""
 
 _LEADING = re.compile(
     r"""(?:(?:the|it['\u2019]s|it|that|this|is|must|be|would|most|likely|definitely|clearly|correct|right|best|final|my|
@@ -50,7 +46,7 @@ _SECOND = re.compile(
     r"|\s?(?:option\s)?[(\[]?[B-HJ-Z](?:[)\].:;]|$)"
 )
 _RETRACTED = re.compile(
-    r"\b(?i:wait|no[,.]|but|actually|instead|rather|however|sorry)(?!\w)[^\n]{0,60}?(?<!\w)[(\[]?[A-Z](?=[)\].:,;\s]|$)",
+    r"\b(?i:wait|no[,.]|but|actually|instead|rather|however|sorry)(?!\w)[^\n]{0,60}?(?<!\w)[(\[]?[A-Z](?=[)\].:,;\s]|$)"
 )
 _LISTED = re.compile(r"\W{0,4}([A-Z])\s?[).:]\s")
 _NAMED = re.compile(r"(?<!\w)[A-Z](?!\w)")
@@ -81,7 +77,6 @@ def score(
 
 
 def _stated(parts: Parts, texts: dict[str, str]) -> str | None:
-    """Return the letter that the response chooses; None if it chooses none, or several."""
     lines = unwrapped(parts.text).splitlines() or [""]
     listed = {match[1] for line in lines if (match := _LISTED.match(line))}
     outer = [] if len(listed) > 1 else [lines[-1], lines[0]]  # no choice: a list of the options
@@ -96,7 +91,6 @@ def _stated(parts: Parts, texts: dict[str, str]) -> str | None:
 
 
 def _options(given: Any) -> dict[str, str]:
-    """The options' texts by their letters."""
     if given is None:
         return {}
     try:
@@ -124,7 +118,6 @@ def _letter_of_truth(ground_truth: Any, texts: dict[str, str]) -> str:
 
 
 def _choice(place: str, texts: dict[str, str]) -> str | None:
-    """Return the letter that a box, announcement or line states, or None."""
     plain = _plain(place)
     named = [letter for letter, option in texts.items() if _plain(option) == plain]
     if len(named) == 1:

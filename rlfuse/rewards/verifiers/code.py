@@ -1,10 +1,7 @@
-"""Python code that passes tests, run in the sandbox.
+"""Score Python code by tests in the sandbox; ground truths have the forms of `code_tests`.
 
-The code is that of `code_blocks.solution`; the ground truth has one of the forms of `code_tests`. Outputs of programs
-are equal up to white space at both ends of lines and of the whole, numbers in them up to a millionth; returned values
-where their types and numbers are, a tuple being a list and floats being equal to a millionth. Assertions run outside
-the code's process and call its functions with plain data: they can't look at objects it makes, nor at what it does to
-its arguments. What public data sets import in front of an answer (`List`, `Counter`, `heappush`, ...) is known to it.
+Program outputs are compared up to white space at line ends and a relative error of 1e-6 in numbers; returned values
+also by type, where tuples equal lists. Assertions run outside of the code's process and pass plain data.
 """
 
 from __future__ import annotations
@@ -60,7 +57,6 @@ def score(
 
 
 def _problem(tests: Tests, outcome: Outcome, right: Any) -> str:
-    """Why a test failed; "" where it passed."""
     if outcome.reason:
         return f"{outcome.reason}: {outcome.text}"
     if tests.kind is Kind.PROGRAM:
@@ -71,7 +67,6 @@ def _problem(tests: Tests, outcome: Outcome, right: Any) -> str:
 
 
 def _same_output(given: str, right: str) -> bool:
-    """Equal line by line."""
     lines, expected = ([line.strip() for line in text.strip().split("\n")] for text in (given, right))
     return len(lines) == len(expected) and all(map(_same_line, lines, expected))
 
@@ -84,7 +79,6 @@ def _same_line(given: str, right: str) -> bool:
 
 
 def _same_number(given: str, right: str) -> bool:
-    """Equal as numbers, of which whole ones have to be spelled alike."""
     numbers = _NUMBER.fullmatch(given) and _NUMBER.fullmatch(right)
     if not numbers or (_WHOLE.fullmatch(given) and _WHOLE.fullmatch(right)):
         return bool(numbers) and given == right
@@ -92,7 +86,6 @@ def _same_number(given: str, right: str) -> bool:
 
 
 def _same(given: Any, right: Any) -> bool:
-    """Equal in value and kind, as JSON has them."""
     if isinstance(given, list | tuple) and isinstance(right, list | tuple):
         return len(given) == len(right) and all(map(_same, given, right))
     if isinstance(given, dict) and isinstance(right, dict):

@@ -1,9 +1,4 @@
-"""The Python code of an answer: fenced blocks of Markdown, and which of them is the solution.
-
-Role: pure functions of text, linear in its length. Called by `code`.
-Invariants: fences are paired as in CommonMark, so that the end of one block never opens another; a block in another
-language is never taken for Python.
-"""
+"""Find the Python solution among a response's fenced Markdown blocks, paired as in CommonMark. Pure, linear time."""
 
 from __future__ import annotations
 
@@ -14,13 +9,11 @@ from dataclasses import dataclass, field
 _FENCE = re.compile(
     r"(?P<prefix>[ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*)(?P<ticks>`{3,}(?=[^`]*$)|~{3,})[ \t]*(?P<info>.*)"
 )
-"""A line that opens or closes a block, also in a list or a quotation."""
 _LATE_FENCE = re.compile(r"(?<!`)(?P<ticks>`{3,})[ \t]*(?P<info>\w+)[ \t]*$")
 """An opening fence behind other text: `Code: ```python`."""
 _LANGUAGE = re.compile(r"\{?[ \t]*\.?([\w+#.-]+)")
 _PYTHON = re.compile(r"(?:i?python|py)[\d.]*")
 _MARKDOWN = ("markdown", "md")
-"""Blocks around an answer that has blocks itself."""
 _STATEMENT = re.compile(
     r"^[ \t]*(?:(?:def|class|for|while|if|with|try)\b.*:|(?:import|from|return)\b|[A-Za-z_]\w*[ \t]*[=(])", re.MULTILINE
 )
@@ -34,7 +27,6 @@ class Block:
     ticks: str
     prefix: str
     language: str
-    """In lower case; "" where none is given."""
     lines: list[str] = field(default_factory=list)
 
     @property
@@ -101,7 +93,6 @@ def blocks(text: str) -> list[Block]:
 
 
 def _opened(line: str, fence: re.Match[str] | None) -> Block | None:
-    """Return the block that a line opens."""
     if fence:
         language = _LANGUAGE.match(fence["info"])
         return Block(fence["ticks"], fence["prefix"], language[1].lower() if language else "")
@@ -112,12 +103,10 @@ def _opened(line: str, fence: re.Match[str] | None) -> Block | None:
 
 
 def _before_fence(line: str, ticks: str) -> str | None:
-    """Return the code in front of a fence that ends its last line; None for any other line."""
     body = (stripped := line.rstrip()).rstrip("`")
     is_end = ticks[0] == "`" and len(stripped) - len(body) >= len(ticks) and body.strip() and "```" not in body
     return body if is_end else None
 
 
 def _width(prefix: str) -> int:
-    """Return the columns by which a fence is indented within its quotation."""
     return len(prefix.rpartition(">")[2].removeprefix(" ") if ">" in prefix else prefix)

@@ -1,22 +1,13 @@
-"""The tests that a ground truth holds, in the forms of public data sets.
+r"""Parse tests of a ground truth in the forms of public data sets. Pure. A form is a dict, a list, or JSON text of one:
 
-Role: pure; called by `code`. Forms, each a dict, a list or JSON text of one:
+    {"inputs": ["3\n"], "outputs": ["4\n"]}                              programs (APPS, TACO, verl)
+    {"fn_name": "f", "inputs": [[3], [4]], "outputs": [4, 5]}            functions, or methods of `Solution`
+    {"fn_name": "f", "inputs": ["3", "4"], "outputs": ["4", "5"]}        the same as text, an argument per line (verl)
+    [{"input": "3\n", "output": "4\n", "testtype": "stdin"}]             either, case by case; or "test_cases"
+    {"assert_case": ["assert f(3) == 4"], "setup": "import math"}        assertions (verl; MBPP: "test_list")
+    {"test": "def check(candidate): ...", "entry_point": "f"}            one function (HumanEval, LeetCode)
 
-    {"inputs": ["3\\n"], "outputs": ["4\\n"]}
-        programs (APPS, TACO, verl): standard input and output; a text alone is one test, a list of texts its lines
-    {"fn_name": "f", "inputs": [[3], [4]], "outputs": [4, 5]}
-        functions, or methods of `Solution`: lists of arguments; each output may be in a list of its own (APPS, TACO)
-    {"fn_name": "f", "inputs": ["3", "4"], "outputs": ["4", "5"]}
-        the same as text (verl): an argument in JSON per line
-    [{"input": "3\\n", "output": "4\\n", "testtype": "stdin"}], also as "test_cases"
-        either of these, case by case (LiveCodeBench)
-    {"assert_case": ["assert f(3) == 4"], "setup": "import math"}, ["assert f(3) == 4"], also as "test_list"
-        assertions (verl, MBPP); `fn_name` where it names a built-in
-    {"test": "def check(candidate): ...", "entry_point": "f"}
-        one function of assertions (HumanEval, LeetCode)
-
-Invariant: a ground truth that fits no form, or several, is a ValueError that names the field; it never becomes a test
-that all code fails.
+A ground truth that fits no form, or several, is a ValueError that names the field.
 """
 
 from __future__ import annotations
@@ -39,7 +30,6 @@ ALIASES = {
     "test_list": "assert_case",
     "test_setup_code": "setup",
 }
-"""Other names of the same fields."""
 TYPES = {"stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
 """`testtype` or `type` of a case -> whether it calls a function."""
 _ASSIGNMENT = re.compile(r"[ \t]*[A-Za-z_]\w*[ \t]*=[ \t]*[^\s=]")
@@ -52,7 +42,6 @@ class Tests:
 
     kind: Kind
     given: list[Any]
-    """Of each test what `run_code` takes."""
     expected: list[Any]
     fn_name: str | None = None
     setup: str = ""
@@ -75,7 +64,6 @@ def _decoded(truth: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with arrays of NumPy as lists."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
@@ -149,7 +137,6 @@ def _cases(fields: dict[str, Any]) -> Tests:
 
 
 def _case_function(case: dict[str, Any]) -> str | None:
-    """Take the name of the function out of a test case."""
     metadata = _decoded(case.pop("metadata", None)) or {}
     return case.pop("fn_name", case.pop("func_name", metadata.get("func_name")))
 
@@ -174,7 +161,6 @@ def _inputs_outputs(fields: dict[str, Any]) -> Tests:
 
 
 def _call(number: int, given: Any, expected: Any) -> tuple[list[Any], Any]:
-    """Return (arguments, value) of a call."""
     if isinstance(given, str):
         try:
             arguments = [json.loads(line) for line in given.strip().split("\n") if given.strip()]
@@ -192,14 +178,13 @@ def _call(number: int, given: Any, expected: Any) -> tuple[list[Any], Any]:
 
 
 def _with_numbers(argument: Any) -> Any:
-    """Return an argument with the whole numbers that JSON could only have as text as keys (APPS, TACO)."""
+    """Convert keys back to integers, which JSON has only as text (APPS, TACO)."""
     if isinstance(argument, dict) and all(re.fullmatch(r"-?\d{1,18}", str(key)) for key in argument):
         return {int(key): value for key, value in argument.items()}
     return argument
 
 
 def _lines(field: str, number: int, given: Any) -> str:
-    """Return the standard input or output of a program: a text, or its lines."""
     if isinstance(given, list | tuple) and all(isinstance(line, str) for line in given):
         return "\n".join(given)
     if not isinstance(given, str):
@@ -210,7 +195,6 @@ def _lines(field: str, number: int, given: Any) -> str:
 
 
 def _function(fields: dict[str, Any]) -> str | None:
-    """Return the name of the tested function, without the class of LeetCode's methods."""
     name = fields.get("fn_name")
     if name is None:
         return None

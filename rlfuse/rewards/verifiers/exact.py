@@ -1,4 +1,4 @@
-"""Exact match: the answer is the text of the ground truth, up to white space and wrapping."""
+"""Score an exact match of the text, up to white space and wrapping."""
 
 from __future__ import annotations
 

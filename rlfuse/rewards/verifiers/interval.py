@@ -1,9 +1,7 @@
-"""A stretch of time in a video: the overlap with the true one (temporal IoU).
+"""Score a time interval in a video by its IoU with the true one.
 
-Intervals are `3.2 to 5.0`, `[3.2, 5.0]`, `3.2s - 5.0s`, `from 3.2 seconds to 5`, `00:03.2 to 01:05`, `1:02:03-1:02:08`,
-`00:03.200 --> 00:05.000` (also with a decimal comma, as in SRT) and `{"start": 3.2, "end": 5.0}`. The last one
-in the last box counts, else the first one announced, else the last one. An end before its start, or none of its
-length, is no interval.
+Forms: `3.2 to 5.0`, `[3.2, 5.0]`, `00:03.2 to 01:05`, `00:03.200 --> 00:05.000`, `{"start": 3.2, "end": 5.0}`. The last
+one in the last box counts, else the first announced one, else the last one.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from rlfuse.rewards.verifiers.answers import (
     bad_truth,
     not_found,
     overlapping,
-    parts_of,
+    read_from,
     unwrapped,
     without_markup,
 )
@@ -56,22 +54,12 @@ def score(
     interval and nothing else."""
     true = _true_interval(ground_truth)
     answer = answer_in(solution_str)
-    given = _stated(answer, whole) if answer else None
+    given = None
+    if answer:
+        given = interval_in(unwrapped(answer), whole=True) if whole else read_from(answer, interval_in)
     if given is None:
         return not_found(answer, "interval")
     return overlapping(interval_iou(given, true), threshold, *(f"{a:g} to {b:g}" for a, b in (given, true)))
-
-
-def _stated(answer: str, whole: bool) -> tuple[float, float] | None:
-    """Return the interval that the response states; None if it states none."""
-    if whole:
-        return interval_in(unwrapped(answer), whole=True)
-    parts = parts_of(answer)
-    if parts is None:
-        return None
-    if parts.box is not None:
-        return interval_in(parts.box)
-    return (interval_in(parts.announced, first=True) if parts.announced else None) or interval_in(parts.text)
 
 
 def interval_in(text: str, *, whole: bool = False, first: bool = False) -> tuple[float, float] | None:

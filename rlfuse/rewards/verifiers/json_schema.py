@@ -1,9 +1,7 @@
-"""JSON that fits a schema: all of the answer, its last code block, or the content of its `<answer>` tag or box.
+"""Score JSON against a schema: all of the answer, its last code block, or the content of its `<answer>` tag or box.
 
-The schema is the ground truth, as JSON text (parquet gives structures keys they don't have) or as a dict, in the draft
-that its `$schema` names, else 2020-12; a `$ref` to another place is not fetched. Validating runs in a process of its
-own (`json_schema_worker`), bounded in time and memory: schemas hold regular expressions, and answers what these stumble
-on.
+The draft is that of `$schema`, else 2020-12; remote `$ref`s are not fetched. Validation runs in a bounded process
+(`json_schema_worker`), since regular expressions of schemas may take exponential time.
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ from rlfuse.rewards.thoughts import answer_only
 from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, fenced, not_found, parts_of, unwrapped, verdict
 
 SECONDS = 3.0
-"""Of CPU time."""
-
 _worker = BoundedFunction("rlfuse.rewards.verifiers.json_schema_worker")
 
 
@@ -52,7 +48,7 @@ def score(
 
 
 def _texts(answer: str) -> list[str]:
-    """The texts that may be the JSON, in order: the answer as written, its last code block, its unwrapped parts."""
+    """Yield candidates for the JSON: the answer as written, its last code block, its unwrapped parts."""
     parts = parts_of(answer)
     text = parts.text if parts else answer
     blocks = [content for language, content in fenced(text) if language in ("", "json", "jsonc", "json5")]
@@ -62,7 +58,6 @@ def _texts(answer: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1000)
 def _problem(schema: str, timeout_s: float) -> str:
-    """What is wrong with a schema; "" where nothing is."""
     try:
         return _worker({"schema": schema}, timeout_s).get("schema", "")
     except Refused as refused:

@@ -1,4 +1,4 @@
-"""Validates JSON for `json_schema`, in a process that may be killed. Never imported by a run."""
+"""Validate JSON for `json_schema` in a process that may be killed. Never imported by a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def main() -> None:
 
 
 def _validate(job: dict[str, Any]) -> dict[str, Any]:
-    """Validate the first of `answers` that is JSON. Return `schema`, the fault of the schema, or `json`, whether one of
-    them is JSON, and `problem`, where it does not fit."""
+    """Validate the first of `answers` that is JSON. Return `schema` (its fault), or `json` and `problem`."""
     try:
         validator = _validator(job["schema"])
     except (ValueError, RecursionError, SchemaError) as error:

@@ -1,9 +1,7 @@
-r"""Mathematics: an expression that equals the true one, whichever way it is written.
+r"""Score a mathematical expression that equals the true one, however it is written.
 
-The expression is the content of the last `\boxed{}`, else what the response announces, else the last formula between
-dollar signs or the like, else the last line. It is compared with the true one as text, then part by
-part, then by value (`math_structure`). Nothing is refused because it is not understood: a truth that is no readable
-expression, such as "3:45 p.m." or "100!^{100!}", is compared as text.
+The answer is the last `\boxed{}`, else what the response announces, else the last formula, else the last line. A ground
+truth that is no readable expression is compared as text.
 """
 
 from __future__ import annotations
@@ -40,10 +38,7 @@ _CLAUSE_END = re.compile(r"[.!]\s{1,4}(?=[A-Z])|[,;]?\s(?:because|since|which|wh
 
 @answer_only
 def score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: str | float,
-    extra_info: dict[str, Any] | None = None,
+    data_source: str, solution_str: str, ground_truth: str | float, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """1 if the answer equals the true expression."""
     truth = _true_expression(ground_truth)
@@ -64,7 +59,6 @@ def score(
 
 
 def _true_expression(ground_truth: Any) -> str:
-    """Return the true expression in canonical form."""
     valid = isinstance(ground_truth, str) or (isinstance(ground_truth, int | float) and math.isfinite(ground_truth))
     text = str(ground_truth) if valid else ""
     in_box = boxed(text)
@@ -75,7 +69,6 @@ def _true_expression(ground_truth: Any) -> str:
 
 
 def _stated(parts: Parts) -> str:
-    """Return the expression that a response states."""
     if parts.box is not None:
         return parts.box
     if parts.announced is not None:
@@ -99,7 +92,6 @@ def _last_formula(text: str) -> str:
 
 
 def _formulas(text: str) -> list[tuple[int, int]]:
-    """Return start and end of what stands between delimiters."""
     spans, opened, start = [], "", 0
     for match in _DELIMITER.finditer(text):
         if not opened and match[0] in _CLOSING:
@@ -111,7 +103,6 @@ def _formulas(text: str) -> list[tuple[int, int]]:
 
 
 def _outside(text: str, spans: list[tuple[int, int]], place: int) -> Iterator[str]:
-    """Yield the text after `place` that is in no formula."""
     for start, end in spans:
         if start >= place:
             yield text[place:start]

@@ -1,8 +1,6 @@
-r"""Reading an expression in canonical LaTeX (`math_text`) into a tree.
+"""Parse canonical LaTeX (`math_text`) into a tree: a Fraction, or a tuple of an operator and its operands.
 
-Role: `read` knows arithmetic, fractions, roots, powers, functions, Greek letters, indices and products that are not
-written out. Whatever is not understood in full is Unreadable: f(x), integrals, numbers in other bases, two numbers
-side by side. A tree is a Fraction, or a tuple of an operator and its operands.
+Anything that is not understood completely is Unreadable: f(x), integrals, numbers in other bases.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from fractions import Fraction
 from typing import Any
 
 MAX_DIGITS = 2_500
-"""Of a number in the text."""
 
 _TOKEN = re.compile(
     r"(?P<repeating>\d{0,400}\.\d{0,400}+\\(?:overline|bar|dot)\s?(?:\{\s?\d{1,400}+\s?\}|\d))"
@@ -23,44 +20,14 @@ _TOKEN = re.compile(
 _MIXED = re.compile(r"(?<![\d.^_])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\d.])")
 _CAPITALS = re.compile(r"(?<![A-Za-z\\])[A-Z]{2,}+(?![A-Za-z])")
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[a-df-hj-z](?![A-Za-z])")
-_GREEK = frozenset(
-    [
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "epsilon",
-        "varepsilon",
-        "zeta",
-        "eta",
-        "theta",
-        "vartheta",
-        "iota",
-        "kappa",
-        "lambda",
-        "mu",
-        "nu",
-        "xi",
-        "rho",
-        "sigma",
-        "tau",
-        "phi",
-        "varphi",
-        "chi",
-        "psi",
-        "omega",
-        "Gamma",
-        "Delta",
-        "Theta",
-        "Lambda",
-        "Xi",
-        "Sigma",
-        "Phi",
-        "Psi",
-        "Omega",
-        "hbar",
-        "ell",
-    ]
+_GREEK = set(
+    re.findall(
+        r"\w+",
+        """
+        alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho
+        sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega hbar ell
+        """,
+    )
 )
 _ACCENTS = {"vec", "hat", "tilde", "dot", "ddot", "bar", "overline", "overrightarrow"}
 _FUNCTIONS = {
@@ -70,8 +37,6 @@ _FUNCTIONS = {
 }  # fmt: skip
 _INVERSE = {"sin": "asin", "cos": "acos", "tan": "atan", "sinh": "asinh", "cosh": "acosh", "tanh": "atanh"}
 _CLOSING = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
-
-
 _FACTORS = _GREEK | _ACCENTS | _FUNCTIONS.keys() | {"frac", "sqrt", "pi", "binom"}
 _OPEN = ("(", "{", "[", r"\lfloor", r"\lceil")
 
@@ -175,7 +140,7 @@ class _Reader:
         return tree
 
     def _argument(self, signed: bool = False) -> Any:
-        """An exponent, or an argument of \\frac and the like: braces, or one token, a digit of a longer number."""
+        """Read an exponent or an argument of \\frac: braces, or one token, a digit of a longer number."""
         if signed and self._take("-"):
             return ("-", self._argument())
         if self._kind == "number" and self._next.isdecimal() and not signed:

@@ -1,9 +1,7 @@
-r"""Whether two expressions are equal: first as text, then part by part, at last by value.
+"""Compare two canonical expressions: as text, then by structure, then by value.
 
-Role: `same` takes canonical expressions (`math_text`). Sets are compared in any order, tuples and intervals in order,
-with their brackets; equations up to a constant factor; inequalities also as intervals; numbers in other bases, times
-and ratios digit by digit; quantities in units that can be converted. A missing unit is not wrong, another one is.
-Invariant: what is not understood is equal to the same text only.
+Sets match in any order, tuples and intervals in order with their brackets, equations up to a constant factor,
+quantities after unit conversion. A missing unit is not wrong, another one is. Unparsed text equals only itself.
 """
 
 from __future__ import annotations
@@ -19,12 +17,10 @@ from rlfuse.rewards.verifiers.math_value import inexact, values
 from rlfuse.rewards.verifiers.units import factor_between, quantity
 
 MAX_PARTS = 40
-"""Parts of a list or set that are compared in any order."""
 ROUNDED = Fraction(1, 10**5)
 """Relative difference of decimal numbers that counts as rounding; EXACT where the truth is a whole number."""
 EXACT = Fraction(1, 10**9)
 _IDENTICAL = Fraction(1, 10**40)
-
 _SCAN = re.compile(r"\\\\|\\[A-Za-z]++|\\.|[(\[{]|[)\]}]|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[^\\]", re.DOTALL)
 _OPENING, _CLOSING = {"(", "[", "{", r"\{"}, {")", "]", "}", r"\}"}
 _CONNECTIVE = re.compile(r"\\text\{\s?(and|or)\s?\}")
@@ -74,7 +70,6 @@ def same(truth: str, answer: str) -> bool:
 
 
 def _names(side: str) -> bool:
-    """Return whether a side of an equation is a name, as x in x = 5, or names in alphabetical order."""
     if _NAME.fullmatch(side):
         return True
     part = _read(side)
@@ -123,7 +118,6 @@ def _same_solutions(truths: list[str], answers: list[str]) -> bool:
 
 
 def _named_value(text: str) -> tuple[str, str]:
-    """Return the name, "" for none, and the value in x = value."""
     part = _read(text)
     if part.kind == "equation" and _NAME.fullmatch(part.parts[0]):
         return key(part.parts[0]), part.parts[-1]
@@ -132,7 +126,6 @@ def _named_value(text: str) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=10_000)
 def _read(text: str) -> Part:
-    """Split an expression at what binds least."""
     text = _member_of(_CONNECTIVE.sub(r" \1 ", text).strip())
     if base := _BASE.fullmatch(text) or _BASE_WORDS.fullmatch(text):
         name = base[2].removeprefix(r"\text{").rstrip("}").removeprefix("base").strip().lower()
@@ -162,7 +155,7 @@ def _member_of(text: str) -> str:
 
 
 def _pieces(text: str, *separators: str) -> tuple[list[str], list[str]]:
-    """Split at separators that are in no brackets. Return the pieces and the separators between them."""
+    """Split at separators outside of brackets. Return the pieces and the separators between them."""
     pieces, found, depth, start = [], [], 0, 0
     for match in _SCAN.finditer(text):
         depth += (match[0] in _OPENING) - (match[0] in _CLOSING)
@@ -174,7 +167,7 @@ def _pieces(text: str, *separators: str) -> tuple[list[str], list[str]]:
 
 
 def _enclosed(text: str) -> Part | None:
-    r"""Read a tuple or interval `(a, b]`, or a set `\{a, b\}`; None for anything else, also for (x+1)(x+2)."""
+    """Read a tuple or interval `(a, b]`, or a set `\\{a, b\\}`; None for others, also for (x+1)(x+2)."""
     tokens = [match for match in _SCAN.finditer(text)]
     if not tokens or tokens[0][0] not in _OPENING or tokens[-1][0] not in _CLOSING:
         return None
@@ -229,7 +222,6 @@ def _split_sign(text: str) -> Part | None:
 
 
 def _as_intervals(part: Part) -> list[str]:
-    """Return inequalities and unions as intervals in canonical text; [] for anything else."""
     if part.kind == "tuple":
         return [f"{part.mark[0]}{part.parts[0]},{part.parts[1]}{part.mark[1]}"] if len(part.parts) == 2 else []
     if part.kind == "union" or (part.kind == "list" and part.mark == "or"):
@@ -281,7 +273,6 @@ def _same_value(truth: str, answer: str) -> bool:
 
 
 def _equal(truth: str, answer: str, factor: Fraction = Fraction(1)) -> bool:
-    """Return whether two expressions have the same value, the answer multiplied by a factor."""
     if key(truth) == key(answer):
         return factor == 1
     if any(_is_name(text) for text in (truth, answer)):
@@ -302,7 +293,7 @@ def _equal(truth: str, answer: str, factor: Fraction = Fraction(1)) -> bool:
 
 
 def _is_name(text: str) -> bool:
-    """Return whether letters are a word or the name of a line or triangle, and no product: on, east, AB."""
+    """Return whether letters are a word or a geometric name and no product: on, east, AB."""
     letters = text.strip()
     if not _LETTERS.fullmatch(letters):
         return False

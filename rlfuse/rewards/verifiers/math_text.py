@@ -1,44 +1,23 @@
-r"""One spelling for each way in which an expression is written: LaTeX's variants, plain text, Unicode.
+"""Normalise spellings of an expression (LaTeX variants, plain text, Unicode). Linear time."""
 
-Role: `canonical` gives the text that `math_structure` takes apart and `math_value` reads; two expressions with the same
-`key` are equal, whether or not anything else understands them. Invariant: time is linear in the text's length.
-"""
-
+# ruff: noqa: RUF001
 from __future__ import annotations
 
 import re
 
 _SPELLINGS = {
-    **dict.fromkeys((r"\dfrac", r"\tfrac", r"\cfrac"), r"\frac"),
-    **dict.fromkeys((r"\dbinom", r"\tbinom"), r"\binom"),
-    **dict.fromkeys((r"\leq", r"\leqslant", "≤"), r"\le "),
-    **dict.fromkeys((r"\geq", r"\geqslant", "≥"), r"\ge "),
-    **dict.fromkeys((r"\ne", r"\not=", "≠"), r"\neq "),
-    **dict.fromkeys((r"\lt",), "<"),
-    **dict.fromkeys((r"\gt",), ">"),
-    **dict.fromkeys((r"\cdot", r"\times", r"\ast", "\u00d7", "·", "⋅", "\u2217"), "*"),
-    **dict.fromkeys((r"\div", "÷", "\u2215"), "/"),
-    **dict.fromkeys((r"\lbrace",), r"\{"),
-    **dict.fromkeys((r"\rbrace",), r"\}"),
-    **dict.fromkeys((r"\lvert", r"\rvert", r"\vert", r"\mid"), "|"),
-    **dict.fromkeys((r"\infin", "∞"), r"\infty "),
-    **dict.fromkeys((r"\varnothing", "∅"), r"\emptyset "),
-    **dict.fromkeys((r"\degree", r"\deg", "°", "º"), r"\degree "),
-    **dict.fromkeys((r"\colon", "\u2236"), ":"),
-    **dict.fromkeys((r"\bmod", r"\mod"), r"\pmod "),
-    **dict.fromkeys((r"\ldots", r"\cdots", r"\dots", "…"), "..."),
-    **dict.fromkeys(("±",), r"\pm "),
-    **dict.fromkeys(("\u222a",), r"\cup "),
-    **dict.fromkeys(("∩",), r"\cap "),
-    **dict.fromkeys(("∈",), r"\in "),
-    **dict.fromkeys(("√",), r"\sqrt "),
-    **dict.fromkeys(("π",), r"\pi "),
-    **dict.fromkeys(("\u211d", r"\R", r"\reals"), r"\mathbb{R}"),
-    **dict.fromkeys(("\u2124", r"\Z"), r"\mathbb{Z}"),
-    **dict.fromkeys(("\u2013", "\u2010"), "-"),
-    **dict.fromkeys((r"\euro", "€"), r"\text{euro}"),
-    r"\pounds": r"\text{pound}", "£": r"\text{pound}", "¢": r"\text{cent}",
-    r"\%": "%", r"\#": "#", r"\&": "&", r"\_": "_", "**": "^",
+    spelling: to
+    for to, spellings in {
+        r"\frac": r"\dfrac \tfrac \cfrac", r"\binom": r"\dbinom \tbinom", r"\le ": r"\leq \leqslant ≤",
+        r"\ge ": r"\geq \geqslant ≥", r"\neq ": r"\ne \not= ≠", "<": r"\lt", ">": r"\gt",
+        "*": r"\cdot \times \ast × · ⋅ ∗", "/": r"\div ÷ ∕", r"\{": r"\lbrace", r"\}": r"\rbrace",
+        "|": r"\lvert \rvert \vert \mid", r"\infty ": r"\infin ∞", r"\emptyset ": r"\varnothing ∅",
+        r"\degree ": r"\degree \deg ° º", ":": r"\colon ∶", r"\pmod ": r"\bmod \mod", "...": r"\ldots \cdots \dots …",
+        r"\pm ": "±", r"\cup ": "∪", r"\cap ": "∩", r"\in ": "∈", r"\sqrt ": "√", r"\pi ": "π",
+        r"\mathbb{R}": r"ℝ \R \reals", r"\mathbb{Z}": r"ℤ \Z", "-": "– ‐", r"\text{euro}": r"\euro €",
+        r"\text{pound}": r"\pounds £", r"\text{cent}": "¢", "%": r"\%", "#": r"\#", "&": r"\&", "_": r"\_", "^": "**",
+    }.items()
+    for spelling in spellings.split()
 }  # fmt: skip
 _GREEK = {
     "\u03b1": "alpha", "β": "beta", "\u03b3": "gamma", "δ": "delta", "ε": "epsilon", "θ": "theta", "λ": "lambda",
@@ -110,7 +89,7 @@ def words_of(canonical_text: str) -> str:
 
 
 def _currency(text: str) -> str:
-    r"""Keep a dollar sign that is no delimiter as \text{dollar}; drop delimiters."""
+    """Replace a dollar sign that is no delimiter by \\text{dollar}; drop delimiters."""
     text = text.replace(r"\$", r"\text{dollar} ")
     if text.count("$") % 2 and not text.count("$$"):
         text = text.replace("$", r"\text{dollar} ", 1)

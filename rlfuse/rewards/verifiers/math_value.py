@@ -1,8 +1,6 @@
-r"""The value of an expression, exact where it is rational, else to 60 digits.
+"""Evaluate expressions at fixed pseudo-random values of their variables: exactly if rational, else to 60 digits.
 
-Role: `values` evaluates an expression at fixed pseudo-random values of its variables, so that two expressions are
-identical if their values are. Invariants: work is bounded. A number has MAX_BITS bits at most, before and after the
-point; larger powers and factorials are Unreadable without being calculated. So are sums that would lose digits.
+Work is bounded: numbers beyond MAX_BITS, and sums that would lose digits, are Unreadable.
 """
 
 from __future__ import annotations
@@ -21,9 +19,7 @@ MAX_BITS = 10_000
 MAX_FACTORIAL = 1_000
 DIGITS = 60
 POINTS = 6
-"""Values of the variables at which expressions are compared."""
 _LOST, _CANCELLED = 10**30, Fraction(1, 10**45)
-
 _context = mpmath.mp.clone()
 _context.dps = DIGITS
 
@@ -72,7 +68,6 @@ def _evaluate(tree: Any, known: dict[str, Any]) -> Any:
 
 
 def _bounded(value: Any) -> Any:
-    """The value, unless its size is beyond MAX_BITS."""
     if isinstance(value, Fraction):
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
             raise Unreadable("too large to be evaluated")
@@ -172,7 +167,6 @@ def _binomial(above: Any, below: Any) -> Any:
 
 
 def _defined(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of mpmath, which raises ValueError at poles."""
     try:
         return function(*arguments)
     except ValueError as error:

@@ -1,9 +1,7 @@
-r"""A number within a tolerance: the one in the last box, else the first one announced, else the last one.
+r"""Score a number within a tolerance: the one in the last box, else the first announced one, else the last one.
 
-Numbers are `-1,234.5`, `1.2e-3`, `1.2 \times 10^{-3}`, `10^{5}`, `3/4`, `1 1/2`, `\frac{3}{4}`, `45%`, `$18.90`, with
-or without a unit. A box or `<answer>` tag that holds several numbers, such as "3 or 5", states none, unless only one
-follows the last equals sign. If only one of answer and ground truth is in percent, both 45 and 0.45 are 45%.
-Calculation is exact, in fractions.
+Forms: `-1,234.5`, `1.2 \times 10^{-3}`, `3/4`, `1 1/2`, `\frac{3}{4}`, `45%`, `$18.90`, with or without unit. Several
+numbers in a box state none. If only one side is in percent, 45 and 0.45 both equal 45%. Calculation uses fractions.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ from rlfuse.rewards.thoughts import answer_only
 from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, folded, not_found, parts_of, verdict, wrong
 
 LONGEST = 400
-"""Characters of a number, so also digits; and the largest power of ten, about that of a float."""
-
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d++)?+|\.\d++)"
 _TIMES = r"\s?(?:\\times|\\cdot|[x\u00d7*·])\s?"
@@ -92,12 +88,10 @@ def number_in(text: str) -> tuple[Fraction, bool] | None:
 
 
 def _clause(announced: str) -> str:
-    """Return the announcement up to the end of its first clause, without the left side of an equation."""
     return _after_equals(_CLAUSE_END.split(announced, maxsplit=1)[0])
 
 
 def _after_equals(text: str) -> str:
-    """Return the right side of an equation, without a rounded value after it; all if there is none."""
     exact, *rounded = _ABOUT.split(text, maxsplit=1)
     result = exact.rpartition("=")[2]
     return result if not rounded or _NUMBER.search(result) else rounded[0]

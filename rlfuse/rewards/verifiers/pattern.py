@@ -1,7 +1,4 @@
-"""A regular expression that matches the answer, in the syntax of the `regex` package (Python's and more).
-
-Matching is bounded in time: a pattern such as `(a+)+b` takes exponential time to find that a text does not match.
-"""
+"""Score an answer by a regular expression of the `regex` package, with a time limit."""
 
 from __future__ import annotations
 

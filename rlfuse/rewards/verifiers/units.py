@@ -1,7 +1,6 @@
-r"""Units of quantities: `5 \text{ cm}`, `3\,\mathrm{m/s^2}`, `90^\circ`, `\$18.90`, `12 apples`.
+r"""Split quantities (`5 \text{ cm}`, `90^\circ`, `\$18.90`, `12 apples`) into value and unit, and compare units.
 
-Role: `quantity` splits a canonical expression into a value and its unit, `factor_between` compares two units: `km` is
-1000 `m` and no `s`. A word that is no known unit is a unit of its own, so that 3 apples are not 3 oranges.
+A word that is no known unit is a unit of its own: 3 apples are not 3 oranges.
 """
 
 from __future__ import annotations

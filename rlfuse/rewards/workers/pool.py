@@ -1,26 +1,13 @@
-"""The reward of a batch of samples, from functions and models in processes that may crash or hang.
-
-Role: implements `RewardScorer` for the controller. The driver's side of reward workers: wave by wave (gates first, see
-`compose`) it cuts a batch into calls, feeds them to whichever process is free, and composes the outcomes.
-Invariants:
-- each call of a function has a process to itself and is bounded in time; a process that exceeds it is killed, and a new
-  one is started while the outcome is already on its way. A function that proves quick gets more samples in each call;
-- how a batch is cut, and in which order calls end, changes no reward;
-- a failed call gives a `RewardFailure`, never a number. It costs only the samples of that call, and a call with several
-  that raised or lost its process is repeated one by one, so that it costs only the bad one. The exception is a batched
-  function that took too long: all of its batch fails, because repeating each could take as long again;
-- a process that can't be started (again) is an `EngineError` for every waiting and later `score`, not a failed sample.
-
-Concurrency, all on the driver's event loop; each handle is a task with one worker process and one call under way:
+r"""Score batches of samples with functions and models in worker processes that may crash or hang (`RewardScorer`).
 
     score() --put, waits while full--> functions queue (2 calls each) --> handle reward/0 --> RewardWorker process
-                                                                     \\-> handle reward/1 --> RewardWorker process
+                                                                     \-> handle reward/1 --> RewardWorker process
             --put, waits while full--> batches of a model, of all `score`s -> handle reward/model -> its own process
-            --put, waits while full--> batches of a judge ------------------> handle reward/judge -> its own process
     score() <--futures, one for each call------------------------------- handles
 
-A handle waits for its process to be ready, then for a call, then for the answer or the time limit; whatever happens it
-resolves the call's future, so that `score` is always unblocked.
+Each call has a process to itself and a time limit; a process that exceeds it is killed and replaced. Batching and order
+change no reward. A failed call is a `RewardFailure`; a batch that raised or lost its process is repeated sample by
+sample, one that timed out is not. A process that cannot be started is an `EngineError` for every waiting `score`.
 """
 
 from __future__ import annotations
@@ -28,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import ray
@@ -43,10 +31,79 @@ from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.items import Item, item_of_sample
 from rlfuse.rewards.api.shapes import RewardFunction
 from rlfuse.rewards.models.vllm_engine import environment
-from rlfuse.rewards.workers.queue import Batches
 from rlfuse.rewards.workers.reward_worker import RewardWorker, pack
 from rlfuse.rewards.workers.reward_worker_handle import Call, RewardWorkerHandle, closed
 from rlfuse.samples import Prompt, Reward, RewardFailure, Sample
+
+WAITING = 2
+"""Batches that may wait before `put` does: the next is complete when the model is done with the present one."""
+
+
+class Batches:
+    """Used as the queue of a `RewardWorkerHandle`."""
+
+    def __init__(self, size: int, age_s: float):
+        self._size, self._age_s = size, age_s
+        self._waiting: asyncio.Queue[tuple[float, Call]] = asyncio.Queue(WAITING * size)
+        self._taken: list[Call] = []
+
+    async def put(self, call: Call) -> None:
+        await self._waiting.put((asyncio.get_running_loop().time(), call))
+
+    async def get(self) -> Call:
+        while not (calls := [call for call in self._taken if not call.answer.done()]):  # the others were given up
+            self._taken = await self._take()
+        self._taken = [call for call in calls if call.name != calls[0].name]
+        return together([call for call in calls if call.name == calls[0].name])
+
+    async def _take(self) -> list[Call]:
+        since, first = await self._waiting.get()
+        calls = [first]
+        try:
+            async with asyncio.timeout_at(since + self._age_s):
+                while len(calls) < self._size:
+                    calls.append((await self._waiting.get())[1])
+        except TimeoutError:
+            pass
+        except BaseException:
+            for call in calls:
+                call.fail(closed())
+            raise
+        return calls
+
+    def empty(self) -> bool:
+        return not self._taken and self._waiting.empty()
+
+    def get_nowait(self) -> Call:
+        return self._taken.pop() if self._taken else self._waiting.get_nowait()[1]
+
+
+def together(calls: Sequence[Call]) -> Call:
+    """One call for all of them, of one label of a model; its answer becomes theirs; given up when all of them are."""
+    items = [item for call in calls for item in call.items]
+    positions = [position for call in calls for position in call.positions]
+    whole = replace(calls[0], items=items, positions=positions)
+
+    def hand_out(answer: asyncio.Future) -> None:
+        if answer.cancelled():
+            return
+        error, start = answer.exception(), 0
+        for call in calls:
+            if error is not None:
+                call.fail(error)
+            elif not call.answer.done():
+                call.answer.set_result(answer.result()[start : start + len(call.items)])
+            start += len(call.items)
+
+    def give_up(_: asyncio.Future) -> None:
+        if all(call.answer.done() for call in calls):
+            whole.answer.cancel()
+
+    whole.answer.add_done_callback(hand_out)
+    for call in calls:
+        call.answer.add_done_callback(give_up)
+    return whole
+
 
 # Items of an async verl function that are awaited together in one call, for instance requests to a judge.
 ASYNC_ITEMS = 32
@@ -67,10 +124,7 @@ class RewardPool:
         prompt_key: str = "prompt",
         video_family: str | None = None,
     ):
-        """Loads the functions here, in the driver, and starts nothing.
-
-        `engine_timeout_s` bounds a process's start and one call of a model; `video_family`: as model.video_family.
-        """
+        """`engine_timeout_s` bounds a process's start and one call of a model."""
         _check_numbers(reward.num_workers, reward.timeout_s)
         self.entries, self._functions = load_entries(
             reward.functions,
@@ -92,10 +146,7 @@ class RewardPool:
         self._tasks: list[asyncio.Task] = []
 
     def check_prompts(self, prompts: Sequence[Prompt], max_failure_rate: float = 0.0) -> None:
-        """RewardError where a data_source has no reward, or a function would lack a column of more rows than may fail.
-
-        To be asked with those of the data, before anything starts.
-        """
+        """Raise RewardError if a data_source has no reward, or too many rows lack a column."""
         if missing := unscored(self.entries, [prompt.data_source for prompt in prompts]):
             raise RewardError(
                 f"reward.functions: no entry scores data_source {', '.join(map(repr, missing[:8]))}"
@@ -108,7 +159,6 @@ class RewardPool:
             raise RewardError("\n".join(problems))
 
     def _lacking(self, entry: RewardEntry, prompts: Sequence[Prompt], max_failure_rate: float) -> str | None:
-        """What an entry's function is not given by too many of its rows."""
         function, rows = self._functions[entry.name], [each for each in prompts if covers(entry, each.data_source)]
         lacking = [(row, names) for row in rows if (names := function.missing(row.columns.keys() - {self._prompt_key}))]
         if len(lacking) <= max_failure_rate * len(rows):
@@ -121,7 +171,6 @@ class RewardPool:
         )
 
     def _unseen(self, entry: RewardEntry, prompts: Sequence[Prompt]) -> str | None:
-        """Why an entry's model can't be shown what its rows show."""
         refusal = self._functions[entry.name].refusal
         if refusal is None:
             return None
@@ -130,10 +179,7 @@ class RewardPool:
         return next((f"{entry.name}, asked for row {index}: {why}" for index, why in found), None)
 
     async def start(self, slots: Slots | None = None) -> None:
-        """Start all processes; EngineError with the user's traceback if one can't be.
-
-        `slots`: whose GPUs models may share. Without any they run on the CPU.
-        """
+        """Start all processes. `slots`: whose GPUs models may share; CPU without any."""
         shared = asyncio.Queue(2 * max(self._workers, 1))
         self._queues = dict.fromkeys(self._plain, shared)
         for names in self._models.values():
@@ -148,7 +194,6 @@ class RewardPool:
         self._tasks = [asyncio.create_task(handle.serve(), name=handle.where) for handle in self._handles]
 
     async def score(self, samples: Sequence[Sample]) -> list[Reward | RewardFailure]:
-        """One result for each sample, in order."""
         if not self._tasks:
             raise EngineError("the reward pool has no processes: score() belongs between start() and close()")
         items = [item_of_sample(sample, self._prompt_key) for sample in samples]
@@ -167,7 +212,6 @@ class RewardPool:
     async def _ask(
         self, entry: RewardEntry, items: list[Item], positions: list[int], known: Sequence[Outcomes]
     ) -> None:
-        """Write what `entry` says of the items at these positions into `known`."""
         calls = []
         try:
             for call in self._calls(entry, items, positions):
@@ -182,10 +226,7 @@ class RewardPool:
                 known[position][entry.name] = outcome
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        """All spans since the last drain: `reward` for each call, `restart` for each process replaced.
-
-        `collect`: processes without a call collect garbage first.
-        """
+        """Return all spans since the last drain. `collect`: idle processes collect garbage."""
         drained = await asyncio.gather(*(handle.drain(collect) for handle in self._handles))
         return sorted((span for spans in drained for span in spans), key=lambda span: span.start)
 
@@ -208,16 +249,14 @@ class RewardPool:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Fail all that waits, which also makes room for whoever waits to put more in, to find the pool closed."""
+        """Fail all waiting calls; the room that this makes lets blocked callers find the pool closed."""
         for queue in self._queues.values():
             while not queue.empty():
                 queue.get_nowait().fail(closed())
 
     def _calls(self, entry: RewardEntry, items: list[Item], positions: list[int]) -> Iterator[Call]:
-        """Calls of one entry, each cut when there is room for it, by what is known then of the function's pace.
-
-        verl's functions get one sample a call or as many as are quick, async ones several, batched ones all; models'
-        are put together again, by `Batches`.
+        """Cut calls when there is room: one sample or as many as are quick for verl's functions, several for async
+        ones, all for batched ones; those of models are joined again by `Batches`.
         """
         function = self._functions[entry.name]
         told = self._engine_timeout_s if function.is_model else self._settings.timeout_s
@@ -240,11 +279,7 @@ class RewardPool:
         return ASYNC_ITEMS if function.is_async else max(1, int(CALL_S / self._pace.get(function.name, math.inf)))
 
     def _learn(self, call: Call) -> None:
-        """A function's pace: of its latest call, but never more than twice as fast as it was believed to be.
-
-        So a call has at most twice the samples of the one before, should the next ones be slow. A call that had to be
-        repeated says nothing. A plain function may turn out to return awaitables, as one that wraps an async one does.
-        """
+        """Update the function's pace: at most twice as fast as before, in case the next samples are slow."""
         if call.awaited:
             self._functions[call.name].awaited.set()
         if call.seconds:
@@ -271,7 +306,6 @@ class RewardPool:
 
 
 def _by_process(entries: Sequence[RewardEntry], functions: dict[str, RewardFunction]) -> dict[str, list[str]]:
-    """Model -> names of its entries: the labels of reward.model_path share one."""
     models: dict[str, list[str]] = {}
     for entry in entries:
         if functions[entry.name].is_model:
@@ -280,7 +314,7 @@ def _by_process(entries: Sequence[RewardEntry], functions: dict[str, RewardFunct
 
 
 def _check_numbers(num_workers: int, timeout_s: float) -> None:
-    """`rlfuse reward replay` and notebooks have no other check of them."""
+    """Replay and notebooks have no other check of these values."""
     if num_workers < 1:
         raise RewardError(f"reward.num_workers is {num_workers}; it has to be at least 1")
     if not (timeout_s > 0 and math.isfinite(timeout_s)):

@@ -1,15 +1,7 @@
-"""The process that runs reward functions, or one model, so that a crash or a hang costs one sample and not the run.
+"""The actor that runs reward functions, or one model, so that a crash or a hang costs one sample and not the run.
 
-Role: `RewardWorker` is the class of a Ray actor with no CPU of its own; `RewardPool` creates several and feeds each one
-call at a time. It waits for nothing but the user's function, and is killed from outside when that takes too long.
-Invariants:
-- methods are ordinary ones: Ray then runs them on the main thread with no event loop around, so that a function may use
-  `signal.alarm` or `asyncio.run`;
-- nothing a user's code raises leaves as an exception, which Ray would wrap in its own: `start` gives a message, `score`
-  gives failures;
-- what the functions' code allocates beyond `memory_mb` raises MemoryError in it, or ends the process where native code
-  does not look: either way it fails the sample, not the machine. A process that holds memory of earlier calls then says
-  so, and is replaced.
+Methods are synchronous, so Ray runs them on the main thread and functions may use `signal.alarm` or `asyncio.run`.
+Errors of custom code are returned, never raised. Allocations beyond `memory_mb` raise MemoryError in the function.
 """
 
 from __future__ import annotations
@@ -44,14 +36,12 @@ class Source:
 
     name: str
     place: str | bytes
-    """Its place in a file or module, its URL, or the callable by value."""
     kwargs: dict[str, Any]
     answer_only: bool
 
 
 class RewardWorker:
-    """Loads the run's reward functions and calls them by name. `where`: its name, as `reward/0`; `family`: the user's
-    own of video models, which a judge may be of."""
+    """Load the run's reward functions and call them by name."""
 
     def __init__(
         self,
@@ -103,11 +93,7 @@ class RewardWorker:
 
 
 class Memory:
-    """The private data that this process may allocate beyond what it holds when this is made: `more_mb` MiB.
-
-    Of the kernel's limits this is the one on private data (RLIMIT_DATA): the address space, Ray's mapped object store
-    included, says nothing about memory used. Linux only.
-    """
+    """Limit private data (RLIMIT_DATA) of this process to `more_mb` MiB beyond now. Linux only."""
 
     def __init__(self, more_mb: int | None):
         self._start, self._kept = _data_bytes(), 2**20 * (DEFAULT_MB if more_mb is None else more_mb) // KEPT_SHARE

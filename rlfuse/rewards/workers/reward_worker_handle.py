@@ -1,12 +1,7 @@
-"""One reward process and the task that feeds it: the process may be replaced, its handle stays.
+"""Feed one reward process and replace it when it is lost. Used by `RewardPool` only.
 
-Role: used by `RewardPool` only, for function and model workers alike. See there for the queues.
-Invariants:
-- one call is under way at a time, so that a lost process is blamed on the call that it was doing, if that also costs
-  the next one: a process may as well be killed from outside, or have run out of memory that earlier calls kept. So only
-  a process that has answered nothing before is evidence against a sample;
-- a call taken from the queue is always answered, by outcomes or by an EngineError, so that nobody waits for ever; a
-  handle whose process could not be started again keeps answering, with that error.
+One call runs at a time. A lost process counts against a call only if the next process dies of it too, since it may have
+been killed from outside. Every call taken from the queue is answered, by outcomes or an EngineError.
 """
 
 from __future__ import annotations
@@ -39,30 +34,21 @@ class Call:
     name: str
     items: list[Item]
     positions: list[int]
-    """Of the items among those that `score` was given."""
     limit_s: float
-    """After this the process is killed."""
     timeout_s: float
-    """The limit as the user set it."""
     batched: bool
-    """The function takes all items at once; else the worker calls it for each."""
     seconds: float = field(default=0.0, init=False)
-    """What it took, once answered."""
     awaited: bool = field(default=False, init=False)
-    """The function returns awaitables, as the worker found."""
     repeated: bool = False
-    """It has lost a process already."""
     answer: asyncio.Future[list[Outcome]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future(), init=False
     )
 
     def fail(self, error: Exception) -> None:
-        """Answer with an error, if nobody has answered or given up."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
     def singles(self) -> list[Call]:
-        """Cut the call into calls of one item each."""
         return [replace(self, items=[i], positions=[p]) for i, p in zip(self.items, self.positions, strict=True)]
 
 
@@ -73,10 +59,7 @@ class Queue(Protocol):
 
 
 class Lost(Exception):
-    """The process was killed for taking too long, died of its own, or has used up its memory.
-
-    `outcomes`: of the call, unless it is repeated.
-    """
+    """The process exceeded its time or memory, or died. `outcomes`: of the call unless repeated."""
 
     def __init__(self, outcomes: list[Outcome], cause: str, late: bool = False, used_up: bool = False):
         super().__init__(cause)
@@ -98,7 +81,6 @@ class RewardWorkerHandle:
         self._is_fresh = True
 
     async def start(self) -> None:
-        """A process with everything loaded, or EngineError."""
         self._actor = await from_head(self._create)
         problem = await remote.call(self._actor.start.remote(), self.where, "start", self._start_timeout_s)
         if problem:
@@ -106,7 +88,6 @@ class RewardWorkerHandle:
         self._is_fresh = True
 
     async def serve(self) -> None:
-        """Answer calls until cancelled."""
         while True:
             call = await self._queue.get()
             if call.answer.done():
@@ -132,7 +113,6 @@ class RewardWorkerHandle:
         return self.recorder.drain()
 
     async def close(self) -> None:
-        """Kill the process."""
         if self._restart:
             self._restart.cancel()
             await asyncio.gather(self._restart, return_exceptions=True)
@@ -140,7 +120,6 @@ class RewardWorkerHandle:
             ray.kill(self._actor)
 
     async def _outcomes(self, call: Call) -> list[Outcome]:
-        """The call's outcomes; where it failed as a whole, those of its items one by one."""
         several = len(call.items) > 1
         try:
             outcomes = await self._attempt(call)
@@ -163,7 +142,6 @@ class RewardWorkerHandle:
         return await self._one_by_one(call, outcomes)
 
     async def _one_by_one(self, call: Call, outcomes: list[Outcome]) -> list[Outcome]:
-        """`outcomes`, those of failed items replaced."""
         found = []
         for single, outcome in zip(call.singles(), outcomes, strict=True):
             if isinstance(outcome, RewardFailure):

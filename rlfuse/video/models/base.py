@@ -1,14 +1,7 @@
-"""Families of video models: all that one needs, in a class of its own file, and which families there are.
+"""Register families of video models, each in a file of its own: tower, sizes, costs, vLLM route, positions, export.
 
-Role: `family_of` is asked by all who have a model's configuration: driver, encoder ranks, engines, trainers, plans. A
-family is registered by `@video_family(model_type)`; the files of this folder are imported when the first configuration
-with a visual part is seen, so that jobs without video never wait for them, a user's own when a process starts that
-needs it (`bring_along`).
-
-    frames --> forward (patches to tokens) --> embeddings --> route into vLLM --> rope (positions in the trainer)
-    cost (sharding over encoder ranks)    sizes (plans)       export (what vLLM and the trainer load)
-
-Invariant: a family's module is its tower and nothing else, its parameters named as in the checkpoint.
+Files of this folder are imported when the first configuration with a visual part is seen, custom ones in each process
+that needs them (`bring_along`). Parameters of a family's module have the checkpoint's names.
 """
 
 from __future__ import annotations
@@ -37,17 +30,16 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForTokenClassification
 
+from rlfuse.config.model_files import with_keys_of
 from rlfuse.config.own_modules import load
-from rlfuse.config.source_keys import with_keys_of
 from rlfuse.config.valid_values import FAMILY
 from rlfuse.errors import ConfigError
 from rlfuse.samples import Visual
 from rlfuse.video import models
-from rlfuse.video.plan import VideoPlan
+from rlfuse.video.plan import Timestamps, VideoPlan
 from rlfuse.video.positions import MRope
 from rlfuse.video.processor_sampling import PixelBounds, ProcessorSampling
 from rlfuse.video.sharding import CostModel
-from rlfuse.video.timestamps import Timestamps
 
 
 class Route(StrEnum):
@@ -65,11 +57,8 @@ class VideoFamily(torch.nn.Module, ABC):
     """The tower of a family, made from a configuration of it without weights, and what else is known of the family."""
 
     whole: ClassVar[type[PreTrainedModel]]
-    """transformers' class of the whole model."""
     prefixes: ClassVar[tuple[str, ...]]
-    """What the names of the tower's tensors begin with in a checkpoint, a leading `model.` aside."""
     merge: ClassVar[int] = 2
-    """A token covers merge x merge patches."""
     temporal_patch: ClassVar[int] = 1
     """Frames of a unit: no attention crosses its bounds."""
     route: ClassVar[Route] = Route.PROMPT_EMBEDS
@@ -80,7 +69,6 @@ class VideoFamily(torch.nn.Module, ABC):
     )
     """How its processor samples clips, where that of a checkpoint does not say; these are Qwen2-VL's numbers."""
     image_bounds: ClassVar[PixelBounds] = PixelBounds(min_pixels=56**2, max_pixels=1280 * 28**2)
-    """The same of images."""
     image_merge: ClassVar[int] = 2
     """Of an image, a token covers as many patches each way."""
 
@@ -119,17 +107,12 @@ class VideoFamily(torch.nn.Module, ABC):
 
     @staticmethod
     def written_by_engine(config: PreTrainedConfig, ids: np.ndarray, visual: Visual) -> tuple[int, int]:
-        """With `VIDEO_EMBEDS`: from where to where (exclusive) vLLM writes a prompt itself, for one placeholder of this
-        clip or image."""
+        """Return the span of a prompt that vLLM writes for one placeholder."""
         return int(visual.positions[0]), int(visual.positions[-1]) + 1
 
     @classmethod
     def export(cls, folder: str | Path, out: str | Path, head: torch.nn.Linear | None = None) -> Path:
-        """With `PROMPT_EMBEDS`: the text part of the model at `folder`, as a model with its tokenizer; returns `out`.
-
-        Its token ids are those of the whole model, so the placeholders stay ids that a rollout must never sample.
-        `head`: of a reward model, in place of the output layer; it becomes a sequence classifier with the same labels.
-        """
+        """Write the text part of the model with its tokenizer to `out`. `head`: of a reward model."""
         out = Path(out)
         whole = cls.whole.from_pretrained(folder, dtype="auto", use_safetensors=True)
         config = whole.config.text_config
@@ -161,7 +144,6 @@ class VideoFamily(torch.nn.Module, ABC):
 TEXT_PARTS = ("qwen2", "qwen3", "llama")
 """Types of text models to which a visual token is what text is."""
 FAMILIES: dict[str, type[VideoFamily]] = {}
-"""By `model_type`."""
 
 
 def video_family(model_type: str) -> Callable[[type[VideoFamily]], type[VideoFamily]]:
@@ -220,13 +202,8 @@ def _import_built_in() -> None:
 
 
 def register_language_models(config: PreTrainedConfig) -> None:
-    """Make transformers' auto classes know a model that vLLM serves whole without its tower: as policy, as value model.
-
-    Trainers call it before they load a model of this configuration; any other needs nothing. Of the whole model's
-    folder nothing of the tower is read. Tensors keep the names that they have in the whole model, so that vLLM takes
-    them as new weights, and `checkpoints.join_checkpoint` finds their places. Positions come with every batch,
-    embeddings of clips at the output of the input embedding.
-    """
+    """Make transformers' auto classes load a whole model's text part, without its tower, under the whole model's tensor
+    names. Positions and embeddings come with every batch."""
     family = family_of(config)
     if family is not None and family.route is Route.VIDEO_EMBEDS:
         _register(family)

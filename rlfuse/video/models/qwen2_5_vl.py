@@ -1,8 +1,4 @@
-"""Qwen2.5-VL: units of two frames, attention in windows of a unit, in few layers over all of it.
-
-vLLM serves the whole model, because positions have three axes, of which time counts seconds; the trainer takes it
-without its tower.
-"""
+"""Qwen2.5-VL: units of two frames with window attention, positions of three axes in seconds."""
 
 from __future__ import annotations
 

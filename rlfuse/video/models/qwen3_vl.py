@@ -1,9 +1,4 @@
-"""Qwen3-VL: units of two frames, attention over all of a unit; what several of its layers see reaches as many layers of
-the text part (DeepStack, arXiv 2406.04334).
-
-vLLM serves the whole model, because positions have three axes; it writes the time of every unit into the prompt, so
-that these axes count each unit for itself. The trainer takes the model without its tower.
-"""
+"""Qwen3-VL: units of two frames, features of several layers (DeepStack, arXiv 2406.04334), a timestamp per unit."""
 
 from __future__ import annotations
 
@@ -14,13 +9,12 @@ import torch
 from transformers import PreTrainedConfig, Qwen3VLForConditionalGeneration, Qwen3VLVisionModel
 
 from rlfuse.samples import Visual
+from rlfuse.video.media_settings import within
 from rlfuse.video.models.base import Route, VideoFamily, video_family
-from rlfuse.video.plan import Geometry, VideoPlan
+from rlfuse.video.plan import Geometry, Timestamps, VideoPlan
 from rlfuse.video.positions import MRope
 from rlfuse.video.processor_sampling import ProcessorSampling
 from rlfuse.video.sharding import CostModel
-from rlfuse.video.sizes import within
-from rlfuse.video.timestamps import Timestamps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +72,7 @@ class Qwen3VL(VideoFamily):
 
     @staticmethod
     def cost(config: PreTrainedConfig) -> CostModel:
-        """Every layer's attention spans the unit; mergers, one for each layer that is fed besides, take four patches
-        at once."""
+        """Return the cost of a unit: attention spans it; each merger takes four patches."""
         vision = config.vision_config
         width, layers, mergers = vision.hidden_size, vision.depth, 1 + Qwen3VL.fed_layers(config)
         linear = layers * (4 * width * width + 2 * width * vision.intermediate_size)

@@ -1,8 +1,4 @@
-"""VideoLLaMA3: a SigLIP-like tower with 2-D RoPE and attention inside a frame, 2x2 down-sampling, two-layer projector.
-
-vLLM and the trainer take the text part alone, a Qwen2 to which a visual token is what text is; times stand in the
-prompt.
-"""
+"""VideoLLaMA3: attention within a frame, 2x2 down-sampling; the text part is a plain Qwen2, timestamps are text."""
 
 from __future__ import annotations
 
@@ -13,9 +9,9 @@ from transformers import PreTrainedConfig, VideoLlama3ForConditionalGeneration
 from transformers.models.video_llama_3.modeling_video_llama_3 import VideoLlama3Projector, VideoLlama3VisionModel
 
 from rlfuse.video.models.base import VideoFamily, video_family
+from rlfuse.video.plan import Timestamps
 from rlfuse.video.processor_sampling import ProcessorSampling
 from rlfuse.video.sharding import CostModel
-from rlfuse.video.timestamps import Timestamps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +19,6 @@ class Sampling(ProcessorSampling):
     """`max_pixels` are those of a whole clip."""
 
     use_token_compression: bool = True
-    """See `compression`."""
 
     def most_pixels(self, frames: int) -> int:
         return self.max_pixels // frames

@@ -1,8 +1,8 @@
 """Lock a run folder: one driver at a time, until the end of its process.
 
-`flock` on `driver.lock` decides among processes of one kernel. On another host, or without flock, the age of
-the files that a driver keeps writing decides; it updates `driver.lock` every BEAT_S. `check` detects that the folder was
-removed or taken over.
+`flock` on `driver.lock` decides among processes of one kernel. On another host, or without flock, the age of the files
+that a driver keeps writing decides; it updates `driver.lock` every BEAT_S. `check` detects that the folder was removed
+or taken over.
 """
 
 from __future__ import annotations

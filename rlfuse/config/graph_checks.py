@@ -16,7 +16,7 @@ BLOCKERS = {
     "training.pipeline_parallel_size": (lambda value: value > 1, "stages send activations within a pass"),
     "training.tensor_model_parallel_size": (lambda value: value > 1, "layers wait for other ranks"),
     "training.ulysses_sequence_parallel_size": (lambda value: value > 1, "attention waits for other ranks"),
-    "actor.zero_stage": (lambda value: value == 3, "weights are gathered at new addresses in every pass"),
+    "actor.zero_stage": (lambda value: value > 1, "ranks exchange gradients (2) and weights (3) during passes"),
     "model.enable_activation_offload": (bool, "activations move to the host during a pass"),
     "model.use_remove_padding": (lambda value: not value, "only packed batches have few sizes"),
 }

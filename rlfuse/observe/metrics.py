@@ -217,7 +217,7 @@ def logged_parts(logged: Iterable[str], prefix: str, suffix: str) -> list[str]:
 def repetition(spans: Sequence[Span], samples: Mapping[str, Sample]) -> dict[str, float]:
     """perf/tokens_run_over_unique of the passes without gradients: 1 where every prompt ran once for all its answers.
 
-    Padding up to the degree of sequence parallelism counts as run.
+    Padding up to the degree of sequence parallelism, or to the size of a CUDA graph, counts as run.
     """
     run = unique = 0
     for kind in PASSES:

@@ -103,10 +103,10 @@ def play(rank):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1])
 def test_recorded_passes_give_the_numbers_of_launched_ones(said, stage, dtype):
     """Also where embedding and head are one tensor, and where layers would be run again."""
-    settings = dict(checkpointing=stage == 2, tied=stage != 1)
+    settings = dict(checkpointing=stage == 1, tied=stage == 0)
     recorded, padded, plain = (rank_of(stage, dtype, how, **settings) for how in ("recorded", "padded", "as they are"))
     found, same, close = map(play, (recorded, padded, plain))
     assert not said and recorded.graphs.sizes == SIZES
@@ -243,7 +243,7 @@ def job(**changed):
 
 
 BLOCKED = {
-    "training.pipeline_parallel_size": 2, "training.tensor_model_parallel_size": 2, "actor.zero_stage": 3,
+    "training.pipeline_parallel_size": 2, "training.tensor_model_parallel_size": 2, "actor.zero_stage": 2,
     "training.ulysses_sequence_parallel_size": 2, "model.enable_activation_offload": True,
     "model.use_remove_padding": False,
 }  # fmt: skip

@@ -9,10 +9,10 @@ graph; head and loss, whose shapes depend on the data, are launched as usual, an
 
 Invariants: a replay launches the kernels that the recorded pass launched, so numbers are those of the same batch
 without a graph. A graph reads and writes fixed addresses: the optimizer updates weights in place, and where weights
-have moved since, all graphs are dropped. Gradients leave through autograd, so hooks on parameters run as usual; their
-memory is kept here, and autograd copies or adds what it is given. All graphs share one memory pool, so one pass at a
-time is between its forward and its backward. What can't be recorded is launched as usual from then on, and `stop` says
-why. In a graph no activation is computed again.
+have moved since, all graphs are dropped. Gradients leave through autograd, so hooks on parameters run as usual, but not
+in the order of a launched backward, in which ZeRO 2 reduces. Their memory is kept here, and autograd copies or adds
+what it is given. All graphs share one memory pool, so one pass at a time is between its forward and its backward. What
+can't be recorded is launched as usual from then on, and `stop` says why. In a graph no activation is computed again.
 """
 
 from __future__ import annotations

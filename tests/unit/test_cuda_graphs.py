@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from emulated_graphs import EmulatedRecording
+from emulated_graphs import EmulatedRecording, Graph
 from test_attention import LAID_OUT, SMALL, answers, pair, scores
 from test_moves import DTYPES, group  # noqa: F401
 from transformers import Qwen2Config
@@ -130,6 +130,10 @@ def returning_more(model, monkeypatch):
     monkeypatch.setattr(model.config, "output_hidden_states", True)
 
 
+def replaying_nothing(model, monkeypatch):
+    monkeypatch.setattr(Graph, "replay", lambda graph: graph.calls[-1][3][-1].zero_())
+
+
 def moving(model, monkeypatch):
     parameter = model.base_model.norm.weight
     parameter.data = parameter.data.clone()
@@ -141,6 +145,7 @@ def moving(model, monkeypatch):
     [
         (waiting, False, "a pass of the actor can't be recorded: operation not permitted"),
         (returning_more, False, "a pass of the actor can't be recorded: Qwen2Model returns more than hidden states"),
+        (replaying_nothing, False, "a pass of the actor can't be recorded: a replay gives numbers that differ by"),
         (moving, True, "weights are at other addresses"),
     ],
 )

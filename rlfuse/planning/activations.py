@@ -16,12 +16,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from rlfuse.config.graph_checks import graph_sizes, why_no_graphs
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines, pipelines_of
 from rlfuse.engines.pipeline.partition import LayerCosts, Part, parts, share_with_logits
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.gradient_memory import gradient_bytes
-from rlfuse.engines.trainer.graph_sizes import graph_sizes, why_no_graphs
 from rlfuse.planning.activation_tiers import Leaving, leaving
 from rlfuse.planning.model_sizes import Shape
 from rlfuse.planning.tracing import Texts, Work

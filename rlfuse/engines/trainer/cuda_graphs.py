@@ -12,8 +12,8 @@ without a graph. A graph reads and writes fixed addresses: the optimizer updates
 have moved since, all graphs are dropped. Gradients leave through autograd, so hooks on parameters run as usual, but not
 in the order of a launched backward, in which ZeRO 2 reduces. Their memory is kept here, and autograd copies or adds
 what it is given. All graphs share one memory pool, so one pass at a time is between its forward and its backward. What
-can't be recorded, or whose first replay gives other numbers than a launched pass, is launched as usual from then on, and
-`stop` says why. In a graph no activation is computed again.
+can't be recorded, or first replays to other numbers than those of a launched pass, is launched as usual from then on,
+and `stop` says why. In a graph no activation is computed again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from rlfuse.cluster import watchdog
+from rlfuse.config.graph_checks import graph_sizes, why_no_graphs
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.attention import Layout, SegmentTable
 from rlfuse.engines.trainer.dropout import TOLERANCE
-from rlfuse.engines.trainer.graph_sizes import graph_sizes, why_no_graphs
 from rlfuse.events import Recorder
 
 

@@ -176,7 +176,7 @@ NO_COUNTERPART_WORDS = (
     ("lora_", "LoRA is not supported; all weights are trained"),
     (".lora.", "LoRA is not supported; all weights are trained"),
     ("profiler", "every run records its spans in the run folder"),
-    ("torch_compile", "nothing is compiled in training; actor.cuda_graphs records small models' passes"),
+    ("torch_compile", "models run uncompiled in training; actor.cuda_graphs records passes of small ones"),
 )
 """(word in a verl name, why nothing here corresponds)."""
 

@@ -195,7 +195,7 @@ def logged_parts(logged: Iterable[str], prefix: str, suffix: str) -> list[str]:
 
 
 def repetition(spans: Sequence[Span], samples: Mapping[str, Sample]) -> dict[str, float]:
-    """Return perf/tokens_run_over_unique of passes without gradients: 1 if each prompt ran once."""
+    """Return perf/tokens_run_over_unique of passes without gradients: 1 if each prompt ran once; padding counts."""
     run = unique = 0
     for kind in PASSES:
         ran = [span for span in spans if span.kind == kind and "run" in span.attributes and span.samples]

@@ -25,7 +25,7 @@ def _device() -> str | None:
 
 
 DEVICE = _device()
-collect_ignore_glob = [] if DEVICE else ["test_[1-9]_*.py"]
+collect_ignore_glob = [] if DEVICE else ["test_[1-9]*_*.py"]
 
 
 @pytest.fixture(scope="session")

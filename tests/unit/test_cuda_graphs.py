@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from emulated_graphs import EmulatedRecording
+from emulated_graphs import EmulatedRecording, Graph
 from test_attention import LAID_OUT, SMALL, answers, pair, scores
 from test_moves import DTYPES, group  # noqa: F401
 from transformers import Qwen2Config
@@ -14,12 +14,11 @@ from transformers import Qwen2Config
 from rlfuse.cluster import watchdog
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
-from rlfuse.config.graph_checks import BLOCKERS
+from rlfuse.config.graph_checks import BLOCKERS, graph_sizes, why_no_graphs
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.trainer import cuda_graphs
 from rlfuse.engines.trainer.cuda_graphs import CudaRecording, PassGraphs, record_passes
 from rlfuse.engines.trainer.families import value_class
-from rlfuse.engines.trainer.graph_sizes import graph_sizes, why_no_graphs
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import response_logits, trainer_ready
 from rlfuse.engines.trainer.optimizer import take_step, trainable
@@ -103,10 +102,10 @@ def play(rank):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1])
 def test_recorded_passes_give_the_numbers_of_launched_ones(said, stage, dtype):
     """Also where embedding and head are one tensor, and where layers would be run again."""
-    settings = dict(checkpointing=stage == 2, tied=stage != 1)
+    settings = dict(checkpointing=stage == 1, tied=stage == 0)
     recorded, padded, plain = (rank_of(stage, dtype, how, **settings) for how in ("recorded", "padded", "as they are"))
     found, same, close = map(play, (recorded, padded, plain))
     assert not said and recorded.graphs.sizes == SIZES
@@ -130,6 +129,10 @@ def returning_more(model, monkeypatch):
     monkeypatch.setattr(model.config, "output_hidden_states", True)
 
 
+def replaying_nothing(model, monkeypatch):
+    monkeypatch.setattr(Graph, "replay", lambda graph: graph.calls[-1][3][-1].zero_())
+
+
 def moving(model, monkeypatch):
     parameter = model.base_model.norm.weight
     parameter.data = parameter.data.clone()
@@ -141,6 +144,7 @@ def moving(model, monkeypatch):
     [
         (waiting, False, "a pass of the actor can't be recorded: operation not permitted"),
         (returning_more, False, "a pass of the actor can't be recorded: Qwen2Model returns more than hidden states"),
+        (replaying_nothing, False, "a pass of the actor can't be recorded: a replay gives numbers that differ by"),
         (moving, True, "weights are at other addresses"),
     ],
 )
@@ -243,7 +247,7 @@ def job(**changed):
 
 
 BLOCKED = {
-    "training.pipeline_parallel_size": 2, "training.tensor_model_parallel_size": 2, "actor.zero_stage": 3,
+    "training.pipeline_parallel_size": 2, "training.tensor_model_parallel_size": 2, "actor.zero_stage": 2,
     "training.ulysses_sequence_parallel_size": 2, "model.enable_activation_offload": True,
     "model.use_remove_padding": False,
 }  # fmt: skip

@@ -23,6 +23,7 @@ CARD_ALONE = {
     "test_the_device",
     "test_flash_attention_of_its_own_package_agrees",
     "test_engine_and_trainer_take_turns",
+    "test_recorded_passes_compute_what_launched_ones_do",
     "test_the_quickstart_learns",
 }
 """Bodies that need a card, or that are a whole engine or job, of which tests/end_to_end runs many on CPUs."""

@@ -14,7 +14,7 @@ from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import trainer_ready
 from rlfuse.engines.trainer.passes import OBJECTIVES
 from rlfuse.engines.trainer.rank_group import HOST_MEMORY
-from rlfuse.planning.activations import MIB, leaves, leaving, words
+from rlfuse.planning.activations import MIB, WORKSPACES, activations, leaves, leaving, words
 from rlfuse.planning.cluster_file import Cluster
 from rlfuse.planning.costs import costs_of
 from rlfuse.planning.hardware import Hardware
@@ -141,3 +141,19 @@ def test_layers_that_are_run_again_take_time(given):
 
     stays, away, again = train_token_s(), train_token_s(host_bytes_per_s=1e15), train_token_s(host_bytes_per_s=1.0)
     assert away == pytest.approx(stays) and again == pytest.approx(stays * (3 + 5 / 6) / 3, rel=0.01)
+
+
+@pytest.mark.slow
+def test_recorded_passes_are_counted_where_models_stay(given):
+    shape, _ = given
+    shapes, few = dict.fromkeys(("actor", "critic", "reference"), shape), {"actor__ppo_max_token_len_per_gpu": 1024}
+
+    def graphs(device="cuda", **changed):
+        parts = memory_of(job(**few | changed), shapes, Budget(device, 80 * GIB)).parts
+        return sum(part.size for part in parts if part.what == "CUDA graphs")
+
+    gradients = 2 * 4 * shape.parameters
+    work = activations(job(**few), shape, "actor", "cuda")
+    assert graphs() == pytest.approx(gradients + WORKSPACES + work, rel=0.1)
+    assert graphs(actor__ppo_max_token_len_per_gpu=16384) == graphs(actor__cuda_graphs="off") == graphs("cpu") == 0
+    assert graphs(rollout__free_cache_engine=True) == 0

@@ -16,7 +16,7 @@ Invariants: the segments cover all tokens in order; memory is linear in the toke
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -77,6 +77,13 @@ class SegmentTable:
 
     rows: Tensor
     """int64 [3, tokens]: each token's segment, the segment of its prefix (-1: none), its position in its sequence."""
+    window: int | None = None
+
+    def mask(self, *_: Tensor) -> Tensor:
+        """[tokens, tokens], true where a key is seen; quadratic in the tokens of the batch."""
+        segment, prefix, position = self.rows
+        seen = ((segment[:, None] == segment) | (prefix[:, None] == segment)).tril()
+        return seen if self.window is None else seen & (position > position[:, None] - self.window)
 
     @staticmethod
     def of(segments: tuple[Segment, ...], positions: np.ndarray) -> np.ndarray:
@@ -85,20 +92,6 @@ class SegmentTable:
         prefixes = [place.get(segment.prefix, -1) for segment in segments]
         lengths = [segment.stop - segment.start for segment in segments]
         return np.stack([np.repeat(np.arange(len(segments)), lengths), np.repeat(prefixes, lengths), positions])
-
-
-@dataclass(frozen=True, slots=True)
-class TableMask:
-    """The mask of a whole batch; quadratic in its tokens."""
-
-    table: SegmentTable
-    window: int | None
-
-    def mask(self, *_: Tensor) -> Tensor:
-        """[tokens, tokens], true where a key is seen."""
-        segment, prefix, position = self.table.rows
-        seen = ((segment[:, None] == segment) | (prefix[:, None] == segment)).tril()
-        return seen if self.window is None else seen & (position > position[:, None] - self.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +213,7 @@ def attend(
     scored = partial(_recomputed, scale, softcap, sinks) if softcap is not None or sinks is not None else None
     if isinstance(segments, SegmentTable):
         flat[1:] = (x.repeat_interleave(query.shape[2] // x.shape[1], dim=1) for x in flat[1:])
-        attended = (scored or partial(_attention, scale))(*flat, TableMask(segments, window))
+        attended = (scored or partial(_attention, scale))(*flat, replace(segments, window=window))
     elif scored:
         attended = _by_segment(*flat, segments, window, scored, whole=False)
     elif query.is_cuda and query.dtype != torch.float32:
@@ -261,7 +254,7 @@ def _by_segment(
 
 
 def _attention(
-    scale: float | None, query: Tensor, key: Tensor, value: Tensor, block: Block | TableMask | None
+    scale: float | None, query: Tensor, key: Tensor, value: Tensor, block: Block | SegmentTable | None
 ) -> Tensor:
     """Causal unless it is a block of a segment or a whole batch; [tokens, heads, d]."""
     mask = None if block is None else block.mask(query, key)
@@ -284,7 +277,7 @@ def _scored(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    block: Block | TableMask,
+    block: Block | SegmentTable,
 ) -> Tensor:
     """What no kernel of torch's computes: capped scores, or sinks among them; [tokens, heads, d]."""
     tokens, heads, width = query.shape

@@ -9,10 +9,11 @@ graph; head and loss, whose shapes depend on the data, are launched as usual, an
 
 Invariants: a replay launches the kernels that the recorded pass launched, so numbers are those of the same batch
 without a graph. A graph reads and writes fixed addresses: the optimizer updates weights in place, and where weights
-have moved since, all graphs are dropped. Gradients leave through autograd, so hooks on parameters run as usual; their
-memory is kept here, and autograd copies or adds what it is given. All graphs share one memory pool, so one pass at a
-time is between its forward and its backward. What can't be recorded is launched as usual from then on, and `stop` says
-why. In a graph no activation is computed again.
+have moved since, all graphs are dropped. Gradients leave through autograd, so hooks on parameters run as usual, but not
+in the order of a launched backward, in which ZeRO 2 reduces. Their memory is kept here, and autograd copies or adds
+what it is given. All graphs share one memory pool, so one pass at a time is between its forward and its backward. What
+can't be recorded, or first replays to other numbers than those of a launched pass, is launched as usual from then on,
+and `stop` says why. In a graph no activation is computed again.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from rlfuse.cluster import watchdog
+from rlfuse.config.graph_checks import graph_sizes, why_no_graphs
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.attention import Layout, SegmentTable
-from rlfuse.engines.trainer.graph_sizes import graph_sizes, why_no_graphs
+from rlfuse.engines.trainer.dropout import TOLERANCE
 from rlfuse.events import Recorder
 
 
@@ -167,23 +169,26 @@ class _Decoder:
         try:
             with graph.rehearsed():
                 hidden = self._hidden(again)
-                gradient = torch.ones_like(hidden) if learns else None
+                expected, gradient = [hidden.detach()], torch.ones_like(hidden) if learns else None
                 if learns:
                     found = torch.autograd.grad(hidden, self.trained, gradient, allow_unused=True)
                     self.gradients = self.gradients or [each if each is None else each.clone() for each in found]
-                    del found
-            del hidden
+                    expected += [each for each in found if each is not None]
             with graph.recorded() as forward:
                 hidden = self._hidden(again)
             recorded = _Pass(copies, hidden.detach(), forward, self._addresses(), gradient)
+            kept = [each for each in self.gradients if each is not None] if learns else []
             if learns:
                 with graph.recorded() as recorded.backward:
                     found = torch.autograd.grad(hidden, self.trained, gradient, allow_unused=True)
-                    pairs = [(kept, each) for kept, each in zip(self.gradients, found, strict=True) if each is not None]
-                    torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
-            return recorded
+                    torch._foreach_copy_(kept, [each for each in found if each is not None])
         finally:
             self._module.train(training)
+        results = [self.replay(recorded)]
+        if learns:
+            recorded.backward.replay()
+        _check_replayed(results + kept, expected)
+        return recorded
 
     def _hidden(self, inputs: Mapping[str, Any]) -> Tensor:
         output = self._launch(**inputs)
@@ -213,6 +218,15 @@ class _Replay(torch.autograd.Function):
         ctx.recorded.gradient.copy_(gradient)
         ctx.recorded.backward.replay()
         return None, None, *ctx.decoder.gradients
+
+
+def _check_replayed(found: list[Tensor], expected: list[Tensor]) -> None:
+    """RuntimeError if a replay gives other hidden states, the first of each list, or gradients than a launched pass."""
+    for some, others in ((found[:1], expected[:1]), (found[1:], expected[1:])):
+        scale = max((float(each.abs().max()) for each in others), default=0.0)
+        worst = max((float((one - other).abs().max()) for one, other in zip(some, others, strict=True)), default=0.0)
+        if worst > TOLERANCE[found[0].dtype] * scale:  # not where both are NaN
+            raise RuntimeError(f"a replay gives numbers that differ by {worst:g} of {scale:g} from a launched pass")
 
 
 def _tensors(inputs: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -24,7 +24,6 @@ from rlfuse.cluster.nodes import watched
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
-from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
 from rlfuse.engines.rollout.vllm_support import unserved
 from rlfuse.engines.trainer.families import untrainable
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
@@ -154,6 +153,8 @@ def _trainer_start(config: Config, slots: placement.Slots, video: VideoParts | N
     """Of whole models on every rank, or of stages of them."""
     name = f"{slots.count} trainer rank{'s' * (slots.count > 1)}"
     if config.training.pipeline_parallel_size > 1:
+        from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer  # loads Numba: 3 % of the imports
+
         return within(log.part(name), PipelineTrainer.start, config, slots, slots.cores)
     tower = video.towers if video else None
     return within(log.part(name), TrainerGroup.start, config, slots, slots.cores, tower)

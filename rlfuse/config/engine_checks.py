@@ -21,7 +21,7 @@ def engine_sizes(config: Config, facts: Facts) -> Iterator[str]:
     """Yield a line for each size that is not positive. None is vLLM's default."""
     for name, value in config.rollout.engine_kwargs.items():
         key, number = f"rollout.engine_kwargs.{name}={value}", isinstance(value, int | float)
-        if name in COUNTS and value is not None and not (number and value >= 1 and value == int(value)):
+        if name in COUNTS and value is not None and not (number and value >= 1 and value == value // 1):
             yield f"{key}: must be a whole number of 1 or more; correct it, or leave it out for the default"
         if name == SHARE and not (number and 0 < value <= 1):
             yield f"{key}: must be above 0 and 1 or less; correct it, or set rollout.{SHARE}"

@@ -20,7 +20,6 @@ from rlfuse.cluster.nodes import watched
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
-from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
 from rlfuse.engines.rollout.engine_actor import engine_actor
 from rlfuse.engines.rollout.vllm_support import unserved_judges
 from rlfuse.engines.trainer.families import untrainable
@@ -149,6 +148,8 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
 def _trainer_start(config: Config, slots: placement.Slots, video: VideoParts | None, log: RunLog) -> Start:
     name = f"{slots.count} trainer rank{'s' * (slots.count > 1)}"
     if config.training.pipeline_parallel_size > 1:
+        from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer  # loads Numba: 3 % of the imports
+
         return within(log.part(name), PipelineTrainer.start, config, slots, slots.cores)
     tower = video.towers if video else None
     return within(log.part(name), TrainerGroup.start, config, slots, slots.cores, tower)

@@ -96,7 +96,7 @@ def test_latent_attention_needs_gpus():
             ({"rollout__engine_kwargs": {name: value}}, [f"rollout.engine_kwargs.{name}={value}: must be {valid}"])
             for name, valid, values in (
                 ("kv_cache_memory_bytes", "a whole number of 1 or more", (0, -1, 0.5, "4G")),
-                ("num_gpu_blocks_override", "a whole number of 1 or more", (0,)),
+                ("num_gpu_blocks_override", "a whole number of 1 or more", (0, float("inf"))),
                 ("max_num_seqs", "a whole number of 1 or more", (-2,)),
                 ("gpu_memory_utilization", "above 0 and 1 or less", (0.0, 1.5)),
             )

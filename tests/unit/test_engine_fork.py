@@ -125,6 +125,24 @@ def test_what_the_capture_of_graphs_leaves_in_a_fork_is_collected_and_nothing_of
         child.join(30)
 
 
+@pytest.mark.slow
+def test_an_actor_on_cpus_has_imported_the_worker_that_its_forks_run():
+    """Before vLLM replaces Triton's kernels, which it does in all modules that are there."""
+    code = """
+import os, sys
+from rlfuse.engines.rollout.vllm_import import CPU_ENVIRONMENT, import_vllm
+os.environ.update(CPU_ENVIRONMENT)
+import_vllm()
+before = set(sys.modules)
+from vllm.platforms import current_platform
+from vllm.v1.worker import block_table, cpu_worker
+current_platform.register_triton_kernel_overrides()
+print(type(block_table.ComputeSlotMappingKernel.kernel).__name__, "vllm.v1.worker.cpu_worker" in before)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.stdout.split() == ["KernelOverride", "True"], run.stderr
+
+
 class Link:
     pass
 

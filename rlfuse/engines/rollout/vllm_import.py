@@ -29,12 +29,15 @@ imported the last already."""
 
 
 def import_vllm() -> None:
-    """All that an engine's front end needs."""
+    """All that an engine's front end needs, and on CPU hosts its worker, so that each engine's fork has it too."""
     without = UNASKED if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else ()
     hidden = [name for name in without if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # Python's own way to say that there is none
     try:
-        import vllm.v1.engine.async_llm  # noqa: F401
+        import vllm.v1.engine.async_llm
+
+        if without:
+            import vllm.v1.worker.cpu_worker  # noqa: F401
     finally:
         for name in hidden:
             del sys.modules[name]

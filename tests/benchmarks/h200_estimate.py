@@ -122,6 +122,16 @@ CHANGES = {
     "forked core": Change(
         "rlfuse/engines/rollout/engine_fork.py", "def can_fork", "12 s less; on CPUs 8 to 10 s of CPU time"
     ),
+    "joined passes": Change(
+        "rlfuse/engines/trainer/trainer_group.py",
+        "async def score(",
+        "counted on CPUs: 19 calls to a rank for passes and optimizer steps become 13, of 118 in a quickstart step",
+    ),
+    "fewer launches": Change(
+        "conf/experiment/quickstart.yaml",
+        "ppo_max_token_len_per_gpu: 2048",
+        "micro-batches counted on CPUs; each costs as much, a backward pass as much as two forward passes",
+    ),
     "concurrent start": Change("", "", "18 s of the ranks' start overlap with the engine's"),
 }
 
@@ -151,6 +161,11 @@ class Job:
 QUICKSTART = Job(samples=128, tokens=3_695, engine_steps=156)
 """Means of the first three steps of `experiment=quickstart trainer.n_gpus_per_node=1`, counted on CPUs; rewards of the
 first two were the same on the H200."""
+QUICKSTART_CALLS, JOINED_CALLS = 118, 118 - (19 - 13)
+"""Ray calls in a quickstart step, by `fixed_costs.py` with one slot."""
+LAUNCHES, FEWER_LAUNCHES = 14 + 12 + 2 * 12, 9 + 8 + 2 * 8
+"""Micro-batches in a quickstart step: of three passes without gradients, of forward and of backward passes; medians of
+the spans of 11 steps, with 1,024 and 2,048 tokens for each."""
 GRPO = Job(samples=256, tokens=256 * 512, engine_steps=512)
 """32 prompts x 8 responses, none of which ends before its 512th token."""
 PARAMETERS, VOCABULARY, TRAINED = 0.494e9, 151_936, 147_000
@@ -208,8 +223,14 @@ class Estimate:
             *self.samples(QUICKSTART),
             self.term("hand-over", "sleep, wake and push", 1.0, f"{RECORD}; shared: a CPU push, 44 ms", sharing=push),
             self.term("hand-over", "resets of KV blocks", 0.2, RECORD, KV_cap=0.0),
-            self.term("training", "launch-bound passes", 0.65, RECORD),
-            self.term("other", "Ray", 0.2, RECORD),
+            self.term("training", "launch-bound passes", 0.65, RECORD, fewer_launches=0.65 * FEWER_LAUNCHES / LAUNCHES),
+            self.term(
+                "other",
+                "Ray",
+                0.2,
+                f"{RECORD}, {QUICKSTART_CALLS} calls",
+                joined_passes=0.2 * JOINED_CALLS / QUICKSTART_CALLS,
+            ),
         ]
 
     def grpo(self, first: bool) -> list[Term]:

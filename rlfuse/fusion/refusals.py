@@ -72,7 +72,10 @@ class _Reading:
         elif isinstance(decision, Train):
             self._train(decision)
         elif isinstance(decision, OptimizerStep):
-            self._among("model", _all_of(decision.model, decision.also), self.view.steppable, self.names, "step")
+            for model in (models := _all_of(decision.model, decision.also)):
+                if model not in (able := self.view.steppable):
+                    raise Refused(f"{model!r} has no step to take now; models that have: {listed(able)}")
+            self._among("model", models, self.view.steppable, self.names, "step")
             self._all_work()
         else:
             kinds = ", ".join(kind.__name__ for kind in get_args(Decision))

@@ -275,8 +275,8 @@ WRONG = {
     "return [Accumulate('actor', ('x',), 0)]": "slot 0 is no idle trainer",
     "return [Accumulate('teacher', ('x',), 0)]": "there is no model 'teacher' to train; models: actor",
     "return [Train({'actor': ('x',)})]": "no rank holds a stage of the models here: decide Accumulate",
-    "return [OptimizerStep('actor')]": "model 'actor' doesn't wait for that; those that do: none",
-    "return [OptimizerStep({})]": "model {} doesn't wait for that",
+    "return [OptimizerStep('actor')]": "'actor' has no step to take now; models that have: none",
+    "return [OptimizerStep({})]": "has no step to take now",
     "return [Accumulate([], ('x',), 0)]": "can't be carried out: unhashable type",
     "return serial(view) if view.waiting else [d for d in serial(view) if not isinstance(d, OptimizerStep)]": "decided "
     r"nothing and nothing runs; what there is to do: OptimizerStep of the actor \(idle engines none, idle trainers ",

@@ -173,7 +173,8 @@ class Bench:
                 await watch.timed(part, self.update(rows))
                 break
             model = "actor" if part == "old" else "ref"
-            for of_row, scores in zip(tensors, await watch.timed(part, self.group.log_probs(model, rows)), strict=True):
+            found = await watch.timed(part, self.group.score((model,), rows))
+            for of_row, scores in zip(tensors, found[model].arrays, strict=True):
                 of_row[f"{part}_log_probs"] = scores
         done = await self.figures(frames, rows, samples, responses)
         await self.encoder.release("step")

@@ -18,7 +18,7 @@ import io
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,6 +32,8 @@ PARTS, PART = "events", re.compile(r"-steps-(-?\d+)-(-?\d+)\.jsonl")
 PART_BYTES = 64 << 20
 COMPRESSION = 3
 """Of gzip: 9 times smaller for recorded runs, at a second for each part."""
+Intervals = list[tuple[float, float]]
+"""(start, end) in seconds, in order of time, none of them overlapping."""
 
 
 @dataclass(slots=True)
@@ -54,6 +56,22 @@ class Span:
     @property
     def seconds(self) -> float:
         return self.end - self.start
+
+
+def union(spans: Iterable[Span]) -> Intervals:
+    """The time that at least one of the spans covers."""
+    joined: Intervals = []
+    for start, end in sorted((span.start, span.end) for span in spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        elif end > start:
+            joined.append((start, end))
+    return joined
+
+
+def covered(spans: Iterable[Span]) -> float:
+    """Seconds covered by at least one of the spans."""
+    return sum(end - start for start, end in union(spans))
 
 
 class Recorder:

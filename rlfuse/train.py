@@ -128,6 +128,7 @@ def _run(job, trial, sweeper) -> None:
     from rlfuse.cluster.scratch import keep_temporary_files
     from rlfuse.config.compose import to_config
     from rlfuse.progress import part, quiet_libraries
+    from rlfuse.run import WORKER_IMPORTS
     from rlfuse.run.acceptance import NothingToDo, accept
 
     try:
@@ -141,7 +142,7 @@ def _run(job, trial, sweeper) -> None:
             print(f"rlfuse {__version__}: {config.run_folder}", flush=True)
         keep_temporary_files()  # before libraries are imported, which remember where they were
         keep_hangup_from_children()
-        fork_server.start_early(config)
+        fork_server.start_early(config, WORKER_IMPORTS)
         quiet_libraries()
         with part("libraries", quiet), importing():
             if config.trainer.task == "reward_model":

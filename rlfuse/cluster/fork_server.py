@@ -35,7 +35,6 @@ from rlfuse.cluster.garbage import importing
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.schema import Config
 
-IMPORTS = "rlfuse.run.worker_imports"
 READ_BY_IMPORTS = re.compile("PYTHON|LD_PRELOAD|GLIBC_|(OMP|KMP|MKL|OPENBLAS|HF|TRANSFORMERS|TORCH)_")
 """Names of variables by which an imported library may go for good."""
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
@@ -45,23 +44,23 @@ REQUEST_S = 5.0
 STREAMS = 3
 
 
-def start_early(config: Config) -> None:
-    """Before anything else is imported, where workers are sure to live on this host's CPUs."""
+def start_early(config: Config, imports: str) -> None:
+    """Before anything else is imported, where workers are sure to live on this host's CPUs; see `start`."""
     device = config.cluster.device
     here = device == "cpu" or (device == "auto" and not any(map(Path.exists, GPUS)))
     if here and config.cluster.ray_address is None:
-        start()
+        start(imports)
 
 
-def start() -> None:
-    """Start this process's server, unless it has one."""
+def start(imports: str) -> None:
+    """Start this process's server, unless it has one; `imports` is the module that imports what workers need."""
     folder = scratch.of_this_process()
     path = folder / "fork_server"
     if os.environ.get(SERVER) == str(path):
         return
     with path.with_suffix(".log").open("w") as log:
         server = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(path)],
+            [sys.executable, "-P", "-m", __name__, str(path), imports],
             env=os.environ | worker_environment("cpu") | {"TMPDIR": str(folder)},
             stdin=subprocess.PIPE,
             stdout=log,
@@ -110,14 +109,14 @@ class Wanted:
 class ForkServer:
     """The process that forks workers."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, imports: str):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as Ray does, for its workers too
         self._imported_with = _read_by_imports(os.environ)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen(128)  # who asks meanwhile waits
         with importing():
-            importlib.import_module(IMPORTS)
+            importlib.import_module(imports)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # none waits for forks: they leave no zombie
 
     def serve(self) -> Wanted | None:
@@ -168,13 +167,13 @@ def _forget() -> None:
     torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 
-def main(path: Path) -> None:
+def main(path: Path, imports: str) -> None:
     """Serve; in a fork, be what was asked for."""
-    wanted = ForkServer(path).serve()
+    wanted = ForkServer(path, imports).serve()
     if wanted is None:
         os._exit(0)  # libraries have nothing to put in order
     wanted.become()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -112,9 +112,13 @@ def reward_device(setting: str, slots: str) -> str:
     return slots if setting == "auto" else setting
 
 
-async def start(config: Config, again: bool = False, without: Collection[str] = ()) -> Slots:
+async def start(
+    config: Config, worker_imports: str | None = None, again: bool = False, without: Collection[str] = ()
+) -> Slots:
     """Start or join Ray and reserve the slots within the time-out. `again`: after a loss; `without`: nodes about to
-    leave."""
+    leave.
+    `worker_imports`: the module that imports what workers on this host's CPUs need, once for all of them.
+    """
     clear_launcher_variables()
     os.environ.update({name: value for name, value in QUIET.items() if name.startswith("RAY_")})
     # Ray's own is 15: beside two busy programs on two cores, an engine's start took minutes instead of seconds.
@@ -125,7 +129,7 @@ async def start(config: Config, again: bool = False, without: Collection[str] = 
             for kind in scratch.KINDS:
                 scratch.sweep(kind)
             _need_shared_memory()
-            _start_ray(config)
+            _start_ray(config, worker_imports)
         else:
             join_ray(config.cluster.ray_address)
     restore_child_signals()
@@ -244,7 +248,7 @@ def _cores(config: Config, device: str) -> tuple[int, ...] | None:
     return tuple(cores[: config.slots]) if len(cores) >= config.slots else None
 
 
-def _start_ray(config: Config) -> None:
+def _start_ray(config: Config, worker_imports: str | None) -> None:
     """Start a cluster of this run's own on loopback, with a token. Ray gives its helpers 15 s to start, too few under
     load, so it is retried.
     """
@@ -257,7 +261,7 @@ def _start_ray(config: Config) -> None:
                 without_pages(),
                 without_shadowing(),
                 _without_onlookers(),
-                _forked_workers(config),
+                _forked_workers(config, worker_imports),
                 mock.patch.dict(os.environ, TMPDIR=folder),
             ):
                 ray.init(
@@ -304,10 +308,10 @@ def _loopback() -> AbstractContextManager:
     return mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False)
 
 
-def _forked_workers(config: Config) -> AbstractContextManager:
-    if config.cluster.device == "cuda" or _gpus():
+def _forked_workers(config: Config, imports: str | None) -> AbstractContextManager:
+    if imports is None or config.cluster.device == "cuda" or _gpus():
         return nullcontext()
-    fork_server.start()
+    fork_server.start(imports)
     return mock.patch.object(ray_constants, "SETUP_WORKER_FILENAME", forked_worker.__file__)
 
 

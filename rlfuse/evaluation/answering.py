@@ -37,7 +37,7 @@ from rlfuse.fusion.policies import stream
 from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.protocols import Engines, NoClips, Sharing
 from rlfuse.rewards.workers.pool import RewardPool
-from rlfuse.run import inference
+from rlfuse.run import WORKER_IMPORTS, inference
 from rlfuse.run.starting import end_all, start_parts, within
 from rlfuse.samples import Group, make_groups
 from rlfuse.step.executor import Executor, StepContext
@@ -116,7 +116,7 @@ async def _answered(loaded: Loaded, groups: Sequence[Group], responses: Response
     config = replaced(loaded.config, {"cluster.max_restarts": 0})  # nobody could push weights to a new engine
     recorder = Recorder("driver")
     with display.part("Ray"):
-        slots = await placement.start(config)
+        slots = await placement.start(config, WORKER_IMPORTS)
     display.say(slots.told)
     config = inference.with_transfer(config, slots.device)
     rollouts = inference.rollout_handles(config, slots, recorder, display.say)

@@ -116,12 +116,13 @@ async def scored(
     from rlfuse.cluster import placement  # Ray and torch take seconds, and mistakes in the settings are seen before
     from rlfuse.config.schema import Config
     from rlfuse.rewards.workers.pool import RewardPool
+    from rlfuse.run import WORKER_IMPORTS
 
     pool = RewardPool(reward, trusts, prompt_key=prompt_key)
     pool.check_prompts([sample.prompt for sample in samples], reward.max_failure_rate)
     config = Config()
     config.cluster.device = "cpu" if reward.device == "cpu" else "auto"
-    slots = await placement.start(config)
+    slots = await placement.start(config, WORKER_IMPORTS)
     try:
         await pool.start(slots)
         return await pool.score(samples)

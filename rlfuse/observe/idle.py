@@ -18,9 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rlfuse.events import Span
-
-Intervals = list[tuple[float, float]]
+from rlfuse.events import Intervals, Span, union
 
 WORK = {
     "decode": "generate",
@@ -170,17 +168,6 @@ def _claimed(window: tuple[float, float], claims: Iterable[tuple[str, Intervals]
         if taken:
             given[name] += taken
     return {name: sorted(intervals) for name, intervals in given.items()}
-
-
-def union(spans: Iterable[Span]) -> Intervals:
-    """The time that at least one of the spans covers."""
-    joined: Intervals = []
-    for start, end in sorted((span.start, span.end) for span in spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        elif end > start:
-            joined.append((start, end))
-    return joined
 
 
 def cut(intervals: Intervals, by: Intervals) -> tuple[Intervals, Intervals]:

@@ -13,8 +13,8 @@ from rlfuse.algorithms.shaping import zero_spread
 from rlfuse.engines.scoring import PASSES
 from rlfuse.engines.trainer.activation_places import Place
 from rlfuse.engines.trainer.micro_batches import balance
-from rlfuse.events import Span
-from rlfuse.observe.idle import account, cut, union
+from rlfuse.events import Span, covered, union
+from rlfuse.observe.idle import account, cut
 from rlfuse.samples import Group, Partial, Reward, RewardFailure, Sample, flattened
 
 RESPONSE_LENGTH = "response_length"
@@ -256,11 +256,6 @@ def video_metrics(spans: Sequence[Span]) -> dict[str, float]:
 
 def _on_driver(spans: Sequence[Span], kind: str) -> list[Span]:
     return [span for span in spans if span.kind == kind and span.where == "driver" and span.cause != "testing"]
-
-
-def covered(spans: Iterable[Span]) -> float:
-    """Seconds covered by at least one of the spans."""
-    return sum(end - start for start, end in union(spans))
 
 
 def fusion_metrics(spans: Sequence[Span], slots: int, width: int = 1) -> dict[str, float]:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from rlfuse.config.run_groups import AlertsConfig
-from rlfuse.events import Span
+from rlfuse.events import Span, union
 from rlfuse.fusion.own_policies import PolicyError
 from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps
-from rlfuse.observe.idle import divide, union
+from rlfuse.observe.idle import divide
 from rlfuse.run_folder.reader import RunError, RunFolder
 from rlfuse.run_folder.status import Status, read
 from rlfuse.simulate.workload import WorkloadError

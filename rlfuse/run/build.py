@@ -35,7 +35,7 @@ from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.summary import summarise
 from rlfuse.progress import part
 from rlfuse.protocols import Engines, NoClips
-from rlfuse.run import inference
+from rlfuse.run import WORKER_IMPORTS, inference
 from rlfuse.run.inference import VideoParts
 from rlfuse.run.job import Job, looked_after, recovered, starting, training_steps
 from rlfuse.run.slot_desk import SlotDesk
@@ -95,7 +95,7 @@ def _attempt(job: Job, run_controller: RunController) -> Path:
 
 async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunController) -> None:
     with log.part("Ray"):
-        slots = await placement.start(loaded.config, again=job.restart is not None, without=job.without)
+        slots = await placement.start(loaded.config, WORKER_IMPORTS, job.restart is not None, job.without)
     log.say(slots.told)
     config = inference.with_transfer(loaded.config, slots.device)
     rollouts = inference.rollout_handles(config, slots, log.journal.recorder, log.say)

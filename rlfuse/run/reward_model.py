@@ -27,6 +27,7 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.observe.pairs import PICTURE, summarise_pairs
 from rlfuse.observe.run_log import RunLog
 from rlfuse.progress import due
+from rlfuse.run import WORKER_IMPORTS
 from rlfuse.run.checkpointing import Checkpointing
 from rlfuse.run.job import Job, looked_after, recovered, starting, training_steps
 from rlfuse.step.protocols import Health
@@ -61,7 +62,7 @@ async def _run(
     labels: Sequence[str],
 ) -> None:
     with log.part("Ray"):
-        slots = await placement.start(job.config, again=job.restart is not None)
+        slots = await placement.start(job.config, WORKER_IMPORTS, job.restart is not None)
     log.say(slots.told)
     occupants = slots.occupants()
     with starting(log), log.part(f"{slots.count} trainer rank{'s' * (slots.count > 1)}"):

@@ -23,8 +23,7 @@ from pathlib import Path
 import psutil
 import video_decoding
 
-from rlfuse.events import Span, read_events
-from rlfuse.observe.metrics import covered
+from rlfuse.events import Span, covered, read_events
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
 

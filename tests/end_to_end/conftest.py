@@ -12,6 +12,7 @@ from driven_job import driver
 
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
+from rlfuse.run import WORKER_IMPORTS
 
 SHARED = ("driven", "four", "four_whole")
 """Fixtures that files share: what they start costs more than a file's tests."""
@@ -42,7 +43,7 @@ def slots():
     """A Ray cluster for the whole session, with two slots reserved."""
     config = Config()
     config.trainer.n_gpus_per_node, config.cluster.device = 2, "cpu"
-    yield asyncio.run(placement.start(config))
+    yield asyncio.run(placement.start(config, WORKER_IMPORTS))
     placement.stop()
 
 

@@ -76,7 +76,7 @@ class Kept:
         self.folder = Path(tempfile.mkdtemp())
         """Links to where the present job's processes show where they stand, and write; Ray inherits them."""
 
-    async def start(self, config, again=False, without=()):
+    async def start(self, config, worker_imports=None, again=False, without=()):
         """In place of `placement.start`."""
         width, count = config.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
         if again:
@@ -89,7 +89,7 @@ class Kept:
             trainer = replace(config.trainer, n_gpus_per_node=SLOTS)
             rollout = replace(config.rollout, tensor_model_parallel_size=1)
             with mock.patch.dict(os.environ, {name: str(link) for name, link in links.items()}):
-                self.slots = await start(replace(config, trainer=trainer, rollout=rollout), again)
+                self.slots = await start(replace(config, trainer=trainer, rollout=rollout), worker_imports, again)
         return replace(self.slots, count=count, cores=self.slots.cores[:count] if width == 1 else None)
 
     def stop(self, logs=None):

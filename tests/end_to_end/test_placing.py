@@ -192,8 +192,8 @@ SERVER = """
 import sys
 from pathlib import Path
 from rlfuse.cluster import fork_server
-fork_server.IMPORTS, fork_server._forget = "json", lambda: None  # what else it imports is not asked for
-fork_server.main(Path(sys.argv[1]))
+fork_server._forget = lambda: None  # of libraries that are not imported here
+fork_server.main(Path(sys.argv[1]), "json")
 """
 
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlfuse.events import Span
+from rlfuse.events import Span, union
 from rlfuse.fusion.decisions import Settings
-from rlfuse.observe.idle import account, cut, divide, union
+from rlfuse.observe.idle import account, cut, divide
 from rlfuse.observe.metrics import memory_metrics
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import parse

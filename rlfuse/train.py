@@ -17,10 +17,10 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from rlfuse.cluster.stopping import Stopped, stop_signal
 from rlfuse.config.secrets import hidden_text
 from rlfuse.console import prepare_streams
 from rlfuse.errors import FAILED, INTERRUPTED, OK, PREEMPTED, USER_ERROR, RlfuseError
+from rlfuse.stopping import Stopped, stop_signal
 from rlfuse.user_folders import append_modules, redirect_caches
 
 HELP = """\

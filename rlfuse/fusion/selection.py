@@ -25,7 +25,7 @@ LABELS = {
     "one_step_off": "off-policy",
 }
 EXACT, MISMATCHED = "exact", "mismatched"
-"""The latter replaces a label where the engines don't compute the trainer's model (`engines.agreement`)."""
+"""The latter replaces a label where the engines don't compute the trainer's model (`step.agreement`)."""
 STRENGTH = (EXACT, "exact in distribution", "reordered", "off-policy", MISMATCHED)
 """All labels, the strongest first."""
 SET_ASIDE = "fusion/prompts_set_aside"

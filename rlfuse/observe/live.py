@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rlfuse.clock import now as epoch_now
-from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Slot
+from rlfuse.step.scoring import PASSES
 
 ROWS = 16
 """Slots with a line of their own, and parts that start; of more, counts."""

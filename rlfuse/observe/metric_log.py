@@ -13,7 +13,6 @@ import psutil
 from rlfuse import clock
 from rlfuse.algorithms.corrections import bound_of
 from rlfuse.config.schema import Config
-from rlfuse.engines.agreement import Agreement
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
 from rlfuse.fusion.board import Board
@@ -29,6 +28,7 @@ from rlfuse.observe.sample_log import SampleLog
 from rlfuse.observe.tracking import StepFile, last_validation, read_metrics
 from rlfuse.progress import due
 from rlfuse.samples import Group, Sample
+from rlfuse.step.agreement import Agreement
 
 
 class MetricLog:
@@ -83,7 +83,7 @@ class MetricLog:
             path = self.folder / "timelines" / f"step_{step}.png"
             events = (self.journal.path, *self.journal.last_step)
             note = choice(asdict(self.config.fusion))
-            self.draw(step, "timeline", path, "rlfuse.simulate.picture:draw_step", *events, note)
+            self.draw(step, "timeline", path, "rlfuse.observe.step_picture:draw_step", *events, note)
         self._notes.clear()
 
     def log(self, step: int, values: Mapping[str, float], spans: Sequence[Span]) -> None:

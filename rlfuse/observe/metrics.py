@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from rlfuse.algorithms.shaping import zero_spread
-from rlfuse.engines.scoring import PASSES
 from rlfuse.engines.trainer.activation_places import Place
 from rlfuse.engines.trainer.micro_batches import balance
 from rlfuse.events import Span, covered, union
 from rlfuse.observe.idle import account, cut
 from rlfuse.samples import Group, Partial, Reward, RewardFailure, Sample, flattened
+from rlfuse.step.scoring import PASSES
 
 RESPONSE_LENGTH = "response_length"
 

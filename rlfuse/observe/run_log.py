@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from rlfuse.cluster.stopping import Stopping
 from rlfuse.config.schema import Config
 from rlfuse.errors import NotWritten
 from rlfuse.fusion.selection import EXACT
@@ -28,6 +27,7 @@ from rlfuse.observe.own_metrics import OwnMetrics
 from rlfuse.observe.sample_log import SampleLog
 from rlfuse.progress import timed
 from rlfuse.protocols import Recorded
+from rlfuse.stopping import Stopping
 
 DRAWN_S = 60.0
 

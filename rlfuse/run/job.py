@@ -21,7 +21,6 @@ import yaml
 from rlfuse import clock
 from rlfuse.cluster import placement
 from rlfuse.cluster.remote import is_death
-from rlfuse.cluster.stopping import Stopped
 from rlfuse.cluster.watchdog import watching
 from rlfuse.config.changes import Change
 from rlfuse.config.run_groups import TrainerConfig
@@ -41,6 +40,7 @@ from rlfuse.run.acceptance import NothingToDo, RunRefused, accept, note_inputs
 from rlfuse.run_folder import checkpoints, status
 from rlfuse.run_folder.run_lock import RunLock
 from rlfuse.step.protocols import NoHealth
+from rlfuse.stopping import Stopped
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Starts the parts of a job: concurrently on CPU hosts, and on GPUs if the memory plan has room for all of them.
 
-Role: `rlfuse.run.build` starts a job's parts here, `rlfuse.evaluation.answering` those that answer without a trainer of
-weights. Waits for all of them; the first failure ends the wait and is raised, the caller stops the rest.
+Role: `rlfuse.run.build` starts a job's parts here, `rlfuse.tools.evaluation.answering` those that answer without a
+trainer of weights. Waits for all of them; the first failure ends the wait and is raised, the caller stops the rest.
 
 vLLM requires that its share of the device is free, and fails if another process releases memory while it measures how
 large its KV cache can be. On GPUs engines therefore start after the ranks have left the devices, unless engine and rank
@@ -23,14 +23,14 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.colocation import leave
+from rlfuse.engines.memory.estimate import Budget, Memory, memory_of
+from rlfuse.engines.memory.model_sizes import served_shapes, shapes_of
+from rlfuse.engines.memory.sharing import arguments, sharing_of, sharing_words
 from rlfuse.engines.trainer.rank_group import RankGroup
 from rlfuse.errors import ConfigError
-from rlfuse.planning.memory import Budget, Memory, memory_of
-from rlfuse.planning.model_sizes import served_shapes, shapes_of
-from rlfuse.planning.remedies import problems, remedies
-from rlfuse.planning.sharing import arguments, sharing_of, sharing_words
 from rlfuse.protocols import Sharing
+from rlfuse.step.colocation import leave
+from rlfuse.tools.planning.remedies import problems, remedies
 
 Facts = dict[str, Any]
 MEASURING = "speed of the ranks"

@@ -15,7 +15,6 @@ from rlfuse.config.model_files import copy_files
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import PromptSource
 from rlfuse.data.tokenizers import save_tokenizer
-from rlfuse.engines.colocation import all_to, to_ranks
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Policy, Settings, traits_of
 from rlfuse.fusion.lengths import Lengths
@@ -31,6 +30,7 @@ from rlfuse.run.job import Job
 from rlfuse.samples import Prompt
 from rlfuse.simulate.learning import Learning
 from rlfuse.step.advantages import Advantages
+from rlfuse.step.colocation import all_to, to_ranks
 from rlfuse.step.controller import Controller
 from rlfuse.step.draining import Draining
 from rlfuse.step.groups import GroupSource

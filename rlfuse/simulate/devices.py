@@ -15,14 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from rlfuse.engines.colocation import to_engine
-from rlfuse.engines.scoring import KIND_OF
 from rlfuse.events import Span
 from rlfuse.fusion.costs import Costs
 from rlfuse.protocols import PassResult, Sharing
 from rlfuse.samples import Reward, Row, Sample
 from rlfuse.simulate.batching import SimulationError
 from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
+from rlfuse.step.colocation import to_engine
+from rlfuse.step.scoring import KIND_OF
 
 
 class SimulatedTrainer:

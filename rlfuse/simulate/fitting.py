@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span, covered
 from rlfuse.fusion.costs import Costs
+from rlfuse.step.scoring import PASSES
 
 KEPT_SHARE = 0.95  # share of the spans of a kind that decide how its costs relate
 OUTLIER = 5.0  # a span that took so many times what the costs say is not one of its kind

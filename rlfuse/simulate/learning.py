@@ -15,7 +15,7 @@ from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.simulate.fitting import fit
-from rlfuse.simulate.recorded import spans_within, whole_samples, workload_of
+from rlfuse.simulate.job_step import spans_within, whole_samples, workload_of
 from rlfuse.simulate.tuning import error_of, find, tune
 from rlfuse.simulate.workload import Workload
 

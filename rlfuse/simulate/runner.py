@@ -17,9 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rlfuse.cluster.stopping import Stopping
 from rlfuse.config.schema import Config
-from rlfuse.engines.agreement import Agreement
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Policy, Settings
@@ -37,9 +35,11 @@ from rlfuse.simulate.devices import SimulatedReward, SimulatedStages, SimulatedT
 from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
 from rlfuse.simulate.workload import LONGEST_S, Workload, WorkloadError
 from rlfuse.step.advantages import Advantages
+from rlfuse.step.agreement import Agreement
 from rlfuse.step.controller import Controller
 from rlfuse.step.draining import Draining
 from rlfuse.step.groups import GroupSource
+from rlfuse.stopping import Stopping
 
 WORKING = ("decode", "old_log_prob", "ref", "values", "backward", "optimizer")
 """Spans in which a slot is busy; changing roles is not work."""

@@ -15,11 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rlfuse.algorithms.learning_rate import lr_factors
-from rlfuse.cluster.stopping import Stopping
 from rlfuse.config import sampling
 from rlfuse.config.schema import Config
-from rlfuse.engines.agreement import TOKENS, compare
-from rlfuse.engines.colocation import all_to, to_engine, to_ranks
 from rlfuse.errors import RlfuseError
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Policy
@@ -28,10 +25,13 @@ from rlfuse.fusion.tuning import Tuning
 from rlfuse.progress import due, timed
 from rlfuse.protocols import Engines, Sampling
 from rlfuse.step.advantages import Advantages
+from rlfuse.step.agreement import TOKENS, compare
+from rlfuse.step.colocation import all_to, to_engine, to_ranks
 from rlfuse.step.draining import Draining
 from rlfuse.step.executor import Executor, StepContext
 from rlfuse.step.groups import GroupSource
 from rlfuse.step.protocols import Checkpoints, Health, Journal, Metrics, NoHealth
+from rlfuse.stopping import Stopping
 
 
 @dataclass(kw_only=True)

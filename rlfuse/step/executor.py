@@ -23,8 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from rlfuse.engines.colocation import to_engine, to_ranks
-from rlfuse.engines.scoring import PASSES, keep, model_of
 from rlfuse.errors import EngineLost, WorkerLost
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
@@ -44,6 +42,8 @@ from rlfuse.fusion.mini_batches import due, seconds_to_step
 from rlfuse.fusion.stopwatch import SILENCE_S
 from rlfuse.protocols import Engines, PassResult, Sampling, Stages, WholeModels
 from rlfuse.samples import Partial, Row, Sample
+from rlfuse.step.colocation import to_engine, to_ranks
+from rlfuse.step.scoring import PASSES, keep, model_of
 
 PULSE_S = 0.25
 PULSE_SHARE = 0.05

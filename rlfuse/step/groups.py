@@ -11,11 +11,11 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.agreement import SAMPLES, TRIED, telling
 from rlfuse.events import Recorder
 from rlfuse.fusion.selection import Draw, Selection, Source
 from rlfuse.protocols import Engines
 from rlfuse.samples import Group, Prompt, make_groups
+from rlfuse.step.agreement import SAMPLES, TRIED, telling
 
 
 @dataclass(kw_only=True)

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from rlfuse.engines.agreement import Agreement
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.costs import Costs
 from rlfuse.samples import Group
+from rlfuse.step.agreement import Agreement
 
 
 class Experience(Protocol):

@@ -25,9 +25,9 @@ import numpy as np
 from memory_peaks import SECONDS, Case, _peak, _reset_peak, _warm_up, config_of
 
 from rlfuse.config.schema import Config
+from rlfuse.engines.memory.estimate import GIB, MIB, Budget, memory_of
+from rlfuse.engines.memory.model_sizes import shapes_of
 from rlfuse.engines.trainer.rank_group import HOST_MEMORY
-from rlfuse.planning.memory import GIB, MIB, Budget, memory_of
-from rlfuse.planning.model_sizes import shapes_of
 from rlfuse.samples import MicroBatch, Row
 
 MODEL = dict(

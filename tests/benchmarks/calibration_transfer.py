@@ -17,14 +17,15 @@ import numpy as np
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlfuse.events import read_events
-from rlfuse.planning.calibrate import read_works
-from rlfuse.planning.calibration import fitted, totals
-from rlfuse.planning.costs import costs_of
-from rlfuse.planning.features import Work
-from rlfuse.planning.hardware import KINDS, Hardware
-from rlfuse.planning.plan import shapes_of
-from rlfuse.simulate.recorded import config_of, spans_within, whole_samples, workload_of
+from rlfuse.simulate.job_step import spans_within, whole_samples, workload_of
 from rlfuse.simulate.runner import simulate
+from rlfuse.tools.planning.calibrate import read_works
+from rlfuse.tools.planning.calibration import fitted, totals
+from rlfuse.tools.planning.costs import costs_of
+from rlfuse.tools.planning.features import Work
+from rlfuse.tools.planning.hardware import KINDS, Hardware
+from rlfuse.tools.planning.plan import shapes_of
+from rlfuse.tools.simulate.recorded import config_of
 
 BASE = Path(".cache/rlfuse/remainder/model")
 MODELS = {"small": (128, 384, 2, 4), "mid": (256, 768, 6, 4), "wide": (512, 1536, 8, 8)}

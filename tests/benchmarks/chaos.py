@@ -35,8 +35,8 @@ from safetensors.numpy import load_file
 
 from rlfuse.cluster import scratch
 from rlfuse.observe.tracking import read_metrics
-from rlfuse.run import leftovers
 from rlfuse.run_folder import status
+from rlfuse.tools import leftovers
 
 END_TO_END = Path(__file__).resolve().parents[1] / "end_to_end"
 TITLES = {

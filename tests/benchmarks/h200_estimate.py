@@ -102,12 +102,12 @@ CHANGES = {
         "measured on CPUs: CPU time of passes whose graphs compute nothing; a GPU computes alongside",
     ),
     "sharing": Change(
-        "rlfuse/engines/colocation.py",
+        "rlfuse/step/colocation.py",
         "sharing.hands_over",
         "both sides fit: the memory plan counts 43 of 141 GB; no sleep, wake, copy, or emptied cache",
     ),
     "KV cap": Change(
-        "rlfuse/planning/kv_cache.py",
+        "rlfuse/engines/memory/kv_cache.py",
         "def most_used",
         "mapping and resets scale with the cache's bytes",
     ),

@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM
 
 from rlfuse.cluster.host_memory import resident_mib
 from rlfuse.config.schema import Config
+from rlfuse.engines.memory.activations import worst
+from rlfuse.engines.memory.estimate import GIB, MIB, Budget, Memory, memory_of
+from rlfuse.engines.memory.model_sizes import shapes_of
+from rlfuse.engines.memory.tracing import Texts
 from rlfuse.engines.trainer.rank_group import HOST_MEMORY
-from rlfuse.planning.activations import worst
-from rlfuse.planning.memory import GIB, MIB, Budget, Memory, memory_of
-from rlfuse.planning.model_sizes import shapes_of
-from rlfuse.planning.tracing import Texts
 from rlfuse.samples import MicroBatch, Row
 
 WIDTHS = dict(

@@ -28,12 +28,12 @@ import numpy as np
 from memory_peaks import Case, config_of
 
 from rlfuse.config.schema import Config
+from rlfuse.engines.memory.estimate import GIB, MIB, Budget, memory_of
+from rlfuse.engines.memory.model_sizes import shapes_of
+from rlfuse.engines.memory.residency import Item
 from rlfuse.engines.trainer import offloading
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.fusion.mini_batches import due
-from rlfuse.planning.memory import GIB, MIB, Budget, memory_of
-from rlfuse.planning.model_sizes import shapes_of
-from rlfuse.planning.residency import Item
 from rlfuse.samples import MicroBatch, Row
 
 WAYS = ("training", "forecast", "step")

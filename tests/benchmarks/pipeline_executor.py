@@ -30,9 +30,9 @@ from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.pipeline_group import PipelineGroup, ScheduleResult
-from rlfuse.fusion.schedules.picture import draw
 from rlfuse.fusion.schedules.problem import Model, Problem
 from rlfuse.fusion.schedules.schedule import Timed
+from rlfuse.observe.schedule_picture import draw
 from rlfuse.samples import Row
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))

@@ -24,17 +24,18 @@ from scipy.stats import spearmanr
 from rlfuse.config.checks import value_of
 from rlfuse.config.documentation import as_typed
 from rlfuse.config.facts import Facts
+from rlfuse.engines.memory.model_sizes import shapes_of
 from rlfuse.events import read_events
-from rlfuse.planning.calibrate import read_works
-from rlfuse.planning.calibration import errors_of, fitted, held_out
-from rlfuse.planning.cluster_file import Cluster
-from rlfuse.planning.hardware import Hardware, Links
-from rlfuse.planning.model_sizes import shapes_of
-from rlfuse.planning.remedies import Setting
-from rlfuse.planning.search import search, settled
-from rlfuse.planning.searched_job import Job
-from rlfuse.planning.space import axes_of
-from rlfuse.simulate.recorded import config_of, spans_within, whole_samples
+from rlfuse.simulate.job_step import spans_within, whole_samples
+from rlfuse.tools.planning.calibrate import read_works
+from rlfuse.tools.planning.calibration import errors_of, fitted, held_out
+from rlfuse.tools.planning.cluster_file import Cluster
+from rlfuse.tools.planning.hardware import Hardware, Links
+from rlfuse.tools.planning.remedies import Setting
+from rlfuse.tools.planning.search import search, settled
+from rlfuse.tools.planning.searched_job import Job
+from rlfuse.tools.planning.space import axes_of
+from rlfuse.tools.simulate.recorded import config_of
 
 TASKS = {
     "small": JOBS["small"],

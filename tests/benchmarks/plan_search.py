@@ -17,14 +17,14 @@ from pathlib import Path
 
 from rlfuse.config.compose import compose_job
 from rlfuse.config.facts import Facts
-from rlfuse.planning.cluster_file import Cluster
-from rlfuse.planning.forecast import lengths_of
-from rlfuse.planning.memory import GIB
-from rlfuse.planning.model_sizes import Shape, read_shape
-from rlfuse.planning.search import search, settled
-from rlfuse.planning.search_command import LOOKING, PATIENCE, SECONDS, SETTLING, name_of
-from rlfuse.planning.searched_job import Job
-from rlfuse.planning.space import axes_of
+from rlfuse.engines.memory.estimate import GIB
+from rlfuse.engines.memory.model_sizes import Shape, read_shape
+from rlfuse.tools.planning.cluster_file import Cluster
+from rlfuse.tools.planning.forecast import lengths_of
+from rlfuse.tools.planning.search import search, settled
+from rlfuse.tools.planning.search_command import LOOKING, PATIENCE, SECONDS, SETTLING, name_of
+from rlfuse.tools.planning.searched_job import Job
+from rlfuse.tools.planning.space import axes_of
 
 DEVICES = (8, 64, 512)
 QWEN = {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768}

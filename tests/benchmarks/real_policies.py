@@ -26,11 +26,11 @@ from rlfuse.events import Span
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.observe.metrics import fusion_metrics
+from rlfuse.observe.step_picture import Timeline, draw
 from rlfuse.run.build import run
 from rlfuse.simulate.fitting import fit
+from rlfuse.simulate.job_step import whole_samples, workload_of
 from rlfuse.simulate.learning import measured, tuned
-from rlfuse.simulate.picture import Timeline, draw
-from rlfuse.simulate.recorded import whole_samples, workload_of
 from rlfuse.simulate.runner import simulate
 from rlfuse.step.controller import Controller
 

@@ -20,9 +20,9 @@ import numpy as np
 
 from rlfuse.config.rewards import RewardConfig
 from rlfuse.rewards.api.items import item_of_row
-from rlfuse.rewards.table import score_items
 from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.samples import Prompt, Response, Reward, Sample
+from rlfuse.tools.evaluation.reward_table import score_items
 
 TARGET_MS = 0.2
 

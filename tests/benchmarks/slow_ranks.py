@@ -43,12 +43,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlfuse.cluster import placement
 from rlfuse.config.compose import load
 from rlfuse.config.schema import Config
-from rlfuse.engines.colocation import all_to, to_ranks
 from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.run.build import run
 from rlfuse.samples import Row
+from rlfuse.step.colocation import all_to, to_ranks
 from rlfuse.step.controller import Controller
 
 PARTS = ("ranks", "pipeline", "step")

@@ -39,20 +39,20 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
+from rlfuse.engines.memory.activations import stage_parts
+from rlfuse.engines.memory.model_sizes import shapes_of
 from rlfuse.engines.pipeline.layout import pipelines_of
 from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
 from rlfuse.engines.trainer.rank_group import RankGroup
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.fusion.schedules.baselines import serial_1f1b
-from rlfuse.planning.activations import stage_parts
-from rlfuse.planning.calibration import fitted
-from rlfuse.planning.costs import costs_of
-from rlfuse.planning.features import Work
-from rlfuse.planning.hardware import Hardware, Links
-from rlfuse.planning.model_sizes import shapes_of
-from rlfuse.planning.probe import Probe
-from rlfuse.planning.step_time import StepTimes, stage_shares
 from rlfuse.samples import Row
+from rlfuse.tools.planning.calibration import fitted
+from rlfuse.tools.planning.costs import costs_of
+from rlfuse.tools.planning.features import Work
+from rlfuse.tools.planning.hardware import Hardware, Links
+from rlfuse.tools.planning.probe import Probe
+from rlfuse.tools.planning.step_time import StepTimes, stage_shares
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 import pipelines

@@ -14,8 +14,9 @@ from interrupted_steps import Steps
 from rlfuse.config.compose import load
 from rlfuse.errors import SlotRefused
 from rlfuse.run import build as running
-from rlfuse.run import slot_desk, slots
+from rlfuse.run import slot_desk
 from rlfuse.step.controller import Controller
+from rlfuse.tools import slots
 
 DRAINED, RESTORED = 2, 4
 """Steps in which that is asked for."""

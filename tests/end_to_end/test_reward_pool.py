@@ -33,9 +33,9 @@ from rlfuse.observe.metrics import latency_metrics
 from rlfuse.observe.tracking import failure_row, write_failures
 from rlfuse.rewards.api.items import item_of_row, item_of_sample
 from rlfuse.rewards.models.classifier import Classifier
-from rlfuse.rewards.table import score_items
 from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
+from rlfuse.tools.evaluation.reward_table import score_items
 
 UNIT = Path(__file__).parents[1] / "unit"
 hostile, async_rewards = (module_of(UNIT / f"{kind}_rewards.py") for kind in ("hostile", "async"))

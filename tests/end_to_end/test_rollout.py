@@ -35,15 +35,15 @@ from rlfuse.engines.rollout.vllm_setup import engine_arguments
 from rlfuse.engines.weights import staging as weight_staging
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.errors import EngineError, EngineLost
-from rlfuse.evaluation.answering import carry_out
-from rlfuse.evaluation.display import Display
-from rlfuse.evaluation.responses import Responses
 from rlfuse.events import Recorder
 from rlfuse.files import read_rows
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.protocols import Engines, Load, Sampling
 from rlfuse.samples import Partial, make_groups
+from rlfuse.tools.evaluation.answering import carry_out
+from rlfuse.tools.evaluation.display import Display
+from rlfuse.tools.evaluation.responses import Responses
 
 
 @pytest.fixture(scope="module")

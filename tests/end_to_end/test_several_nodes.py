@@ -24,10 +24,10 @@ from rlfuse.cli import main as rlfuse
 from rlfuse.cluster import scratch
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
-from rlfuse.planning.node_order import read_links
 from rlfuse.run_folder import status
 from rlfuse.tasks.clips import SIGNS, WORDS, Clips, Kind, write_task
 from rlfuse.tasks.small_video_models import SmallModel, byte_tokenizer, write_small_video_llama3
+from rlfuse.tools.planning.node_order import read_links
 
 EARLY = """
 def early(data_source, solution_str, ground_truth, extra_info=None):

@@ -121,7 +121,7 @@ def test_the_wheel_has_every_file_of_the_package_the_presets_and_the_tasks(wheel
         told = message_from_bytes(archive.read(f"{about}/METADATA"))
         assert archive.read(f"{about}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert {name for name in names if not name.startswith(f"{about}/")} == wanted
-    assert "rlfuse/conf/config.yaml" in wanted and "rlfuse/report/page.html" in wanted
+    assert "rlfuse/conf/config.yaml" in wanted and "rlfuse/tools/report/page.html" in wanted
     assert (told["License-Expression"], told["License-File"]) == ("Apache-2.0", "LICENSE")
 
 

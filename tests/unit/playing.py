@@ -19,9 +19,7 @@ from random_engines import Rollout, Trainer
 from scenes import Scene
 
 from rlfuse.algorithms.experience import Experience
-from rlfuse.cluster.stopping import Stopping
 from rlfuse.data.prompts import PromptSource
-from rlfuse.engines.colocation import all_to, to_engine, to_ranks
 from rlfuse.errors import DataError, SlotRefused, first_of
 from rlfuse.events import Span
 from rlfuse.fusion.decisions import Accumulate, Generate, Move, Score, Switch, Train
@@ -36,9 +34,11 @@ from rlfuse.protocols import Engines
 from rlfuse.samples import Group, Partial, Prompt, Reward, RewardFailure
 from rlfuse.simulate.clock import run_virtual
 from rlfuse.step.advantages import Advantages
+from rlfuse.step.colocation import all_to, to_engine, to_ranks
 from rlfuse.step.controller import Controller
 from rlfuse.step.draining import Draining
 from rlfuse.step.groups import GroupSource
+from rlfuse.stopping import Stopping
 
 PATIENCE_S = 100_000.0
 """Virtual seconds after which a run counts as stuck; the longest take hundreds."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlfuse.engines.scoring import KIND_OF
 from rlfuse.errors import EngineLost
 from rlfuse.protocols import Load, PassResult, Sharing
 from rlfuse.samples import Partial, Response
+from rlfuse.step.scoring import KIND_OF
 
 if TYPE_CHECKING:
     from playing import World

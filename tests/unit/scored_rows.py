@@ -1,7 +1,7 @@
 """Rewards on plain rows, as a notebook has them, without pandas."""
 
 from rlfuse.rewards.api.items import item_of_row
-from rlfuse.rewards.table import as_columns, score_items
+from rlfuse.tools.evaluation.reward_table import as_columns, score_items
 
 
 def score_table(functions, rows, weights=(), model_path=None):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.agreement import SAMPLES, compare
 from rlfuse.errors import EngineError, EngineLost
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.summary import summarise
 from rlfuse.protocols import Engines, NoClips, PassResult, Sampling, Sharing
 from rlfuse.samples import Prompt, Response, make_groups
+from rlfuse.step.agreement import SAMPLES, compare
 from rlfuse.step.groups import GroupSource
 
 SAMPLING = Sampling(1.0, 1.0, -1, 5)

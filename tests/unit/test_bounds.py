@@ -12,10 +12,10 @@ from rlfuse.config.input_files import InputError, read_json
 from rlfuse.config.job_file import read as read_job
 from rlfuse.data.rows import read_rows
 from rlfuse.errors import ConfigError, DataError, RunError
-from rlfuse.evaluation.comparison import compare
-from rlfuse.evaluation.replay import write
 from rlfuse.files import read_rows as read_run_rows
 from rlfuse.parsing import parse_json, parse_yaml
+from rlfuse.tools.evaluation.comparison import compare
+from rlfuse.tools.evaluation.replay import write
 
 DIGITS = "1" * 5000
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(

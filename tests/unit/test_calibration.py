@@ -13,13 +13,17 @@ from transformers import Qwen2Config
 
 from rlfuse.cli import main
 from rlfuse.config.input_files import WorkloadError
+from rlfuse.engines.memory.model_sizes import shapes_of
 from rlfuse.events import Span, read_events
-from rlfuse.planning.calibrate import read_works
-from rlfuse.planning.calibration import ACROSS_DEVICES, errors_of, fitted, held_out, scaled
-from rlfuse.planning.costs import costs_of
-from rlfuse.planning.exchanges import moved_in_step
-from rlfuse.planning.features import Work, forward_flops, lengths_of, seconds_of, works_of
-from rlfuse.planning.hardware import (
+from rlfuse.simulate.job_step import micro_batches
+from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.workload import parse
+from rlfuse.tools.planning.calibrate import read_works
+from rlfuse.tools.planning.calibration import ACROSS_DEVICES, errors_of, fitted, held_out, scaled
+from rlfuse.tools.planning.costs import costs_of
+from rlfuse.tools.planning.exchanges import moved_in_step
+from rlfuse.tools.planning.features import Work, forward_flops, lengths_of, seconds_of, works_of
+from rlfuse.tools.planning.hardware import (
     ENDS,
     Calibration,
     CalibrationError,
@@ -32,12 +36,9 @@ from rlfuse.planning.hardware import (
     read_file,
     write,
 )
-from rlfuse.planning.model_sizes import shapes_of
-from rlfuse.planning.probe import Probe
-from rlfuse.planning.step_time import StepTimes
-from rlfuse.simulate.recorded import config_of, micro_batches, read_run
-from rlfuse.simulate.runner import simulate
-from rlfuse.simulate.workload import parse
+from rlfuse.tools.planning.probe import Probe
+from rlfuse.tools.planning.step_time import StepTimes
+from rlfuse.tools.simulate.recorded import config_of, read_run
 
 RECORDED = Path(__file__).parent / "recorded_runs"
 TRUE = Hardware(

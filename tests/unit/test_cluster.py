@@ -26,9 +26,9 @@ from rlfuse.config.video import VideoConfig
 from rlfuse.engines.trainer.passes import RankCall
 from rlfuse.errors import ConfigError, EngineError, EngineLost
 from rlfuse.events import Span
-from rlfuse.planning.tables import placements
 from rlfuse.run.inference import decoders_elsewhere
 from rlfuse.run.job import open_job
+from rlfuse.tools.planning.tables import placements
 from rlfuse.train import reported
 
 

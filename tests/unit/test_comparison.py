@@ -5,7 +5,7 @@ import math
 import pandas as pd
 import pytest
 
-from rlfuse.evaluation.comparison import ALL, compare
+from rlfuse.tools.evaluation.comparison import ALL, compare
 
 
 def table(rewards, groups, sources=None):

@@ -84,7 +84,7 @@ FACTS = {
     "samples are reweighed": lambda _: no_key("rollout_rs", "reject"),
     "there are slots /": lambda _: no_key("data_parallel", "replicas"),
     "Ray starts with the devices": lambda _: "cluster.ray_address" in KNOWN and no_key("ray_init"),
-    "every run records its spans": lambda _: no_key("profil") and importlib.util.find_spec("rlfuse.observe.trace"),
+    "every run records its spans": lambda _: no_key("profil") and importlib.util.find_spec("rlfuse.tools.trace"),
     "micro-batches are filled by tokens": lambda _: no_key("dynamic_bsz"),
     "passes without gradients use": lambda _: no_key("log_prob_", "forward_max"),
     "models run uncompiled": lambda _: nowhere(r"torch\.compile\("),

@@ -20,11 +20,11 @@ from rich.text import Text
 from rlfuse.config.own_errors import headline, user_traceback
 from rlfuse.console import plain, prepare_streams
 from rlfuse.errors import ConfigError, RewardError
-from rlfuse.evaluation.comparison import compare
-from rlfuse.evaluation.replay import show
 from rlfuse.observe.live import Stage, View, render
 from rlfuse.progress import Console, part, say
-from rlfuse.run import listing
+from rlfuse.tools import listing
+from rlfuse.tools.evaluation.comparison import compare
+from rlfuse.tools.evaluation.replay import show
 from rlfuse.train import OK, USER_ERROR, reported
 
 ENCODINGS = ["ascii", "latin-1", "cp1252", "cp437", "iso8859-15", "koi8-r", "shift_jis", "gbk", "utf-16", "utf-8"]

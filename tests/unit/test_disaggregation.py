@@ -20,10 +20,10 @@ from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.simulate.learning import Learning
-from rlfuse.simulate.recorded import config_of, read_run
 from rlfuse.simulate.runner import later_step, simulate
 from rlfuse.simulate.tuning import draws_of, find
 from rlfuse.simulate.workload import Drawn, Engine, Lognormal, Scoring, Training, Workload
+from rlfuse.tools.simulate.recorded import config_of, read_run
 
 exploring = settings(deadline=None, derandomize=True, max_examples=12)
 APART = Settings(threshold=0.0, prefill_share=0.5)

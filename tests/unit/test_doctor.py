@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rlfuse import cli
-from rlfuse.doctor import Finding, examine
-from rlfuse.doctor.examine import GIB, MIB
+from rlfuse.tools.doctor import Finding, examine
+from rlfuse.tools.doctor.examine import GIB, MIB
 
 PYTHON = ">=3.11,<3.13"
 NEEDED = [

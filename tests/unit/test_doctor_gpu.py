@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlfuse.doctor import self_test
-from rlfuse.doctor.gpu import Card, Torch, judge_gpus, parse_cards
-from rlfuse.doctor.self_test import Report, judge_steps
+from rlfuse.tools.doctor import self_test
+from rlfuse.tools.doctor.gpu import Card, Torch, judge_gpus, parse_cards
+from rlfuse.tools.doctor.self_test import Report, judge_steps
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 H200 = Card("NVIDIA H200", "143771 MiB", "580.95.05")

@@ -17,15 +17,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from rlfuse.cli import COMMANDS, MODULES
 from rlfuse.config.compose import compose_job, read_command, to_config
-from rlfuse.config.conversions import CONVERSIONS
 from rlfuse.config.documentation import by_name, groups
 from rlfuse.config.facts import Facts
 from rlfuse.config.foreign import VERL, VERL_PREFIXES, counterpart
 from rlfuse.config.keys import PRESET_GROUPS, is_free
 from rlfuse.config.rewards import KEYS
-from rlfuse.config.translate import read, translated
-from rlfuse.evaluation.arguments import checkpoint_among, names_job
 from rlfuse.tasks.prepare import TASKS
+from rlfuse.tools.evaluation.arguments import checkpoint_among, names_job
+from rlfuse.tools.translate.command import read, translated
+from rlfuse.tools.translate.conversions import CONVERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "jobs"

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlfuse.cluster.stopping import Stopped, Stopping
 from rlfuse.config.schema import Config
 from rlfuse.errors import NodeLeft, NotSaved
 from rlfuse.protocols import Sharing
 from rlfuse.step.controller import Controller
+from rlfuse.stopping import Stopped, Stopping
 
 
 class Parts:

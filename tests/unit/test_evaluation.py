@@ -15,14 +15,14 @@ from rlfuse.cli import main as rlfuse
 from rlfuse.config.compose import compose_job
 from rlfuse.config.valid_values import OPEN
 from rlfuse.errors import ConfigError
-from rlfuse.evaluation import scores
-from rlfuse.evaluation.arguments import checkpoint_among, made_from, own_job, read
-from rlfuse.evaluation.display import Display
-from rlfuse.evaluation.evaluate import FIGURES, RESPONSES, folder_of, report_of
-from rlfuse.evaluation.responses import Responses, as_parquet
-from rlfuse.evaluation.source import Source, find
 from rlfuse.files import claimed, read_rows
 from rlfuse.samples import Reward, RewardFailure, make_groups
+from rlfuse.tools.evaluation import scores
+from rlfuse.tools.evaluation.arguments import checkpoint_among, made_from, own_job, read
+from rlfuse.tools.evaluation.display import Display
+from rlfuse.tools.evaluation.evaluate import FIGURES, RESPONSES, folder_of, report_of
+from rlfuse.tools.evaluation.responses import Responses, as_parquet
+from rlfuse.tools.evaluation.source import Source, find
 
 # Which model ---------------------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ def test_parquet_has_the_rows_in_order(tmp_path):
 
 def test_progress_is_a_line_now_and_then_where_nobody_looks(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("rlfuse.evaluation.display.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rlfuse.tools.evaluation.display.time.monotonic", lambda: now[0])
     console = Console(record=True, width=80, force_terminal=False)
     display = Display(console)
     with display.part("engine 1 of 1"):

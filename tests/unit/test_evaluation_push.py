@@ -7,8 +7,8 @@ from hub_server import serving
 from huggingface_hub import ModelCard, constants
 
 from rlfuse.cli import main as rlfuse
-from rlfuse.evaluation.push import card_of
-from rlfuse.evaluation.source import find
+from rlfuse.tools.evaluation.push import card_of
+from rlfuse.tools.evaluation.source import find
 
 CONFIG = """
 data: {train_files: [/home/someone/gsm8k/train.parquet], train_batch_size: 8}

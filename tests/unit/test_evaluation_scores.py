@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from rlfuse.errors import RewardError
-from rlfuse.evaluation import scores
-from rlfuse.evaluation.evaluate import check_failures, show
 from rlfuse.observe.metrics import validation_metrics
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, make_groups
+from rlfuse.tools.evaluation import scores
+from rlfuse.tools.evaluation.evaluate import check_failures, show
 
 
 def prompts_of(*sources):

@@ -11,8 +11,8 @@ from rlfuse.algorithms.advantages import ESTIMATORS
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.estimators import ESTIMATORS as TRAITS
 from rlfuse.config.schema import Config
-from rlfuse.engines.scoring import PASSES
 from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sample
+from rlfuse.step.scoring import PASSES
 
 
 def groups(rewards, lengths, engine_offset=0.0):

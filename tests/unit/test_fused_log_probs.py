@@ -14,12 +14,12 @@ from test_plan import job
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlfuse.engines.memory.model_sizes import read_shape
+from rlfuse.engines.memory.tracing import Texts
 from rlfuse.engines.trainer import fused_log_probs, passes, rank_group, transfers, vocabulary_kernels
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import trainer_ready
 from rlfuse.events import Span
-from rlfuse.planning.model_sizes import read_shape
-from rlfuse.planning.tracing import Texts
 from rlfuse.samples import Row
 
 GPU = Path(__file__).parent.parent / "gpu"

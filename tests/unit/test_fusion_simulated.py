@@ -15,7 +15,7 @@ from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.serial import serial
 from rlfuse.simulate import tuning
 from rlfuse.simulate.batching import SimulationError
-from rlfuse.simulate.recorded import workload_of
+from rlfuse.simulate.job_step import workload_of
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import Drawn, Engine, Failure, Lognormal, Scoring, Training, Workload, parse

@@ -26,11 +26,11 @@ from rlfuse.data.prompts import load_prompts
 from rlfuse.data.rows import read_rows
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.errors import OK, USER_ERROR, DataError
-from rlfuse.evaluation import replay
 from rlfuse.rewards.api.items import item_of_sample
-from rlfuse.rewards.table import score_items
 from rlfuse.run.acceptance import NothingToDo, accept
 from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
+from rlfuse.tools.evaluation import replay
+from rlfuse.tools.evaluation.reward_table import score_items
 from rlfuse.train import reported
 from rlfuse.video.video_model import VideoModel
 

@@ -14,10 +14,10 @@ import yaml
 
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.facts import Facts
-from rlfuse.planning.memory import GIB, Budget, memory_of
-from rlfuse.planning.model_sizes import read_shape
-from rlfuse.planning.remedies import problems
+from rlfuse.engines.memory.estimate import GIB, Budget, memory_of
+from rlfuse.engines.memory.model_sizes import read_shape
 from rlfuse.tasks.prepare import TASKS
+from rlfuse.tools.planning.remedies import problems
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 PACKAGE = JOBS.parent / "rlfuse"
@@ -153,7 +153,7 @@ def test_the_notebook_extra_brings_what_notebooks_need():
         for extra, lines in (project["optional-dependencies"] | {"": project["dependencies"]}).items()
     }
     brought = names[""].keys() | names["notebook"].keys()
-    files = [*JOBS.parent.glob("notebooks/*.*"), *JOBS.parent.glob("rlfuse/notebook/*.py")]
+    files = [*JOBS.parent.glob("notebooks/*.*"), *JOBS.parent.glob("rlfuse/tools/notebook/*.py")]
     files = [path for path in files if path.suffix in (".py", ".ipynb")]
     assert len(files) > 8
     for path in files:

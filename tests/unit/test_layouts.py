@@ -20,8 +20,8 @@ from pipelines import serial
 from processes import in_ranks
 
 from rlfuse.config.schema import Config
-from rlfuse.planning.memory import models_of
-from rlfuse.planning.model_sizes import shapes_of
+from rlfuse.engines.memory.estimate import models_of
+from rlfuse.engines.memory.model_sizes import shapes_of
 from rlfuse.samples import MicroBatch, Row
 
 RANKS, ROWS, RATE = 2, 8, 1e-3

@@ -11,7 +11,7 @@ from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.simulate import learning
-from rlfuse.simulate.recorded import config_of, read_run
+from rlfuse.tools.simulate.recorded import config_of, read_run
 
 SEARCH_S = 3.0
 

@@ -17,8 +17,8 @@ from rlfuse.fusion.decisions import Slot
 from rlfuse.fusion.mini_batches import MiniBatchProgress
 from rlfuse.observe.live import Stage, View, clock, read_board, render, sparkline
 from rlfuse.observe.terminal import FILE, Terminal, step_line
-from rlfuse.observe.watch import read_view
 from rlfuse.progress import part
+from rlfuse.tools.watch import read_view
 
 
 def sample(response=None, reward=None, *tensors):

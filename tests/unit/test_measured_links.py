@@ -7,9 +7,9 @@ import pytest
 import yaml
 from test_plan_search import CLUSTER
 
-from rlfuse.cluster.link_probe import SIZES, _fitted, rounds_of
-from rlfuse.planning.cluster_file import ClusterError, read_cluster
-from rlfuse.planning.node_order import LinksError, MeasuredLinks, Pair, read_links, write_links
+from rlfuse.tools.planning.cluster_file import ClusterError, read_cluster
+from rlfuse.tools.planning.link_probe import SIZES, _fitted, rounds_of
+from rlfuse.tools.planning.node_order import LinksError, MeasuredLinks, Pair, read_links, write_links
 
 THREE = MeasuredLinks(
     "gloo", ("a", "b", "c"), (Pair("a", "b", 10.0, 20.0), Pair("c", "a", 2.0, 50.0), Pair("b", "c", 5.0, 30.0))

@@ -5,8 +5,8 @@ from itertools import permutations
 
 import pytest
 
-from rlfuse.planning import node_order
-from rlfuse.planning.node_order import Exchanged, NodeLinks, best_order, seconds_of
+from rlfuse.tools.planning import node_order
+from rlfuse.tools.planning.node_order import Exchanged, NodeLinks, best_order, seconds_of
 
 RING = Exchanged(ring=1e9, ring_hops=10, handed=0.0, hand_overs=0, nodes=99)
 PIPELINES = Exchanged(ring=1e8, ring_hops=4, handed=1e9, hand_overs=16, nodes=99, nodes_of_a_pipeline=2)

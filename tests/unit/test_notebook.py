@@ -21,9 +21,9 @@ from scored_rows import score_table
 
 from rlfuse import notebook as nb
 from rlfuse.errors import ConfigError, RewardError
-from rlfuse.notebook.jobs import Job
 from rlfuse.run_folder.reader import RunError
 from rlfuse.samples import Reward
+from rlfuse.tools.notebook.jobs import Job
 
 RUN = Path(__file__).parents[2] / "notebooks" / "data" / "run"
 """A run of the quickstart, as the journal wrote it."""
@@ -228,7 +228,7 @@ def test_a_job_that_fails_shows_its_end():
 @pytest.mark.parametrize("ignores", [False, True])
 def test_a_job_that_takes_too_long_is_stopped(monkeypatch, ignores):
     monkeypatch.setattr(Job.stop, "__defaults__", (0.3, print))
-    monkeypatch.setattr("rlfuse.notebook.jobs.STOPPING_S", 0.5 if ignores else 30.0)
+    monkeypatch.setattr("rlfuse.tools.notebook.jobs.STOPPING_S", 0.5 if ignores else 30.0)
     handler = "signal.SIG_IGN" if ignores else "signal.default_int_handler"
     running = job(f"import signal, time\nsignal.signal(signal.SIGINT, {handler})\nprint('up')\ntime.sleep(600)")
     process = psutil.Process(running._process.pid)
@@ -240,7 +240,7 @@ def test_a_job_that_takes_too_long_is_stopped(monkeypatch, ignores):
 
 LISTENS = """
 import signal, time
-from rlfuse.cluster.stopping import Stopping
+from rlfuse.stopping import Stopping
 import asyncio
 async def steps():
     listening.step = 3
@@ -280,7 +280,7 @@ def test_a_job_is_checked_before_it_starts_and_keeps_its_name(monkeypatch, tmp_p
     with pytest.raises(ConfigError, match="did you mean"):
         nb.start("rollout.nn=2")
     started = []
-    monkeypatch.setattr("rlfuse.notebook.jobs.Job", lambda folder, command: started.append((folder, command)))
+    monkeypatch.setattr("rlfuse.tools.notebook.jobs.Job", lambda folder, command: started.append((folder, command)))
     for name in ("train", "val"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
     (tmp_path / "model").mkdir()

@@ -11,18 +11,18 @@ import torch
 from transformers import AutoModelForImageTextToText, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from rlfuse.cli import main
-from rlfuse.cluster.job_package import pack
 from rlfuse.config.checks import check
 from rlfuse.config.facts import read_facts
 from rlfuse.config.own_modules import module_of
 from rlfuse.config.schema import Config, ModelConfig
+from rlfuse.engines.memory.model_sizes import read_shape
 from rlfuse.engines.rollout.prompts import prompt_arguments
 from rlfuse.engines.trainer.families import untrainable
 from rlfuse.engines.trainer.models import load_critic, load_policy
 from rlfuse.errors import ConfigError
-from rlfuse.planning.model_sizes import read_shape
 from rlfuse.run.acceptance import input_digests, with_local_paths
 from rlfuse.tasks.small_video_models import byte_tokenizer
+from rlfuse.tools.job_package import pack
 from rlfuse.video.handover import Refusal, hand_over
 from rlfuse.video.models import base
 from rlfuse.video.models.base import Route, bring_along, m_rope

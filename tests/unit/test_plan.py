@@ -9,18 +9,18 @@ import transformers
 from test_plan_models import FAMILIES, NARROW, job
 
 from rlfuse import cli
+from rlfuse.engines.memory.activations import activations, micro_batch_tokens, stage_parts, worst
+from rlfuse.engines.memory.estimate import GIB, Budget, memory_of, parameters_on
+from rlfuse.engines.memory.model_sizes import read_shape
+from rlfuse.engines.memory.residency import GENERATING, LOADING, PHASES, SAVING, SYNC, TRAINING, Item
+from rlfuse.engines.memory.tracing import Texts
 from rlfuse.errors import ConfigError
-from rlfuse.planning.activations import activations, micro_batch_tokens, stage_parts, worst
-from rlfuse.planning.costs import costs_of
-from rlfuse.planning.forecast import forecast, lengths_of
-from rlfuse.planning.hardware import Hardware
-from rlfuse.planning.memory import GIB, Budget, memory_of, parameters_on
-from rlfuse.planning.model_sizes import read_shape
-from rlfuse.planning.remedies import problems, remedies
-from rlfuse.planning.residency import GENERATING, LOADING, PHASES, SAVING, SYNC, TRAINING, Item
-from rlfuse.planning.step_time import StepTimes
-from rlfuse.planning.tables import placements
-from rlfuse.planning.tracing import Texts
+from rlfuse.tools.planning.costs import costs_of
+from rlfuse.tools.planning.forecast import forecast, lengths_of
+from rlfuse.tools.planning.hardware import Hardware
+from rlfuse.tools.planning.remedies import problems, remedies
+from rlfuse.tools.planning.step_time import StepTimes
+from rlfuse.tools.planning.tables import placements
 
 SEVEN_B = dict(
     model_type="qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
@@ -377,14 +377,15 @@ def test_the_schedule_of_a_pipeline_as_a_picture(small, tmp_path, capsys):
 @pytest.mark.slow
 def test_a_run_tells_costs_and_lengths(small, tmp_path, capsys, monkeypatch):
     from rlfuse.fusion.costs import Costs
-    from rlfuse.simulate import recorded
     from rlfuse.simulate.fitting import Accuracy, Fit
+    from rlfuse.simulate.job_step import workload_of
+    from rlfuse.tools.simulate import recorded
 
     config = job(2)
     config.algorithm.adv_estimator = "grpo"
     accurate = Accuracy(9, 1.0, 0.0, 0.0)
     fit = Fit(Costs(), {kind: accurate for kind in ("decoding", "scoring", "training")})
-    workload = recorded.workload_of(config, Costs(), 2, (7,) * 256, 11)
+    workload = workload_of(config, Costs(), 2, (7,) * 256, 11)
     recording = recorded.Recording("serial", fit, [recorded.Step(1, 0.0, 1.0, workload, [])])
     monkeypatch.setattr(recorded, "read_run", lambda folder: recording)
     words = ["--device-memory", "8", "--from", "run", "data.max_prompt_length=64", "data.max_response_length=64"]

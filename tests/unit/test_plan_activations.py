@@ -9,19 +9,19 @@ from test_plan import job
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlfuse.config.facts import Facts
+from rlfuse.engines.memory.activations import MIB, WORKSPACES, activations, leaves, leaving, words
+from rlfuse.engines.memory.estimate import GIB, TRAINING, Budget, memory_of
+from rlfuse.engines.memory.model_sizes import read_shape
+from rlfuse.engines.memory.tracing import HEAP, Texts, _row
 from rlfuse.engines.trainer.activation_places import Place
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import trainer_ready
 from rlfuse.engines.trainer.passes import OBJECTIVES
 from rlfuse.engines.trainer.rank_group import HOST_MEMORY
-from rlfuse.planning.activations import MIB, WORKSPACES, activations, leaves, leaving, words
-from rlfuse.planning.cluster_file import Cluster
-from rlfuse.planning.costs import costs_of
-from rlfuse.planning.hardware import Hardware
-from rlfuse.planning.memory import GIB, TRAINING, Budget, memory_of
-from rlfuse.planning.model_sizes import read_shape
-from rlfuse.planning.space import axes_of, structures
-from rlfuse.planning.tracing import HEAP, Texts, _row
+from rlfuse.tools.planning.cluster_file import Cluster
+from rlfuse.tools.planning.costs import costs_of
+from rlfuse.tools.planning.hardware import Hardware
+from rlfuse.tools.planning.space import axes_of, structures
 
 SIZES = dict(num_hidden_layers=6, vocab_size=96, hidden_size=64, num_attention_heads=4, intermediate_size=192,
              num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0)  # fmt: skip

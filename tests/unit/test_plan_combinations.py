@@ -10,8 +10,8 @@ import pytest
 from rlfuse.config.checks import check, checks
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
-from rlfuse.planning.remedies import changed
-from rlfuse.planning.space import combinations
+from rlfuse.tools.planning.remedies import changed
+from rlfuse.tools.planning.space import combinations
 
 VALUES = {
     "trainer.nnodes": (2, 1),

@@ -7,10 +7,11 @@ import pytest
 from test_plan_search import job_of, shape  # noqa: F401, a fixture
 
 from rlfuse.config.schema import ActorConfig, Config
+from rlfuse.engines.memory.estimate import ITEM, Moved
 from rlfuse.engines.trainer.gradient_memory import KEPT
-from rlfuse.planning import plan
-from rlfuse.planning.costs import carried, costs_of, optimizer_trips
-from rlfuse.planning.exchanges import (
+from rlfuse.tools.planning import plan
+from rlfuse.tools.planning.costs import carried, costs_of, optimizer_trips
+from rlfuse.tools.planning.exchanges import (
     Traffic,
     carried_in_gradients,
     carried_in_step,
@@ -20,9 +21,8 @@ from rlfuse.planning.exchanges import (
     of_pass,
     of_step,
 )
-from rlfuse.planning.hardware import ADAM, Hardware, Links
-from rlfuse.planning.memory import ITEM, Moved
-from rlfuse.planning.remedies import changed
+from rlfuse.tools.planning.hardware import ADAM, Hardware, Links
+from rlfuse.tools.planning.remedies import changed
 
 
 def test_a_ring_within_a_node_sends_all_but_ones_own_part():

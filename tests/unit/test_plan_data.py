@@ -11,8 +11,8 @@ from test_plan_models import FAMILIES
 from rlfuse import cli
 from rlfuse.config.own_functions import replaced
 from rlfuse.config.schema import Config
-from rlfuse.planning.planned_job import DataLengths, prompt_tokens, read_lengths
 from rlfuse.tasks.small_video_models import SmallModel, byte_tokenizer, write_small_video_llama3
+from rlfuse.tools.planning.planned_job import DataLengths, prompt_tokens, read_lengths
 
 pytestmark = pytest.mark.slow
 ROWS = [{"prompt": "x" * length, "answer": "1"} for length in (10, 20, 60)]

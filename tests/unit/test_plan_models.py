@@ -19,19 +19,19 @@ from transformers import (
 )
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.model_inputs import collate
-from rlfuse.engines.trainer.models import trainer_ready
-from rlfuse.engines.trainer.passes import OBJECTIVES
-from rlfuse.errors import ConfigError
-from rlfuse.planning import tracing
-from rlfuse.planning.memory import (
+from rlfuse.engines.memory import tracing
+from rlfuse.engines.memory.estimate import (
     GIB,
     Budget,
     memory_of,
 )
-from rlfuse.planning.model_sizes import Cache, read_shape
-from rlfuse.planning.residency import TRAINING
-from rlfuse.planning.tracing import Texts, _row
+from rlfuse.engines.memory.model_sizes import Cache, read_shape
+from rlfuse.engines.memory.residency import TRAINING
+from rlfuse.engines.memory.tracing import Texts, _row
+from rlfuse.engines.trainer.model_inputs import collate
+from rlfuse.engines.trainer.models import trainer_ready
+from rlfuse.engines.trainer.passes import OBJECTIVES
+from rlfuse.errors import ConfigError
 
 SMALL = dict(
     vocab_size=96, hidden_size=32, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,

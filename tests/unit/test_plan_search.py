@@ -14,18 +14,18 @@ from test_plan import SEVEN_B
 
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
+from rlfuse.engines.memory.estimate import memory_of
+from rlfuse.engines.memory.model_sizes import read_shape
 from rlfuse.errors import EngineError
-from rlfuse.planning.cluster_file import Cluster, ClusterError, Group
-from rlfuse.planning.costs import costs_of
-from rlfuse.planning.forecast import lengths_of
-from rlfuse.planning.hardware import KINDS
-from rlfuse.planning.memory import memory_of
-from rlfuse.planning.model_sizes import read_shape
-from rlfuse.planning.remedies import changed, problems
-from rlfuse.planning.search import LATE, search, settled
-from rlfuse.planning.searched_job import Job
-from rlfuse.planning.space import FASTEST, POLICY, Fillings, axes_of, structures
-from rlfuse.planning.step_time import Seconds, StepTimes, cut, standings, with_idle_stages
+from rlfuse.tools.planning.cluster_file import Cluster, ClusterError, Group
+from rlfuse.tools.planning.costs import costs_of
+from rlfuse.tools.planning.forecast import lengths_of
+from rlfuse.tools.planning.hardware import KINDS
+from rlfuse.tools.planning.remedies import changed, problems
+from rlfuse.tools.planning.search import LATE, search, settled
+from rlfuse.tools.planning.searched_job import Job
+from rlfuse.tools.planning.space import FASTEST, POLICY, Fillings, axes_of, structures
+from rlfuse.tools.planning.step_time import Seconds, StepTimes, cut, standings, with_idle_stages
 
 SMALL = {
     "trainer.nnodes": (1, 2),

@@ -17,9 +17,9 @@ from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.documentation import keys
 from rlfuse.config.facts import facts_of_a_plan
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.planning import search_command
-from rlfuse.planning.cluster_file import ClusterError, read_cluster
-from rlfuse.planning.node_order import MeasuredLinks, Pair, write_links
+from rlfuse.tools.planning import search_command
+from rlfuse.tools.planning.cluster_file import ClusterError, read_cluster
+from rlfuse.tools.planning.node_order import MeasuredLinks, Pair, write_links
 
 
 def seconds_in(out):

@@ -6,8 +6,8 @@ import pytest
 from test_plan_search import SMALL, job_of, shape  # noqa: F401, a fixture
 
 from rlfuse.config.schema import Config
-from rlfuse.planning.cluster_file import Cluster
-from rlfuse.planning.space import CHUNKS, FASTEST, PLACEMENT, Fillings, axes_of
+from rlfuse.tools.planning.cluster_file import Cluster
+from rlfuse.tools.planning.space import CHUNKS, FASTEST, PLACEMENT, Fillings, axes_of
 
 
 def test_samples_are_cut_no_finer_than_the_smallest_budget(shape):  # noqa: F811

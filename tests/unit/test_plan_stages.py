@@ -8,18 +8,18 @@ from test_plan import SEVEN_B
 from test_plan_models import job
 
 from rlfuse.config.facts import Facts
+from rlfuse.engines.memory.activations import activations, parts_on, stage_parts
+from rlfuse.engines.memory.estimate import parameters_on
+from rlfuse.engines.memory.model_sizes import read_shape
 from rlfuse.engines.pipeline.layout import pipelines_of
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.schedules.operations import Operation
 from rlfuse.fusion.schedules.planning import planner_of
 from rlfuse.fusion.schedules.transfers import check_deadlock
-from rlfuse.planning.activations import activations, parts_on, stage_parts
-from rlfuse.planning.cluster_file import Cluster
-from rlfuse.planning.memory import parameters_on
-from rlfuse.planning.model_sizes import read_shape
-from rlfuse.planning.space import CHUNKS, PLACEMENT, VOCABULARY, axes_of, structures
-from rlfuse.planning.step_time import StepTimes, stage_shares
-from rlfuse.planning.tables import placements, stages_told
+from rlfuse.tools.planning.cluster_file import Cluster
+from rlfuse.tools.planning.space import CHUNKS, PLACEMENT, VOCABULARY, axes_of, structures
+from rlfuse.tools.planning.step_time import StepTimes, stage_shares
+from rlfuse.tools.planning.tables import placements, stages_told
 
 PIPELINES = "training.pipeline_parallel_size"
 

@@ -7,13 +7,13 @@ from test_plan_search import CLUSTER, SMALL, brute_force, facts_of, job_of, shap
 
 from rlfuse.config.schema import Config
 from rlfuse.fusion.costs import Costs
-from rlfuse.planning.cluster_file import Cluster, ClusterError, Group
-from rlfuse.planning.forecast import forecast, lengths_of
-from rlfuse.planning.hardware import NodeSpeed, WorkSpeed
-from rlfuse.planning.remedies import changed
-from rlfuse.planning.search import search
-from rlfuse.planning.space import axes_of, structures
-from rlfuse.planning.step_time import StepTimes, engine_speeds, of_slowest
+from rlfuse.tools.planning.cluster_file import Cluster, ClusterError, Group
+from rlfuse.tools.planning.forecast import forecast, lengths_of
+from rlfuse.tools.planning.hardware import NodeSpeed, WorkSpeed
+from rlfuse.tools.planning.remedies import changed
+from rlfuse.tools.planning.search import search
+from rlfuse.tools.planning.space import axes_of, structures
+from rlfuse.tools.planning.step_time import StepTimes, engine_speeds, of_slowest
 
 WHOLE, SLOWER = WorkSpeed(), WorkSpeed(0.5, 0.5)
 

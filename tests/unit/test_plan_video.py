@@ -6,9 +6,9 @@ import pytest
 from test_plan import sizes
 from test_plan_models import FAMILIES, job
 
-from rlfuse.planning.activations import worst
-from rlfuse.planning.memory import GIB, Budget, memory_of
-from rlfuse.planning.model_sizes import read_shape
+from rlfuse.engines.memory.activations import worst
+from rlfuse.engines.memory.estimate import GIB, Budget, memory_of
+from rlfuse.engines.memory.model_sizes import read_shape
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from rlfuse.config.compose import CONF, compose_job
 from rlfuse.config.documentation import by_name
 from rlfuse.config.presets import contents
 from rlfuse.errors import ConfigError
-from rlfuse.planning.planned_job import write_job
+from rlfuse.tools.planning.planned_job import write_job
 
 ALGORITHMS, POLICIES = (sorted(path.stem for path in (CONF / name).glob("*.yaml")) for name in ("algorithm", "fusion"))
 POLICY, DATA, TRAINING = "fusion.policy", "fusion.data", "fusion.training"

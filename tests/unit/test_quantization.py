@@ -10,10 +10,10 @@ from rlfuse.algorithms.corrections import BOUNDS, COARSER, bound_of
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
+from rlfuse.engines.memory.estimate import quantized_away
 from rlfuse.fusion.selection import label
 from rlfuse.observe.alerts import bound_in_steps
-from rlfuse.planning.memory import quantized_away
-from rlfuse.planning.space import axes_of, structural
+from rlfuse.tools.planning.space import axes_of, structural
 
 KEY, EXPERTS = "rollout.quantization", "int8_per_channel_weight_only"
 

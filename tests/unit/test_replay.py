@@ -9,11 +9,11 @@ import pytest
 
 from rlfuse.cli import main as rlfuse
 from rlfuse.errors import RewardError
-from rlfuse.evaluation import replay
 from rlfuse.files import claimed
 from rlfuse.rewards.api.items import item_of_sample
-from rlfuse.rewards.table import score_items
 from rlfuse.run_folder.reader import open_run
+from rlfuse.tools.evaluation import replay
+from rlfuse.tools.evaluation.reward_table import score_items
 
 RUN = Path(__file__).parents[2] / "notebooks" / "data" / "run"
 MINE = """

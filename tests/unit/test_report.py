@@ -10,9 +10,9 @@ import yaml
 
 from rlfuse.cli import main as rlfuse
 from rlfuse.events import EventLog, Span
-from rlfuse.report.charts import colours, curves
-from rlfuse.report.gather import gather
 from rlfuse.run_folder.reader import open_run
+from rlfuse.tools.report.charts import colours, curves
+from rlfuse.tools.report.gather import gather
 
 NASTY = "</script><img src=x onerror=\"document.title='broken'\"><!-- & 'it' {{ 1 }}"
 PLOTS = {"chart-lengths-0", "chart-time-0", "timeline-0", "data"}

@@ -15,10 +15,10 @@ from scored_rows import score_table
 
 from rlfuse import cli
 from rlfuse.errors import RewardError
-from rlfuse.rewards import service
 from rlfuse.rewards.api.functions import load_function
 from rlfuse.rewards.api.items import Score, item_of_row
 from rlfuse.samples import RewardFailure
+from rlfuse.tools.evaluation import service
 
 CODE = """
 import os, time

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlfuse.doctor.examine import show
-from rlfuse.report.charts import curves
+from rlfuse.tools.doctor.examine import show
+from rlfuse.tools.report.charts import curves
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "rlfuse" / room / "README.md" for room in ("doctor", "evaluation", "notebook", "planning", "report")]
@@ -30,7 +30,7 @@ def test_a_page_names_every_file_of_its_room_and_no_other(page):
 def test_the_notebooks_page_scores_and_measures_a_run(monkeypatch):
     monkeypatch.chdir(ROOT)
     names = {}
-    exec(code_of(ROOT / "rlfuse/notebook/README.md"), names)
+    exec(code_of(ROOT / "rlfuse/tools/notebook/README.md"), names)
     table, scored = names["table"], names["scored"]
     assert (scored["reward"] < 1).all() and ((scored["reward"] > 0) == (table["reward"] == 1)).mean() > 0.99
     assert names["agreement"].loc["all", "samples"] == len(table)
@@ -40,7 +40,7 @@ def test_the_notebooks_page_scores_and_measures_a_run(monkeypatch):
 
 def test_the_doctors_page_makes_a_finding(capsys):
     names = {}
-    exec(code_of(ROOT / "rlfuse/doctor/README.md"), names)
+    exec(code_of(ROOT / "rlfuse/tools/doctor/README.md"), names)
     show([names["judge_swap"](3 << 30), names["judge_swap"](1 << 20)])
     told = capsys.readouterr().out
     assert "3,072 MiB used" in told and "end what else runs here" in told and "1 MiB used" in told

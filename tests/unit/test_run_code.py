@@ -7,11 +7,11 @@ import pytest
 import yaml
 
 from rlfuse.cli import main as rlfuse
-from rlfuse.evaluation import replay
-from rlfuse.evaluation.arguments import read
 from rlfuse.rewards.api.items import item_of_sample
-from rlfuse.rewards.table import score_items
-from rlfuse.run_folder.code import reward_code
+from rlfuse.tools.evaluation import replay
+from rlfuse.tools.evaluation.arguments import read
+from rlfuse.tools.evaluation.reward_table import score_items
+from rlfuse.tools.run_code import reward_code
 
 RUN = Path(__file__).parents[2] / "notebooks" / "data" / "run"
 EVIL = """

@@ -14,9 +14,9 @@ import pytest
 from rlfuse.cluster import scratch
 from rlfuse.errors import RunError
 from rlfuse.observe.pairs import summarise_pairs
-from rlfuse.run import leftovers, listing
 from rlfuse.run_folder import run_lock, status
 from rlfuse.run_folder.run_lock import RunLock
+from rlfuse.tools import leftovers, listing
 
 ROW = {"critic/score/mean": 0.5, "fusion/exact": 1.0, "fusion/staleness": 0.0}
 MARK = "COMPLETE"
@@ -129,7 +129,7 @@ def test_what_is_damaged_is_told_beside_what_is_not(tmp_path, capsys, file, text
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes the part of another user")
 def test_a_folder_that_is_closed_to_the_user_is_passed_over():
-    program = "import os, sys; from rlfuse.run import listing; os.seteuid(65534); listing.main([sys.argv[1]])"
+    program = "import os, sys; from rlfuse.tools import listing; os.seteuid(65534); listing.main([sys.argv[1]])"
     with tempfile.TemporaryDirectory(dir="/tmp") as top:
         os.chmod(top, 0o755)
         for name, mode in (("closed", 0o700), ("open", 0o755)):

@@ -11,7 +11,7 @@ import yaml
 from rlfuse.cli import main
 from rlfuse.config.schema import Config
 from rlfuse.events import EventLog, Span
-from rlfuse.simulate.picture import Timeline, activity, draw
+from rlfuse.observe.step_picture import Timeline, activity, draw
 from rlfuse.simulate.runner import later_step
 from rlfuse.simulate.workload import parse
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlfuse.engines.scoring import PASSES
 from rlfuse.events import Span
 from rlfuse.fusion.costs import Costs
 from rlfuse.simulate.fitting import calls, fit, non_negative
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import parse
+from rlfuse.step.scoring import PASSES
 
 WORKLOAD = parse(
     {

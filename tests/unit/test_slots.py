@@ -10,7 +10,6 @@ import pytest
 
 from rlfuse.cluster import placement
 from rlfuse.cluster.nodes import Node
-from rlfuse.cluster.stopping import Stopping
 from rlfuse.errors import NodeLeft, NodeLost, RunError, SlotRefused
 from rlfuse.events import Recorder
 from rlfuse.fusion.costs import Costs
@@ -18,12 +17,14 @@ from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.tuning import Tuning
-from rlfuse.run import slot_desk, slots
+from rlfuse.run import slot_desk
 from rlfuse.run.slot_desk import SlotDesk
 from rlfuse.run_folder import slots as disk
 from rlfuse.run_folder import status
 from rlfuse.run_folder.slots import SlotState
 from rlfuse.step.draining import Draining, rates_of
+from rlfuse.stopping import Stopping
+from rlfuse.tools import slots
 
 HERE, THERE, SPARE = (Node(id * 8, f"10.0.0.{id}", 1, {}) for id in "123")
 

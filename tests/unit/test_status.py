@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from rlfuse.run import listing
 from rlfuse.run_folder import status
+from rlfuse.tools import listing
 
 
 @pytest.fixture

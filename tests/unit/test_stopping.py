@@ -10,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlfuse.cluster import stopping
+from rlfuse import stopping
 from rlfuse.cluster.child_processes import keep_hangup_from_children
-from rlfuse.cluster.stopping import ONCE_S, Stopped, Stopping
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
 from rlfuse.observe.run_log import RunLog
@@ -21,6 +20,7 @@ from rlfuse.run.checkpointing import Checkpointing
 from rlfuse.run.reward_model import Training
 from rlfuse.run_folder import checkpoints
 from rlfuse.step.protocols import NoHealth
+from rlfuse.stopping import ONCE_S, Stopped, Stopping
 from rlfuse.train import reported
 
 
@@ -142,7 +142,7 @@ async def test_a_signal_that_is_ignored_from_the_start_stays_ignored(number):
 IN_A_TERMINAL = """
 import asyncio, signal, subprocess, sys, time
 from rlfuse.cluster.child_processes import keep_hangup_from_children
-from rlfuse.cluster.stopping import Stopped, Stopping
+from rlfuse.stopping import Stopped, Stopping
 
 keep_hangup_from_children()
 child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

@@ -9,15 +9,14 @@ import pytest
 import yaml
 
 from rlfuse import cli
-from rlfuse.cluster import job_package
-from rlfuse.cluster.job_package import CODE, pack
 from rlfuse.cluster.worker_environment import SUBMITTED
 from rlfuse.config.compose import compose_job, load, to_config
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
-from rlfuse.run import submission
-from rlfuse.run.submission import SubmitError, follow, full_address, status_of
+from rlfuse.tools import job_package, submission
+from rlfuse.tools.job_package import CODE, pack
+from rlfuse.tools.submission import SubmitError, follow, full_address, status_of
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from rlfuse.algorithms.corrections import LOG_PROBS_DIFF_MAX
 from rlfuse.config.schema import Config
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.summary import summarise
-from rlfuse.run import listing
 from rlfuse.run_folder import status
+from rlfuse.tools import listing
 
 ROWS = {"o": "fusion/off-policy", "e": "fusion/exact", "m": "fusion/mismatched", "r": "fusion/reordered"}
 

@@ -13,10 +13,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlfuse import train
-from rlfuse.cluster.stopping import Stopped
 from rlfuse.config.compose import load, read_command
 from rlfuse.errors import ConfigError
 from rlfuse.run.sweeps import LONGEST_NAME, Trial, sweep_name, tell, varied
+from rlfuse.stopping import Stopped
 
 
 def names(words, *jobs, params=None):

@@ -14,14 +14,14 @@ from transformers import (
 
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config, ModelConfig
+from rlfuse.engines.memory.estimate import GIB, Budget, memory_of, parameters_on
+from rlfuse.engines.memory.model_sizes import read_shape
 from rlfuse.engines.trainer.models import trainer_ready
 from rlfuse.engines.trainer.tensor_parallel import OnPaper, check_cuttable, cut
 from rlfuse.errors import EngineError
-from rlfuse.planning.cluster_file import Cluster
-from rlfuse.planning.memory import GIB, Budget, memory_of, parameters_on
-from rlfuse.planning.model_sizes import read_shape
-from rlfuse.planning.space import VOCABULARY, axes_of, structures
-from rlfuse.planning.tables import placements, stages_told
+from rlfuse.tools.planning.cluster_file import Cluster
+from rlfuse.tools.planning.space import VOCABULARY, axes_of, structures
+from rlfuse.tools.planning.tables import placements, stages_told
 
 SIZES = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 

@@ -9,9 +9,9 @@ import yaml
 
 from rlfuse.cli import main as rlfuse
 from rlfuse.events import EventLog, Span
-from rlfuse.observe.trace import trace
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import parse
+from rlfuse.tools.trace import trace
 
 
 def check(document):

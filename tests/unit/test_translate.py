@@ -10,13 +10,13 @@ import yaml
 
 from rlfuse import cli
 from rlfuse.config.compose import compose_job, to_config
-from rlfuse.config.conversions import CONVERSIONS, DEFAULTS
 from rlfuse.config.documentation import by_name
 from rlfuse.config.facts import Facts
 from rlfuse.config.foreign import counterpart
-from rlfuse.config.shell import Script
-from rlfuse.config.translate import as_text, main, read, translated
 from rlfuse.errors import ConfigError
+from rlfuse.tools.translate.command import as_text, main, read, translated
+from rlfuse.tools.translate.conversions import CONVERSIONS, DEFAULTS
+from rlfuse.tools.translate.shell import Script
 
 VERLS = json.loads((Path(__file__).parent / "verl_keys.json").read_text())
 KNOWN = frozenset(by_name())

@@ -12,11 +12,11 @@ from rich.console import Console
 from rlfuse.config.schema import Config
 from rlfuse.errors import RunError
 from rlfuse.events import Recorder
-from rlfuse.observe import watch
 from rlfuse.observe.terminal import Terminal
 from rlfuse.run_folder import status
 from rlfuse.run_folder.run_lock import RunLock
 from rlfuse.run_folder.status import Status
+from rlfuse.tools import watch
 
 
 def running(folder, **changes):

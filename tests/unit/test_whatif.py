@@ -11,13 +11,13 @@ from rich.console import Console
 from training_traces import OPTIMIZER, Job, table
 
 from rlfuse.cli import main
-from rlfuse.whatif import slowdown
-from rlfuse.whatif.ask import told_of_job
-from rlfuse.whatif.causes import Cause
-from rlfuse.whatif.operations import Replay
-from rlfuse.whatif.questions import Answer
-from rlfuse.whatif.slowdown import Slowdown
-from rlfuse.whatif.study_trace import TraceError, operations_of, read
+from rlfuse.tools.whatif import slowdown
+from rlfuse.tools.whatif.ask import told_of_job
+from rlfuse.tools.whatif.causes import Cause
+from rlfuse.tools.whatif.operations import Replay
+from rlfuse.tools.whatif.questions import Answer
+from rlfuse.tools.whatif.slowdown import Slowdown
+from rlfuse.tools.whatif.study_trace import TraceError, operations_of, read
 
 JOBS = [Job(), Job(stages=1), Job(ranks=1), Job(stages=2, micro_batches=1), Job(noise=0.2)]
 

@@ -19,11 +19,11 @@ from rlfuse.health.signals import SLOWNESS
 from rlfuse.run_folder.reader import open_run
 from rlfuse.simulate.runner import later_step, simulate
 from rlfuse.simulate.workload import Scoring, Training, of_costs
-from rlfuse.whatif.causes import Seen, likely
-from rlfuse.whatif.operations import ALONE
-from rlfuse.whatif.questions import Simulated, answers, examine
-from rlfuse.whatif.run_operations import Piece, operations
-from rlfuse.whatif.run_slowdown import Analysis
+from rlfuse.tools.whatif.causes import Seen, likely
+from rlfuse.tools.whatif.operations import ALONE
+from rlfuse.tools.whatif.questions import Simulated, answers, examine
+from rlfuse.tools.whatif.run_operations import Piece, operations
+from rlfuse.tools.whatif.run_slowdown import Analysis
 
 ROOT = Path(__file__).parents[2]
 RECORDED = {

@@ -31,7 +31,6 @@ import torch
 from transformers import PreTrainedModel
 
 from rlfuse.config.schema import ModelConfig
-from rlfuse.engines.scoring import KIND_OF
 from rlfuse.engines.trainer import fused_log_probs
 from rlfuse.engines.trainer.activation_offloading import RankActivations
 from rlfuse.engines.trainer.attention import attends_by_layout
@@ -60,6 +59,7 @@ from rlfuse.engines.weights import cuda_ipc
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.errors import EngineError
 from rlfuse.samples import MicroBatch, Row
+from rlfuse.step.scoring import KIND_OF
 from rlfuse.video.models.base import bring_along, m_rope
 
 _CUT = (

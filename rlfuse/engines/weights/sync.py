@@ -34,10 +34,10 @@ from contextlib import asynccontextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlfuse.engines.colocation import PushingRanks, Sleeper, leave, to_engine, to_push, to_ranks
 from rlfuse.engines.weights.cuda_ipc import merge_ipc
 from rlfuse.engines.weights.staging import StagingHandle, WeightStaging
 from rlfuse.errors import EngineError, EngineLost
+from rlfuse.step.colocation import PushingRanks, Sleeper, leave, to_engine, to_push, to_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -1,0 +1,282 @@
+"""Find the micro-batches that need the most memory, and how much, whatever the data contains within the limits.
+
+The worst case may be the longest samples (attention), short prompts (logits for nearly every token) or the answers to
+one prompt (keys and values copied per answer); all are tried.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+
+from rlfuse.config.graph_checks import graph_sizes, why_no_graphs
+from rlfuse.config.schema import Config
+from rlfuse.engines.memory.model_sizes import Shape
+from rlfuse.engines.memory.tracing import Texts, Work
+from rlfuse.engines.pipeline.layout import Pipelines, pipelines_of
+from rlfuse.engines.pipeline.partition import LayerCosts, Part, parts, share_with_logits
+from rlfuse.engines.trainer.activation_places import TIERS, Layer, Place, Places, Room, places
+from rlfuse.engines.trainer.attention import attends_by_layout
+from rlfuse.engines.trainer.gradient_memory import gradient_bytes
+from rlfuse.video.embedding import BF16
+
+MIB, GIB = 1 << 20, 1 << 30
+DISK_BYTES_PER_S = 2e9  # of an NVMe drive, either way, where nothing was measured; ranks measure theirs
+ENDURANCE = 600e12  # bytes that a 1 TB consumer drive is rated for to be written
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """What becomes of a micro-batch's activations."""
+
+    tokens: int
+    layer: float  # bytes that the largest layer leaves
+    places: Places
+    peak: float  # bytes on the device at most
+
+    def waiting(self, tier: Place) -> float:
+        return self.places.layers.count(tier) * self.layer
+
+    @property
+    def run_again(self) -> float:
+        return self.places.layers.count(Place.AGAIN) / len(self.places.layers)
+
+
+def leaving(
+    config: Config, shape: Shape, role: str, texts: Texts, device: str, seconds: float = inf, host_s: float = inf
+) -> Leaving:
+    """Of a micro-batch that `role` learns from. `seconds`: of its forward pass through a layer; `host_s`: bytes a
+    second to the host. By default copies keep up."""
+    model, tokens = config.model, sum(map(sum, texts.lengths))
+    kept = _work(config, shape, role, texts, device, model.enable_gradient_checkpointing)
+    if not model.enable_activation_offload:
+        usual = Place.AGAIN if model.enable_gradient_checkpointing else Place.DEVICE
+        return Leaving(tokens, max(kept.layers), Places((usual,) * len(kept.layers)), kept.peak)
+    again = _work(config, shape, role, texts, device, True)
+    layer, tiers = Layer(max(kept.layers), max(again.layers), seconds), tiers_of(config, device, host_s)
+    count, most = len(kept.layers), model.activation_device_mb * MIB
+    found = places(count, layer, most, tiers, model.enable_gradient_checkpointing)
+    inputs = found.layers.count(Place.AGAIN) * layer.inputs
+    gone = sum(kept.layers[i] for i, place in enumerate(found.layers) if place is not Place.DEVICE)
+    stays = inputs if found.inputs is Place.DEVICE else 0.0
+    return Leaving(tokens, layer.activations, found, max(kept.peak - gone + stays, again.peak - inputs + stays))
+
+
+def tiers_of(config: Config, device: str, host_s: float) -> dict[Place, Room]:
+    """As ranks have them; a host without a limit of its own is taken to have room."""
+    model = config.model
+    host = inf if model.activation_host_mb is None else model.activation_host_mb * MIB
+    rooms = {Place.HOST: Room(host if device == "cuda" else 0.0, host_s)}
+    return rooms | {Place.DISK: Room(model.activation_disk_mb * MIB, DISK_BYTES_PER_S)}
+
+
+def _work(config: Config, shape: Shape, role: str, texts: Texts, device: str, again: bool) -> Work:
+    model = replace(config.model, enable_gradient_checkpointing=again)
+    return shape.model.work(replace(config, model=model), role, texts, device)
+
+
+def words(found: Leaving, role: str) -> Iterator[str]:
+    """A line on what leaves, and one on what a disk bears."""
+    layers = found.places.layers
+    counts = {place: layers.count(place) for place in (*TIERS, Place.AGAIN) if place in layers}
+    if not counts:
+        return
+    named = {Place.HOST: "wait in host memory", Place.DISK: "wait on the disk", Place.AGAIN: "are run again"}
+    parts = ", ".join(f"{count} {named[place]}" for place, count in counts.items())
+    yield f"{role}: in a micro-batch of {found.tokens:,} tokens, of {len(layers)} layers {parts}"
+    if written := found.waiting(Place.DISK):
+        yield (
+            f"{role}: each such micro-batch writes {written / GIB:.2f} GiB to the disk; a drive rated for "
+            f"{ENDURANCE / 1e12:.0f} TB written bears {ENDURANCE / written:,.0f} of them"
+        )
+
+
+WORKSPACES = 128 << 20  # bytes of cuBLAS workspaces for two recording streams (Hopper)
+PASS_OF = {"actor": "reference", "critic": "values"}  # passes of trained models without gradients
+
+
+def micro_batch_tokens(config: Config, learns: bool = False) -> int:
+    """Of the largest micro-batch on one rank: the budget, or one sequence that is longer even when it is cut. `learns`:
+    of those with gradients."""
+    return max(_filled(config, learns), -(-_longest(config) // config.training.ulysses_sequence_parallel_size))
+
+
+def _longest(config: Config) -> int:
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def _prompts(config: Config, learns: bool) -> int:
+    return config.actor.ppo_mini_batch_size if learns else config.data.train_batch_size
+
+
+def _sharers(config: Config, learns: bool) -> int:
+    """Holders of a model among which every call is divided: all that wait for each other, else those of one slot."""
+    training = config.training
+    width = training.tensor_model_parallel_size
+    if config.lockstep_backward if learns else config.lockstep:
+        return config.slots // training.pipeline_parallel_size // width
+    return config.rollout.tensor_model_parallel_size // width
+
+
+def _filled(config: Config, learns: bool) -> int:
+    """Tokens of a micro-batch of several samples: as many of the longest as one rank gets of a call at most."""
+    longest, most = _longest(config), config.actor.ppo_micro_batch_size_per_gpu
+    siblings = config.rollout.n if config.training.pipeline_parallel_size == 1 else 1  # that stay on one rank
+    units = _prompts(config, learns) * config.rollout.n // siblings
+    share = -(-units // _sharers(config, learns)) * siblings
+    return min(config.actor.ppo_max_token_len_per_gpu, share * longest, most * longest if most else 1 << 60)
+
+
+def worst(config: Config, linear: bool, learns: bool = True) -> list[Texts]:
+    """Micro-batches of which one needs the most memory; `linear`: attention keeps no scores. Then the longest samples
+    need no more than others of as many tokens. `learns`: those with gradients."""
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    tokens, filled = micro_batch_tokens(config, learns), _filled(config, learns)
+    most = _prompts(config, learns) * config.rollout.n
+    most = min(most, config.actor.ppo_micro_batch_size_per_gpu or most)
+    short = min(prompt, max(1, -(-filled // most) - response))  # so few samples fill it with longer ones only
+    found = [_rows(config, filled, short, most)]
+    if not linear or tokens > filled:
+        found.append(_rows(config, tokens, prompt, most))
+    siblings = config.rollout.n if config.actor.ppo_micro_batch_size_per_gpu is None else 1
+    if siblings > 1 and (each := min(response, (filled - prompt) // siblings)) > 0:
+        found.append(Texts(((prompt, each),) * siblings, shared=True))
+    return [texts for texts in found if texts.lengths]
+
+
+def _rows(config: Config, tokens: int, prompt: int, most: int) -> Texts:
+    """Samples with the longest response and such a prompt, the last one cut, or one that is a slice of a sample."""
+    response = config.data.max_response_length
+    whole = min(tokens // (prompt + response), most)
+    left = tokens - whole * (prompt + response) if whole < most else 0
+    predicted = min(response, left - 1)
+    rest = ((left - predicted, predicted),) if left > 1 else ()
+    return Texts(((prompt, response),) * whole + rest)
+
+
+def embeddings(config: Config, shape: Shape) -> int:
+    """Bytes of the visual embeddings of a micro-batch whose prompts are nothing but clips: as they are read, and once
+    more in the order of the batch where they feed several layers (`models.visual_embeddings`)."""
+    prompts = max(each.prompts for learns in (False, True) for each in worst(config, False, learns))
+    return prompts * shape.embedded * BF16 * (2 if shape.embedded > shape.hidden else 1)
+
+
+def activations(config: Config, shape: Shape, role: str, device: str, position: int = 0) -> float:
+    """Bytes that a micro-batch needs beside parameters and their gradients, on the pipeline's device at `position`."""
+    linear = device == "cuda" and config.model.dtype != "float32" and attends_by_layout(shape.model.model)
+    if config.training.pipeline_parallel_size > 1:
+        texts = [each for each in worst(config, linear) if not each.shared]
+        return max(_of_stage(config, shape, role, each, device, position) for each in texts)
+    tried = [(role, each) for each in worst(config, linear)] if role in PASS_OF else []
+    if not tried or micro_batch_tokens(config) > micro_batch_tokens(config, learns=True):
+        tried += [(PASS_OF.get(role, role), each) for each in worst(config, linear, learns=False)]
+    return max(
+        leaving(config, shape, does, each, device).peak
+        if does in PASS_OF
+        else shape.model.work(config, does, each, device).peak
+        for does, each in tried
+    )
+
+
+def graph_bytes(config: Config, shapes: Mapping[str, Shape], device: str) -> float:
+    """Bytes of passes that are recorded: activations of the largest, and a copy of the trained models' gradients."""
+    layer = max(sum(each.layers) / len(each.layers) for each in shapes.values())
+    if device == "cpu" or why_no_graphs(config, layer):
+        return 0.0
+    share = graph_sizes(config)[-1] / micro_batch_tokens(config)
+    pool = share * max(activations(config, shape, role, device) for role, shape in shapes.items())
+    wide = gradient_bytes(0, config.model.dtype, config.actor.grad_accum_dtype, 1)
+    return pool + WORKSPACES + wide * sum(each.parameters for role, each in shapes.items() if role != "reference")
+
+
+def holes(config: Config, shape: Shape, role: str, size: float) -> float:
+    """Bytes between activations of so many in the heap of a CPU host's rank: as many again as blocks in it take, were
+    nothing run again; what is, leaves holes twice.
+
+    `posix_memalign`, by which torch has its blocks, asks for more than their size, so that glibc (2.36) finds no room
+    for a block where one of the same size was freed, unless one beside it was, too.
+    """
+    stays = replace(config, model=replace(config.model, enable_gradient_checkpointing=False))
+    whole = config.training.pipeline_parallel_size == 1
+    tried = [each for each in worst(config, False, role in PASS_OF) if whole or not each.shared]
+    found = [shape.model.work(stays, role, each, "cpu") for each in tried]
+    if whole:
+        return max(each.small for each in found)
+    return size * max(each.small / max(1, each.peak) for each in found)  # a stage's, of all that are in flight
+
+
+def leaves(
+    config: Config, shape: Shape, role: str, device: str, seconds: float = math.inf, host_s: float = math.inf
+) -> Leaving:
+    """What becomes of the activations of the micro-batch with gradients that leaves the most; rates as of `leaving`."""
+    found = [leaving(config, shape, role, each, device, seconds, host_s) for each in worst(config, linear=True)]
+    return max(found, key=lambda each: each.layer)
+
+
+def _of_stage(config: Config, shape: Shape, role: str, texts: Texts, device: str, position: int) -> float:
+    """What micro-batches in flight keep, and what one needs besides while it is there.
+
+    A schedule may hold training.activation_memory times what serial 1F1B's fullest device does: all its stages'. Chunks
+    count alike, so all that is held may be of the largest one.
+    """
+    stages = config.training.pipeline_parallel_size
+    work, chunks = shape.model.work(config, role, texts, device), parts_on(config, shape, role, position)
+    flight = (config.training.activation_memory or 2.0) * stages
+    if config.fusion.training == "fused" and config.uses_critic:
+        flight /= 2  # the limit is for both models together
+    kept = len(chunks) * max(sum(work.layers[layer] for layer in part.layers) for part in chunks)
+    more = _one_layer(config, shape, role, texts, device) if config.model.enable_gradient_checkpointing else 0
+    head, sharers = work.peak - sum(work.layers), _pipelines(config, role).sharers
+    if sharers > 1:  # hidden states as handed out, their gradient, and its sum where the last stage is
+        item = 4 if config.model.dtype == "float32" else BF16
+        handed = 3 * sum(response for _, response in texts.lengths) * shape.hidden * item
+        more = max(more, head / sharers + handed)
+    elif any(part.last for part in chunks):
+        more = max(more, head)
+    return kept * flight + more
+
+
+def _one_layer(config: Config, shape: Shape, role: str, texts: Texts, device: str) -> int:
+    whole = replace(config, model=replace(config.model, enable_gradient_checkpointing=False))
+    work: Work = shape.model.work(whole, role, texts, device)
+    return max(work.layers)
+
+
+def parts_on(config: Config, shape: Shape, role: str, position: int) -> tuple[Part, ...]:
+    """A model's stages on this device."""
+    return _on_device(_pipelines(config, role), stage_parts(config, shape, role), position)
+
+
+@functools.cache
+def _on_device(pipelines: Pipelines, stages: tuple[Part, ...], position: int) -> tuple[Part, ...]:
+    return tuple(stages[stage] for stage in pipelines.stages_on(position))
+
+
+def _pipelines(config: Config, role: str) -> Pipelines:
+    return pipelines_of(config, "ref" if role == "reference" else role)
+
+
+def stage_parts(config: Config, shape: Shape, role: str = "actor") -> tuple[Part, ...]:
+    """Which layers, and which share of the head, make each stage, as ranks cut the model when a run starts. `shape`: of
+    a rank's share of the layers, as all that tell of stages here."""
+    return _parts(shape, _pipelines(config, role), share_with_logits(config.data))
+
+
+def head_share(config: Config, shape: Shape, role: str = "actor") -> float:
+    """Of a forward pass, what each device takes of the head; 0 unless they share it."""
+    sharers = _pipelines(config, role).sharers
+    layers, embedding, head = layer_costs(shape, share_with_logits(config.data))
+    return head / (sum(layers) + embedding + head) / sharers if sharers > 1 else 0.0
+
+
+def layer_costs(shape: Shape, share: float) -> LayerCosts:
+    """In multiply-adds per token, of which this `share` reaches the head."""
+    return [float(size) for size in shape.layers], float(shape.hidden), share * shape.head
+
+
+@functools.cache
+def _parts(shape: Shape, pipelines: Pipelines, share: float) -> tuple[Part, ...]:
+    return tuple(parts(pipelines.balanced(layer_costs(shape, share)), pipelines.sharers))

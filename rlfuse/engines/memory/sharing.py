@@ -1,0 +1,48 @@
+"""Derive vLLM's arguments and the ranks' device sharing from a memory plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlfuse.config.schema import Config
+from rlfuse.engines.memory.estimate import GIB, Memory
+from rlfuse.engines.memory.kv_cache import SPARE
+from rlfuse.engines.memory.residency import ENGINE, GENERATING, MODELS, SYNC, Item
+from rlfuse.protocols import Sharing
+
+
+def arguments(memory: Memory) -> dict[str, Any]:
+    """Return vLLM's arguments for an engine on this device; rollout.engine_kwargs have the last word."""
+    given: dict[str, Any] = {}
+    if memory.kv_cache_bytes is not None:
+        given["kv_cache_memory_bytes"] = memory.kv_cache_bytes
+    if not memory.hands_over:
+        given["enable_sleep_mode"] = False
+    if given:
+        # With a given cache, vLLM only demands that so much is free when it starts, whatever ranks keep of the rest.
+        given["gpu_memory_utilization"] = max(1e-4, round(memory.size_of(ENGINE) / memory.budget.bytes, 4))
+    return given
+
+
+def sharing_of(memory: Memory) -> Sharing:
+    """Return how trainer ranks share this device with an engine."""
+    total, models = memory.budget.bytes, int(memory.size_of(MODELS))
+    if not memory.hands_over:
+        others = memory.size_of(ENGINE | {Item.RESIDENTS, Item.LAYER})
+        return Sharing(hands_over=False, most=int(total - others))
+    free = {phase: int((1 - SPARE) * total - memory.total(phase)) for phase in (GENERATING, SYNC)}
+    return Sharing(cached=max(0, free[GENERATING]), cached_in_push=max(0, free[SYNC]), pinned=models)
+
+
+def sharing_words(config: Config, memory: Memory) -> list[str]:
+    """How an engine and its ranks share a GPU, and how large the engine's KV cache is."""
+    fullest, limit = memory.total(memory.tightest) / GIB, memory.budget.bytes / GIB
+    if memory.hands_over:
+        turns = "engine and trainer rank take turns on the device"
+    else:
+        turns = f"engine and trainer rank both stay on the device, {fullest:.1f} of {limit:.1f} GiB at most"
+    if (given := memory.kv_cache_bytes) is None:
+        return [turns, "the KV cache takes what rollout.gpu_memory_utilization leaves"]
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    cache = f"{given / GIB:.2f} GiB of KV cache"
+    return [turns, f"{cache}, at most what rollout.max_num_seqs samples of {longest} tokens need"]

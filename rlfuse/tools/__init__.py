@@ -1,0 +1,1 @@
+"""Commands beside `rlfuse train`: loaded by `rlfuse.cli` and `rlfuse.notebook`, imported by nothing else."""

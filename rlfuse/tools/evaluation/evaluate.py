@@ -1,0 +1,166 @@
+"""`rlfuse eval my_job.yaml [CHECKPOINT] [key=value ...]`: score a model on the job's held-out prompts.
+
+Samples are those that the run's validation after that step draws. Results: a table, `eval.json`, `responses.jsonl` in
+RUN/eval/global_step_N/ or PROJECT/eval/NAME/. Nothing is overwritten; an interrupted evaluation is continued.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from rlfuse import clock
+from rlfuse.config.schema import Config
+from rlfuse.errors import RewardError
+from rlfuse.files import claimed, is_claimed, write_whole
+from rlfuse.observe.live import figure
+from rlfuse.progress import Console
+from rlfuse.samples import Group, RewardFailure
+from rlfuse.tools.evaluation.arguments import made_from, parsed, parser, read
+from rlfuse.tools.evaluation.display import begin
+from rlfuse.tools.evaluation.responses import Responses
+from rlfuse.tools.evaluation.scores import ACC, LENGTHS, REWARD, averaged, by_source, score_name
+from rlfuse.tools.evaluation.source import Source
+
+FIGURES, RESPONSES = "eval.json", "responses.jsonl"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Evaluate, print, write. Raises ConfigError, DataError, RewardError or EngineError."""
+    arguments, words = parsed(_parser(), argv)
+    config, source = read(words, run_code=arguments.run_code)
+    settings = made_from(config, source, scored=True)
+    folder = arguments.out or folder_of(source, config, settings)
+    with claimed(folder / RESPONSES):
+        _evaluate(config, source, settings, folder, arguments.threshold)
+
+
+def _evaluate(config: Config, source: Source, settings: dict[str, Any], folder: Path, threshold: float) -> None:
+    display = begin(source)
+    with display.part("libraries"):
+        from rlfuse.tools.evaluation.answering import answer, load
+    began, loaded = clock.now(), load(config, source.step, scored=True, say=display.say)
+    responses = Responses(folder / RESPONSES, scored=True)
+    if left := responses.begin(settings, loaded.groups):
+        answer(loaded, left, responses, display)
+    answered = [Group(g.prompt, [s for s in g.samples if s.response is not None]) for g in loaded.groups]
+    answered = [group for group in answered if group.samples]
+    found = by_source(answered, threshold)
+    report = report_of(config, source, answered, found, threshold, clock.now() - began)
+    write_whole(folder / FIGURES, json.dumps(report, indent=2))
+    show(found, answered, threshold, display.console)
+    display.say(f"written  {folder / FIGURES}, {RESPONSES}")
+    check_failures(answered, config.reward.max_failure_rate)
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser(
+        "eval",
+        "[options] my_job.yaml [CHECKPOINT] [key=value ...]",
+        description="Score a model on the job's held-out prompts (data.val_files), with rollout.val_kwargs.n answers "
+        "each. CHECKPOINT: a global_step_N folder, a run folder (its newest), a Hugging Face folder or a hub name; "
+        "without it the newest of the job's run, else model.path.",
+        epilog="several answers: rollout.val_kwargs.n=8 rollout.val_kwargs.temperature=1",
+    )
+    made.add_argument(
+        "--threshold", type=float, default=0.5, metavar="SCORE", help="an answer passes above it (%(default)s)"
+    )
+    made.add_argument("--out", type=Path, metavar="FOLDER", help="where to write (RUN/eval/global_step_N)")
+    return made
+
+
+def folder_of(source: Source, config: Config, settings: dict[str, Any]) -> Path:
+    """The first that is free, or holds what was begun of the very same and cut short; none that is written to now."""
+    trainer = config.trainer
+    above = source.run or Path(trainer.default_local_dir).absolute() / trainer.project_name
+    names = (source.name if number == 1 else f"{source.name}-{number}" for number in itertools.count(1))
+    return next(folder for name in names if _is_free(folder := above / "eval" / name, settings))
+
+
+def _is_free(folder: Path, settings: dict[str, Any]) -> bool:
+    begun = Responses(folder / RESPONSES, True)
+    if is_claimed(begun.path):
+        return False
+    return not folder.exists() or (not (folder / FIGURES).exists() and not begun.differs(settings))
+
+
+def report_of(
+    config: Config,
+    source: Source,
+    groups: Sequence[Group],
+    found: dict[str, dict[str, Any]],
+    threshold: float,
+    seconds: float,
+) -> dict[str, Any]:
+    """What `eval.json` holds; `metrics` are those of a validation, under the same names."""
+    from rlfuse.observe.metrics import validation_metrics
+    from rlfuse.observe.summary import versions
+
+    return {
+        "made_from": made_from(config, source, scored=True),
+        "run": str(source.run) if source.run else None,
+        "passed": f"{score_name(groups)} above {threshold:g}",
+        "by_data_source": found,
+        "metrics": {name: value if value == value else None for name, value in validation_metrics(groups).items()},
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "seconds": round(seconds, 1),
+        "versions": versions(),
+    }
+
+
+def show(found: dict[str, dict[str, Any]], groups: Sequence[Group], threshold: float, console: Console) -> None:
+    """The figures as tables: scores, pass@k where there are several answers, and lengths in tokens."""
+    name, several = score_name(groups), averaged(groups)
+    ks = sorted({k for figures in found.values() for k in figures["pass@k"]})
+    scores = _table("answers", *([ACC, *several] if name != REWARD else []), REWARD, "pass@1")
+    passes, lengths = _table(*(f"pass@{k}" for k in ks)), _table("mean tokens", "median", "95 %", "longest", "cut off")
+    for source, figures in found.items():
+        each = round(figures["samples"] / figures["prompts"])
+        spread = "" if figures["stderr"] is None else f" ±{figures['stderr']:.3f}"
+        means = [figure(figures["score"]) + spread, *(figure(figures["parts"].get(part)) for part in several)]
+        means += [figure(figures["reward"])] if name != REWARD else []
+        of_k = [figure(figures["pass@k"].get(k)) for k in ks]
+        scores.add_row(Text(source), f"{figures['prompts']:,} x {each}", *means, *(of_k[:1] or ["-"]))
+        passes.add_row(Text(source), *of_k)
+        length, cut = figures["length"], figures["finish"].get("length", 0) / figures["samples"]
+        lengths.add_row(Text(source), *(f"{length[key]:,.0f}" for key in LENGTHS), f"{cut:.1%}")
+    console.print(scores, *([passes] if len(ks) > 1 else []), lengths)
+    told = f"pass@k: an answer passes whose {name} is above {threshold:g}. ±: standard error over prompts."
+    console.print(told, markup=False, soft_wrap=True)
+    coverage = list(found.values())[-1]["coverage"]
+    if partial := [f"{part} {share:.1%}" for part, share in coverage.items() if share < 1]:
+        told = f"Answers that have the part, a missing one counts as 0: {', '.join(partial)}."
+        console.print(told, markup=False, soft_wrap=True)
+    failures = [s.reward for group in groups for s in group.samples if isinstance(s.reward, RewardFailure)]
+    if failures:
+        first = f"{failures[0].function}: {failures[0].message}"
+        told = f"{len(failures)} answers have no reward and are left out of scores; the first: {first}"
+        console.print(told, markup=False, soft_wrap=True)
+
+
+def _table(*heads: str) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("data_source", overflow="fold")
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
+
+
+def check_failures(groups: Sequence[Group], most: float) -> None:
+    """RewardError where more answers have no reward than a run would put up with."""
+    rewards = [sample.reward for group in groups for sample in group.samples]
+    failed = sum(isinstance(reward, RewardFailure) for reward in rewards)
+    if failed > most * len(rewards):
+        raise RewardError(
+            f"{failed} of {len(rewards)} answers have no reward, more than reward.max_failure_rate={most}: the figures "
+            "are of the others alone. Mend the function, or raise the rate."
+        )

@@ -1,0 +1,324 @@
+"""`rlfuse runs [FOLDER ...]`: list all runs below a folder; `rlfuse runs clean` removes leftovers of crashed ones.
+
+A damaged folder affects its own row only. Nothing is removed without `--yes` or a confirmation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import mmap
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.cells import cell_len, set_cell_size
+from rich.markup import escape
+from rich.table import Table
+
+from rlfuse.errors import NotWritable, RunError, UserError
+from rlfuse.fusion.selection import STRENGTH
+from rlfuse.parsing import parse_json
+from rlfuse.progress import Console
+from rlfuse.run_folder import status
+from rlfuse.run_folder.reader import check_files
+from rlfuse.run_folder.run_lock import RunLock, last_sign
+
+if TYPE_CHECKING:
+    from rlfuse.tools.leftovers import Leftover
+
+MARKS = (status.FILE, "metrics.jsonl")
+DEEPEST = 4
+END = 4 << 20
+"""Bytes of metrics.jsonl that are searched for the last validation."""
+REWARDS = ("critic/score/mean", "reward_model/acc")
+COLUMNS = ("run", "state", "step", "reward", "held out", "label", "time", "started", "size", "checkpoints", "sweep")
+WHOLE = ("step", "reward", "held out", "label", "time", "size")
+NUMBERS = ("step", "reward", "held out", "time", "size", "checkpoints")
+SHOWN = 5
+STATES = ("running", "finished", "stopped", "failed", "crashed", "unknown")
+
+
+class NotConfirmed(UserError):
+    """Nobody could be asked. The message says how to agree beforehand."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One folder's line. None: there is no such figure."""
+
+    folder: str
+    name: str
+    state: str = "unknown"
+    host: str = ""
+    step: int | None = None
+    total: int | None = None
+    reward: float | None = None
+    validation: float | None = None
+    label: str = ""
+    seconds: float | None = None
+    """Of all its processes: each until its end, or its last sign of life."""
+    started: float | None = None
+    heard: float = 0.0
+    size: int = 0
+    checkpoints: int = 0
+    """Bytes, which `size` leaves out."""
+    sweep: str = ""
+    error: str = ""
+    problems: list[str] = field(default_factory=list)
+
+
+ORDERS: dict[str, Callable[[Run], Any]] = {
+    "started": lambda run: run.started or run.heard,
+    "name": lambda run: run.name,
+    "state": lambda run: STATES.index(run.state),
+    "step": lambda run: run.step or 0,
+    "reward": lambda run: -math.inf if run.reward is None else run.reward,
+    "validation": lambda run: -math.inf if run.validation is None else run.validation,
+    "time": lambda run: run.seconds or 0.0,
+    "size": lambda run: run.size + run.checkpoints,
+}
+
+
+def main(argv: Sequence[str]) -> None:
+    """List, or clean. RunError for a folder that is none."""
+    if argv[:1] == ["clean"]:
+        return clean(argv[1:])
+    parser = argparse.ArgumentParser(
+        prog="rlfuse runs",
+        description="The runs of folders, a line each. `rlfuse runs clean --help`: remove what crashed ones left.",
+    )
+    parser.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help="default: runs")
+    parser.add_argument("--state", choices=STATES, action="append", help="only these; may be repeated")
+    parser.add_argument("--sort", choices=ORDERS, default="started", help="default: started, the newest last")
+    parser.add_argument("--json", action="store_true", help="one JSON list, sizes in bytes, times in epoch seconds")
+    arguments = parser.parse_args(argv)
+    folders = arguments.folders or [Path("runs")]
+    told = ", ".join(map(str, folders))
+    runs = [read(path, top) for top in folders for path in find(top)]
+    shown = sorted((run for run in runs if run.state in (arguments.state or STATES)), key=ORDERS[arguments.sort])
+    if arguments.json:
+        print(json.dumps([asdict(run) for run in shown], indent=2))
+        return
+    if not shown:
+        print(f"no run{' of ' + ' or '.join(arguments.state) if arguments.state else ''} in {told}")
+        return
+    _print(shown)
+    for run in shown:
+        for problem in run.problems:
+            print(f"{run.folder}: {problem}")
+
+
+def clean(argv: Sequence[str]) -> None:
+    """List, ask, remove. RunError for a folder that is none, NotConfirmed where nobody can answer."""
+    from rlfuse.tools import leftovers
+
+    parser = argparse.ArgumentParser(
+        prog="rlfuse runs clean",
+        description="Remove what crashed and killed runs left, once you agree: checkpoints "
+        "that never got whole, copies that are made again, files of dead processes in shared memory and in the folder "
+        "for temporary files. Runs that go on, complete checkpoints and logs stay.",
+    )
+    parser.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help="default: runs, if there is one")
+    parser.add_argument("--yes", action="store_true", help="remove without a question")
+    parser.add_argument("--dry-run", action="store_true", help="list all, remove nothing")
+    arguments = parser.parse_args(argv)
+    folders = arguments.folders or [path for path in (Path("runs"),) if path.is_dir()]
+    runs = [run for folder in folders for run in find(folder)]
+    found = leftovers.everywhere(runs)
+    for _, alike in groupby(found, key=lambda each: each.why):
+        _tell(list(alike), sys.maxsize if arguments.dry_run else SHOWN)
+    total = f"{len(found)} left-overs, {size(sum(each.bytes for each in found))}"
+    if not found or arguments.dry_run:
+        print(f"{total}; nothing was removed" if found else "nothing is left over")
+        return
+    if not arguments.yes and not _agreed(total):
+        print("nothing was removed")
+        return
+    still = {each.path for each in leftovers.everywhere(runs)}  # a run may have been started in the meantime
+    with ExitStack() as held:
+        for run in runs:
+            if any(path.is_relative_to(run) for path in still):
+                held.callback((lock := RunLock()).release)
+                with suppress(NotWritable):  # another user's
+                    lock.acquire(run)
+                if not lock.is_held:
+                    still = {path for path in still if not path.is_relative_to(run)}
+        kept = [each.path for each in found if each.path not in still or not leftovers.remove(each.path)]
+    print(f"{len(found) - len(kept)} removed" + "".join(f"\n{path} stays" for path in kept))
+
+
+def _tell(found: Sequence[Leftover], most: int) -> None:
+    for each in found[:most]:
+        print(f"{size(each.bytes):>10}  {each.path}  ({each.why})")
+    if more := found[most:]:
+        print(f"{size(sum(each.bytes for each in more)):>10}  {len(more)} more of these (--dry-run lists them)")
+
+
+def _agreed(total: str) -> bool:
+    if not sys.stdin.isatty():
+        raise NotConfirmed(f"{total}: nobody can be asked here; --yes removes them, --dry-run lists them")
+    return input(f"Remove {total}? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def find(top: Path) -> Iterator[Path]:
+    """Folders of runs: `top` itself, or those below it. RunError where `top` is no folder."""
+    if not top.is_dir():
+        raise RunError(f"{top}: no such folder; give the one with the runs (trainer.default_local_dir), or a run's own")
+    return _below(top, DEEPEST)
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    if any(os.path.exists(folder / name) for name in MARKS):  # not in one that is closed to this user
+        yield folder
+        return
+    try:
+        children = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    except OSError:  # another user's
+        return
+    for name in children if depth else ():
+        if not name.startswith("."):
+            yield from _below(folder / name, depth - 1)
+
+
+def read(path: Path, top: Path | None = None) -> Run:
+    """What the folder says of its run, named from `top` on."""
+    name = path.relative_to(top).as_posix() if top is not None and path != top else path.name
+    run = Run(str(path), name)
+    run.heard = last_sign(path)
+    try:
+        check_files(path)
+    except RunError as error:
+        run.problems.append(str(error))
+        return run
+    sources = {status.FILE: _from_status, "metrics.jsonl": _from_metrics, "summary.json": _from_summary}
+    for file, fill in sources.items():
+        try:
+            fill(run, path / file)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            run.problems.append(f"{file} can't be read ({type(error).__name__}: {error})")
+    _add_sizes(run, path)
+    return run
+
+
+def _from_metrics(run: Run, path: Path) -> None:
+    if not path.stat().st_size:
+        return
+    with path.open("rb") as rows, mmap.mmap(rows.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        end = content.rfind(b"\n") + 1  # a killed run may have left half a row behind it
+        first = max(0, end - END)
+        row = _row_at(content, end - 1) if end else {}
+        run.step = int(row["step"]) if row else None
+        run.reward = next((float(row[name]) for name in REWARDS if name in row), None)
+        if (found := content.rfind(b'"val-core/', first, end)) >= 0:
+            validated = _row_at(content, found)
+            run.validation = next(float(value) for name, value in validated.items() if name.startswith("val-core/"))
+        if run.state != "finished" or not path.with_name("summary.json").exists():  # else the summary has the label
+            logged = next((name for name in reversed(STRENGTH) if content.find(f'"fusion/{name}"'.encode()) >= 0), "")
+            run.label = max(logged, run.label, key=("", *STRENGTH).index)
+
+
+def _from_status(run: Run, path: Path) -> None:
+    found = status.read(path.parent)
+    if found is None:
+        parse_json(path.read_text())  # says what is wrong with it, or that there is none
+        raise ValueError("keys of a status are missing, or have values of another kind")
+    run.state, run.sweep, run.error = status.state_now(path.parent, found), found.sweep, found.error
+    run.started, run.total = found.started, found.total or None
+    run.label = found.label
+    run.host = found.host if found.host != socket.gethostname() else ""
+    run.seconds = found.seconds(run.heard)
+
+
+def _from_summary(run: Run, path: Path) -> None:
+    summary = parse_json(path.read_text())
+    seconds, label = float(summary["seconds"]), str(summary.get("label", ""))  # reward models have none
+    if run.state in ("finished", "unknown"):
+        run.label = label
+    if run.state == "unknown":
+        run.state, run.seconds = "finished", seconds
+
+
+def _row_at(content: mmap.mmap, position: int) -> dict[str, Any]:
+    start = content.rfind(b"\n", 0, position) + 1
+    row = parse_json(content[start : content.find(b"\n", position) + 1].decode())
+    if not isinstance(row, dict):
+        raise ValueError(f"the row at byte {start} is no object")
+    return row
+
+
+def _add_sizes(run: Run, path: Path) -> None:
+    for folder, _, names in os.walk(path):
+        inside = os.path.relpath(folder, path).startswith("global_step_")
+        for name in names:
+            with suppress(FileNotFoundError):  # the run goes on
+                size = os.lstat(os.path.join(folder, name)).st_size
+                run.checkpoints, run.size = run.checkpoints + inside * size, run.size + (not inside) * size
+
+
+def _print(runs: Sequence[Run]) -> None:
+    console = Console()
+    columns = [*zip(COLUMNS, *map(_cells, runs), strict=True)]
+    columns = [column for column in columns if any(cell != "-" for cell in column[1:])]
+    if console.is_terminal:
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for name, *_ in columns:
+            table.add_column(
+                name, justify="right" if name in NUMBERS else "left", overflow="fold", no_wrap=name in WHOLE
+            )
+        for row in [*zip(*columns, strict=True)][1:]:
+            table.add_row(*map(escape, row))
+        console.print(table, highlight=False)
+        return
+    print(aligned([*zip(*columns, strict=True)]))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A line for each row, whose columns nothing cuts off."""
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(set_cell_size, row, widths)).rstrip() for row in rows)
+
+
+def _cells(run: Run) -> tuple[str, ...]:
+    state, figure = run.state, "-" if run.step is None else str(run.step)
+    if state == "running":
+        state += f", heard {duration(max(0.0, time.time() - run.heard))} ago"
+    return (
+        run.name,
+        state + (f" on {run.host}" if run.host else ""),
+        figure + (f"/{run.total}" if run.total else ""),
+        "-" if run.reward is None else f"{run.reward:.3f}",
+        "-" if run.validation is None else f"{run.validation:.3f}",
+        run.label or "-",
+        "-" if run.seconds is None else duration(run.seconds),
+        time.strftime("%m-%d %H:%M", time.localtime(run.started or run.heard)),
+        size(run.size),
+        size(run.checkpoints) if run.checkpoints else "-",
+        run.sweep or "-",
+    )
+
+
+def duration(seconds: float) -> str:
+    """In the unit that leaves a small number."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def size(count: int) -> str:
+    """Bytes, in the unit that leaves a small number."""
+    for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if count >= length:
+            return f"{count / length:.1f} {unit}"
+    return f"{count / 1024:.0f} KiB"

@@ -1,0 +1,1 @@
+"""Helpers that `rlfuse.notebook` offers."""

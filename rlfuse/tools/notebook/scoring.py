@@ -1,0 +1,85 @@
+"""Score and measure a table of samples in this process, without time limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+
+from rlfuse.config.own_modules import load
+from rlfuse.config.rewards import Given
+from rlfuse.config.valid_values import METRICS
+from rlfuse.observe.own_metrics import Finished, by_figure, finished
+from rlfuse.observe.tracking import sample_of_row
+from rlfuse.rewards.api.items import Item, item_of_row, item_of_sample, tokens_of
+from rlfuse.rewards.api.results import number
+from rlfuse.rewards.api.shapes import RewardFunction
+from rlfuse.samples import Reward
+from rlfuse.tools.dataframes import PART
+from rlfuse.tools.evaluation.reward_table import as_columns, score_items
+
+
+def score(
+    table: pd.DataFrame,
+    functions: Given | RewardFunction | Sequence[Given | RewardFunction] = (),
+    weights: Sequence[float] = (),
+    model_path: str | None = None,
+    prompt_key: str = "prompt",
+    trust_remote_code: bool = False,
+) -> pd.DataFrame:
+    """The table's rows scored: `reward`, `rewards/{part}`, `gate`, `note`, `failure` and `traceback`, by its index.
+
+    `functions`: a function or an object, a path (`my_reward.py:compute_score`), an entry with its weight, sources, ...,
+    or a list of those, as in reward.functions; a reward model is given by `model_path`, and `trust_remote_code` runs
+    modelling code that ships with it. `table`: as `samples` gives it, or any table with `prompt` (text or
+    messages), `response` and whatever else the functions ask for. `reward` is NaN where `failure` says why.
+    A run keeps the number of a response's tokens and not the tokens: a function that reads them fails here, unless the
+    table has them as `response_ids`. `prompt_key`: of a run whose data.prompt_key is another.
+    """
+    need(table, "prompt", "response")
+    plain = table.astype(object).where(table.notna(), None)
+    items = [_item(row, number, prompt_key) for number, row in enumerate(plain.to_dict("records"))]
+    rewards = score_items(functions, items, weights, model_path, trust_remote_code)
+    scored = pd.DataFrame([as_columns(reward, PART) for reward in rewards], table.index)
+    return scored.astype({"reward": float})
+
+
+def measure(table: pd.DataFrame, metric: str | Callable[..., Any], prompt_key: str = "prompt") -> pd.DataFrame:
+    """What a metric, a function or `path/file.py:name`, says of each step's samples: a row for a step.
+
+    `table`: as `samples` gives it. A run keeps no tokens but their number, so of `response_ids` only the length can be
+    asked, unless the table has them. What the metric raises, or returns that is no finite number, ends the cell.
+    `prompt_key`: of a run whose data.prompt_key is another.
+    """
+    need(table, "step", "id", "finish", "prompt", "response", "response_tokens", "reward")
+    function = load(METRICS, metric) if isinstance(metric, str) else metric
+    plain, name = table.astype(object).where(table.notna(), None), getattr(function, "__name__", "metric")
+    found = {}
+    for step, rows in plain.groupby("step"):
+        returned = by_figure(function([_finished(row, prompt_key) for row in rows.to_dict("records")]))
+        found[step] = {figure or name: number(each, "a figure") for figure, each in returned.items()}
+    return pd.DataFrame.from_dict(found, orient="index").rename_axis("step")
+
+
+def need(table: pd.DataFrame, *columns: str) -> None:
+    """ValueError for what is no table, or has not all of these columns."""
+    if not isinstance(table, pd.DataFrame):
+        raise ValueError(f"table: got a {type(table).__name__}; give a pandas table, as pandas.DataFrame(rows) makes")
+    if missing := [name for name in columns if name not in table]:
+        has = ", ".join(map(str, table.columns))
+        raise ValueError(f"table: has no column {', '.join(missing)}; its columns are {has}")
+
+
+def _item(row: dict, number: int, prompt_key: str) -> Item:
+    if isinstance(row.get("columns"), dict) and "id" in row:
+        return replace(item_of_sample(sample_of_row(row, prompt_key), prompt_key), response_ids=tokens_of(row))
+    return item_of_row(row, number)
+
+
+def _finished(row: dict, prompt_key: str) -> Finished:
+    sample = sample_of_row(row, prompt_key)
+    parts = {name.removeprefix(PART): each for name, each in row.items() if name.startswith(PART) and each is not None}
+    sample.reward = None if row["reward"] is None else Reward(row["reward"], parts)
+    return replace(finished(sample, prompt_key), response_ids=tokens_of(row))

@@ -1,0 +1,244 @@
+"""Fit a device's `Hardware` to measured work, and measure the error on work that was held out.
+
+Non-negative least squares on the amounts of `features`. Decoding has a roof (reading weights or computing), whose shape
+is searched, and so is the slowdown by other devices of the node. Held out are whole runs, or a fifth of a run's steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from rlfuse.simulate.fitting import MIN_SPANS, robust
+from rlfuse.tools.planning.features import Work, seconds_of
+from rlfuse.tools.planning.hardware import KINDS, CalibrationError, Errors, Hardware
+
+UNSEEN = 1e18  # a rate so high that nothing of it could be seen
+ROOFS = tuple(2.0**power for power in range(13))
+"""FLOP for each byte read at which decoding begins to be bound by computing: those that are tried."""
+MOST_CROWDING, NARROWED = 1.0, 6  # where `Hardware.crowding` is looked for, and how often that is halved
+FOLDS = 5
+ACROSS_DEVICES = 0.1085  # error of CDMPP's forecasts on devices that it was not fitted to (arXiv 2311.09690)
+
+Fields = dict[str, float | bool]
+
+
+def fitted(works: Sequence[Work]) -> Hardware:
+    """The device that these pieces of work tell. Raises CalibrationError where they tell of no decoding or training."""
+    seen = {kind: sum(work.kind == kind for work in works) for kind in ("generating", "training")}
+    if missing := [f"{kind} ({count})" for kind, count in seen.items() if count < MIN_SPANS]:
+        raise CalibrationError(
+            f"too few pieces of work after the first step, {MIN_SPANS} of each kind are needed: {', '.join(missing)}; "
+            "give a run of more steps"
+        )
+    crowding = _crowding(works) if len({work.beside for work in works}) > 1 else 0.0
+    return _fitted(works, crowding)
+
+
+def _crowding(works: Sequence[Work]) -> float:
+    @functools.cache
+    def off(crowding: float) -> float:
+        return sum(total.error**2 for total in totals(works, _fitted(works, crowding)))
+
+    low, high = 0.0, MOST_CROWDING
+    for _ in range(NARROWED):
+        best = min(np.linspace(low, high, 5).tolist(), key=off)
+        low, high = max(0.0, best - (high - low) / 4), min(MOST_CROWDING, best + (high - low) / 4)
+    return best
+
+
+def _fitted(works: Sequence[Work], crowding: float) -> Hardware:
+    alone = [_alone(work, 1 + crowding * work.beside) for work in works]
+    of = {kind: [work for work in alone if work.kind == kind] for kind in KINDS}
+    models = {round(work.read / work.steps) for work in of["generating"]}
+    passes = [work for work in (*of["scoring"], *of["training"]) if not work.optimizer_steps]
+    known = _fit_copying([work for work in alone if work.kind == "copying"])
+    known |= _fit_optimizer([work for work in of["training"] if work.optimizer_steps], known)
+    known |= _fit_passes(passes, len(models) > 1, known)
+    known |= _fit_decoding(of["generating"], known["pass_flops"])
+    hardware = Hardware(**known, crowding=crowding)
+    left = [work.seconds - seconds_of(work, hardware) for work in works if work.kind == "step"]
+    return replace(hardware, step_s=max(0.0, float(np.median(left))) if left else 0.0)
+
+
+def _alone(work: Work, longer: float) -> Work:
+    """The work where nobody slows it; exchanges, which no device does alone, are what they were."""
+    return replace(work, seconds=work.seconds / longer, sent=work.sent / longer, gathers=work.gathers / longer)
+
+
+def _fit_passes(works: Sequence[Work], widths: bool, known: Fields) -> Fields:
+    """Passes and gradients together, as a layer begins alike in both.
+
+    Without several `widths` all that tokens take is computing: hidden states grow with them alike. What they send, and
+    copy for that, takes what optimizer steps told: `known`.
+    """
+    weights = _weights(works)
+    rows = []
+    for work in works:
+        scores = work.kind == "scoring"
+        rows.append([scores * work.calls, (not scores) * work.calls, work.layers])
+        rows[-1] += [widths * work.hidden, scores * work.flops, (not scores) * work.flops, work.gathers]
+    updating, sending = (known.get(name, UNSEEN) for name in ("update_bytes_per_s", "sent_bytes_per_s"))
+    copying = known.get("copied_bytes_per_s", updating)
+    beside = [work.moved / updating + work.copied / copying + work.sent / sending for work in works]
+    seconds = np.maximum(_seconds(works) - beside, 0.0)
+    columns = np.array(rows, float)[:, : None if any(work.gathers for work in works) else -1]
+    factors, _ = robust(columns * weights[:, None], seconds * weights)
+    pass_call, train_call, layer, hidden, passed, trained = map(float, factors[:6])
+    train_flops = _rate(trained)
+    pass_flops = _rate(passed) if any(work.kind == "scoring" for work in works) else train_flops
+    return {
+        "pass_call_s": pass_call,
+        "train_call_s": train_call,
+        "layer_s": layer,
+        "gather_s": float(sum(factors[6:])),
+        "hidden_bytes_per_s": _rate(hidden),
+        "pass_flops": pass_flops,
+        "train_flops": train_flops,
+    }
+
+
+def _fit_copying(works: Sequence[Work]) -> Fields:
+    """Nothing where no work was that alone: steps do not tell copies from what they do in place."""
+    copied = sum(work.copied for work in works)
+    return {"copied_bytes_per_s": _rate(sum(work.seconds for work in works) / copied)} if works else {}
+
+
+def _fit_optimizer(works: Sequence[Work], known: Fields) -> Fields:
+    """By the bytes that a rank moves in its memory, and as far as steps differ enough, by those that ranks exchange and
+    by what each step takes beside."""
+    if not works:
+        return {}
+    moved, copied, sent = np.array([[work.moved, work.copied, work.sent] for work in works], float).T
+    seconds, copying = _seconds(works), known.get("copied_bytes_per_s")
+    if copying:
+        seconds = np.maximum(seconds - copied / copying, 0.0)
+    amounts = np.stack([moved if copying else moved + copied, sent, np.ones_like(sent)], axis=1)
+    told = [0]
+    for column in (1, 2):
+        if np.linalg.matrix_rank(_unit(amounts[:, [*told, column]])) > len(told):
+            told.append(column)
+    weights = _weights(works)
+    factors, _ = robust(amounts[:, told] * weights[:, None], seconds * weights)
+    of = dict(zip(told, map(float, factors), strict=True))
+    sending = {"sent_bytes_per_s": _rate(of[1])} if of.get(1) else {}
+    return sending | {"update_bytes_per_s": _rate(of[0]), "optimizer_s": of.get(2, 0.0)}
+
+
+def _unit(columns: np.ndarray) -> np.ndarray:
+    return columns / np.maximum(columns.max(axis=0), 1e-300)
+
+
+def _fit_decoding(works: Sequence[Work], pass_flops: float) -> Fields:
+    weights = _weights(works)
+    steps, batch, attended, read, computed, cached, prefill = np.array(
+        [[w.steps, w.batch, w.attended, w.read, w.computed, w.moved, w.flops] for w in works], float
+    ).T
+    seconds = np.maximum(_seconds(works) - prefill / pass_flops, 0.0)
+    own = np.stack([steps, steps * batch, attended], axis=1)
+    if np.linalg.matrix_rank(_unit(own)) < own.shape[1]:  # models of one depth
+        own = own[:, :2]
+    fits = []
+    for overlaps, ratio in product((True, False), ROOFS):
+        roof = (np.maximum(read, computed / ratio) if overlaps else read + computed / ratio) + cached
+        factors, loss = robust(np.column_stack([roof, own]) * weights[:, None], seconds * weights)
+        fits.append((loss, not overlaps, -ratio, factors))
+    _, apart, ratio, (byte, step, sequence, *attention) = min(fits, key=lambda each: each[:3])
+    bytes_per_s = _rate(float(byte))
+    # Less than was seen would slow work that did not show it.
+    seen = bytes_per_s * (-ratio if apart else min(-ratio, float((computed / read).max())))
+    return {
+        "decode_step_s": float(step),
+        "decode_sequence_s": float(sequence),
+        "decode_attention_s": float(sum(attention)),
+        "decode_overlaps": not apart,
+        "bytes_per_s": bytes_per_s,
+        "decode_flops": min(max(seen, min(-ratio * bytes_per_s, pass_flops)), UNSEEN),
+    }
+
+
+def _weights(works: Sequence[Work]) -> np.ndarray:
+    """Of each piece of work, such that each kind weighs alike in every step."""
+    total: dict[tuple[str, int, str], list[float]] = {}
+    for work in works:
+        total.setdefault((work.source, work.part, work.kind), []).append(work.seconds)
+    return np.array([1 / np.mean(total[work.source, work.part, work.kind]) for work in works])
+
+
+def _seconds(works: Iterable[Work]) -> np.ndarray:
+    return np.array([work.seconds for work in works], float)
+
+
+def _rate(factor: float) -> float:
+    return min(1 / factor, UNSEEN) if factor > 0 else UNSEEN
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Seconds of one kind of work in a step that a fit did not see."""
+
+    kind: str
+    source: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return abs(self.predicted - self.measured) / self.measured
+
+
+def held_out(works: Sequence[Work]) -> tuple[list[Total], str]:
+    """Totals of all steps, each predicted by a fit to others; and in words, to which."""
+    sources = list(dict.fromkeys(work.source for work in works))
+    parts = list(dict.fromkeys((work.source, work.part) for work in works))
+    if len(sources) > 1:
+        places = {part: sources.index(part[0]) for part in parts}
+        words = f"each of {len(sources)} in turn, predicted from the others"
+    else:
+        if len(parts) < 2:
+            raise CalibrationError(
+                "one step after the first: nothing can be held out; give a run of three steps or more"
+            )
+        places = {part: place % FOLDS for place, part in enumerate(parts)}
+        words = f"each of {min(FOLDS, len(parts))} shares of the steps in turn, predicted from the others"
+    found = []
+    for fold in sorted(set(places.values())):
+        inside = [work for work in works if places[work.source, work.part] != fold]
+        outside = [work for work in works if places[work.source, work.part] == fold]
+        found += totals(outside, fitted(inside))
+    return found, words
+
+
+def totals(works: Iterable[Work], hardware: Hardware) -> list[Total]:
+    """Of each kind in each step."""
+    sums: dict[tuple[str, str, int], np.ndarray] = {}
+    for work in works:
+        if work.kind in KINDS:
+            both = np.array([work.seconds, seconds_of(work, hardware)])
+            sums[work.kind, work.source, work.part] = sums.get((work.kind, work.source, work.part), 0.0) + both
+    return [Total(kind, source, *map(float, both)) for (kind, source, _), both in sums.items()]
+
+
+def errors_of(found: Sequence[Total]) -> Errors:
+    """The mean of each kind's."""
+    each = {kind: [total.error for total in found if total.kind == kind] for kind in KINDS}
+    return Errors(**{kind: float(np.mean(shares)) for kind, shares in each.items() if shares})
+
+
+def scaled(hardware: Hardware, flops_ratio: float, bandwidth_ratio: float) -> Hardware:
+    """Another device, so many times as fast at matrix products and at copies as the one that was measured. What a host
+    does between kernels stays, its links are others; errors grow by CDMPP's for unseen devices, in quadrature."""
+    for name, ratio in (("flops_ratio", flops_ratio), ("bandwidth_ratio", bandwidth_ratio)):
+        if not (ratio > 0 and math.isfinite(ratio)):
+            raise CalibrationError(f"{name}={ratio:g}: needs a number above 0: measured speeds of the two devices")
+    faster = {name: getattr(hardware, name) * flops_ratio for name in ("pass_flops", "train_flops", "decode_flops")}
+    errors = {kind: math.hypot(error, ACROSS_DEVICES) for kind, error in hardware.errors.items()}
+    copies = ("bytes_per_s", "hidden_bytes_per_s", "update_bytes_per_s", "copied_bytes_per_s")
+    reading = {name: getattr(hardware, name) for name in copies}
+    faster |= {name: rate * bandwidth_ratio for name, rate in reading.items() if rate is not None}
+    return replace(hardware, **faster, sent_bytes_per_s=None, errors=errors)

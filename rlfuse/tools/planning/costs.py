@@ -1,0 +1,286 @@
+"""Predict the seconds of each kind of work, from a model's shape and what a device and its links do.
+
+Per slot of an engine, which spans `rollout.tensor_model_parallel_size` devices; a trainer rank is one device. Tensor
+parallelism all-reduces twice a layer (Megatron, arXiv 1909.08053). Collective operations overlap with nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+
+from rlfuse.config.schema import Config
+from rlfuse.engines.memory.activations import leaves
+from rlfuse.engines.memory.estimate import ITEM, Moved, quantized_away
+from rlfuse.engines.memory.model_sizes import Shape
+from rlfuse.engines.pipeline.partition import share_with_logits
+from rlfuse.fusion.costs import Costs
+from rlfuse.simulate.job_step import micro_batches
+from rlfuse.tools.planning.exchanges import (
+    Exchange,
+    Traffic,
+    carried_in_gradients,
+    carried_in_step,
+    held_of,
+    moved_in_gradients,
+    moved_in_step,
+    of_gradients,
+    of_pass,
+    of_step,
+    stepped,
+)
+from rlfuse.tools.planning.hardware import ENDS, Hardware, NodeSpeed, WorkSpeed
+
+STAYS = Moved()
+
+
+def costs_of(
+    config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved = STAYS
+) -> Costs:
+    """`context`: tokens of a sample with its prompt, in the mean."""
+    width = config.rollout.tensor_model_parallel_size
+    hardware = hardware.in_node_of(config.trainer.n_gpus_per_node)
+    ranks = _Ranks(config, shapes, hardware, context)
+    waits = hardware.host_bytes_per_s
+    return Costs(
+        **_decoding(config, shapes["actor"], hardware),
+        max_sequences=config.rollout.max_num_seqs,
+        max_tokens=config.data.max_response_length,
+        score_tokens_per_s=width / ranks.score_token_s(),
+        score_call_s=hardware.pass_call_s,
+        train_tokens_per_s=width / ranks.train_token_s(),
+        train_call_s=hardware.train_call_s,
+        optimizer_s=ranks.optimizer_s() + ranks.fetched_s(moved.optimizers),
+        switch_s=ranks.switch_s(moved),
+        link_bytes_per_s=0.0 if waits == float("inf") else waits / 2,  # a cache is carried through the host's memory
+        step_s=ranks.push_s() + hardware.step_s,
+    )
+
+
+def _decoding(config: Config, shape: Shape, hardware: Hardware) -> dict[str, float]:
+    """Fields of `Costs`: reading weights until a batch is flat no more, then computing.
+
+    A step takes `start + own * batch + max(read, computed * batch)`. Costs have one bend: they are as long for one
+    sequence and where computing takes longer than reading, and between shorter by less than `own` for each sequence.
+    No batch is flat on a device that first reads, then computes: `start + own * batch + read + computed * batch`.
+    """
+    width, item, links = config.rollout.tensor_model_parallel_size, ITEM[config.model.dtype], hardware.links
+    flops, speed, cached = hardware.decode_flops * width, hardware.bytes_per_s * width, shape.cache.bytes_of(1, item)
+    token = 2 * (shape.passed + shape.head)  # every decoded token passes the head
+    reduced = 2 * len(shape.layers) * shape.hidden * item
+    sent = links.all_reduce(reduced, width) - links.all_reduce(0, width)
+    read = ((sum(shape.layers) + shape.head) * item - quantized_away(config, shape)) / speed
+    start = hardware.decode_step_s + 2 * len(shape.layers) * links.all_reduce(0, width)
+    own = hardware.decode_sequence_s + hardware.decode_attention_s * len(shape.layers) / width
+    each = token / flops + own
+    flat = max(1, int((read + own) / each)) if hardware.decode_overlaps else 1
+    return {
+        "step_base_s": start + own + hardware.decoding_s(read, token / flops),
+        "step_per_sequence_s": each + sent,
+        "step_per_context_token_s": cached / speed,
+        "flat_batch": flat,
+        "prefill_tokens_per_s": 1 / (2 * shape.passed / (hardware.pass_flops * width) + sent),
+        "kv_bytes_per_token": cached,
+    }
+
+
+def work_speeds(
+    config: Config, shape: Shape, hardware: Hardware, nodes: Sequence[NodeSpeed], context: float
+) -> tuple[WorkSpeed, ...]:
+    """Return how fast each of these nodes works; decoding by a step of an engine's mean batch. `context`: as above."""
+    hardware = hardware.in_node_of(config.trainer.n_gpus_per_node)
+    engines = config.slots / config.rollout.tensor_model_parallel_size
+    samples = config.data.train_batch_size * config.rollout.n / engines
+    batch = max(1, round(min(samples, config.rollout.max_num_seqs) / 2))
+
+    def step_s(node: NodeSpeed) -> float:
+        flops, bandwidth = hardware.decode_flops * node.compute, hardware.bytes_per_s * node.memory
+        there = replace(hardware, decode_flops=flops, bytes_per_s=bandwidth)
+        return Costs(**_decoding(config, shape, there)).decode_step(batch, batch * context)
+
+    return tuple(WorkSpeed(node.compute, step_s(NodeSpeed()) / step_s(node)) for node in nodes)
+
+
+def optimizer_trips(
+    config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved
+) -> tuple[float, float]:
+    """(seconds, those of them beside other work) that optimizers are on their way to the device, and from there where
+    that is for each update, in a step. Arguments as of `costs_of`."""
+    hardware = hardware.in_node_of(config.trainer.n_gpus_per_node)
+    ranks, residency = _Ranks(config, shapes, hardware, context), config.actor.optimizer_residency
+    if residency == "step":
+        updates = config.actor.ppo_epochs * -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
+        return updates * 2 * moved.optimizers / hardware.host_bytes_per_s, 0.0
+    hidden = ranks.hidden_s(moved.optimizers) if residency == "forecast" else 0.0
+    return moved.optimizers / hardware.host_bytes_per_s, hidden
+
+
+def carried(config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float) -> tuple[float, float]:
+    """(bytes, seconds) between a device and optimizers that stay on its host, in a step. Arguments as of `costs_of`."""
+    hardware = hardware.in_node_of(config.trainer.n_gpus_per_node)
+    return _Ranks(config, shapes, hardware, context).carried()
+
+
+class _Ranks:
+    """Trainer ranks: seconds of one of them. Those of a token are of all stages together, which a rank's share of the
+    tokens takes it: in pipelines it runs a stage of that many times as many, where ranks share layers it sees as many
+    times more as there are of them."""
+
+    def __init__(self, config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float):
+        self._config, self._hardware, self._context = config, hardware, context
+        self._item = ITEM[config.model.dtype]
+        self._stages, self._width = config.training.pipeline_parallel_size, config.training.tensor_model_parallel_size
+        self._copies = config.slots // self._stages // self._width
+        self._learning = {role: each for role, each in shapes.items() if role != "reference"}
+        self._policy, self._trained = shapes["actor"], list(self._learning.values())
+        prompts = config.actor.ppo_mini_batch_size
+        self._of_rank = prompts * config.rollout.n * context / self._copies
+        self._micro_batch = max(1.0, self._of_rank / micro_batches(config, prompts, context))
+
+    @property
+    def _far(self) -> bool:
+        return self._stages * self._width > self._hardware.links.per_node
+
+    def score_token_s(self) -> float:
+        shape, flops = self._policy, max(_flops(self._config, each, self._context) for each in self._trained)
+        gathered = self._stages * self._exchange_s(of_pass(self._config, shape))
+        computed = flops / self._hardware.pass_flops + self._hidden_s(shape) + self._summed_s(shape)
+        once = (gathered + self._begun_s(shape)) / self._micro_batch
+        return self._width * (computed + once + self._exchanged(shape))
+
+    def train_token_s(self) -> float:
+        return max(self._train_token_s(shape, 3 + self._run_again(role)) for role, shape in self._learning.items())
+
+    def _run_again(self, role: str) -> float:
+        """Share of a model's layers in micro-batches that learn."""
+        model, shape, hardware = self._config.model, self._learning[role], self._hardware
+        if model.enable_gradient_checkpointing or not model.enable_activation_offload:
+            return float(model.enable_gradient_checkpointing)
+        flops = _flops(self._config, shape, self._context) / len(shape.layers)
+        seconds = self._micro_batch * flops / hardware.train_flops
+        device = "cpu" if hardware.host_bytes_per_s == inf else "cuda"
+        return leaves(self._config, shape, role, device, seconds, hardware.host_bytes_per_s).run_again
+
+    def _train_token_s(self, shape: Shape, passes: float) -> float:
+        flops = _flops(self._config, shape, self._context) / self._hardware.train_flops
+        exchanged = self._stages * self._exchange_s(of_gradients(self._config, shape))
+        held = self._config, held_of(self._config, shape), self._copies
+        exchanged += moved_in_gradients(*held).seconds(self._hardware) + self._carried_s(carried_in_gradients(*held))
+        once = (passes * self._begun_s(shape) + exchanged) / self._micro_batch
+        computed = passes * (flops + self._hidden_s(shape)) + (passes - 1) * self._summed_s(shape)
+        return self._width * (computed + once + 2 * self._exchanged(shape) + self._handed_on(shape))
+
+    def _begun_s(self, shape: Shape) -> float:
+        """Of a micro-batch's forward pass through all stages, beside its tokens."""
+        links = self._hardware.links
+        handed_on = (self._stages - 1) * links.send(0, self._far)
+        if self._config.training.vocabulary_parallel:
+            handed_on += links.all_reduce(0, self._stages)
+        begun = (len(shape.layers) + self._stages * ENDS) * self._hardware.layer_s
+        return begun + 2 * len(shape.layers) * links.all_reduce(0, self._width) + handed_on
+
+    def _hidden_s(self, shape: Shape) -> float:
+        return len(shape.layers) * shape.hidden * self._item / self._hardware.hidden_bytes_per_s
+
+    def _exchange_s(self, exchange: Exchange) -> float:
+        begun = max(exchange.modules * self._hardware.gather_s, exchange.messages * self._gather(0))
+        sent = self._gather(exchange.sent(self._hardware)) if exchange.bytes else 0.0
+        copied = exchange.copies.seconds(self._hardware) if self._copies > 1 else 0.0
+        return begun + sent + copied
+
+    def _summed_s(self, shape: Shape) -> float:
+        """Of a token's hidden states over the ranks that share layers, forward; of copies of them."""
+        if self._width == 1:
+            return 0.0
+        links, size = self._hardware.links, 2 * len(shape.layers) * shape.hidden * self._item
+        copied = Traffic(2 * size).seconds(self._hardware)
+        return copied + links.all_reduce(size, self._width) - links.all_reduce(0, self._width)
+
+    def _gather(self, size: float) -> float:
+        """All-gather or reduce-scatter of a stage's share of so many bytes, among those that have the same stage."""
+        return self._hardware.links.all_gather(size / self._stages, self._copies, self._stages * self._width)
+
+    def _exchanged(self, shape: Shape) -> float:
+        """Of a token's all-to-alls, where sequences are longer than a rank's budget and so are cut: of queries, keys,
+        values and results of each layer (DeepSpeed's `DistributedAttention`), each with the links' latency."""
+        config = self._config
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        degree = config.training.ulysses_sequence_parallel_size
+        if degree == 1 or longest <= config.actor.ppo_max_token_len_per_gpu:
+            return 0.0
+        size = self._micro_batch * shape.hidden / self._width * self._item * (degree - 1) / degree
+        each = self._hardware.links.send(size, degree * self._width > self._hardware.links.per_node)
+        return 4 * len(shape.layers) * each / self._micro_batch
+
+    def _handed_on(self, shape: Shape) -> float:
+        """Of a token's hidden states and their gradients, from stage to stage, and once more for a head they share."""
+        if self._stages == 1:
+            return 0.0
+        links, far = self._hardware.links, self._far
+        times = 2 + 2 * self._config.training.vocabulary_parallel * share_with_logits(self._config.data)
+        return times * (links.send(shape.hidden * self._item, far) - links.send(0, far))
+
+    def optimizer_s(self) -> float:
+        return self._hardware.optimizer_s + sum(map(self._step_s, self._trained)) / len(self._trained)
+
+    def _step_s(self, shape: Shape) -> float:
+        held, hardware = held_of(self._config, shape) / self._stages, self._hardware
+        moved = moved_in_step(self._config, held, self._copies).seconds(hardware)
+        if self._config.actor.offload_optimizer:  # the host's memory is taken to be no faster than the way there
+            states = stepped(held / self._copies, self._item)
+            moved += states / min(hardware.updating, hardware.host_bytes_per_s) - states / hardware.updating
+            moved += self._carried_s(carried_in_step(self._config, held, self._copies))
+        return self._exchange_s(of_step(self._config, shape)) + moved
+
+    def _carried_s(self, size: float) -> float:
+        """Of bytes between a device and its host's memory, which on CPUs is one: they are read and written in it."""
+        if self._hardware.is_host:
+            return Traffic(2 * size).seconds(self._hardware)
+        return size / self._hardware.host_bytes_per_s
+
+    def carried(self) -> tuple[float, float]:
+        """(bytes, seconds) of a step's gradients and weights, to optimizers that stay on the host and from there."""
+        data, size = self._config.data, 0.0
+        for shape in self._trained:
+            held = self._config, held_of(self._config, shape) / self._stages, self._copies
+            size += self._of_rank / self._micro_batch * carried_in_gradients(*held) + carried_in_step(*held)
+        size *= self._config.actor.ppo_epochs * -(-data.train_batch_size // self._config.actor.ppo_mini_batch_size)
+        return size, self._carried_s(size)
+
+    def switch_s(self, moved: Moved) -> float:
+        speed, residency = self._hardware.host_bytes_per_s, self._config.actor.optimizer_residency
+        if residency == "step":
+            return (moved.all - moved.optimizers) / speed
+        hidden = self.hidden_s(moved.optimizers) if residency == "forecast" else 0.0
+        return moved.all / speed - hidden / 2
+
+    def hidden_s(self, optimizers: float) -> float:
+        """Of the optimizers' way to the device: as long as the first mini-batch's gradients take at the least, which is
+        the same however large micro-batches are."""
+        rows = self._config.actor.ppo_mini_batch_size * self._config.rollout.n
+        flops = 3 * min(_flops(self._config, each, self._context) for each in self._trained)
+        gradients = rows * self._context / self._copies * flops / self._stages / self._hardware.train_flops
+        return min(optimizers / self._hardware.host_bytes_per_s, gradients)
+
+    def fetched_s(self, optimizers: float) -> float:
+        """Of an optimizer's way to the device and back, in the mean, where it is there for its steps alone."""
+        if self._config.actor.optimizer_residency != "step":
+            return 0.0
+        return 2 * optimizers / len(self._trained) / self._hardware.host_bytes_per_s
+
+    def push_s(self) -> float:
+        """Of new weights to an engine: gathered where they lie in parts, then copied."""
+        weights, links = self._policy.parameters * self._item, self._hardware.links
+        gathered = self._exchange_s(of_pass(self._config, self._policy))
+        stages = links.all_gather(weights, self._stages * self._width)
+        return gathered + stages + 2 * weights / self._hardware.bytes_per_s
+
+
+def _flops(config: Config, shape: Shape, context: float) -> float:
+    """Of a rank's forward pass per token; only tokens that predict a response pass the head."""
+    data = config.data
+    kept = data.max_response_length / (data.max_prompt_length + data.max_response_length)
+    scores = 4 * len(shape.layers) * shape.heads * shape.head_width * context / 2
+    width = config.training.tensor_model_parallel_size
+    return (2 * shape.passed + scores) / width + 2 * shape.head * kept

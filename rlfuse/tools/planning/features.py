@@ -1,0 +1,191 @@
+"""Describe the work of a recorded run in units that carry over to other models: FLOP, bytes, layers, calls.
+
+`seconds_of` has the form that `costs` gives to a plan. The first step (warm-up) and validation do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from rlfuse.config.schema import Config
+from rlfuse.engines.memory.estimate import ITEM, quantized_away
+from rlfuse.engines.memory.model_sizes import Shape
+from rlfuse.events import Span
+from rlfuse.simulate.fitting import busiest, is_optimizer_step, unexplained, updates
+from rlfuse.simulate.job_step import spans_within
+from rlfuse.step.scoring import PASSES, model_of
+from rlfuse.tools.planning.exchanges import (
+    Traffic,
+    held_of,
+    moved_in_gradients,
+    moved_in_step,
+    of_gradients,
+    of_pass,
+    of_step,
+)
+from rlfuse.tools.planning.hardware import ENDS, Hardware
+
+ROLES = {"actor": "actor", "critic": "critic", "ref": "reference"}  # a model's name in spans -> in shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One piece of work of one device; amounts of all that it did, of which most are 0."""
+
+    kind: str  # `generating scoring training`, `step` (everything else) or `copying`
+    source: str  # the run, or the part of a probe
+    part: int  # step of the run, or place in the probe: what is held out together
+    seconds: float
+    calls: int = 0
+    layers: int = 0  # of micro-batches, with their ENDS: in each forward pass; backward counts as two
+    hidden: float = 0.0  # bytes of hidden states, of every layer, forward
+    flops: float = 0.0  # of passes, prefills, updates
+    steps: int = 0  # of decoding
+    batch: int = 0  # sequences in each of them
+    attended: float = 0.0  # sequences, in each layer of each of them
+    read: float = 0.0  # bytes of weights that decoding reads
+    computed: float = 0.0  # FLOP of decoding
+    moved: float = 0.0  # bytes of caches read, of gradients and states in place, of pushed weights
+    copied: float = 0.0  # bytes of gradients into new memory
+    optimizer_steps: int = 0
+    sent: float = 0.0  # bytes to other ranks of its node
+    gathers: float = 0  # modules that ZeRO 3 looks after, in each pass
+    beside: int = 0  # other devices of its node that were at work at the same time
+
+
+def seconds_of(work: Work, hardware: Hardware) -> float:
+    """What a device takes for it."""
+    hardware = hardware.crowded(work.beside)
+    if work.kind == "step":
+        return hardware.step_s + work.moved / hardware.bytes_per_s
+    if work.kind == "generating":
+        own = work.steps * (hardware.decode_step_s + work.batch * hardware.decode_sequence_s)
+        own += work.attended * hardware.decode_attention_s
+        read = hardware.decoding_s(work.read / hardware.bytes_per_s, work.computed / hardware.decode_flops)
+        return own + read + work.moved / hardware.bytes_per_s + work.flops / hardware.pass_flops
+    scoring = work.kind == "scoring"
+    call_s = hardware.pass_call_s if scoring else hardware.train_call_s
+    rate = hardware.pass_flops if scoring else hardware.train_flops
+    started = work.calls * call_s + work.layers * hardware.layer_s
+    states = work.moved / hardware.updating + work.copied / hardware.copying
+    computed = work.hidden / hardware.hidden_bytes_per_s + work.flops / rate
+    exchanged = work.gathers * hardware.gather_s + work.sent / (hardware.sent_bytes_per_s or inf)
+    return started + computed + states + work.optimizer_steps * hardware.optimizer_s + exchanged
+
+
+def forward_flops(shape: Shape, prompts: Sequence[float], responses: Sequence[float]) -> float:
+    """Of a pass over samples of these lengths; only tokens that predict a response pass the head."""
+    whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    attention = 2 * len(shape.layers) * shape.heads * shape.head_width * sum(length**2 for length in whole)
+    return 2 * (shape.passed * sum(whole) + shape.head * sum(responses)) + attention
+
+
+def works_of(source: str, config: Config, shapes: Mapping[str, Shape], spans: Sequence[Span]) -> list[Work]:
+    """All work of a run's steps but the first; nothing where it has no second one."""
+    lengths = lengths_of(spans)
+    steps = [span for span in spans if span.kind == "step" and spans_within(spans, span)][1:]
+    found = []
+    for number, step in enumerate(steps):
+        inside, part = spans_within(spans, step), (source, number)
+        found += [_decoding(part, span, config, shapes["actor"]) for span in inside if span.kind == "decode"]
+        found += _calls(part, config, shapes, inside, lengths)
+        pushed = 2 * shapes["actor"].parameters * ITEM[config.model.dtype]
+        found += [Work("step", *part, rest, moved=pushed) for rest in unexplained(inside)]
+    beside = config.trainer.n_gpus_per_node - 1
+    return [replace(work, beside=beside) for work in found if work.seconds > 0]
+
+
+def lengths_of(spans: Sequence[Span]) -> dict[str, tuple[int, int]]:
+    """Sample -> (prompt, response) tokens; the last span of one that moved tells all of them."""
+    return {
+        span.samples[0]: (
+            span.attributes.get("prompt_tokens", 1),
+            span.tokens + span.attributes.get("carried_tokens", 0),
+        )
+        for span in spans
+        if span.kind == "generate" and span.samples
+    }
+
+
+def _decoding(part: tuple[str, int], span: Span, config: Config, shape: Shape) -> Work:
+    seen, width, item = span.attributes, config.rollout.tensor_model_parallel_size, ITEM[config.model.dtype]
+    steps, batch = seen["steps"], seen["batch"]
+    return Work(
+        "generating",
+        *part,
+        span.seconds,
+        flops=2 * shape.passed * seen["prefill_tokens"] / width,
+        steps=steps,
+        batch=batch,
+        attended=steps * batch * len(shape.layers) / width,
+        read=steps * ((sum(shape.layers) + shape.head) * item - quantized_away(config, shape)) / width,
+        computed=2 * steps * batch * (shape.passed + shape.head) / width,
+        moved=steps * seen["context"] * shape.cache.bytes_of(1, item) / width,
+    )
+
+
+def _calls(
+    part: tuple[str, int],
+    config: Config,
+    shapes: Mapping[str, Shape],
+    spans: Sequence[Span],
+    lengths: Mapping[str, tuple[int, int]],
+) -> Iterator[Work]:
+    within = config.trainer.nnodes == 1  # what goes between nodes tells nothing of the links within one
+    copies = config.slots // config.training.tensor_model_parallel_size  # ranks that hold the same parameters
+    share = (copies - 1) / copies if within else 0.0
+    learn = 4 if config.model.enable_gradient_checkpointing else 3
+    gradients = [span for span in _with_forwards(spans) if not is_optimizer_step(span)]
+    for kind, passes, model, found in (
+        ("scoring", 1, model_of, busiest(spans, PASSES, PASSES)),
+        ("training", learn, _learning, busiest(gradients, updates(spans), ("backward",))),
+    ):
+        for call, done in found:
+            shape = shapes[ROLES[model(call.kind)]]
+            each, own = of_pass(config, shape), Traffic()
+            if kind == "training":
+                each = of_gradients(config, shape)
+                own = moved_in_gradients(config, held_of(config, shape), copies)
+            own += each.copies if copies > 1 else Traffic()
+            layers = passes * len(shape.layers)
+            begun = layers + passes * ENDS
+            for span in done:
+                hidden = layers * shape.hidden * ITEM[config.model.dtype] * span.tokens
+                flops = passes * _flops(config, shape, span, lengths)
+                work = Work(kind, *part, span.seconds, 0, begun, hidden, flops, gathers=each.modules)
+                yield replace(work, sent=share * each.bytes, moved=own.in_place, copied=own.copied)
+            yield Work(kind, *part, call.seconds - sum(span.seconds for span in done), calls=1)
+    for span in filter(is_optimizer_step, spans):
+        shape = shapes[ROLES[_learning(span.kind)]]
+        own, sent = moved_in_step(config, held_of(config, shape), copies), share * of_step(config, shape).bytes
+        work = Work("training", *part, span.seconds, optimizer_steps=1, sent=sent)
+        yield replace(work, moved=own.in_place, copied=own.copied)
+
+
+def _with_forwards(spans: Sequence[Span]) -> Iterator[Span]:
+    """Spans, of which each backward begins where its forward did: a rank does one micro-batch after the other."""
+    begun: dict[str, float] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.kind == "forward":
+            begun[span.where] = span.start
+        learns = span.kind == "backward" and span.where in begun
+        yield replace(span, start=begun.pop(span.where)) if learns else span
+
+
+def _learning(kind: str) -> str:
+    return kind.removeprefix("update_")
+
+
+def _flops(config: Config, shape: Shape, span: Span, lengths: Mapping[str, tuple[int, int]]) -> float:
+    """Of a forward pass over a micro-batch, this rank's share of it."""
+    known = [lengths[name] for name in span.samples if name in lengths]
+    whole = sum(map(sum, known))
+    if not known:
+        count, limits = max(1, len(span.samples)), config.data
+        kept = limits.max_response_length / (limits.max_prompt_length + limits.max_response_length)
+        each, whole = span.tokens / count, span.tokens
+        known = [((1 - kept) * each, kept * each)] * count
+    prompts, responses = zip(*known, strict=True)
+    return forward_flops(shape, prompts, responses) * span.tokens / max(whole, 1)

@@ -1,0 +1,210 @@
+"""Forecast a step by simulation, on costs from a model's shape and stated rates, or from a recorded run.
+
+The finalists of a plan search are compared by it, with their thresholds tuned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+
+import numpy as np
+
+from rlfuse.algorithms.experience import Experience
+from rlfuse.config.schema import Config
+from rlfuse.errors import UserError
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.policies import POLICIES
+from rlfuse.fusion.schedules.problem import Problem
+from rlfuse.simulate.bound import Bound, lower_bound
+from rlfuse.simulate.tuning import find, resample
+from rlfuse.simulate.workload import Drawn, Lognormal, Workload
+from rlfuse.step.scoring import PASSES
+from rlfuse.tools.planning.cluster_file import UNMEASURED, Cluster
+from rlfuse.tools.planning.hardware import Hardware, WorkSpeed
+from rlfuse.tools.planning.remedies import changed
+from rlfuse.tools.planning.search import Plan
+from rlfuse.tools.planning.searched_job import Job
+from rlfuse.tools.planning.space import POLICY, but_for
+from rlfuse.tools.planning.step_time import NOTHING, Seconds, StepTimes, of_slowest, seconds_of
+from rlfuse.tools.simulate.recorded import Recording
+
+SPREAD = 0.6  # sigma of log-lengths where no run tells them
+HALVINGS = 20  # until lengths have the mean that is asked for, to a ten-thousandth
+UNCOUNTED = 1e18  # bytes per second of a link that nothing tells of
+WANTED = {"decoding": "generates", "scoring": "scores", "training": "trains"}
+
+
+class ForecastError(UserError):
+    """Nothing to forecast from; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """How long a step takes under each policy."""
+
+    steps: Mapping[str, Seconds]  # of each policy; the job's comes first
+    errors: Mapping[str, float]  # kind of work -> part of it that they may be wrong by
+    bound: Bound | None = None  # that no schedule beats, where the job has no pipelines
+    schedule: Problem | None = None  # of one mini-batch, where it has
+    disaggregate: str = ""  # what `rollout.disaggregate` comes to, and why
+    lost_overlap: float = 0.0  # seconds lost because training reads the whole batch
+
+    @property
+    def seconds(self) -> Seconds:
+        return next(iter(self.steps.values()))
+
+
+def recorded_costs(config: Config, recording: Recording, folder: str) -> Costs:
+    """What a run measured, under this job's limits. Raises ForecastError for work of the job's that it did not do."""
+    passes = set(Experience(config).kinds) & PASSES.keys()
+    unknown = {kind: words for kind, words in WANTED.items() if kind not in recording.fit.accuracy}
+    if missing := [words for kind, words in unknown.items() if passes or kind != "scoring"]:
+        raise ForecastError(
+            f"--from {folder}: the run's events don't tell how long it {' and '.join(missing)}; record a run without "
+            "pipelines that finishes two steps, or give --peak-tflops"
+        )
+    rollout, longest = config.rollout, config.data.max_response_length
+    return replace(recording.fit.costs, max_sequences=rollout.max_num_seqs, max_tokens=longest)
+
+
+def lengths_of(config: Config, mean: float | None, recording: Recording | None = None) -> tuple[int, ...]:
+    """Response tokens of a step's samples: as the run's, else lognormal with this mean, none above the limit."""
+    group, limit = config.rollout.n, config.data.max_response_length
+    samples = config.data.train_batch_size * group
+    if recording is not None and mean is None:
+        seen = [length for step in recording.steps for length in step.workload.lengths().tolist()]
+        return tuple(min(limit, length) for length in resample(seen, group, samples, seed=1))
+    return tuple(_around(mean or limit / 2, samples, group, limit).tolist())
+
+
+def _around(mean: float, samples: int, group: int, limit: int) -> np.ndarray:
+    """int64 [samples]: lengths whose others are so much longer for those that the limit cuts that the mean is kept."""
+    low, high = 0.0, log(limit) + 6 * SPREAD  # of the log of the median: all are cut at the limit by the latter
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        longer = Drawn(Lognormal(exp(middle), SPREAD), samples, limit).draw(group, 1).mean() >= mean
+        low, high = (low, middle) if longer else (middle, high)
+    return Drawn(Lognormal(exp(high), SPREAD), samples, limit).draw(group, 1)
+
+
+def forecast(
+    config: Config,
+    times: StepTimes,
+    costs: Costs,
+    errors: Mapping[str, float] = UNMEASURED,
+    speeds: Sequence[WorkSpeed] = (),
+) -> Forecast:
+    """A step as a run goes on, thresholds tuned; where the job has pipelines, with the schedule that it starts with.
+    `errors`: kind of work -> part of it that the costs may be wrong by; `speeds`: of the nodes, where they differ."""
+    workload, training = times.workload(config, costs, speeds)
+    steps, whys = {}, list[str]()
+    for policy in dict.fromkeys((config.fusion.policy, *POLICIES)):
+        steps[policy] = times.simulated(config, costs, speeds, policy, tuned=True)
+        settings = times.tuned(workload, policy)
+        linked, share, why = _disaggregated(config, workload, policy, settings, max(errors.values()))
+        if share:
+            steps[policy] = seconds_of(linked, training, policy, replace(settings, prefill_share=share))
+        whys.append(why)
+    if config.training.pipeline_parallel_size == 1:
+        lost = steps[config.fusion.policy].step - _overlapped(times, workload, config.fusion.policy).step
+        return Forecast(steps, errors, bound=lower_bound(workload), disaggregate=whys[0], lost_overlap=lost)
+    counts, forward = times.mini_batch(config, of_slowest(costs, speeds))
+    schedule = times.planner(config, counts, forward).problem(counts)
+    return Forecast(steps, errors, schedule=schedule, disaggregate=whys[0])
+
+
+def _overlapped(times: StepTimes, workload: Workload, policy: str) -> Seconds:
+    training = replace(workload.training, early=True, critic_early=True)
+    overlapped = replace(workload, training=training)
+    return seconds_of(overlapped, 0.0, policy, times.tuned(overlapped, policy))
+
+
+def _disaggregated(
+    config: Config, workload: Workload, policy: str, settings: Settings, error: float
+) -> tuple[Workload, float, str]:
+    """The step with links, the share of its engines that `rollout.disaggregate` leaves to prompts, and why."""
+    free = not workload.link_bytes_per_s and config.trainer.nnodes == 1
+    linked = replace(workload, link_bytes_per_s=UNCOUNTED) if free else workload
+    found = find(linked, policy, settings, config.rollout.disaggregate, error)
+    why = found.why + ("; copying KV caches is not counted" if free and "simulated" in found.why else "")
+    return linked, found.share, why
+
+
+def assumptions(
+    config: Config,
+    machines: Cluster | None,
+    hardware: Hardware | None,
+    lengths: Sequence[int],
+    prompt_tokens: int,
+    recording: Recording | None = None,
+) -> list[str]:
+    """Return what the forecast rests on, a line each; `machines` and their `hardware`: None for the costs of a run."""
+    known = f"responses of {sum(lengths) / len(lengths):.0f} tokens in the mean, {max(lengths)} at most; "
+    found = [known + f"prompts of {prompt_tokens}"]
+    if recording is not None and recording.rates:
+        slowest = f"its slowest took {max(recording.rates):.2f} times as long"
+        found.append(f"all slots are like the run's typical ones; {slowest}")
+    if machines is not None and hardware is not None:
+        found.append(f"{machines.achieved()}; 2 FLOP per parameter and token forward, twice that backward")
+        links = hardware.links
+        found.append(
+            f"GB/s of a device: {hardware.bytes_per_s / 1e9:g} of its memory while decoding, "
+            f"{links.within_bytes_per_s / 1e9:g} within a node, {links.between_bytes_per_s / 1e9:g} between nodes, "
+            f"{hardware.host_bytes_per_s / 1e9:g} to the host"
+        )
+        found.append("not counted: rewards, calls of Ray")
+    if Experience(config).kinds and config.fusion.data != "exact":
+        found.append(f"fusion.data={config.fusion.data} is forecast as if it were exact")
+    if config.algorithm.filter_groups.enable:
+        found.append("dynamic sampling: a step of one batch of prompts")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Finalists:
+    """Plans, the fastest first, with tuned thresholds."""
+
+    plans: tuple[Plan, ...]  # the first one with the policy that is best for it
+    policies: Mapping[str, Seconds]  # steps of the first under each policy that may be chosen
+    left_out: int  # plans that could not be tuned in time
+
+
+def finalists(
+    job: Job, plans: Sequence[Plan], seconds: float, clock: Callable[[], float] = time.monotonic
+) -> Finalists:
+    """Tune the first plan, and of the others as many as `seconds` allow."""
+    until, tuned = clock() + seconds, list[Plan]()
+    best, policies = _under_best_policy(job, plans[0])
+    for plan in plans[1:]:
+        if clock() >= until:
+            break
+        config = changed(job.config, plan.settings)
+        tuned.append(replace(plan, seconds=job.simulated(config, plan.memory, tuned=True)))
+    left_out = len(plans) - 1 - len(tuned)
+    tuned.sort(key=lambda plan: plan.seconds.step)
+    if tuned and tuned[0].seconds.step < (1 - NOTHING) * best.seconds.step:
+        tuned.append(best)
+        best, policies = _under_best_policy(job, tuned.pop(0))
+        tuned.sort(key=lambda plan: plan.seconds.step)
+    return Finalists((best, *tuned), policies, left_out)
+
+
+def untuned(job: Job, plan: Plan) -> Plan:
+    """Return the plan with the step that a run starts with, which the search compares."""
+    return replace(plan, seconds=job.simulated(changed(job.config, plan.settings), plan.memory))
+
+
+def _under_best_policy(job: Job, plan: Plan) -> tuple[Plan, dict[str, Seconds]]:
+    """The plan with its fastest policy, the job's own where that is as fast but for next to nothing; all policies."""
+    config = changed(job.config, plan.settings)
+    errors = job.hardware.errors or UNMEASURED
+    steps = forecast(config, job.times, job.costs(config, plan.memory), errors, job.speeds(config)).steps
+    policies = {policy: steps[policy] for policy in job.axes[POLICY]}
+    fastest, given = min(policies, key=lambda policy: policies[policy].step), job.config.fusion.policy
+    if given in policies and policies[given].step <= policies[fastest].step * (1 + NOTHING):
+        fastest = given
+    return replace(plan, settings=but_for(plan.settings, POLICY, fastest), seconds=policies[fastest]), policies

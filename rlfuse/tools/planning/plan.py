@@ -1,0 +1,348 @@
+"""`rlfuse plan`: memory, placement and time of a job before it starts; needs no GPU.
+
+Exit status: 0 it fits, 2 wrong configuration, 3 it does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from rlfuse.algorithms.experience import Experience
+from rlfuse.cluster.cuda import gpu_settings
+from rlfuse.config.compose import compose_job, to_config
+from rlfuse.config.input_files import read, unwritable
+from rlfuse.config.schema import Config
+from rlfuse.engines.memory import sharing
+from rlfuse.engines.memory.activations import PASS_OF, leaves, words
+from rlfuse.engines.memory.estimate import GIB, Budget, Memory, Moved, memory_of
+from rlfuse.engines.memory.model_sizes import Shape, served_shapes, shapes_of
+from rlfuse.errors import ConfigError
+from rlfuse.fusion.decisions import traits_of
+from rlfuse.fusion.own_policies import load_policy
+from rlfuse.progress import Console
+from rlfuse.tools.planning import search_command
+from rlfuse.tools.planning.cluster_file import Cluster, ClusterError, read_cluster
+from rlfuse.tools.planning.planned_job import (
+    DataLengths,
+    beyond_limits,
+    completed,
+    facts_of,
+    needed_by_run,
+    plannable,
+    prompt_tokens,
+    read_lengths,
+    unset,
+)
+from rlfuse.tools.planning.remedies import problems, remedies
+from rlfuse.tools.planning.step_time import NOTHING, standings
+from rlfuse.tools.planning.tables import memory_table, placement_table, settings_table, table_of
+
+if TYPE_CHECKING:
+    from rlfuse.tools.planning.forecast import Forecast
+    from rlfuse.tools.planning.hardware import Hardware
+
+COSTS = {"from": "run", "peak-tflops": "peak_tflops", "cluster": "cluster"}
+"""Options that give the durations of work."""
+OPTIONAL = ("utilization", "bandwidth")
+OF_DEVICE = {"peak_tflops": "peak_tflops", "utilization": "utilization", "memory_bandwidth_gbs": "bandwidth"}
+"""Field of a cluster file -> option that gives the same without one."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Do what the arguments say. Raises ConfigError and its like; SystemExit(3) where the job does not fit."""
+    if "--search" in argv:
+        return search_command.main(argv)
+    arguments, words = _parser().parse_known_args(argv)
+    if arguments.cluster is not None:
+        arguments.cluster = read_cluster(arguments.cluster)
+    from rlfuse.engines.trainer.families import untrainable  # imports transformers
+
+    config = to_config(
+        plannable(completed(compose_job(words))), lambda config: facts_of(config, device_of(config, arguments))
+    )
+    _check(arguments, config)
+    policy = load_policy(config.fusion.policy)
+    beyond = beyond_limits(config, arguments.prompt_tokens, arguments.response_tokens)
+    if wrong := [*untrainable(config), *beyond]:
+        raise ConfigError(wrong)
+    shapes = shapes_of(config)
+    budget = budget_of(config, arguments)
+    served = served_shapes(config, budget.device)
+    memory = memory_of(config, shapes, budget, served)
+    console = Console(highlight=False)
+    console.print(
+        settings_table(config, unset(config)), placement_table(config, shapes), memory_table(config, shapes, memory)
+    )
+    blocked = Experience(config).why_late() if traits_of(policy).trains_early else ""
+    data = read_lengths(config)
+    if isinstance(data, DataLengths):
+        console.print(data.table())
+        if arguments.run is None:
+            arguments.prompt_tokens = arguments.prompt_tokens or prompt_tokens(config, data)
+    away, unread = _activations_away(config, shapes, budget.device), not_looked_at(config, budget.device, data)
+    for line in (*away, *filter(None, [blocked]), *unread):
+        console.print(escape(line), soft_wrap=True)
+    if arguments.memory_picture is not None:
+        from rlfuse.tools.planning.pictures import draw_memory
+
+        path, stage = arguments.memory_picture, config.actor.zero_stage
+        draw_memory(memory, f"{config.model.path}, {config.slots} slots, actor.zero_stage={stage}", path)
+        console.print(f"picture: {path}\n", soft_wrap=True)
+    if budget.device == "cuda":
+        _show_settings(config, memory, arguments.settings, console)
+    _forecast(config, shapes, memory, arguments, console)
+    wrong = problems(config, memory)
+    for line in wrong:
+        console.print(f"[bold red]does not fit[/]  {escape(line)}", soft_wrap=True)
+    if wrong:
+        console.print(escape(remedies(config, shapes, budget, served)), soft_wrap=True)
+        raise SystemExit(search_command.DOES_NOT_FIT)
+    console.print("[bold green]fits[/]")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlfuse plan",
+        usage="rlfuse plan [options] [my_job.yaml] key=value ...",
+        description="What a job would take. Status 0: it fits, 2: wrong configuration, 3: it does not fit.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--device-memory", type=float, metavar="GIB", help="of a GPU (CPU: a slot); default: as found")
+    parser.add_argument("--peak-tflops", type=float, metavar="N", help="peak of a device: forecasts times")
+    parser.add_argument("--utilization", type=float, metavar="SHARE", help="of that peak (MFU); default: 0.4")
+    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="of a device's memory; default: 2000 (CPU: 20)")
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help="the machines: memory, speed, links")
+    parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="costs and lengths of a recorded run")
+    parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: the run's or half the limit")
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: the run's or the data's")
+    parser.add_argument("--picture", type=Path, metavar="out.png|html", help="the fused schedule of a pipeline job")
+    parser.add_argument("--memory-picture", type=Path, metavar="out.png", help="what lies on a device in each phase")
+    parser.add_argument("--search", action="store_true", help="the fastest plan that fits: --search --help")
+    parser.add_argument("--settings", action="store_true", help="settings for GPUs: variables, vLLM's arguments, why")
+    return parser
+
+
+def device_of(config: Config, arguments: argparse.Namespace) -> str:
+    """`cuda`, `cpu`, or `auto` where another machine decides. A device's memory is told of machines with GPUs."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    if arguments.cluster is not None:
+        return arguments.cluster.device
+    if arguments.device_memory is not None or any(Path("/dev").glob("nvidia[0-9]*")):
+        return "cuda"
+    return "auto" if config.cluster.ray_address else "cpu"
+
+
+def _check(arguments: argparse.Namespace, config: Config) -> None:
+    wrong = []
+    for name in ("device_memory", "response_tokens", "prompt_tokens"):
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            wrong.append(f"--{name.replace('_', '-')} {value:g}: needs a number above 0")
+    costs = [f"--{option}" for option, name in COSTS.items() if getattr(arguments, name) is not None]
+    if len(costs) > 1:
+        wrong.append(f"{' and '.join(costs)}: each gives the costs; give one of them")
+    if arguments.peak_tflops is None and (more := [name for name in OPTIONAL if getattr(arguments, name) is not None]):
+        wrong.append(f"--{' and --'.join(more)}: only with --peak-tflops; a cluster file has a field for it")
+    if arguments.cluster is not None and arguments.device_memory is not None:
+        wrong.append("--cluster and --device-memory: both tell the memory; give one of them")
+    wrong += arguments.cluster.lacks(config) if arguments.cluster is not None else ()
+    wrong += unwritable("--picture", arguments.picture, ".png", ".html")
+    wrong += unwritable("--memory-picture", arguments.memory_picture, ".png")
+    if arguments.picture is not None:
+        if config.training.pipeline_parallel_size == 1:
+            wrong.append("--picture: shows the schedule of pipelines; set training.pipeline_parallel_size above 1")
+        if not costs:
+            wrong.append("--picture: a schedule needs durations; give --peak-tflops, --cluster or --from")
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:
+    """The device and its memory, as told or as found on this machine. Raises ConfigError if neither is known."""
+    device, given = device_of(config, arguments), arguments.device_memory
+    if device == "auto":
+        raise ConfigError(["cluster.device=auto: another machine decides; say cluster.device=cuda or cpu"])
+    if arguments.cluster is not None:
+        return arguments.cluster.budget(config)
+    if given is not None:
+        return Budget(device, int(given * GIB))
+    if device == "cpu":
+        import psutil
+
+        return Budget(device, psutil.virtual_memory().total // config.trainer.n_gpus_per_node)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(["--device-memory: there is no GPU here to ask; give it in GiB, as --device-memory 80"])
+    return Budget(device, torch.cuda.get_device_properties(0).total_memory)
+
+
+def _activations_away(config: Config, shapes: Mapping[str, Shape], device: str) -> list[str]:
+    """What the largest micro-batches of each trained model have wait off the device, or computed again."""
+    if not config.model.enable_activation_offload:
+        return []
+    learning = {role: shape for role, shape in shapes.items() if role in PASS_OF}
+    return [line for role, shape in learning.items() for line in words(leaves(config, shape, role, device), role)]
+
+
+def not_looked_at(config: Config, device: str, lengths: DataLengths | str) -> list[str]:
+    """What the plan took for granted, a line each; `lengths`: of the data, or why they are unknown."""
+    data, lines = config.data, []
+    if config.cluster.device == "auto":
+        other = "cpu" if device == "cuda" else "cuda and --device-memory GIB"
+        lines.append(f"cluster.device=auto: planned for {device}; cluster.device={other} plans for the other")
+    known = isinstance(lengths, DataLengths)
+    lines += lengths.lines() if known else ()
+    unread = "" if known else "no data was read" + (f" ({lengths})" if lengths else "") + ": "
+    lines.append(
+        f"{unread}memory is for the longest samples that the limits allow, "
+        f"data.max_prompt_length={data.max_prompt_length} and data.max_response_length={data.max_response_length}"
+    )
+    return [*lines, *needed_by_run(config)]
+
+
+def _show_settings(config: Config, memory: Memory, all_of_them: bool, console: Console) -> None:
+    """What is chosen for GPUs beside the configuration's own keys, with its reasons, or how to see that."""
+    name = config.trainer.experiment_name or "NAME"  # which a run without one gets when it is accepted
+    named = replace(config, trainer=replace(config.trainer, experiment_name=name))
+    settings = gpu_settings(named, planned=sharing.arguments(memory))
+    if not all_of_them:
+        console.print(f"{len(settings)} settings for GPUs were chosen: --settings shows them, with the reasons.\n")
+        return
+    for where in dict.fromkeys(each.where for each in settings):
+        console.print(f"[bold]Settings of {escape(where)}[/]")
+        for each in (each for each in settings if each.where == where):
+            console.print(f"  {escape(each.name)}={escape(each.value)}", soft_wrap=True)
+            console.print(Padding(escape(each.why), (0, 0, 0, 6)))
+        console.print()
+
+
+def _forecast(
+    config: Config, shapes: Mapping[str, Shape], memory: Memory, arguments: argparse.Namespace, console: Console
+) -> None:
+    if all(getattr(arguments, name) is None for name in COSTS.values()):
+        console.print(
+            "Time: give --peak-tflops N, the peak of a device, --cluster FILE of the machines, or --from RUN_DIR for "
+            "what a run measured.\n",
+            soft_wrap=True,
+        )
+        return
+    from rlfuse.simulate.tuning import error_of
+    from rlfuse.tools.planning.cluster_file import UNMEASURED
+    from rlfuse.tools.planning.costs import costs_of, work_speeds
+    from rlfuse.tools.planning.forecast import assumptions, forecast, lengths_of, recorded_costs
+    from rlfuse.tools.planning.hardware import KINDS
+    from rlfuse.tools.planning.step_time import StepTimes
+    from rlfuse.tools.simulate.recorded import read_run
+
+    recording = None if arguments.run is None else read_run(arguments.run)
+    hardware, machines, speeds = None, _machines(config, memory, arguments), ()
+    lengths = lengths_of(config, arguments.response_tokens, recording)
+    prompt = recording.steps[-1].workload.prompt_tokens if recording else -(-config.data.max_prompt_length // 2)
+    prompt = min(arguments.prompt_tokens or prompt, config.data.max_prompt_length)
+    times = StepTimes(shapes, lengths, prompt)
+    if recording is not None:
+        costs = recorded_costs(config, recording, str(arguments.run))
+    else:
+        hardware = machines.hardware(any(shape.active < 1 for shape in shapes.values()))
+        costs = costs_of(config, shapes, hardware, times.context, memory.moved)
+        speeds = work_speeds(config, shapes["actor"], hardware, machines.speeds(config), times.context)
+    roomy = replace(costs, kv_tokens=max(1, memory.kv_tokens))
+    errors = dict.fromkeys(KINDS, error_of(recording.fit)) if recording else hardware.errors or UNMEASURED
+    found = forecast(config, times, roomy, errors, speeds)
+    console.print(time_table(found))
+    console.print(f"  rollout.disaggregate={config.rollout.disaggregate}: {found.disaggregate}", soft_wrap=True)
+    for line in assumptions(config, machines, hardware, lengths, prompt, recording):
+        console.print(f"  assumed: {escape(line)}", soft_wrap=True)
+    if hardware is not None:
+        for line in _travels(config, shapes, hardware, times.context, memory.moved):
+            console.print(escape(line), soft_wrap=True)
+    given = {"--response-tokens": arguments.response_tokens, "--prompt-tokens": arguments.prompt_tokens}
+    if recording is None and (guessed := [option for option, tokens in given.items() if tokens is None]):
+        console.print(f"  assumed: these are half the limits without {' and '.join(guessed)}", soft_wrap=True)
+    console.print()
+    if arguments.picture is not None:
+        _draw(found.schedule, arguments.picture, console)
+
+
+def _machines(config: Config, memory: Memory, arguments: argparse.Namespace) -> Cluster | None:
+    """Return those of the cluster file, or those that the options describe; None for the costs of a run. Raises
+    ClusterError, naming the options."""
+    if arguments.cluster is not None or arguments.peak_tflops is None:
+        return arguments.cluster
+    options = {field: getattr(arguments, name) for field, name in OF_DEVICE.items()}
+    machines = {"nodes": config.trainer.nnodes, "devices_per_node": config.trainer.n_gpus_per_node}
+    machines |= {"device": memory.budget.device, "device_memory_gb": memory.budget.bytes / GIB}
+    given = {field: value for field, value in options.items() if value is not None}
+    try:
+        return read(Cluster, machines | given, ClusterError)
+    except ClusterError as error:
+        names = ", ".join(f"--{OF_DEVICE[field].replace('_', '-')}" for field in given)
+        raise ClusterError(*(f"{names}: {problem}" for problem in error.problems)) from None
+
+
+def _travels(
+    config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved
+) -> Iterator[str]:
+    from rlfuse.tools.planning.costs import carried, optimizer_trips
+
+    if moved.optimizers:
+        trips = optimizer_trips(config, shapes, hardware, context, moved)
+        yield _optimizer_words(config, moved.optimizers, *trips)
+    if config.actor.offload_optimizer:
+        yield _offload_words(*carried(config, shapes, hardware, context))
+
+
+def _optimizer_words(config: Config, size: float, seconds: float, hidden: float) -> str:
+    residency = config.actor.optimizer_residency
+    told = f"  actor.optimizer_residency={residency}: {size / GIB:.1f} GiB of optimizer state"
+    if not seconds:
+        return f"{told}; --cluster tells how long it is on its way"
+    way = "go there and back with every update" if residency == "step" else "come to the device"
+    return f"{told} {way}: {seconds:.2f} s a step, {hidden:.2f} beside gradients, {seconds - hidden:.2f} waited for"
+
+
+def _offload_words(size: float, seconds: float) -> str:
+    told = f"  actor.offload_optimizer=true: {size / GIB:.1f} GiB of gradients and weights"
+    if not seconds:
+        return f"{told} to the host and back; --cluster tells how long they are on their way"
+    return f"{told} go to the host and back in a step: {seconds:.2f} s, waited for"
+
+
+def time_table(found: Forecast) -> Table:
+    """The step's stages under the job's policy, and the step under the others."""
+    seconds, mine = found.seconds, next(iter(found.steps))
+    table = table_of(f"Forecast of a step, fusion.policy={mine}", "stage", numbers=("seconds",))
+    table.add_row("generation", f"{seconds.generating:.2f}")
+    table.add_row("scoring after it", f"{seconds.scoring:.2f}")
+    table.add_row("training after that", f"{seconds.training:.2f}")
+    if found.lost_overlap > NOTHING * seconds.step:
+        table.add_row("lost overlap: training waits for the batch", f"{found.lost_overlap:.2f}")
+    table.add_section()
+    told = standings(found.steps, found.errors)
+    for policy, each in found.steps.items():
+        words = "step" if policy == mine else f"step under {policy} ({each.step / seconds.step:.2f} times as long)"
+        table.add_row(words + (f", {told[policy]}" if policy in told else ""), f"{each.step:.2f}")
+    if found.bound is not None:
+        table.add_row(f"no schedule takes less ({found.bound.bound_by})", f"{found.bound.seconds:.2f}")
+    return table
+
+
+def _draw(problem, path: Path, console: Console) -> None:
+    from rlfuse.fusion.schedules.baselines import serial_1f1b_rows
+    from rlfuse.fusion.schedules.planning import SEARCH_S
+    from rlfuse.fusion.schedules.search import search
+    from rlfuse.observe.schedule_picture import draw
+
+    rows = search(problem, time_limit=SEARCH_S).rows
+    draw(problem, [("serial 1F1B", serial_1f1b_rows(problem)), ("fused", rows)], path)
+    console.print(f"picture: {path}\n", soft_wrap=True)

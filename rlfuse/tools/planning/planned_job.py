@@ -1,0 +1,217 @@
+"""Complete a job file for planning, read its data for lengths, and write the job file of a plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from rich.table import Table
+
+from rlfuse.config.checks import value_of
+from rlfuse.config.documentation import keys
+from rlfuse.config.facts import Facts, facts_of_a_plan, missing_for_run
+from rlfuse.config.own_functions import replaced
+from rlfuse.config.prepared import command_for
+from rlfuse.config.schema import Config
+from rlfuse.errors import EngineError, UserError, VideoError
+from rlfuse.files import write_whole
+from rlfuse.progress import Console
+from rlfuse.tools.planning.tables import table_of
+
+STAND_INS = {
+    "data.train_files": ["train.parquet"],
+    "reward.functions": ["rlfuse.rewards.verifiers.exact:score"],
+}
+"""What a job file has where the job does not say, to be replaced."""
+
+
+def completed(given: DictConfig) -> DictConfig:
+    """With something where a job needs what no plan does."""
+    for key, value in STAND_INS.items():
+        if not OmegaConf.select(given, key) and not (key.startswith("reward.") and given.reward.model_path):
+            OmegaConf.update(given, key, value)
+    return given
+
+
+def plannable(given: DictConfig) -> DictConfig:
+    """Return a copy without the arguments of reward functions that only the run's machine can resolve (secrets)."""
+    job = deepcopy(given)
+    for entry in job.reward.functions:
+        if isinstance(entry, DictConfig) and isinstance(entry.get("kwargs"), DictConfig):
+            for name in [name for name in entry.kwargs if not _resolves(entry.kwargs, name)]:
+                with open_dict(entry.kwargs):
+                    del entry.kwargs[name]
+    return job
+
+
+def _resolves(kwargs: DictConfig, name: str) -> bool:
+    try:
+        OmegaConf.resolve(OmegaConf.create({name: kwargs[name]}))
+    except OmegaConfBaseException:
+        return False
+    return True
+
+
+def facts_of(config: Config, device: str) -> Facts:
+    """What a plan knows of the job's surroundings: no more of a model than its config.json, and which device."""
+    found = facts_of_a_plan(config)
+    enough = "a plan needs no more of a model than a folder with its config.json"
+    wrong = {key: f"{why}; {enough}" for key, why in found.model_problems.items()}
+    return replace(found, model_problems=wrong, cuda={"cuda": True, "cpu": False}.get(device))
+
+
+def unset(config: Config) -> list[str]:
+    """Return the keys that the job leaves to be set before a run."""
+    return [key for key, value in STAND_INS.items() if value_of(config, key) == value]
+
+
+def needed_by_run(config: Config) -> Iterator[str]:
+    """Yield a line for each kind of thing that the run needs and the plan did not."""
+    if keys_ := unset(config):
+        yield f"the run needs {', '.join(keys_)}, which the job does not set"
+    stand_ins = {str(each) for key in unset(config) for each in STAND_INS[key]}
+    if missing := [path for path in missing_for_run(config) if path not in stand_ins]:
+        command = next(filter(None, map(command_for, missing)), None)
+        yield f"the run will need {', '.join(missing)}, not found here" + (f": `{command}`" if command else "")
+
+
+def beyond_limits(config: Config, prompt_tokens: float | None, response_tokens: float | None) -> Iterator[str]:
+    """Mean lengths, as an option gave them, that the job's limits would cut."""
+    for name, mean in (("prompt", prompt_tokens), ("response", response_tokens)):
+        limit = getattr(config.data, f"max_{name}_length")
+        if mean is not None and mean > limit:
+            yield f"--{name}-tokens {mean:g}: needs at most data.max_{name}_length={limit}; raise that key with it"
+
+
+def differing(given: DictConfig, settings: Mapping[str, object]) -> list[tuple[str, object]]:
+    """What the plan changes in the job."""
+    return [(key, value) for key, value in settings.items() if OmegaConf.select(given, key) != value]
+
+
+def write_job(path: Path, given: DictConfig, settings: Mapping[str, object], planned: Config, console: Console) -> None:
+    """Every key that differs from its default, as a job file: as the job writes it, be it by a reference."""
+    written, as_given = OmegaConf.create(), OmegaConf.to_container(given)  # unresolved
+    for key in keys():
+        if key.required or value_of(planned, key.name) != key.default:
+            OmegaConf.update(
+                written,
+                key.name,
+                settings.get(key.name, reduce(getitem, key.name.split("."), as_given)),
+                force_add=True,
+            )
+    read = OmegaConf.to_object(plannable(OmegaConf.merge(OmegaConf.structured(Config), written)))
+    for key in keys():  # a reference to what the plan changes
+        if value_of(read, key.name) != value_of(planned, key.name):
+            OmegaConf.update(written, key.name, value_of(planned, key.name), force_add=True)
+    open_keys = ", ".join(unset(planned))
+    heading = "# Written by `rlfuse plan --search`.\n" + (f"# Put yours: {open_keys}.\n" if open_keys else "")
+    write_whole(path, heading + OmegaConf.to_yaml(written))
+    console.print(f"job file: {path}; `rlfuse plan {path}`, `rlfuse train {path}`", soft_wrap=True)
+    if open_keys:
+        console.print(f"  put yours into it: {open_keys}", soft_wrap=True)
+
+
+NO_LIMIT = 1 << 31  # tokens of a prompt
+ROWS = {"rl": "prompt", "reward_model": "sequence (prompt with one answer)"}
+"""By trainer.task, what is as long as a limit allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataLengths:
+    """Tokens of all rows of data.train_files that can be used."""
+
+    tokens: dict[str, list[int]]  # by what they are of: rows, clips, images; the rows come first
+    report: str  # how many rows there are and which can't be used
+    limit: int  # longest that a row may be
+    is_dropped: bool  # whether longer rows are left out
+    truncation: str
+
+    @property
+    def rows(self) -> list[int]:
+        return next(iter(self.tokens.values()))
+
+    @property
+    def mean(self) -> int:
+        """Tokens of a row as a run has it, at least 1."""
+        kept = [min(each, self.limit) for each in self.rows if each <= self.limit or not self.is_dropped]
+        return round(fmean(kept or [self.limit]))
+
+    def table(self) -> Table:
+        table = table_of("Data: tokens", "per", numbers=("mean", "maximum", "number"))
+        for what, tokens in self.tokens.items():
+            table.add_row(what, f"{fmean(tokens):,.1f}", f"{max(tokens):,}", f"{len(tokens):,}")
+        return table
+
+    def lines(self) -> Iterator[str]:
+        """Yield what became of the rows, and what a run does with those that are too long."""
+        yield self.report
+        if longer := sum(each > self.limit for each in self.rows):
+            stops = self.truncation == "error"
+            does = f"data.truncation={self.truncation}: " + ("the run stops at the first" if stops else "they are cut")
+            does = "data.filter_overlong_prompts=true: they are dropped" if self.is_dropped else does
+            yield f"{longer:,} of {len(self.rows):,} rows are longer than {self.limit:,} tokens ({does})"
+
+
+def prompt_tokens(config: Config, lengths: DataLengths | str) -> int:
+    """Return the mean to plan for: that of the data, or half the limit where it is unknown."""
+    known = isinstance(lengths, DataLengths) and config.trainer.task == "rl"
+    return lengths.mean if known else -(-config.data.max_prompt_length // 2)
+
+
+def read_lengths(config: Config) -> DataLengths | str:
+    """Return the lengths of data.train_files, or why they are unknown: nothing where the job has none, or not here."""
+    files = [] if "data.train_files" in unset(config) else config.data.train_files
+    if not files or not all(Path(file).expanduser().exists() for file in files):
+        return ""
+    try:
+        return _pairs(config) if config.trainer.task == "reward_model" else _prompts(config)
+    except (UserError, EngineError, OSError, ValueError) as error:
+        return " ".join(str(error).split())
+
+
+def _prompts(config: Config) -> DataLengths:
+    from transformers import AutoConfig  # seconds to import
+
+    from rlfuse.data.clips import ClipReader
+    from rlfuse.data.prompts import load_prompts
+    from rlfuse.data.tokenizers import load_tokenizer
+    from rlfuse.video.models.base import bring_along
+    from rlfuse.video.video_model import VideoModel, usable_family
+
+    bring_along(config.model.video_family)
+    path, trusts, data = config.model.path, config.model.trust_remote_code, config.data
+    tokenizer, is_folder = load_tokenizer(config.model), Path(path).expanduser().is_dir()
+    if not is_folder and usable_family(AutoConfig.from_pretrained(path, trust_remote_code=trusts)):
+        raise VideoError(f"model.path={path} is not on this machine", "Download the model to plan with its clips")
+    model = VideoModel.at(path, trusts) if is_folder else None
+    with TemporaryDirectory(prefix="rlfuse-plan-") as images:
+        video, workers = replaced(config, {"video.max_failure_rate": 1.0}).video, len(os.sched_getaffinity(0))
+        clips = ClipReader(model, video, tokenizer, workers, Path(images)) if model else None
+        unlimited = replaced(config, {"data.max_prompt_length": NO_LIMIT}).data
+        prompts, report = load_prompts(list(data.train_files), tokenizer, unlimited, clips)
+    tokens = {ROWS["rl"]: [len(prompt.token_ids) for prompt in prompts]}
+    for visual in (each for prompt in prompts for each in prompt.visual):
+        tokens.setdefault("image" if visual.plan.still else "clip", []).append(visual.plan.tokens)
+    return DataLengths(tokens, str(report), data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
+
+
+def _pairs(config: Config) -> DataLengths:
+    from rlfuse.data.preferences import load_preferences
+    from rlfuse.data.tokenizers import load_tokenizer
+
+    data, unlimited = config.data, replaced(config, {"data.max_prompt_length": NO_LIMIT}).data
+    pairs, report = load_preferences(list(data.train_files), load_tokenizer(config.model), unlimited)
+    sides = [side for pair in pairs for side in (pair.chosen_ids, pair.rejected_ids)]
+    shared = [len(pair.shared_ids) for pair in pairs for _ in range(2)]
+    tokens = {ROWS["reward_model"]: [first + len(rest) for first, rest in zip(shared, sides, strict=True)]}
+    limit = data.max_prompt_length + data.max_response_length
+    return DataLengths(tokens, report, limit, data.filter_overlong_prompts, "error")

@@ -1,0 +1,150 @@
+"""Find settings with which a job fits that does not: each is tried on the plan itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+
+from rlfuse.config.checks import check
+from rlfuse.config.facts import Facts
+from rlfuse.config.schema import Config
+from rlfuse.engines.memory.estimate import GIB, MIB, Budget, Memory, memory_of
+from rlfuse.engines.memory.model_sizes import Shape
+from rlfuse.engines.memory.residency import GENERATING, PHASES, TRAINING
+
+
+def problems(config: Config, memory: Memory) -> list[str]:
+    """One line for each thing that does not fit: what, by how much, its largest parts. `remedies` says what helps."""
+    found = []
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if memory.kv_tokens < longest:
+        key = "rollout.gpu_memory_utilization" if memory.budget.device == "cuda" else "rollout.kv_cache_memory_mb"
+        have = f"room for {memory.kv_tokens} tokens" if memory.kv_tokens > 0 else "no room beside the engine's weights"
+        found.append(
+            f"generating: the KV cache has {have}, the longest sample needs {longest} (data.max_prompt_length + "
+            f"data.max_response_length); {key}={getattr(config.rollout, key.split('.')[1])}, "
+            f"rollout.tensor_model_parallel_size={config.rollout.tensor_model_parallel_size}"
+        )
+    for phase in memory.phases:
+        total = memory.total(phase)
+        if total > memory.budget.bytes:
+            found.append(_too_much(memory, phase, total))
+    waiting, host = memory.host * config.trainer.n_gpus_per_node, memory.budget.host
+    if host is not None and waiting > host:
+        found.append(
+            f"a node's host memory: needs {waiting / GIB:.1f} GiB, pinned for what is off its "
+            f"{config.trainer.n_gpus_per_node} devices, of {host / GIB:.1f} (host_memory_gb); "
+            f"actor.zero_stage={config.actor.zero_stage}, actor.offload_optimizer={config.actor.offload_optimizer}"
+        )
+    return found
+
+
+def _too_much(memory: Memory, phase: str, total: float) -> str:
+    inside = sorted(memory.of(phase), key=lambda part: -part.size)
+    largest = ", ".join(f"{part.role}'s {part.what} {part.size / GIB:.2f}" for part in inside[:3])
+    over, limit = total - memory.budget.bytes, memory.budget.bytes
+    where = f"{phase}: " if memory.budget.device == "cuda" else ""
+    return (
+        f"{where}needs {total / GIB:.2f} GiB of a device's {limit / GIB:.2f}, {over / GIB:.2f} too many. The largest: "
+        f"{largest}."
+    )
+
+
+Setting = tuple[str, object]  # a key and the value to give it
+
+
+def remedies(
+    config: Config, shapes: Mapping[str, Shape], budget: Budget, served: Mapping[str, Shape] | None = None
+) -> str:
+    """A sentence: each setting that is enough alone, else settings that are together, else that none was found."""
+    plan = _Plan(config, shapes, budget, served or {})
+    families = list(_families(config, plan.memory))
+    alone = [found for family in families if (found := next((each for each in family if plan.fits([each])), None))]
+    if alone:
+        return f"It fits with {'; or with '.join(map(_words, alone))}."
+    strongest = (next((each for each in reversed(family) if plan.valid([each])), None) for family in families)
+    together = [each for each in strongest if each]
+    if not together or not plan.fits(together):
+        return "No setting that was tried makes it fit: take devices with more memory, or a smaller model."
+    for setting in list(together):
+        if plan.fits(fewer := [each for each in together if each != setting]):
+            together = fewer
+    return f"It fits with {', '.join(map(_words, together))} together."
+
+
+class _Plan:
+    """The job with other settings."""
+
+    def __init__(self, config: Config, shapes: Mapping[str, Shape], budget: Budget, served: Mapping[str, Shape]):
+        self._config, self._given = config, (shapes, budget, served)
+        actor = shapes["actor"]
+        self._facts = Facts(
+            attention_heads=actor.heads, layers=len(actor.layers), video=actor.tower > 0, cuda=budget.device == "cuda"
+        )
+        self._known = set(check(config, self._facts))
+        self.memory = memory_of(config, *self._given)
+
+    def valid(self, settings: Sequence[Setting]) -> bool:
+        return set(check(changed(self._config, settings), self._facts)) <= self._known
+
+    def fits(self, settings: Sequence[Setting]) -> bool:
+        if not self.valid(settings):
+            return False
+        config = changed(self._config, settings)
+        return not problems(config, memory_of(config, *self._given))
+
+
+def changed(config: Config, settings: Iterable[Setting]) -> Config:
+    """The configuration with other values of these keys."""
+    groups: dict[str, dict[str, object]] = {}
+    for key, value in settings:
+        group, name = key.split(".")
+        groups.setdefault(group, {})[name] = value
+    return replace(config, **{group: replace(getattr(config, group), **values) for group, values in groups.items()})
+
+
+def _words(setting: Setting) -> str:
+    key, value = setting
+    return f"{key}={str(value).lower()}" + (" (more machines)" if key == "trainer.nnodes" else "")
+
+
+def _families(config: Config, memory: Memory) -> Iterator[list[Setting]]:
+    """What could help where it does not fit: values of one key each, the mildest first."""
+    tight = {phase for phase in memory.phases if memory.total(phase) > memory.budget.bytes}
+    longest, device = config.data.max_prompt_length + config.data.max_response_length, memory.budget.device
+    if TRAINING in tight:
+        if not config.model.enable_gradient_checkpointing:
+            yield [("model.enable_gradient_checkpointing", True)]
+        if not config.model.enable_activation_offload:
+            yield [("model.enable_activation_offload", True)]
+        tokens = config.actor.ppo_max_token_len_per_gpu
+        if fewer := sorted({max(longest, tokens // 2), max(longest, tokens // 4)} - {tokens}, reverse=True):
+            yield [("actor.ppo_max_token_len_per_gpu", each) for each in fewer if each < tokens]
+        degree = config.training.ulysses_sequence_parallel_size
+        yield [("training.ulysses_sequence_parallel_size", degree * times) for times in (2, 4, 8)]
+    if tight - {GENERATING}:
+        if config.actor.zero_stage < 3:
+            yield [("actor.zero_stage", 3)]
+        if device == "cuda" and not config.actor.offload_optimizer:
+            if config.actor.optimizer_residency != "step":
+                yield [("actor.optimizer_residency", "step")]
+            yield [("actor.offload_optimizer", True)]
+    if GENERATING in tight or memory.kv_tokens < longest:
+        width = config.rollout.tensor_model_parallel_size
+        yield [("rollout.tensor_model_parallel_size", width * times) for times in (2, 4, 8)]
+        yield _caches(config, memory, longest)
+    if tight & set(PHASES):
+        yield [("trainer.nnodes", config.trainer.nnodes * times) for times in (2, 4, 8)]
+
+
+def _caches(config: Config, memory: Memory, longest: int) -> list[Setting]:
+    """Other sizes of the engine's cache: of a GPU the nearest shares, of a host what the longest sample takes. The
+    given share comes last, as what goes together with other settings: none is stronger than the others."""
+    if memory.budget.device == "cuda":
+        given = config.rollout.gpu_memory_utilization
+        shares = sorted({share / 20 for share in range(2, 20)} - {given}, key=lambda share: abs(share - given))
+        return [("rollout.gpu_memory_utilization", share) for share in (*shares, given)]
+    cache = next(part.size for part in memory.parts if part.what == "KV cache")
+    least = ceil(cache * longest / max(1, memory.kv_tokens) / MIB)
+    return [("rollout.kv_cache_memory_mb", least), ("rollout.kv_cache_memory_mb", least + 1)]

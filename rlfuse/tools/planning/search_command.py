@@ -1,0 +1,341 @@
+"""`rlfuse plan --search`: the fastest configuration that fits, and its job file."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.markup import escape
+from rich.table import Table
+
+from rlfuse.config.compose import compose_job, to_config
+from rlfuse.config.documentation import as_typed
+from rlfuse.config.facts import Facts, facts_of_a_plan
+from rlfuse.config.input_files import unwritable
+from rlfuse.config.keys import did_you_mean
+from rlfuse.config.schema import Config
+from rlfuse.engines.memory.estimate import GIB
+from rlfuse.engines.memory.model_sizes import served_shapes, shapes_of
+from rlfuse.errors import ConfigError
+from rlfuse.fusion.own_policies import load_policy
+from rlfuse.progress import Console
+from rlfuse.tools.planning.cluster_file import Cluster, read_cluster
+from rlfuse.tools.planning.forecast import Finalists, finalists, lengths_of, untuned
+from rlfuse.tools.planning.node_order import best_order, exchanged, seconds_of
+from rlfuse.tools.planning.planned_job import (
+    beyond_limits,
+    completed,
+    differing,
+    facts_of,
+    needed_by_run,
+    plannable,
+    prompt_tokens,
+    read_lengths,
+    write_job,
+)
+from rlfuse.tools.planning.remedies import changed
+from rlfuse.tools.planning.search import Found, Neighbour, Plan, error_of, neighbours_of, search, settled, structure_of
+from rlfuse.tools.planning.searched_job import Job
+from rlfuse.tools.planning.space import axes_of
+from rlfuse.tools.planning.step_time import Seconds, standings
+from rlfuse.tools.planning.tables import memory_table, table_of
+
+DOES_NOT_FIT = 3
+SECONDS, PATIENCE = 60.0, 64  # default time; plans without gain before it ends earlier
+LOOKING, SETTLING = 0.5, 0.8  # shares of the time for searching, and until neighbours end
+SHOWN = 8  # plans in the table
+
+
+def main(argv: Sequence[str]) -> None:
+    """Do what the arguments say. Raises ConfigError and its like; SystemExit(3) where no plan fits."""
+    from rlfuse.engines.trainer.families import untrainable  # imports transformers
+
+    arguments, words = _parser().parse_known_args(argv)
+    _check(arguments, words)
+    console, cluster = Console(highlight=False), read_cluster(arguments.cluster)
+    given = completed(compose_job(words))
+    config = _accepted(cluster, plannable(given), arguments.keep)
+    load_policy(config.fusion.policy)
+    beyond = beyond_limits(config, arguments.prompt_tokens, arguments.response_tokens)
+    task = [f"trainer.task={config.trainer.task}: what is searched are steps that generate; drop --search"]
+    task *= config.trainer.task != "rl"
+    if wrong := [*task, *cluster.lacks(config), *untrainable(config), *beyond]:
+        raise ConfigError(wrong)
+    (job, facts), began = _job(config, cluster, arguments), time.monotonic()
+    seconds, patience = arguments.seconds or SECONDS, inf if arguments.seconds else PATIENCE
+    with console.status("") as status:
+        found = search(job, facts, LOOKING * seconds, lambda line: status.update(escape(line)), patience)
+    if not found.plans:
+        _nothing_fits(found, LOOKING * seconds, console)
+    else:
+        around: list[Neighbour] = []
+        with console.status("neighbours of the best plan"), suppress(KeyboardInterrupt):  # what was found is shown
+            found, around = settled(job, found, facts, began + SETTLING * seconds - time.monotonic())
+        with console.status("the best plans with tuned thresholds"):
+            last = finalists(job, found.plans[:SHOWN], began + seconds - time.monotonic())
+            compared = found.plans[0]
+            if structure_of(compared) != structure_of(last.plans[0]):
+                compared = untuned(job, last.plans[0])
+                around = neighbours_of(job, compared, facts)
+        console.print(_plans_table(job, last.plans), _neighbours_table(compared, around))
+        _show(job, given, found, last, arguments, console)
+    if not found.plans:
+        raise SystemExit(DOES_NOT_FIT)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlfuse plan --search",
+        usage="rlfuse plan --search [options] --cluster cluster.yaml [my_job.yaml] key=value ...",
+        description="The fastest configuration that fits. Status 0: found, 2: wrong configuration, 3: none fits.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--search", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--cluster", type=Path, required=True, metavar="FILE", help="the machines, in YAML")
+    parser.add_argument("--out", type=Path, metavar="best.yaml", help="write the best plan as a job file")
+    parser.add_argument("--keep", action="append", default=[], metavar="KEY", help="leave this key as the job has it")
+    parser.add_argument("--seconds", type=float, metavar="N", help=f"in all; default: {SECONDS:g}, or what is enough")
+    parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: half the limit")
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: the data's or half the limit")
+    parser.add_argument("--picture", type=Path, metavar="out.png", help="the plans' steps beside each other")
+    return parser
+
+
+def _check(arguments: argparse.Namespace, words: Sequence[str]) -> None:
+    wrong = [
+        f"--{name.replace('_', '-')} {value:g}: needs a number above 0"
+        for name in ("seconds", "response_tokens", "prompt_tokens")
+        if (value := getattr(arguments, name)) is not None and not (value > 0 and (name == "seconds" or value < inf))
+    ]
+    for option, path, ending in (("--out", arguments.out, ".yaml"), ("--picture", arguments.picture, ".png")):
+        if problems := unwritable(option, path, ending):
+            wrong += problems
+        elif path is not None and path.resolve() in {Path(word).resolve() for word in (*words, arguments.cluster)}:
+            wrong.append(f"{option} {path}: would be written over what it is made from; give another name")
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def _accepted(cluster: Cluster, given: DictConfig, keep: Collection[str]) -> Config:
+    """The job on all of the machines, or where that is refused on one device: the search tries what is between."""
+
+    def accepted(nodes: int, each: int) -> Config:
+        job = _on_these(nodes, each, cluster.device, given, keep)
+        return to_config(job, lambda config: facts_of(config, config.cluster.device))
+
+    try:
+        return accepted(cluster.nodes, cluster.sizes[0])
+    except ConfigError:
+        with suppress(ConfigError):
+            return accepted(1, 1)
+        raise
+
+
+def _on_these(nodes: int, each: int, device: str, given: DictConfig, keep: Collection[str]) -> DictConfig:
+    """The job on so many devices, but for what stays as it is."""
+    job = deepcopy(given)
+    with suppress(OmegaConfBaseException):  # told by `to_config`
+        OmegaConf.resolve(job)  # what refers to these keeps its value
+    for key, value in {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": each, "cluster.device": device}.items():
+        if key not in keep:
+            OmegaConf.update(job, key, value)
+    return job
+
+
+def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tuple[Job, Facts]:
+    shapes = shapes_of(config)
+    axes = axes_of(config, shapes["actor"], cluster, arguments.keep)
+    if unknown := [key for key in arguments.keep if key not in axes]:
+        known = f"; these are: {', '.join(axes)}"
+        raise ConfigError(
+            [f"--keep {key}: is not searched{did_you_mean(key, tuple(axes)) or known}" for key in unknown]
+        )
+    prompt = arguments.prompt_tokens or prompt_tokens(config, read_lengths(config))
+    job = Job(
+        config,
+        shapes,
+        served_shapes(config, cluster.device),
+        cluster,
+        cluster.hardware(any(shape.active < 1 for shape in shapes.values())),
+        lengths_of(config, arguments.response_tokens),
+        min(prompt, config.data.max_prompt_length),
+        axes,
+    )
+    actor = shapes["actor"]
+    facts = replace(
+        facts_of_a_plan(config),
+        attention_heads=actor.heads,
+        layers=len(actor.layers),
+        video=actor.tower > 0,
+        cuda=cluster.device == "cuda",
+    )
+    return job, facts
+
+
+def _nothing_fits(found: Found, seconds: float, console: Console) -> None:
+    _, wrong = found.nearest or (0.0, ("the checks refuse every combination",))
+    if found.left:
+        looked = f"none of {found.not_fitting} combinations that were looked at in {seconds:g} s"
+        console.print(f"[bold red]no plan was found that fits[/]: {looked}; {found.left} were not.", soft_wrap=True)
+        console.print("--seconds searches longer. The nearest:")
+    else:
+        console.print(f"[bold red]no plan fits[/] of {found.structures} structures. The nearest:")
+    for line in wrong:
+        console.print(f"  {escape(line)}", soft_wrap=True)
+    console.print("Take more devices, devices with more memory, shorter limits, or a smaller model.")
+
+
+def _show(
+    job: Job,
+    given: DictConfig,
+    found: Found,
+    last: Finalists,
+    arguments: argparse.Namespace,
+    console: Console,
+) -> None:
+    plans, errors, best = last.plans, job.hardware.errors, last.plans[0]
+    config, memory = job.with_settings(best.settings)
+    console.print(_policies_table(last.policies, errors), memory_table(config, job.shapes, memory))
+    for line in _told(job, found, last, errors):
+        console.print(escape(line), soft_wrap=True)
+    if arguments.picture is not None:
+        from rlfuse.tools.planning.pictures import draw_plans
+
+        draw_plans(plans, [name_of(job, plan) for plan in plans], errors, arguments.picture)
+        console.print(f"picture: {arguments.picture}", soft_wrap=True)
+    settings = dict(best.settings) | {"cluster.device": job.cluster.device}
+    if placed := _placed(job, config):
+        settings["cluster.node_order"], line = placed
+        console.print(escape(line), soft_wrap=True)
+    words = " ".join(f"{key}={as_typed(value)}" for key, value in differing(given, settings))
+    console.print(f"[bold green]best[/]  {escape(words)}", soft_wrap=True)
+    if arguments.out is not None:
+        write_job(arguments.out, given, settings, changed(job.config, settings.items()), console)
+
+
+def _placed(job: Job, config: Config) -> tuple[list[str], str] | None:
+    """Nodes in the order in which the plan's exchanges take least, where links were measured, and what that gains."""
+    uneven = len(job.cluster.sizes) > 1  # which of the measured nodes has how many devices is not known
+    if config.trainer.nnodes == 1 or uneven or (links := job.cluster.node_links()) is None:
+        return None
+    sent = exchanged(config, job.shapes["actor"], sum(job.lengths) + len(job.lengths) * job.prompt_tokens)
+    order = best_order(links, sent)
+    names = [links.names[at] for at in order[: config.trainer.nnodes]]
+    before, after = (seconds_of(each, links, sent) for each in (range(len(order)), order))
+    return (
+        names,
+        f"nodes in the order {', '.join(names)}: {after:.3g} s of exchanges between them, {before:.3g} s as listed",
+    )
+
+
+def name_of(job: Job, plan: Plan) -> str:
+    """A plan's machines, degrees and ZeRO stage."""
+    config = changed(job.config, plan.settings)
+    nodes, each, training = config.trainer.nnodes, config.trainer.n_gpus_per_node, config.training
+    degrees = {
+        "TP": config.rollout.tensor_model_parallel_size,
+        "PP": training.pipeline_parallel_size,
+        "trainTP": training.tensor_model_parallel_size,
+        "SP": training.ulysses_sequence_parallel_size,
+    }
+    words = [f"{nodes}x{each}", *(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)]
+    if (chunks := training.virtual_pipeline_model_parallel_size) > 1:
+        words.append(f"{training.pipeline_placement}{chunks}")
+    words += ["vocab"] if training.vocabulary_parallel else []
+    alone = config.actor.optimizer_residency == "step"
+    words.append(f"ZeRO{config.actor.zero_stage}" + "+off" * config.actor.offload_optimizer + "+step" * alone)
+    words += [config.rollout.quantization] if config.rollout.quantization else []
+    return " ".join(words)
+
+
+def _plans_table(job: Job, plans: Sequence[Plan]) -> Table:
+    numbers = ("tokens", "again", "seqs", "GiB", "generate", "score", "train", "step", "+-")
+    table = table_of("Plans: seconds of a step with tuned thresholds, the best first", "plan", numbers=numbers)
+    table.pad_edge, table.padding = False, (0, 1, 0, 0)
+    best = plans[0]
+    for plan in plans:
+        config, seconds = changed(job.config, plan.settings), plan.seconds
+        same = plan is not best and not plan.seconds.surely_slower(best.seconds, job.hardware.errors)
+        table.add_row(
+            ("= " if same else "  ") + name_of(job, plan),
+            f"{config.actor.ppo_max_token_len_per_gpu}",
+            {(True, True): "yes, off", (True, False): "yes", (False, True): "off"}.get(
+                (config.model.enable_gradient_checkpointing, config.model.enable_activation_offload), "no"
+            ),
+            f"{config.rollout.max_num_seqs}",
+            f"{max(map(plan.memory.total, plan.memory.phases)) / GIB:.1f}",
+            *(f"{each:.1f}" for each in seconds.kinds.values()),
+            f"{seconds.step:.2f}",
+            f"{error_of(seconds, job.hardware.errors):.1f}",
+        )
+    table.caption_justify = "left"
+    table.caption = (
+        "nodes x devices; TP: of an engine, PP: stages, SP: Ulysses, where above 1; v, interleaved: stages of a "
+        "device; vocab: they share the head; +off: optimizer in host memory, +step: but in its steps; tokens of a "
+        "micro-batch; again: activations recomputed, off: those of long micro-batches away; seqs: "
+        "rollout.max_num_seqs; GiB: of the fullest phase; =: equal to the first, as far as the errors of generating, "
+        "scoring and training tell; the job's own values come first where a calibration's error leaves open which is "
+        "faster"
+    )
+    return table
+
+
+def _neighbours_table(best: Plan, around: Sequence[Neighbour]) -> Table:
+    table = table_of("Why not its neighbours (before thresholds are tuned)", "instead", "what becomes of it")
+    for each in around:
+        table.add_row(escape(f"{each.setting[0]}={as_typed(each.setting[1])}"), escape(_why(best, each)))
+    return table
+
+
+def _why(best: Plan, each: Neighbour) -> str:
+    if each.plan is None:
+        return each.why_not
+    more = each.plan.seconds.step - best.seconds.step
+    mine, others = best.seconds.kinds, each.plan.seconds.kinds
+    kinds = [(kind, others[kind] - mine[kind]) for kind in mine]
+    told = ", ".join(f"{kind} {by:+.1f}" for kind, by in sorted(kinds, key=lambda k: -abs(k[1])) if abs(by) >= 0.05)
+    return f"{more:+.1f} s" + (f": {told}" if told else "")
+
+
+def _policies_table(policies: Mapping[str, Seconds], errors: Mapping[str, float]) -> Table:
+    table = table_of("The best plan under each policy, with tuned thresholds", "fusion.policy", numbers=("step",))
+    told = standings(policies, errors)
+    for name, seconds in policies.items():
+        table.add_row(name + (f" ({told[name]})" if name in told else ""), f"{seconds.step:.2f}")
+    return table
+
+
+def _told(job: Job, found: Found, last: Finalists, errors: Mapping[str, float]) -> list[str]:
+    best = found.plans[0].seconds.step
+    looked = f"{found.structures} structures, {found.simulated} plans simulated, {found.not_fitting} did not fit"
+    more = f"none of this space can be more than {max(0.0, 1 - found.bound_s / best):.1%} faster in the simulator"
+    if found.left:
+        gain = more if found.bound_s else "of structures that time did not reach for nothing is known"
+        more = f"cut with {found.left} that were not looked at, --seconds searches longer; {gain}"
+    lengths, cluster = job.lengths, job.cluster
+    unbounded = cluster.host_memory_gb is None and found.plans[0].memory.host > 0
+    late = [f"{last.left_out} more plans: not tuned in time; --seconds searches longer"] if last.left_out else []
+    config, devices = changed(job.config, last.plans[0].settings), cluster.devices
+    idle = f"{config.slots} of {devices} devices are used: a run takes the same number of devices on each of its nodes"
+    return [
+        f"{looked}; {more}",
+        *late,
+        *[idle] * (len(cluster.sizes) > 1 and config.slots < devices),
+        f"memory: {cluster.memory_margin:.0%} of each device are left free (memory_margin)"
+        + ("; hosts are taken to have room for what is pinned (host_memory_gb)" if unbounded else ""),
+        f"assumed: responses of {sum(lengths) / len(lengths):.0f} tokens in the mean, prompts of {job.prompt_tokens} "
+        "(--response-tokens, --prompt-tokens)",
+        f"assumed: {cluster.achieved()}",
+        "errors: "
+        + ", ".join(f"{kind} {each:.0%}" for kind, each in errors.items())
+        + ("" if job.cluster.calibration else ", an allowance: nothing was measured; `rlfuse calibrate` measures"),
+        *needed_by_run(job.config),
+    ]

@@ -1,0 +1,291 @@
+"""Predict the time of a step, and its lower bound, on a few of its engines, as all are alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+
+import numpy as np
+
+from rlfuse.config.schema import Config
+from rlfuse.engines.memory.activations import head_share, layer_costs, stage_parts
+from rlfuse.engines.memory.model_sizes import Shape
+from rlfuse.engines.pipeline.layout import pipelines_of
+from rlfuse.engines.pipeline.partition import share_with_logits, stage_costs
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Settings
+from rlfuse.fusion.schedules.baselines import serial_1f1b
+from rlfuse.fusion.schedules.operations import Kind, Operation
+from rlfuse.fusion.schedules.planning import Planner, planner_of
+from rlfuse.simulate.bound import lower_bound
+from rlfuse.simulate.job_step import micro_batches, workload_of
+from rlfuse.simulate.runner import later_step
+from rlfuse.simulate.speed import some_of
+from rlfuse.simulate.tuning import tune
+from rlfuse.simulate.workload import Workload
+from rlfuse.tools.planning.hardware import WorkSpeed
+
+MOST_ENGINES, MOST_SAMPLES = 8, 384  # of the simulated part of a plan
+FEW_PROMPTS, NEAR = 16, 0.02  # prompts simulated at least; tolerance of samples per engine
+AMPLE = 1 << 40  # tokens, of a cache that is never full
+NOTHING_TO_TRAIN = 1e15  # tokens per second, where training is a schedule of its own
+NOTHING = 0.002  # share of a step that is not worth a change
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Of a step."""
+
+    generating: float
+    scoring: float  # after the last sample was whole
+    training: float  # after that, with changes of role and weights to the engines
+
+    @property
+    def step(self) -> float:
+        return self.generating + self.scoring + self.training
+
+    @property
+    def kinds(self) -> dict[str, float]:
+        """By the names of `hardware.KINDS`."""
+        return {"generating": self.generating, "scoring": self.scoring, "training": self.training}
+
+    def surely_slower(self, other: Seconds, errors: Mapping[str, float]) -> bool:
+        """Than another step on one machine, whatever the errors of each kind of work, which both have in common."""
+        mine, others = self.kinds, other.kinds
+        unsure = sum(errors.get(kind, 0.0) * abs(mine[kind] - others[kind]) for kind in mine)
+        return self.step - other.step > unsure
+
+
+def standings(steps: Mapping[str, Seconds], errors: Mapping[str, float]) -> dict[str, str]:
+    """Of these steps by name the fastest, in words; of several, where errors or next to nothing leave open which is."""
+    best = min(steps.values(), key=lambda each: each.step)
+    enough = (1 + NOTHING) * best.step
+    first = [name for name, each in steps.items() if each.step <= enough or not each.surely_slower(best, errors)]
+    return dict.fromkeys(first, "the fastest" if len(first) == 1 else "equal within the error")
+
+
+class StepTimes:
+    """Of one job's steps, with these response lengths, whatever else is configured and however fast it is."""
+
+    def __init__(self, shapes: Mapping[str, Shape], lengths: Sequence[int], prompt_tokens: int):
+        self._whole, self._given, self._prompt_tokens = shapes, np.array(lengths), prompt_tokens
+        self._longest, self._mean = int(self._given.max()), float(self._given.mean())
+        self._simulated: dict[tuple, Seconds] = {}
+        self._tuned: dict[tuple[Workload, str], Settings] = {}
+        self._schedules: dict[tuple, float] = {}  # how many times as long as without bubbles
+        self._bounds: dict[Workload, float] = {}
+
+    @property
+    def context(self) -> float:
+        return self._prompt_tokens + self._mean
+
+    def bound(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = (), roomy: bool = False) -> float:
+        """No schedule takes less, whatever the engine's cache. `roomy`: and however many micro-batches there are."""
+        costs = replace(costs, kv_tokens=AMPLE)
+        workload, training = self.workload(config, costs, speeds, roomy, schedule=False)
+        if workload not in self._bounds:
+            self._bounds[workload] = lower_bound(workload).seconds
+        return self._bounds[workload] + training
+
+    def sketched(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = ()) -> float:
+        """A lower bound at a glance: of `bound` that part which all slots' passes and training take."""
+        engines, lengths = self._some(config)
+        few = workload_of(config, costs, engines, lengths[: config.rollout.n], self._prompt_tokens)
+        scoring, training = few.scoring, few.training
+        token_s, training_s = (len(scoring.kinds) - scoring.by_update) / scoring.tokens_per_s, 0.0
+        if config.training.pipeline_parallel_size > 1:
+            training_s = self._pipeline_s(config, of_slowest(costs, speeds), schedule=False, roomy=True)
+        else:
+            token_s += training.epochs * len(training.models) / training.tokens_per_s
+        tokens = sum(lengths) + len(lengths) * self._prompt_tokens
+        some = some_of(engine_speeds(config, speeds), engines)
+        return tokens * token_s / (sum(speed.compute for speed in some) or engines) + training_s
+
+    def simulated(
+        self,
+        config: Config,
+        costs: Costs,
+        speeds: Sequence[WorkSpeed] = (),
+        policy: str | None = None,
+        tuned: bool = False,
+    ) -> Seconds:
+        """A step under a policy or the job's, as a run starts; `tuned`: as it goes on. `speeds`: as `workload`."""
+        policy = policy or config.fusion.policy
+        workload, training = self.workload(config, costs, speeds)
+        key = (workload, training, policy, tuned)
+        if key not in self._simulated:
+            settings = self.tuned(workload, policy) if tuned else Settings()
+            self._simulated[key] = seconds_of(workload, training, policy, settings)
+        return self._simulated[key]
+
+    def tuned(self, workload: Workload, policy: str) -> Settings:
+        """The policy's, as a run of such steps tunes them, where simulating is quick."""
+        if workload.samples > MOST_SAMPLES:
+            return Settings()
+        if (workload, policy) not in self._tuned:
+            self._tuned[workload, policy] = tune(workload, policy)
+        return self._tuned[workload, policy]
+
+    def workload(
+        self,
+        config: Config,
+        costs: Costs,
+        speeds: Sequence[WorkSpeed] = (),
+        roomy: bool = False,
+        schedule: bool = True,
+    ) -> tuple[Workload, float]:
+        """What is simulated, and the seconds of training that are not part of it; without a `schedule` the least.
+        `speeds`: of the nodes, where they differ; of `costs` the engine's cache is what memory has room for."""
+        ample = config.rollout.max_num_seqs * (self._prompt_tokens + self._longest)
+        tokens = ample if roomy else max(1, min(costs.kv_tokens, ample))
+        some = replace(costs if roomy else with_idle_stages(config, costs, self.context), kv_tokens=tokens)
+        workload = self._some_engines(config, some, speeds)
+        training = 0.0
+        if config.training.pipeline_parallel_size > 1:
+            training = self._pipeline_s(config, of_slowest(costs, speeds), schedule, roomy)
+            free = replace(workload.training, tokens_per_s=NOTHING_TO_TRAIN, call_s=0.0, optimizer_s=0.0)
+            workload = replace(workload, training=free)
+        return workload, training
+
+    def _pipeline_s(self, config: Config, costs: Costs, schedule: bool, roomy: bool) -> float:
+        """Of all mini-batches. Durations of a schedule's operations are in proportion, so it is searched once.
+
+        `roomy`: without bubbles, which more and smaller micro-batches make as short as one likes. One model whose
+        backward is whole has 1F1B, where a device holds one stage: its fullest works all the time but while the first
+        and last micro-batch are in the others. Where it holds several, it waits at least until the first forward has
+        come to the first of them, and is done with the last backward that much before the end.
+        """
+        stages, chunks = config.training.pipeline_parallel_size, config.training.virtual_pipeline_model_parallel_size
+        counts, forward = self.mini_batch(config, costs)
+        seconds = 3 * forward * sum(counts.values()) / stages
+        whole = len(counts) == 1 and not config.training.split_backward
+        alone = whole and chunks == 1
+        actor = self._held(config, "actor")
+        shared = head_share(config, actor)
+        if schedule:
+            key = (config.fusion.training, *astuple(config.training), *counts.items(), share_with_logits(config.data))
+            if key not in self._schedules:
+                planner = self.planner(config, counts, 1.0)
+                took = serial_1f1b(planner.problem(counts)) if alone and not shared else planner.plan(counts).seconds
+                self._schedules[key] = took / (3 * sum(counts.values()) / stages)
+            seconds *= self._schedules[key]
+        elif alone and not roomy:
+            fullest = max(stage_shares(config, actor))
+            seconds = 3 * forward * ((counts["actor"] - 1) * fullest + 1 - (stages - 1) * shared)
+        elif whole and not roomy:
+            shares, pipelines = stage_shares(config, actor), pipelines_of(config, "actor")
+            held = [pipelines.stages_on(position) for position in range(stages)]
+            busy = [counts["actor"] * sum(shares[i] for i in mine) + sum(shares[: min(mine)]) for mine in held]
+            seconds = 3 * forward * max(each - min(mine) * shared for each, mine in zip(busy, held, strict=True))
+        steps = mini_batches_of(config) * config.actor.ppo_epochs
+        return steps * (seconds + len(counts) * costs.optimizer_s)
+
+    def mini_batch(self, config: Config, costs: Costs) -> tuple[dict[str, int], float]:
+        """Micro-batches of each model in a pipeline, and the seconds of one's forward pass through all stages."""
+        rate = costs.train_tokens_per_s / config.rollout.tensor_model_parallel_size
+        prompts = config.actor.ppo_mini_batch_size
+        count = micro_batches(config, prompts, self.context)
+        tokens = prompts * config.rollout.n * self.context / (config.slots // config.training.pipeline_parallel_size)
+        models = ("actor", "critic") if config.uses_critic else ("actor",)
+        return dict.fromkeys(models, count), tokens / count / rate / 3
+
+    def planner(self, config: Config, counts: Mapping[str, int], forward: float) -> Planner:
+        planner = planner_of(config)
+        kinds: dict[Kind, float] = {"F": 1, "B": 1, "W": 1} if planner.split else {"F": 1, "B": 2}
+        for role in counts:
+            held = self._held(config, role)
+            head = head_share(config, held, role)
+            for stage, share in enumerate(stage_shares(config, held, role)):
+                own = share - (head if stage < planner.stages else 0.0)
+                for kind, times in kinds.items():
+                    planner.learn(Operation(role, 0, stage, 0, kind), forward * times * own)
+                if head:
+                    planner.learn(Operation(role, 0, stage, 0, "H"), 3 * forward * head)
+        return planner
+
+    def _held(self, config: Config, role: str) -> Shape:
+        return self._whole[role].share(config.training.tensor_model_parallel_size)
+
+    def _some_engines(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed]) -> Workload:
+        engines, lengths = self._some(config)
+        workload = workload_of(config, costs, engines, lengths, self._prompt_tokens)
+        scoring = replace(workload.scoring, deferred=False)  # what a schedule takes and fills is worked out apart
+        training = replace(workload.training, bubbles=None, mini_batches=mini_batches_of(config))
+        some = some_of(engine_speeds(config, speeds), engines)
+        compute = tuple(speed.compute for speed in some)
+        decode = tuple(speed.decode / speed.compute for speed in some)
+        return replace(workload, scoring=scoring, training=training, slot_speed=compute, decode_speed=decode)
+
+    def _some(self, config: Config) -> tuple[int, tuple[int, ...]]:
+        all_of_them, rows = config.slots // config.rollout.tensor_model_parallel_size, config.rollout.n
+        mini_batches = mini_batches_of(config)
+        engines, prompts = cut(all_of_them, config.actor.ppo_mini_batch_size, mini_batches, rows)
+        return engines, self._lengths(rows, prompts * mini_batches)
+
+    @functools.cache  # noqa: B019, as long as the search
+    def _lengths(self, group: int, prompts: int) -> tuple[int, ...]:
+        """Of so many prompts, spread over all from the shortest to the longest: few have the same tail as many. All
+        stay in their order."""
+        groups = self._given.reshape(-1, group)
+        if prompts == len(groups):
+            return tuple(self._given.tolist())
+        spread = np.linspace(len(groups) - 1, 0, prompts).round().astype(int)
+        some = groups[np.argsort(groups.max(axis=1), kind="stable")[spread]]
+        return tuple(np.random.default_rng(1).permutation(some).ravel().tolist())
+
+
+def mini_batches_of(config: Config) -> int:
+    """Of a step."""
+    return -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
+
+
+def seconds_of(workload: Workload, training_s: float, policy: str, settings: Settings) -> Seconds:
+    """Simulated; `training_s`: of training beside what is simulated."""
+    result = later_step(workload, policy, settings).result
+    scored = result.generation_and_scoring_s
+    return Seconds(result.generation_s, scored - result.generation_s, result.step_s - scored + training_s)
+
+
+def with_idle_stages(config: Config, costs: Costs, context: float) -> Costs:
+    """Passes of pipelines take longer by what their stages wait for a step's first and last micro-batch. `context`: as
+    of `StepTimes`."""
+    if (stages := config.training.pipeline_parallel_size) == 1:
+        return costs
+    count = micro_batches(config, config.data.train_batch_size, context)
+    return replace(costs, score_tokens_per_s=costs.score_tokens_per_s * count / (count + stages - 1))
+
+
+def engine_speeds(config: Config, nodes: Sequence[WorkSpeed]) -> tuple[WorkSpeed, ...]:
+    """Return the speed of each engine, by its slowest device; empty where `nodes` is."""
+    width = config.rollout.tensor_model_parallel_size
+    devices = [speed for speed in nodes for _ in range(config.trainer.n_gpus_per_node)]
+    engines = [devices[at : at + width] for at in range(0, len(devices), width)]
+    return tuple(WorkSpeed(*map(min, zip(*engine, strict=True))) for engine in engines)
+
+
+def of_slowest(costs: Costs, nodes: Sequence[WorkSpeed]) -> Costs:
+    """Return the costs of pipelines, which wait for each other in every mini-batch."""
+    slowest = min((node.compute for node in nodes), default=1.0)
+    return replace(costs, train_tokens_per_s=costs.train_tokens_per_s * slowest)
+
+
+def stage_shares(config: Config, shape: Shape, role: str = "actor") -> list[float]:
+    """Of a forward pass, of each stage."""
+    found = stage_parts(config, shape, role)
+    sizes, sharers = [len(part.layers) for part in found], sum(part.head is not None for part in found)
+    costs = stage_costs(sizes, *layer_costs(shape, share_with_logits(config.data)), sharers)
+    return [cost / sum(costs) for cost in costs]
+
+
+@functools.cache
+def cut(engines: int, mini_batch: int, mini_batches: int, rows: int) -> tuple[int, int]:
+    """How many engines, and prompts of each mini-batch, are enough of a step to be simulated: as many for each engine.
+    `rows` of each prompt. No mini-batch is left out; all are taken where no smaller number is in proportion."""
+    each = mini_batch * mini_batches * rows / engines
+    most = min(engines, MOST_ENGINES, max(2, MOST_SAMPLES // each))
+    for prompts in range(-(-FEW_PROMPTS // mini_batches), mini_batch):
+        some = engines * prompts / mini_batch
+        if some >= most and abs(round(some) - some) <= NEAR * some:
+            return round(some), prompts
+    return engines, mini_batch

@@ -1,0 +1,259 @@
+"""The report's charts: which metrics share a panel, and plotly figures of lengths, time and steps."""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from rlfuse.observe.idle import CAUSES, WORKS
+from rlfuse.tools.report.gather import QUANTILES, Gathered, Timeline
+
+POINTS, LEAST_POINTS = 400, 80
+RUNS = ("#1d5c9e", "#c2385a", "#3f9e6e", "#d98c1f", "#8467b5", "#4fb3bf", "#7a6a5d", "#b0409c", "#8a9a2b", "#2b2b2b")
+DASHES = ("", "2,3", "8,4", "9,3,2,3")  # as in SVG: pixels drawn and left out
+INK, GRID = "#2b2b2b", "#e6e3de"
+COLOURS = {
+    "busy/generate": "#3f7fbf",
+    "busy/encode": "#4fb3bf",
+    "busy/old_log_prob": "#f0a830",
+    "busy/ref": "#d98c1f",
+    "busy/values": "#b8731a",
+    "busy/train": "#3f9e6e",
+    "busy/optimizer": "#1e5c3c",
+    "busy/update_weights": "#8467b5",
+    "busy/testing": "#7a6a5d",
+    "busy/save_checkpoint": "#4a4038",
+    "busy/reward": "#c2385a",
+    "idle/tail": "#e3b7c1",
+    "idle/imbalance": "#ecd0a5",
+    "idle/drained": "#c9c2b6",
+    "idle/reward": "#d9a7d0",
+    "idle/bubble": "#bfd9c5",
+    "idle/weights": "#cfc4e6",
+    "idle/switch": "#c9c3bb",
+    "idle/calls": "#c5d5e6",
+    "idle/data": "#e2dfa9",
+    "idle/controller": "#d6d6d6",
+    "idle/start_up": "#efece8",
+}
+"""What slots do, in the order in which it is stacked."""
+WORDS = {f"busy/{name}": word for name, word in WORKS.items()} | {f"idle/{name}": word for name, word in CAUSES.items()}
+CURVES = (
+    ("mean reward", ("critic/score/mean",)),
+    ("held out", ("val-core/",)),
+    ("response length, tokens", ("response_length/mean", "response_length/max")),
+    ("share of responses cut off at the limit", ("response_length/clip_ratio",)),
+    ("KL to the reference, nats", ("critic/kl", "actor/kl_loss")),
+    ("policy change of a step, nats", ("actor/ppo_kl",)),
+    ("entropy, nats per token", ("actor/entropy", "response/entropy")),
+    ("policy loss", ("actor/pg_loss",)),
+    ("value loss", ("critic/vf_loss",)),
+    ("reward model's loss", ("reward_model/loss",)),
+    ("gradient norm", ("actor/grad_norm", "critic/grad_norm", "reward_model/grad_norm")),
+    ("share of tokens whose ratio was clipped", ("actor/pg_clipfrac",)),
+    ("share of groups without spread", ("reward/frac_reward_zero_std",)),
+    ("seconds per step", ("timing_s/step",)),
+    ("tokens per second and slot", ("perf/throughput",)),
+    ("share of slots' time without work", ("fusion/idle_share",)),
+    ("your own", ("custom/",)),
+    ("your own, held out", ("val-custom/",)),
+)
+"""Title -> metrics; one that ends in / stands for all that begin with it, each with a panel of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A chart of some metrics over the steps."""
+
+    title: str
+    lines: tuple[tuple[str, str], ...]  # (metric, dash)
+
+
+def colours(count: int) -> list[str]:
+    """One for each run: RUNS, then hues between them."""
+    more = (colorsys.hls_to_rgb(0.618 * number % 1, 0.42, 0.5) for number in range(count - len(RUNS)))
+    return [*RUNS[:count], *("#" + "".join(f"{round(255 * part):02x}" for part in each) for each in more)]
+
+
+def thin(steps: Sequence[float], values: Sequence[float], points: int = POINTS) -> tuple[list[int], list[float]]:
+    """At most so many points: means over neighbours, at the last step of each."""
+    if len(steps) <= points:
+        return [int(step) for step in steps], list(values)
+    edges = np.linspace(0, len(steps), points, endpoint=False).astype(int)
+    counts = np.diff(edges, append=len(steps))
+    means = np.add.reduceat(np.asarray(values, dtype=float), edges) / counts
+    return [int(steps[last]) for last in edges + counts - 1], means.tolist()
+
+
+def series(run: Gathered, name: str, sharing: int = 1) -> tuple[list[int], list[float]]:
+    """Steps and values of a metric, thinned the more, the more runs share the page."""
+    points = [(row["step"], row[name]) for row in run.rows if row.get(name) is not None]
+    return thin(*zip(*points, strict=True), max(LEAST_POINTS, POINTS * 4 // (3 + sharing))) if points else ([], [])
+
+
+def curves(runs: Sequence[Gathered]) -> list[Panel]:
+    """The usual panels; those that no run has are left out."""
+    names = sorted({name for run in runs for row in run.rows for name in row})
+    panels = []
+    for title, wanted in CURVES:
+        if wanted[0].endswith("/"):
+            panels += [Panel(title, ((name, ""),)) for name in names if name.startswith(wanted[0])]
+        elif lines := tuple((name, dash) for name, dash in zip(wanted, DASHES, strict=False) if name in names):
+            panels.append(Panel(title, lines))
+    return panels
+
+
+def parts(runs: Sequence[Gathered]) -> list[Panel]:
+    """Mean of every named part of the reward, and how many samples each function failed on."""
+    names = sorted({name for run in runs for row in run.rows for name in row})
+    means = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
+    failures = [name for name in names if name.startswith("reward/failures/")]
+    return [Panel(name.split("/", 1)[1].removesuffix("/mean"), ((name, ""),)) for name in means] + [
+        Panel(f"failures of {name.split('/', 2)[2]}, samples", ((name, ""),)) for name in failures
+    ]
+
+
+def lengths(runs: Sequence[Gathered], colour_of: Sequence[str]) -> dict[int, go.Figure]:
+    """Run's number -> response tokens of every step: bands of all, nine tenths and half of the samples, the median."""
+    shown = {number: run for number, run in enumerate(runs) if run.lengths}
+    top = max((levels[-1] for run in shown.values() for levels in run.lengths.values()), default=0)
+    figures = {number: _bands(run, colour_of[number]) for number, run in shown.items()}
+    return _equal(figures, runs, "response tokens", 1.05 * top)
+
+
+def _bands(run: Gathered, colour: str) -> go.Figure:
+    figure, table = go.Figure(), np.array([run.lengths[step] for step in run.lengths])
+    levels = [thin(list(run.lengths), table[:, place]) for place in range(len(QUANTILES))]
+    for name, low, high, opacity in BANDS:
+        for place, fill in ((low, None), (high, "tonexty")):
+            figure.add_scatter(
+                x=levels[place][0],
+                y=levels[place][1],
+                mode="lines",
+                line={"width": 0},
+                fill=fill,
+                fillcolor=pale(colour, opacity),
+                hovertemplate=f"{name}: %{{y:.0f}}<extra></extra>",
+            )
+    line = {"color": colour, "width": 2}
+    hover = "median: %{y:.0f}<extra></extra>"
+    figure.add_scatter(
+        x=levels[3][0], y=levels[3][1], mode="lines+markers", marker_size=4, line=line, hovertemplate=hover
+    )
+    return styled(figure, 260, hovermode="x unified")
+
+
+BANDS = (
+    ("shortest to longest", 0, 6, 0.12),
+    ("9 of 10 responses", 1, 5, 0.2),
+    ("half of the responses", 2, 4, 0.35),
+)
+"""(name, from and to of QUANTILES, opacity)."""
+
+
+def time(runs: Sequence[Gathered]) -> dict[int, go.Figure]:
+    """Run's number -> seconds of a slot in each step by what it did, without start-up; for runs that account for it.
+    One axis serves nearly all steps; the few that reach beyond it are marked, and hovering tells how far."""
+    stacks = {number: stack for number, run in enumerate(runs) if (stack := _stack(run))}
+    totals = {number: np.sum([values for _, values in stack.values()], axis=0) for number, stack in stacks.items()}
+    every = np.concatenate([*totals.values(), [0.0]])
+    top = 1.08 * min(every.max(), OUTLYING * float(np.quantile(every, 0.9)))
+    figures = {}
+    for number, stack in stacks.items():
+        figure = go.Figure()
+        for what, (steps, values) in stack.items():
+            hover = f"{WORDS[what]}<br>step %{{x:.0f}}: %{{y:.3f}} s<extra></extra>"
+            marker = {"color": COLOURS[what], "line": {"width": 0}}
+            figure.add_bar(x=steps, y=values, name=what, marker=marker, hovertemplate=hover)
+        beyond = [(step, total) for step, total in zip(steps, totals[number], strict=True) if total > top]
+        for step, total in beyond:
+            hover = {"hovertext": f"step {step}: {total:.3f} s", "captureevents": True}
+            figure.add_annotation(x=step, y=1, yref="paper", yanchor="top", text="▲", showarrow=False, **hover)
+        figures[number] = styled(figure, 300, barmode="stack", bargap=0.08 if len(runs[number].steps) < 100 else 0.0)
+    return _equal(figures, runs, "seconds per slot", top)
+
+
+OUTLYING = 3.0  # times what nine of ten steps take: the highest that an axis of time reaches
+
+
+def _stack(run: Gathered) -> dict[str, tuple[list[int], list[float]]]:
+    steps = [row["step"] for row in run.steps]
+    found = {what: [row.get(what, 0.0) for row in run.steps] for what in COLOURS if what != "idle/start_up"}
+    return {what: thin(steps, values) for what, values in found.items() if any(values)}
+
+
+def _equal(figures: dict[int, go.Figure], runs: Sequence[Gathered], title: str, top: float) -> dict[int, go.Figure]:
+    last = max((row["step"] for run in runs for row in run.rows), default=0)
+    for figure in figures.values():
+        figure.update_xaxes(title_text="step", range=[0.4, last + 0.6])
+        figure.update_yaxes(title_text=title, range=[0, top])
+    return figures
+
+
+def timeline(shown: Timeline) -> go.Figure:
+    """Samples in flight above, a row for each slot below."""
+    labels = [label for label, _ in shown.rows]
+    height = 24 * len(labels)
+    figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[90, height], vertical_spacing=24 / (114 + height))
+    times, counts = zip(*shown.in_flight, strict=True)
+    figure.add_scatter(
+        x=times,
+        y=counts,
+        name="busy/generate",
+        line={"shape": "hv", "color": COLOURS["busy/generate"], "width": 1.2},
+        fill="tozeroy",
+        fillcolor=pale(COLOURS["busy/generate"], 0.25),
+        hovertemplate="%{x:.3f} s: %{y} samples generated<extra></extra>",
+        row=1,
+        col=1,
+    )
+    for what in COLOURS:
+        bars = [(label, start, seconds) for label, each in shown.rows for name, start, seconds in each if name == what]
+        if bars:
+            figure.add_trace(_bar(what, bars), row=2, col=1)
+    rows = {"categoryorder": "array", "categoryarray": labels[::-1], "fixedrange": True, "showgrid": False}
+    figure = styled(figure, 90 + 24 + height + 60, barmode="overlay", bargap=0.12, hovermode="closest")
+    figure.update_yaxes(row=2, col=1, **rows)
+    figure.update_yaxes(title_text="samples", rangemode="tozero", row=1, col=1, fixedrange=True)
+    figure.update_xaxes(title_text="seconds", row=2, col=1)
+    return figure
+
+
+def _bar(what: str, bars: Iterable[tuple[str, float, float]]) -> go.Bar:
+    labels, starts, seconds = (list(each) for each in zip(*bars, strict=True))
+    return go.Bar(
+        y=labels,
+        x=[round(each, 5) for each in seconds],
+        base=[round(each, 5) for each in starts],
+        orientation="h",
+        name=what,
+        marker={"color": COLOURS[what], "line": {"width": 0}},
+        hovertemplate=f"%{{y}}: {WORDS[what]}<br>from %{{base:.3f}} s, for %{{x:.3f}} s<extra></extra>",
+    )
+
+
+def styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
+    """As all charts of the page look; without a legend, which the page has."""
+    figure.update_layout(
+        template="none",
+        height=height,
+        showlegend=False,
+        margin={"l": 60, "r": 14, "t": 12, "b": 44},
+        font={"family": "system-ui, sans-serif", "size": 12, "color": INK},
+        hoverlabel={"font": {"family": "ui-monospace, monospace", "size": 12}, "align": "left"},
+        **layout,
+    )
+    figure.update_xaxes(gridcolor=GRID, zeroline=False)
+    figure.update_yaxes(gridcolor=GRID, zeroline=False)
+    return figure
+
+
+def pale(colour: str, opacity: float) -> str:
+    """The colour of a surface."""
+    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity})"

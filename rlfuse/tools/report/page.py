@@ -1,0 +1,156 @@
+"""`rlfuse report RUN_DIR [MORE ...]`: one or several runs as one HTML file that needs no network.
+
+Text of a run reaches the page escaped: by jinja2 in the page, and as JSON without HTML's characters in its data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from rlfuse.files import write_whole
+from rlfuse.run_folder.reader import RunFolder, open_run, reading
+from rlfuse.tools.report import charts, tables
+from rlfuse.tools.report.gather import Gathered, gather
+from rlfuse.tools.run_code import add_option, policy_code
+
+MOST_ALERTS = 50
+TURNED = 3  # with more runs than that a table has a row for each of them
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the report. Raises RunError."""
+    parser = argparse.ArgumentParser(prog="rlfuse report", description="Runs as a page, beside each other if several.")
+    help_of_runs = "run folders; of a project's folder all its runs"
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help=help_of_runs)
+    help_of_out = "default: report.html in the run folder, of several runs in the folder that they share"
+    add_option(parser)
+    parser.add_argument("--out", type=Path, metavar="HTML", help=help_of_out)
+    arguments = parser.parse_args(argv)
+    folders = find(arguments.runs)
+    out = arguments.out or Path(os.path.commonpath([folder.path for folder in folders])) / "report.html"
+    named, gathered = zip(folders, names([folder.path for folder in folders]), strict=True), []
+    for folder, name in named:
+        with reading(folder.path):
+            gathered.append(gather(folder, name, len(folders), arguments.run_code))
+    with reading(folders[0].path):
+        page = render(gathered)
+    write_whole(out, page)
+    for folder in () if arguments.run_code else folders:
+        for code in policy_code(folder.config["fusion"]["policy"]):
+            print(f"left out   what uneven workers cost {folder.name}: it would run {code} (--run-code)")
+    shown = "" if len(folders) == 1 else f"{len(folders)} runs, "
+    print(f"report     {out}  ({shown}{len(page.encode()) / 1e6:.1f} MB)")
+
+
+def find(paths: Sequence[Path]) -> list[RunFolder]:
+    """The runs of these folders, each once: themselves, or those that a project's folder holds."""
+    found = []
+    for path in paths:
+        inside = [] if (path / "config.yaml").exists() else sorted(file.parent for file in path.glob("*/config.yaml"))
+        found += [each.resolve() for each in inside or [path]]
+    return [open_run(path) for path in dict.fromkeys(found)]
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    """As much of the end of each path as tells it from the others."""
+    length = 1
+    while len({path.parts[-length:] for path in paths}) < len(paths):
+        length += 1
+    return ["/".join(path.parts[-length:]) for path in paths]
+
+
+def render(runs: Sequence[Gathered]) -> str:
+    """The page."""
+    environment = Environment(
+        loader=PackageLoader("rlfuse.tools.report", "."),
+        autoescape=select_autoescape(default=True),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    colours = charts.colours(len(runs))
+    panels = {"curves": charts.curves(runs), "parts": charts.parts(runs)}
+    lengths, time = charts.lengths(runs, colours), charts.time(runs)
+    shown = [charts.timeline(each) for run in runs for each in run.timelines]
+    return environment.get_template("page.html").render(
+        title=" and ".join(run.name for run in runs) if len(runs) <= TURNED else f"{len(runs)} runs",
+        runs=runs,
+        colours=colours,
+        turned=len(runs) > TURNED,
+        plotly=Markup(get_plotlyjs()),
+        style=_part("page.css"),
+        script=_part("page.js"),
+        panels=panels,
+        lengths={number: embedded(each) for number, each in lengths.items()},
+        bands=[(name, charts.pale(charts.RUNS[0], opacity)) for name, _, _, opacity in charts.BANDS],
+        time={number: embedded(each) for number, each in time.items()},
+        timelines=[embedded(each) for each in shown],
+        time_legend=_legend(time.values()),
+        timeline_legend=_legend(shown),
+        differing=tables.differing(runs) if len(runs) > 1 else [],
+        became=tables.became(runs),
+        facts=tables.facts(runs),
+        idle=tables.idle(runs),
+        slow={number: tables.slowness(run) for number, run in enumerate(runs) if run.slowdown is not None},
+        alerts=[(run.name, step, alert) for run in runs for step, alert in run.alerts][:MOST_ALERTS],
+        configurations=[yaml.safe_dump(run.run.config, sort_keys=False) for run in runs],
+        data=finite(_data(runs, colours, panels)),
+    )
+
+
+def _part(name: str) -> Markup:
+    return Markup(Path(__file__).with_name(name).read_text())
+
+
+def embedded(chart: Any) -> Markup:
+    """A figure as JSON for a script element: nothing in it can end the element."""
+    text = chart.to_json()
+    for character in "<>&'":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def finite(value: Any) -> Any:
+    """The same with null for NaN and infinity, which JSON does not know, and short numbers."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _legend(drawn: Any) -> list[tuple[str, str, str]]:
+    """(key, words, colour) of all that the charts show, in the order of COLOURS."""
+    seen = {trace.name for chart in drawn for trace in chart.data}
+    return [(key, charts.WORDS[key], colour) for key, colour in charts.COLOURS.items() if key in seen]
+
+
+def _data(runs: Sequence[Gathered], colours: list[str], panels: dict[str, list[charts.Panel]]) -> dict[str, Any]:
+    return {
+        "runs": [_scalars(run, colour, len(runs)) for run, colour in zip(runs, colours, strict=True)],
+        "panels": {name: [asdict(panel) for panel in each] for name, each in panels.items()},
+        "timelines": [(number, each.seconds) for number, run in enumerate(runs) for each in run.timelines],
+        "samples": [row | {"run": number} for number, run in enumerate(runs) for row in run.samples],
+    }
+
+
+def _scalars(run: Gathered, colour: str, sharing: int) -> dict[str, Any]:
+    """`steps`: lists of them; `series`: metric -> (number of its list, values)."""
+    steps: dict[tuple[int, ...], int] = {}
+    series = {}
+    for name in sorted({name for row in run.rows for name in row} - {"step", "training/global_step"}):
+        at, values = charts.series(run, name, sharing)
+        series[name] = (steps.setdefault(tuple(at), len(steps)), values)
+    return {"name": run.name, "colour": colour, "steps": list(steps), "series": series}

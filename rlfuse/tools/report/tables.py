@@ -1,0 +1,271 @@
+"""The report's tables: settings that differ, facts and results of each run, why its slots were idle."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from rlfuse.config.changes import unfolded
+from rlfuse.fusion.selection import choice
+from rlfuse.observe.idle import CAUSES
+from rlfuse.run_folder.run_lock import last_sign
+from rlfuse.run_folder.status import state_now
+from rlfuse.tools.report.charts import COLOURS
+from rlfuse.tools.report.gather import Gathered
+from rlfuse.tools.whatif.causes import SLOW, Cause
+from rlfuse.tools.whatif.questions import Answer
+from rlfuse.tools.whatif.run_slowdown import RunSlowdown
+from rlfuse.tools.whatif.slowdown import ATTRIBUTED
+
+Rows = list[tuple[str, list[str]]]  # (what, text of each run)
+WINDOW, UNKNOWN = 5, "(no such key)"
+COMPARED = {
+    "mean reward": "critic/score/mean",
+    "response tokens": "response_length/mean",
+    "responses cut off": "response_length/clip_ratio",
+    "seconds per step": "timing_s/step",
+    "tokens per second and slot": "perf/throughput",
+    "slots' time without work": "fusion/idle_share",
+    "entropy": "actor/entropy",
+    "policy change (ppo_kl)": "actor/ppo_kl",
+    "gradient norm": "actor/grad_norm",
+}
+
+
+def became(runs: Sequence[Gathered]) -> Rows:
+    """What became of each run: state, figures of its first and last steps, what it told."""
+    first, last = zip(*map(_became, runs), strict=True)
+    return _filled(first) + compared(runs) + _filled(last)
+
+
+def _became(run: Gathered) -> tuple[dict[str, str], dict[str, str]]:
+    status, summary = run.status, run.summary
+    seconds = status.seconds(last_sign(run.run.path)) if status else summary.get("seconds")
+    faults = summary.get("faults") or {
+        name.removeprefix("fault/"): value
+        for name, value in (run.rows[-1] if run.rows else {}).items()
+        if name.startswith("fault/")
+    }
+    alerts: dict[str, list[int]] = defaultdict(list)
+    for step, alert in run.alerts:
+        alerts[alert.title].append(step)
+    state = state_now(run.run.path, status) if status else "finished" if summary else "not finished"
+    above = {
+        "state": state + (f": {status.error}" if status and status.error else ""),
+        "steps": str(len(run.steps)) + (f" in {duration(seconds)}" if seconds else ""),
+        "start-up": duration(start_up) if (start_up := sum(row.get("idle/start_up", 0.0) for row in run.steps)) else "",
+        "held out": _change(summary.get("val_before"), summary.get("val_after")),
+    }
+    return above, {
+        "alerts": "; ".join(f"{title} ({_steps(steps)})" for title, steps in alerts.items()) or "none",
+        "faults": ", ".join(f"{count:g} {name.replace('_', ' ')}" for name, count in faults.items() if count) or "none",
+    }
+
+
+def facts(runs: Sequence[Gathered]) -> Rows:
+    """What each run is: when, by which command, of what."""
+    return _filled([_is(run) for run in runs])
+
+
+def _filled(told: Sequence[dict[str, str]]) -> Rows:
+    return [(name, [each[name] for each in told]) for name in told[0] if any(each[name] for each in told)]
+
+
+def _is(run: Gathered) -> dict[str, str]:
+    config, status, summary = run.run.config, run.status, run.summary
+    label = f" ({summary['label']})" if "label" in summary else ""
+    policy = config["trainer"].get("task", "rl") == "rl"
+    return {
+        "started": date(status.started) if status else "",
+        "command": status.command if status else "",
+        "commit": status.commit if status else "",
+        "host": status.host if status else "",
+        "sweep": status.sweep if status else "",
+        "folder": str(run.run.path),
+        "model": str(config["model"]["path"]),
+        "algorithm": config["algorithm"]["adv_estimator"] if policy else "a reward model from preferences",
+        "fusion": summary.get("fusion", choice(config["fusion"])) + label if policy else "",
+        "slots": str(run.run.slots),
+        "versions": ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),
+    }
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return ("step " if len(steps) == 1 else "steps ") + ", ".join(map(str, steps[:3])) + (", ..." if steps[3:] else "")
+
+
+def _change(before: float | None, after: float | None) -> str:
+    if before is None and after is None:
+        return ""
+    return " → ".join("-" if value is None else f"{value:.3f}" for value in (before, after))
+
+
+def date(seconds: float) -> str:
+    """A moment, in universal time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def duration(seconds: float) -> str:
+    """Say a duration as people do."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{seconds:.0f} s" if not minutes else f"{minutes} min {rest} s" if minutes < 60 else f"{minutes / 60:.1f} h"
+
+
+def compared(runs: Sequence[Gathered]) -> Rows:
+    """Means over the first and the last steps of each run, and how its last differ from those of the first run."""
+    table = []
+    for label, name in COMPARED.items():
+        means = [_means([row[name] for row in run.steps if row.get(name) is not None]) for run in runs]
+        if any(means):
+            cells = [" → ".join(f"{value:.4g}" for value in each) for each in means]
+            more = ["", *(_than(each, means[0]) for each in means[1:])]
+            table.append((label, [cell + than for cell, than in zip(cells, more, strict=True)]))
+    return table
+
+
+def _means(values: Sequence[float]) -> list[float]:
+    """Return the means of the first and last steps, at most WINDOW and none twice; of a single step its value."""
+    if len(values) < 2:
+        return list(values)
+    window = min(WINDOW, len(values) // 2)
+    return [sum(each) / window for each in (values[:window], values[-window:])]
+
+
+def _than(means: Sequence[float], first: Sequence[float]) -> str:
+    return f" ({means[-1] / first[-1] - 1:+.1%})" if means and first and min(means[-1], first[-1]) > 0 else ""
+
+
+def idle(runs: Sequence[Gathered]) -> list[tuple[str, str, list[float]]]:
+    """(cause in words, colour, per cent of each run's slots' time), start-up left out, the most costly first."""
+    shares = [idle_shares(run) for run in runs]
+    table = [
+        (words, COLOURS[f"idle/{cause}"], [100 * each.get(cause, 0.0) for each in shares])
+        for cause, words in CAUSES.items()
+        if any(each.get(cause) for each in shares)
+    ]
+    return sorted(table, key=lambda row: -max(row[2]))
+
+
+def idle_shares(run: Gathered) -> dict[str, float]:
+    """Cause -> share of all slots' time after start-up."""
+    totals: dict[str, float] = defaultdict(float)
+    for row in run.steps:
+        for name in COLOURS.keys() & row.keys() - {"idle/start_up"}:
+            totals[name] += row[name]
+    whole = sum(totals.values())
+    return {name: totals[f"idle/{name}"] / whole for name in CAUSES if totals[f"idle/{name}"]} if whole else {}
+
+
+def differing(runs: Sequence[Gathered]) -> Rows:
+    """Settings in which runs differ, those that all of them know first; without the names, which stand above."""
+    flat = [_settings(run) for run in runs]
+    keys = sorted(
+        set().union(*flat) - {"trainer.experiment_name"}, key=lambda key: (any(key not in e for e in flat), key)
+    )
+    rows = [(key, [each.get(key, UNKNOWN) for each in flat]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _settings(run: Gathered) -> dict[str, str]:
+    """Key -> the value that the steps had, with the later ones of a resumed run that changed it."""
+    phases = run.run.phases(max((int(row["step"]) for row in run.rows), default=0))
+    told: dict[str, str] = {}
+    before: dict[str, str] = {}
+    for start, config in phases:
+        now = {key: _value(value) for key, value in unfolded(config).items()}
+        for key, value in now.items():
+            if key not in told:
+                told[key] = value
+            elif value != before.get(key):
+                told[key] += f", from step {start} on {value}"
+        before = now
+    return told
+
+
+def _value(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()
+
+
+MOST = 12  # workers and kinds of work, the slowest first
+REAL, IDEAL, BLAMED, FINE = "#3f7fbf", "#9cc0e0", "#b3304f", "#c9c3bb"
+HOT, COOL_RGB, HOT_RGB = 1.5, (230, 227, 222), (214, 84, 110)
+Row = tuple[str, float, str, str]  # (name, share of the width, colour, text)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Of one run."""
+
+    verdict: str
+    cause: Cause | None
+    heat: list[tuple[int, float, str]]  # (slot, its time over expected, colour)
+    tables: list[tuple[str, list[Row]]]
+
+
+def slowness(run: Gathered) -> Shown:
+    """Of a run that has a slowdown."""
+    assert run.slowdown is not None
+    found = run.slowdown
+    rates = {int(name.split()[1]): rate for name, rate in found.rates.items() if name.startswith("slot ")}
+    tables = [("A step takes", _times(found)), ("Slowest workers: time over expected", _workers(found))]
+    if found.S_t is not None:
+        tables.append(("Each kind of work alone slows the run by", _kinds(found.S_t)))
+    return Shown(
+        _verdict(found),
+        found.cause,
+        [(slot, rates[slot], _warmth(rates[slot])) for slot in sorted(rates)],
+        [*tables, ("What if", _questions(found.seconds, run.what_if))],
+    )
+
+
+def _verdict(found: RunSlowdown) -> str:
+    if found.cause is None:
+        return f"Nobody is to blame: a step is within {found.S - 1:.1%} of what it would be if all workers were alike."
+    machines, work = "machines that are slower than their like", "work that is shared out unevenly"
+    by = {machines: found.S_machine - 1, work: found.S_skew - 1}
+    parts = [f"{share:.0%} by {what}" for what, share in by.items() if share >= ATTRIBUTED - 1]
+    return f"A step takes {found.S - 1:.0%} longer than it would have to: {' and '.join(parts) or 'by both a little'}."
+
+
+def _times(found: RunSlowdown) -> list[Row]:
+    times = {
+        "as it was": (found.seconds, REAL),
+        "no worker slow": (found.no_slow_machine_seconds, IDEAL),
+        "and evenly shared": (found.ideal_seconds, IDEAL),
+    }
+    most = max(seconds for seconds, _ in times.values())
+    return [(name, seconds / most, colour, f"{seconds:.2f} s") for name, (seconds, colour) in times.items()]
+
+
+def _warmth(rate: float) -> str:
+    share = min(1.0, max(0.0, (rate - 1) / (HOT - 1)))
+    mixed = [round(pale + share * (red - pale)) for pale, red in zip(COOL_RGB, HOT_RGB, strict=True)]
+    return f"rgb({', '.join(map(str, mixed))})"
+
+
+def _workers(found: RunSlowdown) -> list[Row]:
+    rates = list(found.rates.items())[:MOST]
+    most = max(rate for _, rate in rates)
+    return [
+        (name, rate / most, BLAMED if rate >= SLOW else FINE, f"{rate:.2f} (the run: {found.workers[name]:.2f})")
+        for name, rate in rates
+    ]
+
+
+def _kinds(kinds: dict[str, float]) -> list[Row]:
+    costly = [(name, value - 1) for name, value in kinds.items() if value > 1][:MOST]
+    most = max((share for _, share in costly), default=1.0)
+    return [(name, share / most, REAL, f"{share:.1%}") for name, share in costly if share >= 0.001]
+
+
+def _questions(seconds: float, asked: Sequence[Answer]) -> list[Row]:
+    most = max([seconds, *(answer.seconds for answer in asked)])
+    return [
+        (answer.question, answer.seconds / most, IDEAL, f"{answer.seconds:.2f} s ({answer.change:+.1%})")
+        for answer in asked
+    ]

@@ -1,0 +1,1 @@
+"""`rlfuse schedule`: one fused pipeline schedule."""

@@ -1,0 +1,1 @@
+"""`rlfuse simulate`: fusion policies on a virtual clock."""

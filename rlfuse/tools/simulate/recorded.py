@@ -1,0 +1,108 @@
+"""Turn a run folder into workloads: what each step generated, at the costs that its events measure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rlfuse.config.input_files import WorkloadError
+from rlfuse.config.run_groups import TrainerConfig
+from rlfuse.config.schema import Config
+from rlfuse.events import Span, read_events
+from rlfuse.fusion.costs import Costs
+from rlfuse.parsing import parse_yaml
+from rlfuse.simulate.fitting import Fit, fit, slot_rates
+from rlfuse.simulate.job_step import spans_within, whole_samples, workload_of
+from rlfuse.simulate.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One recorded step."""
+
+    number: int
+    start: float
+    seconds: float
+    workload: Workload
+    spans: list[Span]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A run: its steps, the costs fitted to all of them, the policy it ran under."""
+
+    policy: str
+    fit: Fit
+    steps: list[Step]
+    rates: tuple[float, ...] = ()  # of each slot; empty where none is slow
+    by_rates: bool = True  # whether work was shared out by measured rates: not with trainer.deterministic
+
+
+def read_run(folder: Path) -> Recording:
+    """Raises WorkloadError where the folder holds no run, or its events tell no costs; RunError for damaged events."""
+    config, spans = generating(folder), read_events(folder / "events.jsonl")
+    fitted, rates = fit_run(config, spans)
+    if "decoding" not in fitted.accuracy:
+        raise WorkloadError(
+            f"{folder / 'events.jsonl'}: no `decode` spans of its engines to fit costs to; run a step with this version"
+        )
+    steps = [
+        Step(
+            span.step,
+            span.start,
+            span.seconds,
+            recorded_workload(config, fitted.costs, rates, inside),
+            inside,
+        )
+        for span in spans
+        if span.kind == "step" and (inside := spans_within(spans, span))
+    ]
+    if not steps:
+        raise WorkloadError(f"{folder / 'events.jsonl'}: no step is complete; let the run finish one")
+    return Recording(config.fusion.policy, fitted, steps, rates, not config.trainer.deterministic)
+
+
+def fit_run(config: Config, spans: Sequence[Span]) -> tuple[Fit, tuple[float, ...]]:
+    """Return the costs of a typical slot of the run, and the rate of each slot where some are slow."""
+    before = Costs(max_sequences=config.rollout.max_num_seqs, max_tokens=config.data.max_response_length)
+    width, together = config.rollout.tensor_model_parallel_size, config.lockstep or config.lockstep_backward
+    rates = slot_rates(spans, config.slots // width, width, together)
+    return fit(spans, before, rates, width), rates
+
+
+def recorded_workload(config: Config, costs: Costs, rates: Sequence[float], step: Sequence[Span]) -> Workload:
+    """Return a recorded step, each slot at its own speed."""
+    engines = config.slots // config.rollout.tensor_model_parallel_size
+    found = workload_of(config, costs, engines, *whole_samples(step))
+    return replace(found, slot_speed=tuple(1 / rate for rate in rates))
+
+
+def config_of(path: Path) -> Config:
+    """Of a run's `config.yaml`, but for rewards, whose secrets may not be here. WorkloadError if it can't be read."""
+    try:
+        written = parse_yaml(path.read_text(), OmegaConf.create)
+        if isinstance(written, DictConfig):
+            written.pop("reward", None)
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), written))
+    except OSError as error:
+        raise WorkloadError(f"{path}: {error.strerror}; give the folder of a run, as its last lines name it") from error
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        raise WorkloadError(f"{path}: {error}; was it written by another version?") from error
+    assert isinstance(config, Config)
+    return config
+
+
+def generating(folder: Path) -> Config:
+    """The configuration of a run. WorkloadError for one that only trains a reward model, or can't be read."""
+    config = config_of(folder / "config.yaml")
+    if config.trainer.task == "reward_model":
+        raise WorkloadError(
+            f"{folder}: trains a reward model (trainer.task=reward_model), so its events have no decoding and no "
+            f"scoring that costs could be fitted to; give the folder of a run with trainer.task={TrainerConfig.task}"
+        )
+    return config

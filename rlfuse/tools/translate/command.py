@@ -1,0 +1,272 @@
+"""`rlfuse translate FILE | - | -- WORDS`: translate verl scripts, YAML or command lines into a job file.
+
+Nothing is dropped silently: settings without a counterpart are listed in comments with the reason. What the command
+leaves open gets verl's default. Nothing of a script is executed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlfuse.config.documentation import as_typed, by_name, groups
+from rlfuse.config.foreign import counterpart
+from rlfuse.config.keys import SEVERAL, explain_value, fits, is_free
+from rlfuse.config.valid_values import CHOICES, RANGES, in_range
+from rlfuse.errors import ConfigError
+from rlfuse.parsing import parse_yaml
+from rlfuse.tools.translate.conversions import CONVERSIONS, DEFAULTS
+from rlfuse.tools.translate.shell import Script, Word
+
+USAGE = """\
+A job file from what verl is started with, on stdout:
+  rlfuse translate run_qwen2-7b_grpo.sh > my_job.yaml      a script that calls verl.trainer.main_ppo (it is not run)
+  rlfuse translate ppo_trainer.yaml > my_job.yaml          a configuration of verl
+  rlfuse translate -- python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo ...
+  ... | rlfuse translate - > my_job.yaml                   either of the files from stdin
+Then look at its comments, and: rlfuse plan my_job.yaml; rlfuse train my_job.yaml
+"""
+COLUMNS = 118
+ENTRY = re.compile(r"(?:^|[./])main_\w+(?:\.py)?$")
+SETTING = re.compile(r"\+{0,2}(\w[\w./@-]*)=(.*)", re.DOTALL)
+REDIRECTION = re.compile(r"[\d&]*[<>]+(&?)")
+GSM8K, OTHER = "rlfuse.rewards.verifiers.numeric:score", "rlfuse.rewards.verifiers.math:score"
+
+
+@dataclass(slots=True)
+class VerlCommand:
+    """What verl would be given."""
+
+    origin: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
+
+    def add(self, word: Word) -> None:
+        found = SETTING.fullmatch(word.text)
+        if found is None:
+            if not REDIRECTION.match(word.text):
+                self.unread[word.text] = "is no setting (a configuration that it names is not read)"
+        elif word.unknown:
+            said = ", ".join(word.unknown)
+            self.unread[f"{found[1]}={found[2]}"] = f"only the script's surroundings know {said}; write the value"
+        else:
+            self.settings[found[1]] = _value(found[2])
+
+
+def _value(text: str) -> Any:
+    try:
+        override = OverridesParser.create().parse_override(f"key={text}")
+        return text if override.is_sweep_override() else override.value()
+    except (HydraException, ValueError, RecursionError):
+        return text
+
+
+def read(arguments: list[str]) -> VerlCommand:
+    """Raises ConfigError for what holds no command of verl."""
+    if arguments[0] == "--":
+        return _of_words("words", [Word(text) for text in arguments[1:]])
+    if len(arguments) > 1 or "=" in arguments[0]:
+        raise ConfigError([f"{' '.join(arguments)}: takes one file; words of a command line stand behind --"])
+    name = arguments[0]
+    try:
+        text = sys.stdin.read() if name == "-" else Path(os.path.expanduser(name)).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError([f"{name}: there is no such file; correct the path"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{name}: can't be read ({error})"]) from error
+    origin = "stdin" if name == "-" else Path(name).name
+    if name.endswith((".yaml", ".yml")):
+        return _of_yaml(origin, text)
+    found = [words for words in Script().commands(text) if any(ENTRY.search(word.text) for word in words)]
+    if len(found) == 1:
+        return _of_words(origin, found[0])
+    if name == "-" and not found:
+        return _of_yaml(origin, text)
+    problem = f"has {len(found)} commands that start verl" if found else "has no command that starts verl"
+    raise ConfigError([f"{name}: {problem} (verl.trainer.main_ppo KEY=VALUE ...); give the words of one behind --"])
+
+
+def _of_words(origin: str, words: list[Word]) -> VerlCommand:
+    start = next((at for at, word in enumerate(words) if ENTRY.search(word.text)), -1)
+    command = VerlCommand(origin)
+    before = ""
+    for word in words[start + 1 :]:
+        into = REDIRECTION.fullmatch(before)
+        if into is None or into[1]:  # a blank may stand between > and the file
+            command.add(word)
+        before = word.text
+    if not command.settings:
+        raise ConfigError([f"{origin}: no setting was found; they are written KEY=VALUE, as for verl.trainer.main_ppo"])
+    return command
+
+
+def _of_yaml(origin: str, text: str) -> VerlCommand:
+    try:
+        content = parse_yaml(text, OmegaConf.create)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError([f"{origin}: is not valid YAML: {' '.join(str(error).split())[:300]}"]) from error
+    if not isinstance(content, DictConfig):
+        raise ConfigError([f"{origin}: holds no keys; a configuration of verl has data, actor_rollout_ref, trainer"])
+    command = VerlCommand(origin)
+    if "defaults" in content:
+        command.unread["defaults"] = "files that it names are not read; what they set beside verl's defaults is missing"
+    _take_leaves(command, content)
+    return command
+
+
+def _take_leaves(command: VerlCommand, content: DictConfig, prefix: str = "") -> None:
+    for key, raw in OmegaConf.to_container(content).items():
+        name = f"{prefix}{key}"
+        if name.partition(".")[0] in ("defaults", "hydra") or key == "_target_" or raw == "???":
+            continue
+        try:
+            value = content[key]
+            if isinstance(value, DictConfig) and value:
+                _take_leaves(command, value, f"{name}.")
+            else:
+                command.settings[name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException:
+            command.unread[f"{name}={as_typed(raw)}"] = "what stands in ${...} is not in the file; write the value"
+
+
+@dataclass(slots=True)
+class Translation:
+    """Lines of the file to be."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
+    to_decide: list[tuple[str, str]] = field(default_factory=list)
+    no_counterpart: dict[str, list[str]] = field(default_factory=dict)
+
+    def set(self, key: str, value: Any, in_verl: str, comment: str) -> None:
+        """One key, unless another setting gave it another value already. `in_verl`: the setting, as typed there."""
+        value = [value] if key in SEVERAL and isinstance(value, str) else value
+        known = by_name().get(key)
+        if known is not None and value is None and not known.type.endswith("| None"):
+            return  # in verl a value that comes from elsewhere
+        if known is not None and (problem := _problem(key, value)):
+            self.to_decide.append((in_verl, problem))
+        elif key in self.settings and self.settings[key] != value:
+            before = f"{key} is {as_typed(self.settings[key])} already"
+            self.to_decide.append((in_verl, f"{before}, by {self.comments.get(key) or key}"))
+        else:
+            self.settings[key] = value
+            self.comments.setdefault(key, comment)
+
+
+def _problem(key: str, value: Any) -> str | None:
+    if not fits(value, by_name()[key].type):
+        return explain_value(key, as_typed(value))
+    if key in CHOICES and not {*(value if isinstance(value, list) else [value])} <= {*CHOICES[key]}:
+        return f"{key} is one of {', '.join(CHOICES[key])}"
+    wrong = key in RANGES and value is not None and not in_range(value, RANGES[key])
+    return f"{key} must be {RANGES[key]}" if wrong else None
+
+
+def translated(command: VerlCommand) -> Translation:
+    """The job that means what the command does."""
+    job, given, later = Translation(), command.settings, []
+    for name, value in given.items():
+        in_verl = f"{name}={as_typed(value)}"
+        if name in CONVERSIONS:
+            outcome = CONVERSIONS[name](value, given)
+            if isinstance(outcome, str):
+                job.to_decide += [(in_verl, outcome)] if outcome else []
+                continue
+            for key, converted in outcome.items():
+                job.set(key, converted, in_verl, "" if (key, converted) == (name, value) else in_verl)
+        elif name in by_name() or is_free(name):
+            job.set(name, value, in_verl, "")
+        else:
+            later.append((name, value, in_verl))
+    for name, value, in_verl in later:
+        _elsewhere(job, name, value, in_verl)
+    job.to_decide += command.unread.items()
+    _fill_in(job, given, {_key(setting.partition("=")[0]) for setting in command.unread})
+    return job
+
+
+def _elsewhere(job: Translation, name: str, value: Any, in_verl: str) -> None:
+    found = counterpart(name, frozenset(by_name()))
+    if found is None or found.origin != "verl":
+        job.no_counterpart.setdefault("nothing here is called so, or does that", []).append(in_verl)
+    elif not found.keys:
+        job.no_counterpart.setdefault(found.note, []).append(in_verl)
+    elif found.same:
+        written = found.values.get(as_typed(value))
+        ours = value if written is None else yaml.safe_load(written)
+        job.set(found.keys[0], ours, in_verl, in_verl if written else name)
+    elif value not in (None, False, {}, []) and job.settings.get(found.keys[0], _default(found.keys[0])) != value:
+        job.to_decide.append((in_verl, f"{found.keys[0]} here: {found.note}"))
+
+
+def _default(key: str) -> Any:
+    return by_name()[key].default if key in by_name() else None
+
+
+def _key(name: str) -> str:
+    found = None if name in by_name() else counterpart(name, frozenset(by_name()))
+    return found.keys[0] if found is not None and found.keys else name
+
+
+def _fill_in(job: Translation, given: dict[str, Any], unknown: set[str]) -> None:
+    """Add verl's defaults for what the command leaves open. `unknown`: keys set to unknown values."""
+    for key, value in DEFAULTS.items():
+        if key not in job.settings and key not in unknown:
+            job.set(key, value, "", "verl's default")
+    if "reward.functions" not in job.settings and "reward.model_path" not in job.settings:
+        guess = GSM8K if "gsm8k" in str(given.get("data.train_files")) else OTHER
+        said = "verl chooses by data_source; take your own as [path/file.py:compute_score]"
+        job.set("reward.functions", [guess], "", said)
+
+
+def as_text(job: Translation, origin: str) -> str:
+    """The file."""
+    lines = [f"# From {origin} by `rlfuse translate`. Behind a line stands what it was in verl, where it differs."]
+    order = {name: number for number, name in enumerate(by_name())}
+    for group in (name for name in groups() if "." not in name):
+        keys = sorted((key for key in job.settings if key.startswith(f"{group}.")), key=lambda key: order.get(key, 999))
+        lines += [f"{group}:"] * bool(keys)
+        for key in keys:
+            line = f"  {key.removeprefix(f'{group}.')}: {_yaml(job.settings[key])}"
+            comment = job.comments.get(key, "")
+            together = f"{line}  # {comment}"
+            lines += [together] if comment and len(together) <= COLUMNS else [*_wrapped(comment, "  # "), line]
+    if job.to_decide:
+        lines += ["", "# For you to decide:"]
+        lines += [line for in_verl, why in job.to_decide for line in _wrapped(f"{in_verl}: {why}", "#   ", "#     ")]
+    if job.no_counterpart:
+        lines += ["", "# Without a counterpart:"]
+        for why, settings in job.no_counterpart.items():
+            lines += _wrapped(f"{', '.join(settings)}: {why}", "#   ", "#     ")
+    return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str, first: str, others: str | None = None) -> list[str]:
+    wrapped = {"width": COLUMNS, "break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(" ".join(text.split()), initial_indent=first, subsequent_indent=others or first, **wrapped)
+
+
+def _yaml(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...").strip()
+
+
+def main(argv: list[str]) -> None:
+    """Print the job file."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return
+    command = read(argv)
+    print(as_text(translated(command), command.origin), end="")

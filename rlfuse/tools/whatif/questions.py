@@ -1,0 +1,169 @@
+"""Answer what-if questions: by replaying with other durations, or by simulation where decisions would change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import fmean
+
+import numpy as np
+
+from rlfuse.config.schema import Config
+from rlfuse.events import Span
+from rlfuse.fusion.decisions import Settings
+from rlfuse.health.detection import Alarm
+from rlfuse.health.monitor import read_alarms
+from rlfuse.run_folder.reader import RunFolder
+from rlfuse.simulate.runner import later_step
+from rlfuse.simulate.tuning import tune
+from rlfuse.simulate.workload import Workload
+from rlfuse.tools.run_code import policy_code, refuse_code
+from rlfuse.tools.simulate.recorded import config_of, fit_run, recorded_workload
+from rlfuse.tools.whatif.causes import SLOW
+from rlfuse.tools.whatif.run_operations import COMMUNICATION, REWARD, operations, recorded_steps
+from rlfuse.tools.whatif.run_slowdown import Analysis, RunSlowdown
+from rlfuse.tools.whatif.slowdown import SLOWEST, TOGETHER, Job, Slowdown, slowest
+
+SIMULATED = 3  # steps, the last of the run
+LONGEST = 0.05  # of the responses
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A question, and what a step would take."""
+
+    question: str
+    seconds: float  # of a step in the mean
+    change: float  # over the step as it was, less 1
+    by: str  # `replay` or `simulation`
+
+
+def answers(
+    analysis: Analysis, simulated: Simulated | None, without: Sequence[str] = (), policies: Sequence[str] = ()
+) -> Iterator[Answer]:
+    """To the standard questions; and those without further kinds of work, and under other policies. `simulated`: None
+    leaves out what needs it. PolicyError for a policy that can't be used."""
+    time = analysis.mean(analysis.durations.recorded)
+
+    def replayed(question: str, kinds: Sequence[str], factor: float) -> Answer:
+        part = analysis.operations.kinds_of(*kinds)
+        seconds = analysis.mean(np.where(part, analysis.durations.recorded * factor, analysis.durations.recorded))
+        return Answer(question, seconds, seconds / time - 1, "replay")
+
+    yield replayed("rewards take no time", [REWARD], 0.0)
+    yield replayed("links twice as fast", COMMUNICATION, 0.5)
+    for kind in without:
+        yield replayed(f"{kind} takes no time", [kind], 0.0)
+    if simulated is None:
+        return
+    asked: list[tuple[str, Callable[[Workload], Workload], str]] = [
+        ("without the longest 5 % of responses", _without_longest, simulated.policy),
+        ("one more slot", _with_another_slot, simulated.policy),
+        *((f"policy={policy}", _as_it_was, policy) for policy in policies),
+    ]
+    for question, change, policy in asked:
+        ratio = simulated.seconds(change, policy) / simulated.seconds(_as_it_was)
+        yield Answer(question, time * ratio, ratio - 1, "simulation")
+
+
+def job_answers(job: Job, found: Slowdown, without: Sequence[str] = ()) -> Iterator[Answer]:
+    """Answer the standard questions about a training job, and what it would take without these kinds of operation."""
+    time, kinds = job.mean(job.recorded), job.operations.kinds_of
+
+    def replayed(question: str, seconds: np.ndarray) -> Answer:
+        return Answer(question, job.mean(seconds), job.mean(seconds) / time - 1, "replay")
+
+    if found.workers is not None:
+        part = slowest(job.operations, np.array(found.workers))
+        yield replayed(f"slowest {SLOWEST:.0%} of the workers like the others", job.without(part))
+    if len(job.operations.pairs):
+        yield replayed("all micro-batches alike", job.even)
+    if job.operations.stages > 1:
+        yield replayed("last stage like the others", job.without(job.operations.stage == job.operations.stages - 1))
+    yield replayed("links twice as fast", np.where(job.operations.communicates, job.recorded / 2, job.recorded))
+    for kind in without:
+        yield replayed(f"{kind} takes no time", np.where(kinds(*TOGETHER.get(kind, (kind,))), 0.0, job.recorded))
+
+
+class Simulated:
+    """Recorded steps on a virtual clock, under the run's own policy or another."""
+
+    def __init__(self, workloads: Sequence[Workload], policy: str, by_rates: bool = True):
+        self.workloads, self.policy, self._by_rates = workloads, policy, by_rates
+        self._settings: Callable[[str], Settings] = cache(lambda name: tune(workloads[-1], name))
+
+    def seconds(self, change: Callable[[Workload], Workload], policy: str = "") -> float:
+        settings = self._settings(policy or self.policy)
+        steps = [later_step(change(each), policy or self.policy, settings, self._by_rates) for each in self.workloads]
+        return fmean(step.result.step_s for step in steps)
+
+    def decided_anew(self, rates: Mapping[str, float]) -> float | None:
+        """As `Analysis.found` asks; None where no slot is slow."""
+        slots = [max(rate, 1.0) for worker, rate in rates.items() if worker.startswith("slot ")]
+        if max(slots) < SLOW:
+            return None
+        speeds = tuple(1 / rate for rate in slots)
+        slow = self.seconds(lambda workload: replace(workload, slot_speed=speeds))
+        return slow / self.seconds(lambda workload: replace(workload, slot_speed=()))
+
+
+def ranks_of(spans: Sequence[Span]) -> set[str]:
+    """The trainer's, in a step or more."""
+    return {span.where for span in spans if span.kind == "optimizer"}
+
+
+def simulated(config: Config, steps: Sequence[tuple[Span, Sequence[Span]]]) -> Simulated | None:
+    """The last of these steps; None where the simulator has no such job: stages in pipelines, nothing generated, or a
+    configuration of other devices, with which the run was resumed and made no step yet."""
+    spans = [span for _, inside in steps for span in inside]
+    generated = any(span.kind == "generate" for span in spans)
+    if not generated or len(ranks_of(spans)) != config.slots or config.training.pipeline_parallel_size > 1:
+        return None
+    fitted, rates = fit_run(config, spans)
+    workloads = [recorded_workload(config, fitted.costs, rates, inside) for _, inside in steps[-SIMULATED:]]
+    return Simulated(workloads, config.fusion.policy, not config.trainer.deterministic)
+
+
+def _as_it_was(workload: Workload) -> Workload:
+    return workload
+
+
+def _with_another_slot(workload: Workload) -> Workload:
+    speeds = (*workload.slot_speed, 1.0) if workload.slot_speed else ()
+    return replace(workload, slots=workload.slots + 1, slot_speed=speeds)
+
+
+def _without_longest(workload: Workload) -> Workload:
+    lengths = workload.lengths()
+    cut = np.minimum(lengths, int(np.quantile(lengths, 1 - LONGEST, method="lower")))
+    return replace(workload, response_tokens=tuple(cut.tolist()))
+
+
+STEPS = 20  # of a run, the last
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A run's last undisturbed steps, and what was found."""
+
+    steps: list[tuple[Span, list[Span]]]
+    analysis: Analysis
+    simulated: Simulated | None
+    found: RunSlowdown
+    alarms: list[Alarm]  # what the run told of slow and faulty workers itself, and when that began
+
+
+def examine(run: RunFolder, steps: int = STEPS, run_code: bool = False) -> Examined:
+    """RunError or WorkloadError where the folder doesn't tell enough. Steps on other ranks than the last are left out:
+    a run may have been resumed on more devices, or fewer."""
+    config, recorded = config_of(file := run.path / "config.yaml"), recorded_steps(run, steps)
+    refuse_code(file, policy_code(config.fusion.policy), run_code)
+    ranks = ranks_of(recorded[-1][1])
+    recorded = [step for step in recorded if ranks_of(step[1]) == ranks]
+    spans = [span for _, inside in recorded for span in inside]
+    stage = 3 if config.sharded_weights else config.actor.zero_stage
+    analysis = Analysis(operations(recorded, run.width, stage), spans)
+    clock = simulated(config, recorded)
+    found = analysis.found() if clock is None else analysis.found(clock.decided_anew)
+    return Examined(recorded, analysis, clock, found, read_alarms(run.path))

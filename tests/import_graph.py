@@ -1,0 +1,115 @@
+"""Which modules of the package name which: imports anywhere in a file, and dotted names in strings.
+
+`python tests/import_graph.py` prints how many lines `rlfuse train` reaches, and where they are.
+"""
+
+import ast
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "rlfuse"
+DOTTED = re.compile(r"(?<![\w.])rlfuse(?:\.\w+)+")
+TRAIN = "rlfuse.train"
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All that stands in a file."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """Modules of rlfuse that this one imports, anywhere in it: inside functions and for type checking, too."""
+    found = set()
+    for node in nodes(MODULES[module]):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module} has a relative import, which is not followed here"
+            if (node.module or "").split(".")[0] == "rlfuse":
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {name if name in MODULES else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "rlfuse"}
+    return frozenset(found - {"rlfuse", module})
+
+
+@cache
+def strings(module: str) -> frozenset[str]:
+    """Its strings and the fixed parts of its f-strings, without docstrings."""
+    all_nodes = nodes(MODULES[module])
+    documentation = {id(node.value) for node in all_nodes if isinstance(node, ast.Expr)}
+    return frozenset(
+        node.value
+        for node in all_nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation
+    )
+
+
+def inside(package: str) -> set[str]:
+    return {each for each in MODULES if each.startswith(f"{package}.")}
+
+
+@cache
+def named(module: str) -> frozenset[str]:
+    """Modules that its strings name. All modules of a package where a string ends behind its dot, as f-strings do, or
+    where its `__path__` is looked through."""
+    found = set()
+    for text in strings(module):
+        for match in DOTTED.finditer(text):
+            name = match[0]
+            if text[match.end() :] == ".":
+                found |= inside(name)
+            while name not in MODULES:
+                name = name.rpartition(".")[0]
+            found.add(name)
+    for node in nodes(MODULES[module]):
+        if isinstance(node, ast.Attribute) and node.attr == "__path__":
+            for each in imports(module):
+                found |= inside(each) if each.endswith(f".{ast.unparse(node.value)}") else set()
+    return frozenset(found - {"rlfuse", module})
+
+
+def reach(start: str, *, without: str | None = None) -> set[str]:
+    """All modules that running `start` may import, packages included; `without`: as if that one were not there."""
+    found, left = set(), [start]
+    while left:
+        module = left.pop()
+        if module not in found and module != without:
+            found.add(module)
+            left += [*imports(module), *named(module), *filter(None, [module.rpartition(".")[0]])]
+    return found
+
+
+def lines(modules) -> int:
+    return sum(MODULES[module].read_text().count("\n") for module in modules)
+
+
+def main() -> None:
+    """Print lines that `rlfuse train` reaches: of each package, and by each module through which alone they are."""
+    reached = reach(TRAIN)
+    print(
+        f"{TRAIN} reaches {lines(reached):,} of {lines([*MODULES]):,} lines, {len(reached)} of {len(MODULES)} modules"
+    )
+    packages = Counter({module.split(".")[1]: 0 for module in MODULES if "." in module})
+    for module in reached - {"rlfuse"}:
+        packages[module.split(".")[1]] += lines([module])
+    for package, count in packages.most_common():
+        print(f"{count:7,}  {package}")
+    print("through one module alone:")
+    alone = Counter({each: lines(reached - reach(TRAIN, without=each)) for each in reached - {TRAIN, "rlfuse"}})
+    for module, count in alone.most_common(30):
+        print(f"{count:7,}  {module}")
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,10 @@ from rlfuse.tools.doctor.examine import show
 from rlfuse.tools.report.charts import curves
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "rlfuse" / room / "README.md" for room in ("doctor", "evaluation", "notebook", "planning", "report")]
+TOOLS = ("doctor", "evaluation", "notebook", "planning", "report")
+PAGES = [
+    ROOT / "rlfuse" / name / "README.md" for name in ("tools", "engines/memory", *(f"tools/{each}" for each in TOOLS))
+]
 
 
 def code_of(page):

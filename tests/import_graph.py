@@ -4,6 +4,7 @@
 """
 
 import ast
+import os
 import re
 from collections import Counter
 from functools import cache
@@ -88,6 +89,32 @@ def reach(start: str, *, without: str | None = None) -> set[str]:
             found.add(module)
             left += [*imports(module), *named(module), *filter(None, [module.rpartition(".")[0]])]
     return found
+
+
+RECORDER = """
+import os, sys
+from pathlib import Path
+
+class Recorder:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("rlfuse."):
+            with Path(__file__).with_name(f"{os.getpid()}.imports").open("a") as file:
+                file.write(name + "\\n")
+
+sys.meta_path.insert(0, Recorder())
+"""
+
+
+def record_imports(folder: Path) -> dict[str, str]:
+    """Variables by which a command and all of its processes write to `folder` which modules of rlfuse they import."""
+    (folder / "sitecustomize.py").write_text(RECORDER)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def recorded_imports(folder: Path) -> dict[str, set[str]]:
+    """Modules by process; what a fork has from its parent is with the parent."""
+    found = {path.stem: {*path.read_text().split()} for path in folder.glob("*.imports")}
+    return {process: {name for name in names if name in MODULES} for process, names in found.items()}
 
 
 def lines(modules) -> int:

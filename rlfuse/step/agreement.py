@@ -18,7 +18,7 @@ import numpy as np
 from rlfuse.algorithms.corrections import LOG_PROBS_DIFF_MAX, LOG_PROBS_DIFF_MEAN, mismatch_metrics
 from rlfuse.errors import EngineLost
 from rlfuse.protocols import Engines, RolloutEngine, Sampling
-from rlfuse.samples import Group, Prompt, Sample
+from rlfuse.samples import Group, Prompt, Response, Sample
 from rlfuse.step.colocation import all_to, to_engine, to_ranks
 
 SAMPLES, TOKENS = 4, 32
@@ -64,11 +64,12 @@ async def _draw(engine: RolloutEngine, samples: Sequence[Sample], sampling: Samp
     by_id = {sample.id: sample for sample in samples}
     with suppress(EngineLost):
         async for name, response in engine.generate(samples, sampling):
-            by_id[name].response = response
+            if isinstance(response, Response):  # nothing is evicted meanwhile
+                by_id[name].response = response
 
 
 def _agreement(samples: Sequence[Sample], scored: Sequence[np.ndarray], engines: int) -> Agreement:
-    engine, trainer = np.concatenate([sample.response.log_probs for sample in samples]), np.concatenate(scored)
+    engine, trainer = np.concatenate([sample.finished.log_probs for sample in samples]), np.concatenate(scored)
     metrics = mismatch_metrics(engine, trainer)
     worst = int(np.nan_to_num(np.abs(engine - trainer), nan=np.inf).argmax())
     starts = np.cumsum([0, *(len(each) for each in scored)])

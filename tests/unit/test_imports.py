@@ -16,12 +16,12 @@ PACKAGES = [line.split() for line in """
     fusion
     step
     simulate
+    run_folder
     cluster
     video
     data
     engines
     rewards
-    run_folder
     observe
     health
     run
@@ -31,8 +31,8 @@ PACKAGES = [line.split() for line in """
 """.strip().splitlines()]  # fmt: skip
 """From the lowest up; those on one line may import one another. Each imports from its own line and those above it."""
 RANK = {package: rank for rank, line in enumerate(PACKAGES) for package in line}
-CORE = frozenset(package for package, rank in RANK.items() if rank <= RANK["simulate"])
-"""Runs in one process on simulated engines: no backend, no cluster."""
+CORE = frozenset(package for package, rank in RANK.items() if rank <= RANK["run_folder"])
+"""Runs in one process on simulated engines, and reads what a run left: no backend, no cluster."""
 BACKENDS = ("vllm", "deepspeed", "ray", "torch.distributed")
 REACH = 53_000
 """Lines that `rlfuse train` may reach; `python tests/import_graph.py` says where they are."""

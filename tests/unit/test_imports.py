@@ -85,7 +85,9 @@ def test_the_core_imports_no_backend():
 def test_importing_the_core_loads_no_backend():
     core = [module for module in MODULES if module != "rlfuse" and package_of(module) in CORE]
     code = f"import importlib, sys; [importlib.import_module(each) for each in {core}]; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
     loaded = set(done.stdout.split())
     assert "rlfuse.step.controller" in loaded and not loaded & {"vllm", "deepspeed", "ray"}
     others = {each for each in loaded if each.startswith("rlfuse.") and package_of(each) not in CORE}

@@ -1,6 +1,6 @@
 """The KV caches of one engine that may leave it with their samples: names, who wants them, when they are void.
 
-Role: a folder in /dev/shm, kept by the engine's `RolloutWorker`; the connectors of this room, in vLLM's
+Role: a folder in /dev/shm, kept by the engine's `RolloutWorker`; the connectors of this package, in vLLM's
 own processes, know its files by name. Waits, bounded, for what is being written or read. Knows nothing of vLLM.
 """
 

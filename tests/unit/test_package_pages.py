@@ -1,4 +1,4 @@
-"""Pages of rooms: the files that they name are there, and the code that they show runs."""
+"""READMEs of packages: the files that they name are there, and the code that they show runs."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ def code_of(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
-def test_a_page_names_every_file_of_its_room_and_no_other(page):
+def test_a_page_names_every_file_of_its_package_and_no_other(page):
     rows = re.findall(r"^\| (`[^|]*`) \|", page.read_text(), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`([\w.]+\.(?:py|html|css|js))`", row)}
     there = {path.name for path in page.parent.iterdir() if path.suffix in (".py", ".html", ".css", ".js")}

@@ -25,12 +25,12 @@ from typing import Any, NamedTuple, Protocol
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import Budget, Memory, memory_of
 from rlfuse.engines.memory.model_sizes import served_shapes, shapes_of
+from rlfuse.engines.memory.remedies import problems, remedies
 from rlfuse.engines.memory.sharing import arguments, sharing_of, sharing_words
 from rlfuse.engines.trainer.rank_group import RankGroup
 from rlfuse.errors import ConfigError
 from rlfuse.protocols import Sharing
 from rlfuse.step.colocation import leave
-from rlfuse.tools.planning.remedies import problems, remedies
 
 Facts = dict[str, Any]
 MEASURING = "speed of the ranks"

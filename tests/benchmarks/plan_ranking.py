@@ -25,13 +25,13 @@ from rlfuse.config.checks import value_of
 from rlfuse.config.documentation import as_typed
 from rlfuse.config.facts import Facts
 from rlfuse.engines.memory.model_sizes import shapes_of
+from rlfuse.engines.memory.remedies import Setting
 from rlfuse.events import read_events
 from rlfuse.simulate.job_step import spans_within, whole_samples
 from rlfuse.tools.planning.calibrate import read_works
 from rlfuse.tools.planning.calibration import errors_of, fitted, held_out
 from rlfuse.tools.planning.cluster_file import Cluster
 from rlfuse.tools.planning.hardware import Hardware, Links
-from rlfuse.tools.planning.remedies import Setting
 from rlfuse.tools.planning.search import search, settled
 from rlfuse.tools.planning.searched_job import Job
 from rlfuse.tools.planning.space import axes_of

@@ -16,8 +16,8 @@ from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.facts import Facts
 from rlfuse.engines.memory.estimate import GIB, Budget, memory_of
 from rlfuse.engines.memory.model_sizes import read_shape
+from rlfuse.engines.memory.remedies import problems
 from rlfuse.tasks.prepare import TASKS
-from rlfuse.tools.planning.remedies import problems
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 PACKAGE = JOBS.parent / "rlfuse"

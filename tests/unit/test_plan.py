@@ -12,13 +12,13 @@ from rlfuse import cli
 from rlfuse.engines.memory.activations import activations, micro_batch_tokens, stage_parts, worst
 from rlfuse.engines.memory.estimate import GIB, Budget, memory_of, parameters_on
 from rlfuse.engines.memory.model_sizes import read_shape
+from rlfuse.engines.memory.remedies import problems, remedies
 from rlfuse.engines.memory.residency import GENERATING, LOADING, PHASES, SAVING, SYNC, TRAINING, Item
 from rlfuse.engines.memory.tracing import Texts
 from rlfuse.errors import ConfigError
 from rlfuse.tools.planning.costs import costs_of
 from rlfuse.tools.planning.forecast import forecast, lengths_of
 from rlfuse.tools.planning.hardware import Hardware
-from rlfuse.tools.planning.remedies import problems, remedies
 from rlfuse.tools.planning.step_time import StepTimes
 from rlfuse.tools.planning.tables import placements
 

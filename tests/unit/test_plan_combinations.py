@@ -10,7 +10,7 @@ import pytest
 from rlfuse.config.checks import check, checks
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
-from rlfuse.tools.planning.remedies import changed
+from rlfuse.engines.memory.remedies import changed
 from rlfuse.tools.planning.space import combinations
 
 VALUES = {

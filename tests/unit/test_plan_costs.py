@@ -8,6 +8,7 @@ from test_plan_search import job_of, shape  # noqa: F401, a fixture
 
 from rlfuse.config.schema import ActorConfig, Config
 from rlfuse.engines.memory.estimate import ITEM, Moved
+from rlfuse.engines.memory.remedies import changed
 from rlfuse.engines.trainer.gradient_memory import KEPT
 from rlfuse.tools.planning import plan
 from rlfuse.tools.planning.costs import carried, costs_of, optimizer_trips
@@ -22,7 +23,6 @@ from rlfuse.tools.planning.exchanges import (
     of_step,
 )
 from rlfuse.tools.planning.hardware import ADAM, Hardware, Links
-from rlfuse.tools.planning.remedies import changed
 
 
 def test_a_ring_within_a_node_sends_all_but_ones_own_part():

@@ -16,12 +16,12 @@ from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import memory_of
 from rlfuse.engines.memory.model_sizes import read_shape
+from rlfuse.engines.memory.remedies import changed, problems
 from rlfuse.errors import EngineError
 from rlfuse.tools.planning.cluster_file import Cluster, ClusterError, Group
 from rlfuse.tools.planning.costs import costs_of
 from rlfuse.tools.planning.forecast import lengths_of
 from rlfuse.tools.planning.hardware import KINDS
-from rlfuse.tools.planning.remedies import changed, problems
 from rlfuse.tools.planning.search import LATE, search, settled
 from rlfuse.tools.planning.searched_job import Job
 from rlfuse.tools.planning.space import FASTEST, POLICY, Fillings, axes_of, structures

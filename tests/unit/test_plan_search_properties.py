@@ -11,10 +11,10 @@ import pytest
 from test_plan_search import CLUSTER, SMALL, facts_of, job_of, read_of, shape  # noqa: F401, a fixture
 
 from rlfuse.config.schema import Config
+from rlfuse.engines.memory.remedies import changed, problems
 from rlfuse.tools.planning.cluster_file import MOST_UTILIZATION, Cluster, ClusterError, LinksGiven
 from rlfuse.tools.planning.forecast import lengths_of
 from rlfuse.tools.planning.hardware import Calibration, Errors, Hardware, Source, coefficients_of, write
-from rlfuse.tools.planning.remedies import changed, problems
 from rlfuse.tools.planning.search import search
 from rlfuse.tools.planning.search_command import LOOKING, PATIENCE, SECONDS
 from rlfuse.tools.planning.space import axes_of, structural, structures

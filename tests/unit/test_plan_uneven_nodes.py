@@ -6,11 +6,11 @@ import pytest
 from test_plan_search import CLUSTER, SMALL, brute_force, facts_of, job_of, shape  # noqa: F401, the fixture
 
 from rlfuse.config.schema import Config
+from rlfuse.engines.memory.remedies import changed
 from rlfuse.fusion.costs import Costs
 from rlfuse.tools.planning.cluster_file import Cluster, ClusterError, Group
 from rlfuse.tools.planning.forecast import forecast, lengths_of
 from rlfuse.tools.planning.hardware import NodeSpeed, WorkSpeed
-from rlfuse.tools.planning.remedies import changed
 from rlfuse.tools.planning.search import search
 from rlfuse.tools.planning.space import axes_of, structures
 from rlfuse.tools.planning.step_time import StepTimes, engine_speeds, of_slowest

@@ -14,6 +14,7 @@ from scenes import Scene, scenes
 
 from rlfuse.engines.memory.estimate import Budget, memory_of
 from rlfuse.engines.memory.model_sizes import read_shape
+from rlfuse.engines.memory.remedies import problems
 from rlfuse.engines.memory.residency import STEP, Item, ResidencyError, ResidencyReplay, contents
 from rlfuse.errors import EngineError, RewardError
 from rlfuse.fusion.decisions import Settings
@@ -23,7 +24,6 @@ from rlfuse.protocols import Sharing
 from rlfuse.run.starting import start_parts
 from rlfuse.simulate.clock import run_virtual
 from rlfuse.stopping import Stopped
-from rlfuse.tools.planning.remedies import problems
 
 ZERO = {"ZeRO 0": 0, "ZeRO 1": 1, "ZeRO 2": 2, "ZeRO 3": 3, "pipelines": 4}
 exploring = settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])

@@ -11,13 +11,13 @@ from test_plan_models import FAMILIES, job
 
 from rlfuse.engines.memory.estimate import GIB, Budget, Moved, memory_of
 from rlfuse.engines.memory.model_sizes import read_shape
+from rlfuse.engines.memory.remedies import problems
 from rlfuse.engines.memory.residency import ENGINE, GENERATING, MODELS, PHASES, Item
 from rlfuse.engines.memory.sharing import arguments, sharing_of
 from rlfuse.errors import ConfigError
 from rlfuse.protocols import Sharing
 from rlfuse.run import inference
 from rlfuse.run.starting import SharedDevices
-from rlfuse.tools.planning.remedies import problems
 
 pytestmark = pytest.mark.slow
 

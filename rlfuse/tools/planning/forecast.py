@@ -14,6 +14,7 @@ import numpy as np
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.schema import Config
+from rlfuse.engines.memory.remedies import changed
 from rlfuse.errors import UserError
 from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
@@ -25,7 +26,6 @@ from rlfuse.simulate.workload import Drawn, Lognormal, Workload
 from rlfuse.step.scoring import PASSES
 from rlfuse.tools.planning.cluster_file import UNMEASURED, Cluster
 from rlfuse.tools.planning.hardware import Hardware, WorkSpeed
-from rlfuse.tools.planning.remedies import changed
 from rlfuse.tools.planning.search import Plan
 from rlfuse.tools.planning.searched_job import Job
 from rlfuse.tools.planning.space import POLICY, but_for

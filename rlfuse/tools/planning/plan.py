@@ -24,6 +24,7 @@ from rlfuse.engines.memory import sharing
 from rlfuse.engines.memory.activations import PASS_OF, leaves, words
 from rlfuse.engines.memory.estimate import GIB, Budget, Memory, Moved, memory_of
 from rlfuse.engines.memory.model_sizes import Shape, served_shapes, shapes_of
+from rlfuse.engines.memory.remedies import problems, remedies
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.decisions import traits_of
 from rlfuse.fusion.own_policies import load_policy
@@ -41,7 +42,6 @@ from rlfuse.tools.planning.planned_job import (
     read_lengths,
     unset,
 )
-from rlfuse.tools.planning.remedies import problems, remedies
 from rlfuse.tools.planning.step_time import NOTHING, standings
 from rlfuse.tools.planning.tables import memory_table, placement_table, settings_table, table_of
 

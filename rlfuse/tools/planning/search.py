@@ -18,7 +18,7 @@ from rlfuse.config.checks import check, value_of
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import Memory
-from rlfuse.tools.planning.remedies import Setting, changed, problems
+from rlfuse.engines.memory.remedies import Setting, changed, problems
 from rlfuse.tools.planning.searched_job import Job
 from rlfuse.tools.planning.space import FASTEST, POLICY, Filling, Fillings, but_for, structural, structures
 from rlfuse.tools.planning.step_time import NOTHING, Seconds

@@ -24,6 +24,7 @@ from rlfuse.config.keys import did_you_mean
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import GIB
 from rlfuse.engines.memory.model_sizes import served_shapes, shapes_of
+from rlfuse.engines.memory.remedies import changed
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
 from rlfuse.progress import Console
@@ -41,7 +42,6 @@ from rlfuse.tools.planning.planned_job import (
     read_lengths,
     write_job,
 )
-from rlfuse.tools.planning.remedies import changed
 from rlfuse.tools.planning.search import Found, Neighbour, Plan, error_of, neighbours_of, search, settled, structure_of
 from rlfuse.tools.planning.searched_job import Job
 from rlfuse.tools.planning.space import axes_of

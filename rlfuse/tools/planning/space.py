@@ -14,12 +14,12 @@ from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.activations import layer_costs, leaves
 from rlfuse.engines.memory.model_sizes import Shape
+from rlfuse.engines.memory.remedies import Setting
 from rlfuse.engines.pipeline.partition import share_with_logits
 from rlfuse.engines.trainer.activation_places import Place
 from rlfuse.errors import EngineError
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.tools.planning.cluster_file import Cluster
-from rlfuse.tools.planning.remedies import Setting
 
 OFFLOAD, RESIDENCY = "actor.offload_optimizer", "actor.optimizer_residency"
 AGAIN, TOKENS = "model.enable_gradient_checkpointing", "actor.ppo_max_token_len_per_gpu"

@@ -93,7 +93,9 @@ def in_layout(layout, config, out):
     return {
         "dtypes": {each.dtype for _, each in held},
         "parameters": {role: sum(each.nbytes for name, each in held if name.startswith(role)) for role in ROLES},
-        "optimizer": {name: bytes_of_optimizer(rank.engines[name]) for name in trained},
+        "optimizer": {
+            name: bytes_of_optimizer(getattr(rank.engines[name], "engine", rank.engines[name])) for name in trained
+        },
         "buffers": {key: each.numpy() for key, each in modules[trained[0]].named_buffers() if each.is_floating_point()},
         "updates": {f"{name}/{key}": after[name][key] - each for name in trained for key, each in before[name].items()},
     }
@@ -149,7 +151,7 @@ def weights(rank, name):
     """{parameter: float32 values} of those on this rank, whole; every rank calls."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    engine, found = rank.engines[name], {}
+    engine, found = getattr(rank.engines[name], "engine", rank.engines[name]), {}
     masters = engine.basic_optimizer.param_groups[0]["params"]
     for i, (key, parameter) in enumerate(engine.module.named_parameters()):
         value = masters[i] if engine.zero_optimization_stage() == 0 else safe_get_full_fp32_param(parameter)

@@ -31,6 +31,7 @@ from rlfuse.engines.trainer import activation_offloading
 from rlfuse.engines.trainer.activation_offloading import ActivationOffloading, Budget, decoder_layers
 from rlfuse.engines.trainer.activation_places import Layer, Place, Room, places
 from rlfuse.engines.trainer.activation_stores import PIECE, Disk, HostMemory, speed_of
+from rlfuse.engines.trainer.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import response_logits, trainer_ready
 from rlfuse.engines.trainer.optimizer import take_step, trainable
@@ -269,7 +270,7 @@ def rank_of(stage, tmp_path, dtype="float32", **model):
         setattr(config.model, key, value)
     rank = TrainerRank(config, 0, 1, "cpu")
     policy = model_of("qwen2").to(getattr(torch, dtype))
-    rank.engines = {"actor": trainable(policy, config.actor, 1e-2, "cpu")}
+    rank.engines = {"actor": DeepSpeedModel(trainable(policy, config.actor, 1e-2, "cpu"), 1)}
     rank.tower, rank.sums, rank.ropes, rank.exporters = None, {}, {"actor": None}, {"actor": None}
     rank.packed, rank.shares, rank.tensor = True, False, None
     rank.parallel = SimpleNamespace(part=lambda degree: None)
@@ -299,7 +300,7 @@ def test_updates_are_the_same_under_every_stage(tmp_path, monkeypatch, stage):
             rank = rank_of(stage, tmp_path, dtype, **settings)
             for lengths in ((50,), (40, 30), (9,)):
                 rank.accumulate(("actor",), [micro_batch(*lengths)])
-            norms.append(take_step(rank.engines["actor"], 4.0, 1))
+            norms.append(take_step(rank.engines["actor"].engine, 4.0, 1))
             assert (rank.activations is None) == (not settings)
             spans = rank.recorder.drain()
             told = [span.attributes for span in spans if span.kind == "forward"]

@@ -18,6 +18,7 @@ from rlfuse.config.graph_checks import BLOCKERS, graph_sizes, why_no_graphs
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.trainer import cuda_graphs
 from rlfuse.engines.trainer.cuda_graphs import CudaRecording, PassGraphs, record_passes
+from rlfuse.engines.trainer.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.trainer.families import value_class
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import response_logits, trainer_ready
@@ -62,7 +63,7 @@ def rank_of(stage, dtype, how, checkpointing=False, tied=True):
         if kind:
             torch.nn.init.normal_(model.score.weight)
         model = trainer_ready(model.to(DTYPES[dtype]), ModelConfig(enable_gradient_checkpointing=checkpointing))
-        rank.engines[name] = trainable(model, config.actor, 1e-2, "cpu")
+        rank.engines[name] = DeepSpeedModel(trainable(model, config.actor, 1e-2, "cpu"), 1)
     rank.tower, rank.sums, rank.ropes, rank.tensor = None, {}, {"actor": None, "critic": None}, None
     rank.packed, rank.shares, rank.parallel = True, True, SimpleNamespace(part=lambda degree: None)
     if how == "recorded":
@@ -88,14 +89,14 @@ def play(rank):
     for step in range(2):
         lengths = ((9, 12), (30, 20), (4,), (70,))  # of the last one, no size is large enough
         batches = [micro_batch(10 * step + seed, *each) for seed, each in enumerate(lengths)]
-        scored = [*rank.log_probs("actor", batches), *rank.values(batches)]
+        scored = [each for model in ("actor", "critic") for each in rank.score((model,), batches)[model][0]]
         found += [torch.from_numpy(array) for arrays in scored for array in arrays]
         for name, engine in rank.engines.items():
-            rank.accumulate(name, batches[:2])
-            rank.accumulate(name, batches[2:])
+            rank.accumulate((name,), batches[:2])
+            rank.accumulate((name,), batches[2:])
             if rank.config.actor.zero_stage == 0:
                 found += [each.grad.clone() for each in engine.module.parameters()]
-            found.append(torch.tensor(take_step(engine, 8.0, 1)))
+            found.append(torch.tensor(take_step(engine.engine, 8.0, 1)))
             found += [each.detach().clone() for each in engine.module.parameters()]
     return found
 
@@ -154,11 +155,11 @@ def test_what_cannot_be_recorded_is_launched_and_one_line_says_why(said, monkeyp
     for rank in ranks:
         model = rank.engines["actor"].module
         if recorded_first:
-            rank.log_probs("actor", [micro_batch(0, 9)])
+            rank.score(("actor",), [micro_batch(0, 9)])
         with monkeypatch.context() as patch:
             change(model, patch)
-            scored = rank.log_probs("actor", [micro_batch(0, 9), micro_batch(1, 12)])
-        rank.accumulate("actor", [micro_batch(0, 9)])
+            scored, _ = rank.score(("actor",), [micro_batch(0, 9), micro_batch(1, 12)])["actor"]
+        rank.accumulate(("actor",), [micro_batch(0, 9)])
         found.append([torch.from_numpy(array) for arrays in scored for array in arrays] + [model.lm_head.weight.grad])
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*found, strict=True))
     assert ranks[1].graphs.sizes == () and len(said) == 1 and why in said[0]
@@ -170,7 +171,7 @@ def test_a_pass_whose_memory_was_used_again_has_no_backward(said):
     engine, batches = rank.engines["actor"], [rank._collate("actor", micro_batch(i, 9).rows, None) for i in range(2)]
     first, _ = (response_logits(engine, batch) for batch in batches)
     with pytest.raises(RuntimeError, match="before this one's backward"):
-        engine.backward(first.sum(), scale_wrt_gas=False)
+        engine.backward(first.sum())
 
 
 @pytest.fixture

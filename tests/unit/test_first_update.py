@@ -37,7 +37,7 @@ def test_an_update_changes_weights_by_the_learning_rate_also_when_resumed(tmp_pa
     rank, model, more = rank_of(kind, stage, dtype, **made)
     before = masters(rank)
     if stage < 3:  # whose weights are shards
-        assert all(map(torch.equal, before, [each.float() for each in model.parameters()]))
+        assert all(map(torch.equal, before, [each.float() for each in getattr(model, "module", model).parameters()]))
     step(rank, model)
     changes = [new - old * (1 - RATE * DECAY) for old, new in zip(before, masters(rank), strict=True)]
     sizes = torch.cat([change.flatten().abs() / RATE for change in changes])

@@ -18,6 +18,7 @@ from rlfuse.data.prompts import PromptSource
 from rlfuse.engines.pipeline.layout import Pipelines, Place
 from rlfuse.engines.pipeline.pipeline_rank import PipelineRank
 from rlfuse.engines.pipeline.stages import DeviceStages
+from rlfuse.engines.trainer.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.trainer.optimizer import set_lr, take_step, trainable
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
@@ -34,22 +35,25 @@ def rank_of(kind, stage, dtype, lr, **actor):
     torch.manual_seed(1)
     sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, vocab_size=16, tie_word_embeddings=False)
     model = Qwen2ForCausalLM(Qwen2Config(num_attention_heads=2, num_key_value_heads=2, **sizes)).to(DTYPES[dtype])
-    rank, settings = kind(Config(), 0, 1, "cpu"), ActorConfig(zero_stage=stage, **actor)
+    config, settings = Config(), ActorConfig(zero_stage=stage, **actor)
+    config.model.dtype = dtype
+    rank = kind(config, 0, 1, "cpu")
     if kind is PipelineRank:
         rank.engines = {"actor": trainable(DeviceStages({"0": model}), settings, lr, "cpu")}
         rank.layout, rank.place = {"actor": Pipelines("actor", 1)}, Place(0, 0, 0)
         return rank, model, ()
-    rank.engines, rank.tower = {"actor": trainable(model, settings, lr, "cpu")}, None
-    rank.exporters = {"actor": Exporter(model, 0)}
+    rank.engines, rank.tower = {"actor": DeepSpeedModel(trainable(model, settings, lr, "cpu"), 1)}, None
+    rank.exporters = {"actor": Exporter(model, 0, sharded=rank.engines["actor"])}
     return rank, rank.engines["actor"], ({"actor": [list(rank.exporters["actor"].tensors)]},)
 
 
 def step(rank, model, lr_factor=1.0):
     """One optimizer step; the gradient's norm before clipping."""
-    set_lr(rank.engines["actor"], lr_factor)
+    engine = getattr(rank.engines["actor"], "engine", rank.engines["actor"])
+    set_lr(engine, lr_factor)
     loss = model(input_ids=torch.arange(8)[None]).logits.float().log_softmax(-1)[..., 3].sum()
-    rank.engines["actor"].backward(loss, scale_wrt_gas=False)
-    return take_step(rank.engines["actor"], 10.0, 1)
+    engine.backward(loss, scale_wrt_gas=False)
+    return take_step(engine, 10.0, 1)
 
 
 def weights_of(rank):
@@ -71,7 +75,8 @@ def test_a_new_rate_decay_and_clipping_are_what_the_optimizer_uses(tmp_path, kin
     if kind is TrainerRank:
         numel = sum(size for _, size in reader.sizes("actor")) // DTYPES[dtype].itemsize
         assert reader._multiplied("actor") == (numel - 2 * 16 * 16, 16 * 16), "all but the embedding"
-    actor, weights = reader.engines["actor"], [weights_of(reader)]
+    actor = getattr(reader.engines["actor"], "engine", reader.engines["actor"])
+    weights = [weights_of(reader)]
     for factor in (0.0, 0.5, 1.0):
         assert math.isfinite(step(reader, model, factor))
         assert {(each["lr"], each["weight_decay"]) for each in actor.optimizer.param_groups} == {(1e-3 * factor, 0.5)}

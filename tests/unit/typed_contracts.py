@@ -9,6 +9,9 @@ from rlfuse.engines.rollout.engine_actor import EngineActor
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
 from rlfuse.engines.rollout.rollout_worker import RolloutWorker
 from rlfuse.engines.rollout.transformers_engine import TransformersEngine
+from rlfuse.engines.trainer.deepspeed_model import DeepSpeedModel
+from rlfuse.engines.trainer.fsdp2_model import Fsdp2Model
+from rlfuse.engines.trainer.sharded_model import ShardedModel
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.fusion import selection
@@ -34,6 +37,14 @@ def engine_actors(vllm: RolloutWorker, transformers: TransformersEngine) -> list
 
 def backends() -> list[type[EngineActor]]:
     return [RolloutWorker, TransformersEngine]
+
+
+def sharded_models(deepspeed: DeepSpeedModel, fsdp2: Fsdp2Model) -> list[ShardedModel]:
+    return [deepspeed, fsdp2]
+
+
+def trainer_backends() -> list[type[ShardedModel]]:
+    return [DeepSpeedModel, Fsdp2Model]
 
 
 def reward_scorers(real: RewardPool, simulated: SimulatedReward) -> list[RewardScorer]:

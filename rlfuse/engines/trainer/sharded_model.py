@@ -32,10 +32,14 @@ class ShardedModel(Protocol):
 
     module: PreTrainedModel
     """Its parameters under transformers' names; each may be this rank's shard."""
-    steps: int
-    """Optimizer steps taken, skipped ones included."""
-    optimizer: Any
-    """What holds the optimizer's tensors, for moves between device and host; None if frozen."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken, skipped ones included."""
+
+    @property
+    def optimizer(self) -> Any:
+        """What holds the optimizer's tensors, for moves between device and host; None if frozen."""
 
     @staticmethod
     def loading(config: Config) -> AbstractContextManager[None]:

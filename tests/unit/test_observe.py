@@ -207,7 +207,9 @@ def test_statistics_are_of_everything_that_was_generated_and_advantages_of_what_
     for each in cut.samples[1:]:
         each.response = None
     for each in groups[6].samples:
-        each.tensors = {name: np.ones(2) for name in ("advantages", "returns", "token_rewards")}
+        each.tensors = {
+            name: np.ones(len(each.response.token_ids)) for name in ("advantages", "returns", "token_rewards")
+        }
     limits = {"n": 4, "max_prompt": 8, "max_response": 9, "ranks": 1}
     metrics = sample_metrics([*groups, cut], [groups[6]], **limits, partials=partials)
     assert metrics["critic/score/mean"] == 26 / 32 and metrics["reward/frac_reward_zero_std"] == 7 / 8

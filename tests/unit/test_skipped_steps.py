@@ -10,6 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlfuse.config.schema import ActorConfig, Config
 from rlfuse.engines.pipeline.layout import Pipelines, Place
 from rlfuse.engines.pipeline.pipeline_rank import PipelineRank
+from rlfuse.engines.trainer.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.trainer.optimizer import take_step, trainable
 from rlfuse.engines.trainer.passes import weighed
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
@@ -79,8 +80,8 @@ def rank_of(kind, stage, dtype):
         return rank, ()
     settings, sizes = ActorConfig(zero_stage=stage), dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1)
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=16, num_attention_heads=2, **sizes)).to(DTYPES[dtype])
-    rank.engines, rank.tower = {"actor": trainable(model, settings, 1e-2, "cpu")}, None
-    rank.exporters = {"actor": Exporter(model, 0)}
+    rank.engines, rank.tower = {"actor": DeepSpeedModel(trainable(model, settings, 1e-2, "cpu"), 1)}, None
+    rank.exporters = {"actor": Exporter(model, 0, sharded=rank.engines["actor"])}
     return rank, ({"actor": [list(rank.exporters["actor"].tensors)]},)
 
 

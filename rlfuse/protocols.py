@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
@@ -120,8 +120,12 @@ class PassResult:
 class Trainer(Recorded, Protocol):
     """Actor, critic and reference over all trainer ranks. `slot`: only that slot's ranks; None: all of them.
 
-    How it computes gradients is told by one of two more: `WholeModels` or `Stages`.
+    It is also a `Stages` if `pipelined`, else a `WholeModels`.
     """
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether ranks hold stages, so that gradients of all models are one decision (`Train`)."""
 
     @property
     def lockstep(self) -> bool:
@@ -186,7 +190,6 @@ class Trainer(Recorded, Protocol):
         """Read what `save` wrote."""
 
 
-@runtime_checkable
 class WholeModels(Protocol):
     """A `Trainer` whose ranks hold whole models: gradients of any rows of one model, on any slot."""
 
@@ -200,7 +203,6 @@ class WholeModels(Protocol):
         """
 
 
-@runtime_checkable
 class Stages(Protocol):
     """A `Trainer` whose ranks hold stages of pipelines: gradients of all models in one schedule, on all slots."""
 

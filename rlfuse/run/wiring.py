@@ -171,6 +171,6 @@ def _settings(config: Config, trainer: Trainer) -> Settings:
         credit_tokens=max(1, credit),
         lockstep=trainer.lockstep,
         lockstep_backward=trainer.lockstep_backward,
-        pipelined=config.training.pipeline_parallel_size > 1,
+        pipelined=trainer.pipelined,
         prefill_share=0.5 if config.rollout.disaggregate == "on" else 0.0,  # until costs are measured
     )

@@ -29,6 +29,7 @@ class SimulatedTrainer:
     """One rank on each device, with whole models, sharded or not. `scored` and `trained` count how often each sample
     was, per kind and model."""
 
+    pipelined = False
     optimizers_away: Mapping[int, float] = {}  # none: in the costs of switch and step
 
     def __init__(
@@ -178,6 +179,8 @@ class SimulatedTrainer:
 
 class SimulatedStages(SimulatedTrainer):
     """Ranks that hold stages of pipelines. `bubbles`: their idle time in a schedule, over that of their work."""
+
+    pipelined = True
 
     def __init__(self, devices: Sequence[Device], costs: Costs, zeros: Zeros, bubbles: float, by_update: bool):
         super().__init__(devices, costs, zeros, lockstep=True, lockstep_backward=True, by_update=by_update)

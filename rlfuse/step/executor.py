@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -283,8 +283,7 @@ class Executor:
         self._changed.set()
 
     async def _accumulate(self, decision: Accumulate) -> None:
-        samples, trainer = self._samples(decision.samples), self.engines.trainer
-        assert isinstance(trainer, WholeModels), f"{type(trainer).__name__} computes gradients of all models together"
+        samples, trainer = self._samples(decision.samples), cast(WholeModels, self.engines.trainer)
         work = trainer.accumulate(decision.models, self._rows(decision.models, samples), decision.slot)
         found = await self._spanned([f"update_{model}" for model in decision.models], decision, work)
         for model in decision.models:
@@ -311,8 +310,7 @@ class Executor:
         rows = {model: self._rows((model,), samples) for model, samples in trained.items()}
         passes = {kind: self._samples(names) for kind, names in decision.passes.items()}
         scored = {model_of(kind): [sample.row() for sample in samples] for kind, samples in passes.items()}
-        trainer = self.engines.trainer
-        assert isinstance(trainer, Stages), f"{type(trainer).__name__} has no schedules of several models"
+        trainer = cast(Stages, self.engines.trainer)
         with ExitStack() as spans:
             for model, names in decision.samples.items():
                 spans.enter_context(self._span(f"update_{model}", samples=names))

@@ -43,7 +43,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 class PipelineTrainer(PipelineGroup):
     """All passes and gradients need all ranks together."""
 
-    lockstep = lockstep_backward = True
+    lockstep = lockstep_backward = pipelined = True
 
     @classmethod
     async def start(

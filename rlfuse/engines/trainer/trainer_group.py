@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # imports DeepSpeed
 class TrainerGroup(RankGroup):
     """Ranks with whole models."""
 
+    pipelined = False
+
     def __init__(self, config: Config, ranks: Sequence[ray.actor.ActorHandle]):
         super().__init__(config, ranks)
         self.costs, self.shares_prompts = Costs(), False

@@ -124,6 +124,14 @@ class Response:
     """bool [T]: tokens that the model wrote. Others, for example a tool's output, are context: they have no log-prob
     (0 in every per-token array), no gradient, and no part in lengths and entropy. None: all are trainable."""
 
+    def __post_init__(self) -> None:
+        mask, tokens = self.trainable, len(self.token_ids)
+        if mask is not None and (mask.dtype != bool or mask.shape != (tokens,) or not mask.any()):
+            raise ValueError(
+                f"Response.trainable: {mask.dtype} {list(mask.shape)} with {int(mask.sum())} of {tokens} tokens; it is "
+                "bool, of one entry per token, and at least one token is trainable"
+            )
+
     @property
     def mask(self) -> np.ndarray:
         """bool [T]: `trainable`."""
@@ -147,6 +155,18 @@ class Partial:
     """Of the weights that drew the first token."""
     kv_key: str | None = None
     """Where its KV cache lies, when it travels too."""
+    trainable: np.ndarray | None = None
+    """bool [t], as of its `Response`."""
+
+    def extended(self, token_ids: np.ndarray, log_probs: np.ndarray, version: int) -> Partial:
+        """With tokens drawn after these; `version`: of the weights that drew the first of them."""
+        before = self.trainable
+        return Partial(
+            np.concatenate([self.token_ids, token_ids]),
+            np.concatenate([self.log_probs, log_probs]),
+            self.weight_version if len(self.token_ids) else version,
+            trainable=None if before is None else np.concatenate([before, np.ones(len(token_ids), dtype=bool)]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

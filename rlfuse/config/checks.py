@@ -36,7 +36,17 @@ def check(config: Config, facts: Facts) -> list[str]:
 
 def checks(config: Config) -> list[Check]:
     """All of them, each of few keys: of every value by itself, then of combinations. `config`: tells its task."""
-    shared = (_files, _lengths, _devices, engine_sizes, activation_problems, graph_problems, _logging, _resume)
+    shared = (
+        _files,
+        _lengths,
+        _devices,
+        engine_sizes,
+        strategy,
+        activation_problems,
+        graph_problems,
+        _logging,
+        _resume,
+    )
     alone = (_preferences,) if config.trainer.task == "reward_model" else _OF_SAMPLES
     return [*(partial(_value, name, key) for name, key in by_name().items()), *shared, *alone]
 
@@ -381,4 +391,4 @@ def _sampling(config: Config, facts: Facts) -> Iterator[str]:
 
 
 _OF_SAMPLES = (_batches, _advantages, _log_probs, quantized, _sampling, _fusion, _disaggregated, pipelines, shares)
-_OF_SAMPLES += (slices, strategy, _drained, _video, _tower, _reward, _kl)
+_OF_SAMPLES += (slices, _drained, _video, _tower, _reward, _kl)

@@ -77,6 +77,7 @@ def strategy(config: Config, facts: Facts) -> Iterator[str]:
         ("actor.offload_optimizer", config.actor.offload_optimizer, "false"),
         ("video.freeze_tower", not config.video.freeze_tower, "true"),
         ("actor.grad_accum_dtype", config.actor.grad_accum_dtype != "float32", "float32"),
+        ("model.trust_remote_code", model.trust_remote_code and config.trainer.task == "reward_model", "false"),
     ):
         if given:
             yield problem(config, key, f"not supported by {name}=fsdp2", f"set {default}, or {name}=deepspeed")

@@ -180,12 +180,12 @@ def test_a_model_that_loads_past_the_reload_is_refused(tmp_path):
 )
 def test_what_engines_can_not_take_is_refused_before_anything_starts(config, reason):
     with pytest.raises(EngineError, match=reason):
-        check_pushable(config)
+        check_pushable(config, "vllm")
 
 
 def test_other_models_are_not():
     for kind in (transformers.MixtralConfig, transformers.Qwen2_5_VLConfig):
-        assert check_pushable(kind()) is None
+        assert check_pushable(kind(), "vllm") is None
 
 
 def test_reading_pushed_tensors_leaves_no_memory_behind(tmp_path):

@@ -16,7 +16,7 @@ from rlfuse.engines.trainer.degrees import Share, fill
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.passes import actor_loss, log_probs
 from rlfuse.observe.metrics import sample_metrics
-from rlfuse.samples import Row, flattened, per_row
+from rlfuse.samples import Partial, Response, Row, flattened, per_row
 
 WAYS = [dict(packed=True), dict(packed=False), dict(packed=True, shared=True)]
 
@@ -128,3 +128,17 @@ def test_means_divide_by_trainable_tokens(models):
     assert loss_count(lengths, "token-mean") == sum(lengths)
     flat = flattened([row.response_ids for row in rows], [row.mask for row in rows])
     assert flat.tolist() == collate(rows, True).targets.tolist()
+
+
+def test_what_an_evicted_sample_had_of_observations_stays_context():
+    first = Partial(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), 4, trainable=np.array([True, False, True]))
+    more = first.extended(np.array([7], np.int32), np.array([-1.0], np.float32), 5)
+    assert more.trainable.tolist() == [True, False, True, True] and more.weight_version == 4
+    plain = Partial(np.empty(0, np.int32), np.empty(0, np.float32), -1)
+    assert plain.extended(more.token_ids, more.log_probs, 5).trainable is None
+
+
+@pytest.mark.parametrize("mask", [np.ones(2, int), np.ones(3, bool), np.zeros(2, bool)], ids=("int", "longer", "none"))
+def test_a_mask_that_is_none_of_the_response_is_refused(mask):
+    with pytest.raises(ValueError, match=r"Response\.trainable: .* of 2 tokens; it is bool"):
+        Response(np.arange(2, dtype=np.int32), np.zeros(2, np.float32), "stop", 0, "", mask)

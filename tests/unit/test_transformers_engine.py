@@ -132,7 +132,7 @@ def test_an_evicted_sample_goes_on_elsewhere_as_if_it_had_stayed(model, drawn):
 def slowed(step):
     def slow(joining):
         time.sleep(0.005)
-        step(joining)
+        return step(joining)
 
     return slow
 
@@ -280,6 +280,44 @@ def test_a_step_that_fails_ends_its_samples_with_the_cause(model):
 def test_a_cache_that_holds_no_sample_is_refused(model):
     with pytest.raises(EngineError, match=r"kv_cache_memory_mb=0: holds 0 tokens.*64; set at least 1"):
         with_engine(model, lambda engine: all_of(engine, []), kv_cache_memory_mb=0)
+
+
+def test_samples_that_come_while_all_others_are_evicted_are_generated(model, drawn):
+    """Two evictions wait for the step under way; what they leave is an engine without samples, for a moment."""
+
+    async def work(engine):
+        engine._step = slowed(engine._step)
+        first, second, third = requests(3)
+        tasks = [asyncio.create_task(all_of(engine, [each])) for each in (first, second)]
+        while engine._steps < 3:
+            await asyncio.sleep(0)
+        gone = asyncio.gather(*(engine.evict([each.id], "tokens", 2) for each in (first, second)))
+        found = await all_of(engine, [third])
+        await gone
+        await asyncio.gather(*tasks)
+        return found
+
+    for _ in range(3):
+        same(with_engine(model, work), {"1/2/0": drawn["1/2/0"]})
+
+
+def test_a_wide_sample_leaves_room_for_few_others(model):
+    """Every row of a batch is as wide as the widest, so the cache holds rows times that."""
+
+    async def work(engine):
+        engine._kv_tokens, held = 100, []
+        step = engine._step
+
+        def watched(joining):
+            made = step(joining)
+            held.append(engine._batch._mask.numel())
+            return made
+
+        engine._step = watched
+        await all_of(engine, requests(12))
+        return held
+
+    assert max(with_engine(model, work)) <= 100
 
 
 @pytest.mark.parametrize("name", BACKENDS)

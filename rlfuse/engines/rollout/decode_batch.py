@@ -59,13 +59,8 @@ class ActiveSample:
 
     def partial(self, version: int) -> Partial:
         """What it has; `version`: of the weights that would draw its first token."""
-        before = self.request.partial
-        first = before.weight_version if len(before.token_ids) else min(self.versions, default=version)
-        return Partial(
-            np.concatenate([before.token_ids, np.asarray(self.tokens, np.int32)]),
-            np.concatenate([before.log_probs, np.asarray(self.log_probs, np.float32)]),
-            first,
-        )
+        tokens, log_probs = np.asarray(self.tokens, np.int32), np.asarray(self.log_probs, np.float32)
+        return self.request.partial.extended(tokens, log_probs, min(self.versions, default=version))
 
 
 class Batch:
@@ -169,10 +164,10 @@ def draw(logits: torch.Tensor, seed: int, position: int, sampling: Sampling) -> 
 
 def _warpers(sampling: Sampling) -> LogitsProcessorList:
     found = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
+    if sampling.min_p > 0:  # first, as in vLLM
+        found.append(MinPLogitsWarper(sampling.min_p))
     if sampling.top_k > 0:
         found.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         found.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p > 0:
-        found.append(MinPLogitsWarper(sampling.min_p))
     return found

@@ -287,7 +287,7 @@ class RolloutWorker:
 
     def _response(self, partial: Partial, reason: str) -> Response:
         text = self._tokenizer.decode(partial.token_ids.tolist(), skip_special_tokens=True)
-        return Response(partial.token_ids, partial.log_probs, reason, partial.weight_version, text)
+        return Response(partial.token_ids, partial.log_probs, reason, partial.weight_version, text, partial.trainable)
 
     # Moving --------------------------------------------------------------------------------------------------------
 

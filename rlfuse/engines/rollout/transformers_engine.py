@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlfuse import clock
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.child_processes import bind
 from rlfuse.cluster.garbage import GarbageCollector
+from rlfuse.config.facts import on_gpus
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
 from rlfuse.engines.rollout.decode_batch import ActiveSample, Batch, draw
 from rlfuse.engines.rollout.engine_actor import Capabilities, Request
@@ -74,7 +76,7 @@ class TransformersEngine:
     def unserved(config: Config) -> list[str]:
         rollout, model = config.rollout, config.model
         refused = {
-            "cluster.device=cuda": config.cluster.device == "cuda",
+            f"cluster.device={config.cluster.device}": on_gpus(config) is True,
             f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}": (
                 rollout.tensor_model_parallel_size > 1
             ),
@@ -85,13 +87,13 @@ class TransformersEngine:
         }
         given = [key for key, is_given in refused.items() if is_given]
         found = [f"{key}: {NAME} does not support it; remove it, or set rollout.name=vllm" for key in given]
-        text = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).get_text_config()
-        if others := sorted(set(get_layer_types_and_kwargs(text)[0]) - ATTENTION):
-            found.append(
-                f"{NAME}: a {text.model_type} has layers of {', '.join(others)}, whose state samples cannot join or "
-                "leave; set rollout.name=vllm, or choose another model"
-            )
-        return found
+        try:
+            family = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+            with torch.device("meta"):
+                built = AutoModelForCausalLM.from_config(family, trust_remote_code=model.trust_remote_code)
+        except (OSError, ValueError, KeyError, AttributeError):  # reported by `untrainable`
+            return found
+        return [*found, *(f"{NAME}: {why}; set rollout.name=vllm, or choose another model" for why in _unfit(built))]
 
     async def prepare(self, model: ModelConfig) -> None:
         """Everything is imported with this module."""
@@ -138,16 +140,17 @@ class TransformersEngine:
         )
         self._model = found.eval().requires_grad_(False)
         self._batch = Batch(self._model)
-        self._parameters = dict(self._model.named_parameters())
-        ends = [self._model.generation_config.eos_token_id, self._model.config.get_text_config().eos_token_id]
-        each = (end if isinstance(end, list) else [end] for end in [*ends, self._tokenizer.eos_token_id])
+        self._parameters = stored_tensors(self._model)
+        ends = (self._model.generation_config.eos_token_id, self._tokenizer.eos_token_id)
+        each = (end if isinstance(end, list) else [end] for end in ends)
         self._ends = {token for some in each for token in some if token is not None}
 
+    @torch.inference_mode()
     def _token_bytes(self) -> int:
-        text = self._model.config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return 2 * text.num_hidden_layers * heads * size * self._model.dtype.itemsize
+        """Of the keys and values that a token leaves in all layers."""
+        cache = DynamicCache()
+        self._model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
     async def stop(self) -> None:
         if self._running is not None:
@@ -165,14 +168,15 @@ class TransformersEngine:
     ) -> AsyncIterator[list[tuple[str, Response | Partial]]]:
         self._calls += 1
         self._check(requests)
-        waiting = {self._admit(request, sampling).done: request.id for request in requests}
+        rows = [self._admit(request, sampling) for request in requests]
+        waiting = {row.done: row.request.id for row in rows}
         self._run()
         try:
             while waiting:
                 finished, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 yield [(waiting.pop(done), done.result()) for done in finished]
         finally:
-            await self._leave(list(waiting.values()))
+            await self._leave(rows)
 
     def _check(self, requests: Sequence[Request]) -> None:
         if self._asleep:
@@ -207,29 +211,32 @@ class TransformersEngine:
         loop = asyncio.get_running_loop()
         while self._known:
             async with self._between_steps:
-                joining = self._joining()
+                if not self._known:  # all of them were evicted while this waited
+                    return
                 try:
-                    await loop.run_in_executor(self._thread, self._step, joining)
+                    step = await loop.run_in_executor(self._thread, self._step, self._joining())
+                    self._meter.record(step, self._kv_use, False)
+                    self._deliver([row for row in self._batch.rows if row.reason])
                 except Exception as error:
                     self._fail(error)
                     return
-                self._deliver([row for row in self._batch.rows if row.reason])
             await asyncio.sleep(0)
 
     def _joining(self) -> list[ActiveSample]:
-        """Waiting samples for which there is room, in order: none is preempted later."""
-        taken, widest = sum(row.longest for row in self._batch.rows), 0
-        found: list[ActiveSample] = []
-        for row in self._waiting[: self._most - len(self._batch.rows)]:
-            taken, widest = taken + row.longest, max(widest, row.length)
-            if taken > self._kv_tokens or (found and widest * (len(found) + 1) > PREFILL_TOKENS):
+        """Waiting samples for which there is room, in order. Every row is as wide as the widest; none is preempted."""
+        rows, found = self._batch.rows, list[ActiveSample]()
+        longest, widest = max((row.longest for row in rows), default=0), 0
+        for row in self._waiting[: self._most - len(rows)]:
+            longest, widest = max(longest, row.longest), max(widest, row.length)
+            count = len(rows) + len(found) + 1
+            if longest * count > self._kv_tokens or (found and widest * (len(found) + 1) > PREFILL_TOKENS):
                 break
             found.append(row)
         del self._waiting[: len(found)]
         return found
 
-    def _step(self, joining: Sequence[ActiveSample]) -> None:
-        """One token for the samples that join, or else for each of the batch."""
+    def _step(self, joining: Sequence[ActiveSample]) -> EngineStep:
+        """One token for the samples that join, or else for each of the batch; in the thread."""
         began = clock.now()
         logits = self._batch.prefill(joining) if joining else self._batch.decode()
         rows, now = self._batch.rows[-len(logits) :], clock.now()
@@ -238,9 +245,9 @@ class TransformersEngine:
         for row, each in zip(rows, logits, strict=True):
             self._append(row, each, now)
         counts = (0, now - began, len(rows)) if joining else (len(rows), now - began, 0)
-        self._meter.record(EngineStep(now, *counts, waited_s, prefilled, len(rows)), self._kv_use, False)
         self._steps += 1
         self._liveness.did(f"a step of {len(rows)} samples")
+        return EngineStep(now, *counts, waited_s, prefilled, len(rows))
 
     def _append(self, row: ActiveSample, logits: torch.Tensor, now: float) -> None:
         request = row.request
@@ -261,7 +268,7 @@ class TransformersEngine:
         """Whether the last token completes a stop text."""
         if not row.sampling.stop:
             return False
-        text = self._tokenizer.decode([*row.request.partial.token_ids, *row.tokens])
+        text = self._tokenizer.decode([*row.request.partial.token_ids, *row.tokens], clean_up_tokenization_spaces=False)
         return any(stop in text for stop in row.sampling.stop)
 
     @property
@@ -302,7 +309,7 @@ class TransformersEngine:
     def _response(self, row: ActiveSample, reason: str) -> Response:
         partial = row.partial(self._version)
         text = self._tokenizer.decode(partial.token_ids.tolist(), skip_special_tokens=True)
-        return Response(partial.token_ids, partial.log_probs, reason, partial.weight_version, text)
+        return Response(partial.token_ids, partial.log_probs, reason, partial.weight_version, text, partial.trainable)
 
     def _fail(self, error: Exception) -> None:
         """No step of this batch can be computed: every sample ends with the error."""
@@ -321,13 +328,14 @@ class TransformersEngine:
             raise ValueError(f"carry={carry!r}: choose tokens or kv")
         while self._calls < calls:  # this call has overtaken that of `generate`
             await asyncio.sleep(0.001)
-        await self._leave(sample_ids)
+        await self._leave([self._known[sample_id] for sample_id in sample_ids if sample_id in self._known])
 
-    async def _leave(self, sample_ids: Sequence[str]) -> None:
-        if not any(sample_id in self._known for sample_id in sample_ids):
+    async def _leave(self, rows: Sequence[ActiveSample]) -> None:
+        """Evict those of these samples that are not finished."""
+        if all(row.done.done() for row in rows):
             return
         async with self._between_steps:
-            rows = [self._known[sample_id] for sample_id in sample_ids if sample_id in self._known]
+            rows = [row for row in rows if not row.done.done()]
             self._waiting = [row for row in self._waiting if row not in rows]
             self._deliver(rows)
 
@@ -377,9 +385,29 @@ class TransformersEngine:
                 f"{self.name}: the push had no {', '.join(sorted(self._missing)[:3])}; set rollout.name=vllm"
             )
         self._version, self._updating = version, False
+        self._meter.pause()
         self._between_steps.release()
         self._update.end, self._update.attributes["version"] = clock.now(), version
         self._recorder.add(self._update)
 
     async def version(self) -> int:
         return self._version
+
+
+def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters, tied ones once, and the buffers that checkpoints have."""
+    stored = model.state_dict().keys()
+    buffers = {name: each for name, each in model.named_buffers() if name in stored}
+    return dict(model.named_parameters()) | buffers
+
+
+def _unfit(model: PreTrainedModel) -> Iterator[str]:
+    """Why a batch of this model cannot be decoded, or take new weights."""
+    text = model.config.get_text_config()
+    others = sorted(set(get_layer_types_and_kwargs(text)[0]) - ATTENTION)
+    if others or model._is_stateful:
+        yield f"a {text.model_type} has layers of {', '.join(others) or 'a state'}, which samples cannot join or leave"
+        return
+    tensors = stored_tensors(model)
+    if revert_weight_conversion(model, dict(tensors)).keys() != tensors.keys():
+        yield f"checkpoints of a {text.model_type} name its weights otherwise than transformers' class"

@@ -241,12 +241,8 @@ def extend(partial: Partial, output: Any, version: int, record: Span) -> tuple[P
         record.attributes["first_token_s"] = round(output.metrics.first_token_latency, 4)
     if len(versions) > 1:
         record.attributes["weight_versions"] = versions
-    extended = Partial(
-        np.concatenate([partial.token_ids, np.asarray(token_ids, np.int32)]),
-        np.concatenate([partial.log_probs, np.asarray(log_probs, np.float32)]),
-        partial.weight_version if len(partial.token_ids) else versions[0],
-    )
-    return extended, drawn.finish_reason
+    drawn_ids, drawn_log_probs = np.asarray(token_ids, np.int32), np.asarray(log_probs, np.float32)
+    return partial.extended(drawn_ids, drawn_log_probs, versions[0]), drawn.finish_reason
 
 
 def engine_step(scheduler: Any, iteration: Any) -> EngineStep:

@@ -114,7 +114,7 @@ def untrainable(config: Config) -> list[str]:
             if (width := config.training.tensor_model_parallel_size) > 1:
                 check_cuttable(family, width)
             if key == "model.path":
-                check_pushable(family)
+                check_pushable(family, config.rollout.name)
                 _check_computed_alike(config, family)
         except (EngineError, OSError, ValueError, KeyError, StrictDataclassError) as error:
             found.append(f"{key}={path}: {str(error).strip().splitlines()[0]}; choose another model")
@@ -124,7 +124,7 @@ def untrainable(config: Config) -> list[str]:
 def _check_computed_alike(config: Config, family: PreTrainedConfig) -> None:
     """EngineError for a policy whose engines are known to differ by more than rounding, unless told to go on."""
     why = COMPUTED_OTHERWISE.get(family.get_text_config().model_type)
-    if why and config.rollout.on_mismatch == "stop":
+    if why and config.rollout.name == "vllm" and config.rollout.on_mismatch == "stop":
         raise EngineError(f"{why} (rollout.on_mismatch=alert goes on all the same)")
 
 

@@ -31,16 +31,20 @@ class Fsdp2Model:
     def __init__(self, model: PreTrainedModel, config: Config, device: str):
         if device != "cpu":  # moves between device and host (`offloading`) do not know shards of this kind
             raise EngineError("actor.strategy=fsdp2: runs on CPUs only; set actor.strategy=deepspeed")
-        self.module, self._dtype = model, getattr(torch, config.model.dtype)
+        self.module = model
         self._clip, self._lr, self.steps = config.actor.grad_clip or math.inf, 0.0, 0
         self.optimizer: torch.optim.Optimizer | None = None
         mesh = init_device_mesh(device, (dist.get_world_size(),))
-        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, config.model.dtype), reduce_dtype=torch.float32)
         layers = {*(model._no_split_modules or ())}
+        dtypes = {name: each.dtype for name, each in (*model.named_parameters(), *model.named_buffers())}
         for part in [*(each for each in model.modules() if type(each).__name__ in layers), model.float().to(device)]:
             sharded: FSDPModule = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
             sharded.set_gradient_divide_factor(1.0)  # sums over ranks; gloo has no other reduction
             sharded.set_force_sum_reduction_for_comms(True)
+            sharded.set_reduce_scatter_unused_params(True)  # experts that only some ranks' tokens reach
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        self._dtypes = {id(tensor): dtypes[name] for name, tensor in tensors}
 
     @staticmethod
     def loading(config: Config) -> AbstractContextManager[None]:
@@ -79,7 +83,7 @@ class Fsdp2Model:
         for gradient in gradients:
             gradient.div_(count)
         norm = torch.nn.utils.get_total_norm(gradients)
-        grad_norm = float(norm.full_tensor())
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # not one without gradients
         self.optimizer.param_groups[0]["lr"] = lr_factor * self._lr
         if math.isfinite(grad_norm):
             torch.nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
@@ -89,12 +93,12 @@ class Fsdp2Model:
         return {"lr": lr_factor * self._lr, "grad_norm": grad_norm}
 
     def nbytes(self, tensor: torch.Tensor) -> int:
-        return tensor.numel() * (self._dtype if tensor.is_floating_point() else tensor.dtype).itemsize
+        return tensor.numel() * self._dtypes[id(tensor)].itemsize
 
     @contextmanager
     def gathered(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in tensors]
-        yield [each.detach().to(self._dtype) if each.is_floating_point() else each for each in whole]
+        yield [found.detach().to(self._dtypes[id(each)]) for each, found in zip(tensors, whole, strict=True)]
 
     def not_finite(self) -> str | None:
         return next((name for name, each in self._local() if not each.isfinite().all()), None)
@@ -112,8 +116,7 @@ class Fsdp2Model:
     def load(self, folder: Path) -> None:
         saved = torch.load(folder / f"fsdp2_{dist.get_rank()}.pt", weights_only=True)
         self.optimizer.state.clear()
-        if saved["moments"]:
-            self._make_moments()
+        self._make_moments({name.rpartition("/")[0] for name in saved["moments"]})
         state = self._state()
         for kind in ("weights", "moments"):
             for name, tensor in state[kind].items():
@@ -128,12 +131,12 @@ class Fsdp2Model:
                 moments[f"{name}/{key}"] = value.to_local() if isinstance(value, DTensor) else value
         return {"weights": dict(self._local()), "moments": moments, "steps": self.steps}
 
-    def _make_moments(self) -> None:
-        """By a step with zero gradients and no rate, as AdamW makes them in its first step."""
+    def _make_moments(self, names: set[str]) -> None:
+        """By a step with zero gradients and no rate, as AdamW makes them in a parameter's first step."""
         group = self.optimizer.param_groups[0]
         lr, group["lr"] = group["lr"], 0.0
-        for parameter in self.module.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        for name, parameter in self.module.named_parameters():
+            parameter.grad = torch.zeros_like(parameter) if name in names else None
         self.optimizer.step()
         self.optimizer.zero_grad()
         group["lr"] = lr

@@ -109,7 +109,7 @@ def layer_of(name: str) -> str:
     return found[0] if found else name
 
 
-def check_pushable(config: PreTrainedConfig) -> None:
+def check_pushable(config: PreTrainedConfig, backend: str) -> None:
     """EngineError for a model whose trained weights an engine can't take, known before anything starts."""
     text = config.get_text_config()
     if quantized := getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
@@ -118,7 +118,7 @@ def check_pushable(config: PreTrainedConfig) -> None:
             f"its weights are quantized ({method}): engines that start with such layers take no trained weights; "
             "train an unquantized copy"
         )
-    if text.model_type in STUCK:
+    if backend == "vllm" and text.model_type in STUCK:
         raise EngineError(
             f"vLLM would keep some weights of a {text.model_type} as they were at its start: it writes them past its "
             "own reload"

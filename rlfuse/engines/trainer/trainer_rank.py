@@ -143,10 +143,10 @@ class TrainerRank(Rank):
 
     def _arrange_passes(self) -> list[str]:
         """Decide where activations wait and which passes are recorded; every rank calls. Returns lines for the log."""
-        models = {name: getattr(each, "module", each) for name, each in self.engines.items()}
-        if self.config.model.enable_activation_offload:
-            trained = {name: models[name] for name in self.exporters}
-            self.activations = RankActivations(self.config, trained, self.device)
+        models = {name: each.module for name, each in self.engines.items()}
+        trained = {name: models[name] for name in self.exporters}
+        wanted = self.config.model.enable_activation_offload
+        self.activations = RankActivations(self.config, trained, self.device) if wanted else None
         self.graphs, line = record_passes(self.config, models, self.device, self.recorder, self.shares)
         return [str(each) for each in (self.activations, line) if each]
 

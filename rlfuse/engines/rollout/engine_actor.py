@@ -24,6 +24,8 @@ BACKENDS = {
     "transformers": "rlfuse.engines.rollout.transformers_engine:TransformersEngine",
 }
 """`rollout.name` -> module and class of its `EngineActor`."""
+TOGETHER_S = 0.005
+"""Samples that finish within this time travel together: each message costs the driver about a millisecond."""
 NOTHING = Partial(np.empty(0, np.int32), np.empty(0, np.float32), weight_version=-1)
 """What a sample that no engine has begun has."""
 

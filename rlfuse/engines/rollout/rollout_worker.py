@@ -37,7 +37,7 @@ from rlfuse.cluster.child_processes import bind, restore_child_signals
 from rlfuse.cluster.garbage import GarbageCollector, importing
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
 from rlfuse.engines.rollout import engine_death
-from rlfuse.engines.rollout.engine_actor import Capabilities, Request
+from rlfuse.engines.rollout.engine_actor import TOGETHER_S, Capabilities, Request
 from rlfuse.engines.rollout.engine_fork import forking
 from rlfuse.engines.rollout.liveness import Liveness, Pulse, children_cpu
 from rlfuse.engines.rollout.step_meter import StepMeter
@@ -58,9 +58,6 @@ from rlfuse.errors import EngineError
 from rlfuse.events import Recorder, Span
 from rlfuse.protocols import PARTS, Load, Part, Sampling
 from rlfuse.samples import Partial, Response
-
-TOGETHER_S = 0.005
-"""Samples that finish within this time travel together: each message costs the driver about a millisecond."""
 
 
 class RolloutWorker:

@@ -30,7 +30,7 @@ from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.config.facts import on_gpus
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
 from rlfuse.engines.rollout.decode_batch import ActiveSample, Batch, draw
-from rlfuse.engines.rollout.engine_actor import Capabilities, Request
+from rlfuse.engines.rollout.engine_actor import TOGETHER_S, Capabilities, Request
 from rlfuse.engines.rollout.liveness import Liveness, Pulse
 from rlfuse.engines.rollout.step_meter import EngineStep, StepMeter
 from rlfuse.errors import EngineError, EngineFailed
@@ -173,7 +173,10 @@ class TransformersEngine:
         self._run()
         try:
             while waiting:
-                finished, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                _, running = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if running:
+                    await asyncio.sleep(TOGETHER_S)
+                finished = [done for done in waiting if done.done()]
                 yield [(waiting.pop(done), done.result()) for done in finished]
         finally:
             await self._leave(rows)

@@ -1,6 +1,7 @@
 """The rollout backend on transformers: tokens depend on seed and position alone, log-probs are the model's."""
 
 import asyncio
+import gc
 import inspect
 import time
 from dataclasses import replace
@@ -264,7 +265,7 @@ def test_what_an_engine_tells_of_its_work(model):
     assert all(one.end <= other.start + 1e-9 for one, other in pairwise(decoded))
 
 
-def test_a_step_that_fails_ends_its_samples_with_the_cause(model):
+def test_a_step_that_fails_ends_its_samples_with_the_cause(model, caplog):
     async def work(engine):
         def broken(joining):
             raise ZeroDivisionError("no such layer")
@@ -275,6 +276,8 @@ def test_a_step_that_fails_ends_its_samples_with_the_cause(model):
         return await engine.load()
 
     assert with_engine(model, work) == Load(0, 0, 0.0)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_cache_that_holds_no_sample_is_refused(model):

@@ -322,6 +322,7 @@ class TransformersEngine:
         for row in self._known.values():
             if not row.done.done():
                 row.done.set_exception(told)
+                row.done.exception()  # retrieved here: a call that holds several samples raises the first alone
         self._known.clear()
 
     # Moving --------------------------------------------------------------------------------------------------------

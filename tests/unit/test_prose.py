@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("tests/benchmarks/README.md",)
+PAGES = (
+    "jobs/rewards.md",
+    "jobs/first_day.md",
+    "jobs/runs.md",
+    "jobs/troubleshooting.md",
+    "tests/benchmarks/README.md",
+)
 INSTEAD = {
     r"told|tells?|said|says|heard|asked": "logged, reported, received, requested",
     r"beside": "alongside, next to",
@@ -28,7 +34,7 @@ INSTEAD = {
     r"(?:it|that|this|which|they|fusion) pays?": "is worth it",
     r"(?:reward|polic(?:y|ies)|metric|function|loss|class|code|file)s? of (?:your|my) own": "custom, user-defined",
     r"foreign": "third-party",
-    r"cards?": "GPU",
+    r"(?<!model )cards?": "GPU",
     r"mend(?:s|ed|ing)?": "fix",
     r"of its own accord|by (?:itself|themselves)": "automatically, alone",
 }

@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
+    "jobs/clusters.md",
+    "jobs/coming_from.md",
     "jobs/rewards.md",
     "jobs/first_day.md",
     "jobs/runs.md",

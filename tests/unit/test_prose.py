@@ -10,6 +10,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
+    "CONTRIBUTING.md",
+    "jobs/when_fusion_pays.md",
+    "jobs/security.md",
+    "jobs/papers.md",
+    "tests/README.md",
+    "tests/gpu/README.md",
+    "jobs/long_video.md",
+    "jobs/trusting_a_run.md",
     "jobs/clusters.md",
     "jobs/coming_from.md",
     "jobs/rewards.md",

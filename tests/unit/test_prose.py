@@ -114,7 +114,7 @@ def test_exceptions_are_few_needed_and_explained():
 
 
 def test_words_and_sentences_are_found():
-    text = '# T\n\nIt `told` "a card". One goes on.\n\n| told |\n\n- [stands](told.md)\n- e\n```\ncard\n```\n![card](x)\n'
+    text = '# T\n\nIt `told` "a card". One goes on.\n\n| told |\n\n- [stands](told.md)\n- e\n```\ncard\n```\n'
     assert [each.split(":")[0] for each in wrong_words("x", text)] == ["told", "goes on", "stands"]
     assert sentences(text) == ["It CODE QUOTE.", "One goes on.", "- stands", "- e"]
     assert words("- It takes 1.5x at `a`, so 3 %.") == 7

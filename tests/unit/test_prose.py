@@ -48,7 +48,8 @@ INSTEAD = {
     r"foreign": "third-party",
     r"(?<!model )cards?": "GPU",
     r"mend(?:s|ed|ing)?": "fix",
-    r"of its own accord|by (?:itself|themselves)": "automatically, alone",
+    r"by (?:itself|themselves)": "automatically, alone",
+    r"puts? up with|sooner|to blame|for good|held against": "tolerates, earlier, cause, permanently, compared with",
 }
 """Patterns of words, and what to write instead."""
 EXCEPTIONS: dict[tuple[str, str], str] = {}

@@ -11,11 +11,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "CONTRIBUTING.md",
+    "README.md",
+    "jobs/README.md",
     "jobs/clusters.md",
     "jobs/coming_from.md",
     "jobs/first_day.md",
     "jobs/long_video.md",
     "jobs/papers.md",
+    "jobs/platforms.md",
     "jobs/rewards.md",
     "jobs/runs.md",
     "jobs/security.md",

@@ -72,7 +72,7 @@ class Change:
 
 CHANGES = {
     "scheduler": Change(
-        "rlfuse/engines/rollout/decode_scheduler.py",
+        "rlfuse/engines/vllm/decode_scheduler.py",
         "class AsyncDecodeScheduler",
         "measured on CPUs: CPU time per token relative to AsyncLLM, and per finished sample (0.54 to 0.23 ms)",
     ),
@@ -107,14 +107,14 @@ CHANGES = {
         "both sides fit: the memory plan counts 43 of 141 GB; no sleep, wake, copy, or emptied cache",
     ),
     "KV cap": Change(
-        "rlfuse/engines/memory/kv_cache.py",
+        "rlfuse/engines/vllm/kv_cache.py",
         "def most_used",
         "mapping and resets scale with the cache's bytes",
     ),
     "pinned ahead": Change("rlfuse/engines/trainer/offloading.py", "def pin_ahead", "pinning ends before it is needed"),
     "reserve": Change("rlfuse/engines/trainer/offloading.py", "def release_cached", "the plan has room for it"),
     "packed push": Change(
-        "rlfuse/engines/rollout/rollout_worker.py",
+        "rlfuse/engines/vllm/rollout_worker.py",
         '"packed": True',
         "0.05 s for 1 GB, a goal that was not measured; the first push opens one handle and takes as long",
     ),
@@ -128,7 +128,7 @@ CHANGES = {
         "a second start: 10 to 20 s less, not measured, and 10 s of model inspection, which vLLM keeps itself",
     ),
     "forked core": Change(
-        "rlfuse/engines/rollout/engine_fork.py", "def can_fork", "12 s less; on CPUs 8 to 10 s of CPU time"
+        "rlfuse/engines/vllm/engine_fork.py", "def can_fork", "12 s less; on CPUs 8 to 10 s of CPU time"
     ),
     "concurrent start": Change(
         "rlfuse/run/starting.py",

@@ -14,8 +14,8 @@ from rollouts import Exporter, HoldsModel, collect, drained, model_config, new_h
 from transformers import AutoTokenizer, VideoLlama3ForConditionalGeneration
 
 from rlfuse.cluster.remote import call
-from rlfuse.engines.rollout.vllm_setup import engine_arguments
 from rlfuse.engines.trainer.models import load_policy
+from rlfuse.engines.vllm.setup import engine_arguments
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.errors import EngineError
 from rlfuse.protocols import Sampling

@@ -19,10 +19,10 @@ from transformers import MixtralConfig, Qwen2Config
 from rlfuse.cluster import cuda
 from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
-from rlfuse.engines.rollout.vllm_setup import engine_arguments, rollout_env
+from rlfuse.engines.vllm import offline_engine
+from rlfuse.engines.vllm.setup import engine_arguments, rollout_env
 from rlfuse.engines.weights.sync import resolve_transfer
 from rlfuse.events import Recorder
-from rlfuse.rewards.models import vllm_engine
 from rlfuse.run import inference
 
 TORCH = "torch/include/torch/csrc/distributed/c10d"
@@ -131,10 +131,10 @@ def reward_engine(monkeypatch, device, config):
         raise NotStarted(dict(os.environ))
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda")
-    monkeypatch.setattr("rlfuse.engines.rollout.vllm_import.import_vllm", lambda: None)
-    monkeypatch.setattr(vllm_engine, "_build", build)
+    monkeypatch.setattr("rlfuse.engines.vllm.importing.import_vllm", lambda: None)
+    monkeypatch.setattr(offline_engine, "_build", build)
     kwargs = json.dumps(config.rollout.engine_kwargs)
-    vllm_engine.engine(vllm_engine.EngineSettings("model", config.model.dtype, engine_kwargs=kwargs))
+    offline_engine.engine(offline_engine.EngineSettings("model", config.model.dtype, engine_kwargs=kwargs))
 
 
 NO_FLASHINFER, IEEE = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}, {"TRITON_F32_DEFAULT": "ieee"}

@@ -8,8 +8,8 @@ import torch
 from transformers import Qwen2Config
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.rollout.vllm_support import CPU_BLOCK, CPU_HEAD_SIZES, architectures, unserved, unserved_judges
 from rlfuse.engines.trainer.families import untrainable
+from rlfuse.engines.vllm.support import CPU_BLOCK, CPU_HEAD_SIZES, architectures, unserved, unserved_judges
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
-from rlfuse.engines.rollout.vllm_setup import resolve_kv_transfer
+from rlfuse.engines.vllm.setup import resolve_kv_transfer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
 
@@ -37,8 +37,8 @@ class Engine:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, KVCacheLayout
         from vllm.v1.worker.utils import allocate_kv_cache
 
-        from rlfuse.engines.kv_transfer.shared_memory import MigrationConnector
-        from rlfuse.engines.kv_transfer.store import connector_arguments
+        from rlfuse.engines.vllm.kv_transfer.shared_memory import MigrationConnector
+        from rlfuse.engines.vllm.kv_transfer.store import connector_arguments
 
         layout = KVCacheLayout[name]
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
@@ -60,7 +60,7 @@ class Engine:
         self.connector.register_kv_caches(self.caches)
 
     def step(self, **transfer) -> None:
-        from rlfuse.engines.kv_transfer.shared_memory import Transfer
+        from rlfuse.engines.vllm.kv_transfer.shared_memory import Transfer
 
         self.connector.bind_connector_metadata(Transfer(**transfer))
         self.connector.start_load_kv(None)

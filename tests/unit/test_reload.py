@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from rlfuse.config.quantization import EXPERTS_ALONE, OF_VLLM, ON_CPUS
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.config.valid_values import CHOICES
-from rlfuse.engines.rollout.vllm_setup import engine_arguments
+from rlfuse.engines.vllm.setup import engine_arguments
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.engines.weights.sync import check_pushable
 from rlfuse.errors import EngineError
@@ -40,7 +40,7 @@ def served(kind: str, config: transformers.PreTrainedConfig, folder, dtype: str,
     from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
-    from rlfuse.engines.weights.receiver import SharedMemoryTransfer
+    from rlfuse.engines.vllm.receiver import SharedMemoryTransfer
 
     torch.manual_seed(0)
     trained = getattr(transformers, kind)(config).to(getattr(torch, dtype)).eval()

@@ -6,8 +6,8 @@ from typing import Any
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import GIB, Memory
-from rlfuse.engines.memory.kv_cache import SPARE
 from rlfuse.engines.memory.residency import ENGINE, GENERATING, MODELS, SYNC, Item
+from rlfuse.engines.vllm.kv_cache import SPARE
 from rlfuse.protocols import Sharing
 
 

@@ -20,8 +20,8 @@ from rlfuse.protocols import Load, Part, Sampling
 from rlfuse.samples import Partial, Response, Sample, Visual
 
 BACKENDS = {
-    "vllm": "rlfuse.engines.rollout.rollout_worker:RolloutWorker",
-    "transformers": "rlfuse.engines.rollout.transformers_engine:TransformersEngine",
+    "vllm": "rlfuse.engines.vllm.rollout_worker:RolloutWorker",
+    "transformers": "rlfuse.engines.transformers.transformers_engine:TransformersEngine",
 }
 """`rollout.name` -> module and class of its `EngineActor`."""
 TOGETHER_S = 0.005

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 STUCK = {"gpt_oss", "mimo_v2_flash", "step3_text", "step3p5"}
-"""Model types whose `load_weights` in vLLM copies tensors itself; `weights.receiver` finds others in the first push."""
+"""Model types whose `load_weights` in vLLM copies tensors itself; `vllm/receiver` finds others in the first push."""
 
 
 class WeightExporter(PushingRanks, Protocol):

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rlfuse.engines.vllm.offline_engine import EngineSettings, engine, run
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
 from rlfuse.rewards.api.results import failure
 from rlfuse.rewards.models.classifier import model_place
 from rlfuse.rewards.models.sight import Sight, portions
-from rlfuse.rewards.models.vllm_engine import EngineSettings, engine, run
 from rlfuse.samples import Reward, RewardFailure, Visual
 
 if TYPE_CHECKING:

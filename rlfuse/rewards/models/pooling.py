@@ -50,7 +50,7 @@ class Pooling:
     """The model on a vLLM engine of this process. `settings`: as of `classifier.Settings`."""
 
     def __init__(self, settings: Any):
-        from rlfuse.rewards.models.vllm_engine import EngineSettings, engine
+        from rlfuse.engines.vllm.offline_engine import EngineSettings, engine
 
         if not head_labels(settings.path, settings.trust_remote_code):
             raise RewardError(
@@ -94,7 +94,7 @@ class Pooling:
     def _scored(self, few: Sequence[Asked]) -> Iterator[list[float] | RewardFailure]:
         from vllm import PoolingParams
 
-        from rlfuse.rewards.models.vllm_engine import run
+        from rlfuse.engines.vllm.offline_engine import run
 
         prompts = [self._prompt(each) for each in few]
         fit = [each for each in prompts if not isinstance(each, RewardFailure)]

@@ -108,7 +108,7 @@ class Sight:
                 yield self._model.served(Path(folder) / "model", head)
 
     def start(self, llm: Any) -> None:
-        from rlfuse.engines.rollout.prompts import Prompts
+        from rlfuse.engines.vllm.prompts import Prompts
 
         served = llm.model_config
         self._tokenizer, self._dtype = llm.get_tokenizer(), str(served.dtype).removeprefix("torch.")

@@ -26,7 +26,7 @@ from rlfuse.config.schema import Config
 from rlfuse.data.prompts import load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines.rollout.engine_actor import engine_actor
-from rlfuse.engines.rollout.vllm_support import unserved_judges
+from rlfuse.engines.vllm.support import unserved_judges
 from rlfuse.errors import ConfigError, EngineError, first_of
 from rlfuse.events import Recorder
 from rlfuse.fusion.board import Board

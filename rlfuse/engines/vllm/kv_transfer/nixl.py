@@ -38,7 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlPullConnector,
 from vllm.utils.network_utils import get_open_port
 from vllm.v1.request import RequestStatus
 
-from rlfuse.engines.kv_transfer.store import remove, withdraw
+from rlfuse.engines.vllm.kv_transfer.store import remove, withdraw
 
 HOLD_S = 10.0
 """How long an evicted sample's blocks wait for their reader."""

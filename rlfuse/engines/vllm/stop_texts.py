@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from rlfuse.engines.rollout.seeded_generators import DRAWN
+from rlfuse.engines.vllm.seeded_generators import DRAWN
 
 _from_new_request = IncrementalDetokenizer.from_new_request
 

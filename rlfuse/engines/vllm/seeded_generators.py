@@ -19,8 +19,8 @@ from __future__ import annotations
 import torch
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-import rlfuse.engines.rollout.sampler_steps  # noqa: F401
-from rlfuse.engines.weights.receiver import ReceiverExtension
+import rlfuse.engines.vllm.sampler_steps  # noqa: F401
+from rlfuse.engines.vllm.receiver import ReceiverExtension
 
 DRAWN = "rlfuse_drawn"
 """Key of `SamplingParams.extra_args`: how many tokens of the sample's stream are at the end of its prompt."""

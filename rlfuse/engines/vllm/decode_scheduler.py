@@ -33,8 +33,8 @@ from vllm.v1.metrics.stats import SchedulerIterationDetails
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from rlfuse.engines.kv_transfer.shared_memory import MigrationConnector
-from rlfuse.engines.rollout.stop_tokens import EVERY_TOKEN, NO_TOKEN, StopTokens, StopTokenTable
+from rlfuse.engines.vllm.kv_transfer.shared_memory import MigrationConnector
+from rlfuse.engines.vllm.stop_tokens import EVERY_TOKEN, NO_TOKEN, StopTokens, StopTokenTable
 
 
 class HeldTokens:

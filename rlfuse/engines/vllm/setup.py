@@ -21,17 +21,17 @@ from rlfuse.cluster import cuda, scratch
 from rlfuse.config.facts import EXPERTS, NIXL_NEEDS_MEMORY_THAT_STAYS, nixl_installed
 from rlfuse.config.quantization import KEPT
 from rlfuse.config.schema import ModelConfig, RolloutConfig
-from rlfuse.engines.rollout import speculation
 from rlfuse.engines.rollout.engine_actor import Request
 from rlfuse.engines.rollout.step_meter import EngineStep
-from rlfuse.engines.rollout.vllm_import import CPU_ENVIRONMENT, ENVIRONMENT
+from rlfuse.engines.vllm import speculation
+from rlfuse.engines.vllm.importing import CPU_ENVIRONMENT, ENVIRONMENT
 from rlfuse.engines.weights.sync import MIB, resolve_transfer
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
 from rlfuse.protocols import Sampling
 from rlfuse.samples import Partial
 
-DECODE_SCHEDULER = "rlfuse.engines.rollout.decode_scheduler"
+DECODE_SCHEDULER = "rlfuse.engines.vllm.decode_scheduler"
 TUNED = frozenset(
     {"attention_backend", "attention_config", "enable_flashinfer_autotune", "hf_overrides", "kernel_config"}
     | {
@@ -69,7 +69,7 @@ def engine_arguments(
     """
     from transformers import AutoConfig
 
-    from rlfuse.engines.rollout.prompts import prompt_arguments
+    from rlfuse.engines.vllm.prompts import prompt_arguments
     from rlfuse.video.placeholders import placeholder_ids
 
     served = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
@@ -84,7 +84,7 @@ def engine_arguments(
         "seed": 0,
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer computes them
         "disable_log_stats": True,
-        "worker_extension_cls": "rlfuse.engines.rollout.seeded_generators.WorkerExtension",
+        "worker_extension_cls": "rlfuse.engines.vllm.seeded_generators.WorkerExtension",
         "quantization": rollout.quantization,
         "quantization_config": {"ignore": [*KEPT]} if rollout.quantization else None,
     }
@@ -157,8 +157,8 @@ def build(
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rlfuse.engines.kv_transfer.store import KVCacheStore, connector_arguments
-    from rlfuse.engines.rollout.front_end import StepListener, keep_log_probs
+    from rlfuse.engines.vllm.front_end import StepListener, keep_log_probs
+    from rlfuse.engines.vllm.kv_transfer.store import KVCacheStore, connector_arguments
 
     class Probe(StepListener):
         def record(self, scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0):
@@ -190,8 +190,8 @@ def sampling_params(
     request: Request, sampling: Sampling, room: int, kv_params: dict[str, str], logit_bias: dict[int, float] | None
 ) -> Any:
     """vLLM's SamplingParams for at most `room` more tokens of the request."""
-    import rlfuse.engines.rollout.stop_texts  # noqa: F401  (in this process, for samples that go on)
-    from rlfuse.engines.rollout.seeded_generators import DRAWN
+    import rlfuse.engines.vllm.stop_texts  # noqa: F401  (in this process, for samples that go on)
+    from rlfuse.engines.vllm.seeded_generators import DRAWN
 
     parameters = _shared_params(sampling).clone()
     parameters.max_tokens, parameters.logit_bias = room, logit_bias

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.model_sizes import Shape
-from rlfuse.engines.rollout.speculation import DRAFT_TOKENS
+from rlfuse.engines.vllm.speculation import DRAFT_TOKENS
 
 SPARE = 0.1  # share kept free where engine and ranks share a device; not measured
 BLOCK = 128  # tokens of a block at most, over vLLM's attention backends

@@ -16,8 +16,8 @@ from rlfuse.cluster import scratch
 SAVE_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 30.0
 CONNECTORS = {
-    "shm": ("MigrationConnector", "rlfuse.engines.kv_transfer.shared_memory"),
-    "nixl": ("NixlMigrationConnector", "rlfuse.engines.kv_transfer.nixl"),
+    "shm": ("MigrationConnector", "rlfuse.engines.vllm.kv_transfer.shared_memory"),
+    "nixl": ("NixlMigrationConnector", "rlfuse.engines.vllm.kv_transfer.nixl"),
 }
 """`rollout.kv_transfer` -> class and module, which vLLM's processes import by name."""
 

@@ -44,7 +44,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_world_group
 
-from rlfuse.engines.kv_transfer.store import remove
+from rlfuse.engines.vllm.kv_transfer.store import remove
 
 
 @dataclass

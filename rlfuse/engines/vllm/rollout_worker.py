@@ -36,13 +36,13 @@ from rlfuse.cluster import cuda, watchdog
 from rlfuse.cluster.child_processes import bind, restore_child_signals
 from rlfuse.cluster.garbage import GarbageCollector, importing
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
-from rlfuse.engines.rollout import engine_death
 from rlfuse.engines.rollout.engine_actor import TOGETHER_S, Capabilities, Request
-from rlfuse.engines.rollout.engine_fork import forking
 from rlfuse.engines.rollout.liveness import Liveness, Pulse, children_cpu
 from rlfuse.engines.rollout.step_meter import StepMeter
-from rlfuse.engines.rollout.vllm_import import import_vllm
-from rlfuse.engines.rollout.vllm_setup import (
+from rlfuse.engines.vllm import engine_death
+from rlfuse.engines.vllm.engine_fork import forking
+from rlfuse.engines.vllm.importing import import_vllm
+from rlfuse.engines.vllm.setup import (
     build,
     engine_arguments,
     engine_step,
@@ -52,7 +52,7 @@ from rlfuse.engines.rollout.vllm_setup import (
     sampling_params,
     token_bytes,
 )
-from rlfuse.engines.rollout.vllm_support import unserved
+from rlfuse.engines.vllm.support import unserved
 from rlfuse.engines.weights.sync import resolve_transfer
 from rlfuse.errors import EngineError
 from rlfuse.events import Recorder, Span
@@ -118,7 +118,7 @@ class RolloutWorker:
             with self._recorder.span("start", cause="run"):
                 bind(core)  # first, so that the engine's processes inherit it
                 await self.prepare(model)
-                from rlfuse.engines.rollout.prompts import Prompts
+                from rlfuse.engines.vllm.prompts import Prompts
                 from rlfuse.video.placeholders import placeholder_ids
 
                 arguments = engine_arguments(model, rollout, max_model_len, device, tail_speculation)
@@ -153,7 +153,7 @@ class RolloutWorker:
     async def prepare(self, model: ModelConfig) -> None:
         """Import what `start` needs. Takes about ten seconds and does not touch the device."""
         with importing():
-            import rlfuse.engines.rollout.prompts  # noqa: F401
+            import rlfuse.engines.vllm.prompts  # noqa: F401
             from rlfuse.video.models.base import bring_along
 
             bring_along(model.video_family)
@@ -307,7 +307,7 @@ class RolloutWorker:
 
     async def _abort(self, sample_ids: Iterable[str]) -> None:
         if self._holds_tokens:
-            from rlfuse.engines.rollout.front_end import abort
+            from rlfuse.engines.vllm.front_end import abort
 
             await abort(self._engine, sample_ids)
         else:

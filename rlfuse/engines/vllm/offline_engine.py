@@ -37,7 +37,7 @@ class EngineSettings:
 
 def environment(device: str, dtype: str | None = None) -> dict[str, str]:
     """Of a process that will build one, best set before it starts; `dtype`: of its weights, once it is known."""
-    from rlfuse.engines.rollout.vllm_setup import rollout_env
+    from rlfuse.engines.vllm.setup import rollout_env
 
     return rollout_env(device, dtype=dtype) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
@@ -53,7 +53,7 @@ def _engine(settings: EngineSettings, written: int) -> Any:
     """`written`: modification time of the model's files, as a notebook may train it again."""
     import torch
 
-    from rlfuse.engines.rollout.vllm_import import import_vllm
+    from rlfuse.engines.vllm.importing import import_vllm
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = json.loads(settings.engine_kwargs).get("dtype", settings.dtype)
@@ -70,8 +70,8 @@ def _build(settings: EngineSettings, device: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from rlfuse.engines.rollout.engine_fork import forking
-    from rlfuse.engines.rollout.prompts import prompt_arguments
+    from rlfuse.engines.vllm.engine_fork import forking
+    from rlfuse.engines.vllm.prompts import prompt_arguments
 
     more = json.loads(settings.engine_kwargs)
     if unknown := set(more) - {field.name for field in fields(EngineArgs)}:

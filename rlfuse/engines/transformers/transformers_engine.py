@@ -29,10 +29,10 @@ from rlfuse.cluster.child_processes import bind
 from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.config.facts import on_gpus
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
-from rlfuse.engines.rollout.decode_batch import ActiveSample, Batch, draw
 from rlfuse.engines.rollout.engine_actor import TOGETHER_S, Capabilities, Request
 from rlfuse.engines.rollout.liveness import Liveness, Pulse
 from rlfuse.engines.rollout.step_meter import EngineStep, StepMeter
+from rlfuse.engines.transformers.decode_batch import ActiveSample, Batch, draw
 from rlfuse.errors import EngineError, EngineFailed
 from rlfuse.events import Recorder, Span
 from rlfuse.protocols import Load, Part, Sampling

@@ -45,9 +45,8 @@ RECEIVERS = {
     "engines/trainer/offloading.py: stream": "torch.cuda.Stream",
     "engines/trainer/offloading.py: torch.cuda.current_stream()": "torch.cuda.Stream",
     "engines/trainer/trainer_rank.py: get_accelerator()": CUDA,
+    "engines/vllm/offline_engine.py: self._llm": LLM,
     "engines/vllm/offline_engine.py: llm": LLM,
-    "rewards/models/judge.py: llm": LLM,
-    "rewards/models/sight.py: llm": LLM,
 }
 """What expressions without an annotation hold."""
 PASSED = {"engines/pipeline/schedule_executor.py: call": ("torch.distributed.isend", "torch.distributed.irecv")}
@@ -382,7 +381,7 @@ def test_ray_takes_our_options(device, width):
 
     slots = Slots(PlacementGroup.empty(), 4, device)
     chosen = [
-        slots.engine_options(2, width, rollout_env(device)),
+        slots.engine_options(2, width, rollout_env(device, slots=range(2, 2 + width))),
         slots.options(1, 0.4),
         reward_options(0, 2, slots, device, {}),
     ]

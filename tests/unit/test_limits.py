@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from transformers import Qwen2Config
+from transformers import AutoConfig, Qwen2Config
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.families import untrainable
@@ -52,6 +52,22 @@ def test_a_head_that_vllm_has_no_kernel_for_is_told_on_cpus_alone(config):
     assert unserved(config) == []
     config.cluster.device, config.cluster.ray_address = "auto", "auto"  # the cluster decides
     assert unserved(config) == []
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("bloom", "vLLM computes its GELU exactly"),
+        ("gpt_oss", "vLLM would keep some weights of a gpt_oss as they were"),
+    ],
+)
+def test_models_whose_new_weights_vllm_does_not_compute_with_are_not_trained(config, kind, words):
+    AutoConfig.for_model(kind).save_pretrained(config.model.path)
+    config.cluster.device = "cuda"
+    (told,) = set(unserved(config)) - set(unserved(config, trains=False))
+    assert told.startswith(f"model.path={config.model.path}: {words}") and "choose another model" in told
+    config.rollout.on_mismatch = "alert"
+    assert (told in unserved(config)) == (kind == "gpt_oss")
 
 
 def test_an_architecture_that_vllm_has_not_is_told_unless_it_runs_transformers_own(config):

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen2Config
 
 from rlfuse.config.reward_labels import OWN_CLASS
 from rlfuse.engines.vllm import offline_engine
-from rlfuse.engines.vllm.offline_engine import EngineSettings
+from rlfuse.engines.vllm.offline_engine import EngineSettings, OfflineEngine
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import item_of_row
 from rlfuse.rewards.models import sight
@@ -48,11 +48,11 @@ def pictures(tmp_path, folder):
 
 def seeing(folder) -> Sight:
     """As when an engine of this model runs."""
-    model = SimpleNamespace(hf_config=AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model = SimpleNamespace(hf_config=AutoConfig.from_pretrained(folder), dtype=torch.float32, max_model_len=64)
     limits = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=2048))
     own = Sight(str(folder), key="model", otherwise="")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    own.start(SimpleNamespace(model_config=model, vllm_config=limits, get_tokenizer=lambda: tokenizer))
+    own.start(OfflineEngine(SimpleNamespace(model_config=model, vllm_config=limits, get_tokenizer=lambda: tokenizer)))
     return own
 
 

@@ -344,6 +344,8 @@ def test_backends_have_every_method_of_the_port(name):
         ("rollout.quantization", "fp8_per_channel"),
         ("rollout.engine_kwargs", {"block_size": 64}),
         ("rollout.disaggregate", "on"),
+        ("rollout.kv_transfer", "shm"),
+        ("rollout.scheduler", "vllm"),
         ("fusion.tail_speculation", 4),
         ("cluster.device", "cuda"),
     ],

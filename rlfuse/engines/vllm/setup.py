@@ -8,7 +8,7 @@ Invariant: `rollout.engine_kwargs` has the last word on every argument.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -21,9 +21,12 @@ from rlfuse.cluster import cuda, scratch
 from rlfuse.config.facts import EXPERTS, NIXL_NEEDS_MEMORY_THAT_STAYS, nixl_installed
 from rlfuse.config.quantization import KEPT
 from rlfuse.config.schema import ModelConfig, RolloutConfig
+from rlfuse.engines.memory.estimate import Memory
+from rlfuse.engines.memory.residency import ENGINE
 from rlfuse.engines.rollout.engine_actor import Request
 from rlfuse.engines.rollout.step_meter import EngineStep
 from rlfuse.engines.vllm import speculation
+from rlfuse.engines.vllm.gpu_settings import engine_settings, gpu_arguments
 from rlfuse.engines.vllm.importing import CPU_ENVIRONMENT, ENVIRONMENT
 from rlfuse.engines.weights.sync import MIB, resolve_transfer
 from rlfuse.errors import EngineError
@@ -46,15 +49,18 @@ TUNED = frozenset(
 """Keys of rollout.engine_kwargs by which a user chooses kernels of FlashInfer, or what they depend on."""
 
 
-def rollout_env(device: str, transfer: str = "auto", dtype: str | None = None) -> dict[str, str]:
-    """Environment of the actor (as `runtime_env={"env_vars": ...}`); the engine's own processes inherit it.
-
-    `dtype`: of the engine's weights.
-    """
+def rollout_env(
+    device: str, transfer: str = "auto", dtype: str | None = None, slots: Sequence[int] = (0,)
+) -> dict[str, str]:
+    """Return the environment of the actor, which the engine's processes inherit; `dtype`: of the engine's weights."""
     transfer = resolve_transfer(transfer, device)
     if device == "cpu":
         return dict(CPU_ENVIRONMENT)
-    env = ENVIRONMENT | cuda.environment(cuda.engine_settings(dtype))
+    env = ENVIRONMENT | cuda.environment(engine_settings(dtype))
+    if len(slots) > 1:  # its workers are Ray actors in the slots' bundles
+        env["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, slots))
+        env["VLLM_RAY_PER_WORKER_GPUS"] = str(cuda.SHARE)
+        env["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "1"  # the other executor can't schedule ahead
     if transfer == "ipc":
         env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles are pickled between actor and engine
     return env
@@ -93,7 +99,7 @@ def engine_arguments(
         # would choose them inside of a placement group: there they are processes of the engine's own.
         arguments["distributed_executor_backend"] = "ray" if device == "cuda" else "mp"
     if device == "cuda":
-        arguments |= cuda.engine_arguments(rollout, max_model_len)
+        arguments |= gpu_arguments(rollout, max_model_len)
         experts = any(getattr(served.get_text_config(), name, None) for name in EXPERTS)
         if not (experts or rollout.quantization or TUNED & set(rollout.engine_kwargs)):
             # vLLM would import FlashInfer and run its largest batch to tune kernels that such a model does not have.
@@ -108,6 +114,19 @@ def engine_arguments(
     arguments |= speculation.arguments(tail_speculation, model, rollout, bool(placeholder_ids(served)), device)
     arguments |= prompt_arguments(served, max_model_len) | rollout.engine_kwargs
     return {"scheduler_cls": _scheduler(rollout, arguments, device)} | arguments
+
+
+def memory_arguments(memory: Memory) -> dict[str, Any]:
+    """Return the arguments that a memory plan gives an engine on a GPU; rollout.engine_kwargs have the last word."""
+    given: dict[str, Any] = {}
+    if memory.kv_cache_bytes is not None:
+        given["kv_cache_memory_bytes"] = memory.kv_cache_bytes
+    if not memory.hands_over:
+        given["enable_sleep_mode"] = False
+    if given:
+        # With a given cache, vLLM only demands that so much is free when it starts, whatever ranks keep of the rest.
+        given["gpu_memory_utilization"] = max(1e-4, round(memory.size_of(ENGINE) / memory.budget.bytes, 4))
+    return given
 
 
 def _scheduler(rollout: RolloutConfig, arguments: dict[str, Any], device: str) -> str | None:

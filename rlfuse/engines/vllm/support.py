@@ -1,8 +1,7 @@
 """What vLLM can't do with a model on the job's device, found before anything starts.
 
-Role: called by `rlfuse.run.build` beside `families.untrainable`, and by commands that only generate. Reads vLLM's own
-tables from its source, because importing vLLM takes ten seconds; tests hold every limit against vLLM itself. A sliding
-window and both of model.dtype's values are no limit of either device. Waits for nothing.
+Reads vLLM's tables from its source, because importing vLLM takes ten seconds; tests compare every limit with vLLM. A
+sliding window and both values of model.dtype are no limit of either device.
 """
 
 from __future__ import annotations
@@ -27,20 +26,28 @@ CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Numbers of a head that vLLM's attention for CPUs is compiled for."""
 CPU_BLOCK = 32
 """Tokens of which its blocks are multiples."""
+STUCK = {"gpt_oss", "mimo_v2_flash", "step3_text", "step3p5"}
+"""Model types whose `load_weights` copies tensors itself; `receiver` finds others in the first push."""
+COMPUTED_OTHERWISE = {"bloom": "vLLM computes its GELU exactly, transformers by tanh, as it was trained"}
+"""Model type -> why engine and trainer differ by more than rounding."""
 ELSEWHERE = "choose another model, a machine with GPUs"
 
 
-def unserved(config: Config) -> list[str]:
-    """Why vLLM cannot generate with the policy, each under its key."""
+def unserved(config: Config, trains: bool = True) -> list[str]:
+    """Why vLLM cannot generate with the policy, each under its key; `trains`: or cannot take its new weights."""
     path = config.model.path
-    if "hf_overrides" in config.rollout.engine_kwargs or (model := _model_config(config, path)) is None:
-        return []  # with overrides, vLLM reads another model than this
+    if (model := _model_config(config, path)) is None:
+        return []
     given = f"model.path={path}"
+    untrained = list(_of_training(given, config, model)) if trains else []
+    if "hf_overrides" in config.rollout.engine_kwargs:  # vLLM reads another model than this
+        return untrained
     return [
         *(f"{each}, or rollout.name=transformers" for each in _architecture(given, model)),
         *(f"{each}, or rollout.name=transformers" for each in _head_size(given, config, model)),
         *_shared_heads(config, model),
         *_arguments(config, model),
+        *untrained,
     ]
 
 
@@ -88,6 +95,17 @@ def _head_size(given: str, config: Config, model: PreTrainedConfig) -> Iterator[
             f"{given}: its attention heads are of {size} numbers, vLLM computes attention on CPUs for "
             f"{sizes}; {ELSEWHERE}"
         )
+
+
+def _of_training(given: str, config: Config, model: PreTrainedConfig) -> Iterator[str]:
+    kind = model.get_text_config().model_type
+    if kind in STUCK:
+        yield (
+            f"{given}: vLLM would keep some weights of a {kind} as they were at its start, as it writes them past its "
+            "reload; choose another model"
+        )
+    if (why := COMPUTED_OTHERWISE.get(kind)) and config.rollout.on_mismatch == "stop":
+        yield f"{given}: {why}; choose another model, or set rollout.on_mismatch=alert"
 
 
 def _shared_heads(config: Config, model: PreTrainedConfig) -> Iterator[str]:

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 MIB = 1 << 20
-STUCK = {"gpt_oss", "mimo_v2_flash", "step3_text", "step3p5"}
-"""Model types whose `load_weights` in vLLM copies tensors itself; `vllm/receiver` finds others in the first push."""
 
 
 class WeightExporter(PushingRanks, Protocol):
@@ -109,7 +107,7 @@ def layer_of(name: str) -> str:
     return found[0] if found else name
 
 
-def check_pushable(config: PreTrainedConfig, backend: str) -> None:
+def check_pushable(config: PreTrainedConfig) -> None:
     """EngineError for a model whose trained weights an engine can't take, known before anything starts."""
     text = config.get_text_config()
     if quantized := getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
@@ -117,11 +115,6 @@ def check_pushable(config: PreTrainedConfig, backend: str) -> None:
         raise EngineError(
             f"its weights are quantized ({method}): engines that start with such layers take no trained weights; "
             "train an unquantized copy"
-        )
-    if backend == "vllm" and text.model_type in STUCK:
-        raise EngineError(
-            f"vLLM would keep some weights of a {text.model_type} as they were at its start: it writes them past its "
-            "own reload"
         )
 
 

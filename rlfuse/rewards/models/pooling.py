@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlfuse.config.reward_labels import OWN_CLASS, head_labels
+from rlfuse.engines.vllm.offline_engine import EngineSettings, engine
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
 from rlfuse.rewards.api.results import failure
@@ -50,8 +51,6 @@ class Pooling:
     """The model on a vLLM engine of this process. `settings`: as of `classifier.Settings`."""
 
     def __init__(self, settings: Any):
-        from rlfuse.engines.vllm.offline_engine import EngineSettings, engine
-
         if not head_labels(settings.path, settings.trust_remote_code):
             raise RewardError(
                 f"{KEY}: {settings.path} is no sequence classifier by the architectures of its "
@@ -62,8 +61,8 @@ class Pooling:
         with self._sight.served(read_head) as model:
             self._engine = engine(EngineSettings(model, **same, pooling=True))
         self._sight.start(self._engine)
-        self.context = self._engine.model_config.max_model_len
-        self._pad_id = self._engine.model_config.hf_config.get_text_config().pad_token_id
+        self.context = self._engine.context
+        self._pad_id = self._engine.model_config.get_text_config().pad_token_id
 
     def asked(self, item: Item, tokenizer: PreTrainedTokenizerBase) -> Asked:
         """Return the sequence to score. RewardError or VideoError if markers do not match what the item shows."""
@@ -92,15 +91,11 @@ class Pooling:
         return [found for few in portions(sequences) for found in self._scored(few)]
 
     def _scored(self, few: Sequence[Asked]) -> Iterator[list[float] | RewardFailure]:
-        from vllm import PoolingParams
-
-        from rlfuse.engines.vllm.offline_engine import run
-
         prompts = [self._prompt(each) for each in few]
         fit = [each for each in prompts if not isinstance(each, RewardFailure)]
-        outputs = iter(run(self._engine, fit, PoolingParams(task="classify", use_activation=False)))
+        logits = iter(self._engine.logits(fit))
         for each in prompts:
-            yield each if isinstance(each, RewardFailure) else next(outputs).outputs.data.float().tolist()
+            yield each if isinstance(each, RewardFailure) else next(logits)
 
     def _prompt(self, asked: Asked) -> dict[str, Any] | RewardFailure:
         try:

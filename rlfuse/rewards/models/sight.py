@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlfuse.engines.vllm.offline_engine import OfflineEngine
 from rlfuse.errors import RewardError, VideoError
 from rlfuse.samples import Embedding, Visual
 
@@ -107,12 +108,8 @@ class Sight:
                 head = read_head(self._model.folder) if read_head else None
                 yield self._model.served(Path(folder) / "model", head)
 
-    def start(self, llm: Any) -> None:
-        from rlfuse.engines.vllm.prompts import Prompts
-
-        served = llm.model_config
-        self._tokenizer, self._dtype = llm.get_tokenizer(), str(served.dtype).removeprefix("torch.")
-        self._prompts = Prompts(served.hf_config, llm.vllm_config.scheduler_config.max_num_batched_tokens)
+    def start(self, engine: OfflineEngine) -> None:
+        self._tokenizer, self._dtype, self._prompts = engine.tokenizer, engine.dtype, engine.prompts
 
     def assemble(self, text: str, visual: Sequence[Visual], special: bool) -> VideoPrompt:
         """Return the prompt's tokens with visual ones; VideoError if markers do not match.

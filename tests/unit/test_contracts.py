@@ -172,7 +172,7 @@ def test_the_connector_and_the_weight_transfer_are_known_by_these_names():
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from rlfuse.engines.vllm import seeded_generators
+    from rlfuse.engines.vllm import worker_extension
     from rlfuse.engines.vllm.kv_transfer import nixl, shared_memory
     from rlfuse.engines.vllm.kv_transfer.store import CONNECTORS, connector_arguments
     from rlfuse.engines.weights.sync import resolve_transfer
@@ -182,7 +182,7 @@ def test_the_connector_and_the_weight_transfer_are_known_by_these_names():
         for transfer in CONNECTORS
     }
     assert found == {"shm": shared_memory.MigrationConnector, "nixl": nixl.NixlMigrationConnector}
-    assert seeded_generators.WorkerExtension  # what vLLM's workers import; registers the transfer through shared memory
+    assert worker_extension.WorkerExtension  # what vLLM's workers import; registers the transfer through shared memory
     for device in ("cpu", "cuda"):
         backend = WeightTransferConfig(backend=resolve_transfer("auto", device)).backend
         assert backend in WeightTransferEngineFactory._registry

@@ -1,8 +1,7 @@
-"""Whether an engine gets on: it finishes steps, or its processes compute.
+"""Decide whether an engine makes progress: it finishes steps, or its processes compute.
 
-Role: `RolloutWorker` notes what its engine does, and judges when its handle asks (`pulse`). The engine core is
-a process of its own, which may be stopped or stuck while the actor in front of it answers. Waits for nothing.
-Invariant: an engine that takes long over a step is alive; without work at hand it can't stand still.
+An engine core is a process of its own, which may be stopped or stuck while its actor answers. A long step is progress;
+an engine without work cannot stand still.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
-"""The driver's handle of one rollout engine, which outlives the engine: another takes the place of one that is lost.
+"""The driver's handle of one rollout engine, which outlives the engine: a lost one is replaced.
 
-Role: implements the controller's `RolloutEngine` and the weight sync's `WeightReceiver` over a `RolloutWorker`. Every
-remote call is bounded by `timeout_s` and names the engine and what it was asked to do. Invariants:
-- an engine is lost when its actor or its engine process died, or when for `heartbeat_s` it did not answer or stood
-  still with work at hand; then its actor is killed, every call of it raises `EngineLost`, and nothing that it still
-  sends counts;
-- one whose process ended by an error of its own (`EngineFailed`) is replaced, but not again where its successor fails
-  in the same way;
-- the next engine, started with the same arguments, generates only once it has taken weights (`finish_update`). So the
-  engine stays lost for whoever generates until a `WeightPush`, which waits for it by wait_ready.
+Implements the controller's `RolloutEngine` and the weight sync's `WeightReceiver`; `timeout_s` bounds every remote
+call.
 
     generate, evict, ... --> actor          _watch --pulse--> actor
           | EngineLost <-- _lose <------------- | silent, still
           +--> _restart: a new actor starts --> wait_ready <-- WeightPush: begin_update, receive, finish_update
+
+Invariants: an engine is lost if its process died, or for `heartbeat_s` did not answer or stood still with work to do;
+its actor is killed, and every call raises `EngineLost`. One that failed by an error of its own (`EngineFailed`) is
+replaced, unless its successor fails alike. A replacement generates only after `finish_update`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Step times of an engine, as `decode` spans.
-
-Role: every rollout backend records its steps here. Waits for nothing.
-Invariant: a `decode` span covers engine steps and nothing between them.
-"""
+"""Record the step times of an engine as `decode` spans, which cover engine steps and nothing between them."""
 
 from __future__ import annotations
 

@@ -1,17 +1,10 @@
-"""vLLM's scheduler with a short path for decode steps, from which a sample's tokens leave together.
+"""vLLM's scheduler with a short path for decode steps; a sample's tokens leave the engine core together.
 
-Role: `vllm_setup.engine_arguments` names `DecodeScheduler` or `AsyncDecodeScheduler` as vLLM's `scheduler_cls`; vLLM
-creates it in the process of its engine core. One thread there schedules, launches and processes outputs. vLLM's own
-scheduler examines every request for every feature at every step, and sends each token to the front end as an object of
-its own, although nothing reads it before the response is complete. Waits for nothing.
-Invariants:
-- every `SchedulerOutput`, and the state of requests and blocks after every step, are those of vLLM's own scheduler.
-  Steps that hold anything but decoding, and requests that end, were preempted or have events to report, are left to it;
-- a request's first token leaves at once, the others in the step in which it ends, also when it is aborted, or when the
-  engine is paused, as the version of the weights may change then;
-- requests with stop texts, for which the front end looks, also send what they have with each token that may complete
-  one (`stop_tokens`), so that they end in the same step as with vLLM's own scheduler;
-- requests that ask for log-probs of tokens that were not sampled send each token at once.
+vLLM's own examines every request for every feature at every step and sends each token separately. Invariants:
+- each `SchedulerOutput`, and the state of requests and blocks after a step, equal those of vLLM's scheduler, which gets
+  all steps that do more than decode, and requests that end, were preempted or have events;
+- a request's first token is sent at once, the others when it ends, is aborted, or the engine pauses; with stop texts
+  also when a token may complete one (`stop_tokens`); with log-probs of other tokens every token at once.
 """
 
 from __future__ import annotations

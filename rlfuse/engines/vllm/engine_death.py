@@ -1,8 +1,6 @@
-"""Why vLLM's engine process ended, or never stood: told in the actor that has it below itself.
+"""Find out why vLLM's engine process ended or did not start: vLLM only reports "see root cause above".
 
-Role: `RolloutWorker` has an `ErrorOutput` from the start of its engine, and raises what `engine_died` and
-`no_start` make of it. vLLM itself says of a failed process "see root cause above", on an output that nobody sees: this
-finds the above. Waits for an exit status, at most EXIT_S.
+`RolloutWorker` keeps an `ErrorOutput` from the start of its engine. Waits at most EXIT_S for an exit status.
 """
 
 from __future__ import annotations

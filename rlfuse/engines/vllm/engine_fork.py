@@ -1,17 +1,12 @@
-"""vLLM's engine process: a fork of its actor, which has already imported what both run.
+"""Start vLLM's engine process as a fork of its actor, which has already imported vLLM: a third of a start.
 
-Role: `RolloutWorker` starts its engine within `forking`. vLLM would start a new process, a third of whose start is the
-import of vLLM: on CPU hosts so that OpenMP's threads take what is preloaded for them, and an engine here has one; on
-GPUs because it is in a Ray actor, although a fork works until that has opened the device (`can_fork`). Before it starts
-its processes it has no Python thread at work.
-Invariants, all of them true of a new process by itself:
-- it holds none of the actor's sockets, files and locks, so that whoever waits for the actor's end learns of it;
-- it does not know of Ray, answers signals as a new process does, and collects its own garbage;
-- it ends with its actor.
-A fork has the thread that forked, and no other: what another had locked stays so. Others are Ray's, whose native side
-the fork never calls, sockets' of vLLM, which has new ones there, one that watches the size of the log, and in a fork
-that forks workers one that waits for the actor's end. OpenMP waits for ever for threads that stayed behind: actors have
-one (`rollout_env`). Called by actors; waits for nothing.
+vLLM spawns a process: on CPU hosts because of OpenMP's threads, of which an engine here has one; on GPUs because it
+runs in a Ray actor, although a fork works until the actor has opened the device (`can_fork`). As a new process would, a
+fork
+- has none of the actor's sockets, files and locks, so that the actor's end is noticed;
+- has no connection to Ray, default signal handlers and its own garbage collection, and ends with its actor. Only the
+  forking thread exists in it: no lock may be held by another. OpenMP would wait for its threads forever, so actors have
+  one (`rollout_env`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What an engine's front end does otherwise than vLLM's own where `decode_scheduler` schedules.
+"""What an engine's front end does differently from vLLM's: log-probs as floats, stop texts over the parts of a sample.
 
-Role: used by `vllm_setup.build` and `RolloutWorker`, in the actor's process. Waits for nothing.
-Invariants: `CompletionOutput.logprobs` is a list of floats, one per sampled token, where vLLM makes a dictionary and an
-object for each; an aborted request ends with the output of the engine core, which has all its tokens.
+With `decode_scheduler`, `CompletionOutput.logprobs` is a list of floats, one per sampled token, and an aborted request
+ends with the output of the engine core, which has all its tokens. To vLLM a continued sample is a request whose prompt
+ends in the sample's tokens, where it looks for no stop text; so those tokens are read again, and `setup.extend` removes
+them: a response ends at the same token wherever its parts were drawn.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from vllm.v1.engine import output_processor
+from msgspec.structs import replace
+from vllm.v1.engine import EngineCoreRequest, output_processor
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.outputs import LogprobsLists
+
+from rlfuse.engines.vllm.worker_extension import DRAWN
 
 
 class SampledLogProbs(LogprobsProcessor):
@@ -44,3 +49,21 @@ async def abort(engine: Any, request_ids: Iterable[str]) -> None:
     """Abort requests in the engine core only, whose last output ends them here too; unknown ones are ignored."""
     known = engine.output_processor.external_req_ids
     await engine.engine_core.abort_requests_async([name for each in request_ids for name in known.get(each, ())])
+
+
+_from_new_request = IncrementalDetokenizer.from_new_request
+
+
+def _continued(cls: type, tokenizer: object, request: EngineCoreRequest) -> IncrementalDetokenizer:
+    """vLLM has no hook where a request's text begins, only this one."""
+    sampling = request.sampling_params
+    drawn = (sampling.extra_args or {}).get(DRAWN, 0) if sampling.stop else 0
+    if not drawn:
+        return _from_new_request(tokenizer, request)
+    ids = request.prompt_token_ids
+    begun = _from_new_request(tokenizer, replace(request, prompt_token_ids=ids[:-drawn]))
+    begun.update(ids[-drawn:], False)
+    return begun
+
+
+IncrementalDetokenizer.from_new_request = classmethod(_continued)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.model_sizes import Shape
-from rlfuse.engines.vllm.speculation import DRAFT_TOKENS
 
+DRAFT_TOKENS = 4  # drafted at a time with fusion.tail_speculation
 SPARE = 0.1  # share kept free where engine and ranks share a device; not measured
 BLOCK = 128  # tokens of a block at most, over vLLM's attention backends
 UNPLANNED = frozenset(

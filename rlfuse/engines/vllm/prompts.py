@@ -1,14 +1,8 @@
-"""Prompts as vLLM takes them: token ids, and for a clip the rows of the embedding cache, put together per request.
+"""Build vLLM's prompts: token ids, and for clips the rows of the embedding cache.
 
-Role: used by `RolloutWorker`; only there handles become tensors. Waits for nothing.
-Invariants:
-- text is always token ids, so vLLM embeds it with the weights of the moment: nothing here knows the embedding matrix;
-- what vLLM's prefix cache hashes says all there is to know. With `prompt_embeds` these are ids and rows; text rows are
-  NaN, which no embedding is, so rows also say which places are text (and text that vLLM took from here would show).
-  With `video_embeds` it is the id of the clip: the cache's key, which names clip, plan and version of the tower;
-- siblings share one tensor in this process while one of them is active; in vLLM's own process each has a copy with
-  `prompt_embeds` (hidden size 3,584, 81,920 tokens: 560 MiB and about a second each), and all one with `video_embeds`;
-- no request can draw a placeholder, see `rlfuse.video.placeholders`.
+Text is always token ids, so vLLM embeds it with its current weights. With `prompt_embeds`, text rows are NaN, so that
+vLLM's prefix cache tells them from embeddings; with `video_embeds`, it hashes the clip's key. Samples of a prompt share
+one tensor here while any of them is active; no request can draw a placeholder (`rlfuse.video.placeholders`).
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
-"""The engine's end of the shared-memory weight transfer: a vLLM weight-transfer backend named `shm`.
-
-Role: imported inside every vLLM worker process, because the engine's `worker_extension_cls` derives from
-`ReceiverExtension`; importing registers the backend. The trainer's end is `WeightPush`.
+"""Load weights from shared memory into vLLM: its weight-transfer backend `shm`, registered by importing this module.
 
     trainer rank 0 --safetensors bucket in /dev/shm--> receive_weights: mmap, load_weights --> layers of the model
 
-Invariants:
-- a bucket is complete before its path arrives here, and is never rewritten: whoever made it only unlinks it, so that
-  tensors still mapped (a fused layer waits for parts that come with a later bucket) stay valid;
-- names are those of the checkpoint, never vLLM's own; any split of a layer over buckets is allowed;
-- after a push every layer computes as one that was started with these weights, or the push raises: vLLM keeps copies of
-  weights in the order of its kernels, and README.md says which of them it makes anew and which are made anew here.
-Waits for nothing: a bucket is loaded in the call that announces it.
+Invariants: a bucket is complete before its path arrives and is never rewritten, since tensors may stay mapped until a
+later bucket completes their layer; names are the checkpoint's; after a push every layer computes as if the engine had
+started with these weights, or the push raises (engines/README.md lists the copies that vLLM keeps).
 """
 
 from __future__ import annotations

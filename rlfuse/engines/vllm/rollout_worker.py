@@ -8,7 +8,7 @@ Invariants:
 - each sample is a request with a seed of its own, so neither the batch nor the engine changes what is sampled; samples
   of one call share their prompt's KV blocks;
 - log-probs are of the drawn tokens at the sampling temperature, of the truncated distribution with top_p or top_k;
-- an evicted sample gets the same tokens elsewhere: those it has become the end of its prompt, `seeded_generators`
+- an evicted sample gets the same tokens elsewhere: those it has become the end of its prompt, `worker_extension`
   positions its generator, and `kv_transfer` may move its KV cache;
 - a response has the version of the weights that drew its tokens, the oldest if they changed; its span names all.
 A dead engine process raises `EngineLost` at once. `RolloutHandle` bounds every call.

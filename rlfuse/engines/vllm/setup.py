@@ -1,8 +1,7 @@
-"""vLLM as we use it: its environment and arguments, what comes of requests, its statistics.
+"""vLLM's environment and arguments, sampling parameters, and how its outputs and statistics are read.
 
-Role: used by `RolloutWorker` and by whoever creates that actor. Waits for nothing.
-Imports vLLM nowhere at the top: `rollout_env` must stand in the process before its first import.
-Invariant: `rollout.engine_kwargs` has the last word on every argument.
+Imports vLLM inside functions only: `rollout_env` must be set in a process before its first import.
+`rollout.engine_kwargs` overrides every argument.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from rlfuse.engines.memory.estimate import Memory
 from rlfuse.engines.memory.residency import ENGINE
 from rlfuse.engines.rollout.engine_actor import Request
 from rlfuse.engines.rollout.step_meter import EngineStep
-from rlfuse.engines.vllm import speculation
 from rlfuse.engines.vllm.gpu_settings import engine_settings, gpu_arguments
 from rlfuse.engines.vllm.importing import CPU_ENVIRONMENT, ENVIRONMENT
+from rlfuse.engines.vllm.kv_cache import DRAFT_TOKENS
 from rlfuse.engines.weights.sync import MIB, resolve_transfer
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
@@ -71,7 +70,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """vLLM's AsyncEngineArgs for this job, but for those that are objects of vLLM's own.
 
-    `tail_speculation`: draft while at most so many samples are decoded, or ValueError: see `speculation`.
+    `tail_speculation`: draft while at most so many samples are decoded, or ValueError: see `draft_arguments`.
     """
     from transformers import AutoConfig
 
@@ -90,7 +89,7 @@ def engine_arguments(
         "seed": 0,
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer computes them
         "disable_log_stats": True,
-        "worker_extension_cls": "rlfuse.engines.vllm.seeded_generators.WorkerExtension",
+        "worker_extension_cls": "rlfuse.engines.vllm.worker_extension.WorkerExtension",
         "quantization": rollout.quantization,
         "quantization_config": {"ignore": [*KEPT]} if rollout.quantization else None,
     }
@@ -111,9 +110,47 @@ def engine_arguments(
             "kv_cache_memory_bytes": rollout.kv_cache_memory_mb * MIB // rollout.tensor_model_parallel_size,
             "block_size": 32,  # default 128 would leave short prompts without a block to share
         }
-    arguments |= speculation.arguments(tail_speculation, model, rollout, bool(placeholder_ids(served)), device)
+    arguments |= draft_arguments(tail_speculation, model, rollout, bool(placeholder_ids(served)), device)
     arguments |= prompt_arguments(served, max_model_len) | rollout.engine_kwargs
     return {"scheduler_cls": _scheduler(rollout, arguments, device)} | arguments
+
+
+def draft_arguments(
+    threshold: int, model: ModelConfig, rollout: RolloutConfig, visual: bool, device: str
+) -> dict[str, Any]:
+    """Return the arguments to draft n-grams of prompt and response while at most `threshold` samples are decoded.
+
+    Greedy tokens stay the same; drawn ones keep their distribution, but depend on what else is decoded. ValueError
+    where vLLM can't: a threshold below 0, several pipeline stages or data-parallel ranks, a `speculative_config`, or a
+    `visual` model, which has visual placeholders.
+    """
+    if threshold < 0:
+        raise ValueError(f"fusion.tail_speculation={threshold}: give a number of samples, or 0 to turn it off")
+    if not threshold:
+        return {}
+    if clash := {"speculative_config", "pipeline_parallel_size", "data_parallel_size"} & set(rollout.engine_kwargs):
+        raise ValueError(
+            f"fusion.tail_speculation={threshold} doesn't go with rollout.engine_kwargs.{min(clash)}: drop one of them"
+        )
+    if visual:
+        raise ValueError(
+            f"fusion.tail_speculation={threshold} doesn't go with {model.path}: vLLM can't keep its visual "
+            "placeholders from being drawn while it drafts. Set it to 0"
+        )
+    most = rollout.max_num_seqs
+    schedule = [(1, min(threshold, most), DRAFT_TOKENS)]
+    if threshold < most:
+        schedule.append((threshold + 1, most, 0))
+    return {
+        "speculative_config": {
+            # The GPU's variant lets vLLM go on scheduling a step ahead of the device.
+            "method": "ngram_gpu" if device == "cuda" else "ngram",
+            "num_speculative_tokens": DRAFT_TOKENS,
+            "prompt_lookup_min": 2,
+            "prompt_lookup_max": 4,
+            "num_speculative_tokens_per_batch_size": schedule,
+        }
+    }
 
 
 def memory_arguments(memory: Memory) -> dict[str, Any]:
@@ -209,8 +246,8 @@ def sampling_params(
     request: Request, sampling: Sampling, room: int, kv_params: dict[str, str], logit_bias: dict[int, float] | None
 ) -> Any:
     """vLLM's SamplingParams for at most `room` more tokens of the request."""
-    import rlfuse.engines.vllm.stop_texts  # noqa: F401  (in this process, for samples that go on)
-    from rlfuse.engines.vllm.seeded_generators import DRAWN
+    import rlfuse.engines.vllm.front_end  # noqa: F401  (finds stop texts of continued samples)
+    from rlfuse.engines.vllm.worker_extension import DRAWN
 
     parameters = _shared_params(sampling).clone()
     parameters.max_tokens, parameters.logit_bias = room, logit_bias
@@ -249,7 +286,7 @@ def extend(partial: Partial, output: Any, version: int, record: Span) -> tuple[P
     if drawn.finish_reason not in ("stop", "length", "abort"):
         raise EngineError(f"{record.where}: vLLM ended a request with finish_reason={drawn.finish_reason!r}")
     log_probs = drawn.logprobs or []
-    token_ids = drawn.token_ids[len(drawn.token_ids) - len(log_probs) :]  # without those that `stop_texts` read again
+    token_ids = drawn.token_ids[len(drawn.token_ids) - len(log_probs) :]  # without those that `front_end` read again
     if log_probs and isinstance(log_probs[0], dict):  # as vLLM's own front end keeps them
         log_probs = [entry[token].logprob for entry, token in zip(log_probs, token_ids, strict=True)]
     versions = [int(span.version) for span in drawn.weight_versions or []] or [version]

@@ -1,10 +1,7 @@
-"""Tokens that can end a stop text: all others of a response can wait in the engine core.
+"""Find the tokens that can complete a stop text; all others of a response can wait in the engine core.
 
-Role: used by `decode_scheduler`, in the process of the engine core. vLLM's front end looks for stop texts, so it has to
-see at once each token with which one may become complete, and needs the others only with that one. Waits for nothing.
-Invariant: while characters are complete, a token that is not in `ends` adds no last character of a stop text to the
-response. This is known of byte-level tokenizers, whose tokens have the same text wherever they are; for others nothing
-is known, and each token is sent at once.
+Only byte-level tokenizers have tokens whose text does not depend on their context; with others, each token is sent at
+once. Invariant: outside incomplete characters, a token not in `ends` adds no last character of a stop text.
 """
 
 from __future__ import annotations

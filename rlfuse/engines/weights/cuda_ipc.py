@@ -1,15 +1,9 @@
-"""The trainer's end of vLLM's own weight transfer through CUDA IPC: two processes on a GPU share memory.
-
-Role: functions that a trainer rank calls on its own device with one bucket of whole tensors, under checkpoint names;
-`WeightPush` calls the ranks and the engines in the right order.
+"""Share weights through CUDA IPC with engines on the same GPU: the trainer ranks' functions, called by `WeightPush`.
 
     each rank packs a bucket --one CUDA IPC handle--> workers on the same GPU copy its tensors out, load them
 
-Invariants: the buffer lies on the device, and lives until the engines have loaded it. Each bucket has a buffer of its
-own: torch pairs one export with one receiver, and the next bucket is packed while engines load the last one.
-Waits for nothing but the device.
-State: written against the sources of vLLM 0.32 and bound to them in tests. One H200 ran it with a handle per tensor;
-packed buckets have not run on a GPU. Tests run shared memory (`weights`).
+Each bucket has a buffer on the device, which lives until the engines have loaded it: torch pairs one export with one
+receiver. Contract tests bind this to vLLM 0.32. One H200 ran it with a handle per tensor; packed buckets have not run.
 """
 
 from __future__ import annotations

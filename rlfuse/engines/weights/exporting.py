@@ -1,8 +1,7 @@
-"""A model's weights as a checkpoint names them, bucket by bucket: for weight sync and for `huggingface/` folders.
+"""Read a model's weights under checkpoint names, bucket by bucket: for weight sync and `huggingface/` folders.
 
-Role: used by a trainer rank on its own models. Under ZeRO-3 every rank must call the same method with the same names,
-because the shards of a bucket are gathered from all of them; where ranks share layers, those that do. Only rank 0 then
-writes. Never more than one bucket of weights exists beside the model.
+Under ZeRO 3 every rank (where ranks share layers, those that do) calls the same method with the same names; only rank 0
+writes. At most one bucket of weights exists in addition to the model.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-r"""Buckets of weights in the shared memory of each node, for the engines there.
-
-Role: `WeightStaging` is one node's folder. In a run on the driver's own node it lives in the driver; otherwise every
-node has one as a Ray actor, and what the trainer's node has is read into Ray's object store once and copied once to
-each other node. `WeightPush` calls them through `StagingHandle`.
+r"""Keep buckets of weights in the shared memory of each node, for the engines there.
 
     trainer rank --file--> its staging --read, one put--> object store --one copy a node--> staging --file--> engines
                               \--file--> engines of that node
 
-Invariants: a bucket is written whole before its path is told; `close` leaves nothing behind.
-Waits: every call is bounded by cluster.timeout_s and named.
+`WeightStaging` is one node's folder: in the driver for its own node, a Ray actor elsewhere. A bucket is complete before
+its path is passed on; `close` leaves nothing behind. Every call is bounded by cluster.timeout_s.
 """
 
 from __future__ import annotations

@@ -1,28 +1,18 @@
-"""New weights, from the trainer to every rollout engine, in buckets.
-
-Role: `WeightPush` is the controller's `WeightSync`. It runs on the driver and moves no tensor itself: it tells the
-trainer which bucket to hand over and the engines where to find it.
+"""Push new weights from the trainer to all rollout engines, in buckets. `WeightPush` runs on the driver.
 
     shm  trainer (all ranks gather, rank 0 writes) --bucket i+1--> /dev/shm/rlfuse-weights-*/ --bucket i--> every engine
                  at most two buckets exist on a node: one being written (and copied there), one being loaded
     ipc  trainer (every rank packs bucket i+1 on its GPU) --CUDA IPC handle of bucket i--> the engine on the same GPU
 
-A slot's device goes through three hands (`colocation`); CUDA IPC opens memory of the device only, so the ranks leave
-after the push.
 Invariants:
-- whoever has a slot's device when it is pushed to, its engine has it at the end; an engine that is started in place of
-  a lost one starts on a device that the ranks have left, as vLLM takes a share of what is free;
-- whatever the engine builds one layer of comes in one bucket, because it may hold parts back until it has them all, and
-  memory that was shared by IPC is gone with its bucket;
-- engines are paused and their caches cleared before the first bucket reaches them, and resume only with all weights;
-  the versions that they then report are compared with the one asked for;
-- a bucket's file is complete on every node before any engine hears of it and is deleted, never rewritten; its folders
-  are gone when `push` returns or raises; a bucket goes to each node once, however many engines it has;
-- an engine that is lost, before or in the middle of a push, is replaced, and the push is repeated for it alone;
-- after another error the engines may hold parts of two versions and stay paused: restart them. Only after a first
-  bucket that can't be written the push can be repeated.
-Called by the controller after an optimizer step, and by the executor that has lost its last engine. Waits for the
-slowest engine per bucket, for the trainer's next bucket and for engines that start; all bound their calls in time.
+- at the end each slot's engine has its device; a replacement engine starts on a device that the ranks have left;
+- tensors of a decoder layer are in one bucket: an engine may build the layer once it has all of them;
+- engines pause and drop their caches before the first bucket, resume with all weights, and then report the version;
+- a bucket is complete on a node before an engine there is told of it; none is left when `push` returns or raises;
+- an engine lost before or during a push is replaced, and the push is repeated for it alone;
+- after another error engines may hold parts of two versions and stay paused: restart them. A push can be repeated only
+  if its first bucket could not be written.
+Waits for the slowest engine per bucket, the trainer's next bucket and starting engines, all with limits.
 """
 
 from __future__ import annotations

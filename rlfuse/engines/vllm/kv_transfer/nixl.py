@@ -1,9 +1,4 @@
-"""KV caches that one engine reads out of another's blocks through NIXL, with no copy in between.
-
-Role: `NixlMigrationConnector` is vLLM's own NIXL connector (that of a prefill engine and a decode engine apart) for
-samples that leave in the middle of decoding. Places and keys are those of `kv_transfer.store.KVCacheStore`; where the
-other connector puts the KV cache itself beside them, this one puts what a reader has to know. vLLM makes one in the
-scheduler's process and one in every rank, of which the ranks' is vLLM's own.
+"""Read KV caches out of another engine's blocks through NIXL, without a copy: vLLM's KV connector for `nixl`.
 
     evict(carry=kv) --.wanted--> scheduler: request ends, its blocks stay; .held, and in .tokens where they are
                                      |
@@ -12,15 +7,11 @@ scheduler's process and one in every rank, of which the ranks' is vLLM's own.
                                      |  NIXL tells the source
         source's scheduler: blocks are free, .held goes
 
-Invariants:
-- blocks that somebody reads stay as they are: `.tokens` is unlinked once, by the reader or by who takes it back, and
-  only then is `.held` removed, upon which the scheduler frees them. A reader has LEASE_S - HOLD_S to finish;
-- blocks that nobody reads are free after HOLD_S, or as soon as the sample is dropped or weights change;
-- what can't be read is prefilled: the source has died, a transfer fails, there is another reason to start anew.
-Holding isn't free: vLLM steps the source's scheduler every millisecond until the blocks are read, and NIXL's progress
-thread keeps 0.4 of a core busy in every rank. That, and the first handshake of two engines, is why CPU hosts use shm.
-GPUs can't have it: NIXL registers the KV cache once, and an engine that sleeps unmaps it and wakes with other memory at
-the same addresses, of which vLLM's connector is not told.
+Places and keys are those of `store.KVCacheStore`. Invariants: `.tokens` is unlinked once, by the reader or to withdraw
+it, and only then is `.held` removed, upon which the scheduler frees the blocks; a reader has LEASE_S - HOLD_S. Unread
+blocks are freed after HOLD_S, or when the sample is dropped or weights change. What cannot be read is prefilled.
+While blocks are held, vLLM steps the scheduler every millisecond and NIXL uses 0.4 of a core per rank. Not for GPUs: an
+engine wakes with other memory at the registered addresses.
 """
 
 from __future__ import annotations

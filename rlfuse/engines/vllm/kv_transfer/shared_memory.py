@@ -1,7 +1,4 @@
-"""KV caches that travel with samples from one engine to another on the same host, through /dev/shm.
-
-Role: `MigrationConnector` is what vLLM makes of us inside the engine: one object in the scheduler's process, one in
-every rank. The engine's actor keeps the folder (`store.KVCacheStore`).
+"""Move KV caches with samples between engines of a host through /dev/shm: vLLM's KV connector for `shm`.
 
     evict(carry=kv) --.wanted--> scheduler: request ends, blocks are held, .wanted becomes .saving
                                      |  next step
@@ -11,18 +8,10 @@ every rank. The engine's actor keeps the folder (`store.KVCacheStore`).
                                                                      |
     generate(partial) on another engine: its scheduler finds .tokens, every rank loads before the step and removes
 
-Invariants:
-- only whole blocks travel, generated tokens too; at least the prompt's last token is computed by the engine that loads;
-- a file is named only when all ranks have written it, and never changes after that; whoever takes it removes it;
-- new weights take back what the old ones computed (`invalidate`), so that no waiting request loads it later;
-- whatever is missing, too old or too large is prefilled instead: a KV cache is never needed to be right, only quick;
-- nothing outlives its engine by long: the folder goes when the engine stops, and that of a killed engine when the next
-  one starts (it is locked while its engine lives).
-
-On GPUs too: ranks copy between device and file on the stream on which the model runs, so what was computed before is
-there and what comes after finds it. Nothing but the caches' addresses is kept, which an engine that sleeps has again
-when it wakes. `kv_transfer.nixl` is the other connector, for CPU hosts; `rollout.kv_transfer` chooses. Places, keys and
-when they are void are the same. Models with several groups of KV layers (sliding windows, state spaces) always prefill.
+Invariants: only whole blocks are moved, and the loading engine computes at least the prompt's last token; a file is
+named once all ranks have written it, and its reader removes it; new weights invalidate what the old ones computed.
+Whatever is missing, outdated or too large is prefilled, as are models with several groups of KV layers. On GPUs, ranks
+copy on the stream on which the model runs; addresses stay valid over sleep and wake.
 """
 
 from __future__ import annotations

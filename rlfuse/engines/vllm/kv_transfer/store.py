@@ -1,7 +1,7 @@
-"""The KV caches of one engine that may leave it with their samples: names, who wants them, when they are void.
+"""KV caches that may leave an engine with their samples: names, requests for them, and when they become invalid.
 
-Role: a folder in /dev/shm, kept by the engine's `RolloutWorker`; the connectors of this package, in vLLM's
-own processes, know its files by name. Waits, bounded, for what is being written or read. Knows nothing of vLLM.
+A folder in /dev/shm, kept by the engine's `RolloutWorker`; the connectors in vLLM's processes know its files by name.
+Waits, for a limited time, for what is being written or read.
 """
 
 from __future__ import annotations

@@ -1,30 +1,35 @@
-"""Random generators of requests that go on where another engine stopped.
+"""What vLLM's workers do differently: random generators that continue a sample, and a cheaper decode step on GPUs.
 
-Role: imported inside every vLLM worker process, because the engine names `WorkerExtension` as its
-`worker_extension_cls`; importing adds the count of tokens already drawn to vLLM's way of seeding a request.
+Imported in every worker process, because the engine names `WorkerExtension` as its `worker_extension_cls`.
 
-A seeded request draws exactly once for each of its tokens. So its generator's state is a function of seed and number of
-tokens, and nothing but that number has to travel: a token that an engine drew and nobody took away is drawn again.
-- vLLM's first model runner (CPU hosts): a torch generator per request, advanced here by `drawn` draws. One draw is one
-  32-bit number on CPUs and four Philox offsets on GPUs, top-k and top-p or not.
-- vLLM's second model runner (the usual one on GPUs) derives each draw from seed and position: nothing to do.
+A seeded request draws once per token, so its generator's state follows from the seed and the number of tokens. vLLM's
+first model runner (CPU hosts) has a torch generator per request, advanced here by the tokens drawn elsewhere: one
+32-bit number per draw on CPUs, four Philox offsets on GPUs. The second one (GPUs) derives each draw from seed and
+position. vLLM can take back a draw (chunks of a long prompt draw in vain) only on GPUs; `CountedGenerator` does so on
+CPUs.
 
-Invariant: a draw that vLLM takes back (the chunks of a long prompt draw too, for nothing) leaves no trace. vLLM itself
-can take back only on GPUs, on a CPU it would end the engine.
-Waits for nothing.
+In the second model runner, the parameters of all requests (15 arrays) are copied to the device only when a request was
+added, not at every step, and the ranks of sampled tokens are not counted: nothing reads them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.sample import logprob
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-import rlfuse.engines.vllm.sampler_steps  # noqa: F401
 from rlfuse.engines.vllm.receiver import ReceiverExtension
 
 DRAWN = "rlfuse_drawn"
 """Key of `SamplingParams.extra_args`: how many tokens of the sample's stream are at the end of its prompt."""
 PHILOX_PER_DRAW = 4
+BUILT_IN_PROCESSORS = 3
+"""Logits processors of every sampler. Custom ones may have something to do at each step."""
 
 
 class CountedGenerator(torch.Generator):
@@ -77,3 +82,28 @@ def _positioned_post_init(self: CachedRequestState) -> None:
 
 
 CachedRequestState.__post_init__ = _positioned_post_init
+
+
+_add_request, _apply_staged_writes = Sampler.add_request, Sampler.apply_staged_writes
+
+
+def _added_request(self: Any, req_idx: int, sampling_params: SamplingParams) -> None:
+    self.is_copied = False
+    _add_request(self, req_idx, sampling_params)
+
+
+def _apply_new_writes(self: Any) -> None:
+    if not getattr(self, "is_copied", False) or len(self.logits_processors) > BUILT_IN_PROCESSORS:
+        _apply_staged_writes(self)
+    self.is_copied = True
+
+
+class NoKernel:
+    """Launches nothing where a Triton kernel would be launched on a grid."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **options: None
+
+
+Sampler.add_request, Sampler.apply_staged_writes = _added_request, _apply_new_writes
+logprob._ranks_kernel = NoKernel()

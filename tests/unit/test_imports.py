@@ -143,10 +143,9 @@ PRIVATE = {
         {
             "cli": "versions of the packages",
             "cluster.scratch": "files that it leaves in /dev/shm",
-            "config.checks": "what goes with the values of keys: reported with all other problems of a job",
-            "config.engine_checks": "sizes among rollout.engine_kwargs, as config.checks",
+            "config.engine_checks": "sizes among rollout.engine_kwargs, with which the memory plan computes, too",
             "config.foreign": "keys of other frameworks",
-            "config.quantization": "values of rollout.quantization, as config.checks",
+            "config.quantization": "values of rollout.quantization, reported with the other keys'",
             "config.schema": "a default",
             "config.valid_values": "values of keys",
             "engines.memory.estimate": "the argument by which an engine's activations are counted",

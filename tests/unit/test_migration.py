@@ -6,9 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlfuse.config.checks import check
-from rlfuse.config.facts import Facts
-from rlfuse.config.schema import Config
 from rlfuse.engines.vllm.setup import resolve_kv_transfer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
@@ -110,10 +107,7 @@ def test_room_is_asked_for_what_the_blocks_take(tmp_path: Path, engine):
 
 def test_nixl_is_refused_where_engines_sleep():
     assert resolve_kv_transfer("auto", "cuda") == resolve_kv_transfer("auto", "cpu") == "shm"
-    with pytest.raises(ValueError, match=r"rollout.kv_transfer=nixl: .*sleeps gives up the memory.*choose auto or shm"):
+    with pytest.raises(
+        ValueError, match=r"rollout.kv_transfer=nixl: .*sleeps gives up the memory.*set rollout.kv_transfer=auto"
+    ):
         resolve_kv_transfer("nixl", "cuda")
-    config = Config()
-    config.rollout.kv_transfer = "nixl"
-    [problem] = [line for line in check(config, Facts(cuda=True, nixl=True)) if "kv_transfer" in line]
-    assert "gives up the memory that NIXL registered" in problem and "set rollout.kv_transfer=auto" in problem
-    assert not [line for line in check(config, Facts(cuda=False, nixl=True)) if "kv_transfer" in line]

@@ -17,7 +17,7 @@ import psutil
 
 from rlfuse import clock
 from rlfuse.cluster import cuda, scratch
-from rlfuse.config.facts import EXPERTS, NIXL_NEEDS_MEMORY_THAT_STAYS, nixl_installed
+from rlfuse.config.facts import EXPERTS
 from rlfuse.config.quantization import KEPT
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.memory.estimate import Memory
@@ -27,6 +27,7 @@ from rlfuse.engines.rollout.step_meter import EngineStep
 from rlfuse.engines.vllm.gpu_settings import engine_settings, gpu_arguments
 from rlfuse.engines.vllm.importing import CPU_ENVIRONMENT, ENVIRONMENT
 from rlfuse.engines.vllm.kv_cache import DRAFT_TOKENS
+from rlfuse.engines.vllm.support import NIXL_ON_GPUS
 from rlfuse.engines.weights.sync import MIB, resolve_transfer
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
@@ -75,7 +76,6 @@ def engine_arguments(
     from transformers import AutoConfig
 
     from rlfuse.engines.vllm.prompts import prompt_arguments
-    from rlfuse.video.placeholders import placeholder_ids
 
     served = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     arguments: dict[str, Any] = {
@@ -110,19 +110,16 @@ def engine_arguments(
             "kv_cache_memory_bytes": rollout.kv_cache_memory_mb * MIB // rollout.tensor_model_parallel_size,
             "block_size": 32,  # default 128 would leave short prompts without a block to share
         }
-    arguments |= draft_arguments(tail_speculation, model, rollout, bool(placeholder_ids(served)), device)
+    arguments |= draft_arguments(tail_speculation, rollout, device)
     arguments |= prompt_arguments(served, max_model_len) | rollout.engine_kwargs
     return {"scheduler_cls": _scheduler(rollout, arguments, device)} | arguments
 
 
-def draft_arguments(
-    threshold: int, model: ModelConfig, rollout: RolloutConfig, visual: bool, device: str
-) -> dict[str, Any]:
+def draft_arguments(threshold: int, rollout: RolloutConfig, device: str) -> dict[str, Any]:
     """Return the arguments to draft n-grams of prompt and response while at most `threshold` samples are decoded.
 
-    Greedy tokens stay the same; drawn ones keep their distribution, but depend on what else is decoded. ValueError
-    where vLLM can't: a threshold below 0, several pipeline stages or data-parallel ranks, a `speculative_config`, or a
-    `visual` model, which has visual placeholders.
+    Greedy tokens stay the same; drawn ones keep their distribution, but depend on what else is decoded. ValueError for
+    a threshold below 0, several pipeline stages or data-parallel ranks, and a `speculative_config`.
     """
     if threshold < 0:
         raise ValueError(f"fusion.tail_speculation={threshold}: give a number of samples, or 0 to turn it off")
@@ -131,11 +128,6 @@ def draft_arguments(
     if clash := {"speculative_config", "pipeline_parallel_size", "data_parallel_size"} & set(rollout.engine_kwargs):
         raise ValueError(
             f"fusion.tail_speculation={threshold} doesn't go with rollout.engine_kwargs.{min(clash)}: drop one of them"
-        )
-    if visual:
-        raise ValueError(
-            f"fusion.tail_speculation={threshold} doesn't go with {model.path}: vLLM can't keep its visual "
-            "placeholders from being drawn while it drafts. Set it to 0"
         )
     most = rollout.max_num_seqs
     schedule = [(1, min(threshold, most), DRAFT_TOKENS)]
@@ -190,16 +182,10 @@ def token_bytes(vllm_config: Any) -> int:
 
 
 def resolve_kv_transfer(setting: str, device: str) -> str:
-    """`rollout.kv_transfer` with auto resolved for the device: `cpu` or `cuda`."""
-    if setting == "auto":
-        return "shm"
-    if setting not in ("shm", "nixl"):
-        raise ValueError(f"rollout.kv_transfer={setting!r}: choose auto, shm or nixl")
+    """Return the connector for `rollout.kv_transfer` on `cpu` or `cuda`."""
     if setting == "nixl" and device == "cuda":
-        raise ValueError(f"rollout.kv_transfer=nixl: {NIXL_NEEDS_MEMORY_THAT_STAYS}; choose auto or shm")
-    if setting == "nixl" and not nixl_installed():
-        raise ValueError("rollout.kv_transfer=nixl: the package nixl is not installed; install it, or choose shm")
-    return setting
+        raise ValueError(f"rollout.kv_transfer=nixl: {NIXL_ON_GPUS}; set rollout.kv_transfer=auto")
+    return "shm" if setting == "auto" else setting
 
 
 def build(

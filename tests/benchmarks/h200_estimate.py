@@ -77,7 +77,7 @@ CHANGES = {
         "measured on CPUs: CPU time per token relative to AsyncLLM, and per finished sample (0.54 to 0.23 ms)",
     ),
     "runner process": Change(
-        "rlfuse/cluster/cuda.py",
+        "rlfuse/engines/vllm/gpu_settings.py",
         '"distributed_executor_backend"',
         "scheduling and the model runner overlap; messages between the two take the core 0.13 ms a step (CPUs)",
     ),
@@ -121,7 +121,9 @@ CHANGES = {
     "imports": Change(
         "rlfuse/run/inference.py", "actor.prepare.remote", "vLLM's import (10 s) overlaps with the ranks' start"
     ),
-    "graph sizes": Change("rlfuse/cluster/cuda.py", "def graph_sizes", "4 s less, not measured; 13 sizes, not 51"),
+    "graph sizes": Change(
+        "rlfuse/engines/vllm/gpu_settings.py", "def graph_sizes", "4 s less, not measured; 13 sizes, not 51"
+    ),
     "compiled kernels": Change(
         "rlfuse/user_folders.py",
         "TORCHINDUCTOR_CACHE_DIR",

@@ -104,7 +104,7 @@ class Batch:
         first = int(self._mask.any(0).int().argmax())
         self._mask = self._mask[:, first:]
         self._cache = DynamicCache(
-            [(key[kept][:, :, first:], value[kept][:, :, first:]) for key, value in self._layers()]
+            [(key[kept][:, :, first:], value[kept][:, :, first:]) for key, value in _layers(self._cache)]
         )
 
     def clear(self) -> list[ActiveSample]:
@@ -117,13 +117,10 @@ class Batch:
         width = max(mask.shape[1], self._mask.shape[1])
         layers = [
             tuple(torch.cat([_widened(each, width) for each in pair]) for pair in zip(old, new, strict=True))
-            for old, new in zip(self._layers(), _layers(cache), strict=True)
+            for old, new in zip(_layers(self._cache), _layers(cache), strict=True)
         ]
         masks = [pad(each, (width - each.shape[1], 0)) for each in (self._mask, mask)]
         return DynamicCache(layers), torch.cat(masks)
-
-    def _layers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return _layers(self._cache)
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]

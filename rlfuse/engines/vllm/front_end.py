@@ -18,8 +18,6 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.outputs import LogprobsLists
 
-from rlfuse.engines.vllm.worker_extension import DRAWN
-
 
 class SampledLogProbs(LogprobsProcessor):
     """Keeps the log-probs of the sampled tokens alone."""
@@ -56,6 +54,8 @@ _from_new_request = IncrementalDetokenizer.from_new_request
 
 def _continued(cls: type, tokenizer: object, request: EngineCoreRequest) -> IncrementalDetokenizer:
     """vLLM has no hook where a request's text begins, only this one."""
+    from rlfuse.engines.vllm.worker_extension import DRAWN  # not before the engine is forked: imports kernels
+
     sampling = request.sampling_params
     drawn = (sampling.extra_args or {}).get(DRAWN, 0) if sampling.stop else 0
     if not drawn:

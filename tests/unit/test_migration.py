@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlfuse.engines.vllm.kv_transfer.store import KVCacheStore
 from rlfuse.engines.vllm.setup import resolve_kv_transfer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
@@ -111,3 +112,26 @@ def test_nixl_is_refused_where_engines_sleep():
         ValueError, match=r"rollout.kv_transfer=nixl: .*sleeps gives up the memory.*set rollout.kv_transfer=auto"
     ):
         resolve_kv_transfer("nixl", "cuda")
+
+
+async def test_a_kv_cache_is_kept_where_it_is_wanted_until_weights_change():
+    store = KVCacheStore()
+    try:
+        base = store.parameters("1/0/0", None, 3)["save"]
+        store.want("1/0/0")
+        store.want("not begun")
+        Path(f"{base}.wanted").rename(f"{base}.tokens")  # as ranks leave it
+        key = await store.collect("1/0/0", 3)
+        assert key == f"3@{base}" and store.wanted("1/0/0") and not store.wanted("not begun")
+        store.end("1/0/0", None)
+        assert "load" not in store.parameters("1/0/0", key, 4), "other weights computed it"
+        assert store.parameters("1/0/0", key, 3)["load"] == base and not store.wanted("1/0/0")
+        await store.invalidate()
+        assert not list(store.folder.glob("*.tokens"))
+        store.want("1/0/0")
+        assert await store.collect("1/0/0", 4) is None, "nothing was written"
+        store.end("1/0/0", key)
+        assert not list(store.folder.glob("*.wanted"))
+    finally:
+        store.close()
+    assert not store.folder.exists()

@@ -68,8 +68,6 @@ class RolloutWorker(EngineBase):
         self._errors: engine_death.ErrorOutput | None = None
         self._below: list[Any] = []
         self._prompts: Any = None
-        self._kv_bases: dict[str, str] = {}
-        """Active sample -> where its KV cache would be put."""
         self._kv_store: Any = None
         self._frozen = self._discarded = self._restorable = False
         self._holds_tokens = False
@@ -224,7 +222,8 @@ class RolloutWorker(EngineBase):
             with self._engine_alive(), span as record:
                 if (room := self._room(request, sampling)) < 1:
                     return self._response(request.partial, "length")
-                params, ids = self._kv_transfer_params(request), request.ids()
+                store, ids = self._kv_store, request.ids()
+                params = store.parameters(request.id, request.partial.kv_key, self._version) if store else {}
                 parameters = sampling_params(request, sampling, room, params, self._prompts.logit_bias)
                 prompt = self._prompts.prompt(ids, request.visual)
                 async for output in self._engine.generate(prompt, parameters, request.id):
@@ -240,10 +239,8 @@ class RolloutWorker(EngineBase):
                 return replace(partial, kv_key=await self._kv_key(request.id))
         finally:
             self._active.pop(request.id, None)
-            if base := self._kv_bases.pop(request.id, None):
-                self._kv_store.end_request(base)
             if self._kv_store is not None:
-                self._kv_store.drop(request.partial.kv_key)
+                self._kv_store.end(request.id, request.partial.kv_key)
 
     # Moving --------------------------------------------------------------------------------------------------------
 
@@ -251,8 +248,8 @@ class RolloutWorker(EngineBase):
         with self._engine_alive():
             pending = {self._active[sample_id]: sample_id for sample_id in sample_ids}
             if carry == "kv":
-                for base in filter(None, map(self._kv_bases.get, pending.values())):
-                    self._kv_store.want(base)
+                for sample_id in sample_ids if self._kv_store is not None else ():
+                    self._kv_store.want(sample_id)
             while pending:
                 # Again until gone: a sample that vLLM is only just admitting is not yet known to it by its id.
                 await self._abort(pending.values())
@@ -267,21 +264,12 @@ class RolloutWorker(EngineBase):
         else:
             await self._engine.abort(list(sample_ids))
 
-    def _kv_transfer_params(self, request: Request) -> dict[str, str]:
-        """For vLLM's connector: where the request's KV cache is to be put when it is wanted, and from where loaded."""
-        if self._kv_store is None:
-            return {}
-        self._kv_bases[request.id] = self._kv_store.new_base()
-        load = self._kv_store.expect(request.partial.kv_key, self._version)
-        return {"save": self._kv_bases[request.id]} | ({"load": load} if load else {})
-
     async def _kv_key(self, sample_id: str) -> str | None:
-        """The key of an aborted sample's KV cache, if it was wanted and there was something to put away."""
-        base = self._kv_bases.get(sample_id)
-        if base is None or not self._kv_store.wanted(base):
+        """Return the key of an aborted sample's KV cache; None if it was not wanted, or there is none."""
+        if self._kv_store is None or not self._kv_store.wanted(sample_id):
             return None
         await self._engine.get_weight_version()  # answered after the abort, which had no answer
-        return await self._kv_store.collect(base, self._version)
+        return await self._kv_store.collect(sample_id, self._version)
 
     async def _free_device(self, discard: bool) -> None:
         """Free the KV cache's memory, and that of the weights, which are kept on the host unless a push restores all

@@ -1,4 +1,4 @@
-"""KV caches that may leave an engine with their samples: names, requests for them, and when they become invalid.
+"""KV caches that may leave an engine with their samples: where they are, which are wanted, when they become invalid.
 
 A folder in /dev/shm, kept by the engine's `RolloutWorker`; the connectors in vLLM's processes know its files by name.
 Waits, for a limited time, for what is being written or read.
@@ -40,7 +40,7 @@ def remove(base: str) -> None:
 
 
 def withdraw(base: str) -> None:
-    """Nobody is to take this KV cache from now on; one that is taken is left to its taker."""
+    """Remove a KV cache that no engine is reading."""
     try:
         Path(f"{base}.tokens").unlink()
     except FileNotFoundError:
@@ -54,35 +54,39 @@ class KVCacheStore:
     def __init__(self) -> None:
         self.folder, self._lock = scratch.make(scratch.KV)
         self._names = itertools.count()
+        self._bases: dict[str, str] = {}
+        """Active sample -> where its KV cache would be put."""
         self._wanted: set[str] = set()
-        """Bases of requests under way whose caches are to be kept, see `want`."""
+        """Active samples whose KV caches are to be kept."""
         self._coming: set[str] = set()
-        """Keys of caches that this engine's active requests may take."""
+        """Keys of KV caches that active samples may load."""
 
-    def new_base(self) -> str:
-        """Where a request's KV cache would be, should it be wanted."""
-        return f"{self.folder}/{next(self._names)}"
+    def parameters(self, sample_id: str, key: str | None, version: int) -> dict[str, str]:
+        """Return the connector's parameters of a new request: where to `save` its KV cache if that is wanted, and where
+        to `load` that of `key` from, if weights of this version computed it."""
+        self._bases[sample_id] = f"{self.folder}/{next(self._names)}"
+        computed_with, _, base = (key or "").partition("@")
+        if not base or int(computed_with) != version:
+            return {"save": self._bases[sample_id]}
+        self._coming.add(key)
+        return {"save": self._bases[sample_id], "load": base}
 
-    def want(self, base: str) -> None:
-        """To be said before the request is aborted."""
-        self._wanted.add(base)
-        Path(f"{base}.wanted").touch()
+    def want(self, sample_id: str) -> None:
+        """Keep the KV cache of a sample that is aborted after this call."""
+        if base := self._bases.get(sample_id):
+            self._wanted.add(sample_id)
+            Path(f"{base}.wanted").touch()
 
-    def wanted(self, base: str) -> bool:
-        """Whether `want` was said."""
-        return base in self._wanted
+    def wanted(self, sample_id: str) -> bool:
+        """Whether `want` was called."""
+        return sample_id in self._wanted
 
-    def end_request(self, base: str) -> None:
-        """The request has ended, one way or the other."""
-        if base in self._wanted:
-            self._wanted.discard(base)
-            Path(f"{base}.wanted").unlink(missing_ok=True)
+    async def collect(self, sample_id: str, version: int) -> str | None:
+        """Wait until the wanted KV cache of an aborted sample is written; return its key, or None if there is none.
 
-    async def collect(self, base: str, version: int) -> str | None:
-        """Wait until the aborted request's KV cache is written; its key, or None if there is none.
-
-        The abort has reached the scheduler. `version`: of the weights that it was computed with.
+        The abort has reached the scheduler. `version`: of the weights that computed it.
         """
+        base = self._bases[sample_id]
         saving = Path(f"{base}.saving")
         for _ in range(int(SAVE_TIMEOUT_S / 0.001)):
             if not saving.exists():
@@ -91,22 +95,22 @@ class KVCacheStore:
         saving.unlink(missing_ok=True)
         return f"{version}@{base}" if Path(f"{base}.tokens").exists() else None
 
-    def expect(self, key: str | None, version: int) -> str | None:
-        """Where the KV cache of this key lies, on any store, if weights of this version computed it. Then `drop` it."""
-        computed_with, _, base = (key or "").partition("@")
-        if not base or int(computed_with) != version:
-            return None
-        self._coming.add(key)
-        return base
+    def end(self, sample_id: str, key: str | None) -> None:
+        """Forget a sample that came with the KV cache of `key`."""
+        base = self._bases.pop(sample_id, None)
+        if sample_id in self._wanted:
+            self._wanted.discard(sample_id)
+            Path(f"{base}.wanted").unlink(missing_ok=True)
+        self.drop(key)
 
     def drop(self, key: str | None) -> None:
-        """The KV cache of this key is needed no more, on whichever store it is."""
+        """Withdraw the KV cache of this key, on whichever store it is."""
         if key:
             self._coming.discard(key)
             withdraw(key.partition("@")[2])
 
     async def invalidate(self) -> None:
-        """Before weights change: take back what the old ones computed, wait for what is being read already."""
+        """Withdraw what the old weights computed before they change; wait for engines that are reading."""
         for key in [*self._coming]:
             self.drop(key)
         for file in self.folder.glob("*.tokens"):

@@ -39,9 +39,9 @@ from rlfuse.tensor_files import map_tensors
 
 NAME = "rollout.name=transformers"
 PREFILL_TOKENS = 8192
-"""Tokens of a step that reads prompts, padding included; a longer prompt has a step of its own."""
+"""Padded tokens of a prefill step; a longer prompt gets a step of its own."""
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers whose caches are keys and values, which a batch can join and leave."""
+"""Layers whose caches are keys and values, which samples can join and leave."""
 
 
 class TransformersEngine(EngineBase):
@@ -54,7 +54,7 @@ class TransformersEngine(EngineBase):
         super().__init__(slot, lambda: sum(process.cpu_times()[:2]))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._between_steps = asyncio.Lock()
-        """Held during a step, and from the beginning to the end of an update."""
+        """Held during a step, and during an update."""
         self._waiting: list[ActiveSample] = []
         self._running: asyncio.Task | None = None
         self._updating = False
@@ -96,7 +96,7 @@ class TransformersEngine(EngineBase):
         return rollout, False
 
     async def prepare(self, model: ModelConfig) -> None:
-        """Everything is imported with this module."""
+        """All is imported with this module."""
 
     async def start(
         self,
@@ -147,7 +147,7 @@ class TransformersEngine(EngineBase):
 
     @torch.inference_mode()
     def _token_bytes(self) -> int:
-        """Of the keys and values that a token leaves in all layers."""
+        """Return the bytes of a token's keys and values in all layers."""
         cache = DynamicCache()
         self._model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
@@ -177,7 +177,7 @@ class TransformersEngine(EngineBase):
         return row.done
 
     async def _decode(self) -> None:
-        """Steps until no sample is left."""
+        """Run steps until no sample is left."""
         loop = asyncio.get_running_loop()
         while self._active:
             async with self._between_steps:
@@ -193,7 +193,7 @@ class TransformersEngine(EngineBase):
             await asyncio.sleep(0)
 
     def _joining(self) -> list[ActiveSample]:
-        """Waiting samples for which there is room, in order. Every row is as wide as the widest; none is preempted."""
+        """Return the waiting samples that fit, in order. Every row is as wide as the widest; none is preempted."""
         rows, found = self._batch.rows, list[ActiveSample]()
         longest, widest = max((row.longest for row in rows), default=0), 0
         for row in self._waiting[: self._most - len(rows)]:
@@ -206,7 +206,7 @@ class TransformersEngine(EngineBase):
         return found
 
     def _step(self, joining: Sequence[ActiveSample]) -> EngineStep:
-        """One token for the samples that join, or else for each of the batch; in the thread."""
+        """Generate a token for the samples that join, else for each of the batch; runs in the thread."""
         began = clock.now()
         logits = self._batch.prefill(joining) if joining else self._batch.decode()
         rows, now = self._batch.rows[-len(logits) :], clock.now()
@@ -246,7 +246,7 @@ class TransformersEngine(EngineBase):
         return sum(row.length for row in self._batch.rows) / self._kv_tokens
 
     def _deliver(self, rows: Sequence[ActiveSample]) -> None:
-        """These are finished, or evicted where they have no reason."""
+        """Answer for rows that are finished, or evicted if they have no reason."""
         for row in rows:
             self._active.pop(row.request.id, None)
             if not row.done.done():
@@ -278,7 +278,7 @@ class TransformersEngine(EngineBase):
         self._recorder.add(span)
 
     def _fail(self, error: Exception) -> None:
-        """No step of this batch can be computed: every sample ends with the error."""
+        """End every sample with the error."""
         told = EngineFailed(f"{self.name}: a decode step failed: {type(error).__name__}: {error}")
         self._waiting.clear()
         self._batch.clear()
@@ -341,7 +341,7 @@ class TransformersEngine(EngineBase):
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters, tied ones once, and the buffers that checkpoints have."""
+    """Return parameters, tied ones once, and the buffers that checkpoints have."""
     stored = model.state_dict().keys()
     buffers = {name: each for name, each in model.named_buffers() if name in stored}
     return dict(model.named_parameters()) | buffers

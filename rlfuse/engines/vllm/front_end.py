@@ -20,14 +20,14 @@ from vllm.v1.outputs import LogprobsLists
 
 
 class SampledLogProbs(LogprobsProcessor):
-    """Keeps the log-probs of the sampled tokens alone."""
+    """Keeps log-probs of sampled tokens only."""
 
     def _update_sample_logprobs(self, logprobs_lists: LogprobsLists) -> None:
         self.logprobs.extend(logprobs_lists.logprobs[:, 0].tolist())  # type: ignore[union-attr]  # the sampled is first
 
 
 class StepListener(PrometheusStatLogger):
-    """Takes the place of vLLM's Prometheus metrics, which count every token and are not read. Subclasses `record`."""
+    """Replaces vLLM's Prometheus metrics, which are not read. Subclasses `record`."""
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None): ...
 
@@ -39,12 +39,12 @@ class StepListener(PrometheusStatLogger):
 
 
 def keep_log_probs(fast: bool) -> None:
-    """Choose how engines that are built from now on keep log-probs: vLLM has no setting for it."""
+    """Choose how engines built from now on keep log-probs: vLLM has no setting for it."""
     output_processor.LogprobsProcessor = SampledLogProbs if fast else LogprobsProcessor  # type: ignore[misc]
 
 
 async def abort(engine: Any, request_ids: Iterable[str]) -> None:
-    """Abort requests in the engine core only, whose last output ends them here too; unknown ones are ignored."""
+    """Abort requests in the engine core, whose last output ends them here, too; ignore unknown ones."""
     known = engine.output_processor.external_req_ids
     await engine.engine_core.abort_requests_async([name for each in request_ids for name in known.get(each, ())])
 
@@ -53,7 +53,7 @@ _from_new_request = IncrementalDetokenizer.from_new_request
 
 
 def _continued(cls: type, tokenizer: object, request: EngineCoreRequest) -> IncrementalDetokenizer:
-    """vLLM has no hook where a request's text begins, only this one."""
+    """Read the sample's tokens again: vLLM has no other hook where a request's text begins."""
     from rlfuse.engines.vllm.worker_extension import DRAWN  # not before the engine is forked: imports kernels
 
     sampling = request.sampling_params

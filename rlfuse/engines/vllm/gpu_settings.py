@@ -15,12 +15,12 @@ from rlfuse.config.schema import Config, RolloutConfig
 
 BATCHED_TOKENS = 8192
 GRAPHS = 512
-"""Tokens of a step that CUDA graphs are captured for where rollout.max_num_seqs is smaller, as in vLLM."""
+"""Tokens of the largest CUDA graph, if rollout.max_num_seqs is smaller, as in vLLM."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 
 
 def engine_settings(dtype: str | None = None) -> list[Setting]:
-    """Variables of processes with a vLLM engine; `dtype`: of its weights."""
+    """Return variables of processes with a vLLM engine; `dtype`: of its weights."""
     settings = [
         Setting(
             ALLOCATOR,
@@ -53,13 +53,13 @@ def engine_dtype(config: Config) -> str:
 
 
 def deterministic_settings(config: Config) -> list[Setting]:
-    """Return the variable of engines with trainer.deterministic; one that is set where the job starts is ignored."""
+    """Return the variable of engines with trainer.deterministic, which the environment does not override."""
     why = "log-probs do not depend on what else is decoded"
     return [Setting("VLLM_BATCH_INVARIANT", "1", why, ENGINES)] * config.trainer.deterministic
 
 
 def gpu_arguments(rollout: RolloutConfig, max_model_len: int) -> dict[str, Any]:
-    """vLLM's arguments for an engine that shares its GPU with a trainer rank."""
+    """Return the arguments of an engine that shares its GPU with a trainer rank."""
     most = rollout.max_num_seqs * max_model_len
     arguments: dict[str, Any] = {
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
@@ -82,7 +82,7 @@ GRAPH_ARGUMENTS = frozenset(
     {"compilation_config", "cudagraph_capture_sizes", "enforce_eager", "max_cudagraph_capture_size", "max_num_seqs"}
     | {"performance_mode", "speculative_config"}
 )
-"""Keys of rollout.engine_kwargs by which a user chooses the sizes of CUDA graphs, or what they depend on."""
+"""Keys of rollout.engine_kwargs that choose the sizes of CUDA graphs, or that those depend on."""
 
 
 def graph_sizes(sequences: int) -> list[int]:

@@ -17,7 +17,7 @@ UNPLANNED = frozenset(
         *("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size", "kv_cache_memory_bytes"),
     }
 )
-"""Keys of rollout.engine_kwargs by which a user sizes the cache, or has one that a plan does not know."""
+"""Keys of rollout.engine_kwargs that size the cache, or that a plan does not know."""
 
 
 def most_used(config: Config, shape: Shape, item: int, step_tokens: int) -> float | None:

@@ -36,13 +36,13 @@ class SharedInit(WeightTransferInitInfo):
 
 @dataclass
 class SharedBucket(WeightTransferUpdateInfo):
-    """One bucket, as a safetensors file on this host."""
+    """One bucket: a safetensors file on this host."""
 
     path: str
 
 
 class SharedMemoryTransfer(WeightTransferEngine[SharedInit, SharedBucket]):
-    """Loads buckets that lie in shared memory."""
+    """Loads buckets from shared memory."""
 
     init_info_cls, update_info_cls = SharedInit, SharedBucket
 
@@ -72,7 +72,7 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedInit, SharedBucket]):
 
 
 def _check_reached(model: Module, loaded: Iterable[str]) -> None:
-    """EngineError if a parameter that counts as loaded was written past the loaders that a reload waits for."""
+    """Raise EngineError if a loaded parameter was written past the loaders that a reload waits for."""
     for name in loaded:
         path, _, parameter = name.rpartition(".")
         try:
@@ -88,20 +88,14 @@ def _check_reached(model: Module, loaded: Iterable[str]) -> None:
 
 
 def _build_experts_anew(layer: Module) -> None:
-    """Let experts take the next weights as they took the first.
-
-    A CPU kernel packs its experts when it is built, and vLLM keeps a kernel once it has one: weights that come later
-    would be read as packed and are not.
-    """
+    """Have vLLM build a CPU kernel of experts again: it packs experts only then, and would take new weights for packed
+    ones."""
     if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
         layer.quant_method.moe_kernel = None
 
 
 def unpushed_tensors(model: Module, device: str) -> list[str]:
-    """Name the tensors on the device that are neither parameters nor buffers, which a push does not restore.
-
-    vLLM keeps the buffers of weights that it discards; KV caches have a separate memory pool.
-    """
+    """Name the tensors on the device that a push does not restore: neither parameters nor buffers, nor KV caches."""
     kept = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
     found = []
     for path, module in model.named_modules():
@@ -118,10 +112,10 @@ def _attributes(part: Any) -> list[tuple[str, Tensor]]:
 
 
 class ReceiverExtension:
-    """Mixin: naming it makes vLLM import this module in its workers."""
+    """Mixin by which vLLM imports this module in its workers."""
 
     def unpushed_tensors(self) -> list[str]:
-        """What of the model a push does not restore."""
+        """Name the model's tensors that a push does not restore."""
         return unpushed_tensors(self.get_model(), "cuda")
 
 

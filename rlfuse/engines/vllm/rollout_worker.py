@@ -57,7 +57,7 @@ from rlfuse.samples import Partial, Response
 
 
 class RolloutWorker(EngineBase):
-    """An `EngineActor`. Create it as an asyncio actor: num_cpus=0, a high max_concurrency and `rollout_env`."""
+    """An `EngineActor`; create it with num_cpus=0, a high max_concurrency and `rollout_env`."""
 
     capabilities = Capabilities(kv_move=True, embeds=True)
 
@@ -72,7 +72,7 @@ class RolloutWorker(EngineBase):
         self._frozen = self._discarded = self._restorable = False
         self._holds_tokens = False
         self._asked = 0
-        """Calls of the engine under way, but for those that generate."""
+        """Calls of the engine in progress, except those that generate."""
         self._stats: Any = None
 
     @staticmethod
@@ -142,7 +142,7 @@ class RolloutWorker(EngineBase):
         return {"start_s": time.perf_counter() - began, "kv_tokens": kv_tokens, "kv_bytes_per_token": bytes_per_token}
 
     async def prepare(self, model: ModelConfig) -> None:
-        """Import what `start` needs. Takes about ten seconds and does not touch the device."""
+        """Import what `start` needs: takes ten seconds and does not touch the device."""
         with importing():
             import rlfuse.engines.vllm.prompts  # noqa: F401
             from rlfuse.video.models.base import bring_along
@@ -182,7 +182,7 @@ class RolloutWorker(EngineBase):
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
-        """The engine is asked for something that it should answer soon."""
+        """Count a call that the engine should answer soon."""
         self._asked += 1
         try:
             with self._engine_alive():
@@ -272,8 +272,8 @@ class RolloutWorker(EngineBase):
         return await self._kv_store.collect(sample_id, self._version)
 
     async def _free_device(self, discard: bool) -> None:
-        """Free the KV cache's memory, and that of the weights, which are kept on the host unless a push restores all
-        that the engine computes with."""
+        """Drop the KV cache; keep the weights on the host unless they are `discard`ed and a push restores all
+        tensors."""
         if self._device == "cuda" and "weights" not in self._asleep:
             with self._asking("to fall asleep"):
                 self._discarded |= discard and self._restorable
@@ -285,7 +285,6 @@ class RolloutWorker(EngineBase):
                 await self._engine.wake_up(tags=[part] if part else None)  # a tag that is awake would stop the others
 
     async def load(self) -> Load:
-        """As of vLLM's last step; nothing when no sample is active."""
         if (stats := self._stats) is None or not self._active:
             return Load(0, 0, 0.0)
         return Load(stats.num_running_reqs, stats.num_waiting_reqs, float(stats.kv_cache_usage), self._steps)
@@ -320,6 +319,6 @@ class RolloutWorker(EngineBase):
         self._updated(version)
 
     async def version(self) -> int:
-        """The version that the engine process itself reports."""
+        """Return the version that the engine process reports."""
         with self._engine_alive():
             return int(await self._engine.get_weight_version())

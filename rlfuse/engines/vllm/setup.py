@@ -46,7 +46,7 @@ TUNED = frozenset(
         "speculative_config",
     }
 )
-"""Keys of rollout.engine_kwargs by which a user chooses kernels of FlashInfer, or what they depend on."""
+"""Keys of rollout.engine_kwargs that choose kernels of FlashInfer, or that those depend on."""
 
 
 def rollout_env(
@@ -69,10 +69,7 @@ def rollout_env(
 def engine_arguments(
     model: ModelConfig, rollout: RolloutConfig, max_model_len: int, device: str, tail_speculation: int = 0
 ) -> dict[str, Any]:
-    """vLLM's AsyncEngineArgs for this job, but for those that are objects of vLLM's own.
-
-    `tail_speculation`: draft while at most so many samples are decoded, or ValueError: see `draft_arguments`.
-    """
+    """Return the job's AsyncEngineArgs, except objects of vLLM's. ValueError: see `draft_arguments`."""
     from transformers import AutoConfig
 
     from rlfuse.engines.vllm.prompts import prompt_arguments
@@ -116,7 +113,7 @@ def engine_arguments(
 
 
 def draft_arguments(threshold: int, rollout: RolloutConfig, device: str) -> dict[str, Any]:
-    """Return the arguments to draft n-grams of prompt and response while at most `threshold` samples are decoded.
+    """Return the arguments to draft n-grams while at most `threshold` samples are decoded.
 
     Greedy tokens stay the same; drawn ones keep their distribution, but depend on what else is decoded. ValueError for
     a threshold below 0, several pipeline stages or data-parallel ranks, and a `speculative_config`.
@@ -146,7 +143,7 @@ def draft_arguments(threshold: int, rollout: RolloutConfig, device: str) -> dict
 
 
 def memory_arguments(memory: Memory) -> dict[str, Any]:
-    """Return the arguments that a memory plan gives an engine on a GPU; rollout.engine_kwargs have the last word."""
+    """Return an engine's arguments from the memory plan of its GPU."""
     given: dict[str, Any] = {}
     if memory.kv_cache_bytes is not None:
         given["kv_cache_memory_bytes"] = memory.kv_cache_bytes
@@ -159,7 +156,7 @@ def memory_arguments(memory: Memory) -> dict[str, Any]:
 
 
 def _scheduler(rollout: RolloutConfig, arguments: dict[str, Any], device: str) -> str | None:
-    """Return the name of the scheduler's class, None for vLLM's own."""
+    """Return the scheduler's class; None: vLLM's own."""
     if rollout.scheduler == "vllm":
         return None
     if device == "cpu":
@@ -170,12 +167,12 @@ def _scheduler(rollout: RolloutConfig, arguments: dict[str, Any], device: str) -
 
 
 def holds_tokens(arguments: dict[str, Any]) -> bool:
-    """Whether the engine's scheduler is `decode_scheduler`'s."""
+    """Whether the scheduler is `decode_scheduler`'s."""
     return str(arguments["scheduler_cls"]).startswith(DECODE_SCHEDULER)
 
 
 def token_bytes(vllm_config: Any) -> int:
-    """Bytes that a token's keys and values take in all ranks of the engine together."""
+    """Return the bytes of a token's keys and values in all ranks of the engine."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     rank = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
     return 2 * rank * parallel.world_size * model.dtype.itemsize
@@ -191,10 +188,8 @@ def resolve_kv_transfer(setting: str, device: str) -> str:
 def build(
     arguments: dict[str, Any], rollout: RolloutConfig, device: str, on_step: Callable[[Any, Any], None]
 ) -> tuple[Any, Any]:
-    """vLLM's AsyncLLM, and the store for KV caches that leave it (None if the arguments bring another connector).
-
-    `on_step` gets the `SchedulerStats` and `IterationStats` of every engine step, each of them possibly None.
-    """
+    """Return AsyncLLM and the store of its KV caches, None with a user's connector; `on_step` gets each step's
+    statistics."""
     from vllm.config import KVTransferConfig, WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -231,7 +226,7 @@ def build(
 def sampling_params(
     request: Request, sampling: Sampling, room: int, kv_params: dict[str, str], logit_bias: dict[int, float] | None
 ) -> Any:
-    """vLLM's SamplingParams for at most `room` more tokens of the request."""
+    """Return vLLM's SamplingParams for at most `room` more tokens of the request."""
     import rlfuse.engines.vllm.front_end  # noqa: F401  (finds stop texts of continued samples)
     from rlfuse.engines.vllm.worker_extension import DRAWN
 
@@ -244,7 +239,7 @@ def sampling_params(
 
 @cache
 def _shared_params(sampling: Sampling) -> Any:
-    """vLLM's SamplingParams, checked once: what all requests with this sampling have in common."""
+    """Return the SamplingParams of all requests with this sampling, validated once."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -264,10 +259,8 @@ def _shared_params(sampling: Sampling) -> Any:
 
 
 def extend(partial: Partial, output: Any, version: int, record: Span) -> tuple[Partial, str]:
-    """What the sample has with vLLM's output, and why that ended. Notes in its span what was done in this engine.
-
-    `version`: of the weights, where vLLM doesn't name any. Raises `EngineError` if vLLM ended the request in an error.
-    """
+    """Return what the sample has with vLLM's output, and why that ended; complete its span. `version`: where vLLM names
+    none."""
     drawn = output.outputs[0]
     if drawn.finish_reason not in ("stop", "length", "abort"):
         raise EngineError(f"{record.where}: vLLM ended a request with finish_reason={drawn.finish_reason!r}")

@@ -30,20 +30,20 @@ NO_TOKEN: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class StopTokens:
-    """Those of some stop texts."""
+    """Tokens for some stop texts."""
 
     ends: frozenset[int]
-    """With the last character of a stop text, or with bytes of an incomplete character."""
+    """Tokens with the last character of a stop text, or bytes of an incomplete character."""
     incomplete: frozenset[int]
-    """Those with bytes of an incomplete character. Text before it is decoded with the next token, whatever that is."""
+    """Tokens with bytes of an incomplete character: text before it is decoded with the next token."""
 
     def after(self, token: int) -> Container[int]:
-        """Return the tokens that have to be sent at once if they follow `token`."""
+        """Return the tokens to send at once if they follow `token`."""
         return EVERY_TOKEN if token in self.incomplete else self.ends
 
 
 class StopTokenTable:
-    """For one tokenizer, None where the engine has none."""
+    """Finds them for one tokenizer; None: the engine has none."""
 
     def __init__(self, tokenizer: Any):
         self._texts: dict[int, str] | None = None
@@ -53,7 +53,7 @@ class StopTokenTable:
         self.find = cache(self._find)
 
     def _find(self, stop: tuple[str, ...]) -> StopTokens | None:
-        """Return the tokens for these stop texts; None if the text of a token depends on where it is."""
+        """Return the tokens for these stop texts; None if a token's text depends on its context."""
         if self._texts is None or any(INCOMPLETE in text for text in stop):
             return None
         incomplete = _with_any(self._texts, INCOMPLETE)

@@ -24,9 +24,9 @@ from rlfuse.config.schema import Config
 from rlfuse.video.placeholders import placeholder_ids
 
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Numbers of a head that vLLM's attention for CPUs is compiled for."""
+"""Sizes that vLLM's attention for CPUs is compiled for."""
 CPU_BLOCK = 32
-"""Tokens of which its blocks are multiples."""
+"""Tokens of a block there: a multiple of it."""
 STUCK = {"gpt_oss", "mimo_v2_flash", "step3_text", "step3p5"}
 """Model types whose `load_weights` copies tensors itself; `receiver` finds others in the first push."""
 COMPUTED_OTHERWISE = {"bloom": "vLLM computes its GELU exactly, transformers by tanh, as it was trained"}
@@ -39,7 +39,7 @@ ELSEWHERE = "choose another model, a machine with GPUs"
 
 
 def unserved(config: Config, trains: bool = True) -> list[str]:
-    """Why vLLM cannot generate with the policy, each under its key; `trains`: or cannot take its new weights."""
+    """Return why vLLM cannot generate with the policy or, if it `trains`, take its new weights, each with its key."""
     path = config.model.path
     if (model := _model_config(config, path)) is None:
         return [*_connector(config)]
@@ -58,7 +58,7 @@ def unserved(config: Config, trains: bool = True) -> list[str]:
 
 
 def unserved_judges(config: Config) -> list[str]:
-    """Why vLLM cannot run a judge or a model of the reward."""
+    """Return why vLLM cannot run a judge or a model of the reward."""
     judges, reward = list[str](), config.reward
     with_judges_at(reward.functions, lambda path: judges.append(path) or path)
     models = {path: _model_config(config, path) for path in judges}
@@ -76,7 +76,7 @@ def unserved_judges(config: Config) -> list[str]:
 
 
 def _model_config(config: Config, path: str) -> PreTrainedConfig | None:
-    """None for a folder that can't be read, which `checks` and `untrainable` report."""
+    """Read config.json; None if it is unreadable, which `checks` and `untrainable` report."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError, KeyError, StrictDataclassError):
@@ -158,7 +158,7 @@ def _shared_heads(config: Config, model: PreTrainedConfig) -> Iterator[str]:
 
 
 def _arguments(config: Config, model: PreTrainedConfig) -> Iterator[str]:
-    """Of what goes to vLLM as it is."""
+    """Check arguments that are passed to vLLM unchanged."""
     given, name = config.rollout.engine_kwargs, "rollout.engine_kwargs"
     text, asked = model.get_text_config(), given.get("max_model_len")
     longest, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
@@ -175,7 +175,7 @@ def _arguments(config: Config, model: PreTrainedConfig) -> Iterator[str]:
 
 @functools.cache
 def architectures() -> frozenset[str]:
-    """Names of the architectures that the installed vLLM has; empty where its table is not found."""
+    """Return the installed vLLM's architectures; none if its table is not found."""
     package = importlib.util.find_spec("vllm")
     source = Path(package.origin or "").parent / "model_executor" / "models" / "registry.py" if package else Path()
     if not source.is_file():
@@ -191,12 +191,12 @@ def architectures() -> frozenset[str]:
 
 
 def _plugins() -> bool:
-    """Whether packages beside vLLM's own may bring architectures."""
+    """Whether other packages may register architectures."""
     return any(not each.value.startswith("vllm.") for each in entry_points(group="vllm.general_plugins"))
 
 
 def _runs_as_it_is(name: str) -> bool:
-    """Whether vLLM can run transformers' own class, with its attention in the place of that one's."""
+    """Whether vLLM can run transformers' class with its own attention."""
     kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         return False

@@ -26,39 +26,39 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from rlfuse.engines.vllm.receiver import ReceiverExtension
 
 DRAWN = "rlfuse_drawn"
-"""Key of `SamplingParams.extra_args`: how many tokens of the sample's stream are at the end of its prompt."""
+"""Key of `SamplingParams.extra_args`: tokens at the end of the prompt that are part of the response."""
 PHILOX_PER_DRAW = 4
 BUILT_IN_PROCESSORS = 3
-"""Logits processors of every sampler. Custom ones may have something to do at each step."""
+"""Custom ones may have something to do at each step."""
 
 
 class CountedGenerator(torch.Generator):
-    """A CPU generator that can forget draws: positioned by how many tokens its request has."""
+    """A CPU generator that can take back draws."""
 
     request: CachedRequestState
 
     def reposition(self) -> None:
-        """To where the request's tokens have brought it."""
+        """Advance to the request's tokens."""
         self.manual_seed(self.request.sampling_params.seed)
         if draws := drawn(self.request) + len(self.request.output_token_ids):
             torch.randint(0, 1 << 31, (draws,), generator=self)
 
     def get_offset(self) -> int:
-        """No use but as vLLM's argument of `set_offset`."""
+        """vLLM only passes it to `set_offset`."""
         return PHILOX_PER_DRAW
 
     def set_offset(self, offset: int) -> None:
-        """vLLM takes the last draw back: it was no token."""
+        """Take back the last draw, which was no token."""
         self.reposition()
 
 
 def drawn(request: CachedRequestState) -> int:
-    """Tokens that the sample had when it came here."""
+    """Return how many tokens the sample had when it arrived."""
     return (request.sampling_params.extra_args or {}).get(DRAWN, 0)
 
 
 def position(request: CachedRequestState) -> None:
-    """Bring a new request's generator to where its sample is."""
+    """Advance a new request's generator by its sample's tokens."""
     if request.generator.device.type == "cpu":
         request.generator = CountedGenerator()
         request.generator.request = request
@@ -68,14 +68,14 @@ def position(request: CachedRequestState) -> None:
 
 
 class WorkerExtension(ReceiverExtension):
-    """Mixin: naming it makes vLLM import this module and those above in its workers."""
+    """Mixin by which vLLM imports this module in its workers."""
 
 
 _post_init = CachedRequestState.__post_init__
 
 
 def _positioned_post_init(self: CachedRequestState) -> None:
-    """vLLM has no hook where a request's generator is made, only this one right behind it."""
+    """Position the generator: vLLM has no other hook where it is created."""
     _post_init(self)
     if self.generator is not None:
         position(self)
@@ -99,7 +99,7 @@ def _apply_new_writes(self: Any) -> None:
 
 
 class NoKernel:
-    """Launches nothing where a Triton kernel would be launched on a grid."""
+    """Replaces a Triton kernel; launches nothing."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **options: None

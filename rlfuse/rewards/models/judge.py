@@ -45,7 +45,7 @@ OTHERWISE = "blind=true, where question and answers are enough, or an entry with
 
 
 class Judge:
-    """A model that compares each response with a reference; see `start` for when it is loaded."""
+    """Compares each response with a reference."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Judge:
         return [pair if isinstance(pair, RewardFailure) else next(verdicts) for pair in orders]
 
     def refusal(self, visual: Sequence[Visual]) -> str | None:
-        """Why it can't score a row that shows these clips and images; None where it can. Loads no weights."""
+        """Return why it can't score a row with these clips and images, else None. Loads no weights."""
         if self._blind:
             return None
         self._sight = self._sight or self._new_sight()
@@ -175,7 +175,7 @@ class Judge:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the engine, which is started where the judge arrives."""
+        """Pickle without the engine."""
         return self.__dict__ | {"_engine": None, "_tokenizer": None, "_sight": None}
 
 

@@ -34,7 +34,7 @@ WEIGHT, BIAS = "score.weight", "score.bias"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A sequence to score; those that are equal have the same logits."""
+    """A sequence to score; equal ones have the same logits."""
 
     tokens: tuple[int, ...]
     shown: tuple[tuple[str, FramePlan | None], ...] = ()
@@ -43,12 +43,12 @@ class Asked:
 
 
 def sight_of(path: str, trust_remote_code: bool) -> Sight:
-    """How the reward model there sees; of one of text, why not."""
+    """Return how the reward model sees; for a text model, why not."""
     return Sight(path, trust_remote_code, key=KEY, otherwise=OTHERWISE)
 
 
 class Pooling:
-    """The model on a vLLM engine of this process. `settings`: as of `classifier.Settings`."""
+    """Runs the model on a vLLM engine of this process. `settings`: `classifier.Settings`."""
 
     def __init__(self, settings: Any):
         if not head_labels(settings.path, settings.trust_remote_code):
@@ -115,7 +115,7 @@ def sees(folder: Path) -> bool:
 
 
 def check_head(folder: Path) -> dict[str, Path]:
-    """The files of the head's tensors, which the config.json of this folder speaks of. RewardError otherwise."""
+    """Return the files of the head's tensors. RewardError unless they match the folder's config.json."""
     from rlfuse.video.checkpoints import tensor_places, tensor_shape
 
     config = json.loads((folder / "config.json").read_text())
@@ -146,7 +146,7 @@ def check_head(folder: Path) -> dict[str, Path]:
 
 
 def read_head(folder: str) -> torch.nn.Linear:
-    """The head of the reward model in this folder. RewardError as `check_head`."""
+    """Read the head of the reward model in this folder. RewardError as `check_head`."""
     import torch
 
     from rlfuse.video.checkpoints import read_tensor

@@ -32,22 +32,22 @@ from vllm.v1.request import RequestStatus
 from rlfuse.engines.vllm.kv_transfer.store import remove, withdraw
 
 HOLD_S = 10.0
-"""How long an evicted sample's blocks wait for their reader."""
+"""Time that an evicted sample's blocks wait for a reader."""
 LEASE_S = 30
-"""How long they stay if a reader has begun and isn't heard of again."""
+"""Time that blocks are kept for a reader that has begun."""
 
 
 class NixlMigrationScheduler(NixlPullConnectorScheduler):
-    """The scheduler's side. A request's `kv_transfer_params` name its places: `save`, and `load` if it has one."""
+    """The scheduler's side. `kv_transfer_params` of a request: `save`, and `load` if it came with a KV cache."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any):
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.side_channel_host, self.side_channel_port = "localhost", get_open_port()
         self._kv_lease_duration = LEASE_S
         self._held: dict[str, tuple[str, float]] = {}
-        """Ended request -> (base, when its blocks have waited enough)."""
+        """Ended request -> (base, end of its blocks' wait)."""
         self._claimed: dict[str, tuple[Path, Path, dict[str, Any]]] = {}
-        """Request -> (`.loading`, `.tokens`, what that said): asked for, but this step isn't scheduled to its end."""
+        """Request -> (`.loading`, `.tokens`, its content): requested, while this step is being scheduled."""
         self._loading: dict[str, Path] = {}
 
     # Leaving -------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class NixlMigrationScheduler(NixlPullConnectorScheduler):
         return held, None
 
     def _release(self) -> None:
-        """End the lease of what nobody reads: the ranks report it as sent, then vLLM frees the blocks."""
+        """End the lease of unread blocks: ranks report them as sent, then vLLM frees them."""
         now = time.perf_counter()
         for request_id, (base, until) in self._held.items():
             if now > until:

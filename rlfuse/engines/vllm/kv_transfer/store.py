@@ -23,7 +23,7 @@ CONNECTORS = {
 
 
 def connector_arguments(transfer: str) -> dict[str, Any]:
-    """vLLM's KVTransferConfig for a way of CONNECTORS."""
+    """Return vLLM's KVTransferConfig for a key of CONNECTORS."""
     name, module = CONNECTORS[transfer]
     return {
         "kv_connector": name,
@@ -34,7 +34,7 @@ def connector_arguments(transfer: str) -> dict[str, Any]:
 
 
 def remove(base: str) -> None:
-    """All files of one KV cache."""
+    """Remove all files of one KV cache."""
     for file in Path(base).parent.glob(f"{Path(base).name}.*"):
         file.unlink(missing_ok=True)
 
@@ -49,7 +49,7 @@ def withdraw(base: str) -> None:
 
 
 class KVCacheStore:
-    """An engine's folder of KV caches. Made once per engine, closed with it."""
+    """An engine's folder of KV caches, created and closed with it."""
 
     def __init__(self) -> None:
         self.folder, self._lock = scratch.make(scratch.KV)
@@ -82,10 +82,8 @@ class KVCacheStore:
         return sample_id in self._wanted
 
     async def collect(self, sample_id: str, version: int) -> str | None:
-        """Wait until the wanted KV cache of an aborted sample is written; return its key, or None if there is none.
-
-        The abort has reached the scheduler. `version`: of the weights that computed it.
-        """
+        """Wait until the KV cache of a wanted sample is written, after its abort; return its key, None if there is
+        none."""
         base = self._bases[sample_id]
         saving = Path(f"{base}.saving")
         for _ in range(int(SAVE_TIMEOUT_S / 0.001)):

@@ -55,7 +55,7 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedInit, SharedBucket]):
         initialize_layerwise_reload(self.model)
         if self.device.type == "cpu":
             for layer in self.model.modules():
-                _build_experts_anew(layer)
+                _rebuild_experts(layer)
 
     def receive_weights(self, update_info: SharedBucket) -> None:
         _check_reached(self.model, self.model.load_weights(map_tensors(update_info.path)) or ())
@@ -87,7 +87,7 @@ def _check_reached(model: Module, loaded: Iterable[str]) -> None:
             )
 
 
-def _build_experts_anew(layer: Module) -> None:
+def _rebuild_experts(layer: Module) -> None:
     """Have vLLM build a CPU kernel of experts again: it packs experts only then, and would take new weights for packed
     ones."""
     if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:

@@ -208,8 +208,8 @@ class RolloutWorker(EngineBase):
         for task in begun:
             task.cancel()  # vLLM ends the request of a cancelled task
         await asyncio.gather(*begun, return_exceptions=True)
-        for sample_id in [name for name, task in self._active.items() if task in begun]:  # cancelled before they began
-            del self._active[sample_id]
+        for sample_id in [name for name, task in self._active.items() if task in begun]:
+            del self._active[sample_id]  # cancelled before it began
 
     async def _complete(self, request: Request, sampling: Sampling) -> Response | Partial:
         """Generate one sample, from its prompt or what it has already."""
@@ -247,8 +247,8 @@ class RolloutWorker(EngineBase):
     async def _evict(self, sample_ids: list[str], carry: str) -> None:
         with self._engine_alive():
             pending = {self._active[sample_id]: sample_id for sample_id in sample_ids}
-            if carry == "kv":
-                for sample_id in sample_ids if self._kv_store is not None else ():
+            if carry == "kv" and self._kv_store is not None:
+                for sample_id in sample_ids:
                     self._kv_store.want(sample_id)
             while pending:
                 # Again until gone: a sample that vLLM is only just admitting is not yet known to it by its id.
@@ -272,8 +272,7 @@ class RolloutWorker(EngineBase):
         return await self._kv_store.collect(sample_id, self._version)
 
     async def _free_device(self, discard: bool) -> None:
-        """Drop the KV cache; keep the weights on the host unless they are `discard`ed and a push restores all
-        tensors."""
+        """Drop the KV cache, and the weights if a push restores all tensors; else move these to the host."""
         if self._device == "cuda" and "weights" not in self._asleep:
             with self._asking("to fall asleep"):
                 self._discarded |= discard and self._restorable

@@ -130,22 +130,22 @@ class Loaded:
 
     def logits(self, samples: Sequence[Item]) -> list[list[float] | RewardFailure]:
         """Return all labels' logits of each sample, in order."""
-        results: list[list[float] | RewardFailure | None] = [None] * len(samples)
-        sequences: dict[int, Asked] = {}
-        for position, item in enumerate(samples):
-            try:
-                asked = self._runner.asked(item, self._tokenizer)
-            except Exception as error:
-                results[position] = failure("", error)
-                continue
-            if 0 < len(asked.tokens) <= self._context:
-                sequences[position] = asked
-            else:
-                results[position] = self._misfit(len(asked.tokens))
-        found = self._run(set(sequences.values()))
-        for position, asked in sequences.items():
-            results[position] = found[asked]
-        return results
+        asked = [self._asked(item) for item in samples]
+        found = self._run({each for each in asked if isinstance(each, Asked)})
+        return [found[each] if isinstance(each, Asked) else each for each in asked]
+
+    def _asked(self, item: Item) -> Asked | RewardFailure:
+        try:
+            asked = self._runner.asked(item, self._tokenizer)
+        except Exception as error:
+            return failure("", error)
+        if 0 < len(asked.tokens) <= self._context:
+            return asked
+        return RewardFailure(
+            "",
+            f"prompt and response are {len(asked.tokens)} tokens of the reward model, which takes 1 to "
+            f"{self._context}: lower data.max_response_length or give a model with a longer context",
+        )
 
     def _run(self, sequences: set[Asked]) -> dict[Asked, list[float] | RewardFailure]:
         found = {asked: self._kept[asked] for asked in sequences if asked in self._kept}
@@ -156,13 +156,6 @@ class Loaded:
             for oldest in list(self._kept)[:-KEPT]:
                 del self._kept[oldest]
         return found
-
-    def _misfit(self, length: int) -> RewardFailure:
-        return RewardFailure(
-            "",
-            f"prompt and response are {length} tokens of the reward model, which takes 1 to {self._context}: lower "
-            "data.max_response_length or give a model with a longer context",
-        )
 
 
 LOADED: WeakValueDictionary[Settings, Loaded] = WeakValueDictionary()

@@ -6,7 +6,7 @@ Scores are raw, without vLLM's activation; the head is never randomly initialise
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,14 +88,12 @@ class Pooling:
 
     def logits(self, sequences: Sequence[Asked]) -> list[list[float] | RewardFailure]:
         """Return each sequence's logits, or why it can't be shown."""
-        return [found for few in portions(sequences) for found in self._scored(few)]
-
-    def _scored(self, few: Sequence[Asked]) -> Iterator[list[float] | RewardFailure]:
-        prompts = [self._prompt(each) for each in few]
-        fit = [each for each in prompts if not isinstance(each, RewardFailure)]
-        logits = iter(self._engine.logits(fit))
-        for each in prompts:
-            yield each if isinstance(each, RewardFailure) else next(logits)
+        found: list[list[float] | RewardFailure] = []
+        for few in portions(sequences):
+            prompts = [self._prompt(each) for each in few]
+            logits = iter(self._engine.logits([each for each in prompts if not isinstance(each, RewardFailure)]))
+            found += [each if isinstance(each, RewardFailure) else next(logits) for each in prompts]
+        return found
 
     def _prompt(self, asked: Asked) -> dict[str, Any] | RewardFailure:
         try:

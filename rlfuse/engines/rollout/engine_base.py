@@ -6,6 +6,7 @@ Role: base class of the backends' actors. `generate` waits for its samples; leav
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ TOGETHER_S = 0.005
 """Samples that finish within this time travel together: each message costs the driver about a millisecond."""
 
 
-class EngineBase:
+class EngineBase(ABC):
     """Implements `EngineActor` but for `start`, `stop`, `load`, `receive` and the hooks at its end."""
 
     _limit: int
@@ -132,24 +133,24 @@ class EngineBase:
 
     # What a backend implements ---------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _is_busy(self) -> bool:
         """Whether the engine should be computing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _begin(self, request: Request, sampling: Sampling) -> asyncio.Future:
         """Begin a sample, active until it ends; return the future of its `Response`, or `Partial` if it is evicted."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _leave(self, begun: Collection[asyncio.Future]) -> None:
         """End those of a call's samples that are not finished."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _evict(self, sample_ids: list[str], carry: str) -> None:
         """End these active samples; return when they have ended."""
-        raise NotImplementedError
 
-    async def _free_device(self, discard: bool) -> None:
+    async def _free_device(self, discard: bool) -> None:  # noqa: B027  (optional)
         """Give up the device's memory; hosts without one have nothing to give up."""
 
-    async def _take_device(self, part: Part | None) -> None:
+    async def _take_device(self, part: Part | None) -> None:  # noqa: B027
         """Take it back, or only for a part."""

@@ -119,14 +119,6 @@ def test_nothing_imports_bundled_tasks():
     assert not wanted
 
 
-@pytest.mark.slow
-def test_train_reaches_no_tool_and_few_lines():
-    reached = reach(TRAIN)
-    assert {"rlfuse.step.controller", "rlfuse.run.worker_imports", "rlfuse.video.models.qwen3_vl"} <= reached
-    assert not {package_of(module) for module in reached if module != "rlfuse"} & {"tools", "notebook", "cli"}
-    assert lines(reached) <= REACH
-
-
 def engine_arguments() -> set[str]:
     """Names of vLLM's engine arguments that are no key of ours and no attribute of transformers' configurations."""
     source = Path(importlib.util.find_spec("vllm").origin).parent / "engine" / "arg_utils.py"
@@ -136,7 +128,7 @@ def engine_arguments() -> set[str]:
     return {name for name in names - ours if "_" in name}
 
 
-PRIVATE = {
+BACKEND_NAMES = {
     "rlfuse.engines.vllm": (
         r"(?i)(?<![=.])\bvllm",
         engine_arguments,
@@ -161,9 +153,9 @@ PRIVATE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", PRIVATE)
+@pytest.mark.parametrize("folder", BACKEND_NAMES)
 def test_names_of_a_backend_occur_in_its_folder_alone(folder):
-    pattern, table, allowed = PRIVATE[folder]
+    pattern, table, allowed = BACKEND_NAMES[folder]
     names, found = table(), {}
     for module in MODULES:
         texts = strings(module) | {name for name in third_party(module) if not name.startswith("rlfuse.")}
@@ -172,6 +164,14 @@ def test_names_of_a_backend_occur_in_its_folder_alone(folder):
     elsewhere = {module: wrong for module, wrong in found.items() if not f"rlfuse.{module}".startswith(folder)}
     assert elsewhere.keys() == allowed.keys(), {name: elsewhere.get(name) for name in elsewhere.keys() ^ allowed.keys()}
     assert found.keys() > elsewhere.keys()
+
+
+@pytest.mark.slow
+def test_train_reaches_no_tool_and_few_lines():
+    reached = reach(TRAIN)
+    assert {"rlfuse.step.controller", "rlfuse.run.worker_imports", "rlfuse.video.models.qwen3_vl"} <= reached
+    assert not {package_of(module) for module in reached if module != "rlfuse"} & {"tools", "notebook", "cli"}
+    assert lines(reached) <= REACH
 
 
 def test_every_package_of_the_list_is_there():

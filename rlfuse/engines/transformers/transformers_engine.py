@@ -26,6 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rlfuse import clock
 from rlfuse.cluster.child_processes import bind
 from rlfuse.config.facts import on_gpus
+from rlfuse.config.parallelism import value_of
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
 from rlfuse.engines.memory.estimate import Memory
 from rlfuse.engines.rollout.engine_actor import Capabilities, Request
@@ -38,6 +39,15 @@ from rlfuse.protocols import Load, Sampling
 from rlfuse.tensor_files import map_tensors
 
 NAME = "rollout.name=transformers"
+SERVED = {
+    "rollout.tensor_model_parallel_size": 1,
+    "rollout.quantization": None,
+    "rollout.engine_kwargs": {},
+    "rollout.kv_transfer": "auto",
+    "rollout.scheduler": "fast",
+    "fusion.tail_speculation": 0,
+}
+"""Keys of which this backend takes one value."""
 PREFILL_TOKENS = 8192
 """Padded tokens of a prefill step; a longer prompt gets a step of its own."""
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -65,21 +75,12 @@ class TransformersEngine(EngineBase):
 
     @staticmethod
     def unserved(config: Config, trains: bool = True) -> list[str]:
-        rollout, model = config.rollout, config.model
-        refused = {
-            f"cluster.device={config.cluster.device}": on_gpus(config) is True,
-            f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}": (
-                rollout.tensor_model_parallel_size > 1
-            ),
-            f"rollout.quantization={rollout.quantization}": rollout.quantization is not None,
-            f"rollout.engine_kwargs={rollout.engine_kwargs}": rollout.engine_kwargs,
-            "rollout.disaggregate=on": rollout.disaggregate == "on",
-            f"rollout.kv_transfer={rollout.kv_transfer}": rollout.kv_transfer != "auto",
-            f"rollout.scheduler={rollout.scheduler}": rollout.scheduler != "fast",
-            f"fusion.tail_speculation={config.fusion.tail_speculation}": config.fusion.tail_speculation,
-        }
-        given = [key for key, is_given in refused.items() if is_given]
-        found = [f"{key}: {NAME} does not support it; remove it, or set rollout.name=vllm" for key in given]
+        model = config.model
+        given = [key for key, value in SERVED.items() if value_of(config, key) != value]
+        given += ["rollout.disaggregate"] * (config.rollout.disaggregate == "on")
+        given += ["cluster.device"] * (on_gpus(config) is True)
+        remedy = f"{NAME} does not support it; remove it, or set rollout.name=vllm"
+        found = [f"{key}={value_of(config, key)}: {remedy}" for key in given]
         try:
             family = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
             with torch.device("meta"):

@@ -21,7 +21,10 @@ SHARE, ENCODER_SHARE, REWARD_SHARE = 0.4, 0.1, 0.1
 COLLECTIVE_SHARE = 0.8
 """Of cluster.timeout_s: the longest that a collective waits on a GPU."""
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch reads it before PYTORCH_ALLOC_CONF, and engines check it alone
-DETERMINISTIC = ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC")
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", "one workspace per matrix product, else streams change how they are summed"),
+    "FLASH_ATTENTION_DETERMINISTIC": ("1", "the backward pass of attention sums in one order"),
+}
 STREAMS = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_MODULE_LOADING",
@@ -122,13 +125,7 @@ def pipeline_settings() -> list[Setting]:
 
 def deterministic_settings(config: Config) -> list[Setting]:
     """Return variables of trainer ranks and engines with trainer.deterministic."""
-    if not config.trainer.deterministic:
-        return []
-    reasons = (
-        (":4096:8", "matrix products have workspaces of their own, else streams change how they are summed"),
-        ("1", "the backward pass of attention sums in one order"),
-    )
-    return [Setting(name, *reason, RANKS) for name, reason in zip(DETERMINISTIC, reasons, strict=True)]
+    return [Setting(name, *reason, RANKS) for name, reason in DETERMINISTIC.items()] * config.trainer.deterministic
 
 
 def environment(settings: Iterable[Setting], given: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -260,23 +260,17 @@ class TransformersEngine(EngineBase):
             self._meter.pause()
 
     def _record(self, row: ActiveSample) -> None:
-        request = row.request
-        attributes: dict[str, Any] = {
-            "prompt_tokens": len(request.prompt_ids),
-            "carried_tokens": len(request.partial.token_ids),
-            "finish_reason": row.reason or "evicted",
-            "cached_tokens": 0,
-        }
+        request, reason = row.request, row.reason or "evicted"
+        prompt, carried = len(request.prompt_ids), len(request.partial.token_ids)
+        attributes: dict[str, Any] = dict(
+            prompt_tokens=prompt, carried_tokens=carried, finish_reason=reason, cached_tokens=0
+        )
         if row.first_token_s is not None:
             attributes["first_token_s"] = round(row.first_token_s, 4)
         if len(row.versions) > 1:
             attributes["weight_versions"] = row.versions
-        where = (self.name, row.arrived, clock.now())
-        span = Span(
-            "generate", *where, step=request.step, samples=(request.id,), cause="admitted", attributes=attributes
-        )
-        span.tokens = len(row.tokens)
-        self._recorder.add(span)
+        where, tokens = (self.name, row.arrived, clock.now()), len(row.tokens)
+        self._recorder.add(Span("generate", *where, request.step, (request.id,), tokens, "admitted", attributes))
 
     def _fail(self, error: Exception) -> None:
         """End every sample with the error."""

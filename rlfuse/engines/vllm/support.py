@@ -44,16 +44,15 @@ def unserved(config: Config, trains: bool = True) -> list[str]:
     if (model := _model_config(config, path)) is None:
         return [*_connector(config)]
     given = f"model.path={path}"
-    untrained = [*_connector(config), *(_of_training(given, config, model) if trains else ())]
+    found = [*_connector(config), *_drafting(config, model), *(_of_training(given, config, model) if trains else ())]
     if "hf_overrides" in config.rollout.engine_kwargs:  # vLLM reads another model than this
-        return untrained
+        return found
     return [
         *(f"{each}, or rollout.name=transformers" for each in _architecture(given, model)),
         *(f"{each}, or rollout.name=transformers" for each in _head_size(given, config, model)),
         *_shared_heads(config, model),
         *_arguments(config, model),
-        *_drafting(config, model),
-        *untrained,
+        *found,
     ]
 
 

@@ -76,13 +76,8 @@ class Slots:
     def engine_options(self, slot: int, width: int, environment: dict[str, str]) -> dict:
         """Return actor options of an engine over `width` slots; on GPUs the actor hosts only the front end."""
         if self.device == "cuda" and width > 1:
-            environment = environment | {
-                "VLLM_RAY_BUNDLE_INDICES": ",".join(str(slot + i) for i in range(width)),
-                "VLLM_RAY_PER_WORKER_GPUS": str(cuda.SHARE),
-                "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "1",  # the other executor can't schedule ahead
-            }
             if self.nodes and self.nodes[0].address == LOOPBACK:  # else it takes the machine's address, and hangs
-                environment[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+                environment = environment | {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
             return self.options(slot, cuda.SHARE, environment, num_gpus=0, resources={})
         return self.options(slot, cuda.SHARE, environment)
 

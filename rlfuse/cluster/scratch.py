@@ -1,6 +1,6 @@
 """Files outside of run folders: who owns and who removes them.
 
-    /dev/shm/rlfuse-kv-*          an engine's KV caches and sockets    engines.kv_transfer.store.KVCacheStore
+    /dev/shm/rlfuse-kv-*          an engine's KV caches and sockets    engines.vllm.kv_transfer.store.KVCacheStore
     /dev/shm/rlfuse-weights-*     the buckets of a weight transfer     engines.weights.staging.WeightStaging
     /dev/shm/rlfuse-embeddings-*  a node's embeddings of clips         video.cache.EmbeddingCache
     {tmp}/rlfuse-run-*            Ray's session and temporary files of a driver and its processes

@@ -15,14 +15,14 @@ from functools import partial
 from rlfuse.config.documentation import Key, as_typed, by_name
 from rlfuse.config.engine_checks import engine_sizes
 from rlfuse.config.estimators import ESTIMATORS, Traits
-from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, Facts, reward_file
+from rlfuse.config.facts import Facts, reward_file
 from rlfuse.config.graph_checks import graph_problems
 from rlfuse.config.keys import did_you_mean
 from rlfuse.config.parallelism import activation_problems, divisors, pipelines, shares, slices, strategy, value_of
 from rlfuse.config.parallelism import problem as _problem
 from rlfuse.config.prepared import command_for
 from rlfuse.config.quantization import quantized
-from rlfuse.config.rewards import JUDGE, names_code, read_entries
+from rlfuse.config.rewards import names_code, read_entries
 from rlfuse.config.schema import Config
 from rlfuse.config.valid_values import CHOICES, METRICS, OPEN, OWN, RANGES, WHY_NOT, in_range, names_function
 
@@ -219,16 +219,8 @@ def _devices(config: Config, facts: Facts) -> Iterator[str]:
     if config.actor.optimizer_residency in ("forecast", "step") and facts.cuda is False:
         valid = "needs GPUs; on CPU hosts an engine and its rank have their memory side by side, and nothing moves"
         yield _problem(config, "actor.optimizer_residency", valid, "set training")
-    if facts.latent_attention and facts.cuda is False:
-        valid = "needs GPUs: what vLLM's kernels for CPUs make of latent attention is not what transformers computes"
-        yield _problem(config, "model.path", valid, "choose another model, or a machine with GPUs")
     if config.rollout.weight_transfer == "ipc" and facts.cuda is False:
         yield _problem(config, "rollout.weight_transfer", "needs GPUs", "set rollout.weight_transfer=auto")
-    if config.rollout.kv_transfer == "nixl" and facts.cuda:
-        yield _problem(config, "rollout.kv_transfer", NIXL_NEEDS_MEMORY_THAT_STAYS, "set rollout.kv_transfer=auto")
-    elif config.rollout.kv_transfer == "nixl" and facts.nixl is False:
-        remedy = "pip install 'rlfuse[nixl]', or set rollout.kv_transfer=shm"
-        yield _problem(config, "rollout.kv_transfer", "needs the package nixl, which is not installed", remedy)
 
 
 def _disaggregated(config: Config, facts: Facts) -> Iterator[str]:
@@ -267,13 +259,10 @@ def _video(config: Config, facts: Facts) -> Iterator[str]:
         yield _problem(config, "video.max_tokens", valid, "raise it, or add a smaller level to video.levels")
     if not facts.video:
         return
-    for name, most, why in (
-        ("fusion.tail_speculation", 0, "vLLM can't keep visual placeholders from being drawn while it drafts"),
-        ("algorithm.filter_groups.enable", False, "clips are encoded before a step begins"),
-    ):
-        if (value_of(config, name) or 0) > most:
-            valid = f"must be {as_typed(most)} with a video model ({why})"
-            yield _problem(config, name, valid, f"set {name}={as_typed(most)}")
+    if config.algorithm.filter_groups.enable:
+        name = "algorithm.filter_groups.enable"
+        valid = "must be false with a video model (clips are encoded before a step begins)"
+        yield _problem(config, name, valid, f"set {name}=false")
 
 
 def _tower(config: Config, facts: Facts) -> Iterator[str]:
@@ -298,9 +287,6 @@ def _reward(config: Config, facts: Facts) -> Iterator[str]:
     reward = config.reward
     entries, problems = read_entries(reward.functions, reward.weights, reward.model_path)
     yield from problems
-    served = (reward.model_path and reward.model_backend == "vllm") or any(entry.path == JUDGE for entry in entries)
-    if reward.device == "cpu" and facts.cuda and served:
-        yield _problem(config, "reward.device", "vLLM serves judges and models on the GPUs here", "set auto")
     if reward.device == "cuda" and facts.cuda is False:
         yield _problem(config, "reward.device", "needs GPUs in the job's slots", "set reward.device=auto")
     for function in (entry.path for entry in entries if names_code(entry.path)):
@@ -378,10 +364,6 @@ def _resume(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def _sampling(config: Config, facts: Facts) -> Iterator[str]:
-    for name in ("rollout.min_p", "rollout.val_kwargs.min_p"):
-        if value_of(config, name) and config.fusion.tail_speculation:
-            valid = "must be 0 with fusion.tail_speculation: vLLM leaves it out of account where it drafts"
-            yield _problem(config, name, valid, f"set {name}=0, or fusion.tail_speculation=0")
     for text in config.rollout.stop:
         if not text:
             yield _problem(config, "rollout.stop", "an empty text would end every response", "leave it out")

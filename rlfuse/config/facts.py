@@ -23,10 +23,6 @@ from rlfuse.errors import ConfigError
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_USED = ("num_experts_per_tok", "moe_topk", "moe_k")
-NIXL_NEEDS_MEMORY_THAT_STAYS = (
-    "on GPUs an engine that sleeps gives up the memory that NIXL registered and wakes with other memory, which nothing "
-    "registers again"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +34,6 @@ class Facts:
     attention_heads: int | None = None
     layers: int | None = None
     vocabulary: int | None = None
-    latent_attention: bool = False
-    """Whether keys and values are projections of one narrow vector a token (MLA: DeepSeek-V2 and later)."""
     experts: bool | None = None
     video: bool = False
     model_problems: dict[str, str] = field(default_factory=dict)
@@ -54,7 +48,6 @@ class Facts:
     gpus: int | None = None
     """GPUs of this machine, where it is to run the job."""
     unwritable: str | None = None
-    nixl: bool | None = None
     tensorboard: bool | None = None
     wandb: str | None = None
 
@@ -81,7 +74,6 @@ def read_facts(config: Config) -> Facts:
         cuda=on_gpus(config),
         gpus=_gpus(config),
         unwritable=_unwritable(Path(config.trainer.default_local_dir, config.trainer.project_name).absolute()),
-        nixl=nixl_installed(),
         tensorboard=importlib.util.find_spec("tensorboard") is not None,
         wandb=_no_upload() if "wandb" in config.trainer.logger and config.trainer.wandb_mode == "online" else None,
     )
@@ -155,15 +147,9 @@ def _of_model(model: dict) -> dict[str, Any]:
         "attention_heads": text.get("num_attention_heads"),
         "layers": text.get("num_hidden_layers"),
         "vocabulary": text.get("vocab_size"),
-        "latent_attention": text.get("kv_lora_rank") is not None,
         "experts": any(text.get(name) for name in EXPERTS) if model else None,
         "video": "vision_config" in model,
     }
-
-
-def nixl_installed() -> bool:
-    """Whether vLLM's NIXL connector has what it needs."""
-    return importlib.util.find_spec("nixl") is not None
 
 
 def reward_file(function: str) -> str | None:

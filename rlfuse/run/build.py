@@ -21,9 +21,9 @@ from rlfuse.config.schema import Config
 from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines.rollout.engine_actor import engine_actor
-from rlfuse.engines.rollout.vllm_support import unserved_judges
 from rlfuse.engines.trainer.families import untrainable
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
+from rlfuse.engines.vllm.support import unserved_judges
 from rlfuse.engines.weights.staging import stagings
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.engines.weights.tower_push import TowerPush

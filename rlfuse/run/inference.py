@@ -54,9 +54,9 @@ def rollout_handles(
     """One actor per engine, on the first slot of its tensor-parallel group."""
     width, cluster = config.rollout.tensor_model_parallel_size, config.cluster
     backend = engine_actor(config.rollout.name)
-    environment = backend.environment(config, slots.device)
 
     def create(first: int) -> ray.actor.ActorHandle:
+        environment = backend.environment(config, slots.device, range(first, first + width))
         options = slots.engine_options(first, width, environment) | {"max_concurrency": 1000}
         return ray.remote(backend).options(**options).remote(first // width)
 
@@ -136,11 +136,11 @@ def video_model_of(config: Config) -> VideoModel | None:
         raise ConfigError([f"model.path={config.model.path}: {error}"]) from error
     if model is not None and not engine_actor(config.rollout.name).capabilities.embeds:
         why = f"its prompts cannot contain clips or images, and {config.model.path} is shown some"
-        raise ConfigError([f"rollout.name={config.rollout.name}: {why}; set it to vllm"])
+        raise ConfigError([f"rollout.name={config.rollout.name}: {why}; set rollout.name=vllm"])
     if model is None and not config.video.freeze_tower:
         raise ConfigError([f"video.freeze_tower=false: {config.model.path} has no tower to train; set it to true"])
     if model is not None and model.family.route is Route.VIDEO_EMBEDS and config.video.timestamps == "seed_vl":
-        why = f"vLLM writes clips of {config.model.path} into the prompt itself, as the model's own processor does"
+        why = f"engines write clips of {config.model.path} into the prompt itself, as the model's own processor does"
         raise ConfigError([f"video.timestamps=seed_vl: {why}; set it to family"])
     return model
 

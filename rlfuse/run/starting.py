@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +25,8 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import Budget, Memory, memory_of
 from rlfuse.engines.memory.model_sizes import served_shapes, shapes_of
 from rlfuse.engines.memory.remedies import problems, remedies
-from rlfuse.engines.memory.sharing import arguments, sharing_of, sharing_words
+from rlfuse.engines.memory.sharing import sharing_of, sharing_words
+from rlfuse.engines.rollout.engine_actor import engine_actor
 from rlfuse.engines.trainer.rank_group import RankGroup
 from rlfuse.errors import ConfigError
 from rlfuse.protocols import Sharing
@@ -139,10 +139,10 @@ class SharedDevices:
         async def decide(ranks: RankGroup) -> None:
             nonlocal memory
             if memory := await self._plan(sizes, ranks):
-                kwargs = arguments(memory) | self._config.rollout.engine_kwargs
-                self.rollout = replace(self._config.rollout, engine_kwargs=kwargs)
+                rollout = self._config.rollout
+                self.rollout, together = engine_actor(rollout.name).sized(rollout, memory)
                 self._say("; ".join(sharing_words(self._config, memory)))
-                if not memory.hands_over and kwargs.get("kv_cache_memory_bytes"):
+                if together:
                     let_engines_start()
 
         ranks, facts = await trainer(decide)

@@ -2,7 +2,7 @@
 
 import os
 
-from rlfuse.engines.rollout.vllm_import import CPU_ENVIRONMENT, import_vllm
+from rlfuse.engines.vllm.importing import CPU_ENVIRONMENT, import_vllm
 
 os.environ.update(CPU_ENVIRONMENT)
 import_vllm()

@@ -31,10 +31,10 @@ def hand_over(config: PreTrainedConfig, plan: VideoPlan | None = None) -> Route 
     if family is None:
         return Refusal(unknown(kind))
     if family.route is Route.PROMPT_EMBEDS:
-        return Refusal(f"vLLM is to serve the text part of a {kind} model: export it and give its folder as model.path")
+        return Refusal(f"engines serve the text part of a {kind} model: export it and give its folder as model.path")
     if plan and not plan.still and plan.timestamps != family.timestamps:
         how = "with the family's timestamps" if family.timestamps else "without timestamps"
-        return Refusal(f"vLLM writes a clip of a {kind} into the prompt itself: plan the clip {how}")
+        return Refusal(f"the engine writes a clip of a {kind} into the prompt itself: plan the clip {how}")
     return family.route
 
 

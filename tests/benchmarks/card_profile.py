@@ -121,7 +121,7 @@ class EngineProfile:
 
 async def profile_engine(folder: Path, device: str, dtype: str, options: argparse.Namespace) -> None:
     from rlfuse.config.schema import ModelConfig, RolloutConfig
-    from rlfuse.engines.rollout.rollout_worker import RolloutWorker
+    from rlfuse.engines.vllm.rollout_worker import RolloutWorker
 
     kwargs = {"worker_extension_cls": "core_profile.Extension"} | json.loads(options.kwargs)
     worker, began = RolloutWorker(0), time.perf_counter()
@@ -287,7 +287,7 @@ def main() -> None:
     options, dtype = parser.parse_args(), "bfloat16" if device == "cuda" else "float32"
     sys.path.insert(0, str(HERE))
     os.environ["PYTHONPATH"] = f"{HERE}:{os.environ.get('PYTHONPATH', '')}"
-    from rlfuse.engines.rollout.vllm_setup import rollout_env
+    from rlfuse.engines.vllm.setup import rollout_env
 
     os.environ |= {"HF_HUB_OFFLINE": "1"} | rollout_env(device)
     with tempfile.TemporaryDirectory() as made:

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from rlfuse.engines.rollout.seeded_generators import WorkerExtension
+from rlfuse.engines.vllm.worker_extension import WorkerExtension
 
 STEP, DEVICE = "engine core: a step", "device: first to last kernel of a step"
 RUNNER = ("add_requests", "update_requests", "gather_batch_req_state", "prepare_inputs", "prepare_attn", "sample",

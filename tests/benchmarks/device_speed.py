@@ -75,8 +75,8 @@ def prompts(sequences: int) -> list[list[int]]:
 class Rlfuse:
     async def start(self, model: str, sequences: int, longest: int) -> None:
         from rlfuse.config.schema import ModelConfig, RolloutConfig
-        from rlfuse.engines.rollout.rollout_worker import RolloutWorker
-        from rlfuse.engines.rollout.vllm_setup import DECODE_SCHEDULER
+        from rlfuse.engines.vllm.rollout_worker import RolloutWorker
+        from rlfuse.engines.vllm.setup import DECODE_SCHEDULER
 
         self.worker = RolloutWorker(0)
         kwargs = ENGINE | {"scheduler_cls": f"{DECODE_SCHEDULER}.AsyncDecodeScheduler"}
@@ -135,7 +135,7 @@ class Async:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from rlfuse.engines.rollout.engine_fork import forking
+        from rlfuse.engines.vllm.engine_fork import forking
 
         arguments = AsyncEngineArgs(**vllm_arguments(model, sequences, longest))
         with forking("cpu", {}):  # a new process would not have `as_on_gpus`
@@ -198,7 +198,7 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
 
 
 def in_process(mode: str, options: argparse.Namespace) -> dict[str, object]:
-    from rlfuse.engines.rollout.vllm_setup import rollout_env
+    from rlfuse.engines.vllm.setup import rollout_env
 
     offline = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if mode == "LLM" else {}
     environment = os.environ | rollout_env("cpu") | {

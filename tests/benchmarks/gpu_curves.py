@@ -165,7 +165,7 @@ class Vllm:
     """Generation by vLLM's engine, in the setting of a rollout but for its statistics."""
 
     def __init__(self, folder: str, settings: Settings, watch: Stopwatch):
-        from rlfuse.engines.rollout.vllm_setup import rollout_env
+        from rlfuse.engines.vllm.setup import rollout_env
 
         os.environ |= rollout_env(watch.device)
         from vllm import LLM

@@ -72,12 +72,12 @@ class Change:
 
 CHANGES = {
     "scheduler": Change(
-        "rlfuse/engines/rollout/decode_scheduler.py",
+        "rlfuse/engines/vllm/decode_scheduler.py",
         "class AsyncDecodeScheduler",
         "measured on CPUs: CPU time per token relative to AsyncLLM, and per finished sample (0.54 to 0.23 ms)",
     ),
     "runner process": Change(
-        "rlfuse/cluster/cuda.py",
+        "rlfuse/engines/vllm/gpu_settings.py",
         '"distributed_executor_backend"',
         "scheduling and the model runner overlap; messages between the two take the core 0.13 ms a step (CPUs)",
     ),
@@ -107,28 +107,30 @@ CHANGES = {
         "both sides fit: the memory plan counts 43 of 141 GB; no sleep, wake, copy, or emptied cache",
     ),
     "KV cap": Change(
-        "rlfuse/engines/memory/kv_cache.py",
+        "rlfuse/engines/vllm/kv_cache.py",
         "def most_used",
         "mapping and resets scale with the cache's bytes",
     ),
     "pinned ahead": Change("rlfuse/engines/trainer/offloading.py", "def pin_ahead", "pinning ends before it is needed"),
     "reserve": Change("rlfuse/engines/trainer/offloading.py", "def release_cached", "the plan has room for it"),
     "packed push": Change(
-        "rlfuse/engines/rollout/rollout_worker.py",
+        "rlfuse/engines/vllm/rollout_worker.py",
         '"packed": True',
         "0.05 s for 1 GB, a goal that was not measured; the first push opens one handle and takes as long",
     ),
     "imports": Change(
         "rlfuse/run/inference.py", "actor.prepare.remote", "vLLM's import (10 s) overlaps with the ranks' start"
     ),
-    "graph sizes": Change("rlfuse/cluster/cuda.py", "def graph_sizes", "4 s less, not measured; 13 sizes, not 51"),
+    "graph sizes": Change(
+        "rlfuse/engines/vllm/gpu_settings.py", "def graph_sizes", "4 s less, not measured; 13 sizes, not 51"
+    ),
     "compiled kernels": Change(
         "rlfuse/user_folders.py",
         "TORCHINDUCTOR_CACHE_DIR",
         "a second start: 10 to 20 s less, not measured, and 10 s of model inspection, which vLLM keeps itself",
     ),
     "forked core": Change(
-        "rlfuse/engines/rollout/engine_fork.py", "def can_fork", "12 s less; on CPUs 8 to 10 s of CPU time"
+        "rlfuse/engines/vllm/engine_fork.py", "def can_fork", "12 s less; on CPUs 8 to 10 s of CPU time"
     ),
     "concurrent start": Change(
         "rlfuse/run/starting.py",

@@ -55,9 +55,9 @@ from rlfuse.cluster import placement
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
-from rlfuse.engines.rollout.rollout_worker import RolloutWorker
-from rlfuse.engines.rollout.vllm_setup import rollout_env
 from rlfuse.engines.trainer.degrees import Share
+from rlfuse.engines.vllm.rollout_worker import RolloutWorker
+from rlfuse.engines.vllm.setup import rollout_env
 from rlfuse.observe.metrics import repetition
 from rlfuse.protocols import Sampling
 from rlfuse.samples import Embedding, Prompt, Response, Row, Sample, Visual, make_groups

@@ -219,7 +219,7 @@ def _micro_batch(texts: Texts) -> MicroBatch:
 
 
 def _engine(config: Config, number: int, meeting: Any) -> float:
-    from rlfuse.engines.rollout.vllm_setup import engine_arguments, rollout_env
+    from rlfuse.engines.vllm.setup import engine_arguments, rollout_env
 
     os.environ |= rollout_env("cpu") | {"VLLM_LOGGING_LEVEL": "ERROR"}
     from vllm import LLM, SamplingParams

@@ -22,8 +22,8 @@ from rollouts import start_over
 from rlfuse.cluster import placement, process_logs, watchdog
 from rlfuse.engines.pipeline import pipeline_group
 from rlfuse.engines.rollout.engine_actor import BACKENDS
-from rlfuse.engines.rollout.rollout_worker import RolloutWorker
 from rlfuse.engines.trainer import rank_group, trainer_group
+from rlfuse.engines.vllm.rollout_worker import RolloutWorker
 from rlfuse.run import build as running
 from rlfuse.run import inference
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from rlfuse.cluster.remote import call
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
-from rlfuse.engines.rollout.rollout_worker import RolloutWorker
-from rlfuse.engines.rollout.vllm_setup import rollout_env
+from rlfuse.engines.vllm.rollout_worker import RolloutWorker
+from rlfuse.engines.vllm.setup import rollout_env
 from rlfuse.engines.weights.sync import plan_buckets
 from rlfuse.events import Span
 from rlfuse.protocols import Sampling, Sharing

@@ -79,7 +79,7 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint(hung_up):
 def test_all_that_the_processes_of_a_run_import_counts_as_reached_by_train(hung_up):
     *_, processes = hung_up
     imported = set().union(*processes.values())
-    parts = ("step.controller", "engines.rollout.rollout_worker", "engines.trainer.trainer_rank",
+    parts = ("step.controller", "engines.vllm.rollout_worker", "engines.trainer.trainer_rank",
              "rewards.workers.reward_worker", "run.worker_imports")  # fmt: skip
     assert imported >= {f"rlfuse.{name}" for name in parts} and len(processes) > 3
     assert imported - reach(TRAIN) == {"rlfuse.cli"}, "which has found the command"

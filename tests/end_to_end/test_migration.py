@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import ray
 from rollouts import children, collect, drained, model_config, new_handle, pid_of, release, sample, settings
 
 from rlfuse.cluster.remote import call
-from rlfuse.config.facts import nixl_installed
 from rlfuse.errors import EngineError
 from rlfuse.protocols import Load, Sampling
 from rlfuse.samples import Partial, Response
@@ -26,7 +26,9 @@ OWN: list[Path] = []
 """Shelves of these engines; jobs of other tests have theirs beside."""
 LAST_CORE = (os.cpu_count() or 1) - 1
 STALE = Path("/dev/shm/rlfuse-kv-stale")
-NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not nixl_installed(), reason="the package nixl isn't installed"))
+NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="the package nixl isn't installed")
+)
 
 
 def through(*transfers):

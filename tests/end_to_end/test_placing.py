@@ -27,6 +27,7 @@ from rlfuse.cluster import forked_worker, scratch
 from rlfuse.cluster.rank_store import STORE, StoreServer
 from rlfuse.cluster.remote import call
 from rlfuse.cluster.worker_environment import worker_environment
+from rlfuse.engines.vllm.setup import rollout_env
 from rlfuse.engines.weights.staging import WeightStaging
 from rlfuse.errors import WorkerLost
 from rlfuse.rewards.workers.reward_worker import RewardWorker
@@ -306,7 +307,9 @@ class Front:
 
 def test_the_process_of_an_engine_over_several_gpus_joins_the_run_s_own_ray(slots):
     """It listens on loopback alone; the session's slots stand for GPUs, whose workers the process then places."""
-    options = replace(slots, device="cuda").engine_options(0, 2, {"PYTHONPATH": os.path.dirname(__file__)})
+    options = replace(slots, device="cuda").engine_options(
+        0, 2, rollout_env("cuda", slots=range(2)) | {"PYTHONPATH": os.path.dirname(__file__)}
+    )
     front = ray.remote(Front).options(**options).remote()
     planned, placed = ray.get(front.start.remote(), timeout=60)
     assert planned == placed == slots.nodes[0].id

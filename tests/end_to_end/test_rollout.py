@@ -30,8 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlfuse.cluster.remote import call
 from rlfuse.config.schema import Config
-from rlfuse.engines.rollout.vllm_import import UNASKED
-from rlfuse.engines.rollout.vllm_setup import engine_arguments
+from rlfuse.engines.vllm.importing import UNASKED
+from rlfuse.engines.vllm.setup import engine_arguments
 from rlfuse.engines.weights import staging as weight_staging
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.errors import EngineError, EngineLost

@@ -14,8 +14,9 @@ from rollouts import Exporter, HoldsModel, collect, drained, model_config, new_h
 from transformers import AutoTokenizer, VideoLlama3ForConditionalGeneration
 
 from rlfuse.cluster.remote import call
-from rlfuse.engines.rollout.vllm_setup import engine_arguments
+from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.models import load_policy
+from rlfuse.engines.vllm.support import unserved
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.errors import EngineError
 from rlfuse.protocols import Sampling
@@ -292,5 +293,6 @@ async def test_what_does_not_fit_is_refused_before_anything_runs(engine, ask, cl
 
 
 def test_drafting_is_refused_where_placeholders_could_be_drawn(folder):
-    with pytest.raises(ValueError, match=r"tail_speculation=2 doesn't go with .*placeholders"):
-        engine_arguments(model_config(folder), settings(), 512, "cpu", tail_speculation=2)
+    config = Config()
+    config.model.path, config.fusion.tail_speculation = str(folder), 2
+    assert any("can't keep visual placeholders" in each for each in unserved(config))

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.rollout.engine_actor import NOTHING, Request
-from rlfuse.engines.rollout.rollout_worker import RolloutWorker
-from rlfuse.engines.rollout.vllm_setup import rollout_env
 from rlfuse.engines.trainer.offloading import release_cached, to_device, to_host
+from rlfuse.engines.vllm.rollout_worker import RolloutWorker
+from rlfuse.engines.vllm.setup import rollout_env
 from rlfuse.engines.weights.cuda_ipc import collect, share_ipc
 from rlfuse.engines.weights.sync import WeightPush, plan_buckets, resolve_transfer
 from rlfuse.protocols import Sampling, Sharing

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlfuse.engines.rollout.engine_actor import NOTHING, Request
-from rlfuse.engines.rollout.vllm_setup import sampling_params
+from rlfuse.engines.vllm.setup import sampling_params
 from rlfuse.protocols import Sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
@@ -48,8 +48,8 @@ def test_the_core_s_requests_are_those_of_vllm_s_own_way_and_are_checked_once(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from rlfuse.engines.rollout.prompts import Prompts
-    from rlfuse.engines.rollout.seeded_generators import DRAWN
+    from rlfuse.engines.vllm.prompts import Prompts
+    from rlfuse.engines.vllm.worker_extension import DRAWN
 
     checked, check = [], SamplingParams._verify_args
     monkeypatch.setattr(SamplingParams, "_verify_args", lambda self: checked.append(1) or check(self))

@@ -182,7 +182,7 @@ def test_frames_and_times_are_the_familys_unless_the_job_says_otherwise(folder):
 def test_times_that_the_engine_does_not_write_are_refused(tmp_path):
     config = Config()
     config.model.path, config.video.timestamps = str(write_small_qwen25_vl(tmp_path / "model")), "seed_vl"
-    with pytest.raises(ConfigError, match=r"seed_vl: vLLM writes clips of .*model into the prompt itself.*to family"):
+    with pytest.raises(ConfigError, match=r"seed_vl: engines write clips of .*model into the prompt itself.*to family"):
         video_model_of(config)
 
 

@@ -14,7 +14,7 @@ from rlfuse import clock
 from rlfuse.config.schema import Config
 from rlfuse.engines.rollout.liveness import Liveness
 from rlfuse.engines.rollout.step_meter import StepMeter
-from rlfuse.engines.rollout.vllm_setup import engine_step as step_of
+from rlfuse.engines.vllm.setup import engine_step as step_of
 from rlfuse.events import Recorder
 from rlfuse.health.sampling import Sampler
 from rlfuse.rewards.workers.pool import RewardPool

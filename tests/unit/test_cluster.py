@@ -24,6 +24,7 @@ from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 from rlfuse.config.video import VideoConfig
 from rlfuse.engines.trainer.passes import RankCall
+from rlfuse.engines.vllm.setup import rollout_env
 from rlfuse.errors import ConfigError, EngineError, EngineLost
 from rlfuse.events import Span
 from rlfuse.run.inference import decoders_elsewhere
@@ -138,9 +139,9 @@ def test_each_way_to_fail_is_told_apart(error, words):
 
 def test_tensor_parallel_engines_on_gpus_get_their_bundles():
     slots = placement.Slots(group=None, count=4, device="cuda")
-    options = slots.engine_options(2, 2, {"A": "1"})
+    options = slots.engine_options(2, 2, rollout_env("cuda", slots=range(2, 4)))
     variables = options["runtime_env"]["env_vars"]
-    assert variables["VLLM_RAY_BUNDLE_INDICES"] == "2,3"
+    assert variables["VLLM_RAY_BUNDLE_INDICES"] == "2,3" and "VLLM_RAY_BUNDLE_INDICES" not in rollout_env("cuda")
     assert (options["num_gpus"], options["resources"]) == (0, {}), "the front end holds what its workers ask for"
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in variables, "on a joined cluster it goes by the nodes' addresses"
     assert slots.options(1, 0.5)["num_gpus"] == 0.5

@@ -7,9 +7,9 @@ import pytest
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
 from rlfuse.engines.rollout.liveness import Liveness
-from rlfuse.engines.rollout.rollout_worker import RolloutWorker
 from rlfuse.engines.trainer import rank_group
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
+from rlfuse.engines.vllm.rollout_worker import RolloutWorker
 from rlfuse.protocols import Sharing
 
 
@@ -166,7 +166,7 @@ async def test_weights_that_the_next_push_overwrites_are_not_saved(worker):
 def test_what_a_push_does_not_restore_is_found():
     import torch
 
-    from rlfuse.engines.weights.receiver import unpushed_tensors
+    from rlfuse.engines.vllm.receiver import unpushed_tensors
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     linear = model[0]

@@ -32,11 +32,6 @@ def test_the_defaults_are_sound():
     assert check(sound(), Facts(context_length=1024, attention_heads=16, cuda=False)) == []
 
 
-def test_latent_attention_needs_gpus():
-    latent = [check(sound(), Facts(1024, 16, latent_attention=True, cuda=cuda)) for cuda in (True, False)]
-    assert latent[0] == [] and "latent attention" in latent[1][0] and latent[1][0].startswith("model.path=")
-
-
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
@@ -103,7 +98,6 @@ def test_latent_attention_needs_gpus():
             for value in values
         ),
         ({"rollout__weight_transfer": "nccl"}, ["NCCL refuses two ranks on one GPU", "take one of auto, shm, ipc"]),
-        ({"rollout__kv_transfer": "nixl"}, ["needs the package nixl", "rlfuse[nixl]", "rollout.kv_transfer=shm"]),
         (
             {"video__freeze_tower": False, "training__pipeline_parallel_size": 2, "trainer__n_gpus_per_node": 2},
             ["freeze_tower=false: can't be false in a pipeline", "training.pipeline_parallel_size=1"],
@@ -150,7 +144,6 @@ def test_latent_attention_needs_gpus():
         ({"rollout__val_kwargs__n": 4}, ["all responses to a prompt are equal"]),
         ({"algorithm__old_log_probs": "engine", "rollout__top_p": 0.9}, ["must be 1.0 with algorithm.old_log_probs"]),
         ({"algorithm__old_log_probs": "engine", "rollout__min_p": 0.1}, ["must be 0.0 with algorithm.old_log_probs"]),
-        ({"rollout__min_p": 0.1, "fusion__tail_speculation": 2}, ["rollout.min_p=0.1: must be 0 with fusion.tail_sp"]),
         ({"rollout__stop": ["a", ""]}, ["rollout.stop=[a,]", "an empty text would end every response"]),
         ({"rollout__stop": ["\\n\\n"]}, ["a backslash and a letter here, not a line break", "job file"]),
         (
@@ -249,7 +242,7 @@ def test_latent_attention_needs_gpus():
 def test_one_mistake_gives_one_message_with_its_remedy(changes, parts):
     missing = frozenset({"absent.py", "absent.parquet", "atuo"})
     modules = frozenset({"absent_package"})
-    facts = Facts(1024, 16, missing=missing, unknown_modules=modules, cuda=False, nixl=False, tensorboard=False)
+    facts = Facts(1024, 16, missing=missing, unknown_modules=modules, cuda=False, tensorboard=False)
     problems = check(sound(**changes), facts)
     assert len(problems) == 1
     assert all(part in problems[0] for part in parts), problems[0]

@@ -30,12 +30,12 @@ RECEIVERS = {
     "engines/pipeline/training_state.py: engine": DEEPSPEED,
     "engines/pipeline/training_state.py: engine.optimizer": ZERO_1,
     "engines/pipeline/waits.py: work": "torch.distributed.Work",
-    "engines/rollout/rollout_worker.py: cache": "vllm.config.CacheConfig",
-    "engines/rollout/rollout_worker.py: self._engine": ASYNC_LLM,
-    "engines/rollout/rollout_worker.py: self._engine.model_config": "vllm.config.ModelConfig",
-    "engines/rollout/rollout_worker.py: self._engine.vllm_config": "vllm.config.VllmConfig",
-    "engines/rollout/vllm_setup.py: vllm_config.model_config": "vllm.config.ModelConfig",
-    "engines/rollout/vllm_setup.py: vllm_config.parallel_config": "vllm.config.ParallelConfig",
+    "engines/vllm/rollout_worker.py: cache": "vllm.config.CacheConfig",
+    "engines/vllm/rollout_worker.py: self._engine": ASYNC_LLM,
+    "engines/vllm/rollout_worker.py: self._engine.model_config": "vllm.config.ModelConfig",
+    "engines/vllm/rollout_worker.py: self._engine.vllm_config": "vllm.config.VllmConfig",
+    "engines/vllm/setup.py: vllm_config.model_config": "vllm.config.ModelConfig",
+    "engines/vllm/setup.py: vllm_config.parallel_config": "vllm.config.ParallelConfig",
     "engines/trainer/activation_stores.py: self._stream": "torch.cuda.Stream",
     "engines/trainer/activation_stores.py: torch.cuda.current_stream()": "torch.cuda.Stream",
     "engines/trainer/base_rank.py: get_accelerator()": CUDA,
@@ -45,9 +45,8 @@ RECEIVERS = {
     "engines/trainer/offloading.py: stream": "torch.cuda.Stream",
     "engines/trainer/offloading.py: torch.cuda.current_stream()": "torch.cuda.Stream",
     "engines/trainer/trainer_rank.py: get_accelerator()": CUDA,
-    "rewards/models/vllm_engine.py: llm": LLM,
-    "rewards/models/judge.py: llm": LLM,
-    "rewards/models/sight.py: llm": LLM,
+    "engines/vllm/offline_engine.py: self._llm": LLM,
+    "engines/vllm/offline_engine.py: llm": LLM,
 }
 """What expressions without an annotation hold."""
 PASSED = {"engines/pipeline/schedule_executor.py: call": ("torch.distributed.isend", "torch.distributed.irecv")}
@@ -156,7 +155,7 @@ def model(tmp_path_factory):
 def test_vllm_takes_our_arguments(model, device, width, drafted):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from rlfuse.engines.rollout.vllm_setup import engine_arguments
+    from rlfuse.engines.vllm.setup import engine_arguments
 
     rollout = RolloutConfig(tensor_model_parallel_size=width, max_num_seqs=1024)
     arguments = engine_arguments(model, rollout, 256, device, drafted)
@@ -173,9 +172,9 @@ def test_the_connector_and_the_weight_transfer_are_known_by_these_names():
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from rlfuse.engines.kv_transfer import nixl, shared_memory
-    from rlfuse.engines.kv_transfer.store import CONNECTORS, connector_arguments
-    from rlfuse.engines.rollout import seeded_generators
+    from rlfuse.engines.vllm import worker_extension
+    from rlfuse.engines.vllm.kv_transfer import nixl, shared_memory
+    from rlfuse.engines.vllm.kv_transfer.store import CONNECTORS, connector_arguments
     from rlfuse.engines.weights.sync import resolve_transfer
 
     found = {
@@ -183,7 +182,7 @@ def test_the_connector_and_the_weight_transfer_are_known_by_these_names():
         for transfer in CONNECTORS
     }
     assert found == {"shm": shared_memory.MigrationConnector, "nixl": nixl.NixlMigrationConnector}
-    assert seeded_generators.WorkerExtension  # what vLLM's workers import; registers the transfer through shared memory
+    assert worker_extension.WorkerExtension  # what vLLM's workers import; registers the transfer through shared memory
     for device in ("cpu", "cuda"):
         backend = WeightTransferConfig(backend=resolve_transfer("auto", device)).backend
         assert backend in WeightTransferEngineFactory._registry
@@ -198,7 +197,7 @@ def test_shared_weights_reach_vllm_as_it_expects_them(monkeypatch):
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    from rlfuse.engines.rollout.vllm_setup import rollout_env
+    from rlfuse.engines.vllm.setup import rollout_env
     from rlfuse.engines.weights import cuda_ipc
 
     rebuilt = list(inspect.signature(rebuild_cuda_tensor).parameters)
@@ -266,7 +265,7 @@ def test_weights_that_a_sleep_discards_come_back_by_a_push_and_buffers_by_themse
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from rlfuse.engines.weights.receiver import ReceiverExtension
+    from rlfuse.engines.vllm.receiver import ReceiverExtension
 
     inspect.signature(AsyncLLM.sleep).bind(None, level=2)
     inspect.signature(AsyncLLM.collective_rpc).bind(None, "unpushed_tensors")
@@ -297,7 +296,7 @@ def test_a_special_token_may_be_a_stop_text():
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     from rlfuse.engines.rollout.engine_actor import NOTHING, Request
-    from rlfuse.engines.rollout.vllm_setup import sampling_params
+    from rlfuse.engines.vllm.setup import sampling_params
     from rlfuse.protocols import Sampling
     from rlfuse.tasks.vocabulary import PAD, build_tokenizer
 
@@ -377,12 +376,12 @@ def test_ray_takes_our_options(device, width):
     from ray.util.placement_group import PlacementGroup
 
     from rlfuse.cluster.placement import Slots, reward_options
-    from rlfuse.engines.rollout.rollout_worker import RolloutWorker
-    from rlfuse.engines.rollout.vllm_setup import rollout_env
+    from rlfuse.engines.vllm.rollout_worker import RolloutWorker
+    from rlfuse.engines.vllm.setup import rollout_env
 
     slots = Slots(PlacementGroup.empty(), 4, device)
     chosen = [
-        slots.engine_options(2, width, rollout_env(device)),
+        slots.engine_options(2, width, rollout_env(device, slots=range(2, 2 + width))),
         slots.options(1, 0.4),
         reward_options(0, 2, slots, device, {}),
     ]

@@ -19,10 +19,12 @@ from transformers import MixtralConfig, Qwen2Config
 from rlfuse.cluster import cuda
 from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
-from rlfuse.engines.rollout.vllm_setup import engine_arguments, rollout_env
+from rlfuse.engines.vllm import gpu_settings as gpu
+from rlfuse.engines.vllm import offline_engine
+from rlfuse.engines.vllm.rollout_worker import RolloutWorker
+from rlfuse.engines.vllm.setup import engine_arguments, rollout_env
 from rlfuse.engines.weights.sync import resolve_transfer
 from rlfuse.events import Recorder
-from rlfuse.rewards.models import vllm_engine
 from rlfuse.run import inference
 
 TORCH = "torch/include/torch/csrc/distributed/c10d"
@@ -61,8 +63,8 @@ def allocator(settings):
 def test_every_variable_is_read_by_what_is_installed():
     config = Config()
     config.trainer.deterministic = True
-    chosen = [*cuda.worker_settings(), *cuda.rank_settings(config, 8), *cuda.engine_settings("float32")]
-    chosen += cuda.deterministic_settings(config)
+    chosen = [*cuda.worker_settings(), *cuda.rank_settings(config, 8), *gpu.engine_settings("float32")]
+    chosen += [*cuda.deterministic_settings(config), *gpu.deterministic_settings(config)]
     assert {each.name for each in chosen} == READERS.keys() | OF_CUDA
     for name, reader in READERS.items():
         with (site_packages() / reader).open("rb") as file:
@@ -74,7 +76,7 @@ def test_every_variable_is_read_by_what_is_installed():
 def test_torch_takes_the_allocators_settings_from_the_variable_that_is_set():
     """Whatever the other variable, which a node may have, says."""
     code = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
-    variables = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", cuda.ALLOCATOR: allocator(cuda.engine_settings())}
+    variables = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", cuda.ALLOCATOR: allocator(gpu.engine_settings())}
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True)
     assert done.stdout.strip() == "expandable_segments:False", done.stderr
 
@@ -131,10 +133,10 @@ def reward_engine(monkeypatch, device, config):
         raise NotStarted(dict(os.environ))
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda")
-    monkeypatch.setattr("rlfuse.engines.rollout.vllm_import.import_vllm", lambda: None)
-    monkeypatch.setattr(vllm_engine, "_build", build)
+    monkeypatch.setattr("rlfuse.engines.vllm.importing.import_vllm", lambda: None)
+    monkeypatch.setattr(offline_engine, "_build", build)
     kwargs = json.dumps(config.rollout.engine_kwargs)
-    vllm_engine.engine(vllm_engine.EngineSettings("model", config.model.dtype, engine_kwargs=kwargs))
+    offline_engine.engine(offline_engine.EngineSettings("model", config.model.dtype, engine_kwargs=kwargs))
 
 
 NO_FLASHINFER, IEEE = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}, {"TRITON_F32_DEFAULT": "ieee"}
@@ -160,7 +162,7 @@ def test_the_process_of_an_engine_has_its_variables_before_it_imports_vllm(
     with pytest.raises(NotStarted) as stopped:
         engine(monkeypatch, device, config)
     environment = stopped.value.args[0]
-    shown = {each.name: each.value for each in cuda.gpu_settings(config, {})}
+    shown = {each.name: each.value for each in gpu.gpu_settings(config, {})}
     for found in (environment, shown):
         assert {name: found[name] for name in NO_FLASHINFER | IEEE if name in found} == expected
 
@@ -170,9 +172,9 @@ def test_vllm_knows_every_argument_and_says_of_each_why():
     (engine_args,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
     known = {node.target.id for node in engine_args.body if isinstance(node, ast.AnnAssign)}
     rollout = replace(Config().rollout, max_num_seqs=1024)
-    arguments = cuda.engine_arguments(rollout, 4096)
+    arguments = gpu.gpu_arguments(rollout, 4096)
     assert arguments.keys() <= known
-    assert arguments.keys() == cuda.WHY.keys()
+    assert arguments.keys() == gpu.WHY.keys()
     assert arguments["cudagraph_capture_sizes"][-1] == 1024, "a full batch decodes by CUDA graphs"
 
 
@@ -181,34 +183,39 @@ def test_vllm_knows_every_argument_and_says_of_each_why():
 )
 def test_a_step_holds_every_sequence_and_no_more_tokens_than_there_can_be(sequences, length, expected):
     rollout = replace(Config().rollout, max_num_seqs=sequences)
-    assert cuda.engine_arguments(rollout, length)["max_num_batched_tokens"] == expected
+    assert gpu.gpu_arguments(rollout, length)["max_num_batched_tokens"] == expected
 
 
 def test_what_is_shown_is_what_this_job_gets():
     config = Config()
     config.rollout.engine_kwargs = {"enforce_eager": True, "speculative_config": {"method": "ngram"}}
     config.rollout.gpu_memory_utilization, config.cluster.timeout_s = 0.61, 100.0
-    shown = {each.name: each for each in cuda.gpu_settings(config, {}) if each.where == cuda.ENGINES}
+    shown = {each.name: each for each in gpu.gpu_settings(config, {}) if each.where == cuda.ENGINES}
     assert shown["gpu_memory_utilization"].value == "0.61"
     assert (shown["enforce_eager"].value, shown["enforce_eager"].why) == ("True", "as rollout.engine_kwargs says")
     assert "async_scheduling" not in shown, "vLLM decides where the job brings its own way of drafting"
-    ranks = {each.name: each.value for each in cuda.gpu_settings(config, {}) if each.where == cuda.RANKS}
+    ranks = {each.name: each.value for each in gpu.gpu_settings(config, {}) if each.where == cuda.RANKS}
     assert ranks["time limit of a collective"] == "80 s" and ranks["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "100"
     assert ranks["TORCH_FR_DUMP_TEMP_FILE"] == str(config.run_folder / "stacks" / "nccl_rank_")
     config.trainer.task = "reward_model"
-    assert not [each for each in cuda.gpu_settings(config, {}) if cuda.ENGINES in each.where]
+    assert not [each for each in gpu.gpu_settings(config, {}) if cuda.ENGINES in each.where]
     config.cluster.device = "cpu"
-    assert cuda.gpu_settings(config, {}) == []
+    assert gpu.gpu_settings(config, {}) == []
 
 
-def test_what_a_deterministic_job_needs_is_not_left_to_the_environment():
+def test_what_a_deterministic_job_needs_is_not_left_to_the_environment(monkeypatch):
     config = Config()
     assert cuda.deterministic_settings(config) == []
     config.trainer.deterministic = True
     needed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1", "VLLM_BATCH_INVARIANT": "1"}
-    given = {"VLLM_BATCH_INVARIANT": "0"}
-    assert cuda.environment(cuda.deterministic_settings(config), given) == needed
-    assert {each.name for each in cuda.gpu_settings(config, given)} >= needed.keys()
+    given = {name: "0" for name in needed}
+    monkeypatch.setattr(os, "environ", dict(os.environ) | given)
+    assert RolloutWorker.environment(config, "cuda").items() >= needed.items()
+    shown = {each.name: each.value for each in gpu.gpu_settings(config, given)}
+    assert (
+        shown.items() >= needed.items()
+        and cuda.environment(cuda.deterministic_settings(config), given).items() <= needed.items()
+    )
 
 
 def test_ranks_of_pipelines_have_what_lets_receives_wait_beside_what_computes():
@@ -230,7 +237,7 @@ def test_a_variable_that_is_set_where_the_job_is_started_wins_but_for_the_fixed(
     variables = cuda.environment(settings, given)
     assert variables["NCCL_DEBUG"] == "INFO" and variables["OMP_NUM_THREADS"] == "8" and "OTHER" not in variables
     assert variables[cuda.ALLOCATOR].startswith("expandable_segments:False,"), "or the first push would fail"
-    (shown,) = (asdict(each) for each in cuda.gpu_settings(Config(), given) if each.name == "NCCL_DEBUG")
+    (shown,) = (asdict(each) for each in gpu.gpu_settings(Config(), given) if each.name == "NCCL_DEBUG")
     assert shown["value"] == "INFO" and shown["why"] == "as set where the job is started"
 
 
@@ -251,19 +258,19 @@ def test_few_encoder_ranks_are_on_all_nodes():
 
 @pytest.mark.parametrize("sequences", [1, 3, 64, 100, 256, 300, 512, 1024, 5000])
 def test_cuda_graphs_of_few_sizes_cover_every_batch(sequences):
-    sizes = cuda.graph_sizes(sequences)
+    sizes = gpu.graph_sizes(sequences)
     assert sizes == sorted(set(sizes)) and {1, sequences} <= set(sizes)
-    assert sizes[-1] == max(sequences, min(2 * sequences, cuda.GRAPHS)), "steps that also prefill have graphs as well"
+    assert sizes[-1] == max(sequences, min(2 * sequences, gpu.GRAPHS)), "steps that also prefill have graphs as well"
     wider = [next(size for size in sizes if size >= batch) for batch in range(1, sequences + 1)]
     assert all(size <= max(2 * batch, batch + 127) for batch, size in enumerate(wider, 1))
     own = [1, 2, 4, *range(8, 256, 8), *range(256, max(513, sequences + 1), 16)]
     assert len(sizes) <= 14 or len(sizes) < len(own) / 4, "vLLM captures four times as many"
 
 
-@pytest.mark.parametrize("key", sorted(cuda.GRAPH_ARGUMENTS))
+@pytest.mark.parametrize("key", sorted(gpu.GRAPH_ARGUMENTS))
 def test_a_user_s_cuda_graphs_are_left_alone(key):
     rollout = replace(Config().rollout, engine_kwargs={key: 1})
-    assert "cudagraph_capture_sizes" not in cuda.engine_arguments(rollout, 4096)
+    assert "cudagraph_capture_sizes" not in gpu.gpu_arguments(rollout, 4096)
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ class StopTable:
     ends, incomplete = frozenset(range(8, VOCABULARY, 6)), frozenset(range(8, VOCABULARY, 30))
 
     def find(self, stop):
-        from rlfuse.engines.rollout.stop_tokens import StopTokens
+        from rlfuse.engines.vllm.stop_tokens import StopTokens
 
         return StopTokens(self.ends, self.incomplete) if stop == ("known",) else None
 
@@ -302,7 +302,7 @@ def test_steps_state_and_tokens_are_those_of_vllm_s_own_scheduler(model, monkeyp
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from rlfuse.engines.rollout.decode_scheduler import AsyncDecodeScheduler, DecodeScheduler
+    from rlfuse.engines.vllm.decode_scheduler import AsyncDecodeScheduler, DecodeScheduler
 
     engine, events, sampling = SCENARIOS[scenario]
     if is_async and scenario == "drafts":
@@ -326,7 +326,7 @@ def test_steps_state_and_tokens_are_those_of_vllm_s_own_scheduler(model, monkeyp
 
 
 def test_the_tokens_of_a_sample_leave_with_its_first_and_its_last(model):
-    from rlfuse.engines.rollout.decode_scheduler import AsyncDecodeScheduler
+    from rlfuse.engines.vllm.decode_scheduler import AsyncDecodeScheduler
 
     core, messages = Core(build(model, AsyncDecodeScheduler, True), 0.0), []
     receive = core.receive
@@ -340,7 +340,7 @@ def test_the_tokens_of_a_sample_leave_with_its_first_and_its_last(model):
 
 
 def test_a_token_that_may_complete_a_stop_text_leaves_at_once_with_all_before_it(model):
-    from rlfuse.engines.rollout.decode_scheduler import AsyncDecodeScheduler
+    from rlfuse.engines.vllm.decode_scheduler import AsyncDecodeScheduler
 
     core, messages = Core(build(model, AsyncDecodeScheduler, True), 0.0), []
     receive = core.receive
@@ -374,8 +374,8 @@ def test_a_key_selects_vllm_s_own_scheduler_and_front_end(model, device, rollout
     from vllm.v1.engine import output_processor
 
     from rlfuse.config.schema import ModelConfig, RolloutConfig
-    from rlfuse.engines.rollout.front_end import keep_log_probs
-    from rlfuse.engines.rollout.vllm_setup import engine_arguments, holds_tokens
+    from rlfuse.engines.vllm.front_end import keep_log_probs
+    from rlfuse.engines.vllm.setup import engine_arguments, holds_tokens
 
     arguments = engine_arguments(ModelConfig(path=model), RolloutConfig(**rollout), 256, device)
     is_ours, name = holds_tokens(arguments), arguments["scheduler_cls"]

@@ -12,10 +12,10 @@ from test_mrope import as_in_vllm
 from transformers import AutoProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from rlfuse.config.schema import ModelConfig
-from rlfuse.engines.rollout.prompts import Prompts
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import load_critic, load_policy, packs_exactly, response_logits, response_values
+from rlfuse.engines.vllm.prompts import Prompts
 from rlfuse.samples import Embedding, Row, Visual
 from rlfuse.tasks.small_video_models import SmallModel, write_small_qwen3_vl
 from rlfuse.video.embedding import write_rows

@@ -18,12 +18,12 @@ import pytest
 import ray
 
 from rlfuse.cluster import child_processes
-from rlfuse.engines.rollout import engine_fork
-from rlfuse.engines.rollout.engine_fork import EngineFork, Forks, can_fork, forking
+from rlfuse.engines.vllm import engine_fork
+from rlfuse.engines.vllm.engine_fork import EngineFork, Forks, can_fork, forking
 
 ENDLESS = """
 import time
-from rlfuse.engines.rollout.engine_fork import Forks
+from rlfuse.engines.vllm.engine_fork import Forks
 child = Forks().Process(target=time.sleep, args=(600,))
 child.start()
 print(child.pid, flush=True)
@@ -130,7 +130,7 @@ def test_an_actor_on_cpus_has_imported_the_worker_that_its_forks_run():
     """Before vLLM replaces Triton's kernels, which it does in all modules that are there."""
     code = """
 import os, sys
-from rlfuse.engines.rollout.vllm_import import CPU_ENVIRONMENT, import_vllm
+from rlfuse.engines.vllm.importing import CPU_ENVIRONMENT, import_vllm
 os.environ.update(CPU_ENVIRONMENT)
 import_vllm()
 before = set(sys.modules)

@@ -171,17 +171,6 @@ def test_what_can_be_no_critic_is_refused_by_its_key(tmp_path):
     assert [problem.split("=")[0] for problem in untrainable(config)] == ["ref.path"]
 
 
-def test_a_policy_that_engines_compute_otherwise_is_refused_unless_told_to_go_on(tmp_path):
-    config = Config()
-    config.model.path = config.critic.path = saved_policy(tmp_path, "Bloom")
-    (problem,) = untrainable(config)
-    assert (
-        problem.startswith(f"model.path={tmp_path}: vLLM computes its GELU exactly") and "on_mismatch=alert" in problem
-    )
-    config.rollout.on_mismatch = "alert"
-    assert untrainable(config) == []
-
-
 def test_a_family_without_a_base_model_is_refused(tmp_path):
     """Of transformers' causal models TrOCR's decoder has none."""
     config = Config()

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from rlfuse.config.schema import ModelConfig
-from rlfuse.engines.rollout.prompts import Prompts, prompt_arguments
 from rlfuse.engines.trainer.models import packs_exactly, trainer_ready
+from rlfuse.engines.vllm.prompts import Prompts, prompt_arguments
 from rlfuse.samples import Embedding, Visual
 from rlfuse.video.handover import Refusal, hand_over
 from rlfuse.video.models.base import Route

@@ -1,13 +1,17 @@
 """Who may import whom, no circles, how much `rlfuse train` reaches, and files and functions of readable length."""
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 from import_graph import MODULES, PACKAGE, ROOT, TRAIN, imports, lines, named, nodes, reach, strings
+
+from rlfuse.config.documentation import keys
 
 PACKAGES = [line.split() for line in """
     errors clock parsing files events samples protocols progress console user_folders tensor_files stopping
@@ -113,6 +117,53 @@ def test_nothing_imports_bundled_tasks():
     assert (PACKAGE / "tasks").resolve() == ROOT / "jobs" / "tasks"
     wanted = [module for module in MODULES for other in imports(module) if ".tasks" in other]
     assert not wanted
+
+
+def engine_arguments() -> set[str]:
+    """Names of vLLM's engine arguments that are no key of ours and no attribute of transformers' configurations."""
+    source = Path(importlib.util.find_spec("vllm").origin).parent / "engine" / "arg_utils.py"
+    kinds = [node for node in ast.parse(source.read_text()).body if getattr(node, "name", "").endswith("EngineArgs")]
+    names = {node.target.id for kind in kinds for node in kind.body if isinstance(node, ast.AnnAssign)}
+    ours = {key.name.rpartition(".")[2] for key in keys()} | {"generation_config", "quantization_config"}
+    return {name for name in names - ours if "_" in name}
+
+
+BACKEND_NAMES = {
+    "rlfuse.engines.vllm": (
+        r"(?i)(?<![=.])\bvllm",
+        engine_arguments,
+        {
+            "cli": "versions of the packages",
+            "cluster.scratch": "files that it leaves in /dev/shm",
+            "config.engine_checks": "sizes among rollout.engine_kwargs, with which the memory plan computes, too",
+            "config.foreign": "keys of other frameworks",
+            "config.quantization": "values of rollout.quantization, reported with the other keys'",
+            "config.schema": "a default",
+            "config.valid_values": "values of keys",
+            "engines.memory.estimate": "the argument by which an engine's activations are counted",
+            "engines.rollout.engine_actor": "the table of backends",
+            "observe.summary": "versions of the packages",
+            "rewards.models.classifier": "values of reward.model_backend",
+            "tools.doctor.examine": "versions of the packages",
+            "tools.doctor.gpu": "whether the installed build fits the machine",
+        },
+    ),
+}  # fmt: skip
+"""Folder of a backend -> (pattern and table of its names, modules elsewhere that have some, and why)."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", BACKEND_NAMES)
+def test_names_of_a_backend_occur_in_its_folder_alone(folder):
+    pattern, table, allowed = BACKEND_NAMES[folder]
+    names, found = table(), {}
+    for module in MODULES:
+        texts = strings(module) | {name for name in third_party(module) if not name.startswith("rlfuse.")}
+        if wrong := sorted(text for text in texts if re.search(pattern, text) or text in names):
+            found[module.removeprefix("rlfuse.")] = wrong
+    elsewhere = {module: wrong for module, wrong in found.items() if not f"rlfuse.{module}".startswith(folder)}
+    assert elsewhere.keys() == allowed.keys(), {name: elsewhere.get(name) for name in elsewhere.keys() ^ allowed.keys()}
+    assert found.keys() > elsewhere.keys()
 
 
 @pytest.mark.slow

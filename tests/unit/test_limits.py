@@ -1,15 +1,17 @@
 """What is said of models that vLLM can't serve, and that vLLM says the same."""
 
+import importlib.util
 import json
 from contextlib import suppress
+from functools import reduce
 
 import pytest
 import torch
-from transformers import Qwen2Config
+from transformers import AutoConfig, Qwen2Config
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.rollout.vllm_support import CPU_BLOCK, CPU_HEAD_SIZES, architectures, unserved, unserved_judges
 from rlfuse.engines.trainer.families import untrainable
+from rlfuse.engines.vllm.support import CPU_BLOCK, CPU_HEAD_SIZES, architectures, unserved, unserved_judges
 
 
 @pytest.fixture
@@ -52,6 +54,60 @@ def test_a_head_that_vllm_has_no_kernel_for_is_told_on_cpus_alone(config):
     assert unserved(config) == []
     config.cluster.device, config.cluster.ray_address = "auto", "auto"  # the cluster decides
     assert unserved(config) == []
+
+
+@pytest.mark.parametrize(
+    "changes, device, words",
+    [
+        ({"rollout.kv_transfer": "nixl"}, "cuda", "on GPUs an engine that sleeps gives up the memory"),
+        ({"rollout.kv_transfer": "nixl"}, "cpu", "needs the package nixl, which is not installed"),
+        ({"rollout.min_p": 0.1, "fusion.tail_speculation": 2}, "cpu", "must be 0 with fusion.tail_speculation"),
+        ({"rollout.val_kwargs.min_p": 0.1, "fusion.tail_speculation": 2}, "cuda", "must be 0 with fusion.tail_spec"),
+    ],
+    ids=str,
+)
+def test_settings_that_vllm_cannot_honour_are_refused(config, monkeypatch, changes, device, words):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nixl" else found(name))
+    config.cluster.device = device
+    for key, value in changes.items():
+        *groups, leaf = key.split(".")
+        setattr(reduce(getattr, groups, config), leaf, value)
+    (told,) = unserved(config)
+    key, value = next(iter(changes.items()))
+    assert told.startswith(f"{key}={value}: {words}") and "set " in told
+
+
+def test_latent_attention_needs_gpus(config):
+    change(config, kv_lora_rank=32)
+    (told,) = unserved(config)
+    assert "compute latent attention differently from transformers" in told
+    config.cluster.device = "cuda"
+    assert unserved(config) == []
+
+
+def test_models_of_rewards_are_not_served_on_cpus_of_machines_with_gpus(config):
+    config.reward.model_path, config.reward.model_backend, config.reward.device = "m", "vllm", "cpu"
+    assert unserved_judges(config) == []
+    config.cluster.device = "cuda"
+    (told,) = unserved_judges(config)
+    assert told.startswith("reward.device=cpu: vLLM serves judges and models on the GPUs here")
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("bloom", "vLLM computes its GELU exactly"),
+        ("gpt_oss", "vLLM would keep some weights of a gpt_oss as they were"),
+    ],
+)
+def test_models_whose_new_weights_vllm_does_not_compute_with_are_not_trained(config, kind, words):
+    AutoConfig.for_model(kind).save_pretrained(config.model.path)
+    config.cluster.device = "cuda"
+    (told,) = set(unserved(config)) - set(unserved(config, trains=False))
+    assert told.startswith(f"model.path={config.model.path}: {words}") and "choose another model" in told
+    config.rollout.on_mismatch = "alert"
+    assert (told in unserved(config)) == (kind == "gpt_oss")
 
 
 def test_an_architecture_that_vllm_has_not_is_told_unless_it_runs_transformers_own(config):

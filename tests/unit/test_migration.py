@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlfuse.config.checks import check
-from rlfuse.config.facts import Facts
-from rlfuse.config.schema import Config
-from rlfuse.engines.rollout.vllm_setup import resolve_kv_transfer
+from rlfuse.engines.vllm.kv_transfer.store import KVCacheStore
+from rlfuse.engines.vllm.setup import resolve_kv_transfer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
 
@@ -37,8 +35,8 @@ class Engine:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, KVCacheLayout
         from vllm.v1.worker.utils import allocate_kv_cache
 
-        from rlfuse.engines.kv_transfer.shared_memory import MigrationConnector
-        from rlfuse.engines.kv_transfer.store import connector_arguments
+        from rlfuse.engines.vllm.kv_transfer.shared_memory import MigrationConnector
+        from rlfuse.engines.vllm.kv_transfer.store import connector_arguments
 
         layout = KVCacheLayout[name]
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
@@ -60,7 +58,7 @@ class Engine:
         self.connector.register_kv_caches(self.caches)
 
     def step(self, **transfer) -> None:
-        from rlfuse.engines.kv_transfer.shared_memory import Transfer
+        from rlfuse.engines.vllm.kv_transfer.shared_memory import Transfer
 
         self.connector.bind_connector_metadata(Transfer(**transfer))
         self.connector.start_load_kv(None)
@@ -110,10 +108,30 @@ def test_room_is_asked_for_what_the_blocks_take(tmp_path: Path, engine):
 
 def test_nixl_is_refused_where_engines_sleep():
     assert resolve_kv_transfer("auto", "cuda") == resolve_kv_transfer("auto", "cpu") == "shm"
-    with pytest.raises(ValueError, match=r"rollout.kv_transfer=nixl: .*sleeps gives up the memory.*choose auto or shm"):
+    with pytest.raises(
+        ValueError, match=r"rollout.kv_transfer=nixl: .*sleeps gives up the memory.*set rollout.kv_transfer=auto"
+    ):
         resolve_kv_transfer("nixl", "cuda")
-    config = Config()
-    config.rollout.kv_transfer = "nixl"
-    [problem] = [line for line in check(config, Facts(cuda=True, nixl=True)) if "kv_transfer" in line]
-    assert "gives up the memory that NIXL registered" in problem and "set rollout.kv_transfer=auto" in problem
-    assert not [line for line in check(config, Facts(cuda=False, nixl=True)) if "kv_transfer" in line]
+
+
+async def test_a_kv_cache_is_kept_where_it_is_wanted_until_weights_change():
+    store = KVCacheStore()
+    try:
+        base = store.parameters("1/0/0", None, 3)["save"]
+        store.want("1/0/0")
+        store.want("not begun")
+        Path(f"{base}.wanted").rename(f"{base}.tokens")  # as ranks leave it
+        key = await store.collect("1/0/0", 3)
+        assert key == f"3@{base}" and store.wanted("1/0/0") and not store.wanted("not begun")
+        store.end("1/0/0", None)
+        assert "load" not in store.parameters("1/0/0", key, 4), "other weights computed it"
+        assert store.parameters("1/0/0", key, 3)["load"] == base and not store.wanted("1/0/0")
+        await store.invalidate()
+        assert not list(store.folder.glob("*.tokens"))
+        store.want("1/0/0")
+        assert await store.collect("1/0/0", 4) is None, "nothing was written"
+        store.end("1/0/0", key)
+        assert not list(store.folder.glob("*.wanted"))
+    finally:
+        store.close()
+    assert not store.folder.exists()

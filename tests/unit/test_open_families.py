@@ -16,9 +16,9 @@ from rlfuse.config.facts import read_facts
 from rlfuse.config.own_modules import module_of
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.memory.model_sizes import read_shape
-from rlfuse.engines.rollout.prompts import prompt_arguments
 from rlfuse.engines.trainer.families import untrainable
 from rlfuse.engines.trainer.models import load_critic, load_policy
+from rlfuse.engines.vllm.prompts import prompt_arguments
 from rlfuse.errors import ConfigError
 from rlfuse.run.acceptance import input_digests, with_local_paths
 from rlfuse.tasks.small_video_models import byte_tokenizer

@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError
 from rlfuse.cluster import host_memory, process_logs, tracebacks, watchdog
 from rlfuse.cluster.remote import why_it_ended
 from rlfuse.config.schema import Config
-from rlfuse.engines.rollout import engine_death
+from rlfuse.engines.vllm import engine_death
 from rlfuse.errors import EngineFailed, EngineLost
 from rlfuse.events import Recorder
 from rlfuse.run.job import open_job

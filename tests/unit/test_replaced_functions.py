@@ -54,7 +54,7 @@ STOP_TEXTS = {
 )
 def test_functions_that_are_replaced_are_those_that_the_replacement_was_written_for(replaced, known):
     """After an upgrade: compare these functions with the last version's, adapt what replaces them, renew the digest."""
-    from rlfuse.engines.rollout import sampler_steps as steps
+    from rlfuse.engines.vllm import worker_extension as steps
 
     vllm_s = {"add_request": steps._add_request, "apply_staged_writes": steps._apply_staged_writes}
     digest = hashlib.sha256()

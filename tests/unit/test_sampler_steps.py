@@ -46,7 +46,7 @@ def test_the_device_has_the_parameters_of_all_requests_at_every_step(sampler, mo
     from vllm import SamplingParams
     from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
-    import rlfuse.engines.rollout.sampler_steps as steps
+    import rlfuse.engines.vllm.worker_extension as steps
 
     found = {}
     for holder in (sampler.sampling_states, sampler.logprob_token_ids_state, *sampler.logits_processors):
@@ -79,7 +79,7 @@ def test_the_device_has_the_parameters_of_all_requests_at_every_step(sampler, mo
 def test_log_probs_come_without_ranks(monkeypatch):
     from vllm.v1.worker.gpu.sample import logprob
 
-    import rlfuse.engines.rollout.sampler_steps  # noqa: F401
+    import rlfuse.engines.vllm.worker_extension  # noqa: F401
 
     logits = torch.randn(4, VOCABULARY)
     monkeypatch.setattr(logprob, "compute_token_logprobs", lambda logits, ids: logits.log_softmax(-1).gather(-1, ids))

@@ -13,7 +13,8 @@ from rlfuse.engines.memory.estimate import GIB, Budget, Moved, memory_of
 from rlfuse.engines.memory.model_sizes import read_shape
 from rlfuse.engines.memory.remedies import problems
 from rlfuse.engines.memory.residency import ENGINE, GENERATING, MODELS, PHASES, Item
-from rlfuse.engines.memory.sharing import arguments, sharing_of
+from rlfuse.engines.memory.sharing import sharing_of
+from rlfuse.engines.vllm.setup import memory_arguments
 from rlfuse.errors import ConfigError
 from rlfuse.protocols import Sharing
 from rlfuse.run import inference
@@ -174,7 +175,7 @@ def test_no_hand_over_where_both_sides_fit(small, large):
     for phase in PHASES[1:]:
         there = {(part.role, part.what) for part in both.of(phase)}
         assert there >= engine | {("actor", "parameters"), ("actor", "optimizer")}, phase
-    assert arguments(both) == {
+    assert memory_arguments(both) == {
         "kv_cache_memory_bytes": both.kv_cache_bytes,
         "enable_sleep_mode": False,
         "gpu_memory_utilization": round(sum(sizes(both, "engine")[what] for _, what in engine) / (80 * GIB), 4),
@@ -185,7 +186,7 @@ def test_no_hand_over_where_both_sides_fit(small, large):
     assert turns.hands_over and turns.moved.all > 14 * GIB and turns.host > 0
     share = turns.size_of(ENGINE) / (80 * GIB)
     given = {"kv_cache_memory_bytes": turns.kv_cache_bytes, "gpu_memory_utilization": pytest.approx(share, abs=1e-4)}
-    assert arguments(turns) == given and share < 0.45
+    assert memory_arguments(turns) == given and share < 0.45
     assert turns.size_of(ENGINE) + sharing_of(turns).cached < 73 * GIB, "another engine starts beside what ranks keep"
     shared = sharing_of(turns)
     assert shared.hands_over and shared.cached == int(72 * GIB - turns.total(GENERATING)) and shared.most is None

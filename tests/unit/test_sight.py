@@ -12,14 +12,15 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, Qwen2Config
 
 from rlfuse.config.reward_labels import OWN_CLASS
+from rlfuse.engines.vllm import offline_engine
+from rlfuse.engines.vllm.offline_engine import EngineSettings, OfflineEngine
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import item_of_row
-from rlfuse.rewards.models import sight, vllm_engine
+from rlfuse.rewards.models import sight
 from rlfuse.rewards.models.classifier import Classifier
 from rlfuse.rewards.models.judge import Judge
 from rlfuse.rewards.models.pooling import read_head
 from rlfuse.rewards.models.sight import TOKENS_SHOWN, Sight, portions
-from rlfuse.rewards.models.vllm_engine import EngineSettings
 from rlfuse.samples import Embedding, Visual
 from rlfuse.tasks.clips import draw_scene, write_image
 from rlfuse.tasks.small_video_models import write_small_qwen25_vl
@@ -47,11 +48,11 @@ def pictures(tmp_path, folder):
 
 def seeing(folder) -> Sight:
     """As when an engine of this model runs."""
-    model = SimpleNamespace(hf_config=AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model = SimpleNamespace(hf_config=AutoConfig.from_pretrained(folder), dtype=torch.float32, max_model_len=64)
     limits = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=2048))
     own = Sight(str(folder), key="model", otherwise="")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    own.start(SimpleNamespace(model_config=model, vllm_config=limits, get_tokenizer=lambda: tokenizer))
+    own.start(OfflineEngine(SimpleNamespace(model_config=model, vllm_config=limits, get_tokenizer=lambda: tokenizer)))
     return own
 
 
@@ -145,7 +146,7 @@ def test_an_engine_takes_the_clips_that_fit_the_context_it_was_given(folder, mon
 
     monkeypatch.setattr(LLMEngine, "from_engine_args", lambda arguments: arguments)
     for own, length, steps in (("{}", None, 8192), ('{"max_model_len": 4096}', None, 4096), ("{}", 6000, 6000)):
-        made = vllm_engine._build(EngineSettings(str(folder), max_model_len=length, engine_kwargs=own), "cpu")
+        made = offline_engine._build(EngineSettings(str(folder), max_model_len=length, engine_kwargs=own), "cpu")
         assert made.max_num_batched_tokens == steps
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlfuse.engines.rollout.step_meter import StepMeter
-from rlfuse.engines.rollout.vllm_setup import engine_step
+from rlfuse.engines.vllm.setup import engine_step
 from rlfuse.events import Recorder
 
 

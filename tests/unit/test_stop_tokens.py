@@ -60,7 +60,7 @@ def end_of(reads, groups):
 
 @pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
 def test_groups_end_at_the_same_token_as_single_tokens(tokenizer, stop):
-    from rlfuse.engines.rollout.stop_tokens import StopTokenTable
+    from rlfuse.engines.vllm.stop_tokens import StopTokenTable
 
     table, chance, sizes, ended = StopTokenTable(tokenizer), random.Random(3), [], 0
     likely = [ord(each) for each in "<>/answerx\n "] + [*range(0x80, 0xF0, 7)]
@@ -89,7 +89,7 @@ def test_nothing_is_known_of_tokens_whose_text_depends_on_their_place(tokenizer)
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    from rlfuse.engines.rollout.stop_tokens import StopTokenTable
+    from rlfuse.engines.vllm.stop_tokens import StopTokenTable
 
     pieces = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     pieces.decoder = decoders.Metaspace()

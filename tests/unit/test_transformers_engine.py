@@ -16,9 +16,9 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
-from rlfuse.engines.rollout.decode_batch import draw
 from rlfuse.engines.rollout.engine_actor import BACKENDS, NOTHING, EngineActor, Request, engine_actor
-from rlfuse.engines.rollout.transformers_engine import TransformersEngine
+from rlfuse.engines.transformers.decode_batch import draw
+from rlfuse.engines.transformers.transformers_engine import TransformersEngine
 from rlfuse.errors import EngineError, EngineFailed
 from rlfuse.protocols import Load, Sampling
 from rlfuse.samples import Partial, Response
@@ -346,6 +346,8 @@ def test_backends_have_every_method_of_the_port(name):
         ("rollout.quantization", "fp8_per_channel"),
         ("rollout.engine_kwargs", {"block_size": 64}),
         ("rollout.disaggregate", "on"),
+        ("rollout.kv_transfer", "shm"),
+        ("rollout.scheduler", "vllm"),
         ("fusion.tail_speculation", 4),
         ("cluster.device", "cuda"),
     ],

@@ -7,12 +7,12 @@ from rlfuse.data.prompts import PromptSource
 from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
 from rlfuse.engines.rollout.engine_actor import EngineActor
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
-from rlfuse.engines.rollout.rollout_worker import RolloutWorker
-from rlfuse.engines.rollout.transformers_engine import TransformersEngine
 from rlfuse.engines.trainer.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.trainer.fsdp2_model import Fsdp2Model
 from rlfuse.engines.trainer.sharded_model import ShardedModel
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
+from rlfuse.engines.transformers.transformers_engine import TransformersEngine
+from rlfuse.engines.vllm.rollout_worker import RolloutWorker
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.fusion import selection
 from rlfuse.health.monitor import Monitor

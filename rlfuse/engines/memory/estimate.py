@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from rlfuse.cluster import cuda
 from rlfuse.config.quantization import EXPERTS_ALONE
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.activations import PASS_OF, activations, embeddings, graph_bytes, holes, leaves, parts_on
-from rlfuse.engines.memory.kv_cache import SPARE, UNKNOWN, Bounds, cache_of, most_used
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.residency import MODELS, PHASES, TRAINING, Item, contents
 from rlfuse.engines.trainer.activation_places import Place
 from rlfuse.engines.trainer.gradient_memory import REDUCED, gradient_bytes
+from rlfuse.engines.vllm.gpu_settings import gpu_arguments
+from rlfuse.engines.vllm.kv_cache import SPARE, UNKNOWN, Bounds, cache_of, most_used
 from rlfuse.engines.weights.sync import resolve_transfer
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -293,7 +293,7 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
     item, width = ITEM[config.model.dtype], config.rollout.tensor_model_parallel_size
     weights = ((shape.parameters + shape.tower) * item - quantized_away(config, shape)) / width
     longest = config.data.max_prompt_length + config.data.max_response_length
-    given = cuda.engine_arguments(config.rollout, longest)
+    given = gpu_arguments(config.rollout, longest)
     if budget.device == "cpu":
         given["max_num_batched_tokens"] = min(CPU_STEP_TOKENS, given["max_num_batched_tokens"])
     given |= config.rollout.engine_kwargs

@@ -1,27 +1,12 @@
-"""Derive vLLM's arguments and the ranks' device sharing from a memory plan."""
+"""Derive from a memory plan how engine and trainer ranks share a device."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import GIB, Memory
-from rlfuse.engines.memory.kv_cache import SPARE
 from rlfuse.engines.memory.residency import ENGINE, GENERATING, MODELS, SYNC, Item
+from rlfuse.engines.vllm.kv_cache import SPARE
 from rlfuse.protocols import Sharing
-
-
-def arguments(memory: Memory) -> dict[str, Any]:
-    """Return vLLM's arguments for an engine on this device; rollout.engine_kwargs have the last word."""
-    given: dict[str, Any] = {}
-    if memory.kv_cache_bytes is not None:
-        given["kv_cache_memory_bytes"] = memory.kv_cache_bytes
-    if not memory.hands_over:
-        given["enable_sleep_mode"] = False
-    if given:
-        # With a given cache, vLLM only demands that so much is free when it starts, whatever ranks keep of the rest.
-        given["gpu_memory_utilization"] = max(1e-4, round(memory.size_of(ENGINE) / memory.budget.bytes, 4))
-    return given
 
 
 def sharing_of(memory: Memory) -> Sharing:

@@ -1,7 +1,7 @@
 """The contract of a rollout backend: the Ray actor around one engine, and how `rollout.name` selects its class.
 
-Role: `RolloutHandle` calls these methods on the actor, `rlfuse.run` reads its traits and starts it. A backend is one
-class in this table; everything that only it knows stays in its own modules.
+Role: `RolloutHandle` calls these methods on the actor, `rlfuse.run` reads its traits and starts it. A backend is a
+folder next to this one, of which the rest of the package uses the class in this table.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
+from rlfuse.engines.memory.estimate import Memory
 from rlfuse.engines.rollout.liveness import Pulse
 from rlfuse.events import Span
 from rlfuse.protocols import Load, Part, Sampling
 from rlfuse.samples import Partial, Response, Sample, Visual
 
 BACKENDS = {
-    "vllm": "rlfuse.engines.rollout.rollout_worker:RolloutWorker",
-    "transformers": "rlfuse.engines.rollout.transformers_engine:TransformersEngine",
+    "vllm": "rlfuse.engines.vllm.rollout_worker:RolloutWorker",
+    "transformers": "rlfuse.engines.transformers.transformers_engine:TransformersEngine",
 }
 """`rollout.name` -> module and class of its `EngineActor`."""
-TOGETHER_S = 0.005
-"""Samples that finish within this time travel together: each message costs the driver about a millisecond."""
 NOTHING = Partial(np.empty(0, np.int32), np.empty(0, np.float32), weight_version=-1)
 """What a sample that no engine has begun has."""
 
@@ -73,12 +72,18 @@ class EngineActor(Protocol):
     def __init__(self, slot: int) -> None: ...
 
     @staticmethod
-    def environment(config: Config, device: str) -> dict[str, str]:
-        """Environment variables of the actor's process; called on the driver."""
+    def environment(config: Config, device: str, slots: Sequence[int] = (0,)) -> dict[str, str]:
+        """Environment variables of the actor's process, whose engine has these slots; called on the driver."""
 
     @staticmethod
-    def unserved(config: Config) -> list[str]:
-        """Why this backend cannot run the job, one line per reason with its key; called before anything starts."""
+    def unserved(config: Config, trains: bool = True) -> list[str]:
+        """Why this backend cannot run the job, one line per reason with its key; called before anything starts.
+        `trains`: whether it is to take new weights."""
+
+    @staticmethod
+    def sized(rollout: RolloutConfig, memory: Memory) -> tuple[RolloutConfig, bool]:
+        """Return the settings that this memory plan gives an engine on a GPU, and whether it may start while trainer
+        ranks load models."""
 
     async def prepare(self, model: ModelConfig) -> None:
         """Import what `start` needs, without using the device."""

@@ -1,8 +1,7 @@
-"""Whether an engine gets on: it finishes steps, or its processes compute.
+"""Decide whether an engine makes progress: it finishes steps, or its processes compute.
 
-Role: `RolloutWorker` notes what its engine does, and judges when its handle asks (`pulse`). The engine core is
-a process of its own, which may be stopped or stuck while the actor in front of it answers. Waits for nothing.
-Invariant: an engine that takes long over a step is alive; without work at hand it can't stand still.
+An engine core is a process of its own, which may be stopped or stuck while its actor answers. A long step is progress;
+an engine without work cannot stand still.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ import psutil
 from rlfuse.clock import now
 
 LEAST = 0.02
-"""Share of a core: whoever waits for something that never comes uses less, whoever computes more."""
+"""Share of a core that a process which only waits stays below."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """How an engine was when asked."""
+    """State of an engine when requested."""
 
     still_s: float
-    """For so long it has had work and neither finished a step nor computed; up to a pulse's distance more."""
+    """Seconds with work, but without a step or computation."""
     last: str
-    """The last that it did, for people."""
+    """What it did last, for messages."""
 
 
 class Liveness:
-    """`cpu`: seconds that the engine's processes have computed so far."""
+    """`cpu`: seconds that the engine's processes have computed."""
 
     def __init__(self, cpu: Callable[[], float], clock: Callable[[], float] = now):
         self._cpu, self._clock = cpu, clock
@@ -40,12 +39,12 @@ class Liveness:
         self._moved = clock()
 
     def did(self, what: str) -> None:
-        """The engine finished a step, or something else that it was asked for."""
+        """Note that the engine finished a step or a call."""
         self._steps += 1
         self._last = f"{what} at {time.strftime('%H:%M:%S', time.localtime(self._clock()))}"
 
     def judge(self, busy: bool) -> Pulse:
-        """`busy`: it has work at hand."""
+        """`busy`: the engine has work."""
         now, cpu = self._clock(), self._cpu()
         steps, computed, since = self._seen
         if not busy or self._steps != steps or cpu - computed > LEAST * (now - since):
@@ -55,7 +54,7 @@ class Liveness:
 
 
 def children_cpu() -> float:
-    """Seconds that the processes below this one have computed."""
+    """Return the seconds that this process's descendants have computed."""
     total = 0.0
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):

@@ -1,18 +1,15 @@
-"""The driver's handle of one rollout engine, which outlives the engine: another takes the place of one that is lost.
+"""The driver's handle of one rollout engine, which outlives the engine: a lost one is replaced.
 
-Role: implements the controller's `RolloutEngine` and the weight sync's `WeightReceiver` over a `RolloutWorker`. Every
-remote call is bounded by `timeout_s` and names the engine and what it was asked to do. Invariants:
-- an engine is lost when its actor or its engine process died, or when for `heartbeat_s` it did not answer or stood
-  still with work at hand; then its actor is killed, every call of it raises `EngineLost`, and nothing that it still
-  sends counts;
-- one whose process ended by an error of its own (`EngineFailed`) is replaced, but not again where its successor fails
-  in the same way;
-- the next engine, started with the same arguments, generates only once it has taken weights (`finish_update`). So the
-  engine stays lost for whoever generates until a `WeightPush`, which waits for it by wait_ready.
+Implements the controller's `RolloutEngine` and the weight sync's `WeightReceiver`; `timeout_s` bounds every remote
+call.
 
     generate, evict, ... --> actor          _watch --pulse--> actor
           | EngineLost <-- _lose <------------- | silent, still
           +--> _restart: a new actor starts --> wait_ready <-- WeightPush: begin_update, receive, finish_update
+
+Invariants: an engine is lost if its process died, or for `heartbeat_s` did not answer or stood still with work to do;
+its actor is killed, and every call raises `EngineLost`. One that failed by an error of its own (`EngineFailed`) is
+replaced, unless its successor fails alike. A replacement generates only after `finish_update`.
 """
 
 from __future__ import annotations
@@ -39,12 +36,9 @@ from rlfuse.samples import Partial, Response, Sample
 
 
 class RolloutHandle:
-    """The driver's side of one engine; `create` makes an actor for it.
-
-    `max_restarts`: times that the engine is replaced; `beside`: whether its slot has memory for an engine to start
-    while the rank works, else the next one starts with the push of weights. `recorder` takes spans of what was lost and
-    replaced, `say` a line about each.
-    """
+    """The driver's side of one engine. `create` makes its actor; `max_restarts` bounds replacements; `beside`: the slot
+    has memory for an engine to start while the rank works, else it starts with the next push; `recorder` and `say`
+    report losses."""
 
     def __init__(
         self,
@@ -65,18 +59,18 @@ class RolloutHandle:
         self._arguments: tuple[Any, ...] = ()
         self._calls = 0
         self._open: set[str] = set()
-        """Samples that it was given and has not answered."""
+        """Samples handed over and not answered."""
         self._lost: EngineLost | None = None
         self._failures: set[str] = set()
-        """Errors of their own by which engines ended here."""
+        """Errors by which engines ended here."""
         self._repeated = False
-        """The last one ended by one of these."""
+        """Whether the last engine ended by one of these."""
         self._gone: ray.actor.ActorHandle | None = None
         """The last actor that was given up."""
         self._asleep: set[Part] | None = None
-        """Its parts that sleep, as far as that is known."""
+        """Sleeping parts; None: unknown."""
         self._served: ray.actor.ActorHandle | None = None
-        """Who the present push of weights began with."""
+        """The actor with which the current push began."""
         self._restart: asyncio.Task | None = None
         self._watching: asyncio.Task | None = None
         self._heard: Pulse
@@ -90,11 +84,9 @@ class RolloutHandle:
         tail_speculation: int = 0,
         core: int | None = None,
     ) -> dict:
-        """Start the engine; returns {start_s, kv_tokens, kv_bytes_per_token}.
-
-        `max_model_len`: the longest prompt plus the longest response, in tokens. `tail_speculation`: draft tokens ahead
-        while at most so many samples are left, 0 never. `core`: of a CPU host, to bind all the engine's threads to.
-        """
+        """Start the engine; return {start_s, kv_tokens, kv_bytes_per_token}. `max_model_len`: longest prompt plus
+        longest response. `tail_speculation`: draft while at most so many samples are left. `core`: of a CPU host, for
+        all threads of the engine."""
         self._arguments = (model, rollout, max_model_len, device, tail_speculation, core)
         return await self._begin()
 
@@ -119,11 +111,9 @@ class RolloutHandle:
     async def generate(
         self, samples: Sequence[Sample], sampling: Sampling, partials: Mapping[str, Partial] | None = None
     ) -> AsyncIterator[tuple[str, Response | Partial]]:
-        """(sample id, response) for each sample, in finishing order; leaving early evicts the rest.
-
-        `partials`: sample id -> what it has already; its response holds that too. An evicted sample comes as `Partial`.
-        EngineLost: those that have not come have to be generated elsewhere.
-        """
+        """Yield (sample id, response) in finishing order; leaving early evicts the rest. `partials`: sample id -> what
+        it has already, which its response includes. An evicted sample yields a `Partial`. EngineLost: generate the
+        others elsewhere."""
         self._check()
         requests = [Request.of(sample, (partials or {}).get(sample.id, NOTHING)) for sample in samples]
         action = f"generate {len(requests)} samples"
@@ -143,7 +133,6 @@ class RolloutHandle:
                 actor.evict.remote(sorted(open_ids), "tokens", self._calls)
 
     async def _next(self, actor: ray.actor.ActorHandle, stream: Any, action: str) -> list:
-        """What came next of the stream, unless its engine is lost by now."""
         try:
             with watchdog.waiting(self.name, action, self.timeout_s):
                 reference = await asyncio.wait_for(anext(stream), self.timeout_s)
@@ -166,27 +155,25 @@ class RolloutHandle:
         return await self._call("load", "report its load")
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        """Spans since the last call; those of an engine that is lost are lost. `collect`: garbage, before."""
+        """Return spans since the last call, none of a lost engine; `collect`: collect garbage first."""
         with suppress(EngineLost):
             self._check()
             return await self._call("drain", "hand over its events", collect)
         return []
 
     async def sleep(self, discard: bool = False) -> None:
-        """Give the device up, unless that is done; `EngineError` while samples are active.
-
-        `discard`: the next push overwrites the weights before anything is generated, so they are not kept.
-        """
+        """Free the device if it is not free; `EngineError` while samples are active. `discard`: the next push
+        overwrites the weights before anything is generated."""
         await self._turn({*PARTS}, "sleep", "give its device up", discard)
 
     async def wake(self, part: Part | None = None) -> None:
-        """Take it back, or only a part, unless that is done."""
+        """Take the device back, or only for a part."""
         asleep = ({*PARTS} if self._asleep is None else self._asleep) - ({part} if part else {*PARTS})
         which = f" for its {part}" if part else ""
         await self._turn(asleep, "wake", f"take its device back{which}", part)
 
     async def _turn(self, asleep: set[Part], method: str, action: str, *arguments: Any) -> None:
-        """These parts of an engine sleep when this returns."""
+        """Have these parts sleep."""
         if self._has_engine and self._asleep != asleep:
             self._asleep = None
             with suppress(EngineLost):
@@ -203,7 +190,7 @@ class RolloutHandle:
         await self._serve("receive", "load a bucket of weights", info)
 
     async def finish_update(self, version: int) -> None:
-        """Resume with the new weights; an engine that took the place of a lost one can generate from now on."""
+        """Resume with the new weights; a replacement engine generates from now on."""
         await self._serve("finish_update", f"take weights as version {version}", version)
         self._lost = self._restart = None
 
@@ -212,7 +199,7 @@ class RolloutHandle:
         return await self._call("version", "report its weights' version")
 
     async def _serve(self, method: str, action: str, *arguments: Any) -> None:
-        """A part of a push. It is not for an actor that came in the course of it."""
+        """Make a call of a push, unless the engine was replaced since the push began."""
         self._check_served(action)
         await self._call(method, action, *arguments)
         self._check_served(action)
@@ -234,20 +221,18 @@ class RolloutHandle:
 
     @property
     def lost(self) -> bool:
-        """Whether it has to be replaced, or its successor has no weights yet."""
+        """Whether the engine has to be replaced, or its replacement has no weights yet."""
         return self._lost is not None
 
     @property
     def _has_engine(self) -> bool:
-        """Whether there is an engine: the first one, or its successor once that has started."""
+        """Whether the first engine is alive, or its replacement has started."""
         restart = self._restart
         return self._lost is None or (restart is not None and restart.done() and not restart.exception())
 
     async def wait_ready(self) -> None:
-        """Return when there is an engine to push weights to, another one where it was lost.
-
-        EngineError where it was lost more often than it may be, or no other can be started.
-        """
+        """Return when there is an engine to push weights to. EngineError if none can be started, or too many were
+        lost."""
         if self._lost is not None:
             await (self._restart or self._replace())
 
@@ -256,14 +241,14 @@ class RolloutHandle:
             raise EngineLost(str(self._lost))
 
     def _judged(self, error: BaseException, actor: ray.actor.ActorHandle) -> BaseException:
-        """The error to raise for a failed call: `EngineLost` where the engine is gone."""
+        """Return the error to raise for a failed call: `EngineLost` if the engine is gone."""
         if not isinstance(error, WorkerLost):
             return error
         self._lose(actor, str(error), failed=isinstance(error, EngineFailed))
         return EngineLost(str(self._lost or error))
 
     def _lose(self, actor: ray.actor.ActorHandle, why: str, failed: bool = False) -> None:
-        """Give this actor up, if that has not happened yet. `failed`: by an error of its own."""
+        """Give this actor up once; `failed`: by an error of its own."""
         if actor is not self.actor or actor is self._gone:
             return
         self._gone, now, samples = actor, clock.now(), tuple(sorted(self._open))
@@ -281,7 +266,7 @@ class RolloutHandle:
 
     @property
     def _no_other(self) -> str:
-        """Why no other engine is started; empty if one is."""
+        """Why no replacement is started; empty if one is."""
         if self._repeated:
             return "its successor failed in the same way"
         if self.restarts == self._max_restarts:
@@ -312,7 +297,7 @@ class RolloutHandle:
                 self._lost = EngineLost(why)
 
     async def _watch(self, actor: ray.actor.ActorHandle) -> None:
-        """Notice that the engine is gone or hangs, also while nobody waits for it."""
+        """Detect that the engine is gone or hangs."""
         limit = f"for {self.heartbeat_s:g} s (cluster.heartbeat_s)"
         while True:
             await asyncio.sleep(self.heartbeat_s / 4)

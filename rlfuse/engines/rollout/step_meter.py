@@ -1,8 +1,4 @@
-"""Step times of an engine, as `decode` spans.
-
-Role: every rollout backend records its steps here. Waits for nothing.
-Invariant: a `decode` span covers engine steps and nothing between them.
-"""
+"""Record the step times of an engine as `decode` spans, which cover engine steps and nothing between them."""
 
 from __future__ import annotations
 
@@ -25,17 +21,16 @@ class EngineStep:
     begun: int
     """Samples that got their first token."""
     waited_s: float
-    """The longest that one of them waited for it."""
+    """The longest wait for a first token."""
     prefilled: int
     tokens: int
 
 
 class StepMeter:
-    """`decode` spans: one per stretch of engine steps with the same number of samples.
+    """Records a `decode` span per stretch of steps with the same number of samples, separately for steps that prefill.
 
-    Steps that prefill are apart from those that only decode. A step is as long as the time between two tokens of a
-    sample on the engine's own clock. Only the first step after idling or a pause has no such pair: it begins when its
-    first sample arrived or the pause ended, and ends when its statistics are here.
+    A step lasts as long as the time between two tokens of a sample. The first one after idling or a pause begins when
+    its first sample arrived or the pause ended, and ends when its statistics arrive.
     """
 
     def __init__(self, recorder: Recorder, kv_tokens: int):
@@ -43,15 +38,13 @@ class StepMeter:
         self._span: Span | None = None
         self._context = self._usage = 0.0
         self._clock: float | None = None
-        """End of the last step (epoch seconds); None when nothing is under way."""
+        """End of the last step (epoch seconds); None when idle."""
         self._ready = 0.0
-        """When nothing was under way any more."""
+        """When the engine became idle."""
 
     def record(self, step: EngineStep, kv_usage: float, idle: bool) -> bool:
-        """Add a step; False if it had no tokens.
-
-        `kv_usage`: share of the KV cache in use after it, 0 to 1; `idle`: no sample is left.
-        """
+        """Add a step; return False if it had no tokens. `kv_usage`: share of the KV cache, 0 to 1; `idle`: no sample is
+        left."""
         if not step.decoded and not step.begun:
             return False
         start, end = self._ready if self._clock is None else self._clock, step.now
@@ -87,13 +80,13 @@ class StepMeter:
         self._span.attributes["prefill_tokens"] += step.prefilled
 
     def close(self) -> None:
-        """End the present stretch here."""
+        """End the current span."""
         if self._span is not None:
             self._span.attributes["context"] = round(self._context / self._span.attributes["steps"])
             self._recorder.add(self._span)
         self._span, self._context = None, 0.0
 
     def pause(self, now: float | None = None) -> None:
-        """No step is under way; the next begins after `now`, the present by default."""
+        """End the current stretch; the next step begins after `now`, by default the present."""
         self.close()
         self._clock, self._ready = None, clock.now() if now is None else now

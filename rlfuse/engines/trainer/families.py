@@ -35,8 +35,6 @@ HEADS = ("v_head.summary", "v_head", "value_head.summary", "value_head", "classi
 """What else a value head is called in checkpoints: TRL's, verl's, DeepSpeed-Chat's, those of GPT-2's relatives."""
 RENAMED = {rf"^{re.escape(head)}\.": "score." for head in HEADS}
 """As `from_pretrained` takes it."""
-COMPUTED_OTHERWISE = {"bloom": "vLLM computes its GELU exactly, transformers by tanh, as it was trained"}
-"""Model type -> why engine and trainer don't agree on it."""
 OWN_CLASS = "AutoModelForTokenClassification"
 """In config.json's auto_map: modelling code that ships with the weights."""
 
@@ -114,18 +112,10 @@ def untrainable(config: Config) -> list[str]:
             if (width := config.training.tensor_model_parallel_size) > 1:
                 check_cuttable(family, width)
             if key == "model.path":
-                check_pushable(family, config.rollout.name)
-                _check_computed_alike(config, family)
+                check_pushable(family)
         except (EngineError, OSError, ValueError, KeyError, StrictDataclassError) as error:
             found.append(f"{key}={path}: {str(error).strip().splitlines()[0]}; choose another model")
     return found
-
-
-def _check_computed_alike(config: Config, family: PreTrainedConfig) -> None:
-    """EngineError for a policy whose engines are known to differ by more than rounding, unless told to go on."""
-    why = COMPUTED_OTHERWISE.get(family.get_text_config().model_type)
-    if why and config.rollout.name == "vllm" and config.rollout.on_mismatch == "stop":
-        raise EngineError(f"{why} (rollout.on_mismatch=alert goes on all the same)")
 
 
 def _check_family(config: PreTrainedConfig, value: bool, trust_remote_code: bool) -> None:

@@ -1,15 +1,9 @@
-"""The trainer's end of vLLM's own weight transfer through CUDA IPC: two processes on a GPU share memory.
-
-Role: functions that a trainer rank calls on its own device with one bucket of whole tensors, under checkpoint names;
-`WeightPush` calls the ranks and the engines in the right order.
+"""Share weights through CUDA IPC with engines on the same GPU: the trainer ranks' functions, called by `WeightPush`.
 
     each rank packs a bucket --one CUDA IPC handle--> workers on the same GPU copy its tensors out, load them
 
-Invariants: the buffer lies on the device, and lives until the engines have loaded it. Each bucket has a buffer of its
-own: torch pairs one export with one receiver, and the next bucket is packed while engines load the last one.
-Waits for nothing but the device.
-State: written against the sources of vLLM 0.32 and bound to them in tests. One H200 ran it with a handle per tensor;
-packed buckets have not run on a GPU. Tests run shared memory (`weights`).
+Each bucket has a buffer on the device, which lives until the engines have loaded it: torch pairs one export with one
+receiver. Contract tests bind this to vLLM 0.32. One H200 ran it with a handle per tensor; packed buckets have not run.
 """
 
 from __future__ import annotations
@@ -22,10 +16,8 @@ from rlfuse.errors import EngineError
 
 
 def pack(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Copy a bucket to one uint8 buffer; the names, types, shapes and bytes of what lies there one behind the other.
-
-    Types with wide numbers come first, so that each tensor begins where its type may.
-    """
+    """Copy a bucket to one uint8 buffer; return names, types, shapes and bytes in its order, widest types first
+    (alignment)."""
     ordered = sorted(tensors.items(), key=lambda each: -each[1].element_size())
     sizes = [tensor.nbytes for _, tensor in ordered]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=ordered[0][1].device)
@@ -41,10 +33,7 @@ def pack(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], torch.Tensor
 
 
 def share_ipc(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], torch.Tensor]:
-    """A bucket's handle for engines on this GPU, and the buffer to keep until those have loaded it.
-
-    EngineError for tensors in host memory, of which there are no handles.
-    """
+    """Return a bucket's handle for engines on this GPU, and its buffer. EngineError for tensors in host memory."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     if away := [name for name, tensor in tensors.items() if tensor.device.type != "cuda"]:
@@ -60,12 +49,12 @@ def share_ipc(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], torch.T
 
 
 def collect() -> None:
-    """Give memory back that was shared, once the engines have let go of it."""
+    """Free memory that engines no longer use."""
     torch.cuda.ipc_collect()
 
 
 def merge_ipc(shared: list[dict[str, Any]]) -> dict[str, Any]:
-    """One update for all engines from what each rank's `share_ipc` returned: every GPU finds its own handles."""
+    """Merge what each rank's `share_ipc` returned into one update: every GPU finds its handles."""
     return shared[0] | {
         "ipc_handles": {gpu: handle for update in shared for gpu, handle in update["ipc_handles"].items()}
     }

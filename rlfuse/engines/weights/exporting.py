@@ -1,8 +1,7 @@
-"""A model's weights as a checkpoint names them, bucket by bucket: for weight sync and for `huggingface/` folders.
+"""Read a model's weights under checkpoint names, bucket by bucket: for weight sync and `huggingface/` folders.
 
-Role: used by a trainer rank on its own models. Under ZeRO-3 every rank must call the same method with the same names,
-because the shards of a bucket are gathered from all of them; where ranks share layers, those that do. Only rank 0 then
-writes. Never more than one bucket of weights exists beside the model.
+Under ZeRO 3 every rank (where ranks share layers, those that do) calls the same method with the same names; only rank 0
+writes. At most one bucket of weights exists in addition to the model.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ if TYPE_CHECKING:
 
 
 TRAINED = ("architectures", "auto_map", "id2label", "label2id", "pad_token_id", "tie_word_embeddings")
-"""Keys that the trainer may set, or transformers for it."""
+"""Keys that the trainer, or transformers for it, may set."""
 
 
 class Exporter:
-    """Reads the weights of one model, sharded over ranks or not; without those of a tower that it holds."""
+    """Reads the weights of one model, sharded or not, without those of its vision tower."""
 
     def __init__(
         self, model: PreTrainedModel, rank: int, ranks: Sharers | None = None, sharded: ShardedModel | None = None
     ):
-        """`ranks`: those that hold the other shares of the model's layers; `sharded`: what shards its tensors."""
+        """`ranks`: those with the other shares of the model's layers; `sharded`: what shards its tensors."""
         self.model, self.rank, self.ranks, self._sharded = model, rank, ranks, sharded
         tied = set(model.all_tied_weights_keys or ())
         self.tensors = {name: each for name, each in model.named_parameters() if not name.startswith(f"{TOWER}.")}
@@ -48,7 +47,7 @@ class Exporter:
         self.tensors |= {name: tensor for name, tensor in model.named_buffers() if name in own_buffers}
 
     def sizes(self) -> list[tuple[str, int]]:
-        """(name, bytes) of every tensor, whole even where it is sharded; tied weights once."""
+        """Return (name, whole bytes) of every tensor; tied weights once."""
         return [(name, self._nbytes(tensor) * self._shares(tensor)) for name, tensor in self.tensors.items()]
 
     def _nbytes(self, tensor: torch.Tensor) -> int:
@@ -59,7 +58,7 @@ class Exporter:
 
     @contextmanager
     def gathered(self, names: list[str], everywhere: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        """The named tensors, whole, under their checkpoint names, on rank 0 (or `everywhere`); other ranks get none."""
+        """Yield the named tensors, whole, under checkpoint names, on rank 0 or `everywhere`; other ranks get none."""
         tensors = [self.tensors[name] for name in names]
         with self._sharded.gathered(tensors) if self._sharded else nullcontext(tensors) as gathered:
             has, whole = everywhere or self.rank == 0, {}
@@ -71,10 +70,8 @@ class Exporter:
             yield revert_weight_conversion(self.model, whole) if has else {}
 
     def write(self, names: list[str], path: Path, files: Writing | None = None) -> list[str]:
-        """Write the named tensors to one safetensors file; returns their checkpoint names (rank 0).
-
-        With `files` a failure is noted there, not raised.
-        """
+        """Write the named tensors to a safetensors file; return their checkpoint names (rank 0). `files` collects
+        failures."""
         with self.gathered(names) as tensors:
             if self.rank == 0 and files is not None:
                 files.write(path, lambda: self._save(tensors, path))
@@ -83,7 +80,7 @@ class Exporter:
             return list(tensors)
 
     def save_pretrained(self, folder: Path, buckets: list[list[str]], files: Writing) -> None:
-        """A folder that `from_pretrained` and vLLM load with no merge step: config and one shard per bucket."""
+        """Write a folder that `from_pretrained` and vLLM load: config and one shard per bucket."""
         weight_map: dict[str, str] = {}
         if self.rank == 0:
             files.write(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
@@ -98,11 +95,8 @@ class Exporter:
         save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, path, {"format": "pt"})
 
     def save_config(self, folder: Path) -> None:
-        """Write config.json, generation_config.json and custom code.
-
-        transformers refuses to save many a generation_config.json that it loads, and training changes none: it is
-        copied from the model's source.
-        """
+        """Write config.json, custom code, and the source's generation_config.json, which transformers may refuse to
+        save."""
         config = self.model.config
         source = config.get_config_dict(config.name_or_path)[0] if config.name_or_path else {}
         try:
@@ -119,7 +113,7 @@ class Exporter:
             copy_files(config.name_or_path, folder, "generation_config.json")
 
     def _config_of(self, folder: Path, source: dict[str, Any]) -> dict[str, Any]:
-        """Return the model's configuration with the keys of its source; custom code is written to `folder`."""
+        """Return the model's configuration with its source's keys; write custom code to `folder`."""
         config = self.model.config
         if self.model.is_remote_code():  # its code, and in the config where it is
             custom_object_save(self.model, str(folder), config=config)

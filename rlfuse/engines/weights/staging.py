@@ -1,14 +1,10 @@
-r"""Buckets of weights in the shared memory of each node, for the engines there.
-
-Role: `WeightStaging` is one node's folder. In a run on the driver's own node it lives in the driver; otherwise every
-node has one as a Ray actor, and what the trainer's node has is read into Ray's object store once and copied once to
-each other node. `WeightPush` calls them through `StagingHandle`.
+r"""Keep buckets of weights in the shared memory of each node, for the engines there.
 
     trainer rank --file--> its staging --read, one put--> object store --one copy a node--> staging --file--> engines
                               \--file--> engines of that node
 
-Invariants: a bucket is written whole before its path is told; `close` leaves nothing behind.
-Waits: every call is bounded by cluster.timeout_s and named.
+`WeightStaging` is one node's folder: in the driver for its own node, a Ray actor elsewhere. A bucket is complete before
+its path is passed on; `close` leaves nothing behind. Every call is bounded by cluster.timeout_s.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from rlfuse.errors import EngineError
 
 
 class WeightStaging:
-    """A folder below `root` while a push lasts."""
+    """A folder below `root` during a push."""
 
     def __init__(self, root: Path = SHARED_MEMORY):
         self.root = root
@@ -48,7 +44,7 @@ class WeightStaging:
         return Path(path).stat().st_size
 
     def read(self, path: str) -> np.ndarray:
-        """uint8: a bucket's file."""
+        """Return a bucket's file as uint8."""
         return np.asarray(np.memmap(path, np.uint8, "r"))
 
     def write(self, path: str, bucket: np.ndarray) -> None:
@@ -67,7 +63,7 @@ class WeightStaging:
 
 
 class StagingHandle:
-    """The driver's side of a staging, and the engines and slots on its node. `node`: None for the driver's process."""
+    """A node's staging, engines and slots, on the driver. `node`: None for the driver's process."""
 
     def __init__(
         self,
@@ -97,7 +93,7 @@ class StagingHandle:
         return await call(reference, name, f"do `{method}` in shared memory", self._timeout_s)
 
     async def need(self, path: Path | str, key: str) -> None:
-        """EngineError that names `key` if the node does not see `path`."""
+        """Raise EngineError with `key` unless the node sees `path`."""
         if not await self.ask("exists", str(path)):
             raise EngineError(
                 f"node {self._node} does not see {path}: {key} has to lie on storage that all nodes share, at the same "
@@ -109,7 +105,7 @@ class StagingHandle:
 
 
 def stagings(engines: Sequence[Any], slots: Slots, timeout_s: float) -> list[StagingHandle]:
-    """One for each node. `engines`: in the order of their slots."""
+    """Return a staging for each node. `engines`: in slot order."""
     if [node.id for node in slots.nodes] == [nodes.this_node_id()]:
         return [StagingHandle(engines, WeightStaging())]
     remote, environment = ray.remote(WeightStaging), {"env_vars": worker_environment(slots.device)}

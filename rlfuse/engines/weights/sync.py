@@ -1,28 +1,18 @@
-"""New weights, from the trainer to every rollout engine, in buckets.
-
-Role: `WeightPush` is the controller's `WeightSync`. It runs on the driver and moves no tensor itself: it tells the
-trainer which bucket to hand over and the engines where to find it.
+"""Push new weights from the trainer to all rollout engines, in buckets. `WeightPush` runs on the driver.
 
     shm  trainer (all ranks gather, rank 0 writes) --bucket i+1--> /dev/shm/rlfuse-weights-*/ --bucket i--> every engine
                  at most two buckets exist on a node: one being written (and copied there), one being loaded
     ipc  trainer (every rank packs bucket i+1 on its GPU) --CUDA IPC handle of bucket i--> the engine on the same GPU
 
-A slot's device goes through three hands (`colocation`); CUDA IPC opens memory of the device only, so the ranks leave
-after the push.
 Invariants:
-- whoever has a slot's device when it is pushed to, its engine has it at the end; an engine that is started in place of
-  a lost one starts on a device that the ranks have left, as vLLM takes a share of what is free;
-- whatever the engine builds one layer of comes in one bucket, because it may hold parts back until it has them all, and
-  memory that was shared by IPC is gone with its bucket;
-- engines are paused and their caches cleared before the first bucket reaches them, and resume only with all weights;
-  the versions that they then report are compared with the one asked for;
-- a bucket's file is complete on every node before any engine hears of it and is deleted, never rewritten; its folders
-  are gone when `push` returns or raises; a bucket goes to each node once, however many engines it has;
-- an engine that is lost, before or in the middle of a push, is replaced, and the push is repeated for it alone;
-- after another error the engines may hold parts of two versions and stay paused: restart them. Only after a first
-  bucket that can't be written the push can be repeated.
-Called by the controller after an optimizer step, and by the executor that has lost its last engine. Waits for the
-slowest engine per bucket, for the trainer's next bucket and for engines that start; all bound their calls in time.
+- at the end each slot's engine has its device; a replacement engine starts on a device that the ranks have left;
+- tensors of a decoder layer are in one bucket: an engine may build the layer once it has all of them;
+- engines pause and drop their caches before the first bucket, resume with all weights, and then report the version;
+- a bucket is complete on a node before an engine there is told of it; none is left when `push` returns or raises;
+- an engine lost before or during a push is replaced, and the push is repeated for it alone;
+- after another error engines may hold parts of two versions and stay paused: restart them. A push can be repeated only
+  if its first bucket could not be written.
+Waits for the slowest engine per bucket, the trainer's next bucket and starting engines, all with limits.
 """
 
 from __future__ import annotations
@@ -43,33 +33,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 MIB = 1 << 20
-STUCK = {"gpt_oss", "mimo_v2_flash", "step3_text", "step3p5"}
-"""Model types whose `load_weights` in vLLM copies tensors itself; `weights.receiver` finds others in the first push."""
 
 
 class WeightExporter(PushingRanks, Protocol):
-    """The trainer's side, all ranks as one. Every method is bounded in time and raises `EngineError`."""
+    """The trainer, all ranks as one. Every method is bounded in time and raises `EngineError`."""
 
     async def bucket_plan(self) -> list[list[str]]:
-        """All tensors of the actor in buckets, see `plan_buckets`."""
+        """Return all tensors of the actor in buckets, see `plan_buckets`."""
 
     async def export_bucket(self, names: list[str], path: str) -> None:
-        """Write these tensors as safetensors under checkpoint names; every rank enters, `writer` writes, complete on
-        return."""
+        """Write these tensors as safetensors under checkpoint names; every rank calls this, `writer` writes."""
 
     def writer(self, names: list[str]) -> int:
-        """The rank on whose node `export_bucket` writes."""
+        """Return the rank on whose node `export_bucket` writes."""
 
 
 class WeightReceiver(Sleeper, Protocol):
-    """A rollout engine as weight sync sees it, implemented by `RolloutHandle`."""
+    """A rollout engine, implemented by `RolloutHandle`."""
 
     name: str
     lost: bool
-    """Whether it has to be replaced, or its successor has no weights yet."""
+    """Whether it has to be replaced, or its replacement has no weights yet."""
 
     async def wait_ready(self) -> None:
-        """Wait for the engine that takes the place of a lost one. All but this, `sleep` and `wake` raise EngineLost."""
+        """Wait for the replacement of a lost engine. All but this, `sleep` and `wake` raise EngineLost."""
 
     async def begin_update(self) -> None: ...
 
@@ -81,16 +68,14 @@ class WeightReceiver(Sleeper, Protocol):
 
 
 class TowerSync(Protocol):
-    """From the trainer's vision tower to the encoder ranks; see `engines.weights.tower_push`."""
+    """Pushes the trainer's vision tower to the encoder ranks, see `tower_push`."""
 
     async def push(self, version: int) -> None: ...
 
 
 def plan_buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[list[str]]:
-    """Names in their order, cut into buckets of at most `bucket_bytes`.
-
-    A decoder layer stays whole, and one that is larger, or another tensor that is, gets a bucket of its own.
-    """
+    """Cut names, in order, into buckets of at most `bucket_bytes`; a larger layer or tensor gets a bucket of its
+    own."""
     buckets: list[list[str]] = []
     room = -1
     for _, group in groupby(sizes, key=lambda each: layer_of(each[0])):
@@ -104,13 +89,13 @@ def plan_buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[li
 
 
 def layer_of(name: str) -> str:
-    """What of a tensor's name says which decoder layer it is part of; the whole name of one that is in none."""
+    """Return the part of a tensor's name that identifies its decoder layer; else the whole name."""
     found = re.match(r".*?\.\d+\.", name)
     return found[0] if found else name
 
 
-def check_pushable(config: PreTrainedConfig, backend: str) -> None:
-    """EngineError for a model whose trained weights an engine can't take, known before anything starts."""
+def check_pushable(config: PreTrainedConfig) -> None:
+    """Raise EngineError if engines cannot take trained weights of this model."""
     text = config.get_text_config()
     if quantized := getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
@@ -118,15 +103,10 @@ def check_pushable(config: PreTrainedConfig, backend: str) -> None:
             f"its weights are quantized ({method}): engines that start with such layers take no trained weights; "
             "train an unquantized copy"
         )
-    if backend == "vllm" and text.model_type in STUCK:
-        raise EngineError(
-            f"vLLM would keep some weights of a {text.model_type} as they were at its start: it writes them past its "
-            "own reload"
-        )
 
 
 def resolve_transfer(setting: str, device: str, stages: int = 1) -> str:
-    """`rollout.weight_transfer` with auto resolved for the device, `cpu` or `cuda`, and a pipeline's `stages`."""
+    """Resolve auto of `rollout.weight_transfer` for the device, `cpu` or `cuda`, and a pipeline's `stages`."""
     if setting == "auto":
         # CUDA IPC is made for two processes on one GPU, but a stage's GPU is not that of every engine that needs it.
         return "ipc" if device == "cuda" and stages == 1 else "shm"
@@ -136,7 +116,7 @@ def resolve_transfer(setting: str, device: str, stages: int = 1) -> str:
 
 
 class WeightPush:
-    """Pushes the trainer's weights to all engines, one bucket after the other."""
+    """Pushes the trainer's weights to all engines, bucket by bucket."""
 
     def __init__(
         self,
@@ -147,7 +127,7 @@ class WeightPush:
         stagings: Sequence[StagingHandle] = (),
         tower: TowerSync | None = None,
     ):
-        """`stagings`: one for each node; by default this process's. `tower`: takes a trained one to the encoder
+        """`stagings`: one for each node, by default this process's. `tower`: pushes a trained one to the encoder
         ranks."""
         self.exporter, self.engines, self.bucket_mb, self.transfer = exporter, list(engines), bucket_mb, transfer
         self.stagings = list(stagings) or [StagingHandle(engines, WeightStaging())]
@@ -156,15 +136,13 @@ class WeightPush:
         self._version = 0
 
     async def push(self, version: int) -> None:
-        """All engines hold the trainer's present weights as `version` and have their devices when this returns."""
+        """Push the current weights as `version`; afterwards all engines have their devices."""
         self._version = version
         await self._push(range(len(self.engines)), self.tower)
 
     async def restart_engine(self, slot: int) -> None:
-        """The slot's engine, another one if it is lost, holds the present weights as the version of the last push.
-
-        All engines are lost: the other ranks take their devices, too, as some gather weights together.
-        """
+        """Push the weights of the last push to this slot's engine, a replacement if it is lost. Called when all engines
+        are lost: the other ranks take their devices, too, as some gather weights together."""
         others = [other for other in range(len(self.engines)) if other != slot]
         await asyncio.gather(*(to_ranks(self.engines[other], self.exporter, other) for other in others))
         await self._push([slot])
@@ -180,7 +158,7 @@ class WeightPush:
         await asyncio.gather(*(to_engine(self.engines[slot], self.exporter, slot) for slot in slots))
 
     async def _prepare(self, slot: int) -> None:
-        """The slot's ranks and its engine's weights share the device when this returns."""
+        """Have the slot's ranks and its engine's weights share the device."""
         engine = self.engines[slot]
         if engine.lost:
             await leave(self.exporter, slot)
@@ -188,7 +166,7 @@ class WeightPush:
         await to_push(engine, self.exporter, slot)
 
     async def _serve(self, engines: list[WeightReceiver]) -> list[WeightReceiver]:
-        """Those that have the weights when this returns; the others were lost in the course of it."""
+        """Return the engines that have the weights; the others were lost."""
         plan = await self.exporter.bucket_plan()
         if not plan:
             raise EngineError("trainer listed no weights to push: bucket_plan() was empty")
@@ -227,7 +205,7 @@ class WeightPush:
             await asyncio.gather(*(staging.ask("close") for staging in self.stagings), return_exceptions=True)
 
     async def _write(self, names: list[str], index: int) -> None:
-        """A bucket on every node."""
+        """Write a bucket on every node."""
         first = self._source(names)
         if await first.ask("free") < self._largest:
             raise await self._no_room(first, self._largest)
@@ -239,7 +217,7 @@ class WeightPush:
             await asyncio.gather(*(self._copy(staging, index, bucket) for staging in others))
 
     def _source(self, names: list[str]) -> StagingHandle:
-        """Of the node where the bucket is written."""
+        """Return the staging of the node where the bucket is written."""
         if len(self.stagings) == 1:
             return self.stagings[0]
         return next(staging for staging in self.stagings if self.exporter.writer(names) in staging.slots)
@@ -250,7 +228,7 @@ class WeightPush:
 
     @asynccontextmanager
     async def _room(self, staging: StagingHandle) -> AsyncIterator[None]:
-        """Full memory gets figures."""
+        """Explain full memory with its sizes."""
         try:
             yield
         except (EngineError, OSError) as error:
@@ -284,13 +262,13 @@ class WeightPush:
 
 
 class _Receivers:
-    """The engines of one push. Those that are lost in the course of it leave; they have to be served again."""
+    """The engines of one push, without those that were lost during it."""
 
     def __init__(self, engines: Sequence[WeightReceiver]):
         self.engines = list(engines)
 
     async def each(self, ask: Callable[[WeightReceiver], Awaitable[Any]]) -> dict[str, Any]:
-        """The answer of each by name, or the first failure at once: it names its worker."""
+        """Return each engine's answer by name, or raise the first failure at once."""
 
         async def one(engine: WeightReceiver) -> tuple[bool, Any]:
             try:

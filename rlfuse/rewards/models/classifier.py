@@ -33,7 +33,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Which model, and what runs it: equal ones are one model in a process."""
+    """A model and what runs it; equal settings share one model per process."""
 
     path: str
     backend: str
@@ -44,7 +44,7 @@ class Settings:
 
 
 class Classifier:
-    """Scores samples by one label of one model on one device."""
+    """Scores samples by one label of a model."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Classifier:
         self._column = columns(self._settings.path, self._model.labels, [self._name])[self._name]
 
     def refusal(self, visual: Sequence[Visual]) -> str | None:
-        """Why it can't score rows that show these clips and images; None where it can. Loads no weights."""
+        """Return why it can't score rows with these clips and images, else None. Loads no weights."""
         if self._settings.backend != "vllm":
             return (
                 f"{KEY}={self._settings.path} can't see {visual[0].path}: by reward.model_backend="
@@ -109,7 +109,7 @@ class Classifier:
 
 
 class Loaded:
-    """A model with its tokenizer: all labels' logits of samples. `first`: the label that is asked for."""
+    """A model with its tokenizer; `first`: the first label used."""
 
     def __init__(self, settings: Settings, first: str):
         from transformers import AutoTokenizer
@@ -130,22 +130,22 @@ class Loaded:
 
     def logits(self, samples: Sequence[Item]) -> list[list[float] | RewardFailure]:
         """Return all labels' logits of each sample, in order."""
-        results: list[list[float] | RewardFailure | None] = [None] * len(samples)
-        sequences: dict[int, Asked] = {}
-        for position, item in enumerate(samples):
-            try:
-                asked = self._runner.asked(item, self._tokenizer)
-            except Exception as error:
-                results[position] = failure("", error)
-                continue
-            if 0 < len(asked.tokens) <= self._context:
-                sequences[position] = asked
-            else:
-                results[position] = self._misfit(len(asked.tokens))
-        found = self._run(set(sequences.values()))
-        for position, asked in sequences.items():
-            results[position] = found[asked]
-        return results
+        asked = [self._asked(item) for item in samples]
+        found = self._run({each for each in asked if isinstance(each, Asked)})
+        return [found[each] if isinstance(each, Asked) else each for each in asked]
+
+    def _asked(self, item: Item) -> Asked | RewardFailure:
+        try:
+            asked = self._runner.asked(item, self._tokenizer)
+        except Exception as error:
+            return failure("", error)
+        if 0 < len(asked.tokens) <= self._context:
+            return asked
+        return RewardFailure(
+            "",
+            f"prompt and response are {len(asked.tokens)} tokens of the reward model, which takes 1 to "
+            f"{self._context}: lower data.max_response_length or give a model with a longer context",
+        )
 
     def _run(self, sequences: set[Asked]) -> dict[Asked, list[float] | RewardFailure]:
         found = {asked: self._kept[asked] for asked in sequences if asked in self._kept}
@@ -157,19 +157,12 @@ class Loaded:
                 del self._kept[oldest]
         return found
 
-    def _misfit(self, length: int) -> RewardFailure:
-        return RewardFailure(
-            "",
-            f"prompt and response are {length} tokens of the reward model, which takes 1 to {self._context}: lower "
-            "data.max_response_length or give a model with a longer context",
-        )
-
 
 LOADED: WeakValueDictionary[Settings, Loaded] = WeakValueDictionary()
 
 
 class Transformers:
-    """The model as transformers runs it, in padded batches."""
+    """Runs the model in transformers, in padded batches."""
 
     def __init__(self, settings: Settings, config: Any):
         import torch
@@ -197,7 +190,7 @@ class Transformers:
         self.context = getattr(text, "max_position_embeddings", None) or math.inf
 
     def asked(self, item: Item, tokenizer: Any) -> Asked:
-        """Return the item's tokens as in the training of reward models: by the model's own chat template, if any."""
+        """Return the item's tokens by the model's chat template, if any, as reward models are trained."""
         from rlfuse.data.messages import conversation
         from rlfuse.data.tokenizers import conversation_ids  # imports transformers
 
@@ -205,7 +198,7 @@ class Transformers:
         return Asked(tuple(conversation_ids(tokenizer, messages, item.columns.get("tools"))))
 
     def logits(self, sequences: Sequence[Asked]) -> list[list[float] | RewardFailure]:
-        """Return each sequence's logits, or the failure of its batch where that raised."""
+        """Return each sequence's logits, or its batch's failure."""
         found: dict[Tokens, list[float] | RewardFailure] = {}
         for batch in self._batches([asked.tokens for asked in sequences]):
             try:
@@ -216,7 +209,7 @@ class Transformers:
         return [found[asked.tokens] for asked in sequences]
 
     def _batches(self, sequences: Iterable[Tokens]) -> Iterator[list[Tokens]]:
-        """Cut batches of similar length, longest first, within the token budget."""
+        """Yield batches of similar length, longest first, within the token budget."""
         batch: list[Tokens] = []
         for tokens in sorted(sequences, key=lambda tokens: -len(tokens)):
             longest = len(batch[0]) if batch else 0
@@ -242,7 +235,7 @@ class Transformers:
 
 
 def model_place(path: Any, key: str) -> str:
-    """Where a model is loaded from: its folder, or a hub name as it is. RewardError for a folder that is none."""
+    """Return a model's folder, or a hub name unchanged. RewardError for a missing or wrong folder."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         if str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1:

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rlfuse.engines.vllm.offline_engine import EngineSettings, OfflineEngine, engine
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
 from rlfuse.rewards.api.results import failure
 from rlfuse.rewards.models.classifier import model_place
 from rlfuse.rewards.models.sight import Sight, portions
-from rlfuse.rewards.models.vllm_engine import EngineSettings, engine, run
 from rlfuse.samples import Reward, RewardFailure, Visual
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ OTHERWISE = "blind=true, where question and answers are enough, or an entry with
 
 
 class Judge:
-    """A model that compares each response with a reference; see `start` for when it is loaded."""
+    """Compares each response with a reference."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Judge:
         self._template, self._verdicts, self._reference = template, tuple(verdicts), reference
         self._chat_template_kwargs = chat_template_kwargs or {}
         self._blind = blind
-        self._engine: Any = None
+        self._engine: OfflineEngine | None = None
         self._sight: Sight | None = None
 
     def start(self) -> None:
@@ -92,12 +92,11 @@ class Judge:
             return
         sight = self._new_sight()
         with sight.served() as model:
-            llm = engine(replace(self._settings, model=model))
-        sight.start(llm)
-        self._sight, self._tokenizer = sight, llm.get_tokenizer()
+            started = engine(replace(self._settings, model=model))
+        sight.start(started)
+        self._sight, self._tokenizer = sight, started.tokenizer
         self._tokens = [self._token(verdict) for verdict in self._verdicts]
-        self._context = llm.model_config.max_model_len
-        self._engine = llm
+        self._engine = started
 
     def score(self, samples: Sequence[Item]) -> list[Reward | RewardFailure]:
         return [result for few in portions(samples) for result in self._compared(few)]
@@ -105,12 +104,12 @@ class Judge:
     def _compared(self, samples: Sequence[Item]) -> list[Reward | RewardFailure]:
         orders = [self._orders(item) for item in samples]
         asked = [prompt for pair in orders if not isinstance(pair, RewardFailure) for prompt in pair]
-        said = self._log_probs_of_verdicts(asked) if asked else []
+        said = self._engine.log_probs(asked, self._tokens) if asked else []
         verdicts = map(verdict, said[::2], said[1::2])
         return [pair if isinstance(pair, RewardFailure) else next(verdicts) for pair in orders]
 
     def refusal(self, visual: Sequence[Visual]) -> str | None:
-        """Why it can't score a row that shows these clips and images; None where it can. Loads no weights."""
+        """Return why it can't score a row with these clips and images, else None. Loads no weights."""
         if self._blind:
             return None
         self._sight = self._sight or self._new_sight()
@@ -146,13 +145,13 @@ class Judge:
         try:
             pair = [self._prompt(question.strip(), *order, visual) for order in (answers, answers[::-1])]
             longest = max(len(made.token_ids) for made in pair)
-            if longest < self._context:
+            if longest < self._engine.context:
                 return [self._sight.prompt(made, visual) for made in pair]
         except Exception as error:
             return failure("", error)
         return _failure(
-            f"question and answers are {longest} tokens of the judge, which takes {self._context - 1}: give a judge of "
-            "more context (max_model_len), or lower data.max_response_length"
+            f"question and answers are {longest} tokens of the judge, which takes {self._engine.context - 1}: give a "
+            "judge of more context (max_model_len), or lower data.max_response_length"
         )
 
     def _prompt(self, question: str, a: str, b: str, visual: Sequence[Visual]) -> VideoPrompt:
@@ -166,13 +165,6 @@ class Judge:
         )
         return self._sight.assemble(whole, visual, special=False)
 
-    def _log_probs_of_verdicts(self, prompts: list[dict[str, Any]]) -> list[list[float]]:
-        from vllm import SamplingParams
-
-        one = SamplingParams(temperature=0.0, max_tokens=1, logprob_token_ids=self._tokens, detokenize=False)
-        firsts = [output.outputs[0].logprobs[0] for output in run(self._engine, prompts, one)]
-        return [[first[token].logprob for token in self._tokens] for first in firsts]
-
     def _token(self, verdict: str) -> int:
         tokens = self._tokenizer.encode(verdict, add_special_tokens=False)
         if len(tokens) == 1 and tokens[0] != self._tokenizer.unk_token_id:
@@ -183,7 +175,7 @@ class Judge:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the engine, which is started where the judge arrives."""
+        """Pickle without the engine."""
         return self.__dict__ | {"_engine": None, "_tokenizer": None, "_sight": None}
 
 

@@ -6,12 +6,13 @@ Scores are raw, without vLLM's activation; the head is never randomly initialise
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlfuse.config.reward_labels import OWN_CLASS, head_labels
+from rlfuse.engines.vllm.offline_engine import EngineSettings, engine
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
 from rlfuse.rewards.api.results import failure
@@ -33,7 +34,7 @@ WEIGHT, BIAS = "score.weight", "score.bias"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A sequence to score; those that are equal have the same logits."""
+    """A sequence to score; equal ones have the same logits."""
 
     tokens: tuple[int, ...]
     shown: tuple[tuple[str, FramePlan | None], ...] = ()
@@ -42,16 +43,14 @@ class Asked:
 
 
 def sight_of(path: str, trust_remote_code: bool) -> Sight:
-    """How the reward model there sees; of one of text, why not."""
+    """Return how the reward model sees; for a text model, why not."""
     return Sight(path, trust_remote_code, key=KEY, otherwise=OTHERWISE)
 
 
 class Pooling:
-    """The model on a vLLM engine of this process. `settings`: as of `classifier.Settings`."""
+    """Runs the model on a vLLM engine of this process. `settings`: `classifier.Settings`."""
 
     def __init__(self, settings: Any):
-        from rlfuse.rewards.models.vllm_engine import EngineSettings, engine
-
         if not head_labels(settings.path, settings.trust_remote_code):
             raise RewardError(
                 f"{KEY}: {settings.path} is no sequence classifier by the architectures of its "
@@ -62,8 +61,8 @@ class Pooling:
         with self._sight.served(read_head) as model:
             self._engine = engine(EngineSettings(model, **same, pooling=True))
         self._sight.start(self._engine)
-        self.context = self._engine.model_config.max_model_len
-        self._pad_id = self._engine.model_config.hf_config.get_text_config().pad_token_id
+        self.context = self._engine.context
+        self._pad_id = self._engine.model_config.get_text_config().pad_token_id
 
     def asked(self, item: Item, tokenizer: PreTrainedTokenizerBase) -> Asked:
         """Return the sequence to score. RewardError or VideoError if markers do not match what the item shows."""
@@ -89,18 +88,12 @@ class Pooling:
 
     def logits(self, sequences: Sequence[Asked]) -> list[list[float] | RewardFailure]:
         """Return each sequence's logits, or why it can't be shown."""
-        return [found for few in portions(sequences) for found in self._scored(few)]
-
-    def _scored(self, few: Sequence[Asked]) -> Iterator[list[float] | RewardFailure]:
-        from vllm import PoolingParams
-
-        from rlfuse.rewards.models.vllm_engine import run
-
-        prompts = [self._prompt(each) for each in few]
-        fit = [each for each in prompts if not isinstance(each, RewardFailure)]
-        outputs = iter(run(self._engine, fit, PoolingParams(task="classify", use_activation=False)))
-        for each in prompts:
-            yield each if isinstance(each, RewardFailure) else next(outputs).outputs.data.float().tolist()
+        found: list[list[float] | RewardFailure] = []
+        for few in portions(sequences):
+            prompts = [self._prompt(each) for each in few]
+            logits = iter(self._engine.logits([each for each in prompts if not isinstance(each, RewardFailure)]))
+            found += [each if isinstance(each, RewardFailure) else next(logits) for each in prompts]
+        return found
 
     def _prompt(self, asked: Asked) -> dict[str, Any] | RewardFailure:
         try:
@@ -120,7 +113,7 @@ def sees(folder: Path) -> bool:
 
 
 def check_head(folder: Path) -> dict[str, Path]:
-    """The files of the head's tensors, which the config.json of this folder speaks of. RewardError otherwise."""
+    """Return the files of the head's tensors. RewardError unless they match the folder's config.json."""
     from rlfuse.video.checkpoints import tensor_places, tensor_shape
 
     config = json.loads((folder / "config.json").read_text())
@@ -151,7 +144,7 @@ def check_head(folder: Path) -> dict[str, Path]:
 
 
 def read_head(folder: str) -> torch.nn.Linear:
-    """The head of the reward model in this folder. RewardError as `check_head`."""
+    """Read the head of the reward model in this folder. RewardError as `check_head`."""
     import torch
 
     from rlfuse.video.checkpoints import read_tensor

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlfuse.engines.vllm.offline_engine import OfflineEngine
 from rlfuse.errors import RewardError, VideoError
 from rlfuse.samples import Embedding, Visual
 
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
 KEPT_BYTES = 1 << 30
 BLOCK_BYTES = 64 << 20
 TOKENS_SHOWN = 1 << 16
-"""Visual tokens of samples that are asked about together: of 3,584 features, half a GB in each copy."""
+"""Visual tokens of samples scored together: of 3,584 features, half a GB per copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnEmbedding(Embedding):
-    """Rows in the memory of this process."""
+    """Rows in this process."""
 
     rows: torch.Tensor | None = None
 
@@ -47,7 +48,7 @@ class OwnEmbedding(Embedding):
 
 
 class Sight:
-    """Of one model; `refusal` works at once, the rest once the engine that `served` names is given to `start`."""
+    """Shows clips to one model. `refusal` works at once, the rest after `start`."""
 
     def __init__(self, path: str, trust_remote_code: bool = False, *, key: str, otherwise: str):
         """`key`: how the user named the model; `otherwise`: the remedy for rows that it cannot see."""
@@ -107,12 +108,8 @@ class Sight:
                 head = read_head(self._model.folder) if read_head else None
                 yield self._model.served(Path(folder) / "model", head)
 
-    def start(self, llm: Any) -> None:
-        from rlfuse.engines.rollout.prompts import Prompts
-
-        served = llm.model_config
-        self._tokenizer, self._dtype = llm.get_tokenizer(), str(served.dtype).removeprefix("torch.")
-        self._prompts = Prompts(served.hf_config, llm.vllm_config.scheduler_config.max_num_batched_tokens)
+    def start(self, engine: OfflineEngine) -> None:
+        self._tokenizer, self._dtype, self._prompts = engine.tokenizer, engine.dtype, engine.prompts
 
     def assemble(self, text: str, visual: Sequence[Visual], special: bool) -> VideoPrompt:
         """Return the prompt's tokens with visual ones; VideoError if markers do not match.
@@ -129,7 +126,7 @@ class Sight:
         return self._model.prompt(self._tokenizer, text, [each.plan for each in visual])
 
     def quoted(self, text: str) -> str:
-        """Return the text with its markers spelled as text, for `assemble`."""
+        """Escape markers in the text, for `assemble`."""
         from rlfuse.video.prompt import quoted
 
         return quoted(text) if self._model else text
@@ -175,7 +172,7 @@ class Sight:
 
 
 def portions(samples: Sequence[Any]) -> Iterator[list[Any]]:
-    """Those whose prompts are made and asked at a time, by what each has as `visual`: copies of its embeddings wait."""
+    """Split samples by the tokens of their `visual`, which bounds the copies of embeddings."""
     behind = accumulate(sum(each.plan.tokens for each in sample.visual) for sample in samples)
     for _, few in groupby(zip(behind, samples, strict=True), key=lambda pair: pair[0] // TOKENS_SHOWN):
         yield [sample for _, sample in few]

@@ -24,13 +24,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlfuse.cluster.nodes import this_node_id
 from rlfuse.cluster.placement import Slots, reward_device, reward_options
 from rlfuse.config.rewards import MODEL_PART, RewardConfig, RewardEntry, is_model
+from rlfuse.engines.vllm.offline_engine import environment
 from rlfuse.errors import EngineError, RewardError
 from rlfuse.events import Span
 from rlfuse.rewards.api.combine import Outcomes, compose, covers, unscored, wanted, waves
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.items import Item, item_of_sample
 from rlfuse.rewards.api.shapes import RewardFunction
-from rlfuse.rewards.models.vllm_engine import environment
 from rlfuse.rewards.workers.reward_worker import RewardWorker, pack
 from rlfuse.rewards.workers.reward_worker_handle import Call, RewardWorkerHandle, closed
 from rlfuse.samples import Prompt, Reward, RewardFailure, Sample

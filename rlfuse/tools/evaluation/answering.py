@@ -26,7 +26,7 @@ from rlfuse.config.schema import Config
 from rlfuse.data.prompts import load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines.rollout.engine_actor import engine_actor
-from rlfuse.engines.rollout.vllm_support import unserved_judges
+from rlfuse.engines.vllm.support import unserved_judges
 from rlfuse.errors import ConfigError, EngineError, first_of
 from rlfuse.events import Recorder
 from rlfuse.fusion.board import Board
@@ -62,7 +62,7 @@ class Loaded:
 def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) -> Loaded:
     """Load tokenizer, prompts and rewards; seeds are those of the validation after `step`."""
     reward = inference.reward_pool(config) if scored else None
-    if problems := [*engine_actor(config.rollout.name).unserved(config), *unserved_judges(config)]:
+    if problems := [*engine_actor(config.rollout.name).unserved(config, trains=False), *unserved_judges(config)]:
         raise ConfigError(problems)
     video_model, tokenizer = inference.video_model_of(config), load_tokenizer(config.model)
     clips = inference.clip_reader(config, tokenizer, video_model)

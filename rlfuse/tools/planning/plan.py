@@ -16,15 +16,15 @@ from rich.padding import Padding
 from rich.table import Table
 
 from rlfuse.algorithms.experience import Experience
-from rlfuse.cluster.cuda import gpu_settings
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.input_files import read, unwritable
 from rlfuse.config.schema import Config
-from rlfuse.engines.memory import sharing
 from rlfuse.engines.memory.activations import PASS_OF, leaves, words
 from rlfuse.engines.memory.estimate import GIB, Budget, Memory, Moved, memory_of
 from rlfuse.engines.memory.model_sizes import Shape, served_shapes, shapes_of
 from rlfuse.engines.memory.remedies import problems, remedies
+from rlfuse.engines.vllm.gpu_settings import gpu_settings
+from rlfuse.engines.vllm.setup import memory_arguments
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.decisions import traits_of
 from rlfuse.fusion.own_policies import load_policy
@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--picture", type=Path, metavar="out.png|html", help="the fused schedule of a pipeline job")
     parser.add_argument("--memory-picture", type=Path, metavar="out.png", help="what lies on a device in each phase")
     parser.add_argument("--search", action="store_true", help="the fastest plan that fits: --search --help")
-    parser.add_argument("--settings", action="store_true", help="settings for GPUs: variables, vLLM's arguments, why")
+    parser.add_argument("--settings", action="store_true", help="settings for GPUs: variables, engine arguments, why")
     return parser
 
 
@@ -214,7 +214,7 @@ def _show_settings(config: Config, memory: Memory, all_of_them: bool, console: C
     """What is chosen for GPUs beside the configuration's own keys, with its reasons, or how to see that."""
     name = config.trainer.experiment_name or "NAME"  # which a run without one gets when it is accepted
     named = replace(config, trainer=replace(config.trainer, experiment_name=name))
-    settings = gpu_settings(named, planned=sharing.arguments(memory))
+    settings = gpu_settings(named, planned=memory_arguments(memory))
     if not all_of_them:
         console.print(f"{len(settings)} settings for GPUs were chosen: --settings shows them, with the reasons.\n")
         return

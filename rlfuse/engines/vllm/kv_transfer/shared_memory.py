@@ -1,7 +1,4 @@
-"""KV caches that travel with samples from one engine to another on the same host, through /dev/shm.
-
-Role: `MigrationConnector` is what vLLM makes of us inside the engine: one object in the scheduler's process, one in
-every rank. The engine's actor keeps the folder (`store.KVCacheStore`).
+"""Move KV caches with samples between engines of a host through /dev/shm: vLLM's KV connector for `shm`.
 
     evict(carry=kv) --.wanted--> scheduler: request ends, blocks are held, .wanted becomes .saving
                                      |  next step
@@ -11,18 +8,10 @@ every rank. The engine's actor keeps the folder (`store.KVCacheStore`).
                                                                      |
     generate(partial) on another engine: its scheduler finds .tokens, every rank loads before the step and removes
 
-Invariants:
-- only whole blocks travel, generated tokens too; at least the prompt's last token is computed by the engine that loads;
-- a file is named only when all ranks have written it, and never changes after that; whoever takes it removes it;
-- new weights take back what the old ones computed (`invalidate`), so that no waiting request loads it later;
-- whatever is missing, too old or too large is prefilled instead: a KV cache is never needed to be right, only quick;
-- nothing outlives its engine by long: the folder goes when the engine stops, and that of a killed engine when the next
-  one starts (it is locked while its engine lives).
-
-On GPUs too: ranks copy between device and file on the stream on which the model runs, so what was computed before is
-there and what comes after finds it. Nothing but the caches' addresses is kept, which an engine that sleeps has again
-when it wakes. `kv_transfer.nixl` is the other connector, for CPU hosts; `rollout.kv_transfer` chooses. Places, keys and
-when they are void are the same. Models with several groups of KV layers (sliding windows, state spaces) always prefill.
+Invariants: only whole blocks are moved, and the loading engine computes at least the prompt's last token; a file is
+named once all ranks have written it, and its reader removes it; new weights invalidate what the old ones computed.
+Whatever is missing, outdated or too large is prefilled, as are models with several groups of KV layers. On GPUs, ranks
+copy on the stream on which the model runs; addresses stay valid over sleep and wake.
 """
 
 from __future__ import annotations
@@ -44,7 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_world_group
 
-from rlfuse.engines.kv_transfer.store import remove
+from rlfuse.engines.vllm.kv_transfer.store import remove
 
 
 @dataclass
@@ -58,7 +47,7 @@ class Transfer(KVConnectorMetadata):
 
 
 class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's KV connector. A request's `kv_transfer_params` name its places: `save`, and `load` if it came with one."""
+    """vLLM's KV connector. `kv_transfer_params` of a request: `save`, and `load` if it came with a KV cache."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
@@ -66,7 +55,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
         self._ranks = vllm_config.parallel_config.world_size
         self._next = Transfer()
         self._saving: dict[str, tuple[str, int]] = {}
-        """Request -> (base, tokens) of caches that the ranks write (scheduler)."""
+        """Request -> (base, tokens) that ranks are writing (scheduler)."""
         self._saved: set[str] = set()
         self._missing: set[int] = set()
         self._layers: dict[str, torch.Tensor] = {}
@@ -82,7 +71,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
         return max(0, self._usable(request, base) * self._block_size - num_computed_tokens), False
 
     def _usable(self, request: Any, base: str | None) -> int:
-        """Whole blocks at `base`, the request's last token left out."""
+        """Return the whole blocks at `base`, without the request's last token."""
         try:
             stored = int(Path(f"{base}.tokens").read_text()) if base else 0
         except FileNotFoundError:  # taken already: the request was preempted since
@@ -119,7 +108,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def _room(self, blocks: int, file: Path) -> bool:
-        """Whether shared memory has room for so many blocks, and as much again for others."""
+        """Whether shared memory has room for twice as many blocks."""
         cache = self._kv_cache_config
         block = cache.kv_cache_tensors[0].size // cache.num_blocks * self._ranks  # each tensor names the whole of them
         return shutil.disk_usage(file.parent).free > 2 * blocks * block
@@ -166,11 +155,11 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
 
     @staticmethod
     def _file(base: str) -> Path:
-        """This rank's part: every rank has layers or heads of its own, and so have those of the other engine."""
+        """Return this rank's part: each has other layers or heads, alike in all engines."""
         return Path(f"{base}.{get_world_group().rank_in_group}")
 
     def _load(self, base: str, blocks: list[int], first: int) -> None:
-        """Fill the blocks; if the file has gone (its sample was evicted meanwhile), vLLM computes them."""
+        """Fill the blocks; vLLM computes them if the file is gone (its sample was evicted meanwhile)."""
         path = self._file(base)
         try:
             with safe_open(path, "pt") as file:
@@ -183,7 +172,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
         path.unlink(missing_ok=True)
 
     def _blocks(self, cache: torch.Tensor) -> torch.Tensor:
-        """The layer's cache by the scheduler's blocks, each of which is one of the attention's blocks or several."""
+        """View the layer's cache by the scheduler's blocks, each of one or several blocks of the attention."""
         return cache.unflatten(0, (self._kv_cache_config.num_blocks, -1))
 
     def get_finished(self, finished_req_ids: Iterable[str]) -> tuple[set[str] | None, None]:

@@ -1,14 +1,13 @@
-"""vLLM as we use it: its environment and arguments, what comes of requests, its statistics.
+"""vLLM's environment and arguments, sampling parameters, and how its outputs and statistics are read.
 
-Role: used by `RolloutWorker` and by whoever creates that actor. Waits for nothing.
-Imports vLLM nowhere at the top: `rollout_env` must stand in the process before its first import.
-Invariant: `rollout.engine_kwargs` has the last word on every argument.
+Imports vLLM inside functions only: `rollout_env` must be set in a process before its first import.
+`rollout.engine_kwargs` overrides every argument.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -18,20 +17,24 @@ import psutil
 
 from rlfuse import clock
 from rlfuse.cluster import cuda, scratch
-from rlfuse.config.facts import EXPERTS, NIXL_NEEDS_MEMORY_THAT_STAYS, nixl_installed
+from rlfuse.config.facts import EXPERTS
 from rlfuse.config.quantization import KEPT
 from rlfuse.config.schema import ModelConfig, RolloutConfig
-from rlfuse.engines.rollout import speculation
+from rlfuse.engines.memory.estimate import Memory
+from rlfuse.engines.memory.residency import ENGINE
 from rlfuse.engines.rollout.engine_actor import Request
 from rlfuse.engines.rollout.step_meter import EngineStep
-from rlfuse.engines.rollout.vllm_import import CPU_ENVIRONMENT, ENVIRONMENT
+from rlfuse.engines.vllm.gpu_settings import engine_settings, gpu_arguments
+from rlfuse.engines.vllm.importing import CPU_ENVIRONMENT, ENVIRONMENT
+from rlfuse.engines.vllm.kv_cache import DRAFT_TOKENS
+from rlfuse.engines.vllm.support import NIXL_ON_GPUS
 from rlfuse.engines.weights.sync import MIB, resolve_transfer
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
 from rlfuse.protocols import Sampling
 from rlfuse.samples import Partial
 
-DECODE_SCHEDULER = "rlfuse.engines.rollout.decode_scheduler"
+DECODE_SCHEDULER = "rlfuse.engines.vllm.decode_scheduler"
 TUNED = frozenset(
     {"attention_backend", "attention_config", "enable_flashinfer_autotune", "hf_overrides", "kernel_config"}
     | {
@@ -43,18 +46,21 @@ TUNED = frozenset(
         "speculative_config",
     }
 )
-"""Keys of rollout.engine_kwargs by which a user chooses kernels of FlashInfer, or what they depend on."""
+"""Keys of rollout.engine_kwargs that choose kernels of FlashInfer, or that those depend on."""
 
 
-def rollout_env(device: str, transfer: str = "auto", dtype: str | None = None) -> dict[str, str]:
-    """Environment of the actor (as `runtime_env={"env_vars": ...}`); the engine's own processes inherit it.
-
-    `dtype`: of the engine's weights.
-    """
+def rollout_env(
+    device: str, transfer: str = "auto", dtype: str | None = None, slots: Sequence[int] = (0,)
+) -> dict[str, str]:
+    """Return the environment of the actor, which the engine's processes inherit; `dtype`: of the engine's weights."""
     transfer = resolve_transfer(transfer, device)
     if device == "cpu":
         return dict(CPU_ENVIRONMENT)
-    env = ENVIRONMENT | cuda.environment(cuda.engine_settings(dtype))
+    env = ENVIRONMENT | cuda.environment(engine_settings(dtype))
+    if len(slots) > 1:  # its workers are Ray actors in the slots' bundles
+        env["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, slots))
+        env["VLLM_RAY_PER_WORKER_GPUS"] = str(cuda.SHARE)
+        env["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "1"  # the other executor can't schedule ahead
     if transfer == "ipc":
         env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles are pickled between actor and engine
     return env
@@ -63,14 +69,10 @@ def rollout_env(device: str, transfer: str = "auto", dtype: str | None = None) -
 def engine_arguments(
     model: ModelConfig, rollout: RolloutConfig, max_model_len: int, device: str, tail_speculation: int = 0
 ) -> dict[str, Any]:
-    """vLLM's AsyncEngineArgs for this job, but for those that are objects of vLLM's own.
-
-    `tail_speculation`: draft while at most so many samples are decoded, or ValueError: see `speculation`.
-    """
+    """Return the job's AsyncEngineArgs, except objects of vLLM's. ValueError: see `draft_arguments`."""
     from transformers import AutoConfig
 
-    from rlfuse.engines.rollout.prompts import prompt_arguments
-    from rlfuse.video.placeholders import placeholder_ids
+    from rlfuse.engines.vllm.prompts import prompt_arguments
 
     served = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     arguments: dict[str, Any] = {
@@ -84,7 +86,7 @@ def engine_arguments(
         "seed": 0,
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer computes them
         "disable_log_stats": True,
-        "worker_extension_cls": "rlfuse.engines.rollout.seeded_generators.WorkerExtension",
+        "worker_extension_cls": "rlfuse.engines.vllm.worker_extension.WorkerExtension",
         "quantization": rollout.quantization,
         "quantization_config": {"ignore": [*KEPT]} if rollout.quantization else None,
     }
@@ -93,7 +95,7 @@ def engine_arguments(
         # would choose them inside of a placement group: there they are processes of the engine's own.
         arguments["distributed_executor_backend"] = "ray" if device == "cuda" else "mp"
     if device == "cuda":
-        arguments |= cuda.engine_arguments(rollout, max_model_len)
+        arguments |= gpu_arguments(rollout, max_model_len)
         experts = any(getattr(served.get_text_config(), name, None) for name in EXPERTS)
         if not (experts or rollout.quantization or TUNED & set(rollout.engine_kwargs)):
             # vLLM would import FlashInfer and run its largest batch to tune kernels that such a model does not have.
@@ -105,13 +107,56 @@ def engine_arguments(
             "kv_cache_memory_bytes": rollout.kv_cache_memory_mb * MIB // rollout.tensor_model_parallel_size,
             "block_size": 32,  # default 128 would leave short prompts without a block to share
         }
-    arguments |= speculation.arguments(tail_speculation, model, rollout, bool(placeholder_ids(served)), device)
+    arguments |= draft_arguments(tail_speculation, rollout, device)
     arguments |= prompt_arguments(served, max_model_len) | rollout.engine_kwargs
     return {"scheduler_cls": _scheduler(rollout, arguments, device)} | arguments
 
 
+def draft_arguments(threshold: int, rollout: RolloutConfig, device: str) -> dict[str, Any]:
+    """Return the arguments to draft n-grams while at most `threshold` samples are decoded.
+
+    Greedy tokens stay the same; drawn ones keep their distribution, but depend on what else is decoded. ValueError for
+    a threshold below 0, several pipeline stages or data-parallel ranks, and a `speculative_config`.
+    """
+    if threshold < 0:
+        raise ValueError(f"fusion.tail_speculation={threshold}: give a number of samples, or 0 to turn it off")
+    if not threshold:
+        return {}
+    if clash := {"speculative_config", "pipeline_parallel_size", "data_parallel_size"} & set(rollout.engine_kwargs):
+        raise ValueError(
+            f"fusion.tail_speculation={threshold} doesn't go with rollout.engine_kwargs.{min(clash)}: drop one of them"
+        )
+    most = rollout.max_num_seqs
+    schedule = [(1, min(threshold, most), DRAFT_TOKENS)]
+    if threshold < most:
+        schedule.append((threshold + 1, most, 0))
+    return {
+        "speculative_config": {
+            # The GPU's variant lets vLLM go on scheduling a step ahead of the device.
+            "method": "ngram_gpu" if device == "cuda" else "ngram",
+            "num_speculative_tokens": DRAFT_TOKENS,
+            "prompt_lookup_min": 2,
+            "prompt_lookup_max": 4,
+            "num_speculative_tokens_per_batch_size": schedule,
+        }
+    }
+
+
+def memory_arguments(memory: Memory) -> dict[str, Any]:
+    """Return an engine's arguments from the memory plan of its GPU."""
+    given: dict[str, Any] = {}
+    if memory.kv_cache_bytes is not None:
+        given["kv_cache_memory_bytes"] = memory.kv_cache_bytes
+    if not memory.hands_over:
+        given["enable_sleep_mode"] = False
+    if given:
+        # With a given cache, vLLM only demands that so much is free when it starts, whatever ranks keep of the rest.
+        given["gpu_memory_utilization"] = max(1e-4, round(memory.size_of(ENGINE) / memory.budget.bytes, 4))
+    return given
+
+
 def _scheduler(rollout: RolloutConfig, arguments: dict[str, Any], device: str) -> str | None:
-    """Return the name of the scheduler's class, None for vLLM's own."""
+    """Return the scheduler's class; None: vLLM's own."""
     if rollout.scheduler == "vllm":
         return None
     if device == "cpu":
@@ -122,43 +167,35 @@ def _scheduler(rollout: RolloutConfig, arguments: dict[str, Any], device: str) -
 
 
 def holds_tokens(arguments: dict[str, Any]) -> bool:
-    """Whether the engine's scheduler is `decode_scheduler`'s."""
+    """Whether the scheduler is `decode_scheduler`'s."""
     return str(arguments["scheduler_cls"]).startswith(DECODE_SCHEDULER)
 
 
 def token_bytes(vllm_config: Any) -> int:
-    """Bytes that a token's keys and values take in all ranks of the engine together."""
+    """Return the bytes of a token's keys and values in all ranks of the engine."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     rank = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
     return 2 * rank * parallel.world_size * model.dtype.itemsize
 
 
 def resolve_kv_transfer(setting: str, device: str) -> str:
-    """`rollout.kv_transfer` with auto resolved for the device: `cpu` or `cuda`."""
-    if setting == "auto":
-        return "shm"
-    if setting not in ("shm", "nixl"):
-        raise ValueError(f"rollout.kv_transfer={setting!r}: choose auto, shm or nixl")
+    """Return the connector for `rollout.kv_transfer` on `cpu` or `cuda`."""
     if setting == "nixl" and device == "cuda":
-        raise ValueError(f"rollout.kv_transfer=nixl: {NIXL_NEEDS_MEMORY_THAT_STAYS}; choose auto or shm")
-    if setting == "nixl" and not nixl_installed():
-        raise ValueError("rollout.kv_transfer=nixl: the package nixl is not installed; install it, or choose shm")
-    return setting
+        raise ValueError(f"rollout.kv_transfer=nixl: {NIXL_ON_GPUS}; set rollout.kv_transfer=auto")
+    return "shm" if setting == "auto" else setting
 
 
 def build(
     arguments: dict[str, Any], rollout: RolloutConfig, device: str, on_step: Callable[[Any, Any], None]
 ) -> tuple[Any, Any]:
-    """vLLM's AsyncLLM, and the store for KV caches that leave it (None if the arguments bring another connector).
-
-    `on_step` gets the `SchedulerStats` and `IterationStats` of every engine step, each of them possibly None.
-    """
+    """Return AsyncLLM and the store of its KV caches, None with a user's connector; `on_step` gets each step's
+    statistics."""
     from vllm.config import KVTransferConfig, WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rlfuse.engines.kv_transfer.store import KVCacheStore, connector_arguments
-    from rlfuse.engines.rollout.front_end import StepListener, keep_log_probs
+    from rlfuse.engines.vllm.front_end import StepListener, keep_log_probs
+    from rlfuse.engines.vllm.kv_transfer.store import KVCacheStore, connector_arguments
 
     class Probe(StepListener):
         def record(self, scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0):
@@ -189,9 +226,9 @@ def build(
 def sampling_params(
     request: Request, sampling: Sampling, room: int, kv_params: dict[str, str], logit_bias: dict[int, float] | None
 ) -> Any:
-    """vLLM's SamplingParams for at most `room` more tokens of the request."""
-    import rlfuse.engines.rollout.stop_texts  # noqa: F401  (in this process, for samples that go on)
-    from rlfuse.engines.rollout.seeded_generators import DRAWN
+    """Return vLLM's SamplingParams for at most `room` more tokens of the request."""
+    import rlfuse.engines.vllm.front_end  # noqa: F401  (finds stop texts of continued samples)
+    from rlfuse.engines.vllm.worker_extension import DRAWN
 
     parameters = _shared_params(sampling).clone()
     parameters.max_tokens, parameters.logit_bias = room, logit_bias
@@ -202,7 +239,7 @@ def sampling_params(
 
 @cache
 def _shared_params(sampling: Sampling) -> Any:
-    """vLLM's SamplingParams, checked once: what all requests with this sampling have in common."""
+    """Return the SamplingParams of all requests with this sampling, validated once."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -222,15 +259,13 @@ def _shared_params(sampling: Sampling) -> Any:
 
 
 def extend(partial: Partial, output: Any, version: int, record: Span) -> tuple[Partial, str]:
-    """What the sample has with vLLM's output, and why that ended. Notes in its span what was done in this engine.
-
-    `version`: of the weights, where vLLM doesn't name any. Raises `EngineError` if vLLM ended the request in an error.
-    """
+    """Return what the sample has with vLLM's output, and why that ended; complete its span. `version`: where vLLM names
+    none."""
     drawn = output.outputs[0]
     if drawn.finish_reason not in ("stop", "length", "abort"):
         raise EngineError(f"{record.where}: vLLM ended a request with finish_reason={drawn.finish_reason!r}")
     log_probs = drawn.logprobs or []
-    token_ids = drawn.token_ids[len(drawn.token_ids) - len(log_probs) :]  # without those that `stop_texts` read again
+    token_ids = drawn.token_ids[len(drawn.token_ids) - len(log_probs) :]  # without those that `front_end` read again
     if log_probs and isinstance(log_probs[0], dict):  # as vLLM's own front end keeps them
         log_probs = [entry[token].logprob for entry, token in zip(log_probs, token_ids, strict=True)]
     versions = [int(span.version) for span in drawn.weight_versions or []] or [version]

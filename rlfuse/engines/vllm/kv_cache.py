@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.model_sizes import Shape
-from rlfuse.engines.rollout.speculation import DRAFT_TOKENS
 
+DRAFT_TOKENS = 4  # drafted at a time with fusion.tail_speculation
 SPARE = 0.1  # share kept free where engine and ranks share a device; not measured
 BLOCK = 128  # tokens of a block at most, over vLLM's attention backends
 UNPLANNED = frozenset(
@@ -17,7 +17,7 @@ UNPLANNED = frozenset(
         *("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size", "kv_cache_memory_bytes"),
     }
 )
-"""Keys of rollout.engine_kwargs by which a user sizes the cache, or has one that a plan does not know."""
+"""Keys of rollout.engine_kwargs that size the cache, or that a plan does not know."""
 
 
 def most_used(config: Config, shape: Shape, item: int, step_tokens: int) -> float | None:

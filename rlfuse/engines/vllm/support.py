@@ -1,8 +1,7 @@
 """What vLLM can't do with a model on the job's device, found before anything starts.
 
-Role: called by `rlfuse.run.build` beside `families.untrainable`, and by commands that only generate. Reads vLLM's own
-tables from its source, because importing vLLM takes ten seconds; tests hold every limit against vLLM itself. A sliding
-window and both of model.dtype's values are no limit of either device. Waits for nothing.
+Reads vLLM's tables from its source, because importing vLLM takes ten seconds; tests compare every limit with vLLM. A
+sliding window and both values of model.dtype are no limit of either device.
 """
 
 from __future__ import annotations
@@ -22,44 +21,61 @@ from transformers import AutoConfig, PreTrainedConfig
 from rlfuse.config.facts import on_gpus
 from rlfuse.config.rewards import with_judges_at
 from rlfuse.config.schema import Config
+from rlfuse.video.placeholders import placeholder_ids
 
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Numbers of a head that vLLM's attention for CPUs is compiled for."""
+"""Sizes that vLLM's attention for CPUs is compiled for."""
 CPU_BLOCK = 32
-"""Tokens of which its blocks are multiples."""
+"""Tokens of a block there: a multiple of it."""
+STUCK = {"gpt_oss", "mimo_v2_flash", "step3_text", "step3p5"}
+"""Model types whose `load_weights` copies tensors itself; `receiver` finds others in the first push."""
+COMPUTED_OTHERWISE = {"bloom": "vLLM computes its GELU exactly, transformers by tanh, as it was trained"}
+"""Model type -> why engine and trainer differ by more than rounding."""
+NIXL_ON_GPUS = (
+    "on GPUs an engine that sleeps gives up the memory that NIXL registered and wakes with other memory, which nothing "
+    "registers again"
+)
 ELSEWHERE = "choose another model, a machine with GPUs"
 
 
-def unserved(config: Config) -> list[str]:
-    """Why vLLM cannot generate with the policy, each under its key."""
+def unserved(config: Config, trains: bool = True) -> list[str]:
+    """Return why vLLM cannot generate with the policy or, if it `trains`, take its new weights, each with its key."""
     path = config.model.path
-    if "hf_overrides" in config.rollout.engine_kwargs or (model := _model_config(config, path)) is None:
-        return []  # with overrides, vLLM reads another model than this
+    if (model := _model_config(config, path)) is None:
+        return [*_connector(config)]
     given = f"model.path={path}"
+    found = [*_connector(config), *_drafting(config, model), *(_of_training(given, config, model) if trains else ())]
+    if "hf_overrides" in config.rollout.engine_kwargs:  # vLLM reads another model than this
+        return found
     return [
         *(f"{each}, or rollout.name=transformers" for each in _architecture(given, model)),
         *(f"{each}, or rollout.name=transformers" for each in _head_size(given, config, model)),
         *_shared_heads(config, model),
         *_arguments(config, model),
+        *found,
     ]
 
 
 def unserved_judges(config: Config) -> list[str]:
-    """Why vLLM cannot run a judge of the reward."""
-    judges = list[str]()
-    with_judges_at(config.reward.functions, lambda path: judges.append(path) or path)
+    """Return why vLLM cannot run a judge or a model of the reward."""
+    judges, reward = list[str](), config.reward
+    with_judges_at(reward.functions, lambda path: judges.append(path) or path)
     models = {path: _model_config(config, path) for path in judges}
     given = {path: f"reward.functions: model={path}" for path in models}
-    return [
+    found = [
         problem
         for path, model in models.items()
         if model is not None
         for problem in (*_architecture(given[path], model), *_head_size(given[path], config, model))
     ]
+    served = judges or (reward.model_path and reward.model_backend == "vllm")
+    if served and reward.device == "cpu" and on_gpus(config):
+        found.append("reward.device=cpu: vLLM serves judges and models on the GPUs here; set reward.device=auto")
+    return found
 
 
 def _model_config(config: Config, path: str) -> PreTrainedConfig | None:
-    """None for a folder that can't be read, which `checks` and `untrainable` report."""
+    """Read config.json; None if it is unreadable, which `checks` and `untrainable` report."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError, KeyError, StrictDataclassError):
@@ -79,7 +95,7 @@ def _architecture(given: str, model: PreTrainedConfig) -> Iterator[str]:
 def _head_size(given: str, config: Config, model: PreTrainedConfig) -> Iterator[str]:
     text = model.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int) or not heads or getattr(text, "kv_lora_rank", None) is not None:  # `checks` has that
+    if not isinstance(heads, int) or not heads or getattr(text, "kv_lora_rank", None) is not None:
         return
     size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
     if on_gpus(config) is False and size and size not in CPU_HEAD_SIZES:
@@ -88,6 +104,43 @@ def _head_size(given: str, config: Config, model: PreTrainedConfig) -> Iterator[
             f"{given}: its attention heads are of {size} numbers, vLLM computes attention on CPUs for "
             f"{sizes}; {ELSEWHERE}"
         )
+
+
+def _connector(config: Config) -> Iterator[str]:
+    if config.rollout.kv_transfer == "nixl" and on_gpus(config):
+        yield f"rollout.kv_transfer=nixl: {NIXL_ON_GPUS}; set rollout.kv_transfer=auto"
+    elif config.rollout.kv_transfer == "nixl" and importlib.util.find_spec("nixl") is None:
+        remedy = "pip install 'rlfuse[nixl]', or set rollout.kv_transfer=shm"
+        yield f"rollout.kv_transfer=nixl: needs the package nixl, which is not installed; {remedy}"
+
+
+def _drafting(config: Config, model: PreTrainedConfig) -> Iterator[str]:
+    given = config.fusion.tail_speculation
+    if given and placeholder_ids(model):
+        yield (
+            f"fusion.tail_speculation={given}: vLLM can't keep visual placeholders from being drawn as it drafts, and "
+            f"{config.model.path} has some; set fusion.tail_speculation=0"
+        )
+    for key, value in (("min_p", config.rollout.min_p), ("val_kwargs.min_p", config.rollout.val_kwargs.min_p)):
+        if given and value:
+            yield (
+                f"rollout.{key}={value}: must be 0 with fusion.tail_speculation, as vLLM ignores it where it drafts; "
+                f"set rollout.{key}=0, or fusion.tail_speculation=0"
+            )
+
+
+def _of_training(given: str, config: Config, model: PreTrainedConfig) -> Iterator[str]:
+    kind = model.get_text_config().model_type
+    if getattr(model.get_text_config(), "kv_lora_rank", None) is not None and on_gpus(config) is False:
+        why = "vLLM's kernels for CPUs compute latent attention differently from transformers"
+        yield f"{given}: {why}; {ELSEWHERE}, or rollout.name=transformers"
+    if kind in STUCK:
+        yield (
+            f"{given}: vLLM would keep some weights of a {kind} as they were at its start, as it writes them past its "
+            "reload; choose another model"
+        )
+    if (why := COMPUTED_OTHERWISE.get(kind)) and config.rollout.on_mismatch == "stop":
+        yield f"{given}: {why}; choose another model, or set rollout.on_mismatch=alert"
 
 
 def _shared_heads(config: Config, model: PreTrainedConfig) -> Iterator[str]:
@@ -104,7 +157,7 @@ def _shared_heads(config: Config, model: PreTrainedConfig) -> Iterator[str]:
 
 
 def _arguments(config: Config, model: PreTrainedConfig) -> Iterator[str]:
-    """Of what goes to vLLM as it is."""
+    """Check arguments that are passed to vLLM unchanged."""
     given, name = config.rollout.engine_kwargs, "rollout.engine_kwargs"
     text, asked = model.get_text_config(), given.get("max_model_len")
     longest, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
@@ -121,7 +174,7 @@ def _arguments(config: Config, model: PreTrainedConfig) -> Iterator[str]:
 
 @functools.cache
 def architectures() -> frozenset[str]:
-    """Names of the architectures that the installed vLLM has; empty where its table is not found."""
+    """Return the installed vLLM's architectures; none if its table is not found."""
     package = importlib.util.find_spec("vllm")
     source = Path(package.origin or "").parent / "model_executor" / "models" / "registry.py" if package else Path()
     if not source.is_file():
@@ -137,12 +190,12 @@ def architectures() -> frozenset[str]:
 
 
 def _plugins() -> bool:
-    """Whether packages beside vLLM's own may bring architectures."""
+    """Whether other packages may register architectures."""
     return any(not each.value.startswith("vllm.") for each in entry_points(group="vllm.general_plugins"))
 
 
 def _runs_as_it_is(name: str) -> bool:
-    """Whether vLLM can run transformers' own class, with its attention in the place of that one's."""
+    """Whether vLLM can run transformers' class with its own attention."""
     kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         return False

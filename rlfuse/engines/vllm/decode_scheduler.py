@@ -1,17 +1,10 @@
-"""vLLM's scheduler with a short path for decode steps, from which a sample's tokens leave together.
+"""vLLM's scheduler with a short path for decode steps; a sample's tokens leave the engine core together.
 
-Role: `vllm_setup.engine_arguments` names `DecodeScheduler` or `AsyncDecodeScheduler` as vLLM's `scheduler_cls`; vLLM
-creates it in the process of its engine core. One thread there schedules, launches and processes outputs. vLLM's own
-scheduler examines every request for every feature at every step, and sends each token to the front end as an object of
-its own, although nothing reads it before the response is complete. Waits for nothing.
-Invariants:
-- every `SchedulerOutput`, and the state of requests and blocks after every step, are those of vLLM's own scheduler.
-  Steps that hold anything but decoding, and requests that end, were preempted or have events to report, are left to it;
-- a request's first token leaves at once, the others in the step in which it ends, also when it is aborted, or when the
-  engine is paused, as the version of the weights may change then;
-- requests with stop texts, for which the front end looks, also send what they have with each token that may complete
-  one (`stop_tokens`), so that they end in the same step as with vLLM's own scheduler;
-- requests that ask for log-probs of tokens that were not sampled send each token at once.
+vLLM's own examines every request for every feature at every step and sends each token separately. Invariants:
+- each `SchedulerOutput`, and the state of requests and blocks after a step, equal those of vLLM's scheduler, which gets
+  all steps that do more than decode, and requests that end, were preempted or have events;
+- a request's first token is sent at once, the others when it ends, is aborted, or the engine pauses; with stop texts
+  also when a token may complete one (`stop_tokens`); with log-probs of other tokens every token at once.
 """
 
 from __future__ import annotations
@@ -33,12 +26,12 @@ from vllm.v1.metrics.stats import SchedulerIterationDetails
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from rlfuse.engines.kv_transfer.shared_memory import MigrationConnector
-from rlfuse.engines.rollout.stop_tokens import EVERY_TOKEN, NO_TOKEN, StopTokens, StopTokenTable
+from rlfuse.engines.vllm.kv_transfer.shared_memory import MigrationConnector
+from rlfuse.engines.vllm.stop_tokens import EVERY_TOKEN, NO_TOKEN, StopTokens, StopTokenTable
 
 
 class HeldTokens:
-    """Tokens of a request that have not left the engine yet: all from number `sent` on."""
+    """Tokens of a request that have not left the engine yet, from number `sent` on."""
 
     __slots__ = ("end", "is_plain", "log_probs", "request", "sent", "stop_ids", "stop_text_ids", "stop_tokens")
 
@@ -57,12 +50,12 @@ class HeldTokens:
         """Whether it decodes without encoder outputs, grammars and other checks."""
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """`tokens` have left, the last ones of the request."""
+        """Note the request's last tokens that have been sent."""
         if self.stop_tokens is not None:
             self.stop_text_ids = self.stop_tokens.after(tokens[-1]) if tokens else EVERY_TOKEN
 
     def release(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Put all that is held into `output`."""
+        """Put all held tokens into `output`."""
         tokens = self.request._output_token_ids[self.sent :]
         output.new_token_ids = tokens
         if tokens:
@@ -84,7 +77,7 @@ class DecodeScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self.held: dict[str, HeldTokens] = {}
         self._leaving: list[tuple[int, EngineCoreOutput]] = []
-        """(client, output) that leave with the next step."""
+        """(client, output) to send with the next step."""
         self._last_output = 0.0
         """Time of the last step that had tokens, on vLLM's clock."""
         self._is_async = isinstance(self, AsyncScheduler)
@@ -113,7 +106,7 @@ class DecodeScheduler(Scheduler):
     # Before the model runs -------------------------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """As vLLM's, by the short path where each request gets one token and none can be admitted."""
+        """Take the short path if each request gets one token and none can be admitted."""
         requests = self._decoding_requests() if self._has_short_path else None
         return super().schedule(throttle_prefills) if requests is None else self._schedule_decode(requests)
 
@@ -198,7 +191,7 @@ class DecodeScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """As vLLM's, without the outputs that are held."""
+        """Return vLLM's outputs without those that are held."""
         scheduled = scheduler_output.num_scheduled_tokens
         if self._has_short_path and _is_plain(model_runner_output):
             others = self._append_tokens(scheduled, model_runner_output)
@@ -257,7 +250,7 @@ class DecodeScheduler(Scheduler):
         return others
 
     def _leaves(self, output: EngineCoreOutput, details: SchedulerIterationDetails) -> bool:
-        """Whether to send the output, then with all that is held of its request."""
+        """Whether to send the output, with all held tokens of its request."""
         held, ends = self.held.get(output.request_id), output.finish_reason is not None
         if output.prefill_stats is not None:
             details.num_ctx_requests += 1
@@ -281,7 +274,7 @@ class DecodeScheduler(Scheduler):
         return True
 
     def _hold(self, request: Request) -> None:
-        """Keep what the request samples from now on, if that can wait."""
+        """Hold the request's tokens from now on, if they can wait."""
         sampling = request.sampling_params
         if sampling is None or sampling.num_logprobs != 0 or request.resumable:
             return
@@ -291,14 +284,14 @@ class DecodeScheduler(Scheduler):
 
     @cached_property
     def _stop_tokens(self) -> StopTokenTable:
-        """Made when a request has stop texts: takes a second for 150,000 tokens."""
+        """Built for the first request with stop texts: takes a second for 150,000 tokens."""
         model = self.vllm_config.model_config
         return StopTokenTable(None if model.skip_tokenizer_init else cached_tokenizer_from_config(model))
 
     # What comes from outside -----------------------------------------------------------------------------------------
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        """As vLLM's; an aborted request's tokens leave with the next step."""
+        """As vLLM's; tokens of aborted requests are sent with the next step."""
         finished = super().finish_requests(request_ids, finished_status)
         if finished_status == RequestStatus.FINISHED_ABORTED:
             for request in finished:
@@ -327,7 +320,7 @@ class AsyncDecodeScheduler(DecodeScheduler, AsyncScheduler):
 
 
 def _is_plain(output: ModelRunnerOutput) -> bool:
-    """Whether there is one log-prob and at most one token for each request, and nothing went wrong."""
+    """Whether each request has one log-prob and at most one token, without errors."""
     transferred = output.kv_connector_output
     return bool(
         output.sampled_token_ids

@@ -1,17 +1,12 @@
-"""vLLM's engine process: a fork of its actor, which has already imported what both run.
+"""Start vLLM's engine process as a fork of its actor, which has already imported vLLM: a third of a start.
 
-Role: `RolloutWorker` starts its engine within `forking`. vLLM would start a new process, a third of whose start is the
-import of vLLM: on CPU hosts so that OpenMP's threads take what is preloaded for them, and an engine here has one; on
-GPUs because it is in a Ray actor, although a fork works until that has opened the device (`can_fork`). Before it starts
-its processes it has no Python thread at work.
-Invariants, all of them true of a new process by itself:
-- it holds none of the actor's sockets, files and locks, so that whoever waits for the actor's end learns of it;
-- it does not know of Ray, answers signals as a new process does, and collects its own garbage;
-- it ends with its actor.
-A fork has the thread that forked, and no other: what another had locked stays so. Others are Ray's, whose native side
-the fork never calls, sockets' of vLLM, which has new ones there, one that watches the size of the log, and in a fork
-that forks workers one that waits for the actor's end. OpenMP waits for ever for threads that stayed behind: actors have
-one (`rollout_env`). Called by actors; waits for nothing.
+vLLM spawns a process: on CPU hosts because of OpenMP's threads, of which an engine here has one; on GPUs because it
+runs in a Ray actor, although a fork works until the actor has opened the device (`can_fork`). As a new process would, a
+fork
+- has none of the actor's sockets, files and locks, so that the actor's end is noticed;
+- has no connection to Ray, default signal handlers and its own garbage collection, and ends with its actor. Only the
+  forking thread exists in it: no lock may be held by another. OpenMP would wait for its threads forever, so actors have
+  one (`rollout_env`).
 """
 
 from __future__ import annotations
@@ -33,15 +28,15 @@ import ray
 from rlfuse.cluster.child_processes import end_with_parent
 
 DRIVER = re.compile("/dev/(nvidia|dxg)")
-"""Device files of NVIDIA's driver, and of the one for Linux on Windows hosts."""
+"""Device files of NVIDIA's driver, on Linux and under Windows."""
 PARALLEL = ("tensor", "pipeline", "data")
 
 
 class EngineFork(ForkProcess):
-    """The process."""
+    """The engine's process."""
 
     def run(self) -> None:
-        """Leave the actor, then do what the process is for."""
+        """Detach from the actor, then run."""
         _leave_garbage()
         _answer_signals()
         _leave_files()
@@ -52,17 +47,15 @@ class EngineFork(ForkProcess):
 
 
 class Forks(ForkContext):
-    """What multiprocessing makes processes by."""
+    """The multiprocessing context of these processes."""
 
     Process = EngineFork
 
 
 def can_fork(device: str, arguments: Mapping[str, Any], threads: str | None, files: Iterable[str]) -> bool:
-    """Return whether an engine with these arguments can be a fork of this process.
-
-    `threads`: of OpenMP; `files`: open here. CUDA and NVML do not survive a fork once they are initialised, and then
-    they have opened a device file. Workers that are Ray actors need an engine that knows of Ray.
-    """
+    """Return whether an engine with these arguments can be a fork of this process. `threads`: of OpenMP; `files`: open
+    here. CUDA and NVML do not survive a fork once initialised, which opens a device file. Ray workers need an engine
+    connected to Ray."""
     if device == "cpu":
         return True
     executor = arguments.get("distributed_executor_backend")
@@ -74,12 +67,8 @@ def can_fork(device: str, arguments: Mapping[str, Any], threads: str | None, fil
 
 @contextmanager
 def forking(device: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Engines that start within, with these arguments, are forks of this process where they `can_fork`, else what vLLM
-    makes them; so are the workers of a tensor-parallel one, forks of its fork.
-
-    On `cpu` a class of models is looked at in this process, too. vLLM imports it in another, once on a machine, lest it
-    asks for CUDA devices; a fork finds it imported.
-    """
+    """Fork engines that start within, and their tensor-parallel workers, if they `can_fork`. On `cpu`, vLLM inspects
+    model classes in this process instead of a new one, so that a fork finds them imported."""
     from vllm.model_executor.models import registry
     from vllm.utils.system_utils import get_mp_context
     from vllm.v1.engine import utils
@@ -104,11 +93,8 @@ def forking(device: str, arguments: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _leave_garbage() -> None:
-    """What is the actor's is not looked through, so nothing of it ends here; its recorder is told of no collection.
-
-    Nor is it when the engine ends: vLLM lets all go that is frozen, and looks through it twice, a quarter of the CPU
-    time of a small engine.
-    """
+    """Exclude the actor's objects from collections and drop its callbacks. At the end of an engine vLLM would unfreeze
+    them and collect twice, a quarter of a small engine's CPU time."""
     gc.freeze()
     gc.unfreeze = lambda: None
     if gc_utils := sys.modules.get("vllm.utils.gc_utils"):
@@ -119,10 +105,7 @@ def _leave_garbage() -> None:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Takes the place of vLLM's context of CUDA graph capture, which freezes all objects and then lets all go.
-
-    Here nothing lets them go, so what the capture leaves behind would stay for good.
-    """
+    """Replace vLLM's context of CUDA graph capture, which freezes objects: nothing would unfreeze them here."""
     gc.collect()
     gc.disable()
     try:
@@ -133,17 +116,15 @@ def _without_collection() -> Iterator[None]:
 
 
 def _answer_signals() -> None:
-    """As a new process does: Ray's and the watchdog's handlers are the actor's."""
+    """Restore default signal handlers."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
 
 
 def _leave_files() -> None:
-    """All but the standard streams, and pipes, by which the two learn of each other's end.
-
-    Their numbers stay taken, by what takes all and gives nothing: some object of the actor's may still close one.
-    """
+    """Close all files but standard streams and pipes. /dev/null takes their numbers, since an object may still close
+    one."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # the list's own has gone

@@ -1,8 +1,6 @@
-"""Why vLLM's engine process ended, or never stood: told in the actor that has it below itself.
+"""Find out why vLLM's engine process ended or did not start: vLLM only reports "see root cause above".
 
-Role: `RolloutWorker` has an `ErrorOutput` from the start of its engine, and raises what `engine_died` and
-`no_start` make of it. vLLM itself says of a failed process "see root cause above", on an output that nobody sees: this
-finds the above. Waits for an exit status, at most EXIT_S.
+`RolloutWorker` keeps an `ErrorOutput` from the start of its engine. Waits at most EXIT_S for an exit status.
 """
 
 from __future__ import annotations
@@ -20,30 +18,30 @@ from rlfuse.errors import EngineError, EngineFailed, EngineLost
 
 EXIT_S = 2.0
 PREFIX = re.compile(r".*?\[\w+\.py:\d+\] ?|\(\S+ pid=\d+\) ?")
-"""Of vLLM's lines, and of what its processes print."""
+"""Prefixes of vLLM's lines, and of what its processes print."""
 ELSEWHERE = re.compile(r"root cause|stack trace above|see above|EngineDeadError|died unexpectedly", re.I)
-"""In errors that only say that there was another one."""
+"""In errors that only refer to another one."""
 WORKER = re.compile(r"Worker proc \S+ died unexpectedly \(exit code: (-\d+)\)")
-"""A process of the engine's own, which has the model, was ended by a signal; the engine then ends by an error."""
+"""A worker process was killed by a signal; the engine then ends with an error."""
 CRASH = re.compile(
     r"^.*(?:Fatal Python error|Segmentation fault|terminate called|what\(\):|No space left|SIG[A-Z]+ received).*$", re.M
 )
 OWN_SIGNALS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
-"""By which native code ends its own process, also where it writes nothing."""
+"""Signals by which native code ends its own process."""
 REMEDY = (
     "Lower rollout.max_num_seqs or the KV cache (rollout.kv_cache_memory_mb, on GPUs rollout.gpu_memory_utilization)."
 )
 
 
 class ErrorOutput:
-    """What this process and its children write to stderr from now on, where that is a file (as under Ray)."""
+    """What this process and its children write to stderr from now on, if that is a file (as under Ray)."""
 
     def __init__(self, stderr: str = "/proc/self/fd/2") -> None:
         self._file = Path(os.path.realpath(stderr))
         self._start = self._file.stat().st_size if self._file.is_file() else 0
 
     def text(self) -> str:
-        """Its end, without vLLM's prefixes."""
+        """Return the end of the output, without vLLM's prefixes."""
         if not self._file.is_file():
             return ""
         with self._file.open("rb") as file:
@@ -53,7 +51,7 @@ class ErrorOutput:
             return _unprefixed(file.read().decode(errors="replace"))
 
     def raised(self) -> str:
-        """The exception that came first of all that are told at the end, with its own frames; may be empty."""
+        """Return the first exception of those reported at the end, with its frames; may be empty."""
         text = self.text()
         found = [each for each in tracebacks.found_in(text) if not ELSEWHERE.search(each.error)]
         if found and os.environ.get(TRACEBACK) == "1":
@@ -64,13 +62,13 @@ class ErrorOutput:
         return "\n".join([line for line in dict.fromkeys(named) if not ELSEWHERE.search(line)][-tracebacks.LINES :])
 
     def crash(self) -> str:
-        """Lines that sound like one of native code; may be empty."""
+        """Return lines that report a crash of native code; may be empty."""
         lines = [line.strip() for line in CRASH.findall(self.text())]
         return "\n".join([*dict.fromkeys(lines)][-tracebacks.LINES :])
 
 
 def _unprefixed(text: str) -> str:
-    """Without vLLM's prefixes, of which the next one begins another message: a blank line is between the two."""
+    """Remove vLLM's prefixes; a blank line separates messages."""
     lines, before = list[str](), ""
     for line in text.splitlines():
         prefix = found[0] if (found := PREFIX.match(line)) else ""
@@ -82,12 +80,12 @@ def _unprefixed(text: str) -> str:
 
 
 def processes(engine: Any) -> list[Any]:
-    """The processes behind vLLM's AsyncLLM that are its children."""
+    """Return the processes behind vLLM's AsyncLLM that are its children."""
     return list(getattr(engine.engine_core.resources.engine_manager, "processes", []))
 
 
 def engine_died(name: str, errors: ErrorOutput, below: list[Any]) -> EngineLost:
-    """The error for an engine whose process is gone."""
+    """Return the error for an engine whose process is gone."""
     raised, crash = errors.raised(), errors.crash()
     if worker := WORKER.search(errors.text()):
         raised, status = "", int(worker[1])
@@ -109,7 +107,7 @@ def engine_died(name: str, errors: ErrorOutput, below: list[Any]) -> EngineLost:
 
 
 def no_start(name: str, model: str, errors: ErrorOutput, error: Exception) -> EngineError:
-    """The error for an engine that could not be started."""
+    """Return the error for an engine that could not be started."""
     text = f"{name} could not start vLLM for {model}."
     if found := re.search(r"proc\(s\): {.*?: -(\d+)", str(error)):
         crash = errors.crash()
@@ -120,7 +118,7 @@ def no_start(name: str, model: str, errors: ErrorOutput, error: Exception) -> En
 
 
 def killed_by(number: int) -> str:
-    """That a process was ended by this signal, and what is known of why."""
+    """Say that a signal killed a process, and what is known of the cause."""
     return f"killed by {_signal(number)}; by whom is not known.{host_memory.oom_kills()}"
 
 
@@ -135,7 +133,7 @@ def _remedy(words: str) -> str:
 
 
 def _exit_status(below: list[Any], patience_s: float) -> int | None:
-    """Of the process that failed, None while all of them run; negative: the signal."""
+    """Return the failed process's exit status, None while all run; negative: a signal."""
     until = time.monotonic() + patience_s
     while True:
         ended = [each.exitcode for each in below if each.exitcode is not None]

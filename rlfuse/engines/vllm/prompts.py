@@ -1,14 +1,8 @@
-"""Prompts as vLLM takes them: token ids, and for a clip the rows of the embedding cache, put together per request.
+"""Build vLLM's prompts: token ids, and for clips the rows of the embedding cache.
 
-Role: used by `RolloutWorker`; only there handles become tensors. Waits for nothing.
-Invariants:
-- text is always token ids, so vLLM embeds it with the weights of the moment: nothing here knows the embedding matrix;
-- what vLLM's prefix cache hashes says all there is to know. With `prompt_embeds` these are ids and rows; text rows are
-  NaN, which no embedding is, so rows also say which places are text (and text that vLLM took from here would show).
-  With `video_embeds` it is the id of the clip: the cache's key, which names clip, plan and version of the tower;
-- siblings share one tensor in this process while one of them is active; in vLLM's own process each has a copy with
-  `prompt_embeds` (hidden size 3,584, 81,920 tokens: 560 MiB and about a second each), and all one with `video_embeds`;
-- no request can draw a placeholder, see `rlfuse.video.placeholders`.
+Text is always token ids, so vLLM embeds it with its current weights. With `prompt_embeds`, text rows are NaN, so that
+vLLM's prefix cache tells them from embeddings; with `video_embeds`, it hashes the clip's key. Samples of a prompt share
+one tensor here while any of them is active; no request can draw a placeholder (`rlfuse.video.placeholders`).
 """
 
 from __future__ import annotations
@@ -30,7 +24,7 @@ from rlfuse.video.placeholders import placeholder_ids
 
 
 def prompt_arguments(config: PreTrainedConfig, max_model_len: int) -> dict[str, Any]:
-    """vLLM's engine arguments for the model's way of taking clips; none for a model that takes none."""
+    """Return vLLM's engine arguments for clips; none for a model of text."""
     route = hand_over(config)
     if route is Route.PROMPT_EMBEDS:
         return {"enable_prompt_embeds": True}
@@ -44,7 +38,7 @@ def prompt_arguments(config: PreTrainedConfig, max_model_len: int) -> dict[str, 
 
 
 class Prompts:
-    """Of one engine, whose model has this configuration and which runs at most `batched_tokens` in a step."""
+    """Builds the prompts of one engine, which runs at most `batched_tokens` in a step."""
 
     def __init__(self, config: PreTrainedConfig, batched_tokens: int):
         self._config, self._batched_tokens = config, batched_tokens
@@ -52,10 +46,10 @@ class Prompts:
         self._placeholders = placeholder_ids(config)
         self._shared: WeakValueDictionary[tuple[str | bytes, ...], torch.Tensor] = WeakValueDictionary()
         self.logit_bias = {token: -np.inf for token in self._placeholders} or None
-        """For vLLM's SamplingParams: added to the logits of every request."""
+        """Added to the logits of every request."""
 
     def check(self, sample_id: str, prompt_ids: np.ndarray, visual: Sequence[Visual]) -> None:
-        """ValueError unless prompt, plans, embeddings, model and engine fit each other."""
+        """Raise ValueError unless prompt, plans, embeddings, model and engine match."""
         if not self._placeholders and not visual:
             return
         marked = np.flatnonzero(np.isin(prompt_ids, self._placeholders))
@@ -91,7 +85,7 @@ class Prompts:
             )
 
     def prompt(self, ids: np.ndarray, visual: Sequence[Visual]) -> dict[str, Any]:
-        """For vLLM: `ids`, the prompt and what was drawn already, with the clips at their places."""
+        """Return vLLM's prompt for `ids`, prompt and generated tokens, with the clips at their positions."""
         if not visual:
             return {"type": "token", "prompt_token_ids": ids.tolist()}  # as vLLM's renderer would return it
         if hand_over(self._config) is Route.PROMPT_EMBEDS:
@@ -114,7 +108,7 @@ class Prompts:
         return {"prompt_token_ids": once[kept].tolist(), "multi_modal_data": data, "multi_modal_uuids": uuids}
 
     def _rows(self, ids: np.ndarray, visual: Sequence[Visual]) -> torch.Tensor:
-        """bf16 [len(ids), hidden]: the embeddings at their places, NaN where vLLM embeds text itself."""
+        """Return bf16 [len(ids), hidden]: embeddings at their positions, NaN where vLLM embeds text."""
         key = (*(each.source.key for each in visual), ids.tobytes())
         rows = self._shared.get(key)
         if rows is None:
@@ -136,7 +130,7 @@ def _batched(inputs: Sequence[torch.Tensor]) -> torch.Tensor | list[torch.Tensor
 
 
 def _read(visual: Visual) -> torch.Tensor:
-    """The clip's rows, mapped. EngineError if they are gone, or hold what is no number."""
+    """Map the clip's rows. EngineError if they are missing or not finite."""
     rows = visual.source.read()
     if not torch.stack(rows.aminmax()).isfinite().all():
         raise EngineError(

@@ -1,7 +1,7 @@
-"""Run vLLM inside a reward process, in the calling thread.
+"""Run vLLM inside a reward process, in the calling thread: a judge, or a reward model under a head.
 
-Responses are returned in order and no request stays in the engine if a step raises. Engines are cached per settings for
-the life of the process, since vLLM's engines of a process share groups. Not run on GPUs yet.
+Engines are cached per settings for the life of the process, since vLLM's engines of a process share groups. Not run on
+GPUs yet.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ class EngineSettings:
 
 def environment(device: str, dtype: str | None = None) -> dict[str, str]:
     """Of a process that will build one, best set before it starts; `dtype`: of its weights, once it is known."""
-    from rlfuse.engines.rollout.vllm_setup import rollout_env
+    from rlfuse.engines.vllm.setup import rollout_env
 
     return rollout_env(device, dtype=dtype) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
-def engine(settings: EngineSettings) -> Any:
-    """vLLM's LLMEngine; RewardError for arguments that it has not, or a model that it can't serve."""
+def engine(settings: EngineSettings) -> OfflineEngine:
+    """Return the engine with these settings; RewardError for unknown arguments, or a model that vLLM can't serve."""
     files = Path(settings.model).glob("*") if Path(settings.model).is_dir() else ()
     return _engine(settings, max((file.stat().st_mtime_ns for file in files), default=0))
 
 
 @functools.cache
-def _engine(settings: EngineSettings, written: int) -> Any:
+def _engine(settings: EngineSettings, written: int) -> OfflineEngine:
     """`written`: modification time of the model's files, as a notebook may train it again."""
     import torch
 
-    from rlfuse.engines.rollout.vllm_import import import_vllm
+    from rlfuse.engines.vllm.importing import import_vllm
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = json.loads(settings.engine_kwargs).get("dtype", settings.dtype)
@@ -62,7 +62,7 @@ def _engine(settings: EngineSettings, written: int) -> Any:
     with warnings.catch_warnings():  # vLLM's imports, which go on while it builds, warn of other libraries' plans
         warnings.simplefilter("ignore")
         import_vllm()
-        return _build(settings, device)
+        return OfflineEngine(_build(settings, device))
 
 
 def _build(settings: EngineSettings, device: str) -> Any:
@@ -70,8 +70,8 @@ def _build(settings: EngineSettings, device: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from rlfuse.engines.rollout.engine_fork import forking
-    from rlfuse.engines.rollout.prompts import prompt_arguments
+    from rlfuse.engines.vllm.engine_fork import forking
+    from rlfuse.engines.vllm.prompts import prompt_arguments
 
     more = json.loads(settings.engine_kwargs)
     if unknown := set(more) - {field.name for field in fields(EngineArgs)}:
@@ -117,16 +117,41 @@ def _know_classifier(config: Any) -> None:
         ModelRegistry.register_model(name, as_seq_cls_model(whole))
 
 
-def run(llm: Any, prompts: Sequence[dict[str, Any]], params: Any) -> list[Any]:
-    """vLLM's last output for each of its prompts, in order; `params` are SamplingParams or PoolingParams."""
-    names = [f"reward-{next(NUMBERS)}" for _ in prompts]
-    found = {}
-    try:
-        for name, prompt in zip(names, prompts, strict=True):
-            llm.add_request(name, prompt, params)
-        while llm.has_unfinished_requests():
-            found |= {output.request_id: output for output in llm.step() if output.finished}
-    except BaseException:
-        llm.abort_request(names)
-        raise
-    return [found[name] for name in names]
+class OfflineEngine:
+    """vLLM's LLMEngine, driven by the calling thread."""
+
+    def __init__(self, llm: Any):
+        from rlfuse.engines.vllm.prompts import Prompts
+
+        self._llm, model = llm, llm.model_config
+        self.tokenizer, self.context, self.model_config = llm.get_tokenizer(), model.max_model_len, model.hf_config
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        self.prompts = Prompts(model.hf_config, llm.vllm_config.scheduler_config.max_num_batched_tokens)
+
+    def log_probs(self, prompts: Sequence[dict[str, Any]], token_ids: list[int]) -> list[list[float]]:
+        """Return for each prompt the log-probs of these tokens as its first response token."""
+        from vllm import SamplingParams
+
+        one = SamplingParams(temperature=0.0, max_tokens=1, logprob_token_ids=token_ids, detokenize=False)
+        firsts = [output.outputs[0].logprobs[0] for output in self._run(prompts, one)]
+        return [[first[token].logprob for token in token_ids] for first in firsts]
+
+    def logits(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
+        """Return the raw logits of each prompt's classes, without vLLM's activation."""
+        from vllm import PoolingParams
+
+        outputs = self._run(prompts, PoolingParams(task="classify", use_activation=False))
+        return [output.outputs.data.float().tolist() for output in outputs]
+
+    def _run(self, prompts: Sequence[dict[str, Any]], params: Any) -> list[Any]:
+        """Return vLLM's last output for each prompt, in order; no request stays in the engine if a step raises."""
+        names, found = [f"reward-{next(NUMBERS)}" for _ in prompts], {}
+        try:
+            for name, prompt in zip(names, prompts, strict=True):
+                self._llm.add_request(name, prompt, params)
+            while self._llm.has_unfinished_requests():
+                found |= {output.request_id: output for output in self._llm.step() if output.finished}
+        except BaseException:
+            self._llm.abort_request(names)
+            raise
+        return [found[name] for name in names]

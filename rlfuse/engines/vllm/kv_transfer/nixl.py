@@ -1,9 +1,4 @@
-"""KV caches that one engine reads out of another's blocks through NIXL, with no copy in between.
-
-Role: `NixlMigrationConnector` is vLLM's own NIXL connector (that of a prefill engine and a decode engine apart) for
-samples that leave in the middle of decoding. Places and keys are those of `kv_transfer.store.KVCacheStore`; where the
-other connector puts the KV cache itself beside them, this one puts what a reader has to know. vLLM makes one in the
-scheduler's process and one in every rank, of which the ranks' is vLLM's own.
+"""Read KV caches out of another engine's blocks through NIXL, without a copy: vLLM's KV connector for `nixl`.
 
     evict(carry=kv) --.wanted--> scheduler: request ends, its blocks stay; .held, and in .tokens where they are
                                      |
@@ -12,15 +7,11 @@ scheduler's process and one in every rank, of which the ranks' is vLLM's own.
                                      |  NIXL tells the source
         source's scheduler: blocks are free, .held goes
 
-Invariants:
-- blocks that somebody reads stay as they are: `.tokens` is unlinked once, by the reader or by who takes it back, and
-  only then is `.held` removed, upon which the scheduler frees them. A reader has LEASE_S - HOLD_S to finish;
-- blocks that nobody reads are free after HOLD_S, or as soon as the sample is dropped or weights change;
-- what can't be read is prefilled: the source has died, a transfer fails, there is another reason to start anew.
-Holding isn't free: vLLM steps the source's scheduler every millisecond until the blocks are read, and NIXL's progress
-thread keeps 0.4 of a core busy in every rank. That, and the first handshake of two engines, is why CPU hosts use shm.
-GPUs can't have it: NIXL registers the KV cache once, and an engine that sleeps unmaps it and wakes with other memory at
-the same addresses, of which vLLM's connector is not told.
+Places and keys are those of `store.KVCacheStore`. Invariants: `.tokens` is unlinked once, by the reader or to withdraw
+it, and only then is `.held` removed, upon which the scheduler frees the blocks; a reader has LEASE_S - HOLD_S. Unread
+blocks are freed after HOLD_S, or when the sample is dropped or weights change. What cannot be read is prefilled.
+While blocks are held, vLLM steps the scheduler every millisecond and NIXL uses 0.4 of a core per rank. Not for GPUs: an
+engine wakes with other memory at the registered addresses.
 """
 
 from __future__ import annotations
@@ -38,25 +29,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlPullConnector,
 from vllm.utils.network_utils import get_open_port
 from vllm.v1.request import RequestStatus
 
-from rlfuse.engines.kv_transfer.store import remove, withdraw
+from rlfuse.engines.vllm.kv_transfer.store import remove, withdraw
 
 HOLD_S = 10.0
-"""How long an evicted sample's blocks wait for their reader."""
+"""Time that an evicted sample's blocks wait for a reader."""
 LEASE_S = 30
-"""How long they stay if a reader has begun and isn't heard of again."""
+"""Time that blocks are kept for a reader that has begun."""
 
 
 class NixlMigrationScheduler(NixlPullConnectorScheduler):
-    """The scheduler's side. A request's `kv_transfer_params` name its places: `save`, and `load` if it has one."""
+    """The scheduler's side. `kv_transfer_params` of a request: `save`, and `load` if it came with a KV cache."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any):
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.side_channel_host, self.side_channel_port = "localhost", get_open_port()
         self._kv_lease_duration = LEASE_S
         self._held: dict[str, tuple[str, float]] = {}
-        """Ended request -> (base, when its blocks have waited enough)."""
+        """Ended request -> (base, end of its blocks' wait)."""
         self._claimed: dict[str, tuple[Path, Path, dict[str, Any]]] = {}
-        """Request -> (`.loading`, `.tokens`, what that said): asked for, but this step isn't scheduled to its end."""
+        """Request -> (`.loading`, `.tokens`, its content): requested, while this step is being scheduled."""
         self._loading: dict[str, Path] = {}
 
     # Leaving -------------------------------------------------------------------------------------------------------
@@ -87,7 +78,7 @@ class NixlMigrationScheduler(NixlPullConnectorScheduler):
         return held, None
 
     def _release(self) -> None:
-        """End the lease of what nobody reads: the ranks report it as sent, then vLLM frees the blocks."""
+        """End the lease of unread blocks: ranks report them as sent, then vLLM frees them."""
         now = time.perf_counter()
         for request_id, (base, until) in self._held.items():
             if now > until:

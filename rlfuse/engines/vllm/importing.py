@@ -1,8 +1,6 @@
-"""vLLM, on CPU hosts imported without what no engine asks for there: a quarter less CPU time until one has started,
-and 70 MiB.
+"""Import vLLM; on CPU hosts without modules that no engine uses there: 25 % less CPU time to start, 70 MiB less.
 
-Role: called in a process that will have an engine, before anything else there imports vLLM. Waits for nothing.
-Invariant: what stays out is what vLLM goes without where it isn't installed, and stays out of vLLM's own imports alone.
+Called before anything else imports vLLM. Modules that are left out are missing during vLLM's imports only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Tokens that can end a stop text: all others of a response can wait in the engine core.
+"""Find the tokens that can complete a stop text; all others of a response can wait in the engine core.
 
-Role: used by `decode_scheduler`, in the process of the engine core. vLLM's front end looks for stop texts, so it has to
-see at once each token with which one may become complete, and needs the others only with that one. Waits for nothing.
-Invariant: while characters are complete, a token that is not in `ends` adds no last character of a stop text to the
-response. This is known of byte-level tokenizers, whose tokens have the same text wherever they are; for others nothing
-is known, and each token is sent at once.
+Only byte-level tokenizers have tokens whose text does not depend on their context; with others, each token is sent at
+once. Invariant: outside incomplete characters, a token not in `ends` adds no last character of a stop text.
 """
 
 from __future__ import annotations
@@ -33,20 +30,20 @@ NO_TOKEN: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class StopTokens:
-    """Those of some stop texts."""
+    """Tokens for some stop texts."""
 
     ends: frozenset[int]
-    """With the last character of a stop text, or with bytes of an incomplete character."""
+    """Tokens with the last character of a stop text, or bytes of an incomplete character."""
     incomplete: frozenset[int]
-    """Those with bytes of an incomplete character. Text before it is decoded with the next token, whatever that is."""
+    """Tokens with bytes of an incomplete character: text before it is decoded with the next token."""
 
     def after(self, token: int) -> Container[int]:
-        """Return the tokens that have to be sent at once if they follow `token`."""
+        """Return the tokens to send at once if they follow `token`."""
         return EVERY_TOKEN if token in self.incomplete else self.ends
 
 
 class StopTokenTable:
-    """For one tokenizer, None where the engine has none."""
+    """Finds them for one tokenizer; None: the engine has none."""
 
     def __init__(self, tokenizer: Any):
         self._texts: dict[int, str] | None = None
@@ -56,7 +53,7 @@ class StopTokenTable:
         self.find = cache(self._find)
 
     def _find(self, stop: tuple[str, ...]) -> StopTokens | None:
-        """Return the tokens for these stop texts; None if the text of a token depends on where it is."""
+        """Return the tokens for these stop texts; None if a token's text depends on its context."""
         if self._texts is None or any(INCOMPLETE in text for text in stop):
             return None
         incomplete = _with_any(self._texts, INCOMPLETE)

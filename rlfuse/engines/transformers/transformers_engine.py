@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,79 +24,80 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlfuse import clock
-from rlfuse.cluster import watchdog
 from rlfuse.cluster.child_processes import bind
-from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.config.facts import on_gpus
+from rlfuse.config.parallelism import value_of
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
-from rlfuse.engines.rollout.decode_batch import ActiveSample, Batch, draw
-from rlfuse.engines.rollout.engine_actor import TOGETHER_S, Capabilities, Request
-from rlfuse.engines.rollout.liveness import Liveness, Pulse
+from rlfuse.engines.memory.estimate import Memory
+from rlfuse.engines.rollout.engine_actor import Capabilities, Request
+from rlfuse.engines.rollout.engine_base import EngineBase
 from rlfuse.engines.rollout.step_meter import EngineStep, StepMeter
+from rlfuse.engines.transformers.decode_batch import ActiveSample, Batch, draw
 from rlfuse.errors import EngineError, EngineFailed
-from rlfuse.events import Recorder, Span
-from rlfuse.protocols import Load, Part, Sampling
-from rlfuse.samples import Partial, Response
+from rlfuse.events import Span
+from rlfuse.protocols import Load, Sampling
 from rlfuse.tensor_files import map_tensors
 
 NAME = "rollout.name=transformers"
+SERVED = {
+    "rollout.tensor_model_parallel_size": 1,
+    "rollout.quantization": None,
+    "rollout.engine_kwargs": {},
+    "rollout.kv_transfer": "auto",
+    "rollout.scheduler": "fast",
+    "fusion.tail_speculation": 0,
+}
+"""Keys of which this backend takes one value."""
 PREFILL_TOKENS = 8192
-"""Tokens of a step that reads prompts, padding included; a longer prompt has a step of its own."""
+"""Padded tokens of a prefill step; a longer prompt gets a step of its own."""
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers whose caches are keys and values, which a batch can join and leave."""
+"""Layers whose caches are keys and values, which samples can join and leave."""
 
 
-class TransformersEngine:
+class TransformersEngine(EngineBase):
     """An `EngineActor`."""
 
     capabilities = Capabilities(kv_move=False, embeds=False)
 
     def __init__(self, slot: int):
-        self.name = f"rollout/{slot}"
-        self._recorder = Recorder(self.name)
-        self._garbage = GarbageCollector(self._recorder)
-        watchdog.register(self.name, self._recorder)
+        process = psutil.Process()
+        super().__init__(slot, lambda: sum(process.cpu_times()[:2]))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._between_steps = asyncio.Lock()
-        """Held during a step, and from the beginning to the end of an update."""
+        """Held during a step, and during an update."""
         self._waiting: list[ActiveSample] = []
-        self._known: dict[str, ActiveSample] = {}
-        """Samples that wait or are decoded."""
         self._running: asyncio.Task | None = None
-        self._calls = self._steps = self._version = 0
-        self._asleep = self._updating = False
-        process = psutil.Process()
-        self._liveness = Liveness(lambda: sum(process.cpu_times()[:2]))
+        self._updating = False
 
     @staticmethod
-    def environment(config: Config, device: str) -> dict[str, str]:
+    def environment(config: Config, device: str, slots: Sequence[int] = (0,)) -> dict[str, str]:
         return {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
     @staticmethod
-    def unserved(config: Config) -> list[str]:
-        rollout, model = config.rollout, config.model
-        refused = {
-            f"cluster.device={config.cluster.device}": on_gpus(config) is True,
-            f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}": (
-                rollout.tensor_model_parallel_size > 1
-            ),
-            f"rollout.quantization={rollout.quantization}": rollout.quantization is not None,
-            f"rollout.engine_kwargs={rollout.engine_kwargs}": rollout.engine_kwargs,
-            "rollout.disaggregate=on": rollout.disaggregate == "on",
-            f"fusion.tail_speculation={config.fusion.tail_speculation}": config.fusion.tail_speculation,
-        }
-        given = [key for key, is_given in refused.items() if is_given]
-        found = [f"{key}: {NAME} does not support it; remove it, or set rollout.name=vllm" for key in given]
+    def unserved(config: Config, trains: bool = True) -> list[str]:
+        model = config.model
+        given = [key for key, value in SERVED.items() if value_of(config, key) != value]
+        given += ["rollout.disaggregate"] * (config.rollout.disaggregate == "on")
+        given += ["cluster.device"] * (on_gpus(config) is True)
+        remedy = f"{NAME} does not support it; remove it, or set rollout.name=vllm"
+        found = [f"{key}={value_of(config, key)}: {remedy}" for key in given]
         try:
             family = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
             with torch.device("meta"):
                 built = AutoModelForCausalLM.from_config(family, trust_remote_code=model.trust_remote_code)
         except (OSError, ValueError, KeyError, AttributeError):  # reported by `untrainable`
             return found
-        return [*found, *(f"{NAME}: {why}; set rollout.name=vllm, or choose another model" for why in _unfit(built))]
+        return [
+            *found,
+            *(f"{NAME}: {why}; set rollout.name=vllm, or choose another model" for why in _unfit(built, trains)),
+        ]
+
+    @staticmethod
+    def sized(rollout: RolloutConfig, memory: Memory) -> tuple[RolloutConfig, bool]:
+        return rollout, False
 
     async def prepare(self, model: ModelConfig) -> None:
-        """Everything is imported with this module."""
+        """All is imported with this module."""
 
     async def start(
         self,
@@ -147,7 +148,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _token_bytes(self) -> int:
-        """Of the keys and values that a token leaves in all layers."""
+        """Return the bytes of a token's keys and values in all layers."""
         cache = DynamicCache()
         self._model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
@@ -157,64 +158,31 @@ class TransformersEngine:
             self._running.cancel()
         self._thread.shutdown(wait=False)
 
-    async def pulse(self) -> Pulse:
-        self._garbage.guard()
-        return self._liveness.judge(busy=bool(self._known) and not self._updating)
+    def _is_busy(self) -> bool:
+        return bool(self._active) and not self._updating
 
     # Generation ----------------------------------------------------------------------------------------------------
 
-    async def generate(
-        self, requests: Sequence[Request], sampling: Sampling
-    ) -> AsyncIterator[list[tuple[str, Response | Partial]]]:
-        self._calls += 1
-        self._check(requests)
-        rows = [self._admit(request, sampling) for request in requests]
-        waiting = {row.done: row.request.id for row in rows}
-        self._run()
-        try:
-            while waiting:
-                _, running = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if running:
-                    await asyncio.sleep(TOGETHER_S)
-                finished = [done for done in waiting if done.done()]
-                yield [(waiting.pop(done), done.result()) for done in finished]
-        finally:
-            await self._leave(rows)
-
-    def _check(self, requests: Sequence[Request]) -> None:
-        if self._asleep:
-            raise RuntimeError(f"{self.name} is asleep: wake it before {len(requests)} samples are handed over")
-        ids = {request.id for request in requests}
-        if twice := sorted(ids & self._known.keys()) or ["some in one call"] * (len(ids) < len(requests)):
-            raise ValueError(f"samples are being generated already ({twice}): hand each sample over once")
-        for request in requests:
-            if (length := len(request.prompt_ids)) >= self._limit:
-                raise ValueError(
-                    f"sample {request.id} has {length} prompt tokens, the engine holds {self._limit} with the "
-                    "response: raise data.max_prompt_length or shorten the prompt"
-                )
-
-    def _admit(self, request: Request, sampling: Sampling) -> ActiveSample:
+    def _begin(self, request: Request, sampling: Sampling) -> asyncio.Future:
         self._recorder.step = request.step
-        room = min(sampling.max_tokens, self._limit - len(request.prompt_ids)) - len(request.partial.token_ids)
-        row = ActiveSample(request, sampling, room, asyncio.get_running_loop().create_future(), clock.now())
-        if room < 1:
-            row.done.set_result(self._response(row, "length"))
+        row = ActiveSample(
+            request, sampling, self._room(request, sampling), asyncio.get_running_loop().create_future(), clock.now()
+        )
+        if row.room < 1:
+            row.done.set_result(self._response(row.partial(self._version), "length"))
         else:
-            self._known[request.id] = row
+            self._active[request.id] = row
             self._waiting.append(row)
-        return row
-
-    def _run(self) -> None:
-        if self._known and (self._running is None or self._running.done()):
-            self._running = asyncio.create_task(self._decode(), name=f"decode {self.name}")
+            if self._running is None or self._running.done():
+                self._running = asyncio.create_task(self._decode(), name=f"decode {self.name}")
+        return row.done
 
     async def _decode(self) -> None:
-        """Steps until no sample is left."""
+        """Run steps until no sample is left."""
         loop = asyncio.get_running_loop()
-        while self._known:
+        while self._active:
             async with self._between_steps:
-                if not self._known:  # all of them were evicted while this waited
+                if not self._active:  # all of them were evicted while this waited
                     return
                 try:
                     step = await loop.run_in_executor(self._thread, self._step, self._joining())
@@ -226,7 +194,7 @@ class TransformersEngine:
             await asyncio.sleep(0)
 
     def _joining(self) -> list[ActiveSample]:
-        """Waiting samples for which there is room, in order. Every row is as wide as the widest; none is preempted."""
+        """Return the waiting samples that fit, in order. Every row is as wide as the widest; none is preempted."""
         rows, found = self._batch.rows, list[ActiveSample]()
         longest, widest = max((row.longest for row in rows), default=0), 0
         for row in self._waiting[: self._most - len(rows)]:
@@ -239,7 +207,7 @@ class TransformersEngine:
         return found
 
     def _step(self, joining: Sequence[ActiveSample]) -> EngineStep:
-        """One token for the samples that join, or else for each of the batch; in the thread."""
+        """Generate a token for the samples that join, else for each of the batch; runs in the thread."""
         began = clock.now()
         logits = self._batch.prefill(joining) if joining else self._batch.decode()
         rows, now = self._batch.rows[-len(logits) :], clock.now()
@@ -279,62 +247,51 @@ class TransformersEngine:
         return sum(row.length for row in self._batch.rows) / self._kv_tokens
 
     def _deliver(self, rows: Sequence[ActiveSample]) -> None:
-        """These are finished, or evicted where they have no reason."""
+        """Answer for rows that are finished, or evicted if they have no reason."""
         for row in rows:
-            self._known.pop(row.request.id, None)
+            self._active.pop(row.request.id, None)
             if not row.done.done():
-                row.done.set_result(self._response(row, row.reason) if row.reason else row.partial(self._version))
+                partial = row.partial(self._version)
+                row.done.set_result(self._response(partial, row.reason) if row.reason else partial)
             self._record(row)
-        left = [row for row in self._batch.rows if row.request.id in self._known]
+        left = [row for row in self._batch.rows if row.request.id in self._active]
         self._batch.keep(left)
-        if not self._known:
+        if not self._active:
             self._meter.pause()
 
     def _record(self, row: ActiveSample) -> None:
-        request = row.request
-        attributes: dict[str, Any] = {
-            "prompt_tokens": len(request.prompt_ids),
-            "carried_tokens": len(request.partial.token_ids),
-            "finish_reason": row.reason or "evicted",
-            "cached_tokens": 0,
-        }
+        request, reason = row.request, row.reason or "evicted"
+        prompt, carried = len(request.prompt_ids), len(request.partial.token_ids)
+        attributes: dict[str, Any] = dict(
+            prompt_tokens=prompt, carried_tokens=carried, finish_reason=reason, cached_tokens=0
+        )
         if row.first_token_s is not None:
             attributes["first_token_s"] = round(row.first_token_s, 4)
         if len(row.versions) > 1:
             attributes["weight_versions"] = row.versions
-        where = (self.name, row.arrived, clock.now())
-        span = Span(
-            "generate", *where, step=request.step, samples=(request.id,), cause="admitted", attributes=attributes
-        )
-        span.tokens = len(row.tokens)
-        self._recorder.add(span)
-
-    def _response(self, row: ActiveSample, reason: str) -> Response:
-        partial = row.partial(self._version)
-        text = self._tokenizer.decode(partial.token_ids.tolist(), skip_special_tokens=True)
-        return Response(partial.token_ids, partial.log_probs, reason, partial.weight_version, text, partial.trainable)
+        where, tokens = (self.name, row.arrived, clock.now()), len(row.tokens)
+        self._recorder.add(Span("generate", *where, request.step, (request.id,), tokens, "admitted", attributes))
 
     def _fail(self, error: Exception) -> None:
-        """No step of this batch can be computed: every sample ends with the error."""
+        """End every sample with the error."""
         told = EngineFailed(f"{self.name}: a decode step failed: {type(error).__name__}: {error}")
         self._waiting.clear()
         self._batch.clear()
-        for row in self._known.values():
+        for row in self._active.values():
             if not row.done.done():
                 row.done.set_exception(told)
                 row.done.exception()  # retrieved here: a call that holds several samples raises the first alone
-        self._known.clear()
+        self._active.clear()
 
     # Moving --------------------------------------------------------------------------------------------------------
 
-    async def evict(self, sample_ids: Sequence[str], carry: str, calls: int) -> None:
-        if carry not in ("tokens", "kv"):
-            raise ValueError(f"carry={carry!r}: choose tokens or kv")
-        while self._calls < calls:  # this call has overtaken that of `generate`
-            await asyncio.sleep(0.001)
-        await self._leave([self._known[sample_id] for sample_id in sample_ids if sample_id in self._known])
+    async def _leave(self, begun: Collection[asyncio.Future]) -> None:
+        await self._remove([row for row in self._active.values() if row.done in begun])
 
-    async def _leave(self, rows: Sequence[ActiveSample]) -> None:
+    async def _evict(self, sample_ids: list[str], carry: str) -> None:
+        await self._remove([self._active[sample_id] for sample_id in sample_ids])
+
+    async def _remove(self, rows: Sequence[ActiveSample]) -> None:
         """Evict those of these samples that are not finished."""
         if all(row.done.done() for row in rows):
             return
@@ -344,32 +301,16 @@ class TransformersEngine:
             self._deliver(rows)
 
     async def load(self) -> Load:
-        if not self._known:
+        if not self._active:
             return Load(0, 0, 0.0)
         return Load(len(self._batch.rows), len(self._waiting), self._kv_use, self._steps)
-
-    async def drain(self, collect: bool = False) -> list[Span]:
-        self._meter.close()
-        if collect:
-            self._garbage.collect()
-        return self._recorder.drain()
-
-    async def sleep(self, discard: bool = False) -> None:
-        """There is no device to free; refused while samples are active."""
-        if self._known:
-            raise RuntimeError(f"{self.name} can't sleep while {len(self._known)} samples are generated")
-        self._asleep = True
-
-    async def wake(self, part: Part | None = None) -> None:
-        self._asleep = False
 
     # Weights -------------------------------------------------------------------------------------------------------
 
     async def begin_update(self) -> None:
         await self._between_steps.acquire()
         self._updating = True
-        self._update = Span("update_weights", self.name, clock.now(), cause="optimizer")
-        self._meter.pause()
+        self._pause()
         self._waiting = [*self._batch.clear(), *self._waiting]
         self._missing = set(self._parameters)
 
@@ -388,30 +329,26 @@ class TransformersEngine:
             raise EngineError(
                 f"{self.name}: the push had no {', '.join(sorted(self._missing)[:3])}; set rollout.name=vllm"
             )
-        self._version, self._updating = version, False
+        self._updating = False
         self._meter.pause()
+        self._updated(version)
         self._between_steps.release()
-        self._update.end, self._update.attributes["version"] = clock.now(), version
-        self._recorder.add(self._update)
-
-    async def version(self) -> int:
-        return self._version
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters, tied ones once, and the buffers that checkpoints have."""
+    """Return parameters, tied ones once, and the buffers that checkpoints have."""
     stored = model.state_dict().keys()
     buffers = {name: each for name, each in model.named_buffers() if name in stored}
     return dict(model.named_parameters()) | buffers
 
 
-def _unfit(model: PreTrainedModel) -> Iterator[str]:
-    """Why a batch of this model cannot be decoded, or take new weights."""
+def _unfit(model: PreTrainedModel, trains: bool) -> Iterator[str]:
+    """Why a batch of this model cannot be decoded, or where it `trains` take new weights."""
     text = model.config.get_text_config()
     others = sorted(set(get_layer_types_and_kwargs(text)[0]) - ATTENTION)
     if others or model._is_stateful:
         yield f"a {text.model_type} has layers of {', '.join(others) or 'a state'}, which samples cannot join or leave"
         return
     tensors = stored_tensors(model)
-    if revert_weight_conversion(model, dict(tensors)).keys() != tensors.keys():
+    if trains and revert_weight_conversion(model, dict(tensors)).keys() != tensors.keys():
         yield f"checkpoints of a {text.model_type} name its weights otherwise than transformers' class"

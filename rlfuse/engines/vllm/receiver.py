@@ -1,17 +1,10 @@
-"""The engine's end of the shared-memory weight transfer: a vLLM weight-transfer backend named `shm`.
-
-Role: imported inside every vLLM worker process, because the engine's `worker_extension_cls` derives from
-`ReceiverExtension`; importing registers the backend. The trainer's end is `WeightPush`.
+"""Load weights from shared memory into vLLM: its weight-transfer backend `shm`, registered by importing this module.
 
     trainer rank 0 --safetensors bucket in /dev/shm--> receive_weights: mmap, load_weights --> layers of the model
 
-Invariants:
-- a bucket is complete before its path arrives here, and is never rewritten: whoever made it only unlinks it, so that
-  tensors still mapped (a fused layer waits for parts that come with a later bucket) stay valid;
-- names are those of the checkpoint, never vLLM's own; any split of a layer over buckets is allowed;
-- after a push every layer computes as one that was started with these weights, or the push raises: vLLM keeps copies of
-  weights in the order of its kernels, and README.md says which of them it makes anew and which are made anew here.
-Waits for nothing: a bucket is loaded in the call that announces it.
+Invariants: a bucket is complete before its path arrives and is never rewritten, since tensors may stay mapped until a
+later bucket completes their layer; names are the checkpoint's; after a push every layer computes as if the engine had
+started with these weights, or the push raises (engines/README.md lists the copies that vLLM keeps).
 """
 
 from __future__ import annotations
@@ -43,13 +36,13 @@ class SharedInit(WeightTransferInitInfo):
 
 @dataclass
 class SharedBucket(WeightTransferUpdateInfo):
-    """One bucket, as a safetensors file on this host."""
+    """One bucket: a safetensors file on this host."""
 
     path: str
 
 
 class SharedMemoryTransfer(WeightTransferEngine[SharedInit, SharedBucket]):
-    """Loads buckets that lie in shared memory."""
+    """Loads buckets from shared memory."""
 
     init_info_cls, update_info_cls = SharedInit, SharedBucket
 
@@ -62,7 +55,7 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedInit, SharedBucket]):
         initialize_layerwise_reload(self.model)
         if self.device.type == "cpu":
             for layer in self.model.modules():
-                _build_experts_anew(layer)
+                _rebuild_experts(layer)
 
     def receive_weights(self, update_info: SharedBucket) -> None:
         _check_reached(self.model, self.model.load_weights(map_tensors(update_info.path)) or ())
@@ -79,7 +72,7 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedInit, SharedBucket]):
 
 
 def _check_reached(model: Module, loaded: Iterable[str]) -> None:
-    """EngineError if a parameter that counts as loaded was written past the loaders that a reload waits for."""
+    """Raise EngineError if a loaded parameter was written past the loaders that a reload waits for."""
     for name in loaded:
         path, _, parameter = name.rpartition(".")
         try:
@@ -94,21 +87,15 @@ def _check_reached(model: Module, loaded: Iterable[str]) -> None:
             )
 
 
-def _build_experts_anew(layer: Module) -> None:
-    """Let experts take the next weights as they took the first.
-
-    A CPU kernel packs its experts when it is built, and vLLM keeps a kernel once it has one: weights that come later
-    would be read as packed and are not.
-    """
+def _rebuild_experts(layer: Module) -> None:
+    """Have vLLM build a CPU kernel of experts again: it packs experts only then, and would take new weights for packed
+    ones."""
     if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
         layer.quant_method.moe_kernel = None
 
 
 def unpushed_tensors(model: Module, device: str) -> list[str]:
-    """Name the tensors on the device that are neither parameters nor buffers, which a push does not restore.
-
-    vLLM keeps the buffers of weights that it discards; KV caches have a separate memory pool.
-    """
+    """Name the tensors on the device that a push does not restore: neither parameters nor buffers, nor KV caches."""
     kept = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
     found = []
     for path, module in model.named_modules():
@@ -125,10 +112,10 @@ def _attributes(part: Any) -> list[tuple[str, Tensor]]:
 
 
 class ReceiverExtension:
-    """Mixin: naming it makes vLLM import this module in its workers."""
+    """Mixin by which vLLM imports this module in its workers."""
 
     def unpushed_tensors(self) -> list[str]:
-        """What of the model a push does not restore."""
+        """Name the model's tensors that a push does not restore."""
         return unpushed_tensors(self.get_model(), "cuda")
 
 

@@ -29,19 +29,19 @@ from rlfuse.samples import Partial
 
 @dataclass(slots=True, eq=False)
 class ActiveSample:
-    """A sample that is generated."""
+    """A sample that is being generated."""
 
     request: Request
     sampling: Sampling
     room: int
-    """Tokens that it may get here."""
+    """Tokens that may be generated here."""
     done: asyncio.Future
     arrived: float
     tokens: list[int] = field(default_factory=list)
-    """Drawn here; those it came with are the request's."""
+    """Generated here, in addition to the request's."""
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    """Of the weights that drew here, without repetition."""
+    """Distinct versions of the weights that generated here."""
     first_token_s: float | None = None
     reason: str = ""
 
@@ -58,7 +58,7 @@ class ActiveSample:
         return np.concatenate([self.request.ids(), np.asarray(self.tokens, np.int32)])
 
     def partial(self, version: int) -> Partial:
-        """What it has; `version`: of the weights that would draw its first token."""
+        """Return what the sample has; `version`: of the current weights."""
         tokens, log_probs = np.asarray(self.tokens, np.int32), np.asarray(self.log_probs, np.float32)
         return self.request.partial.extended(tokens, log_probs, min(self.versions, default=version))
 
@@ -72,7 +72,7 @@ class Batch:
         self._cache, self._mask = DynamicCache(), torch.empty(0, 0, dtype=torch.long)
 
     def prefill(self, rows: Sequence[ActiveSample]) -> torch.Tensor:
-        """Add rows; logits [rows, V] of their next tokens."""
+        """Add rows; return logits [rows, V] of their next tokens."""
         width = max(row.length for row in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -86,13 +86,13 @@ class Batch:
         return logits
 
     def decode(self) -> torch.Tensor:
-        """Logits [rows, V] after each row's last token."""
+        """Return logits [rows, V] after each row's last token."""
         ids = torch.tensor([[row.tokens[-1]] for row in self.rows])
         self._mask = pad(self._mask, (0, 1), value=1)
         return self._forward(ids, self._mask, self._cache)
 
     def keep(self, rows: Sequence[ActiveSample]) -> None:
-        """Drop all other rows, and columns that nobody has."""
+        """Drop all other rows, and columns that none uses."""
         if len(rows) == len(self.rows):
             return
         kept = torch.tensor([number for number, row in enumerate(self.rows) if row in rows], dtype=torch.long)
@@ -104,11 +104,11 @@ class Batch:
         first = int(self._mask.any(0).int().argmax())
         self._mask = self._mask[:, first:]
         self._cache = DynamicCache(
-            [(key[kept][:, :, first:], value[kept][:, :, first:]) for key, value in self._layers()]
+            [(key[kept][:, :, first:], value[kept][:, :, first:]) for key, value in _layers(self._cache)]
         )
 
     def clear(self) -> list[ActiveSample]:
-        """Forget everything; the rows that were here."""
+        """Drop everything; return the rows."""
         rows, self.rows = self.rows, []
         self._cache, self._mask = DynamicCache(), torch.empty(0, 0, dtype=torch.long)
         return rows
@@ -117,13 +117,10 @@ class Batch:
         width = max(mask.shape[1], self._mask.shape[1])
         layers = [
             tuple(torch.cat([_widened(each, width) for each in pair]) for pair in zip(old, new, strict=True))
-            for old, new in zip(self._layers(), _layers(cache), strict=True)
+            for old, new in zip(_layers(self._cache), _layers(cache), strict=True)
         ]
         masks = [pad(each, (width - each.shape[1], 0)) for each in (self._mask, mask)]
         return DynamicCache(layers), torch.cat(masks)
-
-    def _layers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return _layers(self._cache)
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -144,12 +141,11 @@ def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, seed: int, position: int, sampling: Sampling) -> tuple[int, float]:
-    """A token and its log-prob, from logits [V]; position: of the token in the response.
+    """Draw a token from logits [V] at a position of the response; return it and its log-prob.
 
-    The token that wins a race of exponential times with its probabilities as rates, as in vLLM: rounding changes the
-    winner only where two are about equal, while inversion of the cumulative distribution would move every boundary. The
-    times come from Philox (Salmon et al. 2011), whose counter is the position: no state, so a sample may continue
-    anywhere. The log-prob is at the sampling temperature, and of the truncated distribution.
+    The token minimises an exponential time with its probability as rate, as in vLLM: rounding changes the winner only
+    between near-equals. Times come from Philox (Salmon et al. 2011) with the position as its counter, so a sample may
+    continue anywhere. The log-prob is at the sampling temperature, of the truncated distribution.
     """
     if sampling.temperature == 0:
         token = int(logits.argmax())

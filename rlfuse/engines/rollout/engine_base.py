@@ -1,0 +1,156 @@
+"""What all rollout backends do alike: admit requests, return results in finishing order, count versions, keep spans.
+
+Role: base class of the backends' actors. `generate` waits for its samples; leaving it early evicts the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from typing import Any
+
+from rlfuse import clock
+from rlfuse.cluster import watchdog
+from rlfuse.cluster.garbage import GarbageCollector
+from rlfuse.engines.rollout.engine_actor import Request
+from rlfuse.engines.rollout.liveness import Liveness, Pulse
+from rlfuse.engines.rollout.step_meter import StepMeter
+from rlfuse.events import Recorder, Span
+from rlfuse.protocols import PARTS, Part, Sampling
+from rlfuse.samples import Partial, Response
+
+TOGETHER_S = 0.005
+"""Samples that finish within this time travel together: each message costs the driver about a millisecond."""
+
+
+class EngineBase(ABC):
+    """Implements `EngineActor` but for `start`, `stop`, `load`, `receive` and the hooks at its end."""
+
+    _limit: int
+    """Tokens of a prompt and its response together."""
+
+    def __init__(self, slot: int, cpu: Callable[[], float]):
+        """`cpu`: seconds that the engine has computed, see `Liveness`."""
+        self.name = f"rollout/{slot}"
+        self._recorder = Recorder(self.name)
+        self._garbage = GarbageCollector(self._recorder)
+        watchdog.register(self.name, self._recorder)
+        self._liveness = Liveness(cpu)
+        self._meter: StepMeter | None = None
+        self._tokenizer: Any = None
+        self._active: dict[str, Any] = {}
+        """Samples that are being generated, by id."""
+        self._asleep: set[Part] = set()
+        self._calls = self._steps = self._version = 0
+        self._update: Span | None = None
+
+    async def pulse(self) -> Pulse:
+        self._garbage.guard()
+        return self._liveness.judge(self._is_busy())
+
+    async def generate(
+        self, requests: Sequence[Request], sampling: Sampling
+    ) -> AsyncIterator[list[tuple[str, Response | Partial]]]:
+        self._calls += 1
+        self._admit(requests)
+        begun = {self._begin(request, sampling): request.id for request in requests}
+        waiting = dict(begun)
+        try:
+            while waiting:
+                _, running = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if running:
+                    await asyncio.sleep(TOGETHER_S)
+                finished = [each for each in waiting if each.done()]
+                yield [(waiting.pop(each), each.result()) for each in finished]
+        finally:
+            await self._leave(begun.keys())
+
+    def _admit(self, requests: Sequence[Request]) -> None:
+        """Refuse them all, or none."""
+        if self._asleep:
+            raise RuntimeError(f"{self.name} is asleep: wake it before {len(requests)} samples are handed over")
+        ids = {request.id for request in requests}
+        if twice := sorted(ids & self._active.keys()) or ["some in one call"] * (len(ids) < len(requests)):
+            raise ValueError(f"samples are being generated already ({twice}): hand each sample over once")
+        for request in requests:
+            if (length := len(request.prompt_ids)) >= self._limit:
+                seen = sum(len(each.positions) for each in request.visual)
+                visual = f" ({seen} of them visual)" if seen else ""
+                raise ValueError(
+                    f"sample {request.id} has {length} prompt tokens{visual}, the engine holds {self._limit} with the "
+                    "response: raise data.max_prompt_length or shorten the prompt"
+                )
+
+    def _room(self, request: Request, sampling: Sampling) -> int:
+        """Return how many tokens may still be generated."""
+        return min(sampling.max_tokens, self._limit - len(request.prompt_ids)) - len(request.partial.token_ids)
+
+    def _response(self, partial: Partial, reason: str) -> Response:
+        text = self._tokenizer.decode(partial.token_ids.tolist(), skip_special_tokens=True)
+        return Response(partial.token_ids, partial.log_probs, reason, partial.weight_version, text, partial.trainable)
+
+    async def evict(self, sample_ids: Sequence[str], carry: str, calls: int) -> None:
+        if carry not in ("tokens", "kv"):
+            raise ValueError(f"carry={carry!r}: choose tokens or kv")
+        while self._calls < calls:  # this call has overtaken that of `generate`
+            await asyncio.sleep(0.001)
+        await self._evict([sample_id for sample_id in sample_ids if sample_id in self._active], carry)
+
+    async def sleep(self, discard: bool = False) -> None:
+        if count := len(self._active):
+            raise RuntimeError(f"{self.name} can't sleep while {count} samples are generated: evict or await them")
+        await self._free_device(discard)
+        self._asleep = set(PARTS)
+
+    async def wake(self, part: Part | None = None) -> None:
+        waking = self._asleep & ({part} if part else self._asleep)
+        if waking:
+            await self._take_device(part)
+        self._asleep -= waking
+
+    async def drain(self, collect: bool = False) -> list[Span]:
+        if self._meter is not None:
+            self._meter.close()
+        if collect:
+            self._garbage.collect()
+        return self._recorder.drain()
+
+    async def version(self) -> int:
+        return self._version
+
+    def _pause(self) -> None:
+        """Begin the span of an update."""
+        self._update = Span("update_weights", self.name, clock.now(), cause="optimizer")
+        self._meter.pause()
+
+    def _updated(self, version: int) -> None:
+        """End it: the engine computes with these weights."""
+        self._version = version
+        if self._update is not None:
+            self._update.end, self._update.attributes["version"] = clock.now(), version
+            self._recorder.add(self._update)
+
+    # What a backend implements ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _is_busy(self) -> bool:
+        """Whether the engine should be computing."""
+
+    @abstractmethod
+    def _begin(self, request: Request, sampling: Sampling) -> asyncio.Future:
+        """Begin a sample, active until it ends; return the future of its `Response`, or `Partial` if it is evicted."""
+
+    @abstractmethod
+    async def _leave(self, begun: Collection[asyncio.Future]) -> None:
+        """End those of a call's samples that are not finished."""
+
+    @abstractmethod
+    async def _evict(self, sample_ids: list[str], carry: str) -> None:
+        """End these active samples; return when they have ended."""
+
+    async def _free_device(self, discard: bool) -> None:  # noqa: B027  (optional)
+        """Give up the device's memory; hosts without one have nothing to give up."""
+
+    async def _take_device(self, part: Part | None) -> None:  # noqa: B027
+        """Take it back, or only for a part."""

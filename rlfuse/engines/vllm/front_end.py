@@ -1,0 +1,69 @@
+"""What an engine's front end does differently from vLLM's: log-probs as floats, stop texts over the parts of a sample.
+
+With `decode_scheduler`, `CompletionOutput.logprobs` is a list of floats, one per sampled token, and an aborted request
+ends with the output of the engine core, which has all its tokens. To vLLM a continued sample is a request whose prompt
+ends in the sample's tokens, where it looks for no stop text; so those tokens are read again, and `setup.extend` removes
+them: a response ends at the same token wherever its parts were drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from msgspec.structs import replace
+from vllm.v1.engine import EngineCoreRequest, output_processor
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.outputs import LogprobsLists
+
+
+class SampledLogProbs(LogprobsProcessor):
+    """Keeps log-probs of sampled tokens only."""
+
+    def _update_sample_logprobs(self, logprobs_lists: LogprobsLists) -> None:
+        self.logprobs.extend(logprobs_lists.logprobs[:, 0].tolist())  # type: ignore[union-attr]  # the sampled is first
+
+
+class StepListener(PrometheusStatLogger):
+    """Replaces vLLM's Prometheus metrics, which are not read. Subclasses `record`."""
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None): ...
+
+    def log_engine_initialized(self) -> None: ...
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None: ...
+
+    def record_admission_rejection(self, reason: str) -> None: ...
+
+
+def keep_log_probs(fast: bool) -> None:
+    """Choose how engines built from now on keep log-probs: vLLM has no setting for it."""
+    output_processor.LogprobsProcessor = SampledLogProbs if fast else LogprobsProcessor  # type: ignore[misc]
+
+
+async def abort(engine: Any, request_ids: Iterable[str]) -> None:
+    """Abort requests in the engine core, whose last output ends them here, too; ignore unknown ones."""
+    known = engine.output_processor.external_req_ids
+    await engine.engine_core.abort_requests_async([name for each in request_ids for name in known.get(each, ())])
+
+
+_from_new_request = IncrementalDetokenizer.from_new_request
+
+
+def _continued(cls: type, tokenizer: object, request: EngineCoreRequest) -> IncrementalDetokenizer:
+    """Read the sample's tokens again: vLLM has no other hook where a request's text begins."""
+    from rlfuse.engines.vllm.worker_extension import DRAWN  # not before the engine is forked: imports kernels
+
+    sampling = request.sampling_params
+    drawn = (sampling.extra_args or {}).get(DRAWN, 0) if sampling.stop else 0
+    if not drawn:
+        return _from_new_request(tokenizer, request)
+    ids = request.prompt_token_ids
+    begun = _from_new_request(tokenizer, replace(request, prompt_token_ids=ids[:-drawn]))
+    begun.update(ids[-drawn:], False)
+    return begun
+
+
+IncrementalDetokenizer.from_new_request = classmethod(_continued)

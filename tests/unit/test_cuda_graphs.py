@@ -16,13 +16,13 @@ from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.graph_checks import BLOCKERS, graph_sizes, why_no_graphs
 from rlfuse.config.schema import Config, ModelConfig
+from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
+from rlfuse.engines.deepspeed.optimizer import take_step, trainable
 from rlfuse.engines.trainer import cuda_graphs
 from rlfuse.engines.trainer.cuda_graphs import CudaRecording, PassGraphs, record_passes
-from rlfuse.engines.trainer.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.trainer.families import value_class
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import response_logits, trainer_ready
-from rlfuse.engines.trainer.optimizer import take_step, trainable
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.protocols import Sharing
 from rlfuse.samples import MicroBatch, Row

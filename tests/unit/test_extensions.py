@@ -10,8 +10,8 @@ import pytest
 from torch.utils import cpp_extension
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer import deepspeed_ops
-from rlfuse.engines.trainer.deepspeed_ops import load, load_everywhere
+from rlfuse.engines.deepspeed import deepspeed_ops
+from rlfuse.engines.deepspeed.deepspeed_ops import load, load_everywhere
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def in_all_layouts(device, folder, out):
     import deepspeed
     from deepspeed.utils import groups
 
-    from rlfuse.engines.trainer import optimizer
+    from rlfuse.engines.deepspeed import optimizer
 
     optimizer.REDUCED = 4096  # else ZeRO's buffers are 200 MB each
     deepspeed.init_distributed("gloo", verbose=False)

@@ -14,14 +14,15 @@ from safetensors.torch import load_file
 from small_network import Network, loss
 
 from rlfuse.config.schema import ActorConfig, Config
-from rlfuse.engines.pipeline import split_backward, training_state
+from rlfuse.engines.deepspeed import optimizer, stage_states
+from rlfuse.engines.deepspeed.memory import gradient_bytes
+from rlfuse.engines.deepspeed.optimizer import freeze, take_step, trainable
+from rlfuse.engines.pipeline import split_backward
 from rlfuse.engines.pipeline.split_backward import Tape, split_linears
 from rlfuse.engines.pipeline.stages import DeviceStages
-from rlfuse.engines.trainer import offloading, optimizer
+from rlfuse.engines.trainer import offloading
 from rlfuse.engines.trainer.base_rank import Rank
-from rlfuse.engines.trainer.gradient_memory import gradient_bytes
 from rlfuse.engines.trainer.offloading import to_device, to_host
-from rlfuse.engines.trainer.optimizer import freeze, take_step, trainable
 from rlfuse.engines.trainer.saving import writing
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.errors import EngineError
@@ -203,7 +204,7 @@ def run(network, seeds):
 
 def states_of(trained, folder):
     with writing([trained]) as files:
-        training_state.save(trained, folder, 0, files)
+        stage_states.save(trained, folder, 0, files)
     assert files.problem is None
     return load_file(folder / "rank_0.safetensors") | {"optimizer": (folder / "optimizer.json").read_text()}
 
@@ -227,10 +228,10 @@ def test_states_of_pipelines_are_saved_from_anywhere_and_continued(tmp_path, dty
     to_device(trained)
     assert same(states_of(trained, tmp_path / "back"), dict(there))
     fresh, resumed = stages(dtype)
-    training_state.load(fresh, tmp_path / "away")
+    stage_states.load(fresh, tmp_path / "away")
     run(other, range(5, 8))
     take_step(twin, 3.0, 1)  # and back to what was saved
-    training_state.load(twin, tmp_path / "away")
+    stage_states.load(twin, tmp_path / "away")
     norms = []
     for engine_, module in ((trained, network), (fresh, resumed), (twin, other)):
         run(module, range(2, 5))
@@ -246,7 +247,7 @@ def test_a_resumed_optimizer_has_what_a_first_step_gives_it(tmp_path):
     run(network, range(2))
     take_step(stepped, 2.0, 1)
     states_of(stepped, tmp_path)
-    training_state.load(resumed, tmp_path)
+    stage_states.load(resumed, tmp_path)
     kinds = []
     for each in (stepped, resumed):
         (state,) = each.optimizer.optimizer.state.values()
@@ -271,14 +272,14 @@ class Counting(torch.optim.AdamW):
         for group in self.param_groups:
             assert not group["lr"]
             for flat in group["params"]:
-                self.state[flat] = {"step": 1, **{name: torch.zeros_like(flat) for name in training_state.MOMENTS}}
+                self.state[flat] = {"step": 1, **{name: torch.zeros_like(flat) for name in stage_states.MOMENTS}}
 
 
 def resumed_at_5(flat, optimizer):
     flat.grad = torch.full_like(flat, 7.0)
     gradient, rate = flat.grad, optimizer.param_groups[0]["lr"]
     zero = SimpleNamespace(optimizer=optimizer, _lazy_init_hp_params_optimizer_state=lambda: None)
-    training_state._make_moments(SimpleNamespace(optimizer=zero), 5)
+    stage_states._make_moments(SimpleNamespace(optimizer=zero), 5)
     assert flat.grad is gradient and optimizer.param_groups[0]["lr"] == rate > 0
     return optimizer.state[flat]
 

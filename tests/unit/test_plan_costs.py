@@ -7,9 +7,9 @@ import pytest
 from test_plan_search import job_of, shape  # noqa: F401, a fixture
 
 from rlfuse.config.schema import ActorConfig, Config
+from rlfuse.engines.deepspeed.memory import KEPT
 from rlfuse.engines.memory.estimate import ITEM, Moved
 from rlfuse.engines.memory.remedies import changed
-from rlfuse.engines.trainer.gradient_memory import KEPT
 from rlfuse.tools.planning import plan
 from rlfuse.tools.planning.costs import carried, costs_of, optimizer_trips
 from rlfuse.tools.planning.exchanges import (

@@ -15,11 +15,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.config.schema import ActorConfig, Config, OptimConfig
 from rlfuse.data.prompts import PromptSource
+from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
+from rlfuse.engines.deepspeed.optimizer import set_lr, take_step, trainable
 from rlfuse.engines.pipeline.layout import Pipelines, Place
 from rlfuse.engines.pipeline.pipeline_rank import PipelineRank
 from rlfuse.engines.pipeline.stages import DeviceStages
-from rlfuse.engines.trainer.deepspeed_model import DeepSpeedModel
-from rlfuse.engines.trainer.optimizer import set_lr, take_step, trainable
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.fusion.selection import Selection

@@ -8,10 +8,10 @@ from test_moves import DTYPES, STAGES, accumulate, assert_same, engine, group, r
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.config.schema import ActorConfig, Config
+from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
+from rlfuse.engines.deepspeed.optimizer import take_step, trainable
 from rlfuse.engines.pipeline.layout import Pipelines, Place
 from rlfuse.engines.pipeline.pipeline_rank import PipelineRank
-from rlfuse.engines.trainer.deepspeed_model import DeepSpeedModel
-from rlfuse.engines.trainer.optimizer import take_step, trainable
 from rlfuse.engines.trainer.passes import weighed
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter

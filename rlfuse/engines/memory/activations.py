@@ -14,13 +14,13 @@ from math import inf
 
 from rlfuse.config.graph_checks import graph_sizes, why_no_graphs
 from rlfuse.config.schema import Config
+from rlfuse.engines.deepspeed.memory import gradient_bytes
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.tracing import Texts, Work
 from rlfuse.engines.pipeline.layout import Pipelines, pipelines_of
 from rlfuse.engines.pipeline.partition import LayerCosts, Part, parts, share_with_logits
 from rlfuse.engines.trainer.activation_places import TIERS, Layer, Place, Places, Room, places
 from rlfuse.engines.trainer.attention import attends_by_layout
-from rlfuse.engines.trainer.gradient_memory import gradient_bytes
 from rlfuse.video.embedding import BF16
 
 MIB, GIB = 1 << 20, 1 << 30

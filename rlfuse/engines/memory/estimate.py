@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from rlfuse.cluster import cuda
 from rlfuse.config.quantization import EXPERTS_ALONE
 from rlfuse.config.schema import Config
+from rlfuse.engines.deepspeed.memory import REDUCED, gradient_bytes
 from rlfuse.engines.memory.activations import PASS_OF, activations, embeddings, graph_bytes, holes, leaves, parts_on
 from rlfuse.engines.memory.kv_cache import SPARE, UNKNOWN, Bounds, cache_of, most_used
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.residency import MODELS, PHASES, TRAINING, Item, contents
 from rlfuse.engines.trainer.activation_places import Place
-from rlfuse.engines.trainer.gradient_memory import REDUCED, gradient_bytes
 from rlfuse.engines.weights.sync import resolve_transfer
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from transformers import PreTrainedModel
 
-from rlfuse.engines.pipeline import training_state
+from rlfuse.engines.deepspeed import stage_states
+from rlfuse.engines.deepspeed.optimizer import not_finite, set_lr, take_step, trainable
 from rlfuse.engines.pipeline.head_shares import HeadShares, gradient_of, group_of
 from rlfuse.engines.pipeline.lanes import LATER
 from rlfuse.engines.pipeline.layout import Mesh, Pipelines, mesh_of
@@ -44,7 +45,6 @@ from rlfuse.engines.trainer import fused_log_probs
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
 from rlfuse.engines.trainer.models import packs_exactly
 from rlfuse.engines.trainer.offloading import on_device
-from rlfuse.engines.trainer.optimizer import not_finite, set_lr, take_step, trainable
 from rlfuse.engines.trainer.passes import read_sums
 from rlfuse.engines.trainer.saving import Writing, writing
 from rlfuse.engines.trainer.sharded_model import check_finite
@@ -296,7 +296,7 @@ class PipelineRank(Rank):
             for name, engine in self.engines.items():
                 first = self.place.block == 0 and self.place.device < self.layout[name].stages  # pipeline
                 rank = self.rank if first and self._answers else None
-                training_state.save(engine, folder / name / "pipeline", rank, files, self._shares(name))
+                stage_states.save(engine, folder / name / "pipeline", rank, files, self._shares(name))
                 check_finite(name, not_finite(engine.module))
         return files.problem
 
@@ -305,7 +305,7 @@ class PipelineRank(Rank):
         """Weights, optimizer and schedule as `save` left them, under whatever stages."""
         for name, engine in self.engines.items():
             with self.optimizer_there(name):
-                training_state.load(engine, folder / name / "pipeline", self._shares(name))
+                stage_states.load(engine, folder / name / "pipeline", self._shares(name))
 
     def _shares(self, model: str) -> HeadShares | Sharers | None:
         """Those with which this rank has some of the model's tensors in shares."""

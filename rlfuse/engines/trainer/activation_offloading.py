@@ -34,10 +34,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlfuse.cluster.host_memory import free_bytes
 from rlfuse.config.schema import Config
+from rlfuse.engines.deepspeed.optimizer import matmul_rate
 from rlfuse.engines.trainer.activation_places import Layer, Place, Places, Room, places
 from rlfuse.engines.trainer.activation_stores import AHEAD, Disk, HostMemory, Wait, speed_of
 from rlfuse.engines.trainer.model_inputs import Batch
-from rlfuse.engines.trainer.optimizer import matmul_rate
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
 

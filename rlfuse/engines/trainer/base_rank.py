@@ -33,7 +33,8 @@ from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.cluster.host_memory import resident_mib
 from rlfuse.cluster.rank_store import StoreServer
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer import deepspeed_ops
+from rlfuse.engines.deepspeed import deepspeed_ops
+from rlfuse.engines.deepspeed.optimizer import matmul_rate
 from rlfuse.engines.trainer.cuda_graphs import PassGraphs
 from rlfuse.engines.trainer.liveness import WATCH, Progress, Pulse
 from rlfuse.engines.trainer.offloading import (
@@ -44,7 +45,6 @@ from rlfuse.engines.trainer.offloading import (
     to_device,
     to_host,
 )
-from rlfuse.engines.trainer.optimizer import matmul_rate
 from rlfuse.errors import EngineError
 from rlfuse.events import Recorder, Span
 from rlfuse.protocols import Sharing

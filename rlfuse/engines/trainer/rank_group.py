@@ -30,8 +30,8 @@ from rlfuse.cluster.placement import Slots
 from rlfuse.cluster.rank_store import STORE
 from rlfuse.cluster.remote import all_of, call
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.deepspeed_ops import load_everywhere
-from rlfuse.engines.trainer.gradient_memory import KEPT
+from rlfuse.engines.deepspeed.deepspeed_ops import load_everywhere
+from rlfuse.engines.deepspeed.memory import KEPT
 from rlfuse.engines.trainer.liveness import WATCH, Judge
 from rlfuse.errors import NotSaved, WorkerLost
 from rlfuse.events import Recorder, Span

@@ -12,9 +12,9 @@ import torch
 
 from rlfuse.config.reward_labels import head_labels
 from rlfuse.config.rewards import MODEL_PART
+from rlfuse.engines.deepspeed.optimizer import zero_head
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.models import check_forward, check_training_passes, load_reward_model
-from rlfuse.engines.trainer.optimizer import zero_head
 from rlfuse.engines.trainer.sharded_model import sharded_model
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter

@@ -21,8 +21,8 @@ from rlfuse.engines.trainer.saving import Writing
 from rlfuse.errors import EngineError
 
 BACKENDS = {
-    "deepspeed": "rlfuse.engines.trainer.deepspeed_model:DeepSpeedModel",
-    "fsdp2": "rlfuse.engines.trainer.fsdp2_model:Fsdp2Model",
+    "deepspeed": "rlfuse.engines.deepspeed.deepspeed_model:DeepSpeedModel",
+    "fsdp2": "rlfuse.engines.fsdp2.fsdp2_model:Fsdp2Model",
 }
 """`actor.strategy` -> module and class of its `ShardedModel`."""
 

@@ -31,6 +31,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlfuse.config.schema import ModelConfig
+from rlfuse.engines.deepspeed.optimizer import matmul_rate
 from rlfuse.engines.trainer import fused_log_probs
 from rlfuse.engines.trainer.activation_offloading import RankActivations
 from rlfuse.engines.trainer.attention import attends_by_layout
@@ -48,7 +49,6 @@ from rlfuse.engines.trainer.models import (
     response_logits,
     splits_exactly,
 )
-from rlfuse.engines.trainer.optimizer import matmul_rate
 from rlfuse.engines.trainer.passes import OBJECTIVES, OUTPUTS, Passes, RankCall, log_probs_gained, read_sums, weighed
 from rlfuse.engines.trainer.saving import Writing, writing
 from rlfuse.engines.trainer.sequence_parallel import Part, SequenceParallel

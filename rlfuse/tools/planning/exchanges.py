@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlfuse.config.schema import Config
+from rlfuse.engines.deepspeed.memory import KEPT, REDUCED
 from rlfuse.engines.memory.estimate import ITEM
 from rlfuse.engines.memory.model_sizes import Shape
-from rlfuse.engines.trainer.gradient_memory import KEPT, REDUCED
 from rlfuse.tools.planning.hardware import ADAM, Hardware
 
 PREFETCHED = 50_000_000  # parameters that ZeRO 3 gathers ahead (stage3_prefetch_bucket_size)

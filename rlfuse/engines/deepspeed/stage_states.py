@@ -24,8 +24,8 @@ from deepspeed.utils import (
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from rlfuse.engines.deepspeed.optimizer import use_own_settings
 from rlfuse.engines.pipeline.head_shares import HeadShares
-from rlfuse.engines.trainer.optimizer import use_own_settings
 from rlfuse.engines.trainer.saving import Writing
 from rlfuse.engines.trainer.tensor_parallel import Sharers
 

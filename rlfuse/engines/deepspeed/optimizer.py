@@ -3,7 +3,7 @@
 Role: used by a trainer rank. DeepSpeed is called here, where models are saved, gathered and exported (`saving`,
 `offloading`, `sequence_parallel`, `vision_tower`, `weights.exporting`) and by pipelines' ranks. Between steps an engine
 holds sums: gradients that nothing has divided yet. Only `take_step` scales them, so that micro-batches can be
-accumulated before anyone knows how many there will be. `gradient_memory.gradient_bytes` says what the sums cost.
+accumulated before anyone knows how many there will be. `memory.gradient_bytes` says what the sums cost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from rlfuse.config.schema import ActorConfig
-from rlfuse.engines.trainer.gradient_memory import REDUCED
+from rlfuse.engines.deepspeed.memory import REDUCED
 from rlfuse.engines.trainer.tensor_parallel import counted
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer import optimizer
+from rlfuse.engines.deepspeed import optimizer
 from rlfuse.engines.trainer.saving import Writing
 
 TAG = "deepspeed"

@@ -33,6 +33,7 @@ import ray
 
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.remote import all_of, call
+from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
 from rlfuse.progress import ticked
 from rlfuse.user_folders import cache_folder, home, is_writable
@@ -52,11 +53,10 @@ def builders(device: str, offload_optimizer: bool) -> list[str]:
     return [name for name, is_needed in needed.items() if is_needed]
 
 
-async def load_everywhere(
-    ranks: Sequence[ray.actor.ActorHandle], limit_s: float, device: str, offload_optimizer: bool
-) -> None:
-    """Have every rank load its operations; EngineError if one waits for longer than `limit_s`."""
-    told, until = set[str](), time.monotonic() + limit_s
+async def load_everywhere(ranks: Sequence[ray.actor.ActorHandle], config: Config, device: str) -> None:
+    """Have every rank load its operations; EngineError if one waits for longer than cluster.timeout_s."""
+    limit_s, told = config.cluster.timeout_s, set[str]()
+    until = time.monotonic() + limit_s
 
     async def one(name: str, rank: ray.actor.ActorHandle) -> None:
         while why := await call(rank.load_extensions.remote(), name, "load DeepSpeed's operations", limit_s):
@@ -66,7 +66,7 @@ async def load_everywhere(
                 told.add(why)
                 watchdog.say(f"{name}: {why}")
 
-    needed, began = [COMPILED[name] for name in builders(device, offload_optimizer)], time.monotonic()
+    needed, began = [COMPILED[name] for name in builders(device, config.actor.offload_optimizer)], time.monotonic()
     missing = [name for name in needed if not is_compiled(name)]
     if missing:
         watchdog.say("Compiling DeepSpeed's operations: about a minute, once per machine")

@@ -46,10 +46,10 @@ class HeadShares:
         """`device`: within the block. `timeout`: the executor's, in seconds."""
         self.degree, self.layout, rank = pipelines.stages, pipelines, dist.get_rank()
         limit = timedelta(seconds=LATER * timeout)
-        for first in range(0, dist.get_world_size(), self.degree):
-            group = group_of(*range(first, first + self.degree), limit=limit)
-            if first <= rank < first + self.degree:
-                self.group, self._first = group, first
+        for ranks in pipelines.mesh(dist.get_world_size()).groups("pp"):
+            group = group_of(*ranks, limit=limit)
+            if rank in ranks:
+                self.group, self._first = group, ranks[0]
         self.index = pipelines.stages_on(device)[0]
         self.last = self._first + pipelines.device(0, pipelines.depth - 1)
         """The rank that has the last stage."""

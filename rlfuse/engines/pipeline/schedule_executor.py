@@ -61,7 +61,7 @@ class ScheduleExecutor:
         """`did`: is told of every operation that has ended."""
         self.layout, self.timeout, self.did = tuple(layout), timeout, did
         self.groups = LaneGroups(self.layout, timeout)
-        self.device = self.groups.place.device
+        self.device = self.groups.mesh.coordinates(self.groups.rank)["pp"]
         self.shares = {each.model: HeadShares(each, self.device, timeout) for each in layout if each.vocabulary}
 
     def run(self, rows: Rows, stages: Stages) -> list[Timed]:
@@ -119,7 +119,7 @@ class _Run:
         """The rank that a transfer comes from; where none does one that shares this one's layers, or else this one."""
         groups = self.executor.groups
         local = transfer is None or transfer.local
-        return groups.mesh.beside(groups.rank) if local else groups.members(transfer.lane)[0]
+        return groups.mesh.following(groups.rank, "tp") if local else groups.members(transfer.lane)[0]
 
     def _awaited(self, step: Step) -> int:
         """The rank to name if an operation doesn't end."""

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlfuse.cluster.host_memory import free_bytes
 from rlfuse.config.schema import Config
-from rlfuse.engines.deepspeed.optimizer import matmul_rate
 from rlfuse.engines.trainer.activation_places import Layer, Place, Places, Room, places
 from rlfuse.engines.trainer.activation_stores import AHEAD, Disk, HostMemory, Wait, speed_of
+from rlfuse.engines.trainer.measuring import matmul_rate
 from rlfuse.engines.trainer.model_inputs import Batch
+from rlfuse.engines.trainer.sharded_model import ShardedModel
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
 
@@ -62,11 +64,14 @@ class Budget:
 class RankActivations:
     """Of all models that a rank trains, by name; every rank makes one at the same time."""
 
-    def __init__(self, config: Config, models: Mapping[str, PreTrainedModel], device: str):
+    def __init__(self, config: Config, models: Mapping[str, ShardedModel], device: str):
         self._alike, again = config.sharded_weights, config.model.enable_gradient_checkpointing
         self._budget = _budget(config, device)
         flops = OF_PEAK * matmul_rate(getattr(torch, config.model.dtype), device)
-        self._models = {name: ActivationOffloading(each, self._budget, flops, again) for name, each in models.items()}
+        self._models = {
+            name: ActivationOffloading(each.module, self._budget, flops, again, each.nbytes)
+            for name, each in models.items()
+        }
 
     @contextmanager
     def leaving(self, name: str, batch: Batch, span: Span) -> Iterator[None]:
@@ -111,13 +116,23 @@ def _budget(config: Config, device: str) -> Budget:
 
 
 class ActivationOffloading:
-    """Of one model; `flops`: what a rank computes in a second, `again`: every layer is run again in any case."""
+    """Of one model; `flops`: what a rank computes in a second, `again`: every layer is run again in any case.
 
-    def __init__(self, model: PreTrainedModel, budget: Budget, flops: float, again: bool):
+    `nbytes`: of a parameter, whole.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        budget: Budget,
+        flops: float,
+        again: bool,
+        nbytes: Callable[[Tensor], int] = attrgetter("nbytes"),
+    ):
         self._layers, text = decoder_layers(model), model.config.get_text_config()
         self._parameters = [list(layer.parameters()) for layer in self._layers]
         self._budget, self._again = budget, again
-        weights = sum(getattr(each, "ds_numel", each.numel()) for own in self._parameters for each in own)
+        weights = sum(nbytes(each) for own in self._parameters for each in own) / model.dtype.itemsize
         self._token_s = 2 * weights / len(self._layers) / flops
         self._pair_s = 4 * text.hidden_size / flops
         self._inputs = text.hidden_size * model.dtype.itemsize

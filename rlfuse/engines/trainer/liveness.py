@@ -18,12 +18,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from rlfuse.cluster.tracebacks import LIBRARY
 from rlfuse.engines.rollout.liveness import LEAST, children_cpu
+from rlfuse.engines.trainer.backends import BACKENDS
 
 WATCH = "watch"
 """Ray's concurrency group of a rank's `pulse`."""
@@ -34,7 +36,8 @@ DEEPEST = 60
 """Frames that are looked at."""
 SHOWN = 8
 """Of them: the innermost, and those of code that is no library's."""
-WAITS = re.compile(r"/torch/distributed/|/deepspeed/comm/|/rlfuse/engines/pipeline/waits\.py|/deepspeed/.* in wait$")
+OF_BACKENDS = chain.from_iterable(backend.waits for backend in BACKENDS.values())
+WAITS = re.compile("|".join(("/torch/distributed/", r"/rlfuse/engines/pipeline/waits\.py", *OF_BACKENDS)))
 """Frames in which a rank waits for others."""
 
 

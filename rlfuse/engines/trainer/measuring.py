@@ -132,3 +132,16 @@ def fitted(taken: dict[int, Sequence[float]], sizes: tuple[int, int], pair: floa
     token = line(1, 0.0)[1] or taken[1][1] / long
     overheads = {degree: Overhead(*(seconds / token for seconds in line(degree, token))) for degree in taken}
     return Costs(pair / token, overheads, slower)
+
+
+def matmul_rate(dtype: torch.dtype, device: str) -> float:
+    """FLOP/s of square matrix products on this rank, the best of a few: the peak that utilisation is relative to."""
+    size = 512 if device == "cpu" else 8192
+    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    best, began, repeats = math.inf, time.perf_counter(), 0
+    while repeats < 5 or time.perf_counter() - began < 0.1:  # other processes may interrupt a short measurement
+        start = time.perf_counter()
+        product = left @ right
+        float(product[0, 0])  # waits for the device
+        best, repeats = min(best, time.perf_counter() - start), repeats + 1
+    return 2 * size**3 / best

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
-from rlfuse.engines.deepspeed.optimizer import matmul_rate
 from rlfuse.engines.memory.model_sizes import Shape, read_shape
+from rlfuse.engines.trainer.measuring import matmul_rate
 from rlfuse.tools.planning.exchanges import updated
 from rlfuse.tools.planning.features import Work, forward_flops
 from rlfuse.tools.planning.hardware import ENDS

@@ -27,8 +27,8 @@ from rlfuse.engines.trainer.saving import Writing
 from rlfuse.engines.trainer.tensor_parallel import TensorShares
 
 TAG = "deepspeed"
-OF_CHECKPOINTS = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
-"""What DeepSpeed's optimizer states hold besides tensors and plain data."""
+# DeepSpeed's optimizer states hold these besides tensors and plain data.
+torch.serialization.add_safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address])
 # By value: before 3.11.4, Python would write that a stage is got by `getattr`, which no file of weights may ask for.
 copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
@@ -116,8 +116,7 @@ class DeepSpeedModel:
             self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
 
     def load(self, folder: Path) -> None:
-        with torch.serialization.safe_globals([*OF_CHECKPOINTS]):
-            loaded, _ = self.engine.load_checkpoint(str(folder), tag=TAG)
+        loaded, _ = self.engine.load_checkpoint(str(folder), tag=TAG)
         if loaded is None:
             raise FileNotFoundError(f"{folder}: DeepSpeed found no checkpoint to load")
         optimizer.use_own_settings(self.engine)

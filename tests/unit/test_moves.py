@@ -12,12 +12,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from small_network import Network, loss
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import ActorConfig, Config
 from rlfuse.engines.deepspeed import optimizer, stage_states
 from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.deepspeed.memory import ZeroMemory
 from rlfuse.engines.deepspeed.optimizer import freeze, take_step, trainable
+from rlfuse.engines.fsdp2.fsdp2_model import Fsdp2Model
+from rlfuse.engines.fsdp2.memory import Fsdp2Memory
 from rlfuse.engines.pipeline import split_backward
 from rlfuse.engines.pipeline.split_backward import Tape, split_linears
 from rlfuse.engines.pipeline.stages import DeviceStages
@@ -388,6 +392,25 @@ def test_bytes_of_gradients():
     assert [*sums("bfloat16", "float32")] == [4, 4, 0.5, 0.5]
     assert [*sums("bfloat16", "bfloat16")] == [2, 2, 0.25, 0.25]
     assert [*sums("float32", "bfloat16")] == [4, 4, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_of_an_fsdp2_model(dtype):
+    config = Config()
+    config.model.dtype = dtype
+    small = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16)
+    model = Fsdp2Model.trained(LlamaForCausalLM(small).to(DTYPES[dtype]), config, 1e-2, "cpu", ParallelMesh())
+    held, plan = sum(each.numel() for each in model.module.parameters()), Fsdp2Memory(config, 1, "cpu")
+    for _ in range(2):
+        model.backward(model(input_ids=torch.arange(8)[None]).logits.float().square().sum())
+        gradients = sum(each.grad.to_local().nbytes for each in model.module.parameters())
+        model.step(1.0, 1.0)
+    moments = sum(each.nbytes for each in model.step_tensors() if each.dim())
+    assert [gradients, moments] == [part.size for part in plan.states("actor", held)]
+    whole = sum(each.nbytes for each in model.tensors() if each.dim()) - sum(
+        each.nbytes for each in model.module.buffers()
+    )
+    assert whole - moments == plan.parameters(held)
 
 
 # Ranks ---------------------------------------------------------------------------------------------------------------

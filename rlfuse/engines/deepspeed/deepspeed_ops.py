@@ -1,19 +1,9 @@
-"""DeepSpeed's compiled operations, loaded by one process at a time, and by nobody who waits for the dead.
+"""Compile and load DeepSpeed's operations, one process of a machine at a time.
 
-Role: every rank is asked to `load` before it meets the others, by `load_everywhere` from the driver, which tells the
-person what a rank waits for; `rlfuse runs clean` asks what is `left_over`. torch guards each extension's folder by a
-file `lock` that exists while a process compiles or loads: one that is killed there leaves it behind, it names nobody,
-and who comes later would wait without end.
-
-    rlfuse.lock     flock, which ends with its owner, and the owner's name    <- ours, for the whole folder
-    */lock          torch's own file, made and removed inside of it
-
-torch writes in the folder at every load. Where it belongs to another user, as an installation may, its compiled
-operations are copied to this user's cache folder, and loaded from there.
-
-Invariant: whoever has `rlfuse.lock` knows that no run is compiling. What it finds of torch's files is then left over if
-the last owner's name still stands there; else other programs may have made it, here (where it shows who works in that
-folder) or on another host that shares it (where only its age tells).
+Role: ranks `load` before they meet, driven by `load_everywhere`; `rlfuse runs clean` removes what is `left_over`.
+torch's file `lock` in an extension's folder names no owner and outlives a killed process, so `rlfuse.lock` (a flock
+with the owner's name) guards the whole folder: its holder knows that no run compiles, and removes torch's stale locks.
+torch writes at every load: operations in a folder of another user are copied to this user's cache folder.
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
 """The process groups that stages send through: one of two ranks for each lane, connected before anything is sent.
 
-Role: an executor makes its `LaneGroups` when it is created. Collective: all ranks, the same layout, in the same order.
-
-Invariants, which NCCL needs (gloo works with any, and takes the same):
-- a communicator's calls run in the order in which a rank posts them, so a send must not share one with receives that
-  were posted ahead of it: the peer may wait for that very send. Hence a group per lane and pair of ranks;
-- nothing on the way blocks the host. Ranks are bound to a device, so `new_group` makes the communicator at once (it
-  splits the default one, all ranks take part), but NCCL connects two ranks inside the first call that uses them, and
-  holds the host until the peer makes its own. Hence one number goes down every lane here, in the same order everywhere;
-- the streams of several communicators must really run beside each other and beside the computation. NCCL's manual
-  promises that to nobody, so what is known to prevent it is out of the way (`cluster.cuda.pipeline_settings`,
-  `_options`).
-Waits: for all ranks, some more than `timeout` seconds at most. (Not run on GPUs.)
+Invariants that NCCL needs: a communicator runs calls in the order of posting, so a send must not share one with earlier
+receives, whose peer may wait for it: hence a group per lane and pair of ranks. NCCL connects two ranks inside their
+first call and blocks the host meanwhile: hence one number goes through every lane here, in the same order everywhere.
+Streams must run concurrently (`cluster.cuda.pipeline_settings`, `_options`). Collective over all ranks, which wait
+somewhat more than `timeout` seconds at most. (Not run on GPUs.)
 """
 
 from __future__ import annotations

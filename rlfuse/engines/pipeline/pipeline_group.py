@@ -1,12 +1,8 @@
 """All pipeline ranks as one: the driver's side of training by schedules.
 
-Role: what `TrainerGroup` is to whole models on every rank, this is to stages. Splits rows over blocks, pipelines and
-micro-batches, sends a schedule with them, and puts answers back in the order of the rows. Invariants and waits: as
-`trainer.rank_group`; passes and gradients need all ranks together.
-
-    driver --schedule, micro-batches--> PipelineGroup --> rank 0 .. rank N-1   (activations, gradients among them)
-
-A device is a rank or, where ranks share layers, several: all get its work, the first of them answers.
+Role: the counterpart of `TrainerGroup` for stages: divides rows over blocks, pipelines and micro-batches, sends a
+schedule with them, and returns answers in the order of the rows. Where ranks share layers, all ranks of a device get
+its work and the first answers. Invariants and waits: as `trainer.rank_group`; every call needs all ranks.
 """
 
 from __future__ import annotations

@@ -1,22 +1,11 @@
-"""Runs one device's row of a pipeline schedule over torch.distributed, for all models that stand on the device.
+"""Runs one device's row of a pipeline schedule over torch.distributed, for all models on the device.
 
-Role: called by pipeline ranks, all ranks of a block with the same schedule. Carries out its device's program
-(`fusion.schedules.transfers`): any schedule whose replay ends (`fusion.schedules.deadlock`) ends here.
-
-    device d, main thread: its row in order                 device e: likewise
-      result --isend--> lane (model, F or B, first chunk or not, d to e) --irecv, posted some operations early--> input
-      to a neighbouring stage on the same device: a dictionary
-
-Invariants:
-- a lane is a process group of its own (`lanes`). Messages are received in the order in which the peer's row sends
-  them: right without tags (NCCL), and with them (gloo);
-- where devices share a head, all come to it in one order, and wait for each other there (`shared_heads`);
-- sends never wait and receives don't wait for each other (`waits`);
-- ranks that share layers run the same row, and meet in every layer: a row's order is all that may make them wait;
-- an operation's times are the device's: it waited for its input from `ready` to `start`. After an error the process
-  group is of no more use.
-Waits: before an operation for its input, within a shared head for the other devices, and at the end of the row for its
-sends.
+Role: called by pipeline ranks, all ranks of a block with the same schedule (`fusion.schedules.transfers`). Results go
+through lanes, each a process group (`lanes`); to a stage on the same device through a dictionary. Invariants: messages
+arrive in the order of the peer's row, with tags (gloo) or without (NCCL); sends never wait and receives do not wait for
+each other (`waits`); devices that share a head, and ranks that share layers, meet in one order. An operation waited for
+its input from `ready` to `start`. After an error the process group is unusable. Waits: before an operation for its
+input, in a shared head for the other devices, at the end for its sends.
 """
 
 from __future__ import annotations

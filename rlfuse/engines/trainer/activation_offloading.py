@@ -1,16 +1,10 @@
-"""Activations of long micro-batches wait off the device until their backward pass, or are computed again.
+"""Activations of long micro-batches wait off the device until their backward pass, or are recomputed.
 
-Role: a trainer rank runs forward passes with gradients in `RankActivations.leaving`. `activation_places` decides,
-`activation_stores` holds the bytes.
-
-    forward    autograd saves a tensor --pack--> its storage goes to a tier, once, whoever saves it and by whatever view
-    backward   autograd needs it --unpack--> the storage comes back, and with it those that are needed next
-
-Invariants: gradients are those of activations that stay, bit by bit. Parameters and what views them stay, so do small
-storages, what embedding, head and loss save, and whatever a tier has no room for. Bytes are let go when autograd lets
-go of them. Ranks that exchange anything while a layer is run again (ZeRO 3's weights, slices of a sequence) decide
-alike, by the most that any of them needs. What a layer leaves is learned from the last one, which stays: until the
-first micro-batch has told, layers are run again.
+Role: a trainer rank runs forward passes with gradients in `RankActivations.leaving`; autograd's saved tensors go to a
+tier and come back with the next ones needed. `activation_places` decides, `activation_stores` holds the bytes.
+Invariants: gradients are bitwise those of activations that stay. Parameters, small storages and what embedding, head
+and loss save stay. Ranks that exchange anything while a layer is recomputed decide alike, by the maximum of their
+needs. A layer's size is measured on the last layer, which stays; in the first micro-batch layers are recomputed.
 """
 
 from __future__ import annotations

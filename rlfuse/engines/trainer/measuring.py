@@ -1,9 +1,7 @@
-"""What sequence parallelism costs on these ranks: passes of the real model, timed when all parts of a job stand.
+"""What sequence parallelism costs on these ranks, and their speed: passes of the real model, timed at start-up.
 
-Role: every trainer rank calls `measured_costs` at start-up, all at the same time; the driver plans by what one of them
-found. Passes are timed while all ranks run one, and while only some do: on CPU hosts ranks may share cores, and then
-they compute slower together. Of a few times the best counts, so that what else the machine does for a moment is left
-out.
+Role: every trainer rank calls `measured_costs` at the same time; the driver plans with one rank's result. Passes are
+timed while all ranks run one and while only some do, as ranks on CPU hosts may share cores; the minimum counts.
 Waits: for the other ranks in every measurement, at most the process group's time-out.
 """
 

@@ -1,20 +1,11 @@
-"""Models give their device up for a while: their tensors' memory goes to the host and comes back, in place.
+"""Models give up their device for a while: their tensors' memory goes to pinned host memory and comes back, in place.
 
-Role: trainer ranks move models between a slot's roles; checkpoints bring them back for as long as they are written.
-What only steps read, masters and moments, can come later than the rest and leave alone (actor.optimizer_residency).
-
-    to_host            storages on the device --copy, one behind the other--> pieces of pinned host memory; emptied
-    to_device          the storage gets memory again <--copy-- ; every tensor on it is what it was
-    fetch_optimizer    the same in a thread, on a stream of its own, while passes and gradients are computed
-
-Invariants: no tensor is replaced. Flat buffers, the parameters, partitions and fragments that view them, masters that
-may be the weights themselves, an optimizer's states and hooks on parameters stay what they are to each other and keep
-their device: whatever a backend keeps where, there is nothing to link again, and a storage that was overlooked costs
-memory, nothing else. (DeepSpeed's own `offload_states` unlinks the masters, so that checkpoints of them are zeros.)
-What is away has no memory: reading it kills the process or, in CUDA, its context, so ranks refuse calls then. One thing
-moves at a time: moves wait for a fetch under way, and a fetch begins only where nothing moves and weights are there.
-Waits: for all streams of the device, before memory is given up and before it is used again; for a fetch, at most as
-long as was said when it began.
+Role: ranks move models between a slot's roles; checkpoints bring them back while they are written. Masters and moments
+may leave alone or come back later (actor.optimizer_residency), in a thread and on a stream of their own. Invariants: no
+tensor is replaced: storages are emptied and filled, so views, hooks and optimizer states stay linked, and a storage
+that was overlooked costs only memory. (DeepSpeed's `offload_states` unlinks masters.) Reading what is away kills the
+process or its CUDA context, so ranks refuse calls. One thing moves at a time. Waits: for all streams of the device; for
+a fetch, at most the limit given when it began.
 """
 
 from __future__ import annotations

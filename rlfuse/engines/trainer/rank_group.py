@@ -1,12 +1,9 @@
 """The driver's side of trainer ranks, whatever they hold: their start, calls, steps, and turns on the device.
 
-Role: `TrainerGroup` (whole models), `PipelineTrainer` (stages) and `RewardModelTrainer` add what they ask their ranks
-for. A rollout slot spans `rollout.tensor_model_parallel_size` ranks, which share its rate.
-Invariants: calls on single slots run side by side; a call of all ranks runs alone, because collectives need the same
-order on every rank. The rows of a step are those that were accumulated since the last one. A failure is told once, and
-a dead rank before those that waited for it. A rank that hangs in a call which trains or scores (`WATCHED`) is found by
-its pulse, within about cluster.heartbeat_s, and killed; others may take long over a single operation, as loading is.
-Waits: for other calls' turns and for ranks, each call at most cluster.timeout_s.
+Role: base of `TrainerGroup`, `PipelineTrainer` and `RewardModelTrainer`. A rollout slot spans
+`rollout.tensor_model_parallel_size` ranks, which share its rate. Invariants: calls on single slots run concurrently, a
+call of all ranks runs alone; a failure is reported once, a dead rank before those that waited for it; a rank that hangs
+in a `WATCHED` call is killed within about cluster.heartbeat_s. Waits for ranks at most cluster.timeout_s.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
 """One trainer rank: actor, critic and reference in one process, each a `ShardedModel` over all ranks.
 
-Role: the class that `TrainerGroup.start` makes a Ray actor. A step, a checkpoint, passes with divided weights and
-backward passes with divided gradients are collective: every rank gets such a call, and waits for its peers only there,
-bounded by cluster.timeout_s. A micro-batch of degree d is so among d ranks, each with a slice of its tokens
-(`sequence_parallel`), and every call with models is where ranks hold shares of layers (`tensor_parallel`). All else
-this rank does alone, whatever the others do meanwhile.
-Invariants:
-- gradients and diagnostics are sums over rows until the step, which divides once by the count of the whole mini-batch:
-  any split into ranks, calls and micro-batches, in any order, gives one gradient;
-- in a collective pass all ranks run the same number of micro-batches; a filler has weight 0;
-- ranks with slices of a micro-batch, or shares of layers, all compute its whole loss, each the gradient through what it
-  has; the first of them alone counts its diagnostics and answers with its scores;
-- a step whose loss or gradient is not finite is skipped on every rank alike, as its event says; weights that are not
-  finite all the same are never saved.
+Role: the class that `TrainerGroup.start` makes a Ray actor. Steps, checkpoints, passes with divided weights and
+backward passes with divided gradients are collective, bounded by cluster.timeout_s; a micro-batch of degree d is so
+among d ranks (`sequence_parallel`), every pass among ranks that share layers (`tensor_parallel`). All else runs
+independently. Invariants: gradients and diagnostics are sums until the step divides once, so any split into ranks,
+calls and micro-batches gives one gradient; in a collective pass all ranks run as many micro-batches, fillers with
+weight 0; of ranks with parts of a micro-batch the first counts diagnostics and answers; a step whose loss or gradient
+is not finite is skipped on every rank alike, and weights that are not finite are never saved.
 """
 
 from __future__ import annotations

@@ -1,24 +1,12 @@
-"""The vision tower that learns with the policy: clips are encoded again, with the gradient that their embeddings got.
+"""The vision tower that is trained with the policy: clips are encoded again, with their embeddings' gradient.
 
-Role: one per trainer rank, next to its models. `TrainerRank` takes from it the rows of every pass, and hands
-it what a backward left at their embeddings.
-
-    cached embeddings --> text model: forward, backward --> gradient of the embeddings --> tower, `step` units at a time
-    step: sums of all micro-batches --> the actor (text and tower: one norm, one optimizer) --> new weights
-
-Invariants:
-- the loss sees what rollouts and old log-probs saw: embeddings rounded to bf16. The cached ones, until the tower is
-  updated within a step; from then on those of the present tower, rounded too. The gradient passes the rounding
-  unchanged, so PPO's ratio is exactly 1 before an update;
-- the reference sees the tower that the run began with, so KL is to the initial policy as a whole. Once the tower was
-  updated, that costs one more encoding of every clip. The critic sees the cached embeddings, and does not train them;
-- a row's embedding is of this file, this plan and the tower as it was last handed over, or an error;
-- a micro-batch encodes a clip once with gradient, however many answers show it, and keeps the activations of `step`
-  units at a time. A rank with a slice of the tokens encodes the units that stand in it;
-- nothing here is collective but `add_gradients_to` and `copy_weights_from`, which belong to the step: ranks may hold
-  any number of clips.
-The weights exist twice on a rank: as the backend holds them (whole or sharded), and here, whole, where they run. Sums
-of gradients are float32, because a long clip has hundreds of chunks. Waits for decoders, which bound themselves.
+Role: one per trainer rank, next to its models; `TrainerRank` takes the rows of every pass from it and hands it what a
+backward left at their embeddings. A step adds its float32 sums to the actor's gradients (one norm, one optimizer) and
+copies the new weights back; the tower's weights exist twice on a rank, as the backend holds them and, whole, here.
+Invariants: the loss sees what rollouts saw, embeddings rounded to bf16: cached ones until the tower is updated within a
+step, then those of the present tower, so PPO's ratio is 1 before an update. The reference sees the initial tower, which
+costs another encoding after updates; the critic sees cached embeddings and does not train them. A micro-batch encodes a
+clip once with gradient, `step` units at a time. Only `add_gradients_to` and `copy_weights_from` are collective.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ warm_deepspeed() {
     } >/dev/null 2>&1 &
     if ! timeout 600 .venv/bin/python >.venv/deepspeed_build.log 2>&1 <<'PYTHON'; then
 from deepspeed.accelerator import get_accelerator
-from rlfuse.engines.trainer import deepspeed_ops
+from rlfuse.engines.deepspeed import deepspeed_ops
 
 operations = get_accelerator().create_op_builder("ShareMemCommBuilder")
 while reason := deepspeed_ops.load(operations.load):  # also removes the lock of a build that was interrupted

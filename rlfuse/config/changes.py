@@ -37,6 +37,14 @@ _LAYOUT = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
 )
+STATE = (
+    "actor.strategy",
+    "actor.zero_stage",
+    "training.tensor_model_parallel_size",
+    "model.dtype",
+    "video.freeze_tower",
+)
+"""Keys that decide how a checkpoint divides the states of whole models."""
 
 TABLE: tuple[tuple[Effect, str, str], ...] = (
     (Effect.BESIDE, "names the run folder", "trainer.project_name trainer.experiment_name trainer.job_name "
@@ -162,11 +170,15 @@ def _loads(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     pipelines = min(before[stages], after[stages]) > 1
     if (before[width] != after[width] and not pipelines) or before["actor.strategy"] != after["actor.strategy"]:
         return False
-    zero = {each["actor.zero_stage"] for each in (before, after)}
-    if len(zero) > 1 and zero != {1, 2}:  # these two cut it up alike
+    if len({state_layout(each)["actor.zero_stage"] for each in (before, after)}) > 1:
         return False
     slots = {each["trainer.nnodes"] * each["trainer.n_gpus_per_node"] for each in (before, after)}
     return pipelines or (before[stages] == after[stages] and len(slots) == 1)
+
+
+def state_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings that are equal where checkpoints divide states alike: ZeRO 2 does as 1."""
+    return {**settings, "actor.zero_stage": {2: 1}.get(settings["actor.zero_stage"], settings["actor.zero_stage"])}
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -210,9 +210,6 @@ def _devices(config: Config, facts: Facts) -> Iterator[str]:
     elif facts.cuda and facts.gpus and local > facts.gpus:
         valid = f"this machine has {facts.gpus} GPUs"
         yield _problem(config, "trainer.n_gpus_per_node", valid, f"set {facts.gpus}, or cluster.device=cpu")
-    if config.actor.offload_optimizer and config.actor.zero_stage == 0:
-        valid = "needs actor.zero_stage of 1, 2 or 3"
-        yield _problem(config, "actor.offload_optimizer", valid, "set actor.zero_stage=1, or false here")
     if config.actor.offload_optimizer and facts.cuda is False:
         valid = "needs GPUs; on CPU hosts the optimizer's state is in host memory already"
         yield _problem(config, "actor.offload_optimizer", valid, "set actor.offload_optimizer=false")

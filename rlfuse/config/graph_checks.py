@@ -16,7 +16,6 @@ BLOCKERS = {
     "training.pipeline_parallel_size": (lambda value: value > 1, "stages send activations within a pass"),
     "training.tensor_model_parallel_size": (lambda value: value > 1, "layers wait for other ranks"),
     "training.ulysses_sequence_parallel_size": (lambda value: value > 1, "attention waits for other ranks"),
-    "actor.zero_stage": (lambda value: value > 1, "ranks exchange gradients (2) and weights (3) during passes"),
     "model.enable_activation_offload": (bool, "activations move to the host during a pass"),
     "model.use_remove_padding": (lambda value: not value, "only packed batches have few sizes"),
 }
@@ -31,6 +30,8 @@ LAUNCH_BOUND_FLOP = {"bfloat16": 1e11, "float32": 1e10}
 
 def graph_blocker(config: Config) -> str | None:
     """Return the first setting that rules graphs out as `KEY=VALUE: why`, or None."""
+    if config.sharded_gradients:
+        return f"{config.sharding}: ranks exchange gradients or weights during passes"
     found = ((name, value_of(config, name), rule) for name, rule in BLOCKERS.items())
     return next((f"{name}={value}: {why}" for name, value, (blocks, why) in found if blocks(value)), None)
 

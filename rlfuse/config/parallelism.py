@@ -64,9 +64,12 @@ def pipelines(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def strategy(config: Config, facts: Facts) -> Iterator[str]:
-    """What FSDP2 does not support here."""
+    """What the trainer backend does not support here."""
     training, model, name = config.training, config.model, "actor.strategy"
     if config.actor.strategy != "fsdp2":
+        if config.actor.offload_optimizer and config.actor.zero_stage == 0:
+            valid = "needs actor.zero_stage of 1, 2 or 3"
+            yield problem(config, "actor.offload_optimizer", valid, "set actor.zero_stage=1, or false here")
         return
     for key, given, default in (
         ("cluster.device", config.cluster.device == "cuda", "cpu"),

@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from rlfuse.config.own_functions import traits_of
+from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.rewards import RewardConfig
 from rlfuse.config.run_groups import AlertsConfig, ClusterConfig, TrainerConfig
 from rlfuse.config.video import VideoConfig
@@ -358,6 +359,17 @@ class Config:
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
     @property
+    def mesh(self) -> ParallelMesh:
+        """The trainer's ranks, one for each slot."""
+        return self.mesh_of(self.slots)
+
+    def mesh_of(self, ranks: int) -> ParallelMesh:
+        """Return the mesh of that many trainer ranks; ValueError where the degrees of `training` do not divide them."""
+        training = self.training
+        sizes = {"sp": training.ulysses_sequence_parallel_size, "pp": training.pipeline_parallel_size}
+        return ParallelMesh.of(ranks, **sizes, tp=training.tensor_model_parallel_size)
+
+    @property
     def run_folder(self) -> Path:
         """Where the run leaves everything, absolute; `rlfuse.run.acceptance` gives a run its name."""
         trainer = self.trainer
@@ -373,6 +385,11 @@ class Config:
     def sharded_gradients(self) -> bool:
         """Whether ranks reduce gradients in every backward pass."""
         return self.sharded_weights or self.actor.zero_stage == 2
+
+    @property
+    def sharded_optimizer(self) -> bool:
+        """Whether each rank has a share of the optimizer's states."""
+        return self.actor.strategy == "fsdp2" or self.actor.zero_stage > 0
 
     @property
     def sharding(self) -> str:

@@ -73,7 +73,7 @@ def micro_batches(config: Config, prompts: int, context: float) -> int:
     """Of so many prompts' rows on each rank, or in each pipeline, as the trainer cuts them; `context`: tokens of a row
     in the mean. Where nothing evens them out, the row that is one too many leaves half its room of a rank's budget."""
     actor, stages = config.actor, config.training.pipeline_parallel_size
-    rows = prompts * config.rollout.n / (config.slots // stages // config.training.tensor_model_parallel_size)
+    rows = prompts * config.rollout.n / config.mesh.copies
     budget, most = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
     if stages > 1:
         return max(ceil(rows * context / budget), min(2 * stages, ceil(rows)))

@@ -77,7 +77,7 @@ def of_machine() -> Iterator[Leftover]:
             yield Leftover.of(folder, "its process has ended")
     for folder in scratch.abandoned(scratch.RUN, scratch.temporary_root()):
         yield Leftover.of(folder, "its driver has ended")
-    from rlfuse.engines.trainer.deepspeed_ops import left_over  # imports Ray, which only this needs
+    from rlfuse.engines.deepspeed.deepspeed_ops import left_over  # imports Ray, which only this needs
 
     for lock in left_over():
         yield Leftover.of(lock, "whoever compiled there has ended")

@@ -165,8 +165,8 @@ class TrainerProfile:
         import torch
 
         from rlfuse.config.schema import Config
+        from rlfuse.engines.deepspeed.optimizer import trainable
         from rlfuse.engines.trainer.models import load_policy
-        from rlfuse.engines.trainer.optimizer import trainable
 
         self.device, self.tokens, self.words = device, options.tokens, SHAPES[options.shape][5]
         self.config, self.random = Config(), np.random.default_rng(0)
@@ -201,8 +201,8 @@ class TrainerProfile:
     def step(self, rows: list[Any], micro_batches: int) -> None:
         import torch
 
+        from rlfuse.engines.deepspeed.optimizer import take_step
         from rlfuse.engines.trainer.model_inputs import collate
-        from rlfuse.engines.trainer.optimizer import take_step
         from rlfuse.engines.trainer.passes import actor_loss, log_probs, weighed
 
         for _ in range(micro_batches):

@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 from emulated_graphs import Count, EmulatedRecording, Graph
 
 from rlfuse.config.schema import Config, ModelConfig
+from rlfuse.engines.deepspeed.optimizer import trainable
 from rlfuse.engines.trainer import cuda_graphs
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import trainer_ready
-from rlfuse.engines.trainer.optimizer import trainable
 from rlfuse.engines.trainer.passes import actor_loss, log_probs
 from rlfuse.events import Recorder
 from rlfuse.samples import Row

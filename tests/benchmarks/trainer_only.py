@@ -65,8 +65,8 @@ class Trainer:
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         from rlfuse.config.schema import Config
+        from rlfuse.engines.deepspeed.optimizer import trainable
         from rlfuse.engines.trainer.models import load_policy
-        from rlfuse.engines.trainer.optimizer import trainable
 
         self.shape, self.device, self.config = shape, device, Config()
         model, self.config.actor.use_kl_loss = self.config.model, False
@@ -98,8 +98,8 @@ class Trainer:
         """Of a step."""
         import torch
 
+        from rlfuse.engines.deepspeed.optimizer import take_step
         from rlfuse.engines.trainer.model_inputs import collate
-        from rlfuse.engines.trainer.optimizer import take_step
         from rlfuse.engines.trainer.passes import actor_loss, weighed
 
         began = time.perf_counter()

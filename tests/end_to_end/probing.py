@@ -70,7 +70,7 @@ class Probe(PipelineGroup):
             return whole
 
         parts = await asyncio.gather(*(rank.__ray_call__.remote(read, model, field) for rank in self.ranks))
-        parts, total = parts[:: self.mesh.width], {}
+        parts, total = parts[:: self.mesh.tp], {}
         for part in parts if field == "grad" else parts[: self.layout[model].stages]:
             for name, tensor in part.items():
                 total[name] = total[name] + tensor if name in total else tensor

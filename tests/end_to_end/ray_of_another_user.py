@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
     from rlfuse.cluster import placement
     from rlfuse.config.schema import Config
-    from rlfuse.engines.trainer import deepspeed_ops
+    from rlfuse.engines.deepspeed import deepspeed_ops
     from rlfuse.fusion.schedules import list_scheduling  # noqa: F401 - numba looks for its cache at import
 
     assert deepspeed_ops.load(ShareMemCommBuilder().load) is None

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from rlfuse.config.schema import ActorConfig
-from rlfuse.engines.trainer.optimizer import trainable
+from rlfuse.engines.deepspeed.optimizer import trainable
 
 
 class Layers(torch.nn.Module):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing  # connections can send tensors of shared memory
 
 TIMEOUT_S = 240
-PRELOADED = ("rlfuse.engines.trainer.optimizer", "rlfuse.engines.pipeline.stages")
+PRELOADED = ("rlfuse.engines.deepspeed.optimizer", "rlfuse.engines.pipeline.stages")
 
 
 def in_ranks(count, body, device, *arguments):

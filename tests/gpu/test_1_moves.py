@@ -15,6 +15,7 @@ from processes import allocated, in_ranks
 from small import make_rows, policy_folder, settings
 
 from rlfuse.config.schema import ActorConfig
+from rlfuse.engines.deepspeed.optimizer import freeze, take_step
 from rlfuse.engines.trainer import activation_offloading
 from rlfuse.engines.trainer.activation_offloading import ActivationOffloading, Budget
 from rlfuse.engines.trainer.activation_places import Place, Room
@@ -22,7 +23,6 @@ from rlfuse.engines.trainer.activation_stores import PIECE, Disk, HostMemory
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import load_policy, response_logits
 from rlfuse.engines.trainer.offloading import bytes_away, fetch_optimizer, on_device, to_device, to_host
-from rlfuse.engines.trainer.optimizer import freeze, take_step
 
 WIDTH = {"cuda": 2048, "cpu": 16}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -10,7 +10,7 @@ import torch
 from layers import Layers, accumulate, engine, inputs, loss, saved
 from processes import in_ranks
 
-from rlfuse.engines.trainer.optimizer import take_step
+from rlfuse.engines.deepspeed.optimizer import take_step
 
 WIDTH, COUNT = {"cuda": 512, "cpu": 16}, 256
 

@@ -27,14 +27,14 @@ from rlfuse.cluster.host_memory import free_bytes
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config, ModelConfig
+from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
+from rlfuse.engines.deepspeed.optimizer import take_step, trainable
 from rlfuse.engines.trainer import activation_offloading
 from rlfuse.engines.trainer.activation_offloading import ActivationOffloading, Budget, decoder_layers
 from rlfuse.engines.trainer.activation_places import Layer, Place, Room, places
 from rlfuse.engines.trainer.activation_stores import PIECE, Disk, HostMemory, speed_of
-from rlfuse.engines.trainer.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import response_logits, trainer_ready
-from rlfuse.engines.trainer.optimizer import take_step, trainable
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.errors import EngineError

@@ -25,7 +25,7 @@ PACKAGE = Path(clock.__file__).parent
 DATES = {
     "clock.py": "defines the other clock",
     "data/clips.py": "age of a file",
-    "engines/trainer/deepspeed_ops.py": "age of a file",
+    "engines/deepspeed/deepspeed_ops.py": "age of a file",
     "observe/loggers.py": "a number for wandb that is larger than that of the process before",
     "observe/terminal.py": "date of the view",
     "tools/watch.py": "age of the view, which another host may have written",

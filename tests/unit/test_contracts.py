@@ -25,10 +25,9 @@ DEEPSPEED, ZERO_1 = "deepspeed.DeepSpeedEngine", "deepspeed.runtime.zero.stage_1
 ASYNC_LLM, LLM = "vllm.v1.engine.async_llm.AsyncLLM", "vllm.v1.engine.llm_engine.LLMEngine"
 CUDA = "deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator"
 RECEIVERS = {
-    "engines/trainer/optimizer.py: engine.optimizer": ZERO_1,
-    "engines/pipeline/pipeline_rank.py: engine": DEEPSPEED,
-    "engines/pipeline/training_state.py: engine": DEEPSPEED,
-    "engines/pipeline/training_state.py: engine.optimizer": ZERO_1,
+    "engines/deepspeed/optimizer.py: engine.optimizer": ZERO_1,
+    "engines/deepspeed/stage_states.py: engine": DEEPSPEED,
+    "engines/deepspeed/stage_states.py: engine.optimizer": ZERO_1,
     "engines/pipeline/waits.py: work": "torch.distributed.Work",
     "engines/vllm/rollout_worker.py: cache": "vllm.config.CacheConfig",
     "engines/vllm/rollout_worker.py: self._engine": ASYNC_LLM,
@@ -38,13 +37,10 @@ RECEIVERS = {
     "engines/vllm/setup.py: vllm_config.parallel_config": "vllm.config.ParallelConfig",
     "engines/trainer/activation_stores.py: self._stream": "torch.cuda.Stream",
     "engines/trainer/activation_stores.py: torch.cuda.current_stream()": "torch.cuda.Stream",
-    "engines/trainer/base_rank.py: get_accelerator()": CUDA,
-    "engines/trainer/deepspeed_model.py: self.engine": DEEPSPEED,
-    "engines/trainer/offloading.py: accelerator": CUDA,
-    "engines/trainer/offloading.py: get_accelerator()": CUDA,
+    "engines/deepspeed/deepspeed_model.py: get_accelerator()": CUDA,
+    "engines/deepspeed/deepspeed_model.py: self.engine": DEEPSPEED,
     "engines/trainer/offloading.py: stream": "torch.cuda.Stream",
     "engines/trainer/offloading.py: torch.cuda.current_stream()": "torch.cuda.Stream",
-    "engines/trainer/trainer_rank.py: get_accelerator()": CUDA,
     "engines/vllm/offline_engine.py: self._llm": LLM,
     "engines/vllm/offline_engine.py: llm": LLM,
 }
@@ -56,7 +52,7 @@ ON_GPUS = {
     f"{ASYNC_LLM}.sleep",
     f"{ASYNC_LLM}.wake_up",
     f"{ASYNC_LLM}.update_weights",
-    f"{CUDA}.synchronize",
+    "torch.cuda.synchronize",
     "torch.multiprocessing.reductions.reduce_tensor",
     "torch.cuda.ipc_collect",
     "torch.cuda.graph",
@@ -334,7 +330,7 @@ def test_deepspeed_knows_our_keys(stage, offload):
     from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 
-    from rlfuse.engines.trainer.optimizer import _config
+    from rlfuse.engines.deepspeed.optimizer import _config
 
     given = _config(ActorConfig(zero_stage=stage, offload_optimizer=offload), torch.bfloat16)
     top = {value for value in vars(constants).values() if isinstance(value, str)} | {ZERO_OPTIMIZATION, "bf16"}

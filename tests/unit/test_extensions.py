@@ -10,8 +10,8 @@ import pytest
 from torch.utils import cpp_extension
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer import deepspeed_ops
-from rlfuse.engines.trainer.deepspeed_ops import load, load_everywhere
+from rlfuse.engines.deepspeed import deepspeed_ops
+from rlfuse.engines.deepspeed.deepspeed_ops import load, load_everywhere
 
 
 @pytest.fixture
@@ -108,7 +108,9 @@ async def test_compilation_is_reported_where_something_is_compiled(
     said = []
     monkeypatch.setattr(deepspeed_ops.watchdog, "say", said.append)
     monkeypatch.setattr(deepspeed_ops, "call", AsyncMock(return_value=None))
-    await load_everywhere([MagicMock()], 60.0, device, offload_optimizer)
+    config = Config()
+    config.actor.offload_optimizer = offload_optimizer
+    await load_everywhere([MagicMock()], config, device)
     assert [line for line in said if line.startswith("Compiling")] == (
         ["Compiling DeepSpeed's operations: about a minute, once per machine"] if says else []
     )

@@ -17,7 +17,7 @@ KINDS += [(PipelineRank, 1, dtype) for dtype in DTYPES]
 
 def masters(rank):
     """float32 weights of the actor, which the optimizer steps on."""
-    engine = getattr(rank.engines["actor"], "engine", rank.engines["actor"])
+    engine = rank.engines["actor"].engine
     parameters = list(engine.module.parameters())
     if engine.zero_optimization_stage() == 0:
         parameters = engine.basic_optimizer.param_groups[0]["params"]
@@ -27,7 +27,7 @@ def masters(rank):
 
 def steps_of(rank):
     """How many its optimizer has counted."""
-    return {int(each["step"]) for each in rank.engines["actor"].basic_optimizer.state.values()}
+    return {int(each["step"]) for each in rank.engines["actor"].engine.basic_optimizer.state.values()}
 
 
 @pytest.mark.slow

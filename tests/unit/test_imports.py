@@ -40,6 +40,19 @@ CORE = frozenset(package for package, rank in RANK.items() if rank <= RANK["run_
 BACKENDS = ("vllm", "deepspeed", "ray", "torch.distributed")
 REACH = 53_000
 """Lines that `rlfuse train` may reach; `python tests/import_graph.py` says where they are."""
+PRIVATE = {
+    "rlfuse.engines.deepspeed": r"deepspeed(\.|$)|ds_\w+$",
+    "rlfuse.engines.fsdp2": r"torch\.distributed\.(fsdp|tensor|device_mesh)\b",
+}
+"""Trainer backend -> names of its library."""
+STAGE_KEY = {f"rlfuse.config.{name}" for name in ("schema", "valid_values", "parallelism", "changes", "foreign")}
+"""Declare, check and translate `actor.zero_stage`, and judge whether it may change."""
+OF_DEEPSPEED = {
+    "rlfuse.run.worker_imports",  # loads it once for all ranks
+    "rlfuse.tools.doctor.examine",  # its compiled operations
+    "rlfuse.tools.leftovers",
+    "rlfuse.tools.planning.exchanges",  # the size of its buckets
+}
 FUNCTION = {"rlfuse": 50, "jobs": 50, "tests": 60}
 """Lines of a function; that of a test may hold a table. A file has one concept, however long."""
 
@@ -82,6 +95,23 @@ def test_the_core_imports_no_backend():
         for name in third_party(module)
         if any(name == backend or name.startswith(f"{backend}.") for backend in BACKENDS)
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+def test_a_trainer_backend_is_private_to_its_folder():
+    """Its library and its modules, apart from dotted names in the table of backends."""
+    wrong = []
+    for module in MODULES:
+        used = third_party(module)
+        used |= {each.rpartition(".")[2] for each in used} | {each for each in strings(module) if each[:3] == "ds_"}
+        for folder, names in PRIVATE.items():
+            if not module.startswith(folder) and module not in OF_DEEPSPEED:
+                found = {each for each in imports(module) if each.startswith(f"{folder}.")}
+                wrong += [f"{module}: {name}" for name in found | {each for each in used if re.match(names, each)}]
+        text = MODULES[module].read_text()
+        if "zero_stage" in text and not module.startswith("rlfuse.engines.deepspeed") and module not in STAGE_KEY:
+            wrong.append(f"{module}: zero_stage")
     assert not wrong, "\n".join(wrong)
 
 

@@ -64,7 +64,7 @@ def in_all_layouts(device, folder, out):
     import deepspeed
     from deepspeed.utils import groups
 
-    from rlfuse.engines.trainer import optimizer
+    from rlfuse.engines.deepspeed import optimizer
 
     optimizer.REDUCED = 4096  # else ZeRO's buffers are 200 MB each
     deepspeed.init_distributed("gloo", verbose=False)
@@ -93,9 +93,7 @@ def in_layout(layout, config, out):
     return {
         "dtypes": {each.dtype for _, each in held},
         "parameters": {role: sum(each.nbytes for name, each in held if name.startswith(role)) for role in ROLES},
-        "optimizer": {
-            name: bytes_of_optimizer(getattr(rank.engines[name], "engine", rank.engines[name])) for name in trained
-        },
+        "optimizer": {name: bytes_of_optimizer(rank.engines[name]) for name in trained},
         "buffers": {key: each.numpy() for key, each in modules[trained[0]].named_buffers() if each.is_floating_point()},
         "updates": {f"{name}/{key}": after[name][key] - each for name in trained for key, each in before[name].items()},
     }
@@ -151,7 +149,7 @@ def weights(rank, name):
     """{parameter: float32 values} of those on this rank, whole; every rank calls."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    engine, found = getattr(rank.engines[name], "engine", rank.engines[name]), {}
+    engine, found = rank.engines[name].engine, {}
     masters = engine.basic_optimizer.param_groups[0]["params"]
     for i, (key, parameter) in enumerate(engine.module.named_parameters()):
         value = masters[i] if engine.zero_optimization_stage() == 0 else safe_get_full_fp32_param(parameter)
@@ -161,12 +159,12 @@ def weights(rank, name):
     return found
 
 
-def bytes_of_optimizer(engine):
+def bytes_of_optimizer(model):
     """Masters and moments."""
     from rlfuse.engines.trainer.offloading import _of_optimizer, _storages
 
-    late = _of_optimizer(engine)
-    return sum(storage.nbytes() for storage in _storages(engine) if storage.data_ptr() in late)
+    late = _of_optimizer(model)
+    return sum(storage.nbytes() for storage in _storages(model) if storage.data_ptr() in late)
 
 
 def save(rank, trained, out):
@@ -182,7 +180,7 @@ def save(rank, trained, out):
         dist.barrier()
         for name in trained:
             folder = out / name / "huggingface"
-            [stage] = rank.layout[name].stages_on(rank.place.device)
+            [stage] = rank.layout[name].stages_on(rank.at["pp"])
             rank.save_bucket(name, stage, list(rank._exporter(name, stage).tensors), folder / f"{stage}.safetensors")
     dist.barrier()
 

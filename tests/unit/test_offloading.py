@@ -42,8 +42,9 @@ def trained():
     optimizer = torch.optim.AdamW(network.parameters())
     loss(network, 0).backward()
     optimizer.step()
-    network.module, network.optimizer, network.basic_optimizer = network, optimizer, optimizer  # as DeepSpeed's engines
     moments = [state["exp_avg"] for state in optimizer.state.values()]
+    network.step_tensors = lambda: [value for state in optimizer.state.values() for value in state.values()]
+    network.tensors = lambda: [*network.parameters(), *network.buffers(), *network.step_tensors()]  # as a ShardedModel
     return network, moments, [moment.clone() for moment in moments]
 
 
@@ -202,8 +203,7 @@ def test_cached_memory_is_released_where_it_is_more_than_the_plan_leaves(cached,
     done = []
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 100 + cached)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
-    accelerator = SimpleNamespace(empty_cache=lambda: done.append("emptied"))
-    monkeypatch.setattr(offloading, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
     offloading.release_cached(5)
     assert done == emptied
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from test_models import Clip
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config, DataConfig
 from rlfuse.engines.pipeline import split_backward
-from rlfuse.engines.pipeline.layout import Mesh, Pipelines, Place, mesh_of
+from rlfuse.engines.pipeline.layout import Pipelines, mesh_of
 from rlfuse.engines.pipeline.loading import load_stage
 from rlfuse.engines.pipeline.partition import (
     balanced,
@@ -179,8 +180,8 @@ def test_a_family_that_changes_its_embeddings_is_not_cut():
 
 
 def test_layouts_that_do_not_fit_say_so():
-    assert mesh_of([Pipelines("actor", 4), Pipelines("critic", 2, 2)], 8) == Mesh(2, 4, 1)
-    assert (mesh := mesh_of([Pipelines("actor", 2, width=3)], 12)).place(mesh.rank(1, 0, 2)) == Place(1, 0, 2)
+    assert mesh_of([Pipelines("actor", 4), Pipelines("critic", 2, 2)], 8) == ParallelMesh(dp=2, pp=4)
+    assert mesh_of([Pipelines("actor", 2, width=3)], 12) == ParallelMesh(dp=2, pp=2, tp=3)
     with pytest.raises(ValueError, match=r"these are .* ranks: make these equal"):
         mesh_of([Pipelines("actor", 2, width=2), Pipelines("critic", 2)], 4)
     with pytest.raises(ValueError, match="make these equal"):

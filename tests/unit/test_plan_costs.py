@@ -8,8 +8,8 @@ from test_plan_search import job_of, shape  # noqa: F401, a fixture
 
 from rlfuse.config.schema import ActorConfig, Config
 from rlfuse.engines.memory.estimate import ITEM, Moved
+from rlfuse.engines.memory.model_memory import MAX_CACHED_BYTES
 from rlfuse.engines.memory.remedies import changed
-from rlfuse.engines.trainer.gradient_memory import KEPT
 from rlfuse.tools.planning import plan
 from rlfuse.tools.planning.costs import carried, costs_of, optimizer_trips
 from rlfuse.tools.planning.exchanges import (
@@ -62,7 +62,7 @@ def test_what_a_step_moves_in_a_ranks_own_memory_is_counted(shape):  # noqa: F81
     """In float32: gradients into a bucket, divided, flat, and a quarter kept and flat; the other 68 bytes as `updated`
     says. Alone nobody's gradients are summed. A host makes roots; a GPU does not."""
     config = changed(job_of(shape).config, {"model.dtype": "float32", "actor.zero_stage": 1}.items())
-    parameters, device = 4 * KEPT, Hardware(1e13, 1e13, 1e13, 1e9)
+    parameters, device = 4 * MAX_CACHED_BYTES, Hardware(1e13, 1e13, 1e13, 1e9)
     of_four, alone = (moved_in_step(config, parameters, copies) for copies in (4, 1))
     assert of_four.in_place == (8 + (8 + 68) / 4) * parameters and alone.in_place == (8 + 68) * parameters
     assert of_four.copied == (16 + (8 + 8) / 4) * parameters and alone.copied == (8 + 8 + 8) * parameters
@@ -70,8 +70,8 @@ def test_what_a_step_moves_in_a_ranks_own_memory_is_counted(shape):  # noqa: F81
     host = replace(device, copied_bytes_per_s=1e8)
     assert of_four.seconds(device) == (of_four.in_place + of_four.copied) / 1e9
     assert of_four.seconds(host) == of_four.in_place / 1e9 + (of_four.copied + of_four.on_hosts) / 1e8
-    few = moved_in_step(config, KEPT / 16, 1)
-    assert few.on_hosts == 0 and few.copied == 8 * KEPT / 16, "memory is kept for small tensors; a bucket is none"
+    few = moved_in_step(config, MAX_CACHED_BYTES / 16, 1)
+    assert few.on_hosts == 0 and few.copied == 8 * MAX_CACHED_BYTES / 16, "a bucket has memory of its own"
 
 
 @pytest.mark.parametrize("sums, moved", [("float32", 2 * 4 + 4 + 2), ("bfloat16", 2 * 2 + 2 + 4 + 4 + 2)])
@@ -107,7 +107,7 @@ def test_what_a_message_copies_depends_on_its_own_size(shape, again):  # noqa: F
     assert (found.sent(device), found.sent(replace(device, copied_bytes_per_s=1e8))) == (720e6, 960e6)
 
 
-@pytest.mark.parametrize("size, copied", [(KEPT // 4, 0.0), (KEPT // 4 + 1, 8.0)])
+@pytest.mark.parametrize("size, copied", [(MAX_CACHED_BYTES // 4, 0.0), (MAX_CACHED_BYTES // 4 + 1, 8.0)])
 def test_a_step_gathers_its_weights_in_one_message(shape, size, copied):  # noqa: F811
     """Under ZeRO 1, and copies them on hosts from a tensor of gloo's where that is new."""
     config = changed(job_of(shape).config, {"model.dtype": "float32", "actor.zero_stage": 1}.items())

@@ -15,11 +15,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.config.schema import ActorConfig, Config, OptimConfig
 from rlfuse.data.prompts import PromptSource
-from rlfuse.engines.pipeline.layout import Pipelines, Place
+from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
+from rlfuse.engines.deepspeed.optimizer import set_lr, take_step, trainable
+from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.pipeline_rank import PipelineRank
 from rlfuse.engines.pipeline.stages import DeviceStages
-from rlfuse.engines.trainer.deepspeed_model import DeepSpeedModel
-from rlfuse.engines.trainer.optimizer import set_lr, take_step, trainable
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.fusion.selection import Selection
@@ -39,8 +39,8 @@ def rank_of(kind, stage, dtype, lr, **actor):
     config.model.dtype = dtype
     rank = kind(config, 0, 1, "cpu")
     if kind is PipelineRank:
-        rank.engines = {"actor": trainable(DeviceStages({"0": model}), settings, lr, "cpu")}
-        rank.layout, rank.place = {"actor": Pipelines("actor", 1)}, Place(0, 0, 0)
+        rank.engines = {"actor": DeepSpeedModel(trainable(DeviceStages({"0": model}), settings, lr, "cpu"), 1)}
+        rank.layout = {"actor": Pipelines("actor", 1)}
         return rank, model, ()
     rank.engines, rank.tower = {"actor": DeepSpeedModel(trainable(model, settings, lr, "cpu"), 1)}, None
     rank.exporters = {"actor": Exporter(model, 0, sharded=rank.engines["actor"])}
@@ -49,7 +49,7 @@ def rank_of(kind, stage, dtype, lr, **actor):
 
 def step(rank, model, lr_factor=1.0):
     """One optimizer step; the gradient's norm before clipping."""
-    engine = getattr(rank.engines["actor"], "engine", rank.engines["actor"])
+    engine = rank.engines["actor"].engine
     set_lr(engine, lr_factor)
     loss = model(input_ids=torch.arange(8)[None]).logits.float().log_softmax(-1)[..., 3].sum()
     engine.backward(loss, scale_wrt_gas=False)
@@ -75,7 +75,7 @@ def test_a_new_rate_decay_and_clipping_are_what_the_optimizer_uses(tmp_path, kin
     if kind is TrainerRank:
         numel = sum(size for _, size in reader.sizes("actor")) // DTYPES[dtype].itemsize
         assert reader._multiplied("actor") == (numel - 2 * 16 * 16, 16 * 16), "all but the embedding"
-    actor = getattr(reader.engines["actor"], "engine", reader.engines["actor"])
+    actor = reader.engines["actor"].engine
     weights = [weights_of(reader)]
     for factor in (0.0, 0.5, 1.0):
         assert math.isfinite(step(reader, model, factor))

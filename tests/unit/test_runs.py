@@ -205,7 +205,7 @@ def test_shared_memory_is_removed_with_the_folder_that_records_it_and_never_by_i
     memory.mkdir(), temporary.mkdir()
     monkeypatch.setattr(scratch, "SHARED_MEMORY", memory)
     monkeypatch.setattr(scratch, "temporary_root", lambda: temporary)
-    monkeypatch.setattr("rlfuse.engines.trainer.deepspeed_ops.left_over", list)  # of the tests' own machine
+    monkeypatch.setattr("rlfuse.engines.deepspeed.deepspeed_ops.left_over", list)  # of the tests' own machine
     names = [f"{name}{number}" for name in ("sem.mp-", "psm_", "vllm_dist_") for number in range(20)]
     for name in names:
         (memory / name).write_bytes(b"x" * 1024)

@@ -8,10 +8,10 @@ from test_moves import DTYPES, STAGES, accumulate, assert_same, engine, group, r
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.config.schema import ActorConfig, Config
-from rlfuse.engines.pipeline.layout import Pipelines, Place
+from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
+from rlfuse.engines.deepspeed.optimizer import take_step, trainable
+from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.pipeline_rank import PipelineRank
-from rlfuse.engines.trainer.deepspeed_model import DeepSpeedModel
-from rlfuse.engines.trainer.optimizer import take_step, trainable
 from rlfuse.engines.trainer.passes import weighed
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
@@ -75,8 +75,7 @@ def rank_of(kind, stage, dtype):
     """A rank with one small model, and what its `save` is called with beside the folder."""
     rank = kind(Config(), 0, 1, "cpu")
     if kind is PipelineRank:
-        rank.engines, rank.layout = {"actor": stages(dtype)[0]}, {"actor": Pipelines("actor", 1)}
-        rank.place = Place(0, 0, 0)
+        rank.engines, rank.layout = {"actor": DeepSpeedModel(stages(dtype)[0], 1)}, {"actor": Pipelines("actor", 1)}
         return rank, ()
     settings, sizes = ActorConfig(zero_stage=stage), dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1)
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=16, num_attention_heads=2, **sizes)).to(DTYPES[dtype])

@@ -17,7 +17,7 @@ from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.memory.estimate import GIB, Budget, memory_of, parameters_on
 from rlfuse.engines.memory.model_sizes import read_shape
 from rlfuse.engines.trainer.models import trainer_ready
-from rlfuse.engines.trainer.tensor_parallel import OnPaper, check_cuttable, cut
+from rlfuse.engines.trainer.tensor_parallel import MemoryOnlyGroup, check_cuttable, cut
 from rlfuse.errors import EngineError
 from rlfuse.tools.planning.cluster_file import Cluster
 from rlfuse.tools.planning.space import VOCABULARY, axes_of, structures
@@ -34,7 +34,7 @@ def shared(config, width):
     """The first rank's model, and the whole one."""
     with torch.device("meta"):
         models = [AutoModelForCausalLM.from_config(config) for _ in range(2)]
-    return cut(trainer_ready(models[0], ModelConfig()), OnPaper(width)), models[1]
+    return cut(trainer_ready(models[0], ModelConfig()), MemoryOnlyGroup(width)), models[1]
 
 
 @pytest.mark.parametrize(

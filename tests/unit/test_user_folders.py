@@ -8,7 +8,7 @@ import pytest
 from other_user import NEEDS_ROOT, UID, as_other_user
 
 from rlfuse import user_folders
-from rlfuse.engines.trainer import deepspeed_ops
+from rlfuse.engines.deepspeed import deepspeed_ops
 
 pytestmark = NEEDS_ROOT
 

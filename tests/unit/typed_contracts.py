@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.data.prompts import PromptSource
+from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
+from rlfuse.engines.fsdp2.fsdp2_model import Fsdp2Model
 from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
 from rlfuse.engines.rollout.engine_actor import EngineActor
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
-from rlfuse.engines.trainer.deepspeed_model import DeepSpeedModel
-from rlfuse.engines.trainer.fsdp2_model import Fsdp2Model
 from rlfuse.engines.trainer.sharded_model import ShardedModel
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.engines.transformers.transformers_engine import TransformersEngine

@@ -14,13 +14,13 @@ from math import inf
 
 from rlfuse.config.graph_checks import graph_sizes, why_no_graphs
 from rlfuse.config.schema import Config
+from rlfuse.engines.memory.model_memory import gradient_item
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.tracing import Texts, Work
 from rlfuse.engines.pipeline.layout import Pipelines, pipelines_of
 from rlfuse.engines.pipeline.partition import LayerCosts, Part, parts, share_with_logits
 from rlfuse.engines.trainer.activation_places import TIERS, Layer, Place, Places, Room, places
 from rlfuse.engines.trainer.attention import attends_by_layout
-from rlfuse.engines.trainer.gradient_memory import gradient_bytes
 from rlfuse.video.embedding import BF16
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -114,11 +114,9 @@ def _prompts(config: Config, learns: bool) -> int:
 
 def _sharers(config: Config, learns: bool) -> int:
     """Holders of a model among which every call is divided: all that wait for each other, else those of one slot."""
-    training = config.training
-    width = training.tensor_model_parallel_size
     if config.lockstep_backward if learns else config.lockstep:
-        return config.slots // training.pipeline_parallel_size // width
-    return config.rollout.tensor_model_parallel_size // width
+        return config.mesh.copies
+    return config.rollout.tensor_model_parallel_size // config.mesh.tp
 
 
 def _filled(config: Config, learns: bool) -> int:
@@ -188,8 +186,8 @@ def graph_bytes(config: Config, shapes: Mapping[str, Shape], device: str) -> flo
         return 0.0
     share = graph_sizes(config)[-1] / micro_batch_tokens(config)
     pool = share * max(activations(config, shape, role, device) for role, shape in shapes.items())
-    wide = gradient_bytes(0, config.model.dtype, config.actor.grad_accum_dtype, 1)
-    return pool + WORKSPACES + wide * sum(each.parameters for role, each in shapes.items() if role != "reference")
+    gradients = sum(each.parameters for role, each in shapes.items() if role != "reference") * gradient_item(config)
+    return pool + WORKSPACES + gradients
 
 
 def holes(config: Config, shape: Shape, role: str, size: float) -> float:

@@ -1,7 +1,7 @@
 """What a device holds in each phase, and whether it fits: a pure function of configuration, shapes and device memory.
 
-ZeRO's states as in arXiv 1910.02054 and DeepSpeed 0.19; an engine's memory as in vLLM 0.32. Bytes are of the fullest
-device.
+What models take is their backend's to say (`model_memory`); an engine's memory is as in vLLM 0.32. Bytes are of the
+fullest device.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ from dataclasses import dataclass, replace
 from rlfuse.config.quantization import EXPERTS_ALONE
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.activations import PASS_OF, activations, embeddings, graph_bytes, holes, leaves, parts_on
+from rlfuse.engines.memory.model_memory import ITEM, STATES, ModelMemory, Part
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.residency import MODELS, PHASES, TRAINING, Item, contents
 from rlfuse.engines.trainer.activation_places import Place
-from rlfuse.engines.trainer.gradient_memory import REDUCED, gradient_bytes
+from rlfuse.engines.trainer.backends import model_memory
 from rlfuse.engines.vllm.gpu_settings import gpu_arguments
 from rlfuse.engines.vllm.kv_cache import SPARE, UNKNOWN, Bounds, cache_of, most_used
 from rlfuse.engines.weights.sync import resolve_transfer
 
 GIB, MIB = 1 << 30, 1 << 20
-ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
-STATES = 8  # adamW's two moments, in float32
 FAMILY_TOKENS = 768  # per frame at most (VideoLLaMA3, Qwen2.5-VL), if unknown
-REDUCED_WHOLE = 500_000_000  # gradient elements that DeepSpeed reduces at a time without ZeRO
-LIVE = 1_000_000_000  # parameters that ZeRO 3 holds gathered at a time, at the most
 PROCESS = 600 * MIB  # what each process of a slot takes besides: a CUDA context, or Python with torch
 SERVED_BYTES = 8  # per word and sequence, while vLLM samples: logits in float32, and their log-probs
 CPU_STEP_TOKENS = 2048  # of an engine on CPUs in one step at the most, as vLLM has it inside of another program
@@ -34,16 +31,6 @@ GRAPHS = 1 * GIB  # a sleeping engine's CUDA graphs and NCCL buffers; not measur
 NCCL = 1 * GIB  # what a rank's communicators keep. Likewise.
 SCORED_TOKENS, SCORER = 16384, GIB + 256 * MIB  # of a reward model in vLLM; not measured
 LANES = 1 * GIB  # a pipeline rank's kernels and NCCL buffers of lanes; not measured
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Something that lies on the device."""
-
-    role: str  # `actor`, `critic`, `reference`, `engine`, `tower`, `reward models` or `processes`
-    what: str
-    size: float  # bytes
-    item: Item  # when it is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +150,7 @@ def _on_their_way(config: Config, shape: Shape) -> list[Part]:
     ends = max(shape.embedding, shape.head) * item
     if config.training.vocabulary_parallel:
         bucket = max(bucket, shape.head * item)
-    gathered = config.actor.zero_stage == 3 or config.training.tensor_model_parallel_size > 1
-    gathered |= config.training.vocabulary_parallel
+    gathered = config.sharded_weights or config.mesh.tp > 1 or config.training.vocabulary_parallel
     transfer = resolve_transfer(config.rollout.weight_transfer, "cuda", config.training.pipeline_parallel_size)
     at_a_time = 3 if transfer == "ipc" else 1  # loaded, still mapped by the engine, and packed ahead
     return [
@@ -183,33 +169,23 @@ def models_of(config: Config, shapes: Mapping[str, Shape], device: str) -> list[
 
 
 def _position(config: Config, shapes: Mapping[str, Shape], device: str, position: int) -> list[Part]:
-    item, zero, stages = ITEM[config.model.dtype], config.actor.zero_stage, config.training.pipeline_parallel_size
-    copies = config.slots // stages // config.training.tensor_model_parallel_size
-    found = [] if config.video.freeze_tower else _trained_tower(config, shapes["actor"].tower, copies)
+    stages, memory = config.mesh.pp, model_memory(config)(config, config.mesh.copies, device)
+    found = [] if config.video.freeze_tower else _trained_tower(config, shapes["actor"].tower, memory)
     work: dict[str, float] = {}
     steps: list[list[Part]] = []
     for role, shape in shapes.items():
         held = parameters_on(config, shape, role, position)
-        weights = held / copies if zero == 3 else held
         kind = Item.REFERENCE if role == "reference" else Item.PARAMETERS
-        found.append(Part(role, "parameters", weights * item, kind))
+        found.append(Part(role, "parameters", memory.parameters(held), kind))
         if role == "reference":
             if stages == 1 and shape is not shapes["actor"]:
                 work[role] = activations(config, shape, role, device)
             continue
-        found += _states(config, role, held, copies)
+        found += memory.states(role, held)
         alone = _in_its_step(config, role, found, device)
-        if zero == 0:
-            again = 4 * held if config.actor.grad_accum_dtype == "bfloat16" and item == 2 else 0
-            size = again + 4 * min(held, REDUCED_WHOLE)
-            steps.append([Part(role, "gradients in a step", size, Item.ACTIVATIONS), *alone])
-        if zero >= 1:
-            wide = gradient_bytes(0, config.model.dtype, config.actor.grad_accum_dtype, 1)
-            if device == "cuda":
-                found.append(Part(role, "reduction buffer", REDUCED * wide, _of_gradients(zero)))
-            else:  # taken where it is used, while activations go
-                steps.append([Part(role, "reduction buffer", min(REDUCED, held) * wide, Item.ACTIVATIONS)])
-            steps.append([Part(role, "gradients in a step", 4 * held / copies, Item.ACTIVATIONS), *alone])
+        found += memory.buffers(role, held)
+        if phases := memory.in_step(role, held):
+            steps += [*phases[:-1], [*phases[-1], *alone]]
         work[role] = activations(config, shape, role, device, position)
     if not config.video.freeze_tower:
         steps.append([Part("tower", "activations", _tower_at_work(config, shapes["actor"]), Item.ACTIVATIONS)])
@@ -220,22 +196,9 @@ def _position(config: Config, shapes: Mapping[str, Shape], device: str, position
     if shapes["actor"].embedded:
         size = embeddings(config, shapes["actor"])
         passes.append(Part("actor", "visual embeddings", size, Item.ACTIVATIONS))
-    if zero == 3:
-        live = max(min(shape.parameters, LIVE) for shape in shapes.values())
-        passes.append(Part("actor", "gathered parameters", live * item, Item.ACTIVATIONS))
+    passes += memory.in_passes(shapes)
     # What optimizers read, and a tower's units, come when activations have gone, one after the other.
     return [*found, *max([passes, *steps], key=lambda each: sum(part.size for part in each))]
-
-
-def _states(config: Config, role: str, held: float, copies: int) -> list[Part]:
-    zero, dtype = config.actor.zero_stage, config.model.dtype
-    gradients = gradient_bytes(zero, dtype, config.actor.grad_accum_dtype, copies) * held
-    found = [Part(role, "gradients", gradients, _of_gradients(zero))]
-    share = held / copies if zero >= 1 else held
-    if not config.actor.offload_optimizer:
-        master = 4 if ITEM[dtype] == 2 or zero >= 1 else 0
-        found.append(Part(role, "optimizer", (master + STATES) * share, Item.OPTIMIZER))
-    return found
 
 
 def _in_its_step(config: Config, role: str, found: list[Part], device: str) -> list[Part]:
@@ -247,17 +210,12 @@ def _in_its_step(config: Config, role: str, found: list[Part], device: str) -> l
     return [Part(role, "optimizer, in its step", size, Item.ACTIVATIONS)]
 
 
-def _of_gradients(zero: int) -> Item:
-    """ZeRO 3 has room for gradients from its start on; under the other stages they begin with a backward."""
-    return Item.PARAMETERS if zero == 3 else Item.GRADIENTS
-
-
-def _trained_tower(config: Config, size: int, copies: int) -> list[Part]:
-    """A tower that learns: as DeepSpeed holds it, as it runs, its sums of gradients, and as the run began. See
+def _trained_tower(config: Config, size: int, memory: ModelMemory) -> list[Part]:
+    """A tower that learns: as the backend holds it, as it runs, its sums of gradients, and as the run began. See
     `engines.trainer.vision_tower`."""
-    item, whole = ITEM[config.model.dtype], config.actor.zero_stage < 3
-    each = (1 + (1 if whole else 1 / copies)) * item + 4 + (item if config.uses_reference else 0)
-    return [Part("tower", "copies that learn", each * size, Item.PARAMETERS), *_states(config, "tower", size, copies)]
+    each = ITEM[config.model.dtype] * (1 + config.uses_reference) + 4
+    copies = Part("tower", "copies that learn", memory.parameters(size) + each * size, Item.PARAMETERS)
+    return [copies, *memory.states("tower", size)]
 
 
 def _tower_at_work(config: Config, shape: Shape) -> float:

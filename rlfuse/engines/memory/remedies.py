@@ -8,10 +8,12 @@ from math import ceil
 
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
+from rlfuse.config.parallelism import value_of
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import GIB, MIB, Budget, Memory, memory_of
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.residency import GENERATING, PHASES, TRAINING
+from rlfuse.engines.trainer.backends import model_memory
 
 
 def problems(config: Config, memory: Memory) -> list[str]:
@@ -35,7 +37,7 @@ def problems(config: Config, memory: Memory) -> list[str]:
         found.append(
             f"a node's host memory: needs {waiting / GIB:.1f} GiB, pinned for what is off its "
             f"{config.trainer.n_gpus_per_node} devices, of {host / GIB:.1f} (host_memory_gb); "
-            f"actor.zero_stage={config.actor.zero_stage}, actor.offload_optimizer={config.actor.offload_optimizer}"
+            f"{config.sharding}, actor.offload_optimizer={config.actor.offload_optimizer}"
         )
     return found
 
@@ -124,8 +126,9 @@ def _families(config: Config, memory: Memory) -> Iterator[list[Setting]]:
         degree = config.training.ulysses_sequence_parallel_size
         yield [("training.ulysses_sequence_parallel_size", degree * times) for times in (2, 4, 8)]
     if tight - {GENERATING}:
-        if config.actor.zero_stage < 3:
-            yield [("actor.zero_stage", 3)]
+        for key, (*_, least) in model_memory(config).choices.items():
+            if value_of(config, key) != least:
+                yield [(key, least)]
         if device == "cuda" and not config.actor.offload_optimizer:
             if config.actor.optimizer_residency != "step":
                 yield [("actor.optimizer_residency", "step")]

@@ -31,7 +31,7 @@ from rlfuse.engines.trainer.attention import Segment, attends_by_layout
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.engines.trainer.models import response_values
 from rlfuse.engines.trainer.passes import OBJECTIVES, log_probs
-from rlfuse.engines.trainer.tensor_parallel import OnPaper, cut
+from rlfuse.engines.trainer.tensor_parallel import MemoryOnlyGroup, cut
 from rlfuse.errors import ConfigError
 from rlfuse.samples import Row
 
@@ -95,7 +95,7 @@ class MetaModel:
         """What each of `width` ranks holds of it. EngineError where they can't share its layers."""
         if width not in self._shares:
             whole = next(name for name, module in self.model.named_modules() if module is self.stack)
-            model = cut(copy.deepcopy(self.model), OnPaper(width))
+            model = cut(copy.deepcopy(self.model), MemoryOnlyGroup(width))
             self._shares[width] = MetaModel(model, model.get_submodule(whole), width)
         return self._shares[width]
 

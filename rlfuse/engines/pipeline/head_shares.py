@@ -1,16 +1,9 @@
-"""The head of a policy whose vocabulary all devices of a pipeline share: who has which rows, and what they exchange.
+"""The head of a policy whose vocabulary all devices of a pipeline share.
 
-Role: a pipeline rank makes one `HeadShares` for each such model. The executor calls it where a schedule has an `H`,
-ranks where a step needs one gradient of tied weights, checkpoints and exporters where they need the head whole.
-`fusion.schedules.shared_heads` says why all devices come to the same head.
-
-    last stage --hidden states that predict--> all devices
-    each: a share of the logits --[4, R] of online softmax--> all devices: log-probs, entropy, loss
-    each: the gradient of its rows, and its part of that of the hidden states --sum--> last stage
-
-Logits live only within an `H`. Over NCCL as with `lanes`: what it connects inside the first call of a kind is connected
-before a schedule runs, and its watchdog ends the process only after the executor, which tells more.
-Waits: for the other devices of the pipeline, at most the executor's limit.
+Role: a pipeline rank makes one `HeadShares` per such model; the executor calls it at an `H` of the schedule. The last
+stage sends hidden states to all devices; each computes its share of the logits and exchanges an online softmax [4, R];
+gradients of the hidden states are summed on the last stage. `fusion.schedules.shared_heads` has the order. NCCL
+connects before a schedule runs, as in `lanes`. Waits for the devices of the pipeline, at most the executor's limit.
 """
 
 from __future__ import annotations
@@ -46,10 +39,10 @@ class HeadShares:
         """`device`: within the block. `timeout`: the executor's, in seconds."""
         self.degree, self.layout, rank = pipelines.stages, pipelines, dist.get_rank()
         limit = timedelta(seconds=LATER * timeout)
-        for first in range(0, dist.get_world_size(), self.degree):
-            group = group_of(*range(first, first + self.degree), limit=limit)
-            if first <= rank < first + self.degree:
-                self.group, self._first = group, first
+        for ranks in pipelines.mesh(dist.get_world_size()).groups("pp"):
+            group = group_of(*ranks, limit=limit)
+            if rank in ranks:
+                self.group, self._first = group, ranks[0]
         self.index = pipelines.stages_on(device)[0]
         self.last = self._first + pipelines.device(0, pipelines.depth - 1)
         """The rank that has the last stage."""

@@ -1,30 +1,22 @@
 """The process groups that stages send through: one of two ranks for each lane, connected before anything is sent.
 
-Role: an executor makes its `LaneGroups` when it is created. Collective: all ranks, the same layout, in the same order.
-
-Invariants, which NCCL needs (gloo works with any, and takes the same):
-- a communicator's calls run in the order in which a rank posts them, so a send must not share one with receives that
-  were posted ahead of it: the peer may wait for that very send. Hence a group per lane and pair of ranks;
-- nothing on the way blocks the host. Ranks are bound to a device, so `new_group` makes the communicator at once (it
-  splits the default one, all ranks take part), but NCCL connects two ranks inside the first call that uses them, and
-  holds the host until the peer makes its own. Hence one number goes down every lane here, in the same order everywhere;
-- the streams of several communicators must really run beside each other and beside the computation. NCCL's manual
-  promises that to nobody, so what is known to prevent it is out of the way (`cluster.cuda.pipeline_settings`,
-  `_options`).
-Waits: for all ranks, some more than `timeout` seconds at most. (Not run on GPUs.)
+Invariants that NCCL needs: a communicator runs calls in the order of posting, so a send must not share one with earlier
+receives, whose peer may wait for it: hence a group per lane and pair of ranks. NCCL connects two ranks inside their
+first call and blocks the host meanwhile: hence one number goes through every lane here, in the same order everywhere.
+Streams must run concurrently (`cluster.cuda.pipeline_settings`, `_options`). Collective over all ranks, which wait
+somewhat more than `timeout` seconds at most. (Not run on GPUs.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rlfuse.engines.pipeline.layout import Mesh, Pipelines, mesh_of
+from rlfuse.engines.pipeline.layout import Pipelines, mesh_of
 from rlfuse.fusion.schedules.transfers import Lane, lanes
 
 LATER = 1.25
@@ -33,21 +25,17 @@ CHANNELS = 4
 """Of a communicator: a receive that waits takes so many of the device's 100 or more multiprocessors."""
 
 
-def members(lane: Lane, mesh: Mesh, block: int, index: int) -> tuple[int, int]:
-    """Sender and receiver among all ranks: in one block, both with the same share of layers."""
-    return mesh.rank(block, lane.sender, index), mesh.rank(block, lane.receiver, index)
-
-
 class LaneGroups:
     """Lane -> this rank's group for it."""
 
     def __init__(self, layout: Sequence[Pipelines], timeout: float):
         self.mesh, self.rank = mesh_of(layout, dist.get_world_size()), dist.get_rank()
-        self.place, limit = self.mesh.place(self.rank), timedelta(seconds=LATER * timeout)
+        blocks, limit = self.mesh.groups("pp"), timedelta(seconds=LATER * timeout)
+        (self._devices,) = (ranks for ranks in blocks if self.rank in ranks)
         self._groups: dict[Lane, Any] = {}
         for lane in (lane for pipelines in layout for lane in lanes(pipelines)):
-            for block, index in product(range(self.mesh.blocks), range(self.mesh.width)):
-                pair = members(lane, self.mesh, block, index)
+            for ranks in blocks:  # of one block, with the same share of layers
+                pair = ranks[lane.sender], ranks[lane.receiver]
                 group = dist.new_group(list(pair), limit, pg_options=_options(limit))
                 if self.rank in pair:
                     self._groups[lane] = group
@@ -58,7 +46,7 @@ class LaneGroups:
 
     def members(self, lane: Lane) -> tuple[int, int]:
         """Sender and receiver, one of which is this rank."""
-        return members(lane, self.mesh, self.place.block, self.place.index)
+        return self._devices[lane.sender], self._devices[lane.receiver]
 
     def _connect(self) -> None:
         number = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.partition import LayerCosts, balanced, shared_out
 from rlfuse.fusion.schedules.operations import Operation, direction_of, place_of
@@ -61,6 +62,10 @@ class Pipelines:
     def devices(self) -> int:
         return self.stages * self.pipelines
 
+    def mesh(self, world: int) -> ParallelMesh:
+        """Return the mesh of this model: dp pipelines of all blocks, of pp stages."""
+        return ParallelMesh.of(world, pp=self.stages, tp=self.width)
+
     def device(self, pipeline: int, stage: int) -> int:
         """Where a stage stands within the block."""
         position = place_of(stage, self.stages, self.placement)
@@ -108,35 +113,11 @@ def pipelines_of(config: Config, model: str) -> Pipelines:
     )
 
 
-class Place(NamedTuple):
-    """Of a rank: its block, the device that it is, or is a part of, within the block, and which share it has."""
+def mesh_of(layout: Sequence[Pipelines], world: int) -> ParallelMesh:
+    """Return the mesh of `world` ranks: dp blocks of pp devices of tp ranks.
 
-    block: int
-    device: int
-    index: int
-
-
-class Mesh(NamedTuple):
-    """All ranks: blocks of devices of `width` ranks."""
-
-    blocks: int
-    devices: int
-    width: int
-
-    def place(self, rank: int) -> Place:
-        device, index = divmod(rank, self.width)
-        return Place(*divmod(device, self.devices), index)
-
-    def rank(self, block: int, device: int, index: int = 0) -> int:
-        return (block * self.devices + device) * self.width + index
-
-    def beside(self, rank: int) -> int:
-        """Another rank of the same device; this one where there is none."""
-        return rank - rank % self.width + (rank + 1) % self.width
-
-
-def mesh_of(layout: Sequence[Pipelines], world: int) -> Mesh:
-    """Of so many ranks. ValueError unless all models take as many devices, alike, and they divide the ranks."""
+    ValueError unless all models take as many devices of as many ranks, and these divide the ranks.
+    """
     sizes = {pipelines.model: pipelines.devices for pipelines in layout}
     if len(set(sizes.values())) != 1:
         raise ValueError(
@@ -149,4 +130,4 @@ def mesh_of(layout: Sequence[Pipelines], world: int) -> Mesh:
     if world % (size * width):
         of = f" of {width} ranks" if width > 1 else ""
         raise ValueError(f"{world} ranks are no whole number of blocks of {size} devices{of} (stages * pipelines).")
-    return Mesh(world // size // width, size, width)
+    return ParallelMesh.of(world, pp=size, tp=width)

@@ -1,12 +1,8 @@
-"""One stage of a Hugging Face causal language or value model: that model's own class with other stages' parts absent.
+"""One stage of a Hugging Face causal language or value model: the model's own class without the other stages' parts.
 
-Role: called by pipeline ranks. A stage runs the family's own code for masks, rotary embeddings, attention and heads; it
-merely gets hidden states instead of token ids, and hands hidden states on instead of making logits. Parameters keep
-their names, so the stages' states together are the whole model's.
-
-Only a stage's own tensors are read. Qwen2, Llama and Qwen3 are tested; any family will do whose base model has
-`embed_tokens`, `layers`, `norm` and `rotary_emb`, hands embeddings on as they are (`stages.check_first_layer`), and
-whose checkpoints name tensors as its modules do.
+Role: called by pipeline ranks. Parameters keep their names, and only a stage's own tensors are read. Tested with Qwen2,
+Llama and Qwen3; a family needs `embed_tokens`, `layers`, `norm` and `rotary_emb` in its base model, embeddings that are
+handed on unchanged (`stages.check_first_layer`), and checkpoints that name tensors as its modules do.
 """
 
 from __future__ import annotations

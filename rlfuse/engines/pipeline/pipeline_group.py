@@ -1,12 +1,8 @@
 """All pipeline ranks as one: the driver's side of training by schedules.
 
-Role: what `TrainerGroup` is to whole models on every rank, this is to stages. Splits rows over blocks, pipelines and
-micro-batches, sends a schedule with them, and puts answers back in the order of the rows. Invariants and waits: as
-`trainer.rank_group`; passes and gradients need all ranks together.
-
-    driver --schedule, micro-batches--> PipelineGroup --> rank 0 .. rank N-1   (activations, gradients among them)
-
-A device is a rank or, where ranks share layers, several: all get its work, the first of them answers.
+Role: the counterpart of `TrainerGroup` for stages: divides rows over blocks, pipelines and micro-batches, sends a
+schedule with them, and returns answers in the order of the rows. Where ranks share layers, all ranks of a device get
+its work and the first answers. Invariants and waits: as `trainer.rank_group`; every call needs all ranks.
 """
 
 from __future__ import annotations
@@ -77,7 +73,9 @@ class PipelineGroup(RankGroup):
         met: Met | None = None,
     ) -> tuple[PipelineGroup, dict[str, Any]]:
         """One rank on every slot, stages loaded; and facts to log. Otherwise as `TrainerGroup.start`."""
-        from rlfuse.engines.pipeline.pipeline_rank import PipelineRank  # imports DeepSpeed: only when ranks are started
+        from rlfuse.engines.pipeline.pipeline_rank import (
+            PipelineRank,  # imports torch and transformers: only when ranks are started
+        )
 
         group = cls(config, await start_ranks(PipelineRank, config, slots, cores))
         if met:
@@ -88,7 +86,7 @@ class PipelineGroup(RankGroup):
         """Load the stages of `layout`, instead of any before; facts to log. ValueError if it does not fit the ranks."""
         self.layout = {pipelines.model: pipelines for pipelines in layout}
         self.mesh = mesh_of(layout, len(self.ranks))
-        self.block = self.mesh.devices
+        self.block = self.mesh.pp
         self._accumulated = {name: [] for name in self.layout if name != "ref"}
         self._owners: dict[str, tuple[int, int]] = {}
         facts = warned((await self._all("setup", "load its stages", tuple(layout)))[0])
@@ -100,7 +98,7 @@ class PipelineGroup(RankGroup):
 
     def copies(self, model: str) -> int:
         """Pipelines of a model in all blocks: its degree of data parallelism."""
-        return self.mesh.blocks * self.layout[model].pipelines
+        return self.layout[model].mesh(self.mesh.world).dp
 
     @property
     def device_rates(self) -> list[float]:
@@ -109,8 +107,7 @@ class PipelineGroup(RankGroup):
 
     def _of_devices(self, ranks: Sequence[T], worst: Callable[[Sequence[T]], T]) -> list[T]:
         """Of each device of all blocks, the worst of its ranks' values."""
-        width = self.mesh.width
-        return [worst(ranks[first : first + width]) for first in range(0, len(ranks), width)]
+        return [worst([ranks[rank] for rank in device]) for device in self.mesh.groups("tp")]
 
     # Passes ------------------------------------------------------------------------------------------------------
 
@@ -190,11 +187,11 @@ class PipelineGroup(RankGroup):
             batches[name] = [[*some, *more] for some, more in zip(before, fill(shares, rows), strict=True)]
 
         def arguments(rank: int) -> tuple[Any, ...]:
-            device = rank // self.mesh.width
+            device = rank // self.mesh.tp
             work = {name: filled[device // self.layout[name].stages] for name, filled in batches.items()}
             return schedule, work, planned[device % self.block] if planned else ()
 
-        answers = (await self._call("run", "run its part of the schedule", None, arguments))[:: self.mesh.width]
+        answers = (await self._call("run", "run its part of the schedule", None, arguments))[:: self.mesh.tp]
         scores, gained = ({name: [None] * len(rows) for name, (_, rows) in of.items()} for of in (scored, trained))
         for device, (found, _) in enumerate(answers):
             for (name, number), arrays in found.items():
@@ -221,7 +218,7 @@ class PipelineGroup(RankGroup):
 
     async def _sizes(self, model: str) -> list[list[tuple[int, str, int]]]:
         """(stage, name, bytes) of each rank of the first pipeline."""
-        return (await self._all("sizes", "list its weights", model))[: self.layout[model].stages * self.mesh.width]
+        return (await self._all("sizes", "list its weights", model))[: self.layout[model].stages * self.mesh.tp]
 
     async def export_bucket(self, names: list[str], path: str) -> list[str]:
         """The rank that has these tensors writes them to `path`; their checkpoint names."""
@@ -262,7 +259,7 @@ class PipelineGroup(RankGroup):
         stages share from all of its pipeline."""
         rank, stage = self._owners[f"{model}/{names[0]}"]
         shared_head = stage >= self.layout[model].depth
-        together = range(self.layout[model].stages) if shared_head else range(rank, rank + self.mesh.width)
+        together = range(self.layout[model].stages) if shared_head else range(rank, rank + self.mesh.tp)
         async with self._turns.alone():
             asked = [self._ask(each, method, f"write {path}", *arguments, stage, names, path) for each in together]
             return (await all_of([*map(asyncio.ensure_future, asked)]))[together.index(rank)]

@@ -1,4 +1,4 @@
-"""One pipeline rank: its stages of actor, critic and reference, each model's in a DeepSpeed ZeRO-1 engine.
+"""One pipeline rank: its stages of actor, critic and reference, each model's in a `StagesModel`.
 
 Role: the class that `PipelineGroup.start` makes a Ray actor. Ranks are blocks of devices; every block runs the same
 schedule on rows of its own. Data parallelism of a model is over its pipelines in all blocks. Where ranks share layers,
@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
-from itertools import product, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,13 +23,12 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from transformers import PreTrainedModel
 
-from rlfuse.engines.pipeline import training_state
+from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.engines.pipeline.head_shares import HeadShares, gradient_of, group_of
 from rlfuse.engines.pipeline.lanes import LATER
-from rlfuse.engines.pipeline.layout import Mesh, Pipelines, mesh_of
+from rlfuse.engines.pipeline.layout import Pipelines, mesh_of
 from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD, is_tied, layer_costs, load_stage, partition
 from rlfuse.engines.pipeline.schedule_executor import ScheduleExecutor, Timed
 from rlfuse.engines.pipeline.stages import (
@@ -44,11 +43,10 @@ from rlfuse.engines.trainer import fused_log_probs
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
 from rlfuse.engines.trainer.models import packs_exactly
 from rlfuse.engines.trainer.offloading import on_device
-from rlfuse.engines.trainer.optimizer import not_finite, set_lr, take_step, trainable
 from rlfuse.engines.trainer.passes import read_sums
 from rlfuse.engines.trainer.saving import Writing, writing
-from rlfuse.engines.trainer.sharded_model import check_finite
-from rlfuse.engines.trainer.tensor_parallel import Sharers
+from rlfuse.engines.trainer.sharded_model import StagesModel, check_finite
+from rlfuse.engines.trainer.tensor_parallel import TensorParallelGroup, TensorShares
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.events import Span
 from rlfuse.fusion.schedules.operations import Rows
@@ -61,10 +59,11 @@ Scores = dict[tuple[str, int], list[np.ndarray]]
 class PipelineRank(Rank):
     """The stages of one device: `join` meets the other ranks, `setup` loads, then schedules run and models step."""
 
+    engines: dict[str, StagesModel]
     executor: ScheduleExecutor | None = None
     shares: Mapping[str, HeadShares] = MappingProxyType({})
     """Of models whose head all devices share."""
-    tensor: Sharers | None = None
+    tensor: TensorParallelGroup | None = None
     """Who shares this rank's layers."""
 
     def setup(self, layout: Sequence[Pipelines]) -> dict[str, Any]:
@@ -73,13 +72,13 @@ class PipelineRank(Rank):
         torch.manual_seed(config.data.seed)
         self.layout = {pipelines.model: pipelines for pipelines in layout}
         self.mesh = mesh_of(layout, self.world)
-        self.place = self.mesh.place(self.rank)
+        self.at = self.mesh.coordinates(self.rank)
         self.ties: dict[str, _Tie] = {}
         with self.recorder.span("start", cause="run"):
             if self.executor is not None:
                 self.executor.close()
             self._let_go()
-            self.tensor = _sharers(self.rank, self.world, self.mesh.width, LATER * self.limit_s)
+            self.tensor = _sharers(self.mesh, self.rank, LATER * self.limit_s)
             self.executor = ScheduleExecutor(layout, self.limit_s, self.progress.did)
             self.shares = self.executor.shares
             loaded = {pipelines.model: self._load(pipelines) for pipelines in layout}
@@ -102,7 +101,7 @@ class PipelineRank(Rank):
     def _let_go(self) -> None:
         """Of what `setup` loaded before, as there is memory for it once; at first there is nothing."""
         for engine in self.engines.values():
-            engine.destroy()
+            engine.close()
         self.stages: dict[tuple[str, int], Stage] = {}
         self.engines, self.beside = {}, []
         self.garbage.let_go()  # engines hold themselves by their hooks, and were there when garbage was collected first
@@ -137,7 +136,7 @@ class PipelineRank(Rank):
         def load(stage: int) -> PreTrainedModel:
             return load_stage(self._path(name), self.config.model, first, parts[stage], name == "critic")
 
-        loads = {stage: partial(load, stage) for stage in pipelines.stages_on(self.place.device)}
+        loads = {stage: partial(load, stage) for stage in pipelines.stages_on(self.at["pp"])}
         if self.tensor:
             return {stage: self.tensor.load(each).to(self.device) for stage, each in loads.items()}
         return {stage: each() for stage, each in loads.items()}
@@ -154,17 +153,12 @@ class PipelineRank(Rank):
         return bool(answer)
 
     def _make_trainable(self, name: str, models: Mapping[int, PreTrainedModel]) -> None:
-        settings, pipelines = self.config.actor, self.layout[name]
-        lr = settings.optim.lr if name == "actor" else self.config.critic.optim.lr
-        grid = _grid(self._copies(name), pipelines.stages, self.mesh.width)
+        pipelines, config = self.layout[name], self.config
+        lr = config.actor.optim.lr if name == "actor" else config.critic.optim.lr
         if all(is_tied(model) for model in models.values()):
-            self.ties[name] = _Tie(pipelines, models, self.mesh, self.shares.get(name))
+            self.ties[name] = _Tie(pipelines, models, self.world, self.shares.get(name))
         module = DeviceStages({str(stage): model for stage, model in models.items()}).train()
-        self.engines[name] = trainable(module, settings, lr, self.device, grid)
-
-    def _copies(self, model: str) -> int:
-        """Ranks that hold the same of a model."""
-        return self.world // self.mesh.width // self.layout[model].stages
+        self.engines[name] = self.backend.trained(module, config, lr, self.device, pipelines.mesh(self.world))
 
     @property
     def _answers(self) -> bool:
@@ -206,7 +200,7 @@ class PipelineRank(Rank):
             timed.end,
             step=self.recorder.step,
             samples=tuple(row.id for row in rows),
-            tokens=len(range(self.place.index, sum(row.tokens for row in rows), self.mesh.width)),  # this rank's share
+            tokens=len(range(self.at["tp"], sum(row.tokens for row in rows), self.mesh.tp)),  # this rank's share
             cause=f"update_{operation.model}",
             attributes={
                 "model": operation.model,
@@ -225,11 +219,10 @@ class PipelineRank(Rank):
         `lr`, `grad_norm`.
         """
         engine = self.engines[model]
-        facts = {"lr": set_lr(engine, lr_factor)}
         with self.stepping(model) as span:
             if model in self.ties:
                 self.ties[model].add_gradients()
-            facts["grad_norm"] = take_step(engine, count, self._copies(model))
+            facts = engine.step(count, lr_factor)
             span.attributes["skipped"] = not math.isfinite(facts["grad_norm"])
         sums: dict[str, float] = {}
         for (name, _), stage in self.stages.items():
@@ -262,7 +255,7 @@ class PipelineRank(Rank):
         """Of a stage here; of a head that stages share, behind the last of them, which its rank writes."""
         shares = self.shares.get(model)
         if shares is None or stage < shares.layout.depth:
-            return Exporter(self.stages[model, stage].model, self.place.index, self.tensor)
+            return Exporter(self.stages[model, stage].model, self.at["tp"], self.tensor)
         return Exporter(self.stages[model, shares.index].model, 0 if shares.answers else 1, shares)
 
     @needs_models
@@ -283,7 +276,7 @@ class PipelineRank(Rank):
         files = Writing()
         files.probe(folder, self.rank)
         for name in self.engines if self.rank == 0 else ():
-            stage = self.layout[name].stages_on(self.place.device)[0]
+            stage = self.layout[name].stages_on(self.at["pp"])[0]
             Exporter(self.stages[name, stage].model, 0).save_pretrained(folder / name / "huggingface", [], files)
         return files.problem
 
@@ -294,10 +287,9 @@ class PipelineRank(Rank):
         """
         with writing(self.engines.values()) as files:
             for name, engine in self.engines.items():
-                first = self.place.block == 0 and self.place.device < self.layout[name].stages  # pipeline
-                rank = self.rank if first and self._answers else None
-                training_state.save(engine, folder / name / "pipeline", rank, files, self._shares(name))
-                check_finite(name, not_finite(engine.module))
+                rank = self.rank if self.layout[name].mesh(self.world).leads(self.rank, "dp", "tp") else None
+                engine.save_by_name(folder / name / "pipeline", rank, files, self._shares(name))
+                check_finite(name, engine.not_finite())
         return files.problem
 
     @needs_models
@@ -305,24 +297,19 @@ class PipelineRank(Rank):
         """Weights, optimizer and schedule as `save` left them, under whatever stages."""
         for name, engine in self.engines.items():
             with self.optimizer_there(name):
-                training_state.load(engine, folder / name / "pipeline", self._shares(name))
+                engine.load_by_name(folder / name / "pipeline", self._shares(name))
 
-    def _shares(self, model: str) -> HeadShares | Sharers | None:
+    def _shares(self, model: str) -> TensorShares | None:
         """Those with which this rank has some of the model's tensors in shares."""
         return self.shares.get(model) or self.tensor
 
 
-# Kept for the life of the process: models of equal degree share them, and every gloo group has threads of its own.
+# Kept for the life of the process: every gloo group has threads of its own.
 @cache
-def _grid(data: int, stages: int, width: int) -> PipelineParallelGrid:
-    return PipelineParallelGrid(ProcessTopology(["data", "pipe", "model"], [data, stages, width]))
-
-
-@cache
-def _sharers(rank: int, world: int, width: int, limit_s: float) -> Sharers | None:
-    if width == 1:
+def _sharers(mesh: ParallelMesh, rank: int, limit_s: float) -> TensorParallelGroup | None:
+    if mesh.tp == 1:
         return None
-    sharers = Sharers(rank, world, width, timedelta(seconds=limit_s))
+    sharers = TensorParallelGroup(mesh, rank, timedelta(seconds=limit_s))
     # NCCL sums small and large tensors in several ways, and connects each in the first call that takes it: as with
     # `lanes`, before receives wait on the device. (Not run on GPUs.)
     for power in range(0, 28, 3) if dist.get_backend() == "nccl" else ():
@@ -334,18 +321,16 @@ class _Tie:
     """A tensor that is embedding on the first stage and head on the last, or on all: copies that must stay one."""
 
     def __init__(
-        self, pipelines: Pipelines, models: Mapping[int, PreTrainedModel], mesh: Mesh, shares: HeadShares | None
+        self, pipelines: Pipelines, models: Mapping[int, PreTrainedModel], world: int, shares: HeadShares | None
     ):
         self.parameter: torch.nn.Parameter | None = None
         self.group, self.shares, self.models = None, shares, models
         if shares is not None:
-            models[shares.index].get_parameter(HEAD).ds_pipe_replicated = True  # counted as the embedding's
+            models[shares.index].get_parameter(HEAD).is_tied_copy = True  # counted as the embedding's
             return
-        apart = pipelines.device(0, 0) != pipelines.device(0, pipelines.depth - 1)
-        everywhere = product(range(mesh.blocks), range(pipelines.pipelines), range(mesh.width))
-        for block, pipeline, index in everywhere if apart else ():
-            ends = [pipelines.device(pipeline, stage) for stage in (0, pipelines.depth - 1)]
-            pair = sorted(mesh.rank(block, device, index) for device in ends)
+        ends = sorted({pipelines.device(0, stage) for stage in (0, pipelines.depth - 1)})
+        for ranks in pipelines.mesh(world).groups("pp") if len(ends) > 1 else ():
+            pair = [ranks[device] for device in ends]
             group = group_of(*pair)
             if dist.get_rank() in pair:
                 self.group = group
@@ -356,7 +341,7 @@ class _Tie:
             self.parameter = first.get_parameter(EMBEDDING)
         elif last:
             self.parameter = last.get_parameter(HEAD)
-            self.parameter.ds_pipe_replicated = True  # DeepSpeed counts it once in the norm
+            self.parameter.is_tied_copy = True  # the norm counts it once
 
     def add_gradients(self) -> None:
         """All copies get the sum; the ranks of each pipeline wait for each other."""

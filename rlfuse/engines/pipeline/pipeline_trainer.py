@@ -1,17 +1,9 @@
 """The controller's `Trainer` where ranks hold stages: chooses the schedule, the group carries it out.
 
-Role: `rlfuse.run.build` starts one when `training.pipeline_parallel_size` is above 1. Actor and critic stand on the
-same devices in opposite directions; data parallelism is over blocks of that many devices. What the schedule trains on
-and what it scores beside that, in the bubbles, is the fusion policy's to say. Slow ranks get fewer rows or, at a
-checkpoint, fewer layers (`slow_devices`), and the schedule is searched for what they take. Stages are
-cut by modelled costs at first, and from a checkpoint on by measured ones, where that is worth it.
-
-    controller --rows of all models---> PipelineTrainer --counts--> Planner (search, in a thread)
-                                            | schedule, rows            ^
-                                            v                           | measured durations
-                                        PipelineGroup -> ranks ---------+
-
-Waits: for the search (seconds, and only when it is due) and for the group.
+Role: `rlfuse.run.build` starts one when `training.pipeline_parallel_size` is above 1. Actor and critic share devices in
+opposite directions. A `Planner` searches the schedule in a thread, from measured durations; passes that the fusion
+policy chose fill its bubbles. Slow ranks get fewer rows or, at a checkpoint, fewer layers (`slow_devices`); stages are
+cut by modelled costs first, by measured ones from a checkpoint on. Waits for the search (seconds) and for the group.
 """
 
 from __future__ import annotations

@@ -1,22 +1,11 @@
-"""Runs one device's row of a pipeline schedule over torch.distributed, for all models that stand on the device.
+"""Runs one device's row of a pipeline schedule over torch.distributed, for all models on the device.
 
-Role: called by pipeline ranks, all ranks of a block with the same schedule. Carries out its device's program
-(`fusion.schedules.transfers`): any schedule whose replay ends (`fusion.schedules.deadlock`) ends here.
-
-    device d, main thread: its row in order                 device e: likewise
-      result --isend--> lane (model, F or B, first chunk or not, d to e) --irecv, posted some operations early--> input
-      to a neighbouring stage on the same device: a dictionary
-
-Invariants:
-- a lane is a process group of its own (`lanes`). Messages are received in the order in which the peer's row sends
-  them: right without tags (NCCL), and with them (gloo);
-- where devices share a head, all come to it in one order, and wait for each other there (`shared_heads`);
-- sends never wait and receives don't wait for each other (`waits`);
-- ranks that share layers run the same row, and meet in every layer: a row's order is all that may make them wait;
-- an operation's times are the device's: it waited for its input from `ready` to `start`. After an error the process
-  group is of no more use.
-Waits: before an operation for its input, within a shared head for the other devices, and at the end of the row for its
-sends.
+Role: called by pipeline ranks, all ranks of a block with the same schedule (`fusion.schedules.transfers`). Results go
+through lanes, each a process group (`lanes`); to a stage on the same device through a dictionary. Invariants: messages
+arrive in the order of the peer's row, with tags (gloo) or without (NCCL); sends never wait and receives do not wait for
+each other (`waits`); devices that share a head, and ranks that share layers, meet in one order. An operation waited for
+its input from `ready` to `start`. After an error the process group is unusable. Waits: before an operation for its
+input, in a shared head for the other devices, at the end for its sends.
 """
 
 from __future__ import annotations
@@ -61,7 +50,7 @@ class ScheduleExecutor:
         """`did`: is told of every operation that has ended."""
         self.layout, self.timeout, self.did = tuple(layout), timeout, did
         self.groups = LaneGroups(self.layout, timeout)
-        self.device = self.groups.place.device
+        self.device = self.groups.mesh.coordinates(self.groups.rank)["pp"]
         self.shares = {each.model: HeadShares(each, self.device, timeout) for each in layout if each.vocabulary}
 
     def run(self, rows: Rows, stages: Stages) -> list[Timed]:
@@ -119,7 +108,7 @@ class _Run:
         """The rank that a transfer comes from; where none does one that shares this one's layers, or else this one."""
         groups = self.executor.groups
         local = transfer is None or transfer.local
-        return groups.mesh.beside(groups.rank) if local else groups.members(transfer.lane)[0]
+        return groups.mesh.following(groups.rank, "tp") if local else groups.members(transfer.lane)[0]
 
     def _awaited(self, step: Step) -> int:
         """The rank to name if an operation doesn't end."""

@@ -1,10 +1,8 @@
-"""What slow devices change in pipelines: who gets how many rows, what operations take, which layers make a stage. Pure.
+"""How pipelines adapt to slow devices: rows per pipeline, expected durations, layers per stage. Pure.
 
-Role: called by the group before it divides rows, by the trainer when rates of slots are known anew. A rate is time over
-expected time, by device of all blocks: block * devices + device. All blocks share one cut into stages, and one
-schedule.
-A slow device is unloaded by layers or by rows. One pipeline can only move layers; with many it may be better that the
-one with the slow device gets fewer rows than that all of them are cut for it: the sooner end decides.
+Role: called by the group before it divides rows, and by the trainer when rates change. A rate is time over expected
+time, by device of all blocks (block * devices + device). All blocks share one cut into stages and one schedule; layers
+move only if that ends sooner than giving fewer rows to the pipeline with the slow device.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""The backward pass in two: gradients of inputs now, gradients of linear layers' weights now or later.
+"""The backward pass in two: gradients of inputs now, weight gradients of linear layers now or later.
 
-Role: `split_linears` prepares a stage's model; the stage then chooses for every backward whether its `Tape` computes
-weight gradients at once (whole backward) or keeps what they need until `run` (the W of Zero Bubble, Qi et al. 2023,
-arXiv 2401.10241). So it is with this rank's share of a linear layer (`trainer.tensor_parallel`); but what is whole on
-each rank of a shared layer, and gets a sum of their gradients, gets it in B.
-
-Invariants: the two ways do the same arithmetic. A linear layer's weight gets its gradient from the tape alone, never
-from autograd; norms, biases' owners that are no linear layers, and embeddings get theirs in B. After B only inputs and
-output gradients of the linear layers are alive, since autograd's graph is gone by then, and after W nothing is.
+Role: `split_linears` prepares a stage's model; its `Tape` computes weight gradients at once or in `run` (the W of Zero
+Bubble, Qi et al. 2023, arXiv 2401.10241), also those of a rank's share of a layer (`trainer.tensor_parallel`).
+Invariants: both ways do the same arithmetic. A linear layer's weight gets its gradient from the tape only; norms, other
+biases and embeddings get theirs in B. After B only inputs and output gradients of linear layers are alive.
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
-"""How a device waits for transfers and what time it is: on the host over gloo, on CUDA's streams over NCCL.
+"""How a device waits for transfers and reads the time: on the host over gloo, on CUDA's streams over NCCL.
 
-Role: one object for each run of a schedule, chosen by backend. `arrived` before an operation computes on its input,
-`left` after it handed over its result, `ended` when it is done, `finish` at the end of the row; `now` gives a moment
-and `seconds` what that was since the epoch, to be asked after `finish`.
-
-Invariants:
-- a sent tensor lives until it has left: gloo tells of that only to who waits, hence a thread; over NCCL torch's
-  allocator knows that the tensor is in use on the group's stream;
-- over NCCL the host waits for nothing but computation of its own, RUN_AHEAD operations back: it must go on to post
-  receives, but the memory of what has been received comes back only when the device has used it;
-- every wait ends after `timeout` seconds, with an `EngineError` that names operation and peer. Where the host hangs in
-  a call of CUDA itself, the group's time limit is the last: torch's watchdog of NCCL ends the process.
-(Streams: not run on GPUs.)
+Role: one object per run of a schedule, chosen by backend: `arrived` before an operation, `left` after its result was
+sent, `ended`, `finish` at the end of the row; `now` marks a moment, `seconds` converts it after `finish`.
+Invariants: a sent tensor lives until it has left (gloo: a thread waits for that; NCCL: torch's allocator knows). Over
+NCCL the host waits only for computation RUN_AHEAD operations back. Every wait ends after `timeout` seconds with an
+`EngineError` that names operation and peer; the group's own limit is the last. (Streams: not run on GPUs.)
 """
 
 from __future__ import annotations

@@ -1,26 +1,21 @@
-"""Activations of long micro-batches wait off the device until their backward pass, or are computed again.
+"""Activations of long micro-batches wait off the device until their backward pass, or are recomputed.
 
-Role: a trainer rank runs forward passes with gradients in `RankActivations.leaving`. `activation_places` decides,
-`activation_stores` holds the bytes.
-
-    forward    autograd saves a tensor --pack--> its storage goes to a tier, once, whoever saves it and by whatever view
-    backward   autograd needs it --unpack--> the storage comes back, and with it those that are needed next
-
-Invariants: gradients are those of activations that stay, bit by bit. Parameters and what views them stay, so do small
-storages, what embedding, head and loss save, and whatever a tier has no room for. Bytes are let go when autograd lets
-go of them. Ranks that exchange anything while a layer is run again (ZeRO 3's weights, slices of a sequence) decide
-alike, by the most that any of them needs. What a layer leaves is learned from the last one, which stays: until the
-first micro-batch has told, layers are run again.
+Role: a trainer rank runs forward passes with gradients in `RankActivations.leaving`; autograd's saved tensors go to a
+tier and come back with the next ones needed. `activation_places` decides, `activation_stores` holds the bytes.
+Invariants: gradients are bitwise those of activations that stay. Parameters, small storages and what embedding, head
+and loss save stay. Ranks that exchange anything while a layer is recomputed decide alike, by the maximum of their
+needs. A layer's size is measured on the last layer, which stays; in the first micro-batch layers are recomputed.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +31,9 @@ from rlfuse.cluster.host_memory import free_bytes
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.activation_places import Layer, Place, Places, Room, places
 from rlfuse.engines.trainer.activation_stores import AHEAD, Disk, HostMemory, Wait, speed_of
+from rlfuse.engines.trainer.measuring import matmul_rate
 from rlfuse.engines.trainer.model_inputs import Batch
-from rlfuse.engines.trainer.optimizer import matmul_rate
+from rlfuse.engines.trainer.sharded_model import ShardedModel
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
 
@@ -62,11 +58,14 @@ class Budget:
 class RankActivations:
     """Of all models that a rank trains, by name; every rank makes one at the same time."""
 
-    def __init__(self, config: Config, models: Mapping[str, PreTrainedModel], device: str):
+    def __init__(self, config: Config, models: Mapping[str, ShardedModel], device: str):
         self._alike, again = config.sharded_weights, config.model.enable_gradient_checkpointing
         self._budget = _budget(config, device)
         flops = OF_PEAK * matmul_rate(getattr(torch, config.model.dtype), device)
-        self._models = {name: ActivationOffloading(each, self._budget, flops, again) for name, each in models.items()}
+        self._models = {
+            name: ActivationOffloading(each.module, self._budget, flops, again, each.nbytes)
+            for name, each in models.items()
+        }
 
     @contextmanager
     def leaving(self, name: str, batch: Batch, span: Span) -> Iterator[None]:
@@ -111,13 +110,23 @@ def _budget(config: Config, device: str) -> Budget:
 
 
 class ActivationOffloading:
-    """Of one model; `flops`: what a rank computes in a second, `again`: every layer is run again in any case."""
+    """Of one model; `flops`: what a rank computes in a second, `again`: every layer is run again in any case.
 
-    def __init__(self, model: PreTrainedModel, budget: Budget, flops: float, again: bool):
+    `nbytes`: of a parameter, whole.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        budget: Budget,
+        flops: float,
+        again: bool,
+        nbytes: Callable[[Tensor], int] = attrgetter("nbytes"),
+    ):
         self._layers, text = decoder_layers(model), model.config.get_text_config()
         self._parameters = [list(layer.parameters()) for layer in self._layers]
         self._budget, self._again = budget, again
-        weights = sum(getattr(each, "ds_numel", each.numel()) for own in self._parameters for each in own)
+        weights = sum(nbytes(each) for own in self._parameters for each in own) / model.dtype.itemsize
         self._token_s = 2 * weights / len(self._layers) / flops
         self._pair_s = 4 * text.hidden_size / flops
         self._inputs = text.hidden_size * model.dtype.itemsize

@@ -1,15 +1,9 @@
 """Where each layer's activations wait for their backward pass: a pure decision for every micro-batch, by its tokens.
 
-Role: `activation_offloading` asks before a forward pass with gradients; the memory plan asks the same.
-
-    what all layers leave is within the device's room      nothing is done: short rows cost nothing
-    else the last layers, which go back first, stay as far as that room goes; the others
-        to host memory, then to the disk                   as many, evenly spread, as are copied while layers compute
-        are run again                                      the rest, and what neither has room for
-
-Bytes grow with the tokens of a micro-batch, computing with their square: the longer its rows, the more of it is copied
-for nothing (MEMO, Zhao et al. 2024, arXiv 2407.12117; disks as SSDTrain, Wu et al. 2024, arXiv 2408.10013).
-Invariants: no tier gets more than it has room for; the last layer stays unless all are run again.
+Role: asked by `activation_offloading` and the memory plan. If all fit on the device, nothing is done. Otherwise the
+last layers stay as far as they fit; of the others as many as can be copied while layers compute go to host memory, then
+to disk, evenly spread; the rest are recomputed (MEMO, Zhao et al. 2024, arXiv 2407.12117; SSDTrain, arXiv 2408.10013).
+Invariants: no tier gets more than it has room for; the last layer stays unless all are recomputed.
 """
 
 from __future__ import annotations

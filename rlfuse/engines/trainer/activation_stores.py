@@ -1,11 +1,8 @@
-"""Memory off a device in which activations wait: pinned memory of its host, and a file on a disk.
+"""Memory off a device in which activations wait: pinned host memory, and a file on a disk.
 
-Role: `activation_offloading` writes what a layer leaves and reads it back in the order of the backward pass. On CPU
-hosts, where the device is the host, only the disk is another place; the same code runs, without streams.
-Invariants: neither ever holds more than it has room for. What is copied from or to a device is ordered by events: its
-memory is neither used again nor read before the copy is through. The file has no name, so it ends with its process,
-however that ends, and shrinks as it is read.
-Waits: for copies that were asked for, and with more than AHEAD of them under way for the oldest.
+Role: `activation_offloading` writes and reads back in the order of the backward pass. On CPU hosts only the disk is
+another place. Invariants: neither holds more than it has room for; copies are ordered by events; the file has no name,
+so it ends with its process, and shrinks as it is read. Waits for copies, with more than AHEAD of them for the oldest.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
-"""The attention of trained and scored models: who sees whom is said by a layout, never by a mask of all token pairs.
+"""The attention of trained and scored models: a layout says who sees whom, never a mask of all token pairs.
 
-Role: `attend_by_layout` gives a Hugging Face model this attention; `model_inputs.collate` puts a `Layout` among the
-model's inputs, and transformers hands it down to every layer. A layout cuts the batch's tokens into segments: causal
-within, and possibly behind a prefix of earlier tokens that several segments share. So packed rows cost no work across
-rows, one prompt serves all its answers, and a sequence-parallel rank attends to whole sequences with some of the heads.
-
-What transformers hands to an attention of its own is used or refused, never dropped: scale, window (also where a
-model says it in its mask alone: Qwen2-MoE, Phi-MoE), soft-capped scores (Gemma-2) and sinks (GPT-OSS). Its "sdpa" drops
-the last two, flash attention windows that stand in masks; so both are only for models that take no layout: those
-without attention interface (Bloom, Falcon, MPT, GPT-J) and with chunked or linear attention (Llama-4, Qwen3-Next).
-Those keep the attention that transformers chooses, and never see a layout.
-Invariants: the segments cover all tokens in order; memory is linear in the tokens.
+Role: `attend_by_layout` gives a Hugging Face model this attention; `model_inputs.collate` adds a `Layout` to the
+inputs. A layout cuts a batch into segments, causal within and possibly behind a prefix that several share: packed rows
+cost no work across rows, one prompt serves all its answers. Scale, window (also from a mask alone: Qwen2-MoE, Phi-MoE),
+softcap (Gemma-2) and sinks (GPT-OSS) are used or refused, never dropped. Models without attention interface (Bloom,
+Falcon, MPT, GPT-J) or with chunked or linear attention (Llama-4, Qwen3-Next) keep transformers' attention and never see
+a layout. Invariants: the segments cover all tokens in order; memory is linear in the tokens.
 """
 
 from __future__ import annotations

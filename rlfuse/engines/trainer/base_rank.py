@@ -5,7 +5,6 @@ Role: the part that `TrainerRank` and `PipelineRank` have in common; Ray makes a
 
 from __future__ import annotations
 
-import copyreg
 import os
 import tempfile
 import time
@@ -15,15 +14,10 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any
 
-import deepspeed
 import psutil
 import ray
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch.distributed import distributed_c10d
 
 from rlfuse.cluster import watchdog
@@ -33,9 +27,9 @@ from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.cluster.host_memory import resident_mib
 from rlfuse.cluster.rank_store import StoreServer
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer import deepspeed_ops
 from rlfuse.engines.trainer.cuda_graphs import PassGraphs
 from rlfuse.engines.trainer.liveness import WATCH, Progress, Pulse
+from rlfuse.engines.trainer.measuring import matmul_rate
 from rlfuse.engines.trainer.offloading import (
     bytes_away,
     fetch_optimizer,
@@ -44,17 +38,13 @@ from rlfuse.engines.trainer.offloading import (
     to_device,
     to_host,
 )
-from rlfuse.engines.trainer.optimizer import matmul_rate
+from rlfuse.engines.trainer.sharded_model import ShardedModel, sharded_model
 from rlfuse.errors import EngineError
 from rlfuse.events import Recorder, Span
 from rlfuse.protocols import Sharing
 
 FREED_S = 30.0
 """For a killed process to give its device memory back."""
-OF_CHECKPOINTS = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
-"""What DeepSpeed's optimizer states hold beside tensors and plain data."""
-# By value: before 3.11.4, Python would write that a stage is got by `getattr`, which no file of weights may ask for.
-copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
 
 def needs_models(method: Callable) -> Callable:
@@ -80,15 +70,14 @@ class Rank(StoreServer):
     def __init__(self, config: Config, rank: int, world: int, device: str, core: int | None = None):
         self.config, self.rank, self.world, self.device = config, rank, world, device
         self.recorder = Recorder(f"trainer/{rank}")
-        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed would unpickle whatever its checkpoints hold
-        torch.serialization.add_safe_globals([*OF_CHECKPOINTS])
+        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # libraries would unpickle whatever checkpoints hold
         watchdog.register(self.recorder.where, self.recorder)
         self.garbage = GarbageCollector(self.recorder, self._held_mib)
         self.progress = Progress(device, collectives)
         self.recorder.heard.append(self.progress.did)
         if config.trainer.deterministic:  # operations without a deterministic implementation raise
             torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # ZeRO's buffers of 2 GB, each time
+            torch.utils.deterministic.fill_uninitialized_memory = False  # buffers of 2 GB, each time
         self.engines: dict[str, Any] = {}
         self.beside: list[torch.nn.Module] = []
         self.away, self.sharing = False, Sharing()
@@ -100,13 +89,12 @@ class Rank(StoreServer):
         return self.config.cluster.timeout_s if self.device == "cpu" else collective_limit_s(self.config)
 
     def load_extensions(self) -> str | None:
-        """DeepSpeed's operations, compiled where they are not yet; what keeps this rank from it (`deepspeed_ops.load`).
+        """Load the backend's operations, compiled where they are not yet; return what prevents it for now."""
+        return self.backend.load_extensions(self.config, self.device)
 
-        DeepSpeed finds them loaded when it asks for them itself.
-        """
-        needed = deepspeed_ops.builders(self.device, self.config.actor.offload_optimizer)
-        builders = [get_accelerator().create_op_builder(name) for name in needed]
-        return deepspeed_ops.load(lambda: [each.load() for each in builders]) if builders else None
+    @property
+    def backend(self) -> type[ShardedModel]:
+        return sharded_model(self.config.actor.strategy)
 
     def _held_mib(self) -> int:
         """Of the host's memory and the device's."""
@@ -124,17 +112,17 @@ class Rank(StoreServer):
 
     def join(self, place: str | ray.actor.ActorHandle) -> None:
         """Meet the other ranks in a file, or in the memory of rank 0's actor; waits for them, at most `limit_s`."""
-        self.garbage.keep()  # imports: under ZeRO-3 DeepSpeed collects all garbage for each model
+        self.garbage.keep()  # imports: backends may collect all garbage for each model
         self.progress.calls_come_here()
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(self.world)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # DeepSpeed asks MPI where they are not set
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # else libraries ask MPI
         if interface := interface_of(ray.util.get_node_ip_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         limit = timedelta(seconds=self.limit_s)
         if self.device == "cpu":
             os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # else torch keeps the Python stacks of the last 2,000 collectives
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        # Groups that DeepSpeed makes later take these: their collectives would wait 30 minutes (gloo) or 10 (nccl).
+        # Groups that backends make later take these: their collectives would wait 30 minutes (gloo) or 10 (nccl).
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
         backend = "gloo" if self.device == "cpu" else "nccl"
         if isinstance(place, str):
@@ -144,7 +132,7 @@ class Rank(StoreServer):
             store = self.use_store(self.rank, place, limit)
         device = None if self.device == "cpu" else torch.device(self.device, torch.cuda.current_device())
         dist.init_process_group(backend, None, limit, self.world, self.rank, store, device_id=device)
-        deepspeed.init_distributed(backend, timeout=limit, verbose=False)  # takes the group that is there
+        self.backend.join(backend, limit)
 
     def switch(self, role: str) -> float:
         """Have the device (`trainer`) or be without it (`rollout`). On CPU hosts there is nothing to move.

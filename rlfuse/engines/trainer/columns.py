@@ -1,10 +1,9 @@
 """A plan for ranks that wait for each other in every micro-batch while some share units: columns of micro-batches.
 
-Role: the trainer group asks for it under ZeRO 2 and 3; pure. All ranks run a column at the same time, and it takes as
-long as its slowest micro-batch: so it should hold micro-batches that take about as long, whatever their degrees. Short
-units fill up what is left, at the degree of the micro-batch that they join.
-Invariants: every unit is in one column, on as many consecutive, aligned ranks as its degree; a micro-batch has units of
-one degree, and keeps within the budget unless it is one unit; every rank has as many micro-batches, some without rows.
+Role: pure; used where gradients or weights are divided over ranks. A column takes as long as its slowest micro-batch,
+so it holds micro-batches of about equal time, whatever their degrees; short units fill up what is left.
+Invariants: a unit is in one column, on as many consecutive, aligned ranks as its degree; a micro-batch has one degree
+and keeps within the budget unless it is one unit; every rank has as many micro-batches, some without rows.
 """
 
 from __future__ import annotations

@@ -1,19 +1,11 @@
-"""Passes of small models through their decoders as CUDA graphs: two launches in place of thousands.
+"""Decoder passes of small models as CUDA graphs: two launches in place of thousands.
 
-Role: a trainer rank has one `PassGraphs` for all of its models, and collates batches to its `sizes`. A decoder's pass
-is recorded when a batch of a size first comes, and replayed from then on. Embedding, layers and attention are in the
-graph; head and loss, whose shapes depend on the data, are launched as usual, and so are batches of other sizes.
-
-    batch --copied--> inputs of the graph --replay--> hidden states --> head, loss
-    .grad <--added-- gradients <--replay-- gradient of the hidden states <--copied--'
-
-Invariants: a replay launches the kernels that the recorded pass launched, so numbers are those of the same batch
-without a graph. A graph reads and writes fixed addresses: the optimizer updates weights in place, and where weights
-have moved since, all graphs are dropped. Gradients leave through autograd, so hooks on parameters run as usual, but not
-in the order of a launched backward, in which ZeRO 2 reduces. Their memory is kept here, and autograd copies or adds
-what it is given. All graphs share one memory pool, so one pass at a time is between its forward and its backward. What
-can't be recorded, or first replays to other numbers than those of a launched pass, is launched as usual from then on,
-and `stop` says why. In a graph no activation is computed again.
+Role: a trainer rank has one `PassGraphs` for all its models and collates batches to its `sizes`. A pass is recorded
+when a size first occurs and replayed later; head and loss are launched as usual, and so are batches of other sizes.
+Invariants: a replay launches the recorded kernels, so numbers are equal. Addresses are fixed: when weights have moved,
+graphs are dropped. Gradients leave through autograd, so hooks run, in another order than those of a launched backward.
+All graphs share one memory pool: one pass at a time is between its forward and backward. What cannot be recorded, or
+first replays to other numbers, is launched from then on, and `stop` says why. Nothing is recomputed in a graph.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """How many ranks share a sequence, and which: a plan of every rank's micro-batches from lengths and predicted time.
 
-Role: called by the trainer group before every pass; pure. Rows become units (a row, or the answers to one prompt that
-runs once), units get a degree of sequence parallelism, ranks and micro-batches.
-Invariants: every row is in exactly one micro-batch; a micro-batch of degree d is given to d consecutive, aligned ranks;
-each rank runs higher degrees first, so ranks that wait for each other meet in the same order everywhere; tokens per
-rank keep within the budget unless one unit exceeds it at the highest degree; with one legal degree and no costs ranks
-are balanced by tokens (`micro_batches.balance`). A unit goes to who would end it first, so slow ranks get less; ranks
-that wait for each other in every micro-batch run as many of them, and a slow one's are smaller.
+Role: called before every pass; pure. Rows become units (a row, or the answers to one prompt), units get a degree of
+sequence parallelism, ranks and micro-batches. Invariants: a row is in one micro-batch; one of degree d is on d
+consecutive, aligned ranks; each rank runs higher degrees first, so that ranks meet in one order; budgets hold unless
+one unit exceeds them at the highest degree. A unit goes to the rank that ends it first; ranks in lockstep run equally
+many.
 """
 
 from __future__ import annotations

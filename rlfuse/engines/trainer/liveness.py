@@ -1,13 +1,10 @@
-"""Whether trainer ranks get on with a call, and which of them hangs where they do not.
+"""Whether trainer ranks make progress in a call, and which one hangs.
 
-Role: each rank has a `Progress`, which is asked for a `Pulse` on a thread that answers while another one computes; the
-driver's `RankGroup` shows a `Judge` (pure) those of all ranks that are at a call. Waits for nothing.
-Invariants:
-- whoever computes gets on, however long it takes: on CPUs its thread uses a core or queues for one; everywhere layers,
-  gradients and operations pass. On GPUs a thread that waits for the device spins, so that its seconds say nothing;
-- who waits for another is not who hangs: it stands in a collective, or has joined more of them than another rank. Only
-  where all stand still for long, as no transfer takes, one of these is named;
-- seconds count as far as the driver looked: while it, or the whole machine, was stopped nobody hung.
+Role: a rank's `Progress` answers with a `Pulse` while another thread computes; the driver's `Judge` (pure) compares
+those of all ranks in a call. Waits for nothing. Invariants: a rank that computes is alive however long it takes (on
+GPUs a thread that waits for the device spins, so its CPU time says nothing); a rank that waits in a collective, or has
+joined more of them than another, does not hang, unless all stand still for long; only time in which the driver looked
+counts.
 """
 
 from __future__ import annotations
@@ -18,12 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from rlfuse.cluster.tracebacks import LIBRARY
 from rlfuse.engines.rollout.liveness import LEAST, children_cpu
+from rlfuse.engines.trainer.backends import BACKENDS
 
 WATCH = "watch"
 """Ray's concurrency group of a rank's `pulse`."""
@@ -34,7 +33,8 @@ DEEPEST = 60
 """Frames that are looked at."""
 SHOWN = 8
 """Of them: the innermost, and those of code that is no library's."""
-WAITS = re.compile(r"/torch/distributed/|/deepspeed/comm/|/rlfuse/engines/pipeline/waits\.py|/deepspeed/.* in wait$")
+OF_BACKENDS = chain.from_iterable(backend.waits for backend in BACKENDS.values())
+WAITS = re.compile("|".join(("/torch/distributed/", r"/rlfuse/engines/pipeline/waits\.py", *OF_BACKENDS)))
 """Frames in which a rank waits for others."""
 
 

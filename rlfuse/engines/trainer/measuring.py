@@ -1,9 +1,7 @@
-"""What sequence parallelism costs on these ranks: passes of the real model, timed when all parts of a job stand.
+"""What sequence parallelism costs on these ranks, and their speed: passes of the real model, timed at start-up.
 
-Role: every trainer rank calls `measured_costs` at start-up, all at the same time; the driver plans by what one of them
-found. Passes are timed while all ranks run one, and while only some do: on CPU hosts ranks may share cores, and then
-they compute slower together. Of a few times the best counts, so that what else the machine does for a moment is left
-out.
+Role: every trainer rank calls `measured_costs` at the same time; the driver plans with one rank's result. Passes are
+timed while all ranks run one and while only some do, as ranks on CPU hosts may share cores; the minimum counts.
 Waits: for the other ranks in every measurement, at most the process group's time-out.
 """
 
@@ -132,3 +130,16 @@ def fitted(taken: dict[int, Sequence[float]], sizes: tuple[int, int], pair: floa
     token = line(1, 0.0)[1] or taken[1][1] / long
     overheads = {degree: Overhead(*(seconds / token for seconds in line(degree, token))) for degree in taken}
     return Costs(pair / token, overheads, slower)
+
+
+def matmul_rate(dtype: torch.dtype, device: str) -> float:
+    """FLOP/s of square matrix products on this rank, the best of a few: the peak that utilisation is relative to."""
+    size = 512 if device == "cpu" else 8192
+    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    best, began, repeats = math.inf, time.perf_counter(), 0
+    while repeats < 5 or time.perf_counter() - began < 0.1:  # other processes may interrupt a short measurement
+        start = time.perf_counter()
+        product = left @ right
+        float(product[0, 0])  # waits for the device
+        best, repeats = min(best, time.perf_counter() - start), repeats + 1
+    return 2 * size**3 / best

@@ -1,10 +1,8 @@
 """Rows as the inputs of a model on one device: packed or padded, prompts shared or not, whole or this rank's slice.
 
-Role: `collate` is called by trainer ranks and pipeline stages; knows torch, not DeepSpeed or Ray. Padding is always on
-the right, where no causal model can see it, so there is no attention mask: positions and the layout say everything.
-Under sequence parallelism all ranks of a group collate the same rows and cut the same sheet of tokens, each its own
-columns; what predicts a token was decided before the cut, so nothing is lost at its edges. Padding up to the degree
-is less than one token for each rank and packed sheet.
+Role: `collate` is called by trainer ranks and pipeline stages. Padding is on the right, where no causal model sees it:
+there is no attention mask, positions and layout say everything. Under sequence parallelism all ranks of a group collate
+the same rows and cut the same sheet of tokens; what predicts a token is decided before the cut.
 """
 
 from __future__ import annotations

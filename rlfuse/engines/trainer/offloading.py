@@ -1,27 +1,16 @@
-"""Models give their device up for a while: their tensors' memory goes to the host and comes back, in place.
+"""Models give up their device for a while: their tensors' memory goes to pinned host memory and comes back, in place.
 
-Role: trainer ranks move models between a slot's roles; checkpoints bring them back for as long as they are written.
-What only steps read, masters and moments, can come later than the rest and leave alone (actor.optimizer_residency).
-
-    to_host            storages on the device --copy, one behind the other--> pieces of pinned host memory; emptied
-    to_device          the storage gets memory again <--copy-- ; every tensor on it is what it was
-    fetch_optimizer    the same in a thread, on a stream of its own, while passes and gradients are computed
-
-Invariants: no tensor is replaced. Flat buffers, the parameters, partitions and fragments that view them, masters that
-may be the weights themselves, an optimizer's states and hooks on parameters stay what they are to each other and keep
-their device: whatever DeepSpeed keeps where, there is nothing to link again, and a storage that was overlooked costs
-memory, nothing else. (DeepSpeed's own `offload_states` unlinks the masters, so that checkpoints of them are zeros,
-refuses ZeRO 3 without its own FusedAdam, and knows no ZeRO 0.) What is away has no memory: reading it kills the process
-or, in CUDA, its context, so ranks refuse calls while they are away. One thing moves at a time: moves wait for a fetch
-under way, and a fetch begins only where nothing moves and the weights are there.
-Waits: for all streams of the device, before memory is given up and before it is used again; for a fetch, at most as
-long as was said when it began.
+Role: ranks move models between a slot's roles; checkpoints bring them back while they are written. Masters and moments
+may leave alone or come back later (actor.optimizer_residency), in a thread and on a stream of their own. Invariants: no
+tensor is replaced: storages are emptied and filled, so views, hooks and optimizer states stay linked, and a storage
+that was overlooked costs only memory. (DeepSpeed's `offload_states` unlinks masters.) Reading what is away kills the
+process or its CUDA context, so ranks refuse calls. One thing moves at a time. Waits: for all streams of the device; for
+a fetch, at most the limit given when it began.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -31,7 +20,6 @@ from weakref import WeakKeyDictionary
 
 import psutil
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from rlfuse.cluster.host_memory import free_bytes
 from rlfuse.errors import EngineError
@@ -68,7 +56,7 @@ _pinning: threading.Thread | None = None
 
 
 def to_host(model: torch.nn.Module, optimizer_alone: bool = False) -> None:
-    """Give up the device memory of a module, or of a DeepSpeed engine with all that its optimizer keeps.
+    """Give up the device memory of a module, or of a `ShardedModel` with all that its optimizer keeps.
 
     `optimizer_alone`: only of what its steps alone read.
     """
@@ -90,7 +78,7 @@ def to_device(model: torch.nn.Module, optimizer: bool = True) -> None:
             each.storage.resize_(each.size)
             _copy_back(each)
             away.remove(each)
-        get_accelerator().synchronize()
+        _synchronize()
 
 
 def fetch_optimizer(model: torch.nn.Module, limit_s: float) -> None:
@@ -119,7 +107,7 @@ def release_cached(most: int) -> None:
     To allocate it again takes longer than to use it again, so it stays where the engine has room without it.
     """
     if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > most:
-        get_accelerator().empty_cache()
+        torch.cuda.empty_cache()
 
 
 def pin_ahead(size: int) -> None:
@@ -159,12 +147,11 @@ def on_device(model: torch.nn.Module, optimizer: bool = True) -> Iterator[None]:
 
 
 def _leave(model: torch.nn.Module, storages: list[torch.UntypedStorage], late: set[int]) -> None:
-    accelerator = get_accelerator()
-    accelerator.synchronize()
+    _synchronize()
     storages = sorted(storages, key=lambda each: each.data_ptr() in late)  # what comes back later shares no piece
     host = _HostPieces(sum(storage.nbytes() for storage in storages))
     leaving = [_Away(each, host.copies(_bytes(each)), each.data_ptr() in late) for each in storages]
-    accelerator.synchronize()
+    _synchronize()
     for each in leaving:
         each.storage.resize_(0)
     _away.setdefault(model, []).extend(leaving)
@@ -173,7 +160,7 @@ def _leave(model: torch.nn.Module, storages: list[torch.UntypedStorage], late: s
 def _bring_back(away: list[_Away]) -> None:
     """In a thread: until all of it is there, or none. On GPUs memory is taken from where the computing stream takes its
     own, and written behind what that was given so far, which may still use it."""
-    stream = torch.cuda.Stream() if get_accelerator().device_name() == "cuda" else None
+    stream = torch.cuda.Stream() if torch.cuda.is_available() else None
     try:
         for each in away:
             each.storage.resize_(each.size)
@@ -204,7 +191,7 @@ def _settle(model: torch.nn.Module) -> None:
     try:
         fetch.done.result(fetch.limit_s)
     except torch.OutOfMemoryError:
-        get_accelerator().empty_cache()
+        torch.cuda.empty_cache()
     except TimeoutError:
         raise EngineError(
             f"waited {fetch.limit_s:g} s for {bytes_away(model):,} bytes of an optimizer's masters and moments, which "
@@ -242,8 +229,7 @@ def pinned(size: int, pin: bool) -> torch.Tensor:
             f"{size} bytes more of host memory could not be pinned for what leaves the GPU "
             f"({str(error).splitlines()[0]}). This host has {psutil.virtual_memory().available >> 20} MiB free, a "
             "container in it perhaps less; `rlfuse plan` shows what each slot pins. Raise the limit of the container "
-            "or job (docker --memory, Slurm --mem), have fewer slots on a node (trainer.n_gpus_per_node), or cut "
-            "models over the ranks (actor.zero_stage=3)."
+            "or job (docker --memory, Slurm --mem), or have fewer slots on a node (trainer.n_gpus_per_node)."
         ) from error
 
 
@@ -251,17 +237,14 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def _of_optimizer(model: Any) -> set[int]:
-    """Addresses of what only a DeepSpeed engine's steps read: masters and moments, but for what are weights too."""
-    inner, sharded = getattr(model, "basic_optimizer", None), "fp32_partitioned_groups_flat"
-    if inner is None:
-        return set()
-    masters = [each for group in inner.param_groups for each in group["params"]]
-    masters += [*inner.state, *getattr(model.optimizer, sharded, [])]  # ZeRO 3 hands them over in a step alone
-    moments = [value for state in inner.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    weights = [*model.module.buffers(), *model.module.parameters()]
-    weights += [each.ds_tensor for each in weights if hasattr(each, "ds_tensor")]
-    return {*_addresses([*masters, *moments])} - {*_addresses(weights)}
+    """Addresses of what only steps read."""
+    return {*_addresses(model.step_tensors())} if hasattr(model, "step_tensors") else set()
 
 
 def _addresses(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
@@ -270,29 +253,9 @@ def _addresses(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
 
 def _storages(model: Any) -> list[torch.UntypedStorage]:
     """Every storage on the device that the model's tensors view, once. What others manage, as a mapped file, stays."""
-    module, device = getattr(model, "module", model), get_accelerator().device_name()
-    found = {}
-    for tensor in _tensors([*module.buffers(), *module.parameters(), getattr(model, "optimizer", None)]):
+    device, found = "cuda" if torch.cuda.is_available() else "cpu", {}
+    for tensor in model.tensors() if hasattr(model, "tensors") else [*model.buffers(), *model.parameters()]:
         storage = tensor.untyped_storage()
         if storage.device.type == device and storage.nbytes() and storage.resizable():
             found[storage.data_ptr()] = storage
     return list(found.values())
-
-
-def _tensors(root: Any) -> Iterator[torch.Tensor]:
-    """What is reached from here through containers, attributes of tensors and the parts of optimizers."""
-    seen, waiting = {}, [root]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value  # alive, or another could get its id
-        if isinstance(value, torch.Tensor):
-            yield value
-            waiting += [value.grad, *vars(value).values()]  # of a sharded parameter its partition
-        elif isinstance(value, dict):
-            waiting += [*value.keys(), *value.values()]
-        elif isinstance(value, list | tuple | set | deque):
-            waiting += [*value, *getattr(value, "__dict__", {}).values()]
-        elif type(value).__module__.startswith(("deepspeed.runtime.", "torch.optim.")):
-            waiting += getattr(value, "__dict__", {}).values()

@@ -1,12 +1,9 @@
 """The driver's side of trainer ranks, whatever they hold: their start, calls, steps, and turns on the device.
 
-Role: `TrainerGroup` (whole models), `PipelineTrainer` (stages) and `RewardModelTrainer` add what they ask their ranks
-for. A rollout slot spans `rollout.tensor_model_parallel_size` ranks, which share its rate.
-Invariants: calls on single slots run side by side; a call of all ranks runs alone, because collectives need the same
-order on every rank. The rows of a step are those that were accumulated since the last one. A failure is told once, and
-a dead rank before those that waited for it. A rank that hangs in a call which trains or scores (`WATCHED`) is found by
-its pulse, within about cluster.heartbeat_s, and killed; others may take long over a single operation, as loading is.
-Waits: for other calls' turns and for ranks, each call at most cluster.timeout_s.
+Role: base of `TrainerGroup`, `PipelineTrainer` and `RewardModelTrainer`. A rollout slot spans
+`rollout.tensor_model_parallel_size` ranks, which share its rate. Invariants: calls on single slots run concurrently, a
+call of all ranks runs alone; a failure is reported once, a dead rank before those that waited for it; a rank that hangs
+in a `WATCHED` call is killed within about cluster.heartbeat_s. Waits for ranks at most cluster.timeout_s.
 """
 
 from __future__ import annotations
@@ -30,15 +27,15 @@ from rlfuse.cluster.placement import Slots
 from rlfuse.cluster.rank_store import STORE
 from rlfuse.cluster.remote import all_of, call
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.deepspeed_ops import load_everywhere
-from rlfuse.engines.trainer.gradient_memory import KEPT
+from rlfuse.engines.memory.model_memory import MAX_CACHED_BYTES
+from rlfuse.engines.trainer.backends import compiling
 from rlfuse.engines.trainer.liveness import WATCH, Judge
 from rlfuse.errors import NotSaved, WorkerLost
 from rlfuse.events import Recorder, Span
 from rlfuse.protocols import Sharing
 
 HOST_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(KEPT),
+    "MALLOC_MMAP_THRESHOLD_": str(MAX_CACHED_BYTES),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_ARENA_MAX": "1",
 }
@@ -46,8 +43,8 @@ HOST_MEMORY = {
 and takes them anew; the page faults are 5 % of a split backward's time. Only the main arena heeds that, and Ray has a
 rank's calls on a thread beside the main one, as `pulse` is answered on another."""
 NOT_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
-"""For ranks on CPUs. An optimizer that DeepSpeed imports whichever is used asks for a compilation, and torch would
-import its compiler: a seventh of a rank's start."""
+"""For ranks on CPUs. Optimizers that are imported and not used ask for a compilation, and torch would import its
+compiler: a seventh of a rank's start."""
 WATCHED = ("score", "accumulate", "run", "step")
 """Calls in which a rank shows often that it gets on."""
 LOOKS = 8
@@ -295,7 +292,8 @@ async def start_ranks(
         for rank, core in zip(range(slots.count), cores or [None] * slots.count, strict=True)
     ]
     ranks = [await from_head(each) for each in create]
-    await load_everywhere(ranks, limit, slots.device, config.actor.offload_optimizer)
+    if compile_operations := compiling(config):
+        await compile_operations(ranks, config, slots.device)
     place = await call(ranks[0].meeting_place.remote(), "trainer/0", "start", limit) or ranks[0]
     await all_of(
         [call(rank.join.remote(place), f"trainer/{i}", "join the other ranks", limit) for i, rank in enumerate(ranks)]

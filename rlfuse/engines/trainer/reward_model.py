@@ -33,7 +33,7 @@ class RewardModelTrainer(TrainerGroup):
         cls, config: Config, slots: Slots, padding: int | None, labels: Sequence[str]
     ) -> tuple[RewardModelTrainer, dict[str, Any]]:
         """Ranks with their models loaded, and facts to log. `padding`, `labels`: as in `RewardModelRank.setup`."""
-        from rlfuse.engines.trainer.reward_model_rank import RewardModelRank  # imports DeepSpeed
+        from rlfuse.engines.trainer.reward_model_rank import RewardModelRank
 
         group = cls(config, await start_ranks(RewardModelRank, config, slots, slots.cores))
         group.labels = labels

@@ -14,8 +14,6 @@ from rlfuse.config.reward_labels import head_labels
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.models import check_forward, check_training_passes, load_reward_model
-from rlfuse.engines.trainer.optimizer import zero_head
-from rlfuse.engines.trainer.sharded_model import sharded_model
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
 
@@ -31,13 +29,13 @@ class RewardModelRank(TrainerRank):
         """
         config, path = self.config, self.config.model.path
         torch.manual_seed(config.data.seed)
-        backend = sharded_model(config.actor.strategy)
-        with self.recorder.span("start", cause="run"), backend.loading(config):
+        with self.recorder.span("start", cause="run"), self.backend.loading(config):
             model = load_reward_model(path, config.model, labels)
             if not head_labels(path, config.model.trust_remote_code):
-                zero_head(model, len(labels))
+                (head,) = (m for m in model.children() if getattr(m, "out_features", None) == len(labels))
+                self.backend.zero(head.parameters())
             model.config.get_text_config().pad_token_id = padding
-            self.engines = {MODEL_PART: backend.trained(model, config, config.actor.optim.lr, self.device)}
+            self.engines = {MODEL_PART: self._trainable(model, config.actor.optim.lr)}
         if model.is_remote_code():
             check_forward(model, path)
         self.tower, self.sums, self.ropes = None, {}, {MODEL_PART: None}

@@ -1,15 +1,11 @@
-"""DeepSpeed Ulysses over consecutive trainer ranks: each holds a slice of a micro-batch's tokens and runs all layers.
+"""Ulysses over consecutive trainer ranks: each holds a slice of a micro-batch's tokens and runs all layers.
 
 Role: a trainer rank makes one `SequenceParallel` when it has met the others, and takes from it its `Part` of a
 micro-batch of some degree; where layers are shared, too, the ranks of a part hold the same share. In attention they
 trade: an all-to-all gives each rank whole sequences of some heads, another one gives the slices back (Jacobs et al.
 2023, arXiv 2309.14509).
-What is DeepSpeed's: `deepspeed.sequence.layer.DistributedAttention`, the differentiable all-to-all around a local
-attention. Its `UlyssesSPAttentionHF` is registered once per process with one group, one batch size and one model, so
-that the degree could not vary; it gathers positions again in every layer, drops padding masks, and refuses key-value
-heads that neither divide the degree nor are divided by it. Here such heads are repeated the least that makes them
-divisible. DeepSpeed's engines know of no sequence parallelism: to them every rank is data-parallel, and the sum over
-ranks that they take is the gradient (with an mpu, ZeRO 3 would average it and ZeRO 0 to 2 would not).
+Key-value heads that the degree does not divide are repeated as little as makes them divisible. To backends every rank
+is data-parallel, and the sum over ranks is the gradient.
 Waits: for the other ranks of the part, which run the same micro-batches in the same order; at most the time-out.
 """
 
@@ -17,32 +13,29 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from itertools import product
 
 import torch
 import torch.distributed as dist
-from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor
 
+from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.engines.trainer.attention import Segment, attend
+from rlfuse.engines.trainer.degrees import degrees_up_to
 
 
 class SequenceParallel:
-    """Groups of 2, 4, ... up to `largest` models, each on `width` consecutive ranks, that follow one another.
+    """Groups of 2, 4, ... up to the mesh's `sp` models that follow one another.
 
     Every rank makes one, at the same time.
     """
 
-    def __init__(self, rank: int, world: int, largest: int, timeout: timedelta, width: int = 1):
+    def __init__(self, mesh: ParallelMesh, rank: int, timeout: timedelta):
         self._parts: dict[int, Part] = {}
-        degree = 2
-        while degree <= largest:
-            for first, share in product(range(0, world, degree * width), range(width)):
-                ranks = range(first + share, first + degree * width, width)
+        for degree in degrees_up_to(mesh.sp)[1:]:
+            for ranks in mesh.at_degree(degree).groups("sp"):
                 group = dist.new_group(ranks, timeout=timeout)
                 if rank in ranks:
                     self._parts[degree] = Part(degree, ranks.index(rank), group)
-            degree *= 2
 
     def part(self, degree: int) -> Part | None:
         """This rank's part of a micro-batch of that degree; None for 1, which needs no other rank."""
@@ -54,7 +47,6 @@ class Part:
 
     def __init__(self, degree: int, index: int, group: dist.ProcessGroup):
         self.degree, self.index, self.group = degree, index, group
-        self._exchange = DistributedAttention(attend, group, scatter_idx=2, gather_idx=1)
 
     def attend(
         self,
@@ -73,11 +65,30 @@ class Part:
             key, value = (x.repeat_interleave(copies, dim=2) for x in (key, value))
         if sinks is not None:  # of the heads that this rank gets
             sinks = sinks.chunk(self.degree)[self.index]
-        return self._exchange(query, key, value, 0, None, segments, scale, window, softcap, sinks)
+        query, key, value = (_Exchange.apply(x, self, 2, 1) for x in (query, key, value))
+        return _Exchange.apply(attend(query, key, value, segments, scale, window, softcap, sinks), self, 1, 2)
+
+    def exchange(self, tensor: Tensor, split: int, join: int) -> Tensor:
+        """Send the i-th part of a tensor along `split` to the i-th rank; join what comes along `join`, by rank."""
+        sent = torch.stack(tensor.chunk(self.degree, split))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        return torch.cat(received.unbind(), join)
 
     def whole(self, flat: Tensor, own: Tensor, size: int) -> Tensor:
         """[r] at the places `own` of all `size`, from every rank; the gradient of others' places stays with them."""
         return _Whole.apply(flat, own, size, self.group)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: Tensor, part: Part, split: int, join: int) -> Tensor:
+        ctx.part, ctx.back = part, (join, split)
+        return part.exchange(tensor, split, join)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.part.exchange(gradient, *ctx.back), None, None, None
 
 
 class _Whole(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The contract of a trainer backend: a model that ranks share, and how `actor.strategy` selects its class.
+"""The contract of a trainer backend: a model that ranks share.
 
 Role: trainer ranks make their models by `sharded_model(config.actor.strategy)` and know no more of the backend.
 Invariant: gradients are sums until `step` divides them once. Every rank calls `step`, `gathered`, `save` and `load`;
@@ -7,24 +7,21 @@ Invariant: gradients are sums until `step` divides them once. Every rank calls `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from importlib import import_module
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
+from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.backends import BACKENDS, imported
 from rlfuse.engines.trainer.saving import Writing
+from rlfuse.engines.trainer.tensor_parallel import TensorShares
 from rlfuse.errors import EngineError
-
-BACKENDS = {
-    "deepspeed": "rlfuse.engines.trainer.deepspeed_model:DeepSpeedModel",
-    "fsdp2": "rlfuse.engines.trainer.fsdp2_model:Fsdp2Model",
-}
-"""`actor.strategy` -> module and class of its `ShardedModel`."""
 
 
 class ShardedModel(Protocol):
@@ -37,20 +34,30 @@ class ShardedModel(Protocol):
     def steps(self) -> int:
         """Optimizer steps taken, skipped ones included."""
 
-    @property
-    def optimizer(self) -> Any:
-        """What holds the optimizer's tensors, for moves between device and host; None if frozen."""
+    @staticmethod
+    def load_extensions(config: Config, device: str) -> str | None:
+        """Compile and load operations, before ranks meet; return what prevents it for now."""
+
+    @staticmethod
+    def join(backend: str, limit: timedelta) -> None:
+        """Use torch's default process group, of `gloo` or `nccl`, which the ranks have just made."""
 
     @staticmethod
     def loading(config: Config) -> AbstractContextManager[None]:
         """Models that are loaded within it may be sharded as they load."""
 
     @classmethod
-    def trained(cls, model: PreTrainedModel, config: Config, lr: float, device: str, grid: Any = None) -> ShardedModel:
-        """`model` under AdamW with the full learning rate `lr`. `grid`: of ranks that share its layers."""
+    def trained(
+        cls, model: PreTrainedModel, config: Config, lr: float, device: str, mesh: ParallelMesh
+    ) -> ShardedModel:
+        """Return `model`, or this rank's part of it, under AdamW with the full learning rate `lr`."""
 
     @classmethod
     def frozen(cls, model: PreTrainedModel, config: Config, device: str) -> ShardedModel: ...
+
+    @staticmethod
+    def zero(parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Set parameters of a model to 0 that was loaded within `loading`."""
 
     def __call__(self, **inputs: Any) -> Any:
         """A forward pass of `module`."""
@@ -74,6 +81,12 @@ class ShardedModel(Protocol):
     def gathered(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[list[torch.Tensor]]:
         """Parameters or buffers of `module`, whole, in the model's dtype; valid within the block."""
 
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Return all that it holds on its device, the optimizer's tensors with it."""
+
+    def step_tensors(self) -> Iterable[torch.Tensor]:
+        """Return those of them that only `step` reads."""
+
     def not_finite(self) -> str | None:
         """Name of a parameter that is not finite on this rank."""
 
@@ -84,10 +97,25 @@ class ShardedModel(Protocol):
         """What `save` wrote, under this run's learning rate, weight decay and clipping."""
 
 
+class StagesModel(ShardedModel, Protocol):
+    """What pipelines need besides: states by parameter name, which any other cut into stages can load."""
+
+    def close(self) -> None:
+        """Let go of the model and its optimizer."""
+
+    def save_by_name(self, folder: Path, rank: int | None, files: Writing, shares: TensorShares | None) -> None:
+        """Gather this rank's parameters with their moments; written if `rank` is given, as that rank's file.
+
+        `shares`: of parameters that ranks have shares of; these are written whole.
+        """
+
+    def load_by_name(self, folder: Path, shares: TensorShares | None) -> None:
+        """What `save_by_name` wrote for the parameters on this rank. FileNotFoundError if there is nothing."""
+
+
 def sharded_model(strategy: str) -> type[ShardedModel]:
     """The class that `actor.strategy` selects."""
-    module, _, found = BACKENDS[strategy].partition(":")
-    return getattr(import_module(module), found)
+    return imported(BACKENDS[strategy].model)
 
 
 def check_finite(model: str, parameter: str | None) -> None:

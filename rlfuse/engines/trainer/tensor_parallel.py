@@ -1,13 +1,12 @@
 """Tensor parallelism over consecutive trainer ranks: each holds a share of every decoder layer, and sees all tokens.
 
-Role: a trainer rank makes one `TensorParallel` when it has met the others, loads its models through it, hands it to
-DeepSpeed as `mpu` and to exporters. Which layers are cut how is transformers' own plan of a family: `colwise` layers
-compute some outputs (whole heads, in attention), `rowwise` layers take them as their inputs, and a sum over the ranks
-follows; `replicated_with_grad_allreduce` parameters see some heads only (Megatron-LM, arXiv 1909.08053). Not cut:
-embedding, head, norms, and keys and values where several ranks share a head.
-What is not used: DeepSpeed's AutoTP makes a group of its own from a configuration and refuses an `mpu` beside it;
-transformers' tensor parallelism makes parameters DTensors, which ZeRO can't flatten.
-Invariants: ranks of a group get the same rows, and find the same gradients of what is whole on each; DeepSpeed sums
+Role: a rank makes one `TensorParallelGroup` when it has met the others, loads its models through it and hands it to
+exporters; backends get the mesh, and find shares by `is_share`. Which layers are cut how is transformers' own plan of a
+family: `colwise` layers compute some outputs (whole heads, in attention), `rowwise` layers take them as their inputs,
+and a sum over the ranks follows; `replicated_with_grad_allreduce` parameters see some heads only (Megatron-LM, arXiv
+1909.08053). Not cut: embedding, head, norms, and keys and values where several ranks share a head.
+Not used: transformers' tensor parallelism, whose parameters are DTensors, which DeepSpeed can't flatten.
+Invariants: ranks of a group get the same rows, and compute the same gradients of what is whole on each; a backend sums
 over the ranks that hold the same share, and counts what is whole once in the norm.
 Waits: for the other ranks of the group, which run the same micro-batches in the same order; at most the time-out.
 """
@@ -17,15 +16,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.errors import EngineError
 
@@ -35,7 +34,18 @@ _SHARED = ("k_proj", "v_proj")
 """Of attention: cut by the heads of keys and values."""
 
 
-class OnPaper:
+class TensorShares(Protocol):
+    """This rank among those that hold shares of the same tensors."""
+
+    degree: int
+    index: int
+    answers: bool
+    """Whether it writes for them."""
+
+    def whole(self, tensor: Tensor, dim: int) -> Tensor: ...
+
+
+class MemoryOnlyGroup:
     """The first of `degree` ranks, without the others: a sum costs what it costs in memory, and changes nothing."""
 
     index = 0
@@ -47,17 +57,15 @@ class OnPaper:
         return tensor.clone(memory_format=torch.contiguous_format)
 
 
-class Sharers(OnPaper):
-    """Groups of `degree` ranks with the same layers; every rank makes one, at the same time."""
+class TensorParallelGroup(MemoryOnlyGroup):
+    """Groups of the mesh's `tp` ranks with the same layers; every rank makes one, at the same time."""
 
-    def __init__(self, rank: int, world: int, degree: int, timeout: timedelta):
-        super().__init__(degree)
-        self.index = rank % degree
-        self.answers = self.index == 0
-        """Whether this rank speaks, and writes, for its group."""
-        for first in range(0, world, degree):
-            group = dist.new_group(range(first, first + degree), timeout=timeout)
-            if first == rank - self.index:
+    def __init__(self, mesh: ParallelMesh, rank: int, timeout: timedelta):
+        super().__init__(mesh.tp)
+        self.index, self.answers = mesh.coordinates(rank)["tp"], mesh.leads(rank, "tp")
+        for ranks in mesh.groups("tp"):
+            group = dist.new_group(ranks, timeout=timeout)
+            if rank in ranks:
                 self.group = group
 
     def load(self, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
@@ -82,42 +90,9 @@ class Sharers(OnPaper):
         return found
 
 
-class TensorParallel(Sharers):
-    """Groups with a model each: what DeepSpeed asks of its `mpu`. (Pipelines have its own grid for that.)"""
-
-    def __init__(self, rank: int, world: int, degree: int, timeout: timedelta):
-        super().__init__(rank, world, degree, timeout)
-        self._copy, self._alike = rank // degree, list(range(self.index, world, degree))
-        for index in range(degree):
-            group = dist.new_group(range(index, world, degree), timeout=timeout)
-            if index == self.index:
-                self._data_group = group
-
-    def get_model_parallel_rank(self) -> int:
-        return self.index
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.degree
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.group
-
-    def get_data_parallel_rank(self) -> int:
-        return self._copy
-
-    def get_data_parallel_world_size(self) -> int:
-        return len(self._alike)
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._data_group
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return self._alike
-
-
-def counted(parameter: nn.Parameter, grid: Any) -> bool:
-    """Whether a global norm has this parameter from this rank: what is whole on several of them, from the first."""
-    return grid is None or grid.get_model_parallel_rank() == 0 or is_model_parallel_parameter(parameter)
+def is_share(parameter: nn.Parameter | Tensor) -> bool:
+    """Return whether the parameter is this rank's share of a larger tensor."""
+    return getattr(parameter, "tensor_model_parallel", False)
 
 
 # Which models ---------------------------------------------------------------------------------------------------------
@@ -146,7 +121,7 @@ def check_cuttable(config: PreTrainedConfig, degree: int) -> None:
 # A rank's share -------------------------------------------------------------------------------------------------------
 
 
-def cut(model: PreTrainedModel, ranks: OnPaper) -> PreTrainedModel:
+def cut(model: PreTrainedModel, ranks: MemoryOnlyGroup) -> PreTrainedModel:
     """The model with this rank's share of its decoder layers; the rest of them is let go.
 
     EngineError where parts of a layer stand beside those in its plan: their gradients might be of some heads only.
@@ -180,7 +155,7 @@ def _planned(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _share(
-    name: str, layer: nn.Module, style: str, model: PreTrainedModel, ranks: OnPaper, entrance: _Entrance
+    name: str, layer: nn.Module, style: str, model: PreTrainedModel, ranks: MemoryOnlyGroup, entrance: _Entrance
 ) -> nn.Module:
     text, leaf = model.config.get_text_config(), name.rpartition(".")[2]
     if not isinstance(layer, nn.Linear):
@@ -193,8 +168,8 @@ def _share(
     return _Columns(layer, ranks, entrance)
 
 
-def _cut(parameter: nn.Parameter, dim: int, ranks: OnPaper) -> nn.Parameter:
-    """A copy of this rank's share, so that nothing holds the whole; marked as DeepSpeed and Megatron know it."""
+def _cut(parameter: nn.Parameter, dim: int, ranks: MemoryOnlyGroup) -> nn.Parameter:
+    """A copy of this rank's share, so that nothing holds the whole; marked as in Megatron-LM."""
     if parameter.shape[dim] % ranks.degree:
         raise EngineError(f"{KEY}={ranks.degree} must divide {parameter.shape[dim]}, a width of a layer; lower it")
     own = nn.Parameter(parameter.detach().chunk(ranks.degree, dim)[ranks.index].clone())
@@ -211,7 +186,7 @@ class Share(nn.Module):
 class _Columns(Share):
     """Some outputs of a linear layer."""
 
-    def __init__(self, layer: nn.Linear, ranks: OnPaper, entrance: _Entrance):
+    def __init__(self, layer: nn.Linear, ranks: MemoryOnlyGroup, entrance: _Entrance):
         super().__init__()
         self._entrance = entrance
         self.weight = _cut(layer.weight, 0, ranks)
@@ -224,7 +199,7 @@ class _Columns(Share):
 class _SharedColumns(nn.Module):
     """The one head of keys, or of values, that this rank's queries look at; its layer is whole on every rank."""
 
-    def __init__(self, layer: nn.Linear, ranks: OnPaper, entrance: _Entrance, heads: int):
+    def __init__(self, layer: nn.Linear, ranks: MemoryOnlyGroup, entrance: _Entrance, heads: int):
         super().__init__()
         self._entrance, width = entrance, layer.out_features // heads
         head = ranks.index * heads // ranks.degree
@@ -241,7 +216,7 @@ class _SharedColumns(nn.Module):
 class _Rows(Share):
     """What a linear layer makes of some inputs, summed over the ranks; the bias comes once."""
 
-    def __init__(self, layer: nn.Linear, ranks: OnPaper):
+    def __init__(self, layer: nn.Linear, ranks: MemoryOnlyGroup):
         super().__init__()
         self._ranks, self.bias = ranks, layer.bias
         self.weight = _cut(layer.weight, 1, ranks)
@@ -254,7 +229,7 @@ class _Rows(Share):
 class _Entrance:
     """Hands a group's ranks their layers' input; layers with the same input sum its gradient over the ranks once."""
 
-    def __init__(self, ranks: OnPaper):
+    def __init__(self, ranks: MemoryOnlyGroup):
         self._ranks = ranks
         self._last: tuple[Tensor, Tensor] | None = None
 
@@ -272,7 +247,7 @@ class _Entrance:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor: Tensor, ranks: OnPaper) -> Tensor:
+    def forward(ctx, tensor: Tensor, ranks: MemoryOnlyGroup) -> Tensor:
         return ranks.sum(tensor)
 
     @staticmethod
@@ -282,7 +257,7 @@ class _Sum(torch.autograd.Function):
 
 class _SumOfGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor: Tensor, ranks: OnPaper) -> Tensor:
+    def forward(ctx, tensor: Tensor, ranks: MemoryOnlyGroup) -> Tensor:
         ctx.ranks = ranks
         return tensor.view_as(tensor)
 

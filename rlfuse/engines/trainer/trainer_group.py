@@ -10,7 +10,7 @@ rows. A long row is cut over several ranks where that is needed or sooner done. 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,9 @@ import ray
 
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.placement import Slots
+from rlfuse.config.changes import STATE, state_layout
+from rlfuse.config.parallel_mesh import ParallelMesh
+from rlfuse.config.parallelism import value_of
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.columns import plan_in_columns
 from rlfuse.engines.trainer.degrees import Costs, Share, Unit, degrees_up_to, fill, plan, unit_per_row, units_by_prompt
@@ -30,7 +33,7 @@ from rlfuse.errors import EngineError
 from rlfuse.protocols import PassResult
 from rlfuse.samples import Row
 
-if TYPE_CHECKING:  # imports DeepSpeed
+if TYPE_CHECKING:  # imports the video tower
     from rlfuse.engines.trainer.vision_tower import TowerSettings
 
 
@@ -58,7 +61,9 @@ class TrainerGroup(RankGroup):
         `cores`: the CPU core that each rank's process is bound to; `tower`: what video.freeze_tower=false trains, not
         read otherwise; `met`: awaited once the ranks have met, before they load models.
         """
-        from rlfuse.engines.trainer.trainer_rank import TrainerRank  # imports DeepSpeed: only when ranks are started
+        from rlfuse.engines.trainer.trainer_rank import (
+            TrainerRank,  # imports torch and transformers: only when ranks are started
+        )
 
         tower = None if config.video.freeze_tower else tower
         group = cls(config, await start_ranks(TrainerRank, config, slots, cores))
@@ -76,7 +81,7 @@ class TrainerGroup(RankGroup):
         return facts
 
     async def measure(self) -> dict[str, Any]:
-        if self._largest_degree > 1:
+        if self.mesh.sp > 1:
             self.costs = (await self._all("measure", "time passes"))[0]
         return await super().measure()
 
@@ -89,13 +94,8 @@ class TrainerGroup(RankGroup):
         return self.config.lockstep_backward
 
     @property
-    def _width(self) -> int:
-        """Consecutive ranks that hold a model together, and get the same rows."""
-        return self.config.training.tensor_model_parallel_size
-
-    @property
-    def _largest_degree(self) -> int:
-        return self.config.training.ulysses_sequence_parallel_size
+    def mesh(self) -> ParallelMesh:
+        return self.config.mesh_of(len(self.ranks))
 
     async def score(self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None) -> dict[str, PassResult]:
         """As `Trainer.score`. ValueError for one slot where ranks share weights, or with a row that must be cut."""
@@ -135,23 +135,19 @@ class TrainerGroup(RankGroup):
 
     def _plan(self, rows: Sequence[Row], slot: int | None, trained: bool = False) -> list[list[Share]]:
         """By rank; where shards are gathered or reduced in this pass, all ranks run as many micro-batches."""
-        config, actor = self.config, self.config.actor
+        config, actor, mesh = self.config, self.config.actor, self.mesh
         lockstep = config.sharded_gradients if trained else config.sharded_weights
         budget, most = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
-        if lockstep and slot is not None:
-            raise ValueError(
-                f"{config.sharding} needs all ranks in this pass, slot {slot} alone would wait for them for ever: ask "
-                "without a slot, or set actor.strategy=deepspeed and actor.zero_stage=1."
-            )
-        longest = max(row.tokens for row in rows)
-        if self._largest_degree > 1 and slot is not None and longest > budget:
+        ranks, longest = self._ranks(slot), max(row.tokens for row in rows)
+        if not mesh.at_degree(1).separable(ranks, lockstep):
+            why = f"{config.sharding} needs all ranks in this pass" if lockstep else f"{mesh.tp} ranks share each layer"
+            raise ValueError(f"{why}, slot {slot} alone would wait for others without end: call without a slot.")
+        if mesh.sp > 1 and slot is not None and longest > budget:
             raise ValueError(
                 f"A row of {longest} tokens must be cut over ranks (actor.ppo_max_token_len_per_gpu={budget}), slot "
                 f"{slot} alone can't: ask without a slot."
             )
-        ranks, degrees, width = self._ranks(slot), self._degrees(slot), self._width
-        if len(ranks) % width:
-            raise ValueError(f"Slot {slot} alone has a part of a model of {width} ranks: ask without a slot.")
+        degrees, width = self._degrees(slot), mesh.tp
         holders = len(ranks) // width
         units = self._units(rows, budget * degrees[-1], holders)
         costs = replace(self.costs, rates=tuple(max(self.rates[i : i + width]) for i in ranks[::width]))
@@ -169,7 +165,7 @@ class TrainerGroup(RankGroup):
 
     def _degrees(self, slot: int | None) -> Sequence[int]:
         """That a row may have, ascending."""
-        return degrees_up_to(self._largest_degree) if slot is None else (1,)
+        return degrees_up_to(self.mesh.sp) if slot is None else (1,)
 
     def _units(self, rows: Sequence[Row], capacity: int, ranks: int) -> list[Unit]:
         """Rows that stay together; `capacity`: tokens of a micro-batch at most."""
@@ -221,10 +217,10 @@ class TrainerGroup(RankGroup):
         check_written(await self._all("describe", f"write files to {folder}", folder.absolute()))
 
     async def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote under the same number of ranks and ZeRO stage, or 1 and 2."""
+        """Continue from what `save` wrote under the same number of ranks, which divide states alike."""
         self._check_no_gradients("loaded")
         saved = json.loads((folder / "trainer.json").read_text())
-        if _layout(saved) != _layout(self._shape()):
+        if state_layout(saved) != state_layout(self._shape()):
             raise EngineError(
                 f"{folder} was written with {saved}, this run has {self._shape()}: training resumes only with the "
                 f"same. Keep those settings, or start a new run from the weights with "
@@ -233,15 +229,8 @@ class TrainerGroup(RankGroup):
         await self._all("load", f"load the checkpoint {folder}", folder.absolute())
 
     def _shape(self) -> dict[str, Any]:
-        return {
-            "ranks": len(self.ranks),
-            "actor.strategy": self.config.actor.strategy,
-            "actor.zero_stage": self.config.actor.zero_stage,
-            "critic": self.config.uses_critic,
-            "model.dtype": self.config.model.dtype,
-            "video.freeze_tower": self.config.video.freeze_tower,
-            "training.tensor_model_parallel_size": self._width,
-        }
+        config = self.config
+        return {"ranks": len(self.ranks), "critic": config.uses_critic, **{key: value_of(config, key) for key in STATE}}
 
 
 def _by_row(shares: Sequence[Sequence[Share]], answers: Sequence[Any], rows: int) -> list[np.ndarray]:
@@ -253,13 +242,3 @@ def _by_row(shares: Sequence[Sequence[Share]], answers: Sequence[Any], rows: int
             for index, array in zip(share.rows, arrays, strict=False):
                 results[index] = array
     return [] if all(each is None for each in results) else results
-
-
-def _layout(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """How optimizer state is kept: under ZeRO 2 as under 1, of whole models where nothing is said."""
-    return {
-        "training.tensor_model_parallel_size": 1,
-        "actor.strategy": "deepspeed",
-        **shape,
-        "actor.zero_stage": {2: 1}.get(shape["actor.zero_stage"], shape["actor.zero_stage"]),
-    }

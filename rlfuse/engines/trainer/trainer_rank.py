@@ -1,19 +1,12 @@
 """One trainer rank: actor, critic and reference in one process, each a `ShardedModel` over all ranks.
 
-Role: the class that `TrainerGroup.start` makes a Ray actor. A step, a checkpoint, passes under ZeRO 3 and backward
-under ZeRO 2 and 3 are collective: every rank gets such a call, and waits for its peers only there, bounded by
-cluster.timeout_s. A micro-batch of degree d is so among d ranks, each with a slice of its tokens (`sequence_parallel`),
-and every call with models is where ranks hold shares of layers (`tensor_parallel`).
-All else this rank does alone, whatever the others do meanwhile.
-Invariants:
-- gradients and diagnostics are sums over rows until the step, which divides once by the count of the whole mini-batch:
-  any split into ranks, calls and micro-batches, in any order, gives one gradient;
-- in a collective pass all ranks run the same number of micro-batches; a filler has weight 0;
-- ranks with slices of a micro-batch, or shares of layers, all compute its whole loss, each the gradient through what it
-  has; the first of them alone counts its diagnostics and answers with its scores;
-- gradient clipping is always set explicitly (DeepSpeed clips at 1.0 when it is not);
-- a step whose loss or gradient is not finite is skipped on every rank alike, as its event says; weights that are not
-  finite all the same are never saved.
+Role: the class that `TrainerGroup.start` makes a Ray actor. Steps, checkpoints, passes with divided weights and
+backward passes with divided gradients are collective, bounded by cluster.timeout_s; a micro-batch of degree d is so
+among d ranks (`sequence_parallel`), every pass among ranks that share layers (`tensor_parallel`). All else runs
+independently. Invariants: gradients and diagnostics are sums until the step divides once, so any split into ranks,
+calls and micro-batches gives one gradient; in a collective pass all ranks run as many micro-batches, fillers with
+weight 0; of ranks with parts of a micro-batch the first counts diagnostics and answers; a step whose loss or gradient
+is not finite is skipped on every rank alike, and weights that are not finite are never saved.
 """
 
 from __future__ import annotations
@@ -30,6 +23,7 @@ import ray
 import torch
 from transformers import PreTrainedModel
 
+from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.trainer import fused_log_probs
 from rlfuse.engines.trainer.activation_offloading import RankActivations
@@ -37,7 +31,7 @@ from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.base_rank import Rank, needs_models
 from rlfuse.engines.trainer.cuda_graphs import record_passes
 from rlfuse.engines.trainer.degrees import Costs, degrees_up_to
-from rlfuse.engines.trainer.measuring import measured_costs, multiplied
+from rlfuse.engines.trainer.measuring import matmul_rate, measured_costs, multiplied
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.engines.trainer.models import (
     before_head,
@@ -48,12 +42,11 @@ from rlfuse.engines.trainer.models import (
     response_logits,
     splits_exactly,
 )
-from rlfuse.engines.trainer.optimizer import matmul_rate
 from rlfuse.engines.trainer.passes import OBJECTIVES, OUTPUTS, Passes, RankCall, log_probs_gained, read_sums, weighed
 from rlfuse.engines.trainer.saving import Writing, writing
 from rlfuse.engines.trainer.sequence_parallel import Part, SequenceParallel
-from rlfuse.engines.trainer.sharded_model import ShardedModel, check_finite, sharded_model
-from rlfuse.engines.trainer.tensor_parallel import TensorParallel
+from rlfuse.engines.trainer.sharded_model import ShardedModel, check_finite
+from rlfuse.engines.trainer.tensor_parallel import TensorParallelGroup
 from rlfuse.engines.trainer.vision_tower import MicroBatchClip, TowerSettings, TrainedTower
 from rlfuse.engines.weights import cuda_ipc
 from rlfuse.engines.weights.exporting import Exporter
@@ -83,10 +76,13 @@ class TrainerRank(Rank):
 
     def meet_groups(self) -> None:
         """As the configuration has them; every rank calls."""
-        training, limit = self.config.training, timedelta(seconds=self.config.cluster.timeout_s)
-        width, largest = training.tensor_model_parallel_size, training.ulysses_sequence_parallel_size
-        self.tensor = TensorParallel(self.rank, self.world, width, limit) if width > 1 else None
-        self.parallel = SequenceParallel(self.rank, self.world, largest, limit, width)
+        mesh, limit = self.mesh, timedelta(seconds=self.config.cluster.timeout_s)
+        self.tensor = TensorParallelGroup(mesh, self.rank, limit) if mesh.tp > 1 else None
+        self.parallel = SequenceParallel(mesh, self.rank, limit)
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        return self.config.mesh_of(self.world)
 
     def setup(self, tower: TowerSettings | None = None) -> dict[str, Any]:
         """Load the models. Returns facts to log.
@@ -99,8 +95,7 @@ class TrainerRank(Rank):
         self.engines: dict[str, ShardedModel] = {}
         self.tower = tower and TrainedTower(tower, self.device, config.uses_reference)
         self.beside = self.tower.modules if self.tower else []
-        backend = sharded_model(config.actor.strategy)
-        with self.recorder.span("start", cause="run"), backend.loading(config):
+        with self.recorder.span("start", cause="run"), self.backend.loading(config):
             policy = self._load(load_policy, start)
             if self.tower:
                 self.tower.attach_to(policy)
@@ -110,7 +105,7 @@ class TrainerRank(Rank):
                 self.engines["critic"] = self._trainable(critic, config.critic.optim.lr)
             if config.uses_reference:
                 reference = self._load(load_policy, config.ref.path or start)
-                self.engines["ref"] = backend.frozen(reference, config, self.device)
+                self.engines["ref"] = self.backend.frozen(reference, config, self.device)
         modules = {name: each.module for name, each in self.engines.items()}
         for module in (*modules.values(), *self.beside):
             self.progress.follow(module)
@@ -144,7 +139,7 @@ class TrainerRank(Rank):
     def _arrange_passes(self) -> list[str]:
         """Decide where activations wait and which passes are recorded; every rank calls. Returns lines for the log."""
         models = {name: each.module for name, each in self.engines.items()}
-        trained = {name: models[name] for name in self.exporters}
+        trained = {name: self.engines[name] for name in self.exporters}
         wanted = self.config.model.enable_activation_offload
         self.activations = RankActivations(self.config, trained, self.device) if wanted else None
         self.graphs, line = record_passes(self.config, models, self.device, self.recorder, self.shares)
@@ -156,18 +151,12 @@ class TrainerRank(Rank):
         return self.tensor.load(lambda: load(path, model)) if self.tensor else load(path, model)
 
     def _trainable(self, model: PreTrainedModel, lr: float) -> ShardedModel:
-        backend = sharded_model(self.config.actor.strategy)
-        return backend.trained(model, self.config, lr, self.device, self.tensor)
+        return self.backend.trained(model, self.config, lr, self.device, self.mesh)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights that engines get, and in which layers compute."""
         return getattr(torch, self.config.model.dtype)
-
-    @property
-    def _width(self) -> int:
-        """Ranks that share a model's layers."""
-        return self.config.training.tensor_model_parallel_size
 
     def _packs(self, name: str) -> bool:
         engine = self.engines[name]
@@ -176,13 +165,13 @@ class TrainerRank(Rank):
 
     def _check_split(self) -> None:
         """EngineError if sequences are to be cut and a model of this rank does not allow it."""
-        largest = self.config.training.ulysses_sequence_parallel_size
+        largest = self.mesh.sp
         if largest == 1:
             return
         key, part, actor = "training.ulysses_sequence_parallel_size", self.parallel.part(largest), self.engines["actor"]
         for name, engine in self.engines.items():
             module = engine.module
-            if (heads := module.config.get_text_config().num_attention_heads // self._width) % largest:
+            if (heads := module.config.get_text_config().num_attention_heads // self.mesh.tp) % largest:
                 raise EngineError(f"{key}={largest}: must divide the {heads} attention heads of the {name}; lower it")
             if not attends_by_layout(module):
                 raise EngineError(_CUT.format(key, largest, name, type(module).__name__))
@@ -193,8 +182,8 @@ class TrainerRank(Rank):
     @needs_models
     def measure(self) -> Costs:
         """What sequence parallelism costs here; every rank calls."""
-        degrees = degrees_up_to(self.config.training.ulysses_sequence_parallel_size)
-        module, width = self.engines["actor"].module, self._width
+        degrees, width = degrees_up_to(self.mesh.sp), self.mesh.tp
+        module = self.engines["actor"].module
         text, lockstep = module.config.get_text_config(), width > 1 or self.config.sharded_weights
         token_s = 2 * sum(self._multiplied("actor")) / matmul_rate(self.dtype, self.device) / width
         return measured_costs(self._probe, degrees, text, token_s, self.dtype, self.device, lockstep, width)
@@ -375,7 +364,7 @@ class TrainerRank(Rank):
 
     def _span(self, kind: str, micro_batch: MicroBatch, cause: str, **attributes: Any):
         rows, degree = micro_batch.rows if micro_batch.weight else (), micro_batch.degree
-        tokens, sharers = sum(row.tokens for row in rows), degree * self._width
+        tokens, sharers = sum(row.tokens for row in rows), degree * self.mesh.tp
         return self.recorder.span(
             kind,
             cause=cause,
@@ -386,4 +375,4 @@ class TrainerRank(Rank):
 
     def _answers(self, part: Part | None) -> bool:
         """Whether this rank speaks for all that have something of a micro-batch."""
-        return (part is None or part.index == 0) and (self.tensor is None or self.tensor.index == 0)
+        return self.mesh.at_degree(part.degree if part else 1).leads(self.rank, "sp", "tp")

@@ -1,24 +1,12 @@
-"""The vision tower that learns with the policy: clips are encoded again, with the gradient that their embeddings got.
+"""The vision tower that is trained with the policy: clips are encoded again, with their embeddings' gradient.
 
-Role: one per trainer rank, beside its DeepSpeed engines. `TrainerRank` takes from it the rows of every pass, and hands
-it what a backward left at their embeddings.
-
-    cached embeddings --> text model: forward, backward --> gradient of the embeddings --> tower, `step` units at a time
-    step: sums of all micro-batches --> DeepSpeed engine (text and tower: one norm, one optimizer) --> new weights
-
-Invariants:
-- the loss sees what rollouts and old log-probs saw: embeddings rounded to bf16. The cached ones, until the tower is
-  updated within a step; from then on those of the present tower, rounded too. The gradient passes the rounding
-  unchanged, so PPO's ratio is exactly 1 before an update;
-- the reference sees the tower that the run began with, so KL is to the initial policy as a whole. Once the tower was
-  updated, that costs one more encoding of every clip. The critic sees the cached embeddings, and does not train them;
-- a row's embedding is of this file, this plan and the tower as it was last handed over, or an error;
-- a micro-batch encodes a clip once with gradient, however many answers show it, and keeps the activations of `step`
-  units at a time. A rank with a slice of the tokens encodes the units that stand in it;
-- nothing here is collective but `add_gradients_to` and `copy_weights_from`, which belong to the step: ranks may hold
-  any number of clips.
-The weights exist twice on a rank: as DeepSpeed holds them (whole or sharded), and here, whole, where they run. Sums of
-gradients are float32, because a long clip has hundreds of chunks. Waits for decoders, which bound themselves.
+Role: one per trainer rank, next to its models; `TrainerRank` takes the rows of every pass from it and hands it what a
+backward left at their embeddings. A step adds its float32 sums to the actor's gradients (one norm, one optimizer) and
+copies the new weights back; the tower's weights exist twice on a rank, as the backend holds them and, whole, here.
+Invariants: the loss sees what rollouts saw, embeddings rounded to bf16: cached ones until the tower is updated within a
+step, then those of the present tower, so PPO's ratio is 1 before an update. The reference sees the initial tower, which
+costs another encoding after updates; the critic sees cached embeddings and does not train them. A micro-batch encodes a
+clip once with gradient, `step` units at a time. Only `add_gradients_to` and `copy_weights_from` are collective.
 """
 
 from __future__ import annotations
@@ -26,11 +14,9 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import deepspeed
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
@@ -45,7 +31,7 @@ from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.towers import Tower
 
 NAME = "tower"
-"""Of the policy's submodule that holds the weights for DeepSpeed."""
+"""Of the policy's submodule that holds the weights for the backend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +63,7 @@ class TrainedTower:
         return [self.present.module, *([self.initial.module] if self.initial else []), self.sums]
 
     def attach_to(self, policy: PreTrainedModel) -> None:
-        """Give the policy the weights that its DeepSpeed engine is to train."""
+        """Give the policy the weights that its backend is to train."""
         policy.add_module(NAME, copy.deepcopy(self.present.module).to(policy.dtype))
 
     # Passes ------------------------------------------------------------------------------------------------------
@@ -168,7 +154,7 @@ class TrainedTower:
     def add_gradients_to(self, engine: ShardedModel) -> None:
         """Add what was summed up to the gradients that the engine holds; every rank calls, also one without clips."""
         held = list(getattr(engine.module, NAME).parameters())
-        with _whole(held):  # sums as gradients: each weight times its sum has that derivative
+        with engine.gathered(held):  # sums as gradients: each weight times its sum has that derivative
             products = (weight * total.to(weight.dtype) for weight, total in zip(held, self.sums, strict=True))
             engine.backward(sum(product.sum() for product in products))
         for total in self.sums:
@@ -178,8 +164,8 @@ class TrainedTower:
     def copy_weights_from(self, engine: ShardedModel) -> None:
         """Take the engine's weights, after a step or a load; every rank calls."""
         held = list(getattr(engine.module, NAME).parameters())
-        with _whole(held):
-            for mine, weight in zip(self._weights, held, strict=True):
+        with engine.gathered(held) as whole:
+            for mine, weight in zip(self._weights, whole, strict=True):
                 mine.copy_(weight)
         self.updates = engine.steps
 
@@ -224,9 +210,3 @@ class MicroBatchClip:
                     total = torch.zeros(last - first, rows.shape[-1], device=rows.device)
                 total[low - first : high - first] += rows.grad[low - start : high - start]
         return total
-
-
-def _whole(weights: list[torch.nn.Parameter]) -> AbstractContextManager:
-    """Weights that ZeRO 3 shards, whole for a while."""
-    sharded = [weight for weight in weights if hasattr(weight, "ds_id")]
-    return deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.runtime.utils import is_model_parallel_parameter
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -21,11 +20,12 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from rlfuse.config.model_files import NOT_KEPT, copy_files, with_keys_of
 from rlfuse.engines.trainer.saving import Writing
+from rlfuse.engines.trainer.tensor_parallel import is_share
 from rlfuse.engines.trainer.vision_tower import NAME as TOWER
 
 if TYPE_CHECKING:
     from rlfuse.engines.trainer.sharded_model import ShardedModel
-    from rlfuse.engines.trainer.tensor_parallel import Sharers
+    from rlfuse.engines.trainer.tensor_parallel import TensorShares
 
 
 TRAINED = ("architectures", "auto_map", "id2label", "label2id", "pad_token_id", "tie_word_embeddings")
@@ -36,7 +36,11 @@ class Exporter:
     """Reads the weights of one model, sharded or not, without those of its vision tower."""
 
     def __init__(
-        self, model: PreTrainedModel, rank: int, ranks: Sharers | None = None, sharded: ShardedModel | None = None
+        self,
+        model: PreTrainedModel,
+        rank: int,
+        ranks: TensorShares | None = None,
+        sharded: ShardedModel | None = None,
     ):
         """`ranks`: those with the other shares of the model's layers; `sharded`: what shards its tensors."""
         self.model, self.rank, self.ranks, self._sharded = model, rank, ranks, sharded
@@ -54,7 +58,7 @@ class Exporter:
         return self._sharded.nbytes(tensor) if self._sharded else tensor.nbytes
 
     def _shares(self, tensor: torch.Tensor) -> int:
-        return self.ranks.degree if self.ranks and is_model_parallel_parameter(tensor) else 1
+        return self.ranks.degree if self.ranks and is_share(tensor) else 1
 
     @contextmanager
     def gathered(self, names: list[str], everywhere: bool = False) -> Iterator[dict[str, torch.Tensor]]:

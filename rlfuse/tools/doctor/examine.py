@@ -192,7 +192,7 @@ def _existing(path: Path) -> Path:
 
 def _is_compiled() -> bool:
     try:
-        from rlfuse.engines.trainer import deepspeed_ops
+        from rlfuse.engines.deepspeed import deepspeed_ops
     except ImportError:  # of Ray, which is reported as a package
         return False
     return deepspeed_ops.is_compiled(deepspeed_ops.COMPILED["ShareMemCommBuilder"])
@@ -200,7 +200,7 @@ def _is_compiled() -> bool:
 
 def _installation() -> Iterator[Finding]:
     with suppress(ImportError):  # of Ray, which is reported as a package
-        from rlfuse.engines.trainer.deepspeed_ops import configured_folder, extensions_folder
+        from rlfuse.engines.deepspeed.deepspeed_ops import configured_folder, extensions_folder
 
         given, used = configured_folder(), extensions_folder()
         instead = "" if used == given else str(used)

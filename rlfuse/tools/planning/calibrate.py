@@ -41,7 +41,7 @@ EXCHANGES = (
     "links within a node: what ranks exchange is in the times of their optimizer steps; give a run of one slot, too"
 )
 NO_EXCHANGES = "links within a node: no two ranks of one had anything to exchange"
-GATHERS = "what ZeRO 3 takes to gather a module beside its bytes; give a run with actor.zero_stage=3, too"
+GATHERS = "what ranks take to gather a module's divided weights besides its bytes; give a run that divides them, too"
 ONE_MODEL = (
     "models of other sizes: in one model reading weights can't be told from what steps take beside, or widths apart"
 )

@@ -131,7 +131,7 @@ class _Ranks:
         self._config, self._hardware, self._context = config, hardware, context
         self._item = ITEM[config.model.dtype]
         self._stages, self._width = config.training.pipeline_parallel_size, config.training.tensor_model_parallel_size
-        self._copies = config.slots // self._stages // self._width
+        self._copies = config.mesh.copies
         self._learning = {role: each for role, each in shapes.items() if role != "reference"}
         self._policy, self._trained = shapes["actor"], list(self._learning.values())
         prompts = config.actor.ppo_mini_batch_size

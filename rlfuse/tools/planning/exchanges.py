@@ -1,8 +1,8 @@
-"""What ZeRO's ranks exchange, and copy in their own memory for that, as DeepSpeed 0.19 does it.
+"""What ranks exchange that divide a model's states, and copy in their own memory for that, as DeepSpeed 0.19 does it.
 
-ZeRO 0 all-reduces gradients once a step; 1 also gathers weights; 2 all-reduces in each micro-batch; 3 scatters
-gradients there and gathers weights forward and backward (arXiv 1910.02054). gloo has no reduce-scatter: it sums a copy
-of everything on every rank.
+Whole states: gradients are all-reduced once a step. Divided optimizers also gather weights, divided gradients are
+all-reduced in each micro-batch, divided weights scatter gradients there and are gathered forward and backward (ZeRO,
+arXiv 1910.02054). gloo has no reduce-scatter: it sums a copy of everything on every rank.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.memory.estimate import ITEM
+from rlfuse.engines.deepspeed.memory import REDUCED
+from rlfuse.engines.memory.model_memory import ITEM, MAX_CACHED_BYTES, gradient_item
 from rlfuse.engines.memory.model_sizes import Shape
-from rlfuse.engines.trainer.gradient_memory import KEPT, REDUCED
 from rlfuse.tools.planning.hardware import ADAM, Hardware
 
-PREFETCHED = 50_000_000  # parameters that ZeRO 3 gathers ahead (stage3_prefetch_bucket_size)
+PREFETCHED = 50_000_000  # parameters that are gathered ahead (stage3_prefetch_bucket_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Exchange:
 
     bytes: float = 0.0  # of whole tensors, each as often as it is gathered or scattered
     scattered: float = 0.0  # of the bytes those that gloo sums: they go twice as far
-    modules: int = 0  # that ZeRO 3 looks after, each as often as it does so
+    modules: int = 0  # whose weights are gathered, each as often as it is
     messages: int = 0  # in which it gathers and scatters
     copies: Traffic = Traffic()  # of a rank, for these messages
 
@@ -50,7 +50,7 @@ class Exchange:
 
 def of_pass(config: Config, shape: Shape) -> Exchange:
     """Of a micro-batch without gradients."""
-    if config.actor.zero_stage < 3:
+    if not config.sharded_weights:
         return Exchange()
     weights, messages = shape.parameters * ITEM[config.model.dtype], _messages(shape, PREFETCHED)
     copies = _written(weights / messages, 2 * weights) + _by_gloo(weights, messages)
@@ -59,9 +59,9 @@ def of_pass(config: Config, shape: Shape) -> Exchange:
 
 def of_gradients(config: Config, shape: Shape) -> Exchange:
     """Of a micro-batch's forward and backward pass."""
-    zero, sums = config.actor.zero_stage, shape.parameters * gradient_item(config)
-    if zero < 3:
-        return Exchange(2 * sums if zero == 2 else 0.0)
+    sums = shape.parameters * gradient_item(config)
+    if not config.sharded_weights:
+        return Exchange(2 * sums if config.sharded_gradients else 0.0)
     forward, scatters = of_pass(config, shape), _messages(shape, REDUCED)
     backward = _by_gloo(2 * forward.bytes, shape.modules)  # gloo's tensor, and that which it copies into, are new
     return Exchange(
@@ -77,35 +77,37 @@ def of_step(config: Config, shape: Shape) -> Exchange:
     """Of an optimizer step."""
     held, stages = held_of(config, shape), config.training.pipeline_parallel_size
     weights, sums = held * ITEM[config.model.dtype], held * gradient_item(config)
-    gathered = weights if config.actor.zero_stage in (1, 2) else 0.0
-    summed = 2 * sums if config.actor.zero_stage < 2 else 0.0
+    gathered = weights if config.sharded_optimizer and not config.sharded_weights else 0.0
+    summed = 0.0 if config.sharded_gradients else 2 * sums
     return Exchange(gathered + summed, copies=_by_gloo(gathered / stages, 1))
 
 
 def moved_in_gradients(config: Config, held: float, copies: float) -> Traffic:
     """In a micro-batch, of `held` parameters with gradients, of which there are so many copies."""
-    return _handed_over(config, held, copies) if config.actor.zero_stage > 1 else Traffic()
+    return _handed_over(config, held, copies) if config.sharded_gradients else Traffic()
 
 
 def moved_in_step(config: Config, held: float, copies: float) -> Traffic:
-    """In an optimizer step, which under ZeRO 1 to 3 is of one flat tensor."""
-    zero, share, item, weight = config.actor.zero_stage, held / copies, gradient_item(config), ITEM[config.model.dtype]
-    if zero == 0:
+    """In an optimizer step, which is of one flat tensor where optimizers are divided."""
+    share, item, weight = held / copies, gradient_item(config), ITEM[config.model.dtype]
+    if not config.sharded_optimizer:
         return _handed_over(config, held, copies) + Traffic((ADAM + _in_halves(item, weight)) * held)
     step = updated(share, weight) + _written(4 * share, (item + 4) * share)
-    return step + _handed_over(config, held, copies) if zero == 1 else step
+    return step if config.sharded_gradients else step + _handed_over(config, held, copies)
 
 
 def updated(share: float, item: int) -> Traffic:
     """By a flat float32 tensor's step: gradients' norm in float64, and what follows. On hosts two tensors of roots are
     made in it; on GPUs all is one kernel."""
     roots = 4 * share
-    return Traffic((4 + 2 * 8) * share + stepped(share, item), on_hosts=2 * 2 * roots if roots > KEPT else 0.0)
+    return Traffic(
+        (4 + 2 * 8) * share + stepped(share, item), on_hosts=2 * 2 * roots if roots > MAX_CACHED_BYTES else 0.0
+    )
 
 
 def _in_halves(item: int, weight: int) -> int:
-    """Bytes of a parameter of 16 bits, whose float32 copy DeepSpeed's `FP16_UnfusedOptimizer` steps under ZeRO 0: the
-    largest and the least gradient are looked for, gradients made float32 if they are not, weights handed back."""
+    """Bytes of a parameter of 16 bits, whose float32 copy DeepSpeed's `FP16_UnfusedOptimizer` steps where it is whole:
+    the largest and the least gradient are looked for, gradients made float32 if they are not, weights handed back."""
     return (2 * item + (item + 4) * (item < 4) + 4 + weight) * (weight < 4)
 
 
@@ -117,9 +119,9 @@ def stepped(share: float, item: int) -> float:
 def carried_in_gradients(config: Config, held: float, copies: float) -> float:
     """Bytes between a device and its host in a micro-batch, where optimizers stay there (`actor.offload_optimizer`): of
     sums that wait for a step on the host, and for each micro-batch come to the device and go back."""
-    kept_there = 2 if ITEM[config.model.dtype] == gradient_item(config) else 3  # ZeRO 2's own sums stay on the device
-    waits = config.actor.offload_optimizer and config.actor.zero_stage >= kept_there
-    return 2 * gradient_item(config) * held / copies if waits else 0.0
+    of_weights = ITEM[config.model.dtype] == gradient_item(config)  # else divided gradients are summed on the device
+    on_host = config.sharded_gradients if of_weights else config.sharded_weights
+    return 2 * gradient_item(config) * held / copies if config.actor.offload_optimizer and on_host else 0.0
 
 
 def carried_in_step(config: Config, held: float, copies: float) -> float:
@@ -130,7 +132,7 @@ def carried_in_step(config: Config, held: float, copies: float) -> float:
 
 def _written(size: float, moved: float) -> Traffic:
     """Bytes read and written to make a tensor of that size, which needs new memory where it is larger than any kept."""
-    return Traffic(copied=moved) if size > KEPT else Traffic(moved)
+    return Traffic(copied=moved) if size > MAX_CACHED_BYTES else Traffic(moved)
 
 
 def _messages(shape: Shape, together: int) -> int:
@@ -139,16 +141,16 @@ def _messages(shape: Shape, together: int) -> int:
 
 def _by_gloo(size: float, messages: int) -> Traffic:
     """Bytes that gloo copies of so many messages, for each of which it takes a tensor."""
-    return Traffic(on_hosts=2 * size if size / messages > KEPT else 0.0)
+    return Traffic(on_hosts=2 * size if size / messages > MAX_CACHED_BYTES else 0.0)
 
 
 def _handed_over(config: Config, held: float, copies: float) -> Traffic:
     """Gradients to a sum over so many ranks, and from it what this rank then needs of them."""
     item, share = gradient_item(config), held / copies
     flat = _written(item * held, 2 * item * held)
-    if config.actor.zero_stage == 0:  # scaled by the count and by the ranks, copied back; their norm, clipped
+    if not config.sharded_optimizer:  # scaled by the count and by the ranks, copied back; their norm, clipped
         return flat + Traffic((2 * 2 + 2 + 1 + 2) * item * held)
-    if config.actor.zero_stage == 3:  # bucket and share have room of their own, which stays
+    if config.sharded_weights:  # bucket and share have room of their own, which stays
         return flat + Traffic((2 + 2) * item * held + 2 * item * share)
     bucket = Traffic(2 * item * held, 2 * item * held)  # of a size of its own, divided
     kept = _written(item * share, 2 * item * share)
@@ -158,8 +160,3 @@ def _handed_over(config: Config, held: float, copies: float) -> Traffic:
 def held_of(config: Config, shape: Shape) -> float:
     """Parameters of a rank: of its share of every layer, and of what is whole on each; all stages together."""
     return shape.parameters - sum(shape.layers) * (1 - 1 / config.training.tensor_model_parallel_size)
-
-
-def gradient_item(config: Config) -> int:
-    """Bytes of a number of a sum."""
-    return max(ITEM[config.model.dtype], ITEM[config.actor.grad_accum_dtype])

@@ -134,7 +134,7 @@ def _calls(
     lengths: Mapping[str, tuple[int, int]],
 ) -> Iterator[Work]:
     within = config.trainer.nnodes == 1  # what goes between nodes tells nothing of the links within one
-    copies = config.slots // config.training.tensor_model_parallel_size  # ranks that hold the same parameters
+    copies = config.mesh.copies
     share = (copies - 1) / copies if within else 0.0
     learn = 4 if config.model.enable_gradient_checkpointing else 3
     gradients = [span for span in _with_forwards(spans) if not is_optimizer_step(span)]

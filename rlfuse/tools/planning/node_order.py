@@ -46,16 +46,17 @@ class Exchanged:
 
 
 def exchanged(config: Config, shape: Shape, tokens: int) -> Exchanged:
-    """What a step over so many tokens sends, of one model: gradients and weights, and hidden states and theirs. ZeRO 2
-    scatters gradients in every micro-batch, ZeRO 3 gathers weights in it twice; else once a mini-batch."""
+    """What a step over so many tokens sends, of one model: gradients and weights, and hidden states and theirs. Divided
+    gradients are scattered in every micro-batch, divided weights gathered in it twice; else once a mini-batch."""
     training, actor, item = config.training, config.actor, ITEM[config.model.dtype]
-    stages, zero, each = training.pipeline_parallel_size, actor.zero_stage, config.trainer.n_gpus_per_node
-    pipeline = stages * training.tensor_model_parallel_size  # its devices
+    stages, each = training.pipeline_parallel_size, config.trainer.n_gpus_per_node
+    pipeline = config.slots // config.mesh.copies  # its devices
     wide, mine = max(1, pipeline // each), tokens / (config.slots // pipeline)
     chunks = training.virtual_pipeline_model_parallel_size
     mini_batches = -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
     micro_batches = max(mini_batches, -(-mine * actor.ppo_epochs // actor.ppo_max_token_len_per_gpu))
-    times = 2 * mini_batches if zero < 2 else micro_batches + mini_batches if zero == 2 else 3 * micro_batches
+    times = micro_batches + mini_batches if config.sharded_gradients else 2 * mini_batches
+    times = 3 * micro_batches if config.sharded_weights else times
     nodes = config.trainer.nnodes
     around = held_of(config, shape) * item / stages / max(1, each // pipeline) * times
     return Exchanged(

@@ -93,8 +93,8 @@ def main(argv: Sequence[str]) -> None:
     if arguments.memory_picture is not None:
         from rlfuse.tools.planning.pictures import draw_memory
 
-        path, stage = arguments.memory_picture, config.actor.zero_stage
-        draw_memory(memory, f"{config.model.path}, {config.slots} slots, actor.zero_stage={stage}", path)
+        path = arguments.memory_picture
+        draw_memory(memory, f"{config.model.path}, {config.slots} slots, {config.sharding}", path)
         console.print(f"picture: {path}\n", soft_wrap=True)
     if budget.device == "cuda":
         _show_settings(config, memory, arguments.settings, console)

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from rlfuse.engines.memory.model_sizes import Shape, read_shape
-from rlfuse.engines.trainer.optimizer import matmul_rate
+from rlfuse.engines.trainer.measuring import matmul_rate
 from rlfuse.tools.planning.exchanges import updated
 from rlfuse.tools.planning.features import Work, forward_flops
 from rlfuse.tools.planning.hardware import ENDS

@@ -251,7 +251,8 @@ def name_of(job: Job, plan: Plan) -> str:
         words.append(f"{training.pipeline_placement}{chunks}")
     words += ["vocab"] if training.vocabulary_parallel else []
     alone = config.actor.optimizer_residency == "step"
-    words.append(f"ZeRO{config.actor.zero_stage}" + "+off" * config.actor.offload_optimizer + "+step" * alone)
+    zero = sum((config.sharded_optimizer, config.sharded_gradients, config.sharded_weights))
+    words.append(f"ZeRO{zero}" + "+off" * config.actor.offload_optimizer + "+step" * alone)
     words += [config.rollout.quantization] if config.rollout.quantization else []
     return " ".join(words)
 

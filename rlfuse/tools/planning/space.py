@@ -17,6 +17,7 @@ from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.remedies import Setting
 from rlfuse.engines.pipeline.partition import share_with_logits
 from rlfuse.engines.trainer.activation_places import Place
+from rlfuse.engines.trainer.backends import model_memory
 from rlfuse.errors import EngineError
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.tools.planning.cluster_file import Cluster
@@ -26,24 +27,9 @@ AGAIN, TOKENS = "model.enable_gradient_checkpointing", "actor.ppo_max_token_len_
 SEQUENCES = "rollout.max_num_seqs"
 CHUNKS, PLACEMENT = "training.virtual_pipeline_model_parallel_size", "training.pipeline_placement"
 VOCABULARY = "training.vocabulary_parallel"
-STRUCTURE = (
-    "trainer.nnodes",
-    "trainer.n_gpus_per_node",
-    "rollout.tensor_model_parallel_size",
-    "training.pipeline_parallel_size",
-    CHUNKS,
-    PLACEMENT,
-    VOCABULARY,
-    "training.tensor_model_parallel_size",
-    "training.ulysses_sequence_parallel_size",
-    "actor.zero_stage",
-    OFFLOAD,
-    RESIDENCY,
-    "model.enable_activation_offload",
-    "rollout.quantization",
-)
 POLICY = "fusion.policy"  # memory does not depend on it: every plan is simulated under all policies
 CACHE = {"cuda": "rollout.gpu_memory_utilization", "cpu": "rollout.kv_cache_memory_mb"}
+FILLED = (AGAIN, TOKENS, SEQUENCES, *CACHE.values(), POLICY)  # keys that a structure is filled with
 FEW_NODES = 8  # up to here every number of nodes is tried, above it powers of two and all
 
 Axes = Mapping[str, tuple[object, ...]]
@@ -64,7 +50,7 @@ def axes_of(config: Config, shape: Shape, cluster: Cluster, keep: Collection[str
         VOCABULARY: (False, True) if _wide(config, shape) else (config.training.vocabulary_parallel,),
         "training.tensor_model_parallel_size": _shared(shape, min(each, shape.heads)),
         "training.ulysses_sequence_parallel_size": _cuts(config, min(cluster.devices, 16), TOKENS in keep),
-        "actor.zero_stage": (0, 1, 2, 3),
+        **model_memory(config).choices,
         OFFLOAD: (False, True) if gpu else (False,),
         RESIDENCY: ("forecast", "step") if gpu else ("training",),  # with the weights is never sooner, nor takes less
         "model.enable_activation_offload": (False, True) if _too_long(config, shape, cluster.device) else (False,),
@@ -147,7 +133,7 @@ def _cuts(config: Config, most: int, one_budget: bool) -> tuple[int, ...]:
 
 def structural(key: str) -> bool:
     """Whether others have to go with it; plans that differ in such an axis are plans of their own to a reader."""
-    return key in STRUCTURE
+    return key not in FILLED
 
 
 def structures(

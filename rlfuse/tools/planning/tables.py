@@ -123,13 +123,12 @@ class SlotPlacement:
 
 def placements(config: Config, shapes: Mapping[str, Shape]) -> list[SlotPlacement]:
     """One for each slot, in order."""
-    width, stages = config.rollout.tensor_model_parallel_size, config.training.pipeline_parallel_size
-    shared = config.training.tensor_model_parallel_size
+    width, mesh = config.rollout.tensor_model_parallel_size, config.mesh
     encoders = (config.video.encoder_ranks or config.slots) if shapes["actor"].tower else 0
-    held, found = {role: shape.share(shared) for role, shape in shapes.items()}, []
+    held, found = {role: shape.share(mesh.tp) for role, shape in shapes.items()}, []
     for slot in range(config.slots):
-        engine, trainer = f"rollout/{slot // width}{_part(slot, width)}", f"trainer/{slot}{_part(slot, shared)}"
-        roles = ", ".join(_held(config, role, shape, slot // shared % stages) for role, shape in held.items())
+        engine, trainer = f"rollout/{slot // width}{_part(slot, width)}", f"trainer/{slot}{_part(slot, mesh.tp)}"
+        roles = ", ".join(_held(config, role, shape, mesh.coordinates(slot)["pp"]) for role, shape in held.items())
         mine = len(range(slot, encoders, config.slots))
         found.append(SlotPlacement(slot, slot // config.trainer.n_gpus_per_node, engine, f"{trainer}: {roles}", mine))
     return found

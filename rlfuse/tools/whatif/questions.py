@@ -21,7 +21,7 @@ from rlfuse.simulate.workload import Workload
 from rlfuse.tools.run_code import policy_code, refuse_code
 from rlfuse.tools.simulate.recorded import config_of, fit_run, recorded_workload
 from rlfuse.tools.whatif.causes import SLOW
-from rlfuse.tools.whatif.run_operations import COMMUNICATION, REWARD, operations, recorded_steps
+from rlfuse.tools.whatif.run_operations import COMMUNICATION, KINDS, REWARD, operations, recorded_steps
 from rlfuse.tools.whatif.run_slowdown import Analysis, RunSlowdown
 from rlfuse.tools.whatif.slowdown import SLOWEST, TOGETHER, Job, Slowdown, slowest
 
@@ -162,8 +162,9 @@ def examine(run: RunFolder, steps: int = STEPS, run_code: bool = False) -> Exami
     ranks = ranks_of(recorded[-1][1])
     recorded = [step for step in recorded if ranks_of(step[1]) == ranks]
     spans = [span for _, inside in recorded for span in inside]
-    stage = 3 if config.sharded_weights else config.actor.zero_stage
-    analysis = Analysis(operations(recorded, run.width, stage), spans)
+    together = ("backward",) if config.sharded_gradients else ()
+    together = KINDS if config.sharded_weights else together
+    analysis = Analysis(operations(recorded, run.width, together), spans)
     clock = simulated(config, recorded)
     found = analysis.found() if clock is None else analysis.found(clock.decided_anew)
     return Examined(recorded, analysis, clock, found, read_alarms(run.path))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,12 +100,14 @@ def recorded_steps(run: RunFolder, at_most: int) -> list[tuple[Span, list[Span]]
     return whole[-at_most:]
 
 
-def operations(steps: Sequence[tuple[Span, Sequence[Span]]], width: int = 1, zero_stage: int = 0) -> Recorded:
-    """What ran in these steps and what it waited for. `width`: trainer ranks of a slot; `zero_stage`: from 2 on ranks
-    compute their n-th gradient together, from 3 on every pass."""
+def operations(
+    steps: Sequence[tuple[Span, Sequence[Span]]], width: int = 1, together: Collection[str] = ()
+) -> Recorded:
+    """What ran in these steps and what it waited for. `width`: trainer ranks of a slot; `together`: kinds of passes of
+    which all ranks compute their n-th at the same time."""
     pieces: list[Piece] = []
     for number, (_, spans) in enumerate(steps):
-        for piece in _Step(spans, width, zero_stage).pieces():
+        for piece in _Step(spans, width, together).pieces():
             piece.step, piece.number = number, len(pieces)
             pieces.append(piece)
     workers = sorted({piece.worker for piece in pieces}, key=_place)
@@ -135,8 +137,8 @@ def _place(worker: str) -> tuple[int, list[tuple[int, str]]]:
 class _Step:
     """The pieces of one step, in the order in which they began."""
 
-    def __init__(self, spans: Iterable[Span], width: int, zero_stage: int):
-        self.width, self.zero_stage = width, zero_stage
+    def __init__(self, spans: Iterable[Span], width: int, together: Collection[str]):
+        self.width, self.together = width, together
         self.spans = sorted(spans, key=lambda span: (span.start, -span.end))
         self.slots = tuple(sorted({self._slot(span) for span in self.spans if span.where.startswith("trainer/")}))
         self.generated: dict[str, Span] = {}
@@ -225,7 +227,7 @@ class _Step:
         counted: dict[tuple[str, str], int] = defaultdict(int)
         for piece in call.work:
             number = counted[piece.span.where, piece.kind] = counted[piece.span.where, piece.kind] + 1
-            together = self.zero_stage >= (2 if piece.kind == "backward" else 3)
+            together = piece.kind in self.together
             if piece.kind == "optimizer" or (together and "pipeline" not in piece.span.attributes and piece.rank >= 0):
                 members[piece.kind, number].append(piece)
             elif piece.kind == "head" or piece.span.attributes.get("degree", 1) > 1:

@@ -1,25 +1,36 @@
-"""A `ShardedModel` in a DeepSpeed engine, under `actor.zero_stage`.
-
-Role: trainer ranks with whole models use it; pipelines' ranks use the functions of `optimizer` on stages.
-"""
+"""A `ShardedModel`, also for stages of pipelines, in a DeepSpeed engine under `actor.zero_stage`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copyreg
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from transformers import PreTrainedModel
 
+from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer import optimizer
+from rlfuse.engines.deepspeed import deepspeed_ops, optimizer, stage_states
+from rlfuse.engines.deepspeed.reachable import reachable, step_tensors
 from rlfuse.engines.trainer.saving import Writing
+from rlfuse.engines.trainer.tensor_parallel import TensorShares
 
 TAG = "deepspeed"
+# DeepSpeed's optimizer states hold these besides tensors and plain data.
+torch.serialization.add_safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address])
+# By value: before 3.11.4, Python would write that a stage is got by `getattr`, which no file of weights may ask for.
+copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
 
 class DeepSpeedModel:
@@ -30,31 +41,41 @@ class DeepSpeedModel:
         self.module: PreTrainedModel = getattr(engine, "module", engine)
 
     @staticmethod
+    def load_extensions(config: Config, device: str) -> str | None:
+        """DeepSpeed finds them loaded when it asks for them itself."""
+        needed = deepspeed_ops.builders(device, config.actor.offload_optimizer)
+        builders = [get_accelerator().create_op_builder(name) for name in needed]
+        return deepspeed_ops.load(lambda: [each.load() for each in builders]) if builders else None
+
+    @staticmethod
+    def join(backend: str, limit: timedelta) -> None:
+        deepspeed.init_distributed(backend, timeout=limit, verbose=False)
+
+    @staticmethod
     def loading(config: Config) -> AbstractContextManager[None]:
         return optimizer.sharded_loading(config.actor, config.model.dtype)
 
     @classmethod
     def trained(
-        cls, model: PreTrainedModel, config: Config, lr: float, device: str, grid: Any = None
+        cls, model: PreTrainedModel, config: Config, lr: float, device: str, mesh: ParallelMesh
     ) -> DeepSpeedModel:
-        width = config.training.tensor_model_parallel_size
-        return cls(optimizer.trainable(model, config.actor, lr, device, grid), dist.get_world_size() // width)
+        for parameter in model.parameters():
+            if getattr(parameter, "is_tied_copy", False):
+                parameter.ds_pipe_replicated = True  # not counted in the norm
+        return cls(optimizer.trainable(model, config.actor, lr, device, _grid(mesh)), mesh.copies)
 
     @classmethod
     def frozen(cls, model: PreTrainedModel, config: Config, device: str) -> DeepSpeedModel:
         return cls(optimizer.freeze(model, config.actor, device), 1)
 
+    @staticmethod
+    def zero(parameters: Iterable[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            getattr(parameter, "ds_tensor", parameter).data.zero_()
+
     @property
     def steps(self) -> int:
         return self.engine.global_steps
-
-    @property
-    def optimizer(self) -> Any:
-        return getattr(self.engine, "optimizer", None)
-
-    @property
-    def basic_optimizer(self) -> Any:
-        return getattr(self.engine, "basic_optimizer", None)
 
     def __call__(self, **inputs: Any) -> Any:
         return self.engine(**inputs)
@@ -81,6 +102,12 @@ class DeepSpeedModel:
         with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
             yield [tensor.detach() for tensor in tensors]
 
+    def tensors(self) -> Iterable[torch.Tensor]:
+        return reachable([*self.module.buffers(), *self.module.parameters(), getattr(self.engine, "optimizer", None)])
+
+    def step_tensors(self) -> Iterable[torch.Tensor]:
+        return step_tensors(self.engine)
+
     def not_finite(self) -> str | None:
         return optimizer.not_finite(self.module)
 
@@ -93,6 +120,26 @@ class DeepSpeedModel:
         if loaded is None:
             raise FileNotFoundError(f"{folder}: DeepSpeed found no checkpoint to load")
         optimizer.use_own_settings(self.engine)
+
+    # Stages
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+    def save_by_name(self, folder: Path, rank: int | None, files: Writing, shares: TensorShares | None) -> None:
+        stage_states.save(self.engine, folder, rank, files, shares)
+
+    def load_by_name(self, folder: Path, shares: TensorShares | None) -> None:
+        stage_states.load(self.engine, folder, shares)
+
+
+# Kept for the life of the process: models of equal degree share them, and every gloo group has threads of its own.
+@cache
+def _grid(mesh: ParallelMesh) -> PipelineParallelGrid | None:
+    """Ranks that hold parts of a model. To DeepSpeed, ranks that share a sequence are data-parallel."""
+    if mesh.pp * mesh.tp == 1:
+        return None
+    return PipelineParallelGrid(ProcessTopology(["data", "pipe", "model"], [mesh.copies, mesh.pp, mesh.tp]))
 
 
 @contextmanager

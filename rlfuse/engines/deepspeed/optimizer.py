@@ -1,15 +1,13 @@
 """DeepSpeed engines from our configuration: ZeRO stage, optimizer, clipping, and their step.
 
-Role: used by a trainer rank. DeepSpeed is called here, where models are saved, gathered and exported (`saving`,
-`offloading`, `sequence_parallel`, `vision_tower`, `weights.exporting`) and by pipelines' ranks. Between steps an engine
-holds sums: gradients that nothing has divided yet. Only `take_step` scales them, so that micro-batches can be
-accumulated before anyone knows how many there will be. `gradient_memory.gradient_bytes` says what the sums cost.
+Role: used by `DeepSpeedModel`. Between steps an engine holds sums: gradients that nothing has divided yet. Only
+`take_step` scales them, so that micro-batches can be accumulated before anyone knows how many there will be. `memory`
+says what the sums cost.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +21,8 @@ from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from rlfuse.config.schema import ActorConfig
-from rlfuse.engines.trainer.gradient_memory import REDUCED
-from rlfuse.engines.trainer.tensor_parallel import counted
+from rlfuse.engines.deepspeed.memory import REDUCED
+from rlfuse.engines.trainer.tensor_parallel import is_share
 
 
 def trainable(model: Any, settings: ActorConfig, lr: float, device: str, grid: Any = None) -> deepspeed.DeepSpeedEngine:
@@ -70,7 +68,8 @@ def _clip_before_steps(
     wrapper = engine.optimizer
     stepped = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-    mine = [each for each, parameter in zip(stepped, trained, strict=True) if counted(parameter, grid)]
+    first = grid is None or grid.get_model_parallel_rank() == 0  # counts what is whole on several ranks
+    mine = [each for each, parameter in zip(stepped, trained, strict=True) if first or is_share(parameter)]
 
     def clip(*_: Any) -> None:
         norm = torch.nn.utils.get_total_norm([each.grad for each in mine if each.grad is not None])
@@ -132,14 +131,6 @@ def freeze(model: PreTrainedModel, settings: ActorConfig, device: str) -> Any:
         return model.to(device)
     engine, *_ = deepspeed.initialize(model=model, config=_config(settings, model.dtype))
     return engine
-
-
-def zero_head(model: PreTrainedModel, labels: int) -> None:
-    """Scores start at 0. Sharded or not; `labels`: outputs of the head, a module beside the body."""
-    (head,) = (m for m in model.children() if isinstance(m, torch.nn.Linear) and m.out_features == labels)
-    with deepspeed.zero.GatheredParameters(list(head.parameters()), modifier_rank=0), torch.no_grad():
-        for parameter in head.parameters():
-            parameter.zero_()
 
 
 def take_step(engine: deepspeed.DeepSpeedEngine, count: float, world: int) -> float:
@@ -241,16 +232,3 @@ def _optimizer(model: Any, settings: ActorConfig, lr: float, device: str) -> tor
     if settings.offload_optimizer:
         return deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), **options)
     return torch.optim.AdamW(model.parameters(), fused=device != "cpu", **options)
-
-
-def matmul_rate(dtype: torch.dtype, device: str) -> float:
-    """FLOP/s of square matrix products on this rank, the best of a few: the peak that utilisation is relative to."""
-    size = 512 if device == "cpu" else 8192
-    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    best, began, repeats = math.inf, time.perf_counter(), 0
-    while repeats < 5 or time.perf_counter() - began < 0.1:  # other processes may interrupt a short measurement
-        start = time.perf_counter()
-        product = left @ right
-        float(product[0, 0])  # waits for the device
-        best, repeats = min(best, time.perf_counter() - start), repeats + 1
-    return 2 * size**3 / best

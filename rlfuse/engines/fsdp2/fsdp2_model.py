@@ -8,8 +8,9 @@ and gradients are summed in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.saving import Writing
 from rlfuse.errors import EngineError
@@ -34,12 +36,12 @@ class Fsdp2Model:
         self.module = model
         self._clip, self._lr, self.steps = config.actor.grad_clip or math.inf, 0.0, 0
         self.optimizer: torch.optim.Optimizer | None = None
-        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        devices = init_device_mesh(device, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=getattr(torch, config.model.dtype), reduce_dtype=torch.float32)
         layers = {*(model._no_split_modules or ())}
         dtypes = {name: each.dtype for name, each in (*model.named_parameters(), *model.named_buffers())}
         for part in [*(each for each in model.modules() if type(each).__name__ in layers), model.float().to(device)]:
-            sharded: FSDPModule = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            sharded: FSDPModule = fully_shard(part, mesh=devices, mp_policy=policy, reshard_after_forward=True)
             sharded.set_gradient_divide_factor(1.0)  # sums over ranks; gloo has no other reduction
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_reduce_scatter_unused_params(True)  # experts that only some ranks' tokens reach
@@ -47,11 +49,18 @@ class Fsdp2Model:
         self._dtypes = {id(tensor): dtypes[name] for name, tensor in tensors}
 
     @staticmethod
+    def load_extensions(config: Config, device: str) -> str | None:
+        return None
+
+    @staticmethod
+    def join(backend: str, limit: timedelta) -> None: ...
+
+    @staticmethod
     def loading(config: Config) -> AbstractContextManager[None]:
         return nullcontext()
 
     @classmethod
-    def trained(cls, model: PreTrainedModel, config: Config, lr: float, device: str, grid: Any = None) -> Fsdp2Model:
+    def trained(cls, model: PreTrainedModel, config: Config, lr: float, device: str, mesh: ParallelMesh) -> Fsdp2Model:
         found = cls(model, config, device)
         decay = config.actor.optim.weight_decay
         found._lr, found.optimizer = lr, torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay)
@@ -61,9 +70,10 @@ class Fsdp2Model:
     def frozen(cls, model: PreTrainedModel, config: Config, device: str) -> Fsdp2Model:
         return cls(model.requires_grad_(False), config, device)
 
-    @property
-    def basic_optimizer(self) -> torch.optim.Optimizer | None:
-        return self.optimizer
+    @staticmethod
+    def zero(parameters: Iterable[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.data.zero_()
 
     def __call__(self, **inputs: Any) -> Any:
         return self.module(**inputs)
@@ -99,6 +109,15 @@ class Fsdp2Model:
     def gathered(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in tensors]
         yield [found.detach().to(self._dtypes[id(each)]) for each, found in zip(tensors, whole, strict=True)]
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        local = [each.to_local() for each in self.module.parameters()]
+        return [*self.module.buffers(), *local, *self.step_tensors()]
+
+    def step_tensors(self) -> Iterable[torch.Tensor]:
+        states = self.optimizer.state.values() if self.optimizer else ()
+        moments = [value for state in states for value in state.values()]
+        return [each.to_local() if isinstance(each, DTensor) else each for each in moments]
 
     def not_finite(self) -> str | None:
         return next((name for name, each in self._local() if not each.isfinite().all()), None)

@@ -1,7 +1,7 @@
 """Training state of pipeline ranks by parameter name, so that it can be continued with other stages.
 
-Role: called by pipeline ranks on their DeepSpeed engines; every rank calls, one pipeline's ranks write. Weights are
-DeepSpeed's float32 masters. Files: `rank_<i>.safetensors` with tensors `<field>/<parameter>`, and `optimizer.json`.
+Role: `DeepSpeedModel` of pipeline ranks; every rank calls, one pipeline's ranks write. Weights are DeepSpeed's float32
+masters. Files: `rank_<i>.safetensors` with tensors `<field>/<parameter>`, and `optimizer.json`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.constants import PIPE_REPLICATED
-from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -24,17 +23,15 @@ from deepspeed.utils import (
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rlfuse.engines.pipeline.head_shares import HeadShares
-from rlfuse.engines.trainer.optimizer import use_own_settings
+from rlfuse.engines.deepspeed.optimizer import use_own_settings
 from rlfuse.engines.trainer.saving import Writing
-from rlfuse.engines.trainer.tensor_parallel import Sharers
+from rlfuse.engines.trainer.tensor_parallel import TensorShares, is_share
 
-Shares = HeadShares | Sharers
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-def save(engine: Any, folder: Path, rank: int | None, files: Writing, shares: Shares | None = None) -> None:
+def save(engine: Any, folder: Path, rank: int | None, files: Writing, shares: TensorShares | None = None) -> None:
     """Gather this rank's parameters with their moments; written if `rank` is given, as that rank's file.
 
     What ranks have shares of (`shares`) is written whole: layers by the first of their ranks, a head that stages share
@@ -47,7 +44,7 @@ def save(engine: Any, folder: Path, rank: int | None, files: Writing, shares: Sh
         for moment in MOMENTS if stepped else ():
             whole[moment] = safe_get_full_optimizer_state(parameter, moment)
         writes = rank is not None
-        if is_model_parallel_parameter(parameter):
+        if is_share(parameter):
             tied = getattr(parameter, PIPE_REPLICATED, False)
             dim = parameter.partition_dim
             writes = writes and shares.answers
@@ -63,7 +60,7 @@ def save(engine: Any, folder: Path, rank: int | None, files: Writing, shares: Sh
         files.write(folder, lambda: (folder / "optimizer.json").write_text(json.dumps({"steps": steps})))
 
 
-def load(engine: Any, folder: Path, shares: Shares | None = None) -> None:
+def load(engine: Any, folder: Path, shares: TensorShares | None = None) -> None:
     """Put back what `save` wrote for the parameters on this rank, or its shares of them.
 
     FileNotFoundError if there is nothing.
@@ -93,9 +90,9 @@ def _named(engine: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield name.split(".", 1)[1], parameter
 
 
-def _share(parameter: torch.nn.Parameter, shares: Shares | None) -> tuple[slice, ...]:
+def _share(parameter: torch.nn.Parameter, shares: TensorShares | None) -> tuple[slice, ...]:
     """Where this rank's share lies in the whole tensor."""
-    if not is_model_parallel_parameter(parameter):
+    if not is_share(parameter):
         return (slice(None),)
     size = parameter.shape[parameter.partition_dim]
     return (*[slice(None)] * parameter.partition_dim, slice(shares.index * size, (shares.index + 1) * size))

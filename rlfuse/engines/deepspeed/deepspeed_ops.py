@@ -1,19 +1,9 @@
-"""DeepSpeed's compiled operations, loaded by one process at a time, and by nobody who waits for the dead.
+"""Compile and load DeepSpeed's operations, one process of a machine at a time.
 
-Role: every rank is asked to `load` before it meets the others, by `load_everywhere` from the driver, which tells the
-person what a rank waits for; `rlfuse runs clean` asks what is `left_over`. torch guards each extension's folder by a
-file `lock` that exists while a process compiles or loads: one that is killed there leaves it behind, it names nobody,
-and who comes later would wait without end.
-
-    rlfuse.lock     flock, which ends with its owner, and the owner's name    <- ours, for the whole folder
-    */lock          torch's own file, made and removed inside of it
-
-torch writes in the folder at every load. Where it belongs to another user, as an installation may, its compiled
-operations are copied to this user's cache folder, and loaded from there.
-
-Invariant: whoever has `rlfuse.lock` knows that no run is compiling. What it finds of torch's files is then left over if
-the last owner's name still stands there; else other programs may have made it, here (where it shows who works in that
-folder) or on another host that shares it (where only its age tells).
+Role: ranks `load` before they meet, driven by `load_everywhere`; `rlfuse runs clean` removes what is `left_over`.
+torch's file `lock` in an extension's folder names no owner and outlives a killed process, so `rlfuse.lock` (a flock
+with the owner's name) guards the whole folder: its holder knows that no run compiles, and removes torch's stale locks.
+torch writes at every load: operations in a folder of another user are copied to this user's cache folder.
 """
 
 from __future__ import annotations
@@ -33,6 +23,7 @@ import ray
 
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.remote import all_of, call
+from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
 from rlfuse.progress import ticked
 from rlfuse.user_folders import cache_folder, home, is_writable
@@ -52,11 +43,10 @@ def builders(device: str, offload_optimizer: bool) -> list[str]:
     return [name for name, is_needed in needed.items() if is_needed]
 
 
-async def load_everywhere(
-    ranks: Sequence[ray.actor.ActorHandle], limit_s: float, device: str, offload_optimizer: bool
-) -> None:
-    """Have every rank load its operations; EngineError if one waits for longer than `limit_s`."""
-    told, until = set[str](), time.monotonic() + limit_s
+async def load_everywhere(ranks: Sequence[ray.actor.ActorHandle], config: Config, device: str) -> None:
+    """Have every rank load its operations; EngineError if one waits for longer than cluster.timeout_s."""
+    limit_s, told = config.cluster.timeout_s, set[str]()
+    until = time.monotonic() + limit_s
 
     async def one(name: str, rank: ray.actor.ActorHandle) -> None:
         while why := await call(rank.load_extensions.remote(), name, "load DeepSpeed's operations", limit_s):
@@ -66,7 +56,7 @@ async def load_everywhere(
                 told.add(why)
                 watchdog.say(f"{name}: {why}")
 
-    needed, began = [COMPILED[name] for name in builders(device, offload_optimizer)], time.monotonic()
+    needed, began = [COMPILED[name] for name in builders(device, config.actor.offload_optimizer)], time.monotonic()
     missing = [name for name in needed if not is_compiled(name)]
     if missing:
         watchdog.say("Compiling DeepSpeed's operations: about a minute, once per machine")

@@ -1,0 +1,53 @@
+"""The trainer backends that `actor.strategy` selects, by name: none of them is imported before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from rlfuse.config.schema import Config
+from rlfuse.engines.memory.model_memory import ModelMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Dotted names, as `module:name`."""
+
+    model: str
+    """A `ShardedModel`."""
+    memory: str
+    """A `ModelMemory`, whose module imports no library of the backend."""
+    compiling: str | None = None
+    """A coroutine function of (ranks, config, device) that has ranks compile and load operations before they meet."""
+    waits: tuple[str, ...] = ()
+    """Regular expressions of stack frames in which a rank waits for others, besides torch's."""
+
+
+BACKENDS = {
+    "deepspeed": Backend(
+        "rlfuse.engines.deepspeed.deepspeed_model:DeepSpeedModel",
+        "rlfuse.engines.deepspeed.memory:ZeroMemory",
+        "rlfuse.engines.deepspeed.deepspeed_ops:load_everywhere",
+        ("/deepspeed/comm/", "/deepspeed/.* in wait$"),
+    ),
+    "fsdp2": Backend("rlfuse.engines.fsdp2.fsdp2_model:Fsdp2Model", "rlfuse.engines.fsdp2.memory:Fsdp2Memory"),
+}
+
+
+def imported(name: str) -> Any:
+    """Return what a dotted name of a `Backend` stands for."""
+    module, _, found = name.partition(":")
+    return getattr(import_module(module), found)
+
+
+def model_memory(config: Config) -> type[ModelMemory]:
+    """Return the memory model of the configured backend."""
+    return imported(BACKENDS[config.actor.strategy].memory)
+
+
+def compiling(config: Config) -> Callable[..., Awaitable[None]] | None:
+    """Return what has ranks compile their operations; None for a backend without any."""
+    found = BACKENDS[config.actor.strategy].compiling
+    return found and imported(found)

@@ -241,7 +241,7 @@ def _explained(error: Exception) -> str:
 def show_help(words: list[str]) -> None:
     """Usage, presets and every key."""
     from rlfuse.config.compose import conf_folder
-    from rlfuse.config.help import print_help
+    from rlfuse.config.documentation import print_help
 
     def presets(group: str) -> str:
         return "|".join(sorted(path.stem for path in (conf_folder() / group).glob("*.yaml")))

@@ -17,7 +17,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlfuse.config.documentation import as_typed, by_name, groups
+from rlfuse.config.declare import as_typed
+from rlfuse.config.documentation import by_name, groups
 from rlfuse.config.input_files import lines_of
 from rlfuse.config.keys import PRESET_GROUPS, explain_form, explain_name, explain_type, listed, rename
 from rlfuse.errors import ConfigError

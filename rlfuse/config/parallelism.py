@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Iterator
 
-from rlfuse.config.documentation import as_typed
+from rlfuse.config.declare import as_typed
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 

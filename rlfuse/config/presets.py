@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlfuse.config import job_file
-from rlfuse.config.documentation import as_typed
+from rlfuse.config.declare import as_typed
 from rlfuse.config.job_file import JobFile, settings_of
 from rlfuse.config.keys import PRESET_GROUPS, parse_override
 from rlfuse.config.options import as_own_group

@@ -19,12 +19,13 @@ from typing import Any
 
 import yaml
 
-from rlfuse.config.changes import Change, Effect, differences, rule
+from rlfuse.config.changes import Change, differences
+from rlfuse.config.declare import Effect
+from rlfuse.config.documentation import by_name
 from rlfuse.config.facts import reward_file, reward_functions
-from rlfuse.config.own_functions import absolute, replaced, with_functions_at, with_models_at
+from rlfuse.config.own_functions import absolute, functions_named_by, replaced, with_functions_at, with_models_at
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
-from rlfuse.config.valid_values import functions_named_by
 from rlfuse.errors import ConfigError, UserError
 from rlfuse.files import RowFile, read_rows
 from rlfuse.parsing import parse_json, parse_yaml
@@ -117,7 +118,7 @@ def named(config: Config, keep: Callable[[Path], bool] = lambda folder: not fold
         wanted = _resolved(with_local_paths(config))
         for folder, before in _newest_first(project):
             if before.get("trainer", {}).get("job_name") == config.trainer.job_name and all(
-                change.effect is Effect.BESIDE for change in differences(before, wanted)
+                change.effect is Effect.IMMEDIATE for change in differences(before, wanted)
             ):
                 can_go_on = _finished(folder) or checkpoints.complete(folder) or not _has_rows(folder)
                 if not can_go_on or _runs_elsewhere(folder):
@@ -204,7 +205,7 @@ def _judge_finished(config: Config, checkpoint: Path | None, changes: Sequence[C
     steps = checkpoints.read_state(checkpoint)["step"] if checkpoint else _steps(config.run_folder)
     if checkpoint is not None and _longer(config, {change.key: change.was for change in changes}, steps):
         return
-    learned = [each for each in changes if each.effect is not Effect.BESIDE and each.key not in LENGTH]
+    learned = [each for each in changes if each.effect is not Effect.IMMEDIATE and each.key not in LENGTH]
     if not learned:
         raise NothingToDo(config.run_folder, refusals.finished(config, steps, unnamed))
     raise RunRefused(refusals.too_late(config, checkpoint, changes, steps))
@@ -295,7 +296,7 @@ def judged_by_content(changes: Sequence[Change], before: Mapping[str, str], now:
         return was is not None and was == now.get(change.key)
 
     moved = {change.key for change in changes if change.key in MODELS and same(change)}
-    return [replace(c, effect=Effect.BESIDE, reason=MOVED) if c.key in moved else c for c in changes]
+    return [replace(c, effect=Effect.IMMEDIATE, reason=MOVED) if c.key in moved else c for c in changes]
 
 
 def edited_files(config: Config, before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
@@ -303,6 +304,7 @@ def edited_files(config: Config, before: Mapping[str, str], now: Mapping[str, st
     found = []
     for file, key in _custom_files(config).items():
         if file in before and file in now and before[file] != now[file]:
-            effect, reason = rule(key)
-            found.append(Change(file, before[file][:SHOWN], now[file][:SHOWN], effect, f"edited: {reason}"))
+            resume = by_name()[key].resume
+            shown = before[file][:SHOWN], now[file][:SHOWN]
+            found.append(Change(file, *shown, resume.effect, f"edited: {resume.reason}"))
     return found

@@ -23,8 +23,7 @@ from rlfuse.cluster import placement
 from rlfuse.cluster.remote import is_death
 from rlfuse.cluster.watchdog import watching
 from rlfuse.config.changes import Change
-from rlfuse.config.run_groups import TrainerConfig
-from rlfuse.config.schema import Config
+from rlfuse.config.schema import Config, TrainerConfig
 from rlfuse.config.secrets import hidden, hidden_text
 from rlfuse.errors import EngineError, NodeLeft, WorkerLost, first_of
 from rlfuse.events import Span

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlfuse.config.changes import Change, Effect, abbreviated, unfolded
-from rlfuse.config.documentation import as_typed, by_name
+from rlfuse.config.changes import Change, abbreviated, unfolded
+from rlfuse.config.declare import Effect, as_typed
+from rlfuse.config.documentation import by_name
 from rlfuse.config.foreign import renamed
 from rlfuse.config.presets import contents
 from rlfuse.config.schema import Config

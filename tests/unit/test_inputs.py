@@ -7,7 +7,7 @@ import shutil
 import pytest
 from test_acceptance import changed, config, leave  # noqa: F401
 
-from rlfuse.config.changes import Effect
+from rlfuse.config.declare import Effect
 from rlfuse.run.acceptance import NothingToDo, RunRefused, accept
 from rlfuse.run.job import open_job
 from rlfuse.run_folder import checkpoints
@@ -127,7 +127,7 @@ def test_a_model_that_was_moved_goes_on_with_a_line_and_another_is_refused(confi
     (tmp_path / "first").rename(tmp_path / "moved")
     accepted = accept(moved := changed(config, **{f"{key}__path": str(tmp_path / "moved")}))
     [change] = accepted.changes
-    assert (change.key, change.effect) == (f"{key}.path", Effect.BESIDE)
+    assert (change.key, change.effect) == (f"{key}.path", Effect.IMMEDIATE)
     assert f"{key}.path" in accepted.told and "moved, or copied: the same config.json and weights of" in accepted.told
     begin_and_end(open_job(moved))
     assert accept(moved).told == ""
@@ -137,7 +137,7 @@ def test_a_model_that_was_moved_goes_on_with_a_line_and_another_is_refused(confi
         "deeper": {"layers": 3},
     }
     for name, kind in others.items():
-        with pytest.raises(RunRefused, match="weights are the checkpoint's"):
+        with pytest.raises(RunRefused, match="weights come from the checkpoint"):
             accept(changed(config, **{f"{key}__path": model_in(tmp_path / name, **kind)}))
     with pytest.raises(RunRefused):
         accept(changed(config, **{f"{key}__path": "org/name"}))
@@ -148,7 +148,7 @@ def test_a_copy_is_known_where_nothing_was_recorded(config, tmp_path):  # noqa: 
     leave(changed(config, model__path=first), 2, state="stopped")
     shutil.copytree(first, tmp_path / "copy")
     copy = changed(config, model__path=str(tmp_path / "copy"))
-    assert [change.effect for change in accept(copy).changes] == [Effect.BESIDE]
+    assert [change.effect for change in accept(copy).changes] == [Effect.IMMEDIATE]
     shutil.rmtree(first)
-    with pytest.raises(RunRefused, match="weights are the checkpoint's"):
+    with pytest.raises(RunRefused, match="weights come from the checkpoint"):
         accept(copy)

@@ -18,8 +18,9 @@ from rlfuse.algorithms.kl import KL_KINDS, kl_estimate
 from rlfuse.algorithms.losses import LOSS_MODES, policy_loss
 from rlfuse.algorithms.registry import Registry, parameters
 from rlfuse.config import estimators
-from rlfuse.config.changes import Effect, differences
+from rlfuse.config.changes import differences
 from rlfuse.config.checks import check, value_of
+from rlfuse.config.declare import Effect
 from rlfuse.config.facts import read_facts
 from rlfuse.config.own_functions import PARAMETERS, traits_of
 from rlfuse.config.schema import Config

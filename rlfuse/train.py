@@ -129,7 +129,7 @@ def _run(job, trial, sweeper) -> None:
     from rlfuse.config.compose import to_config
     from rlfuse.progress import part, quiet_libraries
     from rlfuse.run import WORKER_IMPORTS
-    from rlfuse.run.acceptance import NothingToDo, accept
+    from rlfuse.run.resume.acceptance import NothingToDo, accept
 
     try:
         config = to_config(job)

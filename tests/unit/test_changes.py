@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from rlfuse.config.changes import abbreviated, differences
 from rlfuse.config.declare import Effect
 from rlfuse.config.documentation import by_name
 from rlfuse.config.schema import Config
+from rlfuse.run.resume.changes import differences
+from rlfuse.run.resume.messages import _short
 
 OTHER = {"bool": True, "int": 7, "float": 0.125, "str": "other", "list": ["other"], "dict": {"other": 1}}
 
@@ -36,7 +37,7 @@ def test_a_change_of_every_key_has_the_declared_effect(key):
     (change,) = differences(config(), config(**{key.replace(".", "__"): now}))
     expected = declared.sometimes if key == "algorithm.adv_estimator" else declared
     assert (change.key, change.was, change.now) == (key, by_name()[key].default, now)
-    assert (change.effect, change.reason) == (expected.effect, expected.reason)
+    assert (change.effect, change.resume.reason) == (expected.effect, expected.reason)
 
 
 @pytest.mark.parametrize(
@@ -81,4 +82,4 @@ def test_an_older_run_has_defaults_and_the_same_file_has_one_name(tmp_path, monk
 
 
 def test_a_long_value_is_shown_by_its_ends():
-    assert abbreviated([1, None]) == "[1,null]" and len(abbreviated("x" * 100)) <= 60
+    assert _short([1, None]) == "[1,null]" and len(_short("x" * 100)) <= 60

@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from rlfuse.algorithms import advantages, kl, losses
-from rlfuse.config.changes import differences
 from rlfuse.config.checks import check
 from rlfuse.config.declare import CUSTOM
 from rlfuse.config.documentation import by_name, groups, help_text, keys
@@ -20,6 +19,7 @@ from rlfuse.config.rewards import KEYS
 from rlfuse.config.schema import Config
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.selection import LABELS
+from rlfuse.run.resume.changes import differences
 
 CONF = Path(__file__).parents[2] / "conf"
 RENEW = "rlfuse train --help --markdown > conf/KEYS.md"
@@ -82,7 +82,7 @@ def test_every_key_has_a_row_with_all_about_it():
         other = not other if other is key.default else other
         start = changed(name, key.default)
         (found,) = differences(dataclasses.asdict(start), dataclasses.asdict(changed(name, other)))
-        assert f"{found.effect.name.lower().replace('_', ' ')} ({found.reason})" in change
+        assert f"{found.effect.name.lower().replace('_', ' ')} ({found.resume.reason})" in change
     assert "fixed (with or without a critic" in table["algorithm.adv_estimator"][-1]
     assert "next step (where work runs" in table["trainer.nnodes"][-1]
 

@@ -17,7 +17,7 @@ from rlfuse.config.own_functions import FAMILY, METRICS, absolute, with_function
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
 from rlfuse.errors import ConfigError
-from rlfuse.run.acceptance import named
+from rlfuse.run.resume.acceptance import named
 from rlfuse.tools.evaluation.source import Source, find
 from rlfuse.tools.run_code import add_option, model_code, refuse_code, reward_code
 

@@ -14,7 +14,6 @@ from functools import partial
 
 from rlfuse.config.declare import CUSTOM, Key, as_typed
 from rlfuse.config.documentation import by_name, keys
-from rlfuse.config.engine_checks import engine_sizes
 from rlfuse.config.estimators import ESTIMATORS, Traits
 from rlfuse.config.facts import NIXL_NEEDS_MEMORY_THAT_STAYS, Facts, reward_file
 from rlfuse.config.graph_checks import graph_problems
@@ -28,6 +27,10 @@ from rlfuse.config.rewards import JUDGE, names_code, read_entries
 from rlfuse.config.schema import Config
 
 Check = Callable[[Config, Facts], Iterator[str]]
+ENGINE_COUNTS = frozenset(
+    {"block_size", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs", "num_gpu_blocks_override"}
+)
+ENGINE_SHARE = "gpu_memory_utilization"
 
 
 def check(config: Config, facts: Facts) -> list[str]:
@@ -41,7 +44,7 @@ def checks(config: Config) -> list[Check]:
         _files,
         _lengths,
         _devices,
-        engine_sizes,
+        _engine_sizes,
         strategy,
         activation_problems,
         graph_problems,
@@ -226,6 +229,16 @@ def _devices(config: Config, facts: Facts) -> Iterator[str]:
     elif config.rollout.kv_transfer == "nixl" and facts.nixl is False:
         remedy = "pip install 'rlfuse[nixl]', or set rollout.kv_transfer=shm"
         yield _problem(config, "rollout.kv_transfer", "needs the package nixl, which is not installed", remedy)
+
+
+def _engine_sizes(config: Config, facts: Facts) -> Iterator[str]:
+    """Check sizes that the memory plan uses. vLLM reads 0 bytes of KV cache as "not given", None as its default."""
+    for name, value in config.rollout.engine_kwargs.items():
+        key, number = f"rollout.engine_kwargs.{name}={value}", isinstance(value, int | float)
+        if name in ENGINE_COUNTS and value is not None and not (number and value >= 1 and value == value // 1):
+            yield f"{key}: must be a whole number of 1 or more; correct it, or leave it out for the default"
+        if name == ENGINE_SHARE and not (number and 0 < value <= 1):
+            yield f"{key}: must be above 0 and 1 or less; correct it, or set rollout.{ENGINE_SHARE}"
 
 
 def _disaggregated(config: Config, facts: Facts) -> Iterator[str]:

@@ -192,6 +192,8 @@ def walk(config: type, prefix: str = "") -> Iterator[tuple[str, type | Key]]:
     for field in dataclasses.fields(config):
         name = prefix + field.name
         if not field.metadata:
+            if not dataclasses.is_dataclass(field.default_factory):
+                raise TypeError(f"{name} is no declared key; write it as key(default, effect on resume)")
             yield name, field.default_factory
             yield from walk(field.default_factory, f"{name}.")
             continue
@@ -205,14 +207,18 @@ def walk(config: type, prefix: str = "") -> Iterator[tuple[str, type | Key]]:
 @functools.cache
 def field_texts(cls: type) -> dict[str, str]:
     """Return field -> the string below it, from the source of a dataclass, since Python does not keep these."""
-    module = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
-    body = next(node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
-    found = {}
-    for field, below in itertools.pairwise(body):
-        text = getattr(getattr(below, "value", None), "value", None) if isinstance(below, ast.Expr) else None
-        if isinstance(field, ast.AnnAssign) and isinstance(text, str):
+    found, source = {}, _classes(cls.__module__).get(cls.__name__)
+    for field, below in itertools.pairwise(source.body if source else ()):
+        text = getattr(below.value, "value", None) if isinstance(below, ast.Expr) else None
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, str):
             found[field.target.id] = " ".join(text.split())
     return found
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def names_function(value: object) -> bool:

@@ -1,8 +1,7 @@
 """Order the presets of a job file and of a command line, so that the right one wins.
 
-Within each of the two: experiment < algorithm, fusion, custom presets < settings. All presets of `fusion` set the same
-keys, and so do those of `algorithm` (except rollout.n). Presets that disagree on a key are an error unless a setting
-decides it.
+Within each of the two: experiment < algorithm, fusion, custom presets < settings. All presets of a group set the same
+keys (except rollout.n). Presets that disagree on a key are an error unless a setting decides it.
 """
 
 from __future__ import annotations

@@ -50,10 +50,11 @@ def test_defaults_are_valid_and_every_number_has_a_range():
 def test_a_key_without_documentation_or_effect_on_resume_cannot_be_declared():
     with pytest.raises(TypeError, match="resume"):
         declare(1)
-    Bare = dataclasses.make_dataclass("ValKwargs", [("k", int, declare(1, SAVING))])
-    Bare.__module__ = "rlfuse.config.schema"
+    bare = dataclasses.make_dataclass("Bare", [("k", int, declare(1, SAVING))])
     with pytest.raises(TypeError, match=r"^k has no documentation; add a string below the field"):
-        declared(Bare)
+        declared(bare)
+    with pytest.raises(TypeError, match=r"^k is no declared key; write it as key\("):
+        declared(dataclasses.make_dataclass("Plain", [("k", int, 1)]))
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,10 @@ def in_use(folder: Path) -> str:
 
 def finished(config: Config, steps: int, is_unnamed: bool = False) -> str:
     """Return the message for a job whose run has finished; `is_unnamed`: found by its configuration."""
-    folder, trainer = config.run_folder, config.trainer
-    state = status.read(folder)
+    folder, trainer, state = config.run_folder, config.trainer, status.read(config.run_folder)
     ended = (state and state.ended) or (folder / "summary.json").stat().st_mtime
-    by_epochs = f"trainer.total_epochs={(trainer.total_epochs or 1) + 1}"
-    more = [by_epochs] if trainer.total_training_steps is None else _steps(config, 2 * steps)
+    by_epochs = [f"trainer.total_epochs={(trainer.total_epochs or 1) + 1}"]
+    more = by_epochs if trainer.total_training_steps is None else _steps(config, 2 * steps)
     return _with_commands(
         f"{folder} finished after {steps} steps on {_date(ended)}: nothing to do.",
         train_longer=_command(*_same(folder), *more) if checkpoints.complete(folder) else None,

@@ -70,9 +70,7 @@ class DataConfig:
     train_batch_size: int = key(64, BATCH, at_least=1)
     """Prompts per step; the step has train_batch_size * rollout.n samples."""
     truncation: str = key(
-        "error",
-        PROMPTS,
-        choices="error | left (the end is kept) | right (the start is kept) | middle (both ends are kept)",
+        "error", PROMPTS, choices="error | left (keep the end) | right (keep the start) | middle (keep both ends)"
     )
     """How longer prompts are treated; clips and images are never cut."""
     filter_overlong_prompts: bool = key(False, PROMPTS)
@@ -180,13 +178,10 @@ class RolloutConfig:
     disaggregate: str = key(
         "auto",
         SCHEDULING,
-        choices="auto (where the simulated step gains more than the measured costs may be wrong by) | off | on (two "
-        "engines or more on one node)",
+        choices="auto (if the simulated gain exceeds the measured error) | off | on (one node)",
     )
     """Whether some engines only prefill and send prompts with their KV caches to others that only decode."""
-    scheduler: str = key(
-        "fast", RESOURCES, choices="fast (short path for decode steps, one message per sample) | vllm (its own)"
-    )
+    scheduler: str = key("fast", RESOURCES, choices="fast (short path for decode steps) | vllm (its own)")
     """The engines' scheduler. Tokens and log-probs are the same."""
     update_weights_bucket_mb: int = key(512, RESOURCES, unit="MiB", at_least=1)
     """Size of the buckets in which weights are transferred; the trainer holds at most two of them in addition."""
@@ -252,9 +247,7 @@ class AlgorithmConfig:
     """data_source (or a pattern with `*`) -> coefficient for its samples, instead of both kl_ctrl.kl_coef and
     actor.kl_loss_coef; the first match applies."""
     filter_groups: FilterGroups = field(default_factory=FilterGroups)
-    old_log_probs: str = key(
-        "trainer", LOSS, choices="trainer (a forward pass, except for the first mini-batch of a step) | engine"
-    )
+    old_log_probs: str = key("trainer", LOSS, choices="trainer (an extra pass, except for the first update) | engine")
     """Where the old log-probs of PPO's ratio come from."""
     rollout_is_threshold: float | None = key(None, LOSS_WEIGHTS, above=0)
     """Cap of the truncated importance weight for the mismatch between engine and trainer; null turns it off."""
@@ -280,9 +273,7 @@ class OptimConfig:
 class ActorConfig:
     """The policy's updates, and DeepSpeed's settings for actor, critic and reference."""
 
-    strategy: str = key(
-        "deepspeed", LAYOUT, choices="deepspeed (under zero_stage) | fsdp2 (PyTorch's fully_shard; CPUs)"
-    )
+    strategy: str = key("deepspeed", LAYOUT, choices="deepspeed (by zero_stage) | fsdp2 (fully_shard; CPUs)")
     """What shards and trains the models."""
     zero_stage: int = key(1, LAYOUT, at_least=0, at_most=3)
     """DeepSpeed ZeRO stage, 0-3."""
@@ -291,21 +282,17 @@ class ActorConfig:
     optimizer_residency: str = key(
         "training",
         SCHEDULING,
-        choices="training (as long as the weights) | forecast (loaded during the passes, just in time for the "
-        "predicted first update) | step (only during each update: less memory, more copies)",
+        choices="training (as long as the weights) | forecast (loaded just in time for the predicted first update) | "
+        "step (only during each update: less memory, more copies)",
     )
     """When optimizer state is on the device; it never is during generation (GPUs)."""
     grad_accum_dtype: str = key(
         "float32",
         OPTIMIZER,
-        choices="float32 | bfloat16 (half the memory and traffic; the sum of 256 micro-batches is then off by 2 %)",
+        choices="float32 | bfloat16 (half the memory; a sum of 256 micro-batches is off by 2 %)",
     )
     """Type in which gradients of bfloat16 weights are accumulated."""
-    cuda_graphs: str = key(
-        "auto",
-        ROUNDING,
-        choices="auto (small models whose micro-batches take longer to launch than to compute) | on | off",
-    )
+    cuda_graphs: str = key("auto", ROUNDING, choices="auto (small models, bound by kernel launches) | on | off")
     """Record passes over micro-batches of up to 2048 tokens as CUDA graphs, and replay them (GPUs)."""
     grad_clip: float = key(1.0, OPTIMIZER, at_least=0)
     """Largest global gradient norm; 0 does not clip. A step whose norm is not finite is skipped in any case."""
@@ -493,8 +480,7 @@ class TrainerConfig:
     task: str = key(
         "rl",
         TRAINED,
-        choices="rl (a policy, by reward) | reward_model (a classifier, from chosen / rejected rows, with `actor`'s "
-        "settings)",
+        choices="rl (a policy, by reward) | reward_model (a classifier, on preference pairs, with `actor`'s settings)",
     )
     """What is trained."""
     project_name: str = key("rlfuse", RUN_NAME)
@@ -592,11 +578,7 @@ class AlertsConfig:
 class ClusterConfig:
     """Ray and the devices it places work on."""
 
-    device: str = key(
-        "auto",
-        RESOURCES,
-        choices="auto (GPUs if any node of Ray's has some, wherever the driver is; else CPUs) | cpu | cuda",
-    )
+    device: str = key("auto", RESOURCES, choices="auto (GPUs if any node of Ray's has some, else CPUs) | cpu | cuda")
     """Devices of the run."""
     ray_address: str | None = key(None, RESOURCES)
     """A running Ray cluster (`auto` or host:port); null starts one for this run."""

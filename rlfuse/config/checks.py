@@ -68,7 +68,7 @@ def _value(key: Key, config: Config, facts: Facts) -> Iterator[str]:
             meant = did_you_mean(given, key.names) or f"; take one of these{custom}"
             valid = ", ".join((*key.names, *["null"] * key.optional))
             yield f"{shown}: `{given}` is not one of {valid}{meant}"
-    if key.range and not key.in_range(value):
+    if not key.in_range(value):
         yield f"{shown}: must be {key.limits}; {key.remedy or f'the default is {key.name}={key.default_text}'}"
 
 

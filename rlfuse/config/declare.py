@@ -114,7 +114,7 @@ class Key:
     @property
     def names(self) -> tuple[str, ...]:
         """The values of `choices` without their meanings."""
-        return tuple(each.partition(" (")[0] for each in self.choices.split(" | ")) if self.choices else ()
+        return _names(self.choices)
 
     @property
     def values(self) -> str:
@@ -159,8 +159,10 @@ class Key:
         return f"{self.range}, or null" if self.range and self.optional else self.range
 
     def in_range(self, value: float) -> bool:
-        """Return whether a number is in the valid range."""
-        return (self.or_minus_one and value == -1) or (
+        """Return whether a value is in the valid range; True without one."""
+        if self.above is self.at_least is self.at_most is None or (self.or_minus_one and value == -1):
+            return True
+        return (
             math.isfinite(value)
             and (self.above is None or value > self.above)
             and (self.at_least is None or value >= self.at_least)
@@ -170,6 +172,11 @@ class Key:
     def accepts(self, value: object) -> bool:
         """Return whether one value is among the choices, or names a custom function where that is accepted."""
         return value in self.names or (self.custom and names_function(value))
+
+
+@functools.cache
+def _names(choices: str) -> tuple[str, ...]:
+    return tuple(each.partition(" (")[0] for each in choices.split(" | ")) if choices else ()
 
 
 def key(default: Any, resume: Resume, **constraints: Any) -> Any:

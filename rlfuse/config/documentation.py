@@ -73,13 +73,16 @@ def help_text(wanted: list[Key] | tuple[Key, ...]) -> str:
         if key.group != group:
             group = key.group
             lines += ["", *textwrap.wrap(f"{group}: {groups()[group]}", COLUMNS, subsequent_indent="    ")]
-        value = key.type if key.required else f"{key.type} = {key.default_text}{f' {key.unit}' if key.unit else ''}"
-        note = "required" if key.required else key.limits
-        lines.append(f"  {key.name}: {value}{f'  ({note})' if note else ''}")
+        value, note = ("", "required") if key.required else (f" = {key.default_text}", key.limits)
+        lines.append(f"  {key.name}: {_type(key)}{value}{f'  ({note})' if note else ''}")
         lines += textwrap.wrap(
             key.text, COLUMNS, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False
         )
     return "\n".join(lines).lstrip("\n")
+
+
+def _type(key: Key) -> str:
+    return f"{key.type} ({key.unit})" if key.unit else key.type
 
 
 def _print_rich(wanted: list[Key], out: TextIO) -> None:
@@ -94,9 +97,9 @@ def _print_rich(wanted: list[Key], out: TextIO) -> None:
         table.add_column(style="cyan", width=max(len(key.name) for key in documented()), overflow="fold")
         table.add_column(ratio=1)
         for key in (key for key in wanted if key.group == group):
-            default = "[red]required[/red]" if key.required else escape(f"= {key.default_text} {key.unit}".rstrip())
+            default = "[red]required[/red]" if key.required else escape(f"= {key.default_text}")
             limits = f"  [dim]({key.limits})[/dim]" if key.limits else ""
-            table.add_row(key.name, f"[dim]{escape(key.type)}[/dim] {default}{limits}\n{escape(key.text)}")
+            table.add_row(key.name, f"[dim]{escape(_type(key))}[/dim] {default}{limits}\n{escape(key.text)}")
         console.print(table)
 
 

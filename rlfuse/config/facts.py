@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlfuse.config import declare, own_functions
+from rlfuse.config import own_functions
+from rlfuse.config.declare import names_function
 from rlfuse.config.estimators import Traits
 from rlfuse.config.rewards import names_code, read_entries
 from rlfuse.config.schema import Config
@@ -105,11 +106,9 @@ def _no_upload() -> str | None:
 def _of_functions(config: Config) -> dict[str, Any]:
     own_functions.forget()  # a notebook's files may be others by now
     problems, found, rewards = [], {}, reward_functions(config)
-    in_files = [each for each in rewards if declare.names_function(each) and own_functions.split(each)[0].exists()]
-    for key, value in [
-        *own_functions.functions_named_by(config),
-        *((own_functions.REWARDS, each) for each in in_files),
-    ]:
+    in_files = [each for each in rewards if names_function(each) and own_functions.split(each)[0].exists()]
+    named = [*own_functions.functions_named_by(config), *((own_functions.REWARDS, each) for each in in_files)]
+    for key, value in named:
         try:
             found[key] = own_functions.read(key, value)
         except ConfigError as error:

@@ -36,7 +36,6 @@ def rlhfuse(view: Snapshot) -> list[Decision]:
 
 _MODULES = (__name__, serial.__module__, adaptive.__module__)
 _BUILT_IN = {each.__name__: each for each in REGISTERED if each.__module__ in _MODULES}
-POLICIES: dict[str, Policy] = {
-    name: _BUILT_IN[name] for name in sorted(_BUILT_IN, key=by_name()["fusion.policy"].names.index)
-}
+_ORDER = by_name()["fusion.policy"].names.index
+POLICIES: dict[str, Policy] = {name: _BUILT_IN[name] for name in sorted(_BUILT_IN, key=_ORDER)}
 """Those that are registered in these, in the order in which people are told of them."""

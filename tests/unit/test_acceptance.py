@@ -236,7 +236,7 @@ def test_a_checkpoint_of_another_run_does_not_write_over_the_run_of_a_folder(con
     folder = leave(changed(other, actor__optim__lr=1e-2), 4)
     untouched()
     path = source / "global_step_2"
-    with pytest.raises(RunRefused, match="global_step_2 is a checkpoint of another") as error:
+    with pytest.raises(RunRefused, match="global_step_2 is of another run") as error:
         accept(changed(other, trainer__resume_mode=str(path)))
     assert error.match(f"{folder} holds a run already(.|\n)*=other trainer.resume_mode=auto(.|\n)*=other-2")
     assert accept(changed(config, trainer__resume_mode=f"{source}/../mine/global_step_2")).checkpoint, "its own"

@@ -99,7 +99,7 @@ def _compared(config: Config) -> Accepted:
         if before and step is not None:  # later changes are abandoned with their steps
             before = RunFolder(folder, before).phases(step + 1)[-1][1]
         changes = all_changes(config, before or {}, recorded_inputs(folder, step), inputs)
-        done = RunFolder(folder, {}).summary().get("steps", 0) if step is None else step
+        done = int(RunFolder(folder, {}).summary().get("steps", 0)) if step is None else step
     return Accepted(config, checkpoint, before, changes, inputs, done)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from rlfuse.config.declare import LAYOUT, RESUME_FROM, RUN_NAME, Effect, Resume
 from rlfuse.config.documentation import by_name
 from rlfuse.config.facts import reward_file, reward_functions
+from rlfuse.config.job_file import settings_of
 from rlfuse.config.own_functions import functions_named_by, traits_of
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
@@ -88,13 +89,8 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name, key in by_name().items():
-        value: Any = config
-        for part in name.split("."):
-            value = value.get(part, key.default) if isinstance(value, Mapping) else key.default
-        found[name] = value
-    return found
+    given = dict(settings_of(config))
+    return {name: given.get(name, key.default) for name, key in by_name().items()}
 
 
 def _comparable(key: str, value: Any) -> Any:
@@ -130,15 +126,6 @@ def _loads(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
         return False
     slots = {each["trainer.nnodes"] * each["trainer.n_gpus_per_node"] for each in (before, after)}
     return pipelines or (before[stages] == after[stages] and len(slots) == 1)
-
-
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return full name -> value; an empty dictionary is a value."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        inner = isinstance(value, Mapping) and value
-        found |= flattened(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
-    return found
 
 
 def input_digests(config: Config) -> dict[str, str]:

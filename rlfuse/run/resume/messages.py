@@ -14,9 +14,10 @@ from typing import Any
 from rlfuse.config.declare import Effect, as_typed
 from rlfuse.config.documentation import by_name
 from rlfuse.config.foreign import renamed
+from rlfuse.config.job_file import settings_of
 from rlfuse.config.presets import contents
 from rlfuse.config.schema import Config
-from rlfuse.run.resume.changes import Change, flattened
+from rlfuse.run.resume.changes import Change
 from rlfuse.run_folder import checkpoints, status
 
 GROUP, ESTIMATOR = "algorithm", "algorithm.adv_estimator"
@@ -59,7 +60,7 @@ def long_enough(config: Config, step: int, total: int) -> str:
 def used(config: Config) -> str:
     """Return the message for a folder with a run that does not, or can't, resume."""
     folder, mode = config.run_folder, config.trainer.resume_mode
-    why = {"auto": "finds no checkpoint in it", "disable": "does not resume it"}.get(mode, "is a checkpoint of another")
+    why = {"auto": "finds no checkpoint in it", "disable": "does not resume it"}.get(mode, "is of another run")
     auto = _command(*_same(folder), "trainer.resume_mode=auto")
     return _with_commands(
         f"{folder} holds a run already, and trainer.resume_mode={mode} {why}. Nothing was changed.",
@@ -167,7 +168,7 @@ def _preset_of(before: Mapping[str, Any]) -> str | None:
     """Return the preset of conf/algorithm with the same estimator that shares most settings (more than half)."""
     from rlfuse.config.compose import conf_folder
 
-    typed, had, found = {_key(word) for word in _typed()}, flattened(before), dict[str, int]()
+    typed, had, found = {_key(word) for word in _typed()}, dict(settings_of(before)), dict[str, int]()
     for path in sorted((conf_folder() / GROUP).glob("*.yaml")):
         settings = contents(GROUP, path.stem, [path.parents[1]])
         settings = {

@@ -22,11 +22,8 @@ from rlfuse.tools.evaluation.source import Source, find
 from rlfuse.tools.run_code import add_option, model_code, refuse_code, reward_code
 
 REWARD = ("reward.functions", "reward.model_path")
-TRAINING = (
-    "data.train_files: `",
-    f"{METRICS}:",
-    *(f"{key.name}=" for key in keys() if key.custom and key.name != FAMILY),
-)
+_CUSTOM = (f"{key.name}=" for key in keys() if key.custom and key.name != FAMILY)
+TRAINING = ("data.train_files: `", f"{METRICS}:", *_CUSTOM)
 """What mistakes begin with that are those of data.val_files, or of functions that training alone calls."""
 OWN = ("rollout.val_kwargs.", "data.val_files=")
 """Settings that an evaluation may have of its own."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
+from rlfuse.config.job_file import settings_of
 from rlfuse.fusion.selection import choice
 from rlfuse.observe.idle import CAUSES
-from rlfuse.run.resume.changes import flattened
 from rlfuse.run_folder.run_lock import last_sign
 from rlfuse.run_folder.status import state_now
 from rlfuse.tools.report.charts import COLOURS
@@ -177,7 +177,7 @@ def _settings(run: Gathered) -> dict[str, str]:
     told: dict[str, str] = {}
     before: dict[str, str] = {}
     for start, config in phases:
-        now = {key: _value(value) for key, value in flattened(config).items()}
+        now = {key: _value(value) for key, value in settings_of(config)}
         for key, value in now.items():
             if key not in told:
                 told[key] = value

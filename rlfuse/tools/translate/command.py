@@ -171,8 +171,7 @@ def _problem(key: str, value: Any) -> str | None:
         return explain_value(key, as_typed(value))
     if known.choices and not {*(value if isinstance(value, list) else [value])} <= {*known.names}:
         return f"{key} is one of {', '.join(known.names)}"
-    wrong = known.range and value is not None and not known.in_range(value)
-    return f"{key} must be {known.range}" if wrong else None
+    return None if value is None or known.in_range(value) else f"{key} must be {known.range}"
 
 
 def translated(command: VerlCommand) -> Translation:

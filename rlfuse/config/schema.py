@@ -63,10 +63,10 @@ class DataConfig:
     """A string prompt is a user message, to which the chat template is applied; false: it is the prompt itself."""
     apply_chat_template_kwargs: dict[str, Any] = key({}, PROMPTS)
     """Arguments of the chat template, for instance enable_thinking; verl's name."""
-    max_prompt_length: int = key(512, PROMPTS, at_least=1)
-    """Longest prompt, in tokens, chat template included."""
-    max_response_length: int = key(512, SAMPLING, at_least=1)
-    """Longest response, in tokens."""
+    max_prompt_length: int = key(512, PROMPTS, unit="tokens", at_least=1)
+    """Longest prompt, chat template included."""
+    max_response_length: int = key(512, SAMPLING, unit="tokens", at_least=1)
+    """Longest response."""
     train_batch_size: int = key(64, BATCH, at_least=1)
     """Prompts per step; the step has train_batch_size * rollout.n samples."""
     truncation: str = key(
@@ -296,7 +296,7 @@ class ActorConfig:
     """Record passes over micro-batches of up to 2048 tokens as CUDA graphs, and replay them (GPUs)."""
     grad_clip: float = key(1.0, OPTIMIZER, at_least=0)
     """Largest global gradient norm; 0 does not clip. A step whose norm is not finite is skipped in any case."""
-    ppo_max_token_len_per_gpu: int = key(16384, SCHEDULING, at_least=1)
+    ppo_max_token_len_per_gpu: int = key(16384, SCHEDULING, unit="tokens", at_least=1)
     """Token budget of a micro-batch on one rank; a longer sequence gets a micro-batch of its own."""
     ppo_micro_batch_size_per_gpu: int | None = key(None, SCHEDULING, at_least=1)
     """Largest number of sequences per micro-batch; null: only the token budget limits it."""
@@ -431,7 +431,7 @@ class VideoConfig:
         "Qwen2.5-VL none) | seed_vl (`[1.5 second]`)",
     )
     """How the prompt gives the time of a frame."""
-    max_tokens: int = key(81920, FRAMES, at_least=1)
+    max_tokens: int = key(81920, FRAMES, unit="tokens", at_least=1)
     """seed_vl: largest number of visual tokens of a clip."""
     levels: list[int] = key([640, 512, 384, 256, 160, 128], FRAMES)
     """seed_vl: tokens per frame to choose from, largest first."""
@@ -445,9 +445,9 @@ class VideoConfig:
     """Task of rows without extra_info.task."""
     frames: int = key(128, FRAMES, at_least=1)
     """fixed: frames of a clip, spread evenly; fewer if the clip has fewer."""
-    tokens_per_frame: int = key(256, FRAMES, at_least=1)
+    tokens_per_frame: int = key(256, FRAMES, unit="tokens", at_least=1)
     """fixed: largest number of tokens of a frame."""
-    max_image_tokens: int | None = key(None, FRAMES, at_least=1)
+    max_image_tokens: int | None = key(None, FRAMES, unit="tokens", at_least=1)
     """Largest number of visual tokens of an image; null: the limit of the model's own processor."""
     encoder_ranks: int | None = key(None, RESOURCES, at_least=1)
     """Processes with a vision tower, which share the frames of a step; null: one per slot."""
@@ -499,12 +499,12 @@ class TrainerConfig:
     validation as val-custom/NAME/.... Empty with trainer.task=reward_model, which has pairs and no samples."""
     log_samples: int = key(16, LOGGING, at_least=0)
     """Samples per step kept in samples.jsonl; 0 for none."""
-    log_samples_freq: int = key(10, LOGGING, at_least=0, or_minus_one=True)
+    log_samples_freq: int = key(10, LOGGING, unit="steps", at_least=0, or_minus_one=True)
     """Log these samples as a table (wandb, TensorBoard) every so many steps, and after the last; -1 or 0: never. Tables
     of samples whose reward failed are not logged more often either."""
     log_val_generations: int = key(64, LOGGING, at_least=0)
     """Answers of each validation in validation.jsonl and the wandb table, from the first prompt on; 0: none."""
-    timeline_freq: int = key(10, LOGGING, at_least=0, or_minus_one=True)
+    timeline_freq: int = key(10, LOGGING, unit="steps", at_least=0, or_minus_one=True)
     """Draw the timeline of the slots every so many steps, and after the last (timelines/ in the run folder, wandb); -1
     or 0: never."""
     nnodes: int = key(1, LAYOUT, at_least=1)
@@ -513,15 +513,15 @@ class TrainerConfig:
     """Slots per node: GPUs, or on CPU hosts processes that share the cores."""
     total_epochs: int | None = key(None, LENGTH, at_least=1)
     """Passes over the training files; null: 1, or as many as total_training_steps needs."""
-    total_training_steps: int | None = key(None, LENGTH, at_least=1)
+    total_training_steps: int | None = key(None, LENGTH, unit="steps", at_least=1)
     """Training steps; the run ends with these or with total_epochs, whichever comes first."""
     critic_warmup: int = key(0, OPTIMIZER, at_least=0)
     """The first training step that trains the actor; earlier steps train the critic alone. 0 is the same as 1."""
     val_before_train: bool = key(True, SAVING)
     """Validate before the first step."""
-    test_freq: int = key(10, SAVING, at_least=0, or_minus_one=True)
+    test_freq: int = key(10, SAVING, unit="steps", at_least=0, or_minus_one=True)
     """Validate every so many steps, and after the last; -1 or 0: never."""
-    save_freq: int = key(20, SAVING, at_least=0, or_minus_one=True)
+    save_freq: int = key(20, SAVING, unit="steps", at_least=0, or_minus_one=True)
     """Write a checkpoint every so many steps, and after the last; -1 or 0: never. Smaller values lose fewer steps after
     a failure, and max_ckpt_to_keep bounds the disk space; Ctrl-C, SIGTERM and SIGHUP save in any case."""
     max_ckpt_to_keep: int | None = key(2, SAVING, at_least=1)
@@ -530,7 +530,7 @@ class TrainerConfig:
     """After SIGTERM or SIGHUP (a closed terminal) the current step may take this long to finish and be saved; then the
     last checkpoint counts. Set it 15 s below the scheduler's grace period. Ctrl-C waits without limit; a second Ctrl-C
     ends the run at once."""
-    gc_freq: int = key(1, RESOURCES, at_least=0)
+    gc_freq: int = key(1, RESOURCES, unit="steps", at_least=0)
     """Run Python's garbage collection in all processes at once, every so many steps. 0 leaves it to Python, which
     pauses each process, and those that wait for it, at other times. A process that has grown much collects earlier.
     With 1 a collection takes milliseconds: objects that survived the first are not scanned again."""

@@ -331,7 +331,7 @@ class ActorConfig:
 
 @dataclass
 class CriticOptim:
-    """The rest is as actor.optim."""
+    """The critic's optimizer; everything else is as in actor.optim."""
 
     lr: float = key(1e-5, OPTIMIZER, at_least=0)
     """The critic's learning rate after warm-up."""
@@ -359,7 +359,7 @@ class RefConfig:
 
 @dataclass
 class TrainingConfig:
-    """How models and long sequences are cut over trainer ranks."""
+    """How models and long sequences are distributed over trainer ranks."""
 
     pipeline_parallel_size: int = key(1, LAYOUT, at_least=1)
     """Pipeline stages of actor, critic and reference; divides the slots, the rest is data parallelism. 1: no
@@ -410,7 +410,7 @@ class FusionConfig:
 
 @dataclass
 class VideoConfig:
-    """Clips of rows that have some: which frames a model sees of them, and their encoding, once for all who need it."""
+    """Clips and images of rows: which frames the model sees, and their encoding."""
 
     sampling: str = key(
         "family",
@@ -547,8 +547,8 @@ class TrainerConfig:
 
 @dataclass
 class AlertsConfig:
-    """When to call for a person: a line at the terminal and a wandb alert. null turns one off; one whose metrics are
-    missing for five steps says so."""
+    """When to raise an alert, at the terminal and in wandb. null turns one off; metrics missing for five steps are
+    reported."""
 
     reward_drop: float | None = key(0.3, LOGGING, above=0, at_most=1)
     """Mean reward below its best, as a share of the range of all rewards seen."""

@@ -76,15 +76,22 @@ def test_a_reward_edited_in_place_is_told_like_another_setting(config, reward, c
     assert accept(config).message == "", "said once"
 
 
-def test_a_loss_of_ones_own_edited_in_place_is_told_too(config, reward, tmp_path):  # noqa: F811
-    file = tmp_path / "loss.py"
-    file.write_text("def mine(log_probs, advantages, mask):\n    return log_probs\n")
-    config.actor.loss_mode = f"{file}:mine"
+@pytest.mark.parametrize(
+    ("key", "code", "edited"),
+    [
+        ("actor__loss_mode", "def mine(log_probs, advantages, mask):\n    return log_probs\n", "another loss"),
+        ("model__video_family", "class mine: ...\n", "how clips are encoded"),
+    ],
+)
+def test_other_custom_code_edited_in_place_is_reported_too(config, reward, tmp_path, key, code, edited):  # noqa: F811
+    file = tmp_path / "custom.py"
+    file.write_text(code)
+    config = changed(config, **{key: f"{file}:mine"})
     folder = begun(config, 2)
     assert str(file) in [row["input"] for row in recorded(folder)]
-    file.write_text(file.read_text().replace("return log_probs", "return -log_probs"))
-    told = accept(config).message
-    assert str(file) in told and "edited: another loss" in told
+    file.write_text(code + "\n")
+    message = accept(config).message
+    assert str(file) in message and f"edited: {edited}" in message and "no longer one experiment" in message
 
 
 def test_a_metric_edited_in_place_leaves_the_experiment_what_it_was(config, reward, tmp_path):  # noqa: F811

@@ -61,7 +61,8 @@ def all_changes(
     for file, key in _custom_files(config).items():
         if file in inputs_before and file in inputs and inputs_before[file] != inputs[file]:
             resume = by_name()[key].resume
-            edited = Resume(resume.effect, f"edited: {resume.reason}")
+            effect = Effect.EXPERIMENT if resume.effect is Effect.FIXED else resume.effect  # it runs as it is now
+            edited = Resume(effect, f"edited: {resume.reason}")
             found.append(Change(file, inputs_before[file][:SHOWN], inputs[file][:SHOWN], edited))
     return tuple(found)
 

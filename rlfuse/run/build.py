@@ -158,7 +158,7 @@ async def _run(inputs: JobInputs, job: Job, log: RunLog, run_controller: RunCont
             stagings=nodes,
             tower=_tower_push(config, started.trainer, video, log),
         )
-        controller = await build_controller(
+        controller = await wired(
             replace(inputs, config=config),
             job,
             log,
@@ -220,7 +220,7 @@ def check_enough(config: Config, source: PromptSource) -> None:
         )
 
 
-async def build_controller(
+async def wired(
     inputs: JobInputs,
     job: Job,
     log: RunLog,

@@ -49,7 +49,7 @@ from rlfuse.run.checkpointing import Checkpointing
 from rlfuse.run.inference import VideoParts
 from rlfuse.run.job import Job, looked_after, recovered, starting, training_steps
 from rlfuse.run.slot_desk import SlotDesk
-from rlfuse.run.starting import SharedDevices, Start, end_all, start_parts, within
+from rlfuse.run.starting import Facts, SharedDevices, Start, end_all, start_parts, within
 from rlfuse.samples import Prompt
 from rlfuse.simulate.learning import Learning
 from rlfuse.step.advantages import Advantages
@@ -221,14 +221,7 @@ def check_enough(config: Config, source: PromptSource) -> None:
 
 
 async def wired(
-    inputs: JobInputs,
-    job: Job,
-    log: RunLog,
-    *,
-    engines: Engines,
-    costs: Costs,
-    facts: Mapping[str, Any],
-    health: Health,
+    inputs: JobInputs, job: Job, log: RunLog, *, engines: Engines, costs: Costs, facts: Facts, health: Health
 ) -> Controller:
     """Build the controller, load the checkpoint. `costs`: until the run has measured its own; `facts`: for the log."""
     config, prompts, recorder = inputs.config, inputs.prompts, log.journal.recorder
@@ -307,7 +300,7 @@ def _checkpointing(
     log: RunLog,
     trainer: Trainer,
     state: Callable[[int], dict[str, Any]],
-    facts: Mapping[str, Any],
+    facts: Facts,
 ) -> Checkpointing:
     model = inputs.video_model
 

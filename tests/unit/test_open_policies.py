@@ -196,7 +196,7 @@ def test_the_key_takes_a_file_and_tells_the_form_of_another_name():
     for wrong in ("mine.py", "mine:f", "mine.py:", "mine.py:half and half"):
         assert told(wrong) == [
             f"fusion.policy={wrong}: `{wrong}` is not one of serial, stream, rlhfuse, adaptive; take one of these, or "
-            "path/file.py:name for your own"
+            "path/file.py:name for a custom one"
         ]
 
 

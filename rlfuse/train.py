@@ -129,7 +129,7 @@ def _run(job, trial, sweeper) -> None:
     from rlfuse.config.compose import to_config
     from rlfuse.progress import part, quiet_libraries
     from rlfuse.run import WORKER_IMPORTS
-    from rlfuse.run.acceptance import NothingToDo, accept
+    from rlfuse.run.resume.acceptance import NothingToDo, accept
 
     try:
         config = to_config(job)
@@ -241,7 +241,7 @@ def _explained(error: Exception) -> str:
 def show_help(words: list[str]) -> None:
     """Usage, presets and every key."""
     from rlfuse.config.compose import conf_folder
-    from rlfuse.config.help import print_help
+    from rlfuse.config.documentation import print_help
 
     def presets(group: str) -> str:
         return "|".join(sorted(path.stem for path in (conf_folder() / group).glob("*.yaml")))

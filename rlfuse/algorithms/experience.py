@@ -21,10 +21,10 @@ from rlfuse.algorithms.advantages import advantages_and_returns, place_at_end, w
 from rlfuse.algorithms.corrections import mismatch_metrics, truncated_importance_weights
 from rlfuse.algorithms.kl import AdaptiveKl, coefficient_of, kl_estimate
 from rlfuse.algorithms.shaping import Normaliser, overlong_penalty, zero_spread
+from rlfuse.config.declare import names_function
 from rlfuse.config.own_functions import DECORATOR, traits_of
 from rlfuse.config.rewards import RewardEntry
 from rlfuse.config.schema import Config
-from rlfuse.config.valid_values import names_function
 from rlfuse.errors import ConfigError
 from rlfuse.samples import Group, Reward, Sample, flattened, padded, per_row
 

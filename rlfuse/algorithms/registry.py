@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from rlfuse.config.declare import names_function
 from rlfuse.config.estimators import Traits
 from rlfuse.config.own_modules import load, module_of
-from rlfuse.config.valid_values import names_function
 from rlfuse.errors import ConfigError
 
 Function = Callable[..., Any]

@@ -1,7 +1,7 @@
 """Find every problem of a typed configuration before any process starts.
 
 `check` is a pure function of the configuration and of `Facts`; `compose` raises all problems together. A message gives
-the key, the value received, the valid range and what to change. Ranges of single values are in `valid_values`.
+the key, the value received, the valid range and what to change. Ranges of single values are declared in the schema.
 """
 
 from __future__ import annotations
@@ -12,21 +12,25 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from rlfuse.config.documentation import Key, as_typed, by_name
-from rlfuse.config.engine_checks import engine_sizes
+from rlfuse.config.declare import CUSTOM, Key, as_typed
+from rlfuse.config.documentation import by_name, keys
 from rlfuse.config.estimators import ESTIMATORS, Traits
 from rlfuse.config.facts import Facts, reward_file
 from rlfuse.config.graph_checks import graph_problems
 from rlfuse.config.keys import did_you_mean
+from rlfuse.config.own_functions import METRICS
 from rlfuse.config.parallelism import activation_problems, divisors, pipelines, shares, slices, strategy, value_of
 from rlfuse.config.parallelism import problem as _problem
 from rlfuse.config.prepared import command_for
 from rlfuse.config.quantization import quantized
 from rlfuse.config.rewards import names_code, read_entries
 from rlfuse.config.schema import Config
-from rlfuse.config.valid_values import CHOICES, METRICS, OPEN, OWN, RANGES, WHY_NOT, in_range, names_function
 
 Check = Callable[[Config, Facts], Iterator[str]]
+ENGINE_COUNTS = frozenset(
+    {"block_size", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs", "num_gpu_blocks_override"}
+)
+ENGINE_SHARE = "gpu_memory_utilization"
 
 
 def check(config: Config, facts: Facts) -> list[str]:
@@ -40,7 +44,7 @@ def checks(config: Config) -> list[Check]:
         _files,
         _lengths,
         _devices,
-        engine_sizes,
+        _engine_sizes,
         strategy,
         activation_problems,
         graph_problems,
@@ -48,28 +52,24 @@ def checks(config: Config) -> list[Check]:
         _resume,
     )
     alone = (_preferences,) if config.trainer.task == "reward_model" else _OF_SAMPLES
-    return [*(partial(_value, name, key) for name, key in by_name().items()), *shared, *alone]
+    return [*(partial(_value, key) for key in keys()), *shared, *alone]
 
 
-def _value(name: str, key: Key, config: Config, facts: Facts) -> Iterator[str]:
-    value = value_of(config, name)
-    shown, choices = f"{name}={as_typed(value)}", () if value is None and key.optional else CHOICES.get(name, ())
-    for given in (value if isinstance(value, list) else [value]) if choices else ():
-        if why := WHY_NOT.get((name, given)):
-            yield f"{shown}: {why}; take one of {', '.join(choices)}"
-        elif given not in choices and not (name in OPEN and names_function(given)):
-            own = f", or {OWN} for your own" if name in OPEN else ""
-            meant = did_you_mean(given, choices) or f"; take one of these{own}"
-            valid = ", ".join((*choices, *["null"] * key.optional))
+def _value(key: Key, config: Config, facts: Facts) -> Iterator[str]:
+    value = value_of(config, key.name)
+    shown = f"{key.name}={as_typed(value)}"
+    if value is None and key.optional:
+        return
+    for given in (value if isinstance(value, list) else [value]) if key.choices else ():
+        if why := key.rejected.get(given):
+            yield f"{shown}: {why}; take one of {', '.join(key.names)}"
+        elif not key.accepts(given):
+            custom = f", or {CUSTOM} for a custom one" if key.custom else ""
+            meant = did_you_mean(given, key.names) or f"; take one of these{custom}"
+            valid = ", ".join((*key.names, *["null"] * key.optional))
             yield f"{shown}: `{given}` is not one of {valid}{meant}"
-    if key.limits and value is not None and not in_range(value, RANGES[name]):
-        yield f"{shown}: must be {key.limits}; {_remedy(name, key.default_text)}"
-
-
-def _remedy(name: str, default: str) -> str:
-    if name == "rollout.temperature":
-        return "training compares sampled responses; for greedy validation set rollout.val_kwargs.temperature=0"
-    return f"the default is {name}={default}"
+    if not key.in_range(value):
+        yield f"{shown}: must be {key.limits}; {key.remedy or f'the default is {key.name}={key.default_text}'}"
 
 
 def _files(config: Config, facts: Facts) -> Iterator[str]:
@@ -218,6 +218,16 @@ def _devices(config: Config, facts: Facts) -> Iterator[str]:
         yield _problem(config, "actor.optimizer_residency", valid, "set training")
     if config.rollout.weight_transfer == "ipc" and facts.cuda is False:
         yield _problem(config, "rollout.weight_transfer", "needs GPUs", "set rollout.weight_transfer=auto")
+
+
+def _engine_sizes(config: Config, facts: Facts) -> Iterator[str]:
+    """Check sizes that the memory plan uses. vLLM reads 0 bytes of KV cache as "not given", None as its default."""
+    for name, value in config.rollout.engine_kwargs.items():
+        key, number = f"rollout.engine_kwargs.{name}={value}", isinstance(value, int | float)
+        if name in ENGINE_COUNTS and value is not None and not (number and value >= 1 and value == value // 1):
+            yield f"{key}: must be a whole number of 1 or more; correct it, or leave it out for the default"
+        if name == ENGINE_SHARE and not (number and 0 < value <= 1):
+            yield f"{key}: must be above 0 and 1 or less; correct it, or set rollout.{ENGINE_SHARE}"
 
 
 def _disaggregated(config: Config, facts: Facts) -> Iterator[str]:

@@ -24,13 +24,14 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from rlfuse.config import job_file
 from rlfuse.config.checks import check, value_of
-from rlfuse.config.documentation import as_typed, by_name
+from rlfuse.config.declare import as_typed
+from rlfuse.config.documentation import by_name
 from rlfuse.config.facts import Facts, read_facts
 from rlfuse.config.foreign import is_verls
 from rlfuse.config.keys import (
     PRESET_GROUPS,
     REFERENCE,
-    SEVERAL,
+    accepts_entry,
     explain_form,
     explain_name,
     explain_override,
@@ -131,7 +132,7 @@ def _wrong_besides(problems: list[str], overrides: list[str]) -> list[str]:
 def _opened(word: str) -> str:
     """Convert to Hydra's syntax: `++` before free dictionaries, brackets around the only entry of a list."""
     name, _, value = word.lstrip("+").partition("=")
-    if name in SEVERAL and not _sweeps(word):
+    if accepts_entry(name) and not _sweeps(word):
         return f"{name}={_bracketed(value)}"
     if name in PRESET_GROUPS:
         return word.lstrip("+")
@@ -141,7 +142,7 @@ def _opened(word: str) -> str:
 
 def _each_opened(word: str) -> str:
     override = OverridesParser.create().parse_override(word)
-    if override.key_or_group not in SEVERAL or not override.is_choice_sweep():
+    if not accepts_entry(override.key_or_group) or not override.is_choice_sweep():
         return word
     return f"{override.key_or_group}={','.join(map(_bracketed, override.sweep_string_iterator()))}"
 

@@ -1,139 +1,137 @@
-"""List all keys with type, default, valid values and docstring, in the schema's order.
-
-Source of `rlfuse train --help`, conf/KEYS.md and error messages. Docstrings of fields are read from the syntax trees of
-the schema's files, since Python does not keep them.
-"""
+"""List all keys of a job in the schema's order, and print them: `rlfuse train --help`, conf/KEYS.md."""
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import functools
-import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+import re
+import shutil
+import sys
+import textwrap
+from typing import TextIO
 
-from omegaconf import MISSING
+from rlfuse.config.declare import Effect, Key, declared, walk
+from rlfuse.config.rewards import RewardEntry
+from rlfuse.config.schema import Config
+from rlfuse.progress import Console
 
-from rlfuse.config import rewards, run_groups, schema, video
-from rlfuse.config.valid_values import RANGES, VALUES
+MARKDOWN = "--markdown"
+COLUMNS = 100
+REFERENCE = """\
+# Keys
 
+<!-- Written by `rlfuse train --help --markdown > conf/KEYS.md`, from rlfuse/config. -->
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """One setting of a job."""
+Every key of a job, as it is given on the command line (`rollout.n=8`) or in a job file. The last column says what
+happens if a run resumes with another value. Such changes, by the word there:
 
-    name: str
-    type: str
-    default: Any = dataclasses.field(hash=False)  # lists and dictionaries are defaults too
-    about: str
-
-    @property
-    def text(self) -> str:
-        return f"{self.about} {VALUES[self.name]}." if self.about.endswith(":") else self.about
-
-    @property
-    def group(self) -> str:
-        return self.name.split(".", 1)[0]
-
-    @property
-    def leaf(self) -> str:
-        return self.name.rsplit(".", 1)[-1]
-
-    @property
-    def required(self) -> bool:
-        return isinstance(self.default, str) and self.default == MISSING
-
-    @property
-    def optional(self) -> bool:
-        return self.type.endswith("| None")
-
-    @property
-    def limits(self) -> str:
-        """The valid values of a number: `1 or more, or null`; empty for other keys."""
-        words = RANGES.get(self.name, "")
-        return f"{words}, or null" if words and self.optional else words
-
-    @property
-    def free(self) -> bool:
-        return self.type.startswith("dict")
-
-    @property
-    def default_text(self) -> str:
-        return "required" if self.required else as_typed(self.default)
+{effects}"""
 
 
-def as_typed(value: Any) -> str:
-    """A value as it is typed in YAML or on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ",".join(as_typed(item) for item in value) + "]"
-    return str(value)
-
-
-def _group_class(field: dataclasses.Field) -> type | None:
-    return getattr(schema, str(field.type), getattr(rewards, str(field.type), None))
-
-
-@functools.cache
 def keys() -> tuple[Key, ...]:
-    """All keys of a job, in the order of the schema."""
-    return tuple(each for _, each in _walk(schema.Config, "") if isinstance(each, Key))
+    """Return all keys of a job."""
+    return declared(Config)
 
 
 @functools.cache
 def by_name() -> dict[str, Key]:
-    """All keys by their full name."""
+    """Return all keys by their full name."""
     return {key.name: key for key in keys()}
 
 
 def documented() -> list[Key]:
-    """All keys, and those of an entry of reward.functions behind it."""
-    found: list[Key] = []
-    for key in keys():
-        found.append(key)
-        if key.name == "reward.functions":
-            found += [each for _, each in _walk(rewards.RewardEntry, "reward.functions[].")]
-    return found
+    """Return all keys, those of an entry of reward.functions after it."""
+    entry = declared(RewardEntry, "reward.functions[].")
+    return [each for key in keys() for each in (key, *(entry if key.name == "reward.functions" else ()))]
 
 
 @functools.cache
 def groups() -> dict[str, str]:
-    """Every group (`actor`, `actor.optim`, ...) with its docstring, on one line."""
-    found = ((name, each.__doc__) for name, each in _walk(schema.Config, "") if isinstance(each, type))
-    return {name: " ".join((text or "").split()) for name, text in found}
+    """Return every group (`actor`, `actor.optim`, ...) with its docstring, on one line."""
+    return {name: " ".join((each.__doc__ or "").split()) for name, each in walk(Config) if isinstance(each, type)}
 
 
-@functools.cache
-def _texts() -> dict[tuple[str, str], str]:
-    return field_texts(schema, run_groups, rewards, video)
+def print_help(words: list[str], out: TextIO | None = None) -> None:
+    """Print keys by group, with `--markdown` as the page; words select keys whose name or text has one of them."""
+    out, markdown = out or sys.stdout, MARKDOWN in words
+    words = [word for word in words if word != MARKDOWN]
+    wanted = [key for key in documented() if not words or any(w in key.name or w in key.text.lower() for w in words)]
+    if not wanted:
+        print(f"No key is about {' or '.join(words)}. All keys: rlfuse train --help", file=out)
+    elif markdown:
+        print(reference(wanted), file=out)
+    elif out.isatty():
+        _print_rich(wanted, out)
+    else:
+        print(help_text(wanted), file=out)
 
 
-def field_texts(*modules: ModuleType) -> dict[tuple[str, str], str]:
-    """(class, field) -> the string below the field, of the dataclasses in these modules."""
-    found: dict[tuple[str, str], str] = {}
-    for node in (node for module in modules for node in ast.parse(inspect.getsource(module)).body):
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for field, below in zip(node.body, node.body[1:], strict=False):
-            documented = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            if isinstance(field, ast.AnnAssign) and documented and isinstance(below.value.value, str):
-                found[node.name, field.target.id] = " ".join(below.value.value.split())
-    return found
+def help_text(wanted: list[Key] | tuple[Key, ...]) -> str:
+    """Return plain help, at most `COLUMNS` wide."""
+    lines: list[str] = []
+    group = None
+    for key in wanted:
+        if key.group != group:
+            group = key.group
+            lines += ["", *textwrap.wrap(f"{group}: {groups()[group]}", COLUMNS, subsequent_indent="    ")]
+        value, note = ("", "required") if key.required else (f" = {key.default_text}", key.limits)
+        lines.append(f"  {key.name}: {_type(key)}{value}{f'  ({note})' if note else ''}")
+        lines += textwrap.wrap(
+            key.text, COLUMNS, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False
+        )
+    return "\n".join(lines).lstrip("\n")
 
 
-def _walk(node: type, prefix: str) -> Iterator[tuple[str, type | Key]]:
-    for field in dataclasses.fields(node):
-        name, nested = prefix + field.name, _group_class(field)
-        if nested is not None:
-            yield name, nested
-            yield from _walk(nested, f"{name}.")
-        else:
-            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            type_name = str(field.type).replace("dict[str, Any]", "dict").replace("list[Any]", "list")
-            yield name, Key(name, type_name, default, _texts().get((node.__name__, field.name), ""))
+def _type(key: Key) -> str:
+    return f"{key.type} ({key.unit})" if key.unit else key.type
+
+
+def _print_rich(wanted: list[Key], out: TextIO) -> None:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(file=out, width=min(COLUMNS, shutil.get_terminal_size().columns), highlight=False)
+    for group in dict.fromkeys(key.group for key in wanted):
+        console.print(f"\n[bold]{group}[/bold]  {escape(groups()[group])}")
+        table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, expand=True)
+        table.add_column(style="cyan", width=max(len(key.name) for key in documented()), overflow="fold")
+        table.add_column(ratio=1)
+        for key in (key for key in wanted if key.group == group):
+            default = "[red]required[/red]" if key.required else escape(f"= {key.default_text}")
+            limits = f"  [dim]({key.limits})[/dim]" if key.limits else ""
+            table.add_row(key.name, f"[dim]{escape(_type(key))}[/dim] {default}{limits}\n{escape(key.text)}")
+        console.print(table)
+
+
+def reference(wanted: list[Key] | tuple[Key, ...]) -> str:
+    """Return the keys as a page of Markdown, with the effect of a change of each on resume."""
+    lines = [REFERENCE.format(effects="\n".join(f"- *{effect.label}*: {effect.value}." for effect in Effect))]
+    for group in dict.fromkeys(key.group for key in wanted):
+        lines += ["", f"## {group}", "", groups()[group], ""]
+        inner = [name for name in groups() if name.startswith(f"{group}.")]
+        lines += [f"- `{name}`: {groups()[name]}" for name in inner] + ([""] if inner else [])
+        lines += ["| key | valid values | default | meaning | a change on resume |", "|---|---|---|---|---|"]
+        lines += [_row(key) for key in wanted if key.group == group]
+    return "\n".join(lines)
+
+
+def _row(key: Key) -> str:
+    default = "required" if key.required else f"`{key.default_text}`"
+    effects = [each for each in (key.resume, key.resume.sometimes) if each]
+    changes = ", or ".join(f"{each.effect.label} ({each.reason})" for each in effects)
+    cells = (f"`{key.name}`", _valid(key), default, key.doc.rstrip("."), changes)
+    return f"| {' | '.join(map(_escaped, cells))} |"
+
+
+def _valid(key: Key) -> str:
+    if key.choices:
+        named = re.sub(r"(^|\| )([^ |]+)", r"\1`\2`", key.values)
+        return f"a list of {named}" if key.type.startswith("list") else named + " | `null`" * key.optional
+    kind = f"`{key.type.removesuffix(' | None')}`{f' ({key.unit})' if key.unit else ''}"
+    return f"{kind}: {key.limits}" if key.limits else kind + (", or null" if key.optional else "")
+
+
+def _escaped(cell: str) -> str:
+    parts = cell.split("`")
+    parts[::2] = [re.sub(r"([<*])", r"\\\1", part) for part in parts[::2]]
+    return "`".join(parts).replace("|", r"\|")

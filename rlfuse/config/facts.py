@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from rlfuse.config import own_functions
+from rlfuse.config.declare import names_function
 from rlfuse.config.estimators import Traits
 from rlfuse.config.rewards import names_code, read_entries
 from rlfuse.config.schema import Config
-from rlfuse.config.valid_values import METRICS, functions_named_by, names_function
 from rlfuse.errors import ConfigError
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -99,13 +99,14 @@ def _of_functions(config: Config) -> dict[str, Any]:
     own_functions.forget()  # a notebook's files may be others by now
     problems, found, rewards = [], {}, reward_functions(config)
     in_files = [each for each in rewards if names_function(each) and own_functions.split(each)[0].exists()]
-    for key, value in [*functions_named_by(config), *((own_functions.REWARDS, each) for each in in_files)]:
+    named = [*own_functions.functions_named_by(config), *((own_functions.REWARDS, each) for each in in_files)]
+    for key, value in named:
         try:
             found[key] = own_functions.read(key, value)
         except ConfigError as error:
             problems += error.problems
     names = [value.rpartition(":")[2] for value in config.trainer.metrics]
-    problems += [f"{METRICS}: two functions are called {name}, under which they are logged; rename one"
+    problems += [f"{own_functions.METRICS}: two functions are called {name}, under which they are logged; rename one"
                  for name in dict.fromkeys(names) if names.count(name) > 1]  # fmt: skip
     return {
         "estimator": found.get("algorithm.adv_estimator"),

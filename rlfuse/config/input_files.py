@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 import yaml
 
+from rlfuse.config.declare import field_texts
 from rlfuse.errors import UserError
 from rlfuse.parsing import parse_json, parse_yaml
 
@@ -80,13 +81,11 @@ def schema_of(cls: type) -> Schema:
 
 
 def _of_class(cls: type) -> dict[str, Any]:
-    from rlfuse.config.documentation import field_texts
-
-    hints, texts = get_type_hints(cls, include_extras=True), field_texts(sys.modules[cls.__module__])
+    hints, texts = get_type_hints(cls, include_extras=True), field_texts(cls)
     properties, required = {}, []
     for entry in fields(cls):
         properties[entry.name] = dict(_of_hint(hints[entry.name]))
-        if text := texts.get((cls.__name__, entry.name)):
+        if text := texts.get(entry.name):
             properties[entry.name]["description"] = text
         if entry.default is not MISSING:
             properties[entry.name]["default"] = list(entry.default) if entry.default == () else entry.default

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlfuse.config.documentation import as_typed, by_name, groups
+from rlfuse.config.declare import as_typed
+from rlfuse.config.documentation import by_name, groups
 from rlfuse.config.input_files import lines_of
 from rlfuse.config.keys import PRESET_GROUPS, explain_form, explain_name, explain_type, listed, rename
 from rlfuse.errors import ConfigError
@@ -136,8 +138,8 @@ def _explain_hydra(given: Any) -> str | None:
     return None if isinstance(params, dict) else f"hydra: must hold settings of Hydra, for instance {example}"
 
 
-def settings_of(content: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Full names of everything set, and the values; stops at keys and at unknown groups."""
+def settings_of(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return full names of everything set, and the values; does not look into values of keys."""
     found: list[tuple[str, Any]] = []
     for key, value in content.items():
         name = f"{prefix}{key}"

@@ -15,7 +15,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlfuse.config.documentation import Key, as_typed, by_name, groups, keys
+from rlfuse.config.declare import Key, as_typed
+from rlfuse.config.documentation import by_name, groups, keys
 from rlfuse.config.foreign import VERL_PREFIXES, Counterpart, counterpart, other_meanings, renamed
 from rlfuse.config.schema import Config
 
@@ -189,8 +190,6 @@ def _plain(value: str) -> str:
     return re.sub(r"[\s'\"]", "", value).lower()
 
 
-SEVERAL = ("data.train_files", "data.val_files", "reward.functions", "trainer.logger")
-"""Lists that may be given as their only entry."""
 REFERENCE = re.compile(r"\$\{[^${}:]+\}")
 """To another key, which may be a list; of what has more to it the value is a text."""
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
@@ -261,9 +260,14 @@ def explain_type(name: str, value: Any) -> str | None:
     return None
 
 
+def accepts_entry(name: str) -> bool:
+    """Return whether a list may be given as its only entry."""
+    return name in by_name() and by_name()[name].accepts_entry
+
+
 def listed(name: str, value: Any) -> Any:
     """`value`, in a list where it is the only entry of one: data.train_files=x.parquet, as in verl."""
-    alone = name in SEVERAL and isinstance(value, str | dict) and not REFERENCE.fullmatch(str(value))
+    alone = accepts_entry(name) and isinstance(value, str | dict) and not REFERENCE.fullmatch(str(value))
     return [value] if alone else value
 
 

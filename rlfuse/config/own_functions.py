@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rlfuse.config.declare import CUSTOM, declared, names_function
 from rlfuse.config.estimators import ESTIMATORS, Traits
 from rlfuse.config.rewards import with_judges_at
-from rlfuse.config.valid_values import FAMILY, METRICS, OPEN, OWN, names_function
 from rlfuse.errors import ConfigError
 
 DECORATOR = "advantage_estimator"
@@ -29,6 +29,8 @@ PARAMETERS = {
     "actor.kl_loss_type": _OF_KL,
 }  # fmt: skip
 """Keys that name a function of algorithms -> what it is given, by name, of what it asks for."""
+FAMILY = "model.video_family"
+METRICS = "trainer.metrics"
 POLICY = "fusion.policy"
 REWARDS = "reward.functions"
 _ARGUMENT = {POLICY: "snapshot", METRICS: "list of samples"}
@@ -56,10 +58,20 @@ def absolute(key: str, value: str) -> str:
 
 
 def with_functions_at(config: Any, place: Callable[[str, str], str]) -> Any:
-    """The job with `place(key, function)` for each of the user's own functions beside the rewards."""
-    chosen = {key: operator.attrgetter(key)(config) for key in (*OPEN, FAMILY)}
+    """Return the job with `place(key, function)` for each custom function except rewards."""
+    chosen = {key.name: operator.attrgetter(key.name)(config) for key in declared(type(config)) if key.custom}
     moved: dict[str, Any] = {key: place(key, value) for key, value in chosen.items() if names_function(value)}
     return replaced(config, {**moved, METRICS: [place(METRICS, each) for each in config.trainer.metrics]})
+
+
+def functions_named_by(config: Any) -> list[tuple[str, str]]:
+    """Return each custom function or class that a job names except rewards, with its key."""
+    found = []
+    for key in (key for key in declared(type(config)) if key.custom):
+        value = operator.attrgetter(key.name)(config)
+        given = value if isinstance(value, list) else [value]
+        found += [(key.name, each) for each in given if each and (names_function(each) or not key.choices)]
+    return found
 
 
 def with_models_at(config: Any, place: Callable[[str | None], str | None]) -> Any:
@@ -85,7 +97,7 @@ def forget() -> None:
 def read(key: str, value: str) -> Traits:
     """The traits of a function that is as the key needs it; ConfigError for another."""
     if not names_function(value):
-        raise _problem(key, value, f"names no {_kind(key)} of a file", f"write {OWN}")
+        raise _problem(key, value, f"names no {_kind(key)} of a file", f"write {CUSTOM}")
     return _read(key, value, *split(value))
 
 

@@ -1,8 +1,7 @@
 """Execute custom files as modules: one per file and process, importable under the same name in every process.
 
-A file keeps the name `its_name` that Python would give it in its folder; if that name is another module's, it is
-`rlfuse.config.own_modules.its_name_HEX`, where HEX is the path, so that a fresh process can unpickle its objects.
-An unchanged file is executed once, a changed one again in a new module. Its folder is appended to `sys.path`.
+A file keeps the name that Python would give it in its folder; if another module has that, `..._HEX` with its path, so
+that a fresh process can unpickle its objects. A changed file is executed again. Its folder is appended to `sys.path`.
 """
 
 from __future__ import annotations

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from rlfuse.config.documentation import as_typed
+from rlfuse.config.declare import as_typed
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
+
+STATE = (
+    "actor.strategy",
+    "actor.zero_stage",
+    "training.tensor_model_parallel_size",
+    "model.dtype",
+    "video.freeze_tower",
+)
+"""Keys that decide how a checkpoint divides the states of whole models."""
 
 
 def value_of(config: Config, name: str) -> object:
@@ -25,6 +35,11 @@ def divisors(number: int) -> list[int]:
     """All divisors, rising; of a number above 10^12 those up to 10^6 and their counterparts."""
     small = [each for each in range(1, math.isqrt(min(number, 10**12)) + 1) if number % each == 0]
     return sorted({*small, *(number // each for each in small)})
+
+
+def state_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings that are equal where checkpoints divide states alike: ZeRO 2 does as 1."""
+    return {**settings, "actor.zero_stage": {2: 1}.get(settings["actor.zero_stage"], settings["actor.zero_stage"])}
 
 
 def pipelines(config: Config, facts: Facts) -> Iterator[str]:

@@ -1,8 +1,7 @@
 """Order the presets of a job file and of a command line, so that the right one wins.
 
-Within each of the two: experiment < algorithm, fusion, custom presets < settings. All presets of `fusion` set the same
-keys, and so do those of `algorithm` (except rollout.n). Presets that disagree on a key are an error unless a setting
-decides it.
+Within each of the two: experiment < algorithm, fusion, custom presets < settings. All presets of a group set the same
+keys (except rollout.n). Presets that disagree on a key are an error unless a setting decides it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlfuse.config import job_file
-from rlfuse.config.documentation import as_typed
+from rlfuse.config.declare import as_typed
 from rlfuse.config.job_file import JobFile, settings_of
 from rlfuse.config.keys import PRESET_GROUPS, parse_override
 from rlfuse.config.options import as_own_group

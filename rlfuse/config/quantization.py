@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rlfuse.config.documentation import by_name
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
-from rlfuse.config.valid_values import CHOICES
 
 KEY = "rollout.quantization"
 ON_CPUS = "fp8_per_channel"
@@ -27,7 +27,7 @@ def quantized(config: Config, facts: Facts) -> Iterator[str]:
             f"rollout.engine_kwargs.{name}={arguments[name]}: other weights than those that are trained need "
             f"importance correction, and bounds of their own; set {KEY} in its place"
         )
-    if given not in CHOICES[KEY]:  # null, or what is told as no value of it
+    if given not in by_name()[KEY].names:  # null, or what is told as no value of it
         return
     if config.algorithm.rollout_is_threshold is None:
         yield (

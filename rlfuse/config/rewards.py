@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlfuse.config.declare import RESOURCES, REWARD, ROUNDING, TOLERANCE, key
+
 MODEL_PART = "reward_model"
 """The path of the entry that stands for reward.model_path, and the model's name among the parts. Of a model with
 several labels each is an entry, `reward_model:LABEL`, and a part, `reward_model/LABEL`."""
@@ -27,36 +29,36 @@ JUDGE = "judge"
 class RewardEntry:
     """An entry of reward.functions in full; a bare string is its `path`."""
 
-    path: str = MISSING
+    path: str = key(MISSING, REWARD)
     """`path/file.py:function`, `package.module:function`, `http://...` of a service, `judge`, or `reward_model`: of a
     model with several labels one of them, `reward_model:LABEL`."""
-    name: str | None = None
-    """Under which it is logged; null takes the function's name."""
-    weight: float | None = None
-    """Its weight in the sum; null is 1."""
-    sources: list[str] = field(default_factory=list)
-    """The data_source values that it scores, `*` and `?` standing for any text; empty: all."""
-    gate: bool = False
-    """Asked before all others: where its value is not above 0, the reward is 0 and no later function is called. It adds
-    nothing to the sum."""
-    clip: list[float] | None = None
-    """[low, high]: its values are cut off there."""
-    normalise: bool = False
+    name: str | None = key(None, REWARD)
+    """Name under which it is logged; null: the function's name."""
+    weight: float | None = key(None, REWARD)
+    """Its weight in the sum; null: 1."""
+    sources: list[str] = key([], REWARD)
+    """The data_source values that it scores, with `*` and `?` as wildcards; empty: all."""
+    gate: bool = key(False, REWARD)
+    """Called before all others: where its value is not above 0, the reward is 0 and no later function is called. It
+    adds nothing to the sum."""
+    clip: list[float] | None = key(None, REWARD)
+    """[low, high]: its values are clipped to this range."""
+    normalise: bool = key(False, REWARD)
     """Train on (value - mean) / deviation, both over all values of earlier steps (of the first step: over its own)."""
-    answer_only: bool | None = None
-    """Show it what follows the thought (<think>...</think>) only, of a thought without an end nothing; null: true for
+    answer_only: bool | None = key(None, REWARD)
+    """Score only the text after the thought (<think>...</think>), and nothing if the thought has no end; null: true for
     models, judges and rlfuse's verifiers, else false."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """More arguments for the function; of a judge, a class or a factory, those that make the reward."""
+    kwargs: dict[str, Any] = key({}, REWARD)
+    """Further arguments of the function; of a judge, a class or a factory, those of its constructor."""
 
 
 @dataclass
 class OverlongBuffer:
     """DAPO's soft penalty for responses near the length limit."""
 
-    len: int = 0
+    len: int = key(0, REWARD, at_least=0)
     """Tokens before max_response_length where the penalty begins; 0 turns it off."""
-    penalty_factor: float = 1.0
+    penalty_factor: float = key(1.0, REWARD, at_least=0)
     """Penalty at the limit."""
 
 
@@ -64,36 +66,35 @@ class OverlongBuffer:
 class RewardConfig:
     """What scores a response. Everything that applies to it is summed with its weight."""
 
-    functions: list[Any] = field(default_factory=list)
+    functions: list[Any] = key([], REWARD, accepts_entry=True)
     """`path/file.py:function`, `package.module:function`, the URL of a service (http://...), or an entry with the keys
     below: {path: ..., weight: 0.5, sources: [math*]}."""
-    weights: list[float] = field(default_factory=list)
-    """One weight for each function that is no gate (and last for model_path, where no entry names it); empty: 1 each,
-    or as the entries say."""
-    model_path: str | None = None
-    """Sequence-classification reward model: Hugging Face folder or hub name; a video model under a head sees clips and
-    images (model_backend=vllm). The path `reward_model` in functions gives
-    it a weight, sources, ...; with no such entry it comes last. Of one with several labels functions name those that
-    count, `reward_model:LABEL`."""
-    model_backend: str = "hf"
-    """What runs it, with the same scores to rounding:"""
-    model_dtype: str = "float32"
-    """Type of its weights:"""
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """More of vLLM's EngineArgs for it, by their names (model_backend=vllm)."""
-    device: str = "auto"
-    """Where models and judges run:"""
-    batch_items: int = 32
-    """A model or judge takes at most so many samples at a time; those of different calls go together."""
-    batch_age_s: float = 0.02
-    """A free model waits at most so long for more samples."""
-    num_workers: int = 1
+    weights: list[float] = key([], REWARD)
+    """One weight for each function that is no gate (and last for model_path, if no entry names it); empty: 1 each, or
+    those of the entries."""
+    model_path: str | None = key(None, REWARD)
+    """Sequence-classification reward model: Hugging Face folder or hub name; a video model with such a head sees clips
+    and images (model_backend=vllm). The path `reward_model` in functions gives it a weight, sources, ...; without such
+    an entry it comes last. Functions name the labels that count if it has several, `reward_model:LABEL`."""
+    model_backend: str = key("hf", ROUNDING, choices="hf (transformers) | vllm (its pooling)")
+    """Backend of the model, with the same scores up to rounding."""
+    model_dtype: str = key("float32", REWARD, choices="float32 | bfloat16 | float16")
+    """Type of its weights."""
+    engine_kwargs: dict[str, Any] = key({}, RESOURCES)
+    """Further arguments of vLLM's EngineArgs for it, by name (model_backend=vllm)."""
+    device: str = key("auto", RESOURCES, choices="auto (a share of a slot's GPU, where there are GPUs) | cpu | cuda")
+    """Where models and judges run."""
+    batch_items: int = key(32, RESOURCES, at_least=1)
+    """Largest number of samples that a model or judge scores at once; samples of different calls are batched."""
+    batch_age_s: float = key(0.02, RESOURCES, unit="s", at_least=0)
+    """Longest time that an idle model waits for more samples."""
+    num_workers: int = key(1, RESOURCES, at_least=1)
     """Processes that run reward functions."""
-    timeout_s: float = 30.0
-    """Longest time one call of a reward function may take."""
-    memory_mb: int | None = None
-    """MiB that a process may allocate beyond what it holds when its functions are loaded; null: no limit."""
-    max_failure_rate: float = 0.1
+    timeout_s: float = key(30.0, RESOURCES, unit="s", above=0)
+    """Longest time that one call of a reward function may take."""
+    memory_mb: int | None = key(None, RESOURCES, unit="MiB", at_least=1)
+    """Memory that a process may allocate beyond what it has when its functions are loaded; null: no limit."""
+    max_failure_rate: float = key(0.1, TOLERANCE, at_least=0, at_most=1)
     """Failed samples are dropped; above this share of a step's samples the run stops."""
     overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
 
@@ -168,16 +169,16 @@ def _read(given: Given, where: str) -> tuple[RewardEntry | None, list[str]]:
     if not isinstance(given, dict):
         return RewardEntry(path=given), []  # what is no path either is refused when it is loaded
     problems, entry = [], OmegaConf.structured(RewardEntry)
-    for key, value in given.items():
-        if key not in KEYS:
-            near = difflib.get_close_matches(str(key), KEYS, n=1)
+    for name, value in given.items():
+        if name not in KEYS:
+            near = difflib.get_close_matches(str(name), KEYS, n=1)
             meant = f"did you mean {near[0]}?" if near else f"keys: {', '.join(KEYS)}"
-            problems.append(f"{where}.{key}: unknown key of an entry; {meant}")
-        elif key != "path":
+            problems.append(f"{where}.{name}: unknown key of an entry; {meant}")
+        elif name != "path":
             try:
-                OmegaConf.update(entry, key, value)
+                OmegaConf.update(entry, name, value)
             except (OmegaConfBaseException, ValueError):
-                problems.append(f"{where}.{key}={value}: needs {NEEDS.get(key, 'true or false')}")
+                problems.append(f"{where}.{name}={value}: needs {NEEDS.get(name, 'true or false')}")
     if "path" not in given:
         problems.append(f"{where}: an entry needs a path: path/to/file.py:function, a URL, {JUDGE} or {MODEL_PART}")
     if problems:
@@ -192,9 +193,9 @@ def _judge(entry: RewardEntry, model_path: str | None) -> list[str]:
         found.append(f".weight={entry.weight}: must be a finite number")
     if entry.clip is not None and not (len(entry.clip) == 2 and -math.inf <= entry.clip[0] < entry.clip[1] <= math.inf):
         found.append(f".clip={entry.clip}: must be [low, high] with low below high")
-    for key, value in (("weight", entry.weight), ("clip", entry.clip), ("normalise", entry.normalise or None)):
+    for name, value in (("weight", entry.weight), ("clip", entry.clip), ("normalise", entry.normalise or None)):
         if entry.gate and value is not None:
-            found.append(f".{key}={value}: has no effect on a gate, which adds nothing to the reward; leave it out")
+            found.append(f".{name}={value}: has no effect on a gate, which adds nothing to the reward; leave it out")
     if is_model(entry.path) and model_path is None:
         found.append(f".path={entry.path}: there is no model; give its folder or hub name as reward.model_path")
     if entry.name and (is_model(entry.path) or entry.name.partition("/")[0] == MODEL_PART):

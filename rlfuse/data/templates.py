@@ -9,7 +9,7 @@ from inspect import signature
 
 from transformers import PreTrainedTokenizerBase
 
-from rlfuse.config.documentation import as_typed
+from rlfuse.config.declare import as_typed
 from rlfuse.config.schema import DataConfig
 from rlfuse.data.messages import map_texts, refuse_surrogates
 from rlfuse.data.rows import DataRow

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
+from rlfuse.config.declare import names_function
 from rlfuse.config.own_errors import headline, user_traceback
 from rlfuse.config.own_modules import module_of
-from rlfuse.config.valid_values import names_function
 from rlfuse.errors import UserError
 from rlfuse.fusion.decisions import Decision, Move, Policy, Snapshot, Switch
 from rlfuse.fusion.policies import POLICIES

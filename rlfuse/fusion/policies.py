@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlfuse.config.valid_values import CHOICES
+from rlfuse.config.documentation import by_name
 from rlfuse.fusion.adaptive import adaptive
 from rlfuse.fusion.decisions import REGISTERED, Decision, Policy, Snapshot, fusion_policy
 from rlfuse.fusion.serial import serial, train
@@ -36,5 +36,6 @@ def rlhfuse(view: Snapshot) -> list[Decision]:
 
 _MODULES = (__name__, serial.__module__, adaptive.__module__)
 _BUILT_IN = {each.__name__: each for each in REGISTERED if each.__module__ in _MODULES}
-POLICIES: dict[str, Policy] = {name: _BUILT_IN[name] for name in sorted(_BUILT_IN, key=CHOICES["fusion.policy"].index)}
+_ORDER = by_name()["fusion.policy"].names.index
+POLICIES: dict[str, Policy] = {name: _BUILT_IN[name] for name in sorted(_BUILT_IN, key=_ORDER)}
 """Those that are registered in these, in the order in which people are told of them."""

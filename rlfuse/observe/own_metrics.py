@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rlfuse.config.own_errors import beginning, headline, text, user_traceback
+from rlfuse.config.own_functions import METRICS
 from rlfuse.config.own_modules import load
 from rlfuse.config.schema import Config
-from rlfuse.config.valid_values import METRICS
 from rlfuse.rewards.api.items import Item, item_of_sample, own
 from rlfuse.rewards.api.results import Unreadable, number
 from rlfuse.samples import Reward, Sample

@@ -8,18 +8,21 @@ data, tokenizer -> Ray, slots -> trainer ranks, towers | rollout engines | rewar
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlfuse.algorithms.experience import Experience
 from rlfuse.cluster import placement
 from rlfuse.cluster.nodes import watched
+from rlfuse.config.model_files import copy_files
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import PromptSource, load_prompts
-from rlfuse.data.tokenizers import load_tokenizer
+from rlfuse.data.tokenizers import load_tokenizer, save_tokenizer
 from rlfuse.engines.rollout.engine_actor import engine_actor
 from rlfuse.engines.trainer.families import untrainable
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
@@ -28,24 +31,51 @@ from rlfuse.engines.weights.staging import stagings
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.engines.weights.tower_push import TowerPush
 from rlfuse.errors import ConfigError, DataError, Mistakes
-from rlfuse.fusion.own_policies import load_policy
-from rlfuse.fusion.selection import drawn_at_most
+from rlfuse.fusion.costs import Costs
+from rlfuse.fusion.decisions import Policy, Settings, traits_of
+from rlfuse.fusion.lengths import Lengths
+from rlfuse.fusion.own_policies import load_policy, loaded_policy
+from rlfuse.fusion.rates import Rates
+from rlfuse.fusion.selection import EXACT, Selection, drawn_at_most
+from rlfuse.fusion.tuning import Tuning
 from rlfuse.observe.own_metrics import OwnMetrics
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.summary import summarise
 from rlfuse.progress import part
-from rlfuse.protocols import Engines, NoClips
+from rlfuse.protocols import Engines, NoClips, Trainer
+from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.run import WORKER_IMPORTS, inference
+from rlfuse.run.checkpointing import Checkpointing
 from rlfuse.run.inference import VideoParts
 from rlfuse.run.job import Job, looked_after, recovered, starting, training_steps
 from rlfuse.run.slot_desk import SlotDesk
-from rlfuse.run.starting import SharedDevices, Start, end_all, start_parts, within
-from rlfuse.run.wiring import Loaded, wired
+from rlfuse.run.starting import Facts, SharedDevices, Start, end_all, start_parts, within
 from rlfuse.samples import Prompt
+from rlfuse.simulate.learning import Learning
+from rlfuse.step.advantages import Advantages
+from rlfuse.step.colocation import all_to, to_ranks
 from rlfuse.step.controller import Controller
+from rlfuse.step.draining import Draining
+from rlfuse.step.groups import GroupSource
+from rlfuse.step.protocols import Health
 from rlfuse.video.video_model import VideoModel
 
 RunController = Callable[[Controller, int], Awaitable[None]]
+SHOWN = 10
+TOKEN_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobInputs:
+    """Inputs of a job, loaded and checked before any process starts."""
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    reward: RewardPool
+    prompts: PromptSource
+    held_out: Sequence[Prompt]
+    video_model: VideoModel | None
+    total_steps: int
 
 
 def run(config: Config, run_controller: RunController = Controller.run) -> Path:
@@ -79,7 +109,7 @@ def _attempt(job: Job, run_controller: RunController) -> Path:
     total = training_steps(trainer, prompts.steps_per_epoch)
     log = job.begin(total)
     log.say(report)
-    loaded = Loaded(
+    inputs = JobInputs(
         config=config if video_model is None else inference.with_served_models(config, job.folder),
         tokenizer=tokenizer,
         reward=reward,
@@ -88,18 +118,18 @@ def _attempt(job: Job, run_controller: RunController) -> Path:
         video_model=video_model,
         total_steps=total,
     )
-    seconds = job.carry_out(_run(loaded, job, log, run_controller), log)
+    seconds = job.carry_out(_run(inputs, job, log, run_controller), log)
     summarise(job.folder, config, seconds, job.faults, job.resumed_after, job.label)
     return job.folder
 
 
-async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunController) -> None:
+async def _run(inputs: JobInputs, job: Job, log: RunLog, run_controller: RunController) -> None:
     with log.part("Ray"):
-        slots = await placement.start(loaded.config, WORKER_IMPORTS, job.restart is not None, job.without)
+        slots = await placement.start(inputs.config, WORKER_IMPORTS, job.restart is not None, job.without)
     log.say(slots.told)
-    config = inference.with_transfer(loaded.config, slots.device)
+    config = inference.with_transfer(inputs.config, slots.device)
     rollouts = inference.rollout_handles(config, slots, log.journal.recorder, log.say)
-    video = inference.video_parts(config, loaded.video_model, slots, log.say) if loaded.video_model else None
+    video = inference.video_parts(config, inputs.video_model, slots, log.say) if inputs.video_model else None
     health = looked_after(config, slots, log)
     try:
         start_trainer, shared = _trainer_start(config, slots, video, log), SharedDevices(config, log.say)
@@ -115,7 +145,7 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
                     trainer=partial(shared.start, start_trainer) if gpu else lambda _: start_trainer(),
                     engines=inference.engine_starts(rollouts, config, slots, log.part, lambda: shared.rollout),
                     towers=[within(log.part("encoder ranks"), video.clips.start)] if video else [],
-                    rewards=[within(log.part("rewards"), loaded.reward.start, slots)],
+                    rewards=[within(log.part("rewards"), inputs.reward.start, slots)],
                     part=log.part,
                 ),
                 occupants,
@@ -129,10 +159,10 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
             tower=_tower_push(config, started.trainer, video, log),
         )
         controller = await wired(
-            dataclasses.replace(loaded, config=config),
+            replace(inputs, config=config),
             job,
             log,
-            engines=Engines(rollouts, loaded.reward, started.trainer, weights, video.clips if video else NoClips()),
+            engines=Engines(rollouts, inputs.reward, started.trainer, weights, video.clips if video else NoClips()),
             costs=inference.starting_costs(config, started.engine_facts, slots),
             facts=started.trainer_facts,
             health=health,
@@ -142,7 +172,7 @@ async def _run(loaded: Loaded, job: Job, log: RunLog, run_controller: RunControl
     finally:
         health.close()
         encoders = [video.clips.close()] if video else []
-        await end_all([loaded.reward.close(), *(handle.stop() for handle in rollouts), *encoders])
+        await end_all([inputs.reward.close(), *(handle.stop() for handle in rollouts), *encoders])
 
 
 def _trainer_start(config: Config, slots: placement.Slots, video: VideoParts | None, log: RunLog) -> Start:
@@ -188,3 +218,125 @@ def check_enough(config: Config, source: PromptSource) -> None:
             f"fusion.excess={fusion.excess:g}), and an epoch of data.train_files has {there} in whole batches. "
             f"Add data, lower {lower}, or set fusion.data=exact."
         )
+
+
+async def wired(
+    inputs: JobInputs, job: Job, log: RunLog, *, engines: Engines, costs: Costs, facts: Facts, health: Health
+) -> Controller:
+    """Build the controller, load the checkpoint. `costs`: until the run has measured its own; `facts`: for the log."""
+    config, prompts, recorder = inputs.config, inputs.prompts, log.journal.recorder
+    experience, lengths = Experience(config, inputs.reward.entries), Lengths(config.data.max_response_length)
+    selection = Selection(config.fusion.data, config.fusion.excess, config.data.train_batch_size, prompts)
+    kept = dict(prompts=prompts, kl=experience.kl, selection=selection, lengths=lengths, rewards=experience.normaliser)
+    _restore(kept, job, selection, log.say)
+
+    def state(_: int) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in kept.items()} | {"label": log.metrics.label_so_far()}
+
+    tuning = _tuning(config, job, engines, costs, lengths, log.say)
+    log.attach([*engines.recorded, draining := Draining(engines, tuning, log.say)], facts, lambda: prompts.epoch)
+    groups = GroupSource(
+        config=config,
+        engines=engines,
+        prompts=prompts,
+        selection=selection,
+        recorder=recorder,
+        held_out=inputs.held_out,
+        say=log.say,
+    )
+    controller = Controller(
+        config=config,
+        engines=engines,
+        policy=_policy(config, experience, log),
+        groups=groups,
+        advantages=Advantages(
+            experience=experience, groups=groups, metrics=log.metrics, failures=log.failures, recorder=recorder
+        ),
+        tuning=tuning,
+        draining=draining,
+        journal=log.journal,
+        metrics=log.metrics,
+        checkpoints=_checkpointing(inputs, job, log, engines.trainer, state, facts),
+        stopping=log.stopping,
+        total_steps=inputs.total_steps,
+        health=health,
+        say=log.say,
+    )
+    with log.part("trial checkpoint"):
+        await controller.checkpoints.rehearse()
+    if job.checkpoint is not None:
+        with log.part("loading the checkpoint"):
+            await all_to(to_ranks, engines.rollout, engines.trainer)  # the push that follows gives engines the devices
+            await engines.trainer.load(job.checkpoint)
+        log.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
+    return controller
+
+
+def _restore(kept: Mapping[str, Any], job: Job, selection: Selection, say: Callable[[str], None]) -> None:
+    if job.checkpoint is None:
+        return
+    for name, stateful in kept.items():
+        stateful.load_state_dict(job.state[name])
+    if selection.data == EXACT and (rows := selection.set_aside):
+        first = ", ".join(map(str, rows[:SHOWN])) + (", ..." if len(rows) > SHOWN else "")
+        say(
+            f"{len(rows)} prompts that were set aside before the checkpoint are skipped until the next epoch, because "
+            f"fusion.data=exact draws new prompts only (rows {first} of data.train_files). Resume with "
+            "fusion.data=over_sampling or tail_batching to draw them."
+        )
+
+
+def _tuning(
+    config: Config, job: Job, engines: Engines, costs: Costs, lengths: Lengths, say: Callable[[str], None]
+) -> Tuning:
+    slots = len(engines.rollout)
+    rates = Rates(slots, job.drained, job.returning, measured=not config.trainer.deterministic)
+    return Tuning(costs, lengths, _settings(config, engines.trainer), rates, Learning(config, slots, say))
+
+
+def _checkpointing(
+    inputs: JobInputs,
+    job: Job,
+    log: RunLog,
+    trainer: Trainer,
+    state: Callable[[int], dict[str, Any]],
+    facts: Facts,
+) -> Checkpointing:
+    model = inputs.video_model
+
+    async def save(folder: Path, weights: bool) -> None:
+        await (trainer.save if weights else trainer.describe)(folder)
+        save_tokenizer(inputs.tokenizer, folder / "actor" / "huggingface")
+        if model is not None and weights:
+            await asyncio.to_thread(model.complete, folder / "actor" / "huggingface")
+        elif model is not None:
+            copy_files(model.folder, folder)
+
+    return Checkpointing(
+        log,
+        inputs.config,
+        start=job.state["step"],
+        save=save,
+        state=state,
+        parameters=sum(map(sum, facts["parameters"].values())),
+    )
+
+
+def _policy(config: Config, experience: Experience, log: RunLog) -> Policy:
+    policy = loaded_policy(config.fusion.policy)
+    if traits_of(policy).trains_early and (why := experience.why_late()):
+        log.say(why)
+    return policy
+
+
+def _settings(config: Config, trainer: Trainer) -> Settings:
+    fusion, unlimited = config.fusion, Settings()
+    credit = unlimited.credit_tokens if fusion.credit_mb is None else int(fusion.credit_mb * 2**20 / TOKEN_BYTES)
+    return Settings(
+        credit_samples=fusion.credit_samples or unlimited.credit_samples,
+        credit_tokens=max(1, credit),
+        lockstep=trainer.lockstep,
+        lockstep_backward=trainer.lockstep_backward,
+        pipelined=trainer.pipelined,
+        prefill_share=0.5 if config.rollout.disaggregate == "on" else 0.0,  # until costs are measured
+    )

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rlfuse.cluster import cuda, nodes, placement
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.own_functions import replaced
-from rlfuse.config.schema import Config, RolloutConfig
-from rlfuse.config.video import VideoConfig
+from rlfuse.config.schema import Config, RolloutConfig, VideoConfig
 from rlfuse.data.clips import ClipReader
 from rlfuse.engines.rollout.engine_actor import engine_actor
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle

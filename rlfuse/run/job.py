@@ -11,7 +11,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,20 @@ from rlfuse import clock
 from rlfuse.cluster import placement
 from rlfuse.cluster.remote import is_death
 from rlfuse.cluster.watchdog import watching
-from rlfuse.config.changes import Change
-from rlfuse.config.run_groups import TrainerConfig
-from rlfuse.config.schema import Config
-from rlfuse.config.secrets import hidden, hidden_text
+from rlfuse.config.schema import Config, TrainerConfig
+from rlfuse.config.secrets import hidden_text
 from rlfuse.errors import EngineError, NodeLeft, WorkerLost, first_of
 from rlfuse.events import Span
-from rlfuse.files import RowFile, write_whole
+from rlfuse.files import write_whole
 from rlfuse.fusion.selection import EXACT
 from rlfuse.health.agent import agents
 from rlfuse.health.monitor import Monitor
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.progress import timed
-from rlfuse.run import refusals
-from rlfuse.run.acceptance import NothingToDo, RunRefused, accept, note_inputs
+from rlfuse.run.resume import messages
+from rlfuse.run.resume.acceptance import NothingToDo, RunRefused, accept
+from rlfuse.run.resume.changes import Change, record, resolved
 from rlfuse.run_folder import checkpoints, status
 from rlfuse.run_folder.run_lock import RunLock
 from rlfuse.step.protocols import NoHealth
@@ -78,15 +77,14 @@ class Job:
         """Open the run folder's log. NothingToDo if no step is left; RunRefused if another process began it."""
         step, state = self.state["step"], status.read(self.folder)
         if step > total_steps or (step == total_steps and state is not None and state.state == "finished"):
-            raise NothingToDo(self.folder, refusals.long_enough(self.config, step, total_steps))
-        resolved = hidden(dataclasses.asdict(self.config))
+            raise NothingToDo(self.folder, messages.long_enough(self.config, step, total_steps))
+        settings = resolved(self.config)
         self._lock_folder()
         name = f"{self.config.trainer.project_name}/{self.config.trainer.experiment_name}"
         status.begin(self.folder, name, self.started, total_steps, self.state.get("label", ""))
-        _note_changes(self.folder, self.state["step"], self.changes)
-        note_inputs(self.folder, self.state["step"], self.inputs)
-        write_whole(self.folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
-        log = RunLog(self.config, resolved, self.folder, total_steps, self.state["step"], self.faults, self.label,
+        record(self.folder, self.state["step"], self.changes, self.inputs)
+        write_whole(self.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+        log = RunLog(self.config, settings, self.folder, total_steps, self.state["step"], self.faults, self.label,
                      self.lock.check)  # fmt: skip
         if self.restart is not None:
             self.restart.end = clock.now()
@@ -104,7 +102,7 @@ class Job:
             return self.lock.check()
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.lock.acquire(self.folder):
-            raise RunRefused(refusals.goes_on(self.folder))
+            raise RunRefused(messages.in_use(self.folder))
         if checkpoints.written(self.folder) != self.found:
             self.lock.release()
             raise RunRefused(
@@ -137,14 +135,6 @@ class Job:
         return clock.now() - self.began
 
 
-def _note_changes(folder: Path, step: int, changes: Sequence[Change]) -> None:
-    path = folder / "changes.jsonl"
-    if not changes and not path.exists():
-        return
-    with closing(RowFile(path, keep=lambda row: row["step"] <= step)) as file:
-        file.append({"step": step, "key": each.key, "was": each.was, "is": each.now} for each in changes)
-
-
 @contextmanager
 def noting_the_end(job: Job) -> Iterator[None]:
     """Write the final status and release the lock after all attempts. RunError if the folder was lost."""
@@ -175,10 +165,10 @@ def _state(error: BaseException | None) -> str:
 
 
 def open_job(config: Config) -> Job:
-    """What `rlfuse.run.acceptance.accept` makes of it, ready to begin; raises what that raises."""
+    """Return the accepted job, ready to begin; raises what `accept` raises."""
     accepted = accept(config)
-    if accepted.told:
-        print(accepted.told, flush=True)
+    if accepted.message:
+        print(accepted.message, flush=True)
     state = checkpoints.read_state(accepted.checkpoint) if accepted.checkpoint else {"step": 0}
     started = time.time()
     config = accepted.config

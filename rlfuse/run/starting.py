@@ -1,16 +1,11 @@
-"""Starts the parts of a job: concurrently on CPU hosts, and on GPUs if the memory plan has room for all of them.
+"""Start the parts of a job: concurrently on CPU hosts, and on GPUs if the memory plan has room for all of them.
 
-Role: `rlfuse.run.build` starts a job's parts here, `rlfuse.tools.evaluation.answering` those that answer without a
-trainer of weights. Waits for all of them; the first failure ends the wait and is raised, the caller stops the rest.
+vLLM fails if another process releases memory while it measures the size of its KV cache. On GPUs engines therefore
+start after the ranks have left the devices, unless both fit and the size of the cache is given. The first failure ends
+the wait and is raised; the caller stops the rest. Reward models share the memory that engines leave:
 
-vLLM requires that its share of the device is free, and fails if another process releases memory while it measures how
-large its KV cache can be. On GPUs engines therefore start after the ranks have left the devices, unless engine and rank
-both fit and the size of the cache is given, so that vLLM measures nothing. Reward models share what engines leave:
-
-    taking turns   trainer ranks, towers --> ranks leave the devices --> rollout engines --> rewards
+    alternating    trainer ranks, towers --> ranks leave the devices --> rollout engines --> rewards
     both fit       trainer ranks have met --> their models, towers | rollout engines --> rewards
-
-Ranks time their devices while nothing else uses them.
 """
 
 from __future__ import annotations

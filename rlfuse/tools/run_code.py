@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlfuse.config.declare import names_function
+from rlfuse.config.own_functions import FAMILY
 from rlfuse.config.rewards import JUDGE, is_model
-from rlfuse.config.valid_values import FAMILY, names_function
 from rlfuse.errors import RunError
 
 SHIPPED = re.compile(r"rlfuse\.(tasks|rewards\.verifiers)(\.[a-z]\w*)+")

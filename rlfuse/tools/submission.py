@@ -23,7 +23,7 @@ from rlfuse.cluster.worker_environment import MODULES, SUBMITTED
 from rlfuse.config.compose import compose_job, read_command, to_config
 from rlfuse.config.facts import Facts
 from rlfuse.errors import ConfigError, UserError
-from rlfuse.run.acceptance import named
+from rlfuse.run.resume.acceptance import named
 from rlfuse.tools.job_package import Package, pack
 from rlfuse.user_folders import home
 

@@ -22,7 +22,7 @@ from calibration_transfer import GRPO, JOBS, LONG, make
 from scipy.stats import spearmanr
 
 from rlfuse.config.checks import value_of
-from rlfuse.config.documentation import as_typed
+from rlfuse.config.declare import as_typed
 from rlfuse.config.facts import Facts
 from rlfuse.engines.memory.model_sizes import shapes_of
 from rlfuse.engines.memory.remedies import Setting

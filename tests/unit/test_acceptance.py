@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from rlfuse.config.compose import compose_job, conf_folder
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
-from rlfuse.run.acceptance import NothingToDo, RunRefused, accept
 from rlfuse.run.job import open_job, recovered
+from rlfuse.run.resume.acceptance import NothingToDo, RunRefused, accept
 from rlfuse.run_folder import checkpoints, run_lock, status
 from rlfuse.run_folder.run_lock import RunLock
 
@@ -106,7 +106,7 @@ def test_a_finished_run_goes_on_when_it_is_to_be_longer_and_only_then(config):
     assert [change.key for change in accepted.changes] == ["actor.optim.lr", "trainer.total_training_steps"]
     with pytest.raises(NothingToDo, match="nothing to do"):
         accept(changed(config, trainer__total_training_steps=3))
-    with pytest.raises(RunRefused, match=r"finished after 4 steps, so that no change .* would take effect") as error:
+    with pytest.raises(RunRefused, match=r"finished after 4 steps, so these changes would have no effect") as error:
         accept(changed(config, actor__optim__lr=1e-3))
     assert "actor.optim.lr  1e-06 -> 0.001" in str(error.value)
     assert "train longer with them  rlfuse train ... trainer.experiment_name=mine trainer.total" in str(error.value)
@@ -121,7 +121,7 @@ def test_epochs_are_judged_once_the_data_is_there(config):
         accept(by_epochs)
     job = open_job(changed(by_epochs, trainer__total_epochs=2))
     before = (job.folder / "config.yaml").read_text()
-    with pytest.raises(NothingToDo, match="is after step 4 already, and 3 are asked for"):
+    with pytest.raises(NothingToDo, match="has completed 4 steps already, and the job has 3"):
         job.begin(3)
     assert (job.folder / "config.yaml").read_text() == before
     begin_and_end(job, 8)
@@ -131,7 +131,7 @@ def test_epochs_are_judged_once_the_data_is_there(config):
 def test_a_run_that_died_at_its_end_is_closed_by_the_same_command(config):
     leave(config, 4, state="failed")
     assert accept(config).checkpoint.name == "global_step_4"
-    with pytest.raises(NothingToDo, match="after step 4 already, and 3 are asked for"):
+    with pytest.raises(NothingToDo, match="has completed 4 steps already, and the job has 3"):
         accept(changed(config, trainer__total_training_steps=3))
 
 
@@ -143,7 +143,7 @@ def test_what_may_not_change_is_refused_with_the_command_for_either(config, unto
     with pytest.raises(RunRefused) as error:
         accept(changed(config, algorithm__adv_estimator="gae", data__seed=3, actor__optim__lr=1.0))
     lines = str(error.value).splitlines()
-    assert lines[0] == f"{folder} holds a run with other settings, which it can't go on with. Nothing was touched."
+    assert lines[0] == f"{folder} holds a run with other settings, with which it can't resume. Nothing was changed."
     assert [" ".join(line.split()[:4]) for line in lines[1:7] if "->" in line] == [
         "algorithm.adv_estimator grpo -> gae",
         "data.seed 1 -> 3",
@@ -176,7 +176,7 @@ def test_accepted_changes_are_told_kept_and_recorded(config, capsys):
     folder = leave(config, 2, state="stopped")
     job = open_job(changed(config, actor__optim__lr=1e-3, data__train_batch_size=32))
     said = capsys.readouterr().out
-    assert f"goes on from {folder}/global_step_2 with settings that differ" in said
+    assert f"resumes from {folder}/global_step_2 with settings that differ" in said
     assert "  take effect, but before and after are then no longer one experiment:\n    data.train_batch_size" in said
     assert "start another run: rlfuse train ... trainer.experiment_name=mine-2" in said
     assert not (folder / "changes.jsonl").exists()
@@ -187,7 +187,7 @@ def test_accepted_changes_are_told_kept_and_recorded(config, capsys):
         {"step": 2, "key": "actor.optim.lr", "was": 1e-6, "is": 1e-3},
     ]
     assert yaml.safe_load((folder / "config.yaml").read_text())["actor"]["optim"]["lr"] == 1e-3
-    assert accept(changed(config, actor__optim__lr=1e-3, data__train_batch_size=32)).told == ""
+    assert accept(changed(config, actor__optim__lr=1e-3, data__train_batch_size=32)).message == ""
 
 
 @pytest.mark.slow
@@ -215,10 +215,10 @@ def test_settings_that_could_not_be_compared_are_told_once(config, capsys):
     folder = leave(config, 2, state="stopped")
     (folder / "config.yaml").unlink()
     job = open_job(config)
-    told = f"{folder} has no config.yaml that can be read"
+    told = f"{folder} has no readable config.yaml"
     assert capsys.readouterr().out.count(told) == 1
     begin_and_end(job, 4)
-    assert told not in accept(config).told
+    assert told not in accept(config).message
 
 
 def test_a_checkpoint_that_is_named_is_compared_too(config):
@@ -226,7 +226,7 @@ def test_a_checkpoint_that_is_named_is_compared_too(config):
     of = changed(config, trainer__resume_mode=str(folder / "global_step_2"), trainer__experiment_name="other")
     accepted = accept(of)
     assert accepted.changes == () and accepted.config.run_folder.name == "other"
-    with pytest.raises(RunRefused, match=r"go on from it .*model.dtype=bfloat16") as error:
+    with pytest.raises(RunRefused, match=r"resume it .*model.dtype=bfloat16") as error:
         accept(changed(of, model__dtype="float32"))
     assert error.match("trainer.experiment_name=other-?2? trainer.resume_mode=auto")
 
@@ -236,7 +236,7 @@ def test_a_checkpoint_of_another_run_does_not_write_over_the_run_of_a_folder(con
     folder = leave(changed(other, actor__optim__lr=1e-2), 4)
     untouched()
     path = source / "global_step_2"
-    with pytest.raises(RunRefused, match="global_step_2 is a checkpoint of another") as error:
+    with pytest.raises(RunRefused, match="global_step_2 is of another run") as error:
         accept(changed(other, trainer__resume_mode=str(path)))
     assert error.match(f"{folder} holds a run already(.|\n)*=other trainer.resume_mode=auto(.|\n)*=other-2")
     assert accept(changed(config, trainer__resume_mode=f"{source}/../mine/global_step_2")).checkpoint, "its own"
@@ -272,7 +272,7 @@ def test_commands_can_be_pasted_for_sweeps_and_verls_names(config, monkeypatch):
 def test_a_used_folder_without_a_checkpoint_is_refused(config, untouched):
     leave(config, 2, state="stopped")
     untouched()
-    with pytest.raises(RunRefused, match=r"resume_mode=disable finds nothing(.|\n)*resume_mode=auto(.|\n)*mine-2"):
+    with pytest.raises(RunRefused, match=r"resume_mode=disable does not resume it(.|\n)*resume_mode=auto(.|\n)*mine-2"):
         accept(changed(config, trainer__resume_mode="disable"))
 
 
@@ -282,7 +282,7 @@ def test_a_run_that_goes_on_elsewhere_is_not_joined(config, monkeypatch):
     assert lock.acquire(folder)
     job = open_job(changed(config, trainer__experiment_name="free"))
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    with pytest.raises(RunRefused, match=f"goes on: process {os.getpid()} on .*rlfuse watch .*mine"):
+    with pytest.raises(RunRefused, match=f"in progress: process {os.getpid()} on .*rlfuse watch .*mine"):
         accept(config)
     with pytest.raises(RunRefused):
         dataclasses.replace(job, folder=folder).begin(4)  # accepted before the other began
@@ -300,13 +300,13 @@ def test_of_two_that_begin_at_once_one_does(config):
             job.begin(4)
             told.put("begun")
         except RunRefused as error:
-            told.put("goes on" if "a run that goes on" in str(error) else str(error))
+            told.put("in use" if "a run in progress" in str(error) else str(error))
         both.wait()  # neither has ended before
 
     processes = [multiprocessing.get_context("fork").Process(target=begin, args=(job,)) for job in jobs]
     for process in processes:
         process.start()
-    assert sorted(told.get(timeout=30) for _ in processes) == ["begun", "goes on"]
+    assert sorted(told.get(timeout=30) for _ in processes) == ["begun", "in use"]
     for process in processes:
         process.join()
 
@@ -337,7 +337,7 @@ def test_without_a_name_the_last_run_of_the_same_configuration_goes_on(config, c
     other = leave(changed(config, trainer__experiment_name="later", actor__optim__lr=1e-3), 2, state="stopped")
     accepted = accept(changed(unnamed, trainer__save_freq=7))
     assert accepted.config.run_folder == folder and accepted.checkpoint == folder / "global_step_2"
-    assert f"{folder} is the last run of this configuration: it goes on (" in capsys.readouterr().out
+    assert f"{folder} is the last run of this configuration and resumes" in capsys.readouterr().out
     assert accept(changed(unnamed, actor__optim__lr=1e-3)).config.run_folder == other
     another_job = accept(changed(unnamed, trainer__job_name="another")).config
     assert another_job.trainer.experiment_name.startswith("another-grpo-")
@@ -366,7 +366,7 @@ def test_without_a_name_a_run_that_can_not_go_on_is_left_alone(config):
 @pytest.mark.slow
 def test_a_name_that_nothing_came_of_is_given_back(tmp_path):
     program = f"""
-from rlfuse.run.acceptance import accept
+from rlfuse.run.resume.acceptance import accept
 from rlfuse.config.schema import Config
 config = Config()
 config.model.path, config.trainer.default_local_dir = "somewhere", {str(tmp_path)!r}
@@ -378,5 +378,5 @@ print(accept(config).config.run_folder.exists())
 
 def test_a_folder_that_can_not_be_made_names_its_key(config, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"trainer.default_local_dir: .*/file/.* can't be made"):
+    with pytest.raises(ConfigError, match=r"trainer.default_local_dir: .*/file/.* can't be created"):
         accept(changed(config, trainer__experiment_name=None, trainer__default_local_dir=str(tmp_path / "file")))

@@ -1,13 +1,14 @@
-"""The table of what may change in a run that is resumed: every key of the schema stands in one class of it."""
+"""The effect of each changed key on resume."""
 
 import dataclasses
-from collections import Counter
 
 import pytest
 
-from rlfuse.config.changes import TABLE, Effect, abbreviated, differences, rule
+from rlfuse.config.declare import Effect
 from rlfuse.config.documentation import by_name
 from rlfuse.config.schema import Config
+from rlfuse.run.resume.changes import differences
+from rlfuse.run.resume.messages import _short
 
 OTHER = {"bool": True, "int": 7, "float": 0.125, "str": "other", "list": ["other"], "dict": {"other": 1}}
 
@@ -31,23 +32,12 @@ def other(key):
 
 
 @pytest.mark.parametrize("key", by_name())
-def test_every_key_is_in_one_class_and_a_change_of_it_is_judged_by_that(key):
-    effect, reason = rule(key)
-    assert [
-        effect for effect, _, names in TABLE if any(key == n or key.startswith(n + ".") for n in names.split())
-    ] == [effect], "one entry of the table"
-    now = other(key)
+def test_a_change_of_every_key_has_the_declared_effect(key):
+    declared, now = by_name()[key].resume, other(key)
     (change,) = differences(config(), config(**{key.replace(".", "__"): now}))
-    if key == "algorithm.adv_estimator":
-        effect, reason = Effect.FIXED, "with a critic or without: the checkpoint is of the other"
+    expected = declared.sometimes if key == "algorithm.adv_estimator" else declared
     assert (change.key, change.was, change.now) == (key, by_name()[key].default, now)
-    assert (change.effect, change.reason) == (effect, reason)
-
-
-def test_no_entry_of_the_table_is_of_no_key_and_none_is_twice():
-    names = Counter(name for _, _, names in TABLE for name in names.split())
-    assert {name for name in names if not any(key == name or key.startswith(name + ".") for key in by_name())} == set()
-    assert set(names.values()) == {1}
+    assert (change.effect, change.resume.reason) == (expected.effect, expected.reason)
 
 
 @pytest.mark.parametrize(
@@ -92,4 +82,4 @@ def test_an_older_run_has_defaults_and_the_same_file_has_one_name(tmp_path, monk
 
 
 def test_a_long_value_is_shown_by_its_ends():
-    assert abbreviated([1, None]) == "[1,null]" and len(abbreviated("x" * 100)) <= 60
+    assert _short([1, None]) == "[1,null]" and len(_short("x" * 100)) <= 60

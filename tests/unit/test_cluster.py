@@ -18,17 +18,17 @@ from rlfuse.cluster import joining, placement, process_logs
 from rlfuse.cluster.nodes import Node, answers, choose, device_of, lost_message
 from rlfuse.cluster.remote import explain
 from rlfuse.cluster.worker_environment import clear_launcher_variables
-from rlfuse.config.changes import Effect, differences
 from rlfuse.config.checks import check
+from rlfuse.config.declare import Effect
 from rlfuse.config.facts import Facts
-from rlfuse.config.schema import Config
-from rlfuse.config.video import VideoConfig
+from rlfuse.config.schema import Config, VideoConfig
 from rlfuse.engines.trainer.passes import RankCall
 from rlfuse.engines.vllm.setup import rollout_env
 from rlfuse.errors import ConfigError, EngineError, EngineLost
 from rlfuse.events import Span
 from rlfuse.run.inference import decoders_elsewhere
 from rlfuse.run.job import open_job
+from rlfuse.run.resume.changes import differences
 from rlfuse.tools.planning.tables import placements
 from rlfuse.train import reported
 

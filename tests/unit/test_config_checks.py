@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import subprocess
 import sys
@@ -6,9 +7,9 @@ import sys
 import pytest
 
 from rlfuse.config.checks import check
+from rlfuse.config.documentation import keys
 from rlfuse.config.facts import Facts, read_facts
 from rlfuse.config.schema import Config
-from rlfuse.config.valid_values import RANGES
 from rlfuse.errors import ConfigError, DataError, Mistakes
 
 
@@ -260,11 +261,15 @@ def test_stages_that_do_not_divide_a_vocabulary_do_not_share_its_head(vocabulary
     assert check(config, Facts(1024, 16, vocabulary=64)) == []
 
 
-@pytest.mark.parametrize("name", sorted(RANGES))
-def test_every_range_refuses_and_names_the_key(name):
-    config = sound()
-    change(config, name, -7)
-    assert any(problem.startswith(f"{name}=-7: must be {RANGES[name]}") for problem in check(config, Facts()))
+@pytest.mark.parametrize("key", [key for key in keys() if key.range], ids=lambda key: key.name)
+def test_a_number_out_of_range_is_refused_with_its_range(key):
+    below = key.above if key.above is not None else key.at_least - 1 - 2 * key.or_minus_one
+    above = [] if key.at_most is None else [key.at_most + 1]
+    for value in [below, *above, *([math.nan, math.inf] if key.type.startswith("float") else [])]:
+        config, refusal = sound(), f"{key.name}={value}: must be {key.limits}; "
+        change(config, key.name, value)
+        [problem] = [each for each in check(config, Facts()) if each.startswith(refusal)]
+        assert problem.removeprefix(refusal) == (key.remedy or f"the default is {key.name}={key.default_text}")
 
 
 def test_all_problems_are_reported_together_and_numbered():

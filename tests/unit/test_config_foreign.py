@@ -16,7 +16,8 @@ from rlfuse.cli import MODULES
 from rlfuse.config import foreign
 from rlfuse.config.checks import check
 from rlfuse.config.compose import compose_job, read_command
-from rlfuse.config.documentation import as_typed, by_name
+from rlfuse.config.declare import as_typed
+from rlfuse.config.documentation import by_name
 from rlfuse.config.facts import Facts
 from rlfuse.config.foreign import NO_COUNTERPART, NO_COUNTERPART_WORDS, SAME_NAME, VERL, VERL_LEAVES, counterpart
 from rlfuse.config.keys import explain_override, fits

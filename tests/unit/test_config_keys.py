@@ -6,11 +6,11 @@ import pytest
 
 from rlfuse.config import foreign
 from rlfuse.config.compose import compose_job, read_command
-from rlfuse.config.documentation import by_name, keys
-from rlfuse.config.help import COLUMNS, help_text, print_help
+from rlfuse.config.declare import SAVING, declared
+from rlfuse.config.declare import key as declare
+from rlfuse.config.documentation import COLUMNS, by_name, help_text, keys, print_help
 from rlfuse.config.keys import explain_override, explain_value, is_free, nearest
 from rlfuse.config.schema import Config
-from rlfuse.config.valid_values import CHOICES, RANGES
 
 
 def test_every_key_is_documented_and_the_list_stays_short():
@@ -38,13 +38,23 @@ def test_help_fits_the_columns_and_narrows_to_words():
     assert "actor.optim.lr_warmup_steps" in out.getvalue() and "rollout.n" not in out.getvalue()
 
 
-def test_checks_name_only_existing_keys():
-    assert set(CHOICES) | set(RANGES) <= set(by_name())
-    for name, words in CHOICES.items():
-        default = by_name()[name].default
-        assert set(default if isinstance(default, list) else [default]) <= {*words, *[None] * by_name()[name].optional}
-    numbers = {key.name for key in keys() if key.type.split(" ")[0] in ("int", "float")}
-    assert numbers == set(RANGES), "every number has a valid range"
+def test_defaults_are_valid_and_every_number_has_a_range():
+    for each in keys():
+        if each.choices:
+            default = each.default if isinstance(each.default, list) else [each.default]
+            assert set(default) <= {*each.names, *[None] * each.optional}
+        assert bool(each.range) == (each.type.split(" ")[0] in ("int", "float")), each.name
+        assert not each.range or (each.optional and each.default is None) or each.in_range(each.default)
+
+
+def test_a_key_without_documentation_or_effect_on_resume_cannot_be_declared():
+    with pytest.raises(TypeError, match="resume"):
+        declare(1)
+    bare = dataclasses.make_dataclass("Bare", [("k", int, declare(1, SAVING))])
+    with pytest.raises(TypeError, match=r"^k has no documentation; add a string below the field"):
+        declared(bare)
+    with pytest.raises(TypeError, match=r"^k is no declared key; write it as key\("):
+        declared(dataclasses.make_dataclass("Plain", [("k", int, 1)]))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from rlfuse.data.rows import read_rows
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.errors import OK, USER_ERROR, DataError
 from rlfuse.rewards.api.items import item_of_sample
-from rlfuse.run.acceptance import NothingToDo, accept
+from rlfuse.run.resume.acceptance import NothingToDo, accept
 from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
 from rlfuse.tools.evaluation import replay
 from rlfuse.tools.evaluation.reward_table import score_items

@@ -45,7 +45,7 @@ PRIVATE = {
     "rlfuse.engines.fsdp2": r"torch\.distributed\.(fsdp|tensor|device_mesh)\b",
 }
 """Trainer backend -> names of its library."""
-STAGE_KEY = {f"rlfuse.config.{name}" for name in ("schema", "valid_values", "parallelism", "changes", "foreign")}
+STAGE_KEY = {f"rlfuse.config.{name}" for name in ("schema", "parallelism", "foreign")}
 """Declare, check and translate `actor.zero_stage`, and judge whether it may change."""
 OF_DEEPSPEED = {
     "rlfuse.run.worker_imports",  # loads it once for all ranks
@@ -169,7 +169,6 @@ BACKEND_NAMES = {
             "config.foreign": "keys of other frameworks",
             "config.quantization": "values of rollout.quantization, reported with the other keys'",
             "config.schema": "a default",
-            "config.valid_values": "values of keys",
             "engines.memory.estimate": "the argument by which an engine's activations are counted",
             "engines.rollout.engine_actor": "the table of backends",
             "observe.summary": "versions of the packages",

@@ -7,9 +7,9 @@ import shutil
 import pytest
 from test_acceptance import changed, config, leave  # noqa: F401
 
-from rlfuse.config.changes import Effect
-from rlfuse.run.acceptance import NothingToDo, RunRefused, accept
+from rlfuse.config.declare import Effect
 from rlfuse.run.job import open_job
+from rlfuse.run.resume.acceptance import NothingToDo, RunRefused, accept
 from rlfuse.run_folder import checkpoints
 
 WEIGHTS = bytes(range(256)) * 1024
@@ -62,9 +62,9 @@ def recorded(folder):
 def test_a_reward_edited_in_place_is_told_like_another_setting(config, reward, capsys):  # noqa: F811
     folder = begun(config, 2)
     assert [(row["step"], row["input"]) for row in recorded(folder)] == [(0, str(reward))], "rlfuse's own is not kept"
-    assert accept(config).told == ""
+    assert accept(config).message == ""
     os.utime(reward)
-    assert accept(config).told == "", "written again as it was"
+    assert accept(config).message == "", "written again as it was"
     reward.write_text(reward.read_text().replace("1.0", "2.0"))
     job = open_job(config)
     said = capsys.readouterr().out
@@ -73,18 +73,25 @@ def test_a_reward_edited_in_place_is_told_like_another_setting(config, reward, c
     assert "no longer one experiment" in said and "another run: rlfuse train ... trainer.experiment_name=mine-2" in said
     begin_and_end(job)
     assert [row["step"] for row in recorded(folder)] == [0, 2] and not (folder / "changes.jsonl").exists()
-    assert accept(config).told == "", "said once"
+    assert accept(config).message == "", "said once"
 
 
-def test_a_loss_of_ones_own_edited_in_place_is_told_too(config, reward, tmp_path):  # noqa: F811
-    file = tmp_path / "loss.py"
-    file.write_text("def mine(log_probs, advantages, mask):\n    return log_probs\n")
-    config.actor.loss_mode = f"{file}:mine"
+@pytest.mark.parametrize(
+    ("key", "code", "edited"),
+    [
+        ("actor__loss_mode", "def mine(log_probs, advantages, mask):\n    return log_probs\n", "another loss"),
+        ("model__video_family", "class mine: ...\n", "how clips are encoded"),
+    ],
+)
+def test_other_custom_code_edited_in_place_is_reported_too(config, reward, tmp_path, key, code, edited):  # noqa: F811
+    file = tmp_path / "custom.py"
+    file.write_text(code)
+    config = changed(config, **{key: f"{file}:mine"})
     folder = begun(config, 2)
     assert str(file) in [row["input"] for row in recorded(folder)]
-    file.write_text(file.read_text().replace("return log_probs", "return -log_probs"))
-    told = accept(config).told
-    assert str(file) in told and "edited: another loss" in told
+    file.write_text(code + "\n")
+    message = accept(config).message
+    assert str(file) in message and f"edited: {edited}" in message and "no longer one experiment" in message
 
 
 def test_a_metric_edited_in_place_leaves_the_experiment_what_it_was(config, reward, tmp_path):  # noqa: F811
@@ -93,7 +100,7 @@ def test_a_metric_edited_in_place_leaves_the_experiment_what_it_was(config, rewa
     config.trainer.metrics = [f"{file}:longest"]
     assert str(file) in [row["input"] for row in recorded(begun(config, 2))]
     file.write_text(file.read_text().replace("1", "2"))
-    told = accept(config).told
+    told = accept(config).message
     assert str(file) in told and "edited: what is logged" in told and "no longer one experiment" not in told
 
 
@@ -103,9 +110,9 @@ def test_who_goes_back_has_the_reward_of_then(config, reward):  # noqa: F811
     reward.write_text(first.replace("1.0", "2.0"))
     begin_and_end(open_job(config))
     back = changed(config, trainer__resume_mode=str(folder / "global_step_2"))
-    assert "edited" in accept(back).told
+    assert "edited" in accept(back).message
     reward.write_text(first)
-    assert accept(back).told == "" and "edited" in accept(config).told
+    assert accept(back).message == "" and "edited" in accept(config).message
     begin_and_end(open_job(back))
     assert [row["step"] for row in recorded(folder)] == [0], "of the steps that are abandoned nothing is left"
 
@@ -116,7 +123,7 @@ def test_a_finished_run_says_that_its_reward_was_edited_since(config, reward):  
     with pytest.raises(NothingToDo):
         accept(config)
     reward.write_text("")
-    with pytest.raises(RunRefused, match=r"no change of its settings would take effect(.|\n)*mine.py .* edited: "):
+    with pytest.raises(RunRefused, match=r"these changes would have no effect(.|\n)*mine.py .* edited: "):
         accept(config)
 
 
@@ -127,17 +134,20 @@ def test_a_model_that_was_moved_goes_on_with_a_line_and_another_is_refused(confi
     (tmp_path / "first").rename(tmp_path / "moved")
     accepted = accept(moved := changed(config, **{f"{key}__path": str(tmp_path / "moved")}))
     [change] = accepted.changes
-    assert (change.key, change.effect) == (f"{key}.path", Effect.BESIDE)
-    assert f"{key}.path" in accepted.told and "moved, or copied: the same config.json and weights of" in accepted.told
+    assert (change.key, change.effect) == (f"{key}.path", Effect.IMMEDIATE)
+    assert (
+        f"{key}.path" in accepted.message
+        and "moved, or copied: the same config.json and weights of" in accepted.message
+    )
     begin_and_end(open_job(moved))
-    assert accept(moved).told == ""
+    assert accept(moved).message == ""
     others = {
         "further": {"weights": WEIGHTS[:-1] + b"x"},
         "longer": {"weights": WEIGHTS + b"x"},
         "deeper": {"layers": 3},
     }
     for name, kind in others.items():
-        with pytest.raises(RunRefused, match="weights are the checkpoint's"):
+        with pytest.raises(RunRefused, match="weights come from the checkpoint"):
             accept(changed(config, **{f"{key}__path": model_in(tmp_path / name, **kind)}))
     with pytest.raises(RunRefused):
         accept(changed(config, **{f"{key}__path": "org/name"}))
@@ -148,7 +158,7 @@ def test_a_copy_is_known_where_nothing_was_recorded(config, tmp_path):  # noqa: 
     leave(changed(config, model__path=first), 2, state="stopped")
     shutil.copytree(first, tmp_path / "copy")
     copy = changed(config, model__path=str(tmp_path / "copy"))
-    assert [change.effect for change in accept(copy).changes] == [Effect.BESIDE]
+    assert [change.effect for change in accept(copy).changes] == [Effect.IMMEDIATE]
     shutil.rmtree(first)
-    with pytest.raises(RunRefused, match="weights are the checkpoint's"):
+    with pytest.raises(RunRefused, match="weights come from the checkpoint"):
         accept(copy)

@@ -10,17 +10,16 @@ import pytest
 import yaml
 
 from rlfuse.algorithms import advantages, kl, losses
-from rlfuse.config.changes import differences
 from rlfuse.config.checks import check
-from rlfuse.config.documentation import by_name, groups
+from rlfuse.config.declare import CUSTOM
+from rlfuse.config.documentation import by_name, groups, help_text, keys
 from rlfuse.config.facts import Facts
-from rlfuse.config.help import help_text
 from rlfuse.config.keys import DEFAULT_PRESETS, PRESET_GROUPS
 from rlfuse.config.rewards import KEYS
 from rlfuse.config.schema import Config
-from rlfuse.config.valid_values import CHOICES, OPEN, OWN, RANGES, VALUES
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.selection import LABELS
+from rlfuse.run.resume.changes import differences
 
 CONF = Path(__file__).parents[2] / "conf"
 RENEW = "rlfuse train --help --markdown > conf/KEYS.md"
@@ -46,9 +45,9 @@ def rows(page):
 
 
 def named(words):
-    """The names in `a | b (what it means)`, in order, without the form of a user's own."""
+    """The names in `a | b (what it means)`, in order, without the form of a custom function."""
     found = re.sub(r" \([^|]*\)", "", words).replace("`", "").removeprefix("a list of ").split(" | ")
-    return [name for name in found if name != OWN]
+    return [name for name in found if name != CUSTOM]
 
 
 def changed(name, value):
@@ -77,14 +76,14 @@ def test_every_key_has_a_row_with_all_about_it():
     assert set(table) == {*by_name(), *(f"reward.functions[].{name}" for name in KEYS)}
     for name, key in by_name().items():
         valid, default, meaning, change = table[name]
-        assert RANGES.get(name, "") in valid and ("null" in valid) == (key.type.endswith("| None"))
+        assert key.range in valid and key.unit in valid and ("null" in valid) == (key.type.endswith("| None"))
         assert default == ("required" if key.required else f"`{key.default_text}`") and meaning
         other = OTHER[next(kind for kind in OTHER if key.type.startswith(kind))]
         other = not other if other is key.default else other
         start = changed(name, key.default)
         (found,) = differences(dataclasses.asdict(start), dataclasses.asdict(changed(name, other)))
-        assert f"{found.effect.name.lower().replace('_', ' ')} ({found.reason})" in change
-    assert "fixed (with a critic or without" in table["algorithm.adv_estimator"][-1]
+        assert f"{found.effect.name.lower().replace('_', ' ')} ({found.resume.reason})" in change
+    assert "fixed (with or without a critic" in table["algorithm.adv_estimator"][-1]
     assert "next step (where work runs" in table["trainer.nnodes"][-1]
 
 
@@ -95,12 +94,12 @@ def test_words_narrow_the_reference():
     assert "## rollout" not in page and "## actor" in page
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", [key.name for key in keys() if key.choices])
 def test_refusal_help_and_reference_name_the_values_that_are_accepted(name):
     wrong = ["unheard"] if by_name()[name].type.startswith("list") else "unheard"
     (problem,) = [each for each in check(changed(name, wrong), Facts()) if each.startswith(f"{name}=")]
     refused = re.search(r"is not one of ([\w, -]+)", problem)[1].split(", ")
-    accepted = named(VALUES[name]) + ["null"] * by_name()[name].optional
+    accepted = list(by_name()[name].names) + ["null"] * by_name()[name].optional
     assert refused == named(rows((CONF / "KEYS.md").read_text())[name][0]) == accepted
     for value in (None if word == "null" else word for word in refused):
         problems = check(changed(name, [value] if isinstance(wrong, list) else value), Facts())
@@ -109,18 +108,13 @@ def test_refusal_help_and_reference_name_the_values_that_are_accepted(name):
     assert all(re.search(rf"(?<![\w-]){value}(?![\w-])", told.partition(f"{name}: ")[2]) for value in refused)
 
 
-@pytest.mark.parametrize("name", OPEN)
+@pytest.mark.parametrize("name", [key.name for key in keys() if key.custom and key.choices])
 def test_refusal_help_and_reference_say_that_a_function_of_ones_own_is_taken(name):
     (problem,) = [each for each in check(changed(name, "unheard"), Facts()) if each.startswith(f"{name}=")]
-    assert f"or {OWN} for your own" in problem
-    assert f"| {OWN} (your own)" in help_text([by_name()[name]]).replace("\n      ", " ")
-    assert f"| `{OWN}` (your own)" in rows((CONF / "KEYS.md").read_text())[name][0]
+    assert f"or {CUSTOM} for a custom one" in problem
+    assert f"| {CUSTOM} (custom)" in help_text([by_name()[name]]).replace("\n      ", " ")
+    assert f"| `{CUSTOM}` (custom)" in rows((CONF / "KEYS.md").read_text())[name][0]
     assert not any(each.startswith(f"{name}=") for each in check(changed(name, "mine.py:f"), Facts()))
-
-
-def test_values_are_typed_once():
-    assert {name for name, key in by_name().items() if key.about.endswith(":")} == set(CHOICES)
-    assert not any(" | " in key.about for key in by_name().values())
 
 
 def test_every_named_value_is_implemented():
@@ -133,7 +127,7 @@ def test_every_named_value_is_implemented():
         "fusion.policy": POLICIES,
         "fusion.data": LABELS,
     }
-    assert {name: set(CHOICES[name]) for name in tables} == {name: set(table) for name, table in tables.items()}
+    assert {name: set(by_name()[name].names) for name in tables} == {name: set(table) for name, table in tables.items()}
 
 
 def test_presets_are_the_files_there_are():

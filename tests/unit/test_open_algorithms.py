@@ -18,8 +18,8 @@ from rlfuse.algorithms.kl import KL_KINDS, kl_estimate
 from rlfuse.algorithms.losses import LOSS_MODES, policy_loss
 from rlfuse.algorithms.registry import Registry, parameters
 from rlfuse.config import estimators
-from rlfuse.config.changes import Effect, differences
 from rlfuse.config.checks import check, value_of
+from rlfuse.config.declare import Effect
 from rlfuse.config.facts import read_facts
 from rlfuse.config.own_functions import PARAMETERS, traits_of
 from rlfuse.config.schema import Config
@@ -27,7 +27,8 @@ from rlfuse.engines.trainer.attention import attend_by_layout
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.passes import actor_loss, log_probs
 from rlfuse.errors import ConfigError
-from rlfuse.run.acceptance import named, with_local_paths
+from rlfuse.run.resume.acceptance import named, with_local_paths
+from rlfuse.run.resume.changes import differences
 from rlfuse.samples import Row
 
 PAGE = Path(__file__).parents[2] / "rlfuse/algorithms/README.md"
@@ -252,7 +253,7 @@ def test_an_estimator_that_compares_needs_groups_and_one_without_critic_no_warm_
         ("algorithm.kl_penalty=mine.py:g", "parameter `mask` is not one of log_probs, ref_log_probs, which are given"),
         ("actor.kl_loss_type=mine.py:g", "parameter `mask` is not one of"),
         (f"{ESTIMATOR}=mine.py:k", r"`values` is only there for estimators with needs_critic=True; put @adv"),
-        (f"{ESTIMATOR}=mine.py", "is not one of gae, .*, or path/file.py:name for your own"),
+        (f"{ESTIMATOR}=mine.py", "is not one of gae, .*, or path/file.py:name for a custom one"),
         (f"{LOSS}=broken.py:f", "line 2: .*; correct the file"),
         (f"{LOSS}=lacking.py:f", "Python finds no package `unheard_of`; install it"),
         (

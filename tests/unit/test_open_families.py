@@ -20,7 +20,8 @@ from rlfuse.engines.trainer.families import untrainable
 from rlfuse.engines.trainer.models import load_critic, load_policy
 from rlfuse.engines.vllm.prompts import prompt_arguments
 from rlfuse.errors import ConfigError
-from rlfuse.run.acceptance import input_digests, with_local_paths
+from rlfuse.run.resume.acceptance import with_local_paths
+from rlfuse.run.resume.changes import input_digests
 from rlfuse.tasks.small_video_models import byte_tokenizer
 from rlfuse.tools.job_package import pack
 from rlfuse.video.handover import Refusal, hand_over

@@ -15,9 +15,9 @@ from transformers import Qwen2Config
 
 from rlfuse.cli import main
 from rlfuse.config.checks import check
+from rlfuse.config.documentation import by_name
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
-from rlfuse.config.valid_values import CHOICES
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.decisions import TUNABLE, Traits, traits_of
 from rlfuse.fusion.own_policies import CheckedPolicy, PolicyError, load_policy
@@ -148,7 +148,7 @@ def test_the_command_puts_it_beside_the_others(own, tmp_path, capsys):
 
 
 def test_policies_are_those_registered_in_the_order_of_the_key():
-    assert list(POLICIES) == list(CHOICES["fusion.policy"])
+    assert list(POLICIES) == list(by_name()["fusion.policy"].names)
     assert {name: traits_of(POLICIES[name]).tuned for name in POLICIES} == {
         "serial": (),
         "stream": (),
@@ -196,7 +196,7 @@ def test_the_key_takes_a_file_and_tells_the_form_of_another_name():
     for wrong in ("mine.py", "mine:f", "mine.py:", "mine.py:half and half"):
         assert told(wrong) == [
             f"fusion.policy={wrong}: `{wrong}` is not one of serial, stream, rlhfuse, adaptive; take one of these, or "
-            "path/file.py:name for your own"
+            "path/file.py:name for a custom one"
         ]
 
 

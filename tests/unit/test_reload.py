@@ -14,9 +14,9 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from rlfuse.config.documentation import by_name
 from rlfuse.config.quantization import EXPERTS_ALONE, OF_VLLM, ON_CPUS
 from rlfuse.config.schema import ModelConfig, RolloutConfig
-from rlfuse.config.valid_values import CHOICES
 from rlfuse.engines.vllm.setup import engine_arguments
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.engines.weights.sync import check_pushable
@@ -135,7 +135,7 @@ def test_vllm_makes_every_kind_while_it_loads_and_again_at_each_reload():
 
     mark = "_already_called_process_weights_after_loading"
     assert f'delattr(layer, "{mark}")' in inspect.getsource(layerwise._layerwise_process)
-    for kind in CHOICES["rollout.quantization"]:
+    for kind in by_name()["rollout.quantization"].names:
         of = _ONLINE_SHORTHANDS[kind]
         assert (of.linear is None) == (kind == EXPERTS_ALONE)
         linear = [_ONLINE_LINEAR_METHODS[of.linear.weight]] if of.linear else []
@@ -152,7 +152,7 @@ def test_routers_and_towers_stay_as_they_are(tmp_path):
     from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
     transformers.Qwen3MoeConfig(**SMALL).save_pretrained(tmp_path)
-    for kind in {*CHOICES["rollout.quantization"]} - {EXPERTS_ALONE}:
+    for kind in {*by_name()["rollout.quantization"].names} - {EXPERTS_ALONE}:
         rollout, model = RolloutConfig(quantization=kind), ModelConfig(path=str(tmp_path), dtype="bfloat16")
         arguments = engine_arguments(model, rollout, 32, "cpu")
         chosen = EngineArgs(**{name: arguments[name] for name in ("model", *OF_VLLM)}).quantization_config

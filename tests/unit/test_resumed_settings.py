@@ -23,8 +23,8 @@ from rlfuse.engines.pipeline.stages import DeviceStages
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.fusion.selection import Selection
+from rlfuse.run.build import _restore
 from rlfuse.run.job import Job
-from rlfuse.run.wiring import _restore
 
 KINDS = [(TrainerRank, 0, "float32"), (TrainerRank, 0, "bfloat16"), (TrainerRank, 1, "bfloat16")]
 KINDS += [(TrainerRank, 2, "float32"), (TrainerRank, 3, "bfloat16"), (PipelineRank, 1, "float32")]

@@ -20,8 +20,8 @@ import pytest
 from rlfuse.config.schema import Config
 from rlfuse.errors import RunError
 from rlfuse.observe.journal import Journal
-from rlfuse.run.acceptance import _runs_elsewhere
 from rlfuse.run.job import Job, noting_the_end
+from rlfuse.run.resume.acceptance import _is_running
 from rlfuse.run_folder import run_lock, status
 from rlfuse.run_folder.run_lock import RunLock
 
@@ -132,9 +132,9 @@ def test_where_no_lock_tells_recent_writes_do(running, request, lock, file, seen
     another_kernel(running)
     with written(running / file):
         assert run_lock.is_locked(running) is None and state(running) == "running"
-        assert _runs_elsewhere(running) and not lock.acquire(running)
+        assert _is_running(running) and not lock.acquire(running)
     assert run_lock._content(os.open(running / run_lock.FILE, os.O_RDONLY))["id"] == "other"
-    assert not _runs_elsewhere(running) and state(running) == "crashed" and lock.acquire(running)
+    assert not _is_running(running) and state(running) == "crashed" and lock.acquire(running)
     time.sleep(3 * run_lock.SILENT_S)
     assert state(running) == "running", "its own heartbeats"
 

@@ -25,8 +25,7 @@ from rlfuse.algorithms.objectives import actor_objective, critic_objective
 from rlfuse.config import sampling
 from rlfuse.config.documentation import by_name
 from rlfuse.config.foreign import SAME_NAME, counterpart
-from rlfuse.config.run_groups import TrainerConfig
-from rlfuse.config.schema import ActorConfig, Config, DataConfig, OptimConfig
+from rlfuse.config.schema import ActorConfig, Config, DataConfig, OptimConfig, TrainerConfig
 from rlfuse.data.prompts import _fit
 from rlfuse.progress import due
 from rlfuse.run.job import training_steps

@@ -20,9 +20,8 @@ import ray
 
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.placement import Slots
-from rlfuse.config.changes import STATE, state_layout
 from rlfuse.config.parallel_mesh import ParallelMesh
-from rlfuse.config.parallelism import value_of
+from rlfuse.config.parallelism import STATE, state_layout, value_of
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.columns import plan_in_columns
 from rlfuse.engines.trainer.degrees import Costs, Share, Unit, degrees_up_to, fill, plan, unit_per_row, units_by_prompt

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+from rlfuse.config.documentation import by_name
 from rlfuse.config.own_errors import headline
 from rlfuse.config.reward_labels import check_trust, columns, read_config, saved
 from rlfuse.config.rewards import MODEL_PART
-from rlfuse.config.valid_values import CHOICES
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
 from rlfuse.rewards.api.results import failure
@@ -58,7 +58,7 @@ class Classifier:
     ):
         """`device`: cpu | cuda | auto. `label`: whose score it is; empty for a model with one."""
         for key, value in (("reward.model_dtype", dtype), ("reward.model_backend", backend)):
-            if value not in (valid := CHOICES[key]):
+            if value not in (valid := by_name()[key].names):
                 raise RewardError(f"{key} is {value!r}; it has to be one of {valid}")
         if engine_kwargs and backend != "vllm":
             raise RewardError(f"reward.engine_kwargs={engine_kwargs} is for reward.model_backend=vllm only")

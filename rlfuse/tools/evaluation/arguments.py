@@ -12,17 +12,18 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlfuse.config.compose import compose_job, to_config
-from rlfuse.config.own_functions import absolute, with_functions_at
+from rlfuse.config.documentation import keys
+from rlfuse.config.own_functions import FAMILY, METRICS, absolute, with_functions_at
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
-from rlfuse.config.valid_values import METRICS, OPEN
 from rlfuse.errors import ConfigError
-from rlfuse.run.acceptance import named
+from rlfuse.run.resume.acceptance import named
 from rlfuse.tools.evaluation.source import Source, find
 from rlfuse.tools.run_code import add_option, model_code, refuse_code, reward_code
 
 REWARD = ("reward.functions", "reward.model_path")
-TRAINING = ("data.train_files: `", f"{METRICS}:", *(f"{key}=" for key in (*OPEN, METRICS)))
+_CUSTOM = (f"{key.name}=" for key in keys() if key.custom and key.name != FAMILY)
+TRAINING = ("data.train_files: `", f"{METRICS}:", *_CUSTOM)
 """What mistakes begin with that are those of data.val_files, or of functions that training alone calls."""
 OWN = ("rollout.val_kwargs.", "data.val_files=")
 """Settings that an evaluation may have of its own."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rlfuse.config.compose import load
 from rlfuse.console import plain
-from rlfuse.run.acceptance import NothingToDo, accept
+from rlfuse.run.resume.acceptance import NothingToDo, accept
 
 STEP_S = 600.0
 """For the step under way of a job that was told to stop; then it is told to end at once."""

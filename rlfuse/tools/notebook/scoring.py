@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
+from rlfuse.config.own_functions import METRICS
 from rlfuse.config.own_modules import load
 from rlfuse.config.rewards import Given
-from rlfuse.config.valid_values import METRICS
 from rlfuse.observe.own_metrics import Finished, by_figure, finished
 from rlfuse.observe.tracking import sample_of_row
 from rlfuse.rewards.api.items import Item, item_of_row, item_of_sample, tokens_of

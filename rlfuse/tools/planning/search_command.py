@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rlfuse.config.compose import compose_job, to_config
-from rlfuse.config.documentation import as_typed
+from rlfuse.config.declare import as_typed
 from rlfuse.config.facts import Facts, facts_of_a_plan
 from rlfuse.config.input_files import unwritable
 from rlfuse.config.keys import did_you_mean

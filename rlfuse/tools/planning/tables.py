@@ -10,7 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from rlfuse.config.checks import value_of
-from rlfuse.config.documentation import as_typed, keys
+from rlfuse.config.declare import as_typed
+from rlfuse.config.documentation import keys
 from rlfuse.config.rewards import JUDGE
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.activations import layer_costs, micro_batch_tokens, parts_on

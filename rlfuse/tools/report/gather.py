@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rlfuse.config.run_groups import AlertsConfig
+from rlfuse.config.schema import AlertsConfig
 from rlfuse.events import Span, union
 from rlfuse.fusion.own_policies import PolicyError
 from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from rlfuse.config.changes import unfolded
+from rlfuse.config.job_file import settings_of
 from rlfuse.fusion.selection import choice
 from rlfuse.observe.idle import CAUSES
 from rlfuse.run_folder.run_lock import last_sign
@@ -177,7 +177,7 @@ def _settings(run: Gathered) -> dict[str, str]:
     told: dict[str, str] = {}
     before: dict[str, str] = {}
     for start, config in phases:
-        now = {key: _value(value) for key, value in unfolded(config).items()}
+        now = {key: _value(value) for key, value in settings_of(config)}
         for key, value in now.items():
             if key not in told:
                 told[key] = value

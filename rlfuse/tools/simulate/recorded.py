@@ -11,8 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlfuse.config.input_files import WorkloadError
-from rlfuse.config.run_groups import TrainerConfig
-from rlfuse.config.schema import Config
+from rlfuse.config.schema import Config, TrainerConfig
 from rlfuse.events import Span, read_events
 from rlfuse.fusion.costs import Costs
 from rlfuse.parsing import parse_yaml

@@ -20,10 +20,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlfuse.config.documentation import as_typed, by_name, groups
+from rlfuse.config.declare import as_typed
+from rlfuse.config.documentation import by_name, groups
 from rlfuse.config.foreign import counterpart
-from rlfuse.config.keys import SEVERAL, explain_value, fits, is_free
-from rlfuse.config.valid_values import CHOICES, RANGES, in_range
+from rlfuse.config.keys import accepts_entry, explain_value, fits, is_free
 from rlfuse.errors import ConfigError
 from rlfuse.parsing import parse_yaml
 from rlfuse.tools.translate.conversions import CONVERSIONS, DEFAULTS
@@ -151,7 +151,7 @@ class Translation:
 
     def set(self, key: str, value: Any, in_verl: str, comment: str) -> None:
         """One key, unless another setting gave it another value already. `in_verl`: the setting, as typed there."""
-        value = [value] if key in SEVERAL and isinstance(value, str) else value
+        value = [value] if accepts_entry(key) and isinstance(value, str) else value
         known = by_name().get(key)
         if known is not None and value is None and not known.type.endswith("| None"):
             return  # in verl a value that comes from elsewhere
@@ -166,12 +166,12 @@ class Translation:
 
 
 def _problem(key: str, value: Any) -> str | None:
-    if not fits(value, by_name()[key].type):
+    known = by_name()[key]
+    if not fits(value, known.type):
         return explain_value(key, as_typed(value))
-    if key in CHOICES and not {*(value if isinstance(value, list) else [value])} <= {*CHOICES[key]}:
-        return f"{key} is one of {', '.join(CHOICES[key])}"
-    wrong = key in RANGES and value is not None and not in_range(value, RANGES[key])
-    return f"{key} must be {RANGES[key]}" if wrong else None
+    if known.choices and not {*(value if isinstance(value, list) else [value])} <= {*known.names}:
+        return f"{key} is one of {', '.join(known.names)}"
+    return None if value is None or known.in_range(value) else f"{key} must be {known.range}"
 
 
 def translated(command: VerlCommand) -> Translation:

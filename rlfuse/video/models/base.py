@@ -31,8 +31,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.modeling_layers import GenericForTokenClassification
 
 from rlfuse.config.model_files import with_keys_of
+from rlfuse.config.own_functions import FAMILY
 from rlfuse.config.own_modules import load
-from rlfuse.config.valid_values import FAMILY
 from rlfuse.errors import ConfigError
 from rlfuse.samples import Visual
 from rlfuse.video import models

@@ -70,7 +70,7 @@ def _next(view: Snapshot, room: _Room, waiting: list[int]) -> Iterator[int]:
         if room.load and not room.fits(count, size):
             return
         room.take(count, size)
-        seconds += prompt_tokens / view.costs.prefill_tokens_per_s
+        seconds += view.costs.prefill(prompt_tokens)
         yield waiting.pop()
 
 

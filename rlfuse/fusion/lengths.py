@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
-from rlfuse.fusion.costs import Costs
+from rlfuse.costs.model import Costs
 
 PRIOR = 2.0  # a prompt's own history counts like so many finished siblings
 

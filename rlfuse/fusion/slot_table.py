@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlfuse.fusion.costs import Costs
+from rlfuse.costs.model import Costs
+from rlfuse.costs.rates import Rates
 from rlfuse.fusion.decisions import Accumulate, Score, Slot
 from rlfuse.fusion.lengths import seconds_to_generate, with_sibling
-from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.states import GroupRecord, SampleRecord, SampleState
 from rlfuse.fusion.stopwatch import Stopwatch
 from rlfuse.protocols import Load

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 
-from rlfuse.fusion.costs import Costs
+from rlfuse.costs.model import Costs
+from rlfuse.costs.rates import Rates
 from rlfuse.fusion.decisions import Accumulate, Score, Slot
-from rlfuse.fusion.rates import Rates
 
 STEPS_TO_MEASURE = 16  # decoding steps after which a sample tells how fast its engine is
 SILENCE_S = 1.0  # an engine of which nothing was heard for so long is asked how far it is
@@ -96,10 +96,10 @@ class Stopwatch:
     def begin_call(self, slot: Slot, call: Score | Accumulate, tokens: Sequence[int], now: float) -> None:
         costs = self._costs
         if isinstance(call, Score):
-            kind, call_s, rate = "+".join(call.kinds), costs.score_call_s, costs.score_tokens_per_s
+            kind, predict = "+".join(call.kinds), costs.scoring
         else:
-            kind, call_s, rate = "+".join(call.models), costs.train_call_s, costs.train_tokens_per_s
-        call_s, seconds = len(tokens) * call_s, sum(tokens) / rate
+            kind, predict = "+".join(call.models), costs.training
+        call_s, seconds = predict(sum(tokens), len(tokens))
         self._calls[slot.index] = Call(kind, call_s, seconds, now, now + call_s + seconds * slot.rate)
 
     def ends(self) -> list[float]:

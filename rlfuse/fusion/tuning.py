@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from rlfuse.costs.model import Costs
+from rlfuse.costs.rates import Rates
 from rlfuse.events import Span
 from rlfuse.fusion.board import Board
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.lengths import Lengths
-from rlfuse.fusion.rates import Rates
 
 
 @dataclass

@@ -18,7 +18,8 @@ from statistics import median, median_low
 
 import numpy as np
 
-from rlfuse.health.series import Window, role_of
+from rlfuse.costs.spans import role_of
+from rlfuse.health.series import Window
 from rlfuse.health.signals import SIGNALS, SLOWNESS, Signal
 
 SIMILARITY = 4.0  # score above the peers', in units of scatter, that makes a candidate

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlfuse import clock
+from rlfuse.costs.model import Costs
 from rlfuse.events import Span
 from rlfuse.files import RowFile, read_rows
-from rlfuse.fusion.costs import Costs
 from rlfuse.health.detection import Alarm, Detector, told
 from rlfuse.health.series import Expected, Sample, Series, Settled
 from rlfuse.health.signals import LOGGED, SIGNALS, SLOWNESS

@@ -14,30 +14,16 @@ from statistics import median
 
 import numpy as np
 
+from rlfuse.costs.model import Costs
+from rlfuse.costs.spans import is_work, predicted
 from rlfuse.events import Span
-from rlfuse.fusion.costs import Costs
 from rlfuse.health.signals import SIGNALS, SLOWNESS, Signal
 
-PASSES = ("old_log_prob", "ref", "values")
-TRAINING = ("forward", "backward")
-ROLES = {"rollout": ("decode",), "trainer": (*PASSES, *TRAINING), "reward": ("reward",), "encoder": ("encode",)}
-"""Work that a worker does by itself. Collectives (optimizer steps, weights) are none: all wait there for the slowest,
-so that everyone but that one looks slow."""
 STARTED = ("start", "restart")  # spans after which a worker is another one
 LEARNED = 128  # pieces of a class from each worker, the first ones, that its factor is made of
 LEAST = 5  # pieces below which a class has no factor
 
 Class = tuple[str, ...]
-
-
-def role_of(worker: str) -> str:
-    """`rollout` of `rollout/3`."""
-    return worker.partition("/")[0]
-
-
-def is_work(span: Span) -> bool:
-    """Whether it is a piece of its worker's own work, done to its end."""
-    return span.kind in ROLES.get(role_of(span.where), ()) and span.seconds > 0 and "error" not in span.attributes
 
 
 def class_of(span: Span) -> Class:
@@ -46,19 +32,6 @@ def class_of(span: Span) -> Class:
     size = told["batch"] if span.kind == "decode" else max(1, span.tokens)
     shape = (bool(told.get("prefill_tokens")), *(told.get(name) for name in ("model", "stage", "degree", "function")))
     return (span.kind, str(int(size).bit_length()), *map(str, shape))
-
-
-def predicted(span: Span, costs: Costs) -> float:
-    """By the costs alone; of work that they don't tell, in units that a class's factor makes seconds of."""
-    told = span.attributes
-    if span.kind == "decode":
-        decoding = told["steps"] * costs.decode_step(told["batch"], told["context"])
-        return decoding + told["prefill_tokens"] / costs.prefill_tokens_per_s
-    if span.kind in PASSES:
-        return costs.score_call_s + span.tokens / costs.score_tokens_per_s
-    if span.kind in TRAINING:
-        return span.tokens / costs.train_tokens_per_s
-    return float(max(1, len(span.samples)))
 
 
 class Settled:

@@ -13,13 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.model_files import copy_files
 from rlfuse.config.schema import Config
+from rlfuse.costs.model import Costs
+from rlfuse.costs.rates import Rates
 from rlfuse.data.prompts import PromptSource
 from rlfuse.data.tokenizers import save_tokenizer
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Policy, Settings, traits_of
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.own_policies import loaded_policy
-from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.selection import EXACT, Selection
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.observe.run_log import RunLog

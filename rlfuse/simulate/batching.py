@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from rlfuse.fusion.costs import Costs
+from rlfuse.costs.model import Costs
 from rlfuse.simulate.workload import TailSpeculation
 
 EPSILON = 1e-9  # steps: an interruption this short before the end of a step belongs to its end

@@ -2,7 +2,7 @@
 
 Assumed of a schedule: it is on-policy; a slot has one role at a time, and starts and ends as an engine; optimizer steps
 take all slots as trainers, hence come after all generation; mini-batches are fixed by prompt order, each needs the
-weights of the one before; a sample is trained on after all of its scoring. Costs are those of `fusion.costs`.
+weights of the one before; a sample is trained on after all of its scoring. Costs are those of `costs.model`.
 
 Proof. C(t), the integral of the slots' speeds, is the cost that can be done by time t: work w begun at s ends at D(s,
 w) = C^-1(C(s) + w) or later. v: the largest speed of a slot, u: the sum of each slot's smallest, V: the largest sum. G:

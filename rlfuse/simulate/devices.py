@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rlfuse.costs.model import Costs
 from rlfuse.events import Span
-from rlfuse.fusion.costs import Costs
 from rlfuse.protocols import PassResult, Sharing
 from rlfuse.samples import Reward, Row, Sample
 from rlfuse.simulate.batching import SimulationError

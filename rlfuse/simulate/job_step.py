@@ -15,16 +15,11 @@ import numpy as np
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.schema import Config
+from rlfuse.costs.model import Costs
+from rlfuse.costs.spans import lengths_of
 from rlfuse.events import Span
-from rlfuse.fusion.costs import Costs
+from rlfuse.samples import PASSES
 from rlfuse.simulate.workload import Scoring, Training, Workload, of_costs
-from rlfuse.step.scoring import PASSES
-
-
-def spans_within(spans: Sequence[Span], step: Span) -> list[Span]:
-    """What happened during the step; nothing if it generated nothing."""
-    inside = [span for span in spans if span.start >= step.start and span.end <= step.end]
-    return inside if any(span.kind == "generate" for span in inside) else []
 
 
 def workload_of(
@@ -82,14 +77,7 @@ def micro_batches(config: Config, prompts: int, context: float) -> int:
 
 
 def whole_samples(spans: Sequence[Span]) -> tuple[tuple[int, ...], int]:
-    """Lengths by prompt and sibling, and the mean number of prompt tokens, from `generate` spans. A sample that moved
-    has a span on each engine; the last one tells all its tokens, those it came with too."""
-    tokens: dict[tuple[int, int], int] = {}
-    prompts = []
-    for span in spans:
-        if span.kind == "generate":
-            _, prompt, sibling = map(int, span.samples[0].split("/"))
-            whole = span.tokens + span.attributes.get("carried_tokens", 0)
-            tokens[prompt, sibling] = max(tokens.get((prompt, sibling), 1), whole)
-            prompts.append(span.attributes.get("prompt_tokens", 1))
-    return tuple(tokens[key] for key in sorted(tokens)), max(1, round(float(np.mean(prompts))))
+    """Return response lengths by prompt and sibling, and the mean number of prompt tokens."""
+    found = {tuple(map(int, name.split("/")[1:])): lengths for name, lengths in lengths_of(spans).items()}
+    prompts, responses = zip(*(found[key] for key in sorted(found)), strict=True)
+    return tuple(max(1, tokens) for tokens in responses), max(1, round(float(np.mean(prompts))))

@@ -10,12 +10,13 @@ from time import perf_counter
 import numpy as np
 
 from rlfuse.config.schema import Config
+from rlfuse.costs.fit import fit
+from rlfuse.costs.model import Costs
+from rlfuse.costs.spans import spans_within
 from rlfuse.events import Span
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.tuning import Tuning
-from rlfuse.simulate.fitting import fit
-from rlfuse.simulate.job_step import spans_within, whole_samples, workload_of
+from rlfuse.simulate.job_step import whole_samples, workload_of
 from rlfuse.simulate.tuning import error_of, find, tune
 from rlfuse.simulate.workload import Workload
 

@@ -241,7 +241,7 @@ class SimulatedRollout:
         prefill = batch.admit()
         self._prefill += prefill
         if prefill:
-            self._begin(now, 0, prefill / batch.costs.prefill_tokens_per_s)
+            self._begin(now, 0, batch.costs.prefill(prefill))
         elif batch.running:
             self.preempted += batch.preempt()
             steps = batch.steps_ahead()

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from rlfuse.config.schema import Config
+from rlfuse.costs.rates import Rates
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Policy, Settings
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.own_policies import PolicyError, load_policy
-from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.selection import Selection, label
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.protocols import Engines, Recorded

@@ -11,11 +11,11 @@ from statistics import fmean
 
 import numpy as np
 
+from rlfuse.costs.fit import Fit
 from rlfuse.fusion.decisions import TUNABLE, Settings, traits_of
 from rlfuse.fusion.disaggregation import count_of
 from rlfuse.fusion.own_policies import loaded_policy
 from rlfuse.simulate.bound import lower_bound
-from rlfuse.simulate.fitting import Fit
 from rlfuse.simulate.runner import later_step
 from rlfuse.simulate.speed import some_of
 from rlfuse.simulate.workload import Workload

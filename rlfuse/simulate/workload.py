@@ -24,7 +24,7 @@ from rlfuse.config.input_files import (
     read,
     read_json,
 )
-from rlfuse.fusion.costs import Costs
+from rlfuse.costs.model import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.simulate.speed import Speed
 
@@ -44,7 +44,7 @@ OF_MACHINE = ("switch_s", "move_s", "step_s", "kv_bytes_per_token", "link_bytes_
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One rollout engine; a decoding step of b sequences with c tokens in the cache is as in `fusion.costs`."""
+    """One rollout engine; the terms of a decoding step are those of `Costs`."""
 
     step_base_s: Annotated[float, number(above=True, most=LONGEST_S)] = 0.02
     step_per_sequence_s: Seconds = 1e-4

@@ -22,13 +22,13 @@ import tempfile
 from pathlib import Path
 
 from rlfuse.config.compose import load
+from rlfuse.costs.fit import fit
 from rlfuse.events import Span
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.observe.metrics import fusion_metrics
 from rlfuse.observe.step_picture import Timeline, draw
 from rlfuse.run.build import run
-from rlfuse.simulate.fitting import fit
 from rlfuse.simulate.job_step import whole_samples, workload_of
 from rlfuse.simulate.learning import measured, tuned
 from rlfuse.simulate.runner import simulate

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlfuse.costs.model import Costs
 from rlfuse.events import Span
-from rlfuse.fusion.costs import Costs
 from rlfuse.health.detection import Alarm, Detector
 from rlfuse.health.series import Expected, Sample, Series, Settled
 

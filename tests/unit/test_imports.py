@@ -13,6 +13,7 @@ PACKAGES = [line.split() for line in """
     errors clock parsing files events samples protocols progress console user_folders tensor_files stopping
     config
     algorithms
+    costs
     fusion
     step
     simulate

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlfuse.costs.model import Costs
 from rlfuse.errors import EngineLost
-from rlfuse.fusion.costs import Costs
 from rlfuse.protocols import Sampling
 from rlfuse.samples import Partial, Prompt, Response, Sample
 from rlfuse.simulate.batching import Batch, Sequence, SimulationError

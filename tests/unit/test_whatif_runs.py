@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rlfuse.cli import main
+from rlfuse.costs.model import Costs
+from rlfuse.costs.rates import Rates
 from rlfuse.events import Span, read_events
-from rlfuse.fusion.costs import Costs
-from rlfuse.fusion.rates import Rates
 from rlfuse.health.detection import Alarm
 from rlfuse.health.monitor import write_alarms
 from rlfuse.health.signals import SLOWNESS

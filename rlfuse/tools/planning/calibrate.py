@@ -16,11 +16,12 @@ from rich.table import Table
 from rlfuse import version_of
 from rlfuse.config.input_files import unwritable
 from rlfuse.config.schema import Config
+from rlfuse.costs.spans import lengths_of
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.events import read_events
 from rlfuse.progress import Console
 from rlfuse.tools.planning.calibration import UNSEEN, errors_of, fitted, held_out
-from rlfuse.tools.planning.features import Work, lengths_of, works_of
+from rlfuse.tools.planning.features import Work, works_of
 from rlfuse.tools.planning.hardware import (
     KINDS,
     Calibration,

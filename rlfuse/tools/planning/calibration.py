@@ -14,7 +14,7 @@ from itertools import product
 
 import numpy as np
 
-from rlfuse.simulate.fitting import MIN_SPANS, robust
+from rlfuse.costs.fit import MIN_SPANS, robust
 from rlfuse.tools.planning.features import Work, seconds_of
 from rlfuse.tools.planning.hardware import KINDS, CalibrationError, Errors, Hardware
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 from math import inf
 
 from rlfuse.config.schema import Config
+from rlfuse.costs.model import Costs
 from rlfuse.engines.memory.activations import leaves
 from rlfuse.engines.memory.estimate import ITEM, Moved, quantized_away
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.pipeline.partition import share_with_logits
-from rlfuse.fusion.costs import Costs
 from rlfuse.simulate.job_step import micro_batches
 from rlfuse.tools.planning.exchanges import (
     Exchange,

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from rlfuse.config.schema import Config
+from rlfuse.costs.spans import busiest, is_optimizer_step, lengths_of, spans_within, unexplained, updates
 from rlfuse.engines.memory.estimate import ITEM, quantized_away
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.events import Span
-from rlfuse.simulate.fitting import busiest, is_optimizer_step, unexplained, updates
-from rlfuse.simulate.job_step import spans_within
-from rlfuse.step.scoring import PASSES, model_of
+from rlfuse.samples import PASSES
+from rlfuse.step.scoring import model_of
 from rlfuse.tools.planning.exchanges import (
     Traffic,
     held_of,
@@ -95,18 +95,6 @@ def works_of(source: str, config: Config, shapes: Mapping[str, Shape], spans: Se
         found += [Work("step", *part, rest, moved=pushed) for rest in unexplained(inside)]
     beside = config.trainer.n_gpus_per_node - 1
     return [replace(work, beside=beside) for work in found if work.seconds > 0]
-
-
-def lengths_of(spans: Sequence[Span]) -> dict[str, tuple[int, int]]:
-    """Sample -> (prompt, response) tokens; the last span of one that moved tells all of them."""
-    return {
-        span.samples[0]: (
-            span.attributes.get("prompt_tokens", 1),
-            span.tokens + span.attributes.get("carried_tokens", 0),
-        )
-        for span in spans
-        if span.kind == "generate" and span.samples
-    }
 
 
 def _decoding(part: tuple[str, int], span: Span, config: Config, shape: Shape) -> Work:

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 from rlfuse.config.checks import value_of
 from rlfuse.config.schema import Config
+from rlfuse.costs.model import Costs
 from rlfuse.engines.memory.estimate import Memory, Moved, Part, memory_of, models_of
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.remedies import Setting, changed, problems
 from rlfuse.engines.memory.tracing import MetaModel, Work
-from rlfuse.fusion.costs import Costs
 from rlfuse.tools.planning.cluster_file import Cluster
 from rlfuse.tools.planning.costs import STAYS, costs_of, work_speeds
 from rlfuse.tools.planning.hardware import Hardware, WorkSpeed

@@ -9,11 +9,11 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 
 from rlfuse.config.schema import Config
+from rlfuse.costs.model import Costs
 from rlfuse.engines.memory.activations import head_share, layer_costs, stage_parts
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.pipeline.layout import pipelines_of
 from rlfuse.engines.pipeline.partition import share_with_logits, stage_costs
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.schedules.baselines import serial_1f1b
 from rlfuse.fusion.schedules.operations import Kind, Operation

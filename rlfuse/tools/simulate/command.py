@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from rlfuse.config.input_files import WorkloadError, publish, schema_of, unwritable
+from rlfuse.costs.fit import Fit
+from rlfuse.costs.model import Costs
+from rlfuse.costs.rates import SLOW
 from rlfuse.files import write_whole
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings, traits_of
 from rlfuse.fusion.own_policies import load_policy, loaded_policy
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.simulate.fitting import SLOW, Fit
 from rlfuse.simulate.runner import Result, Simulated, later_step
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import EXAMPLE, Workload, read_workload

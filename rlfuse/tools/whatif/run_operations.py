@@ -19,8 +19,7 @@ import numpy as np
 from rlfuse.errors import RunError
 from rlfuse.events import Span
 from rlfuse.run_folder.reader import RunFolder
-from rlfuse.samples import prompt_of
-from rlfuse.step.scoring import PASSES
+from rlfuse.samples import PASSES, prompt_of
 from rlfuse.tools.whatif.operations import ALONE, Operations
 
 CONTROLLER, REWARD, DRIVER = "controller", "reward", "driver"

@@ -7,17 +7,17 @@ S = T / T_balanced = S_machine * S_skew,    S_machine = T / T_no_slow_machine,  
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
 import numpy as np
 
+from rlfuse.costs.fit import fit
+from rlfuse.costs.rates import Group, comparable, typical_seconds
 from rlfuse.events import Span
-from rlfuse.simulate.fitting import Group, decoding_work, expected_seconds, fit, tokens_work, typical_seconds
-from rlfuse.step.scoring import PASSES
+from rlfuse.samples import PASSES
 from rlfuse.tools.whatif.causes import Cause, Seen, likely
 from rlfuse.tools.whatif.operations import ALONE, Operations, Replay
 from rlfuse.tools.whatif.run_operations import CONTROLLER, DRIVER, Recorded
@@ -67,8 +67,7 @@ class Analysis:
     def __init__(self, recorded: Recorded, spans: Sequence[Span]):
         self.recorded, self.operations, self.replay = recorded, recorded.operations, Replay(recorded.operations)
         own = self.operations.own_seconds()
-        groups, worker = list(comparable(recorded, fit(spans).costs.flat_batch)), self.operations.rank
-        typical = typical_seconds(groups, own, expected_seconds(groups, own, worker), worker)
+        typical = typical_seconds(_groups(recorded, fit(spans).costs.flat_batch), own, self.operations.rank)
         ways = [typical, *(balanced_seconds(self.operations, typical, kinds) for kinds in (ONE_BY_ONE, PHASES))]
         self.durations = Durations(own, typical, min(ways, key=self.mean))
 
@@ -140,19 +139,13 @@ class Analysis:
         return float(self.durations.recorded[part].sum() / typical) if typical else 1.0
 
 
-def comparable(recorded: Recorded, flat_batch: int) -> Iterator[Group]:
-    """Yield the operations of one kind, model or function, and stage; the driver's are compared with none."""
-    found: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for piece in recorded.pieces:
-        if piece.worker != DRIVER:
-            attributes = piece.span.attributes
-            what = attributes.get("function", attributes.get("model", ""))
-            found["decode" if piece.kind in DECODING else piece.kind, what, piece.stage].append(piece.number)
-    for (kind, _, _), numbers in found.items():
-        spans = [recorded.pieces[number].span for number in numbers]
-        decode = kind == "decode"
-        work = [decoding_work(span, flat_batch) if decode else tokens_work(span) for span in spans]
-        yield np.array(numbers), np.array(work)
+def _groups(recorded: Recorded, flat_batch: int) -> list[Group]:
+    """Return the operations that are comparable; those of the driver are not."""
+    pieces = [piece for piece in recorded.pieces if piece.worker != DRIVER]
+    kinds = ["decode" if piece.kind in DECODING else piece.kind for piece in pieces]
+    numbers = np.array([piece.number for piece in pieces])
+    groups = comparable(kinds, [piece.span for piece in pieces], flat_batch)
+    return [(numbers[mine], terms) for mine, terms in groups]
 
 
 def balanced_seconds(operations: Operations, typical: np.ndarray, kinds: Sequence[Sequence[str]]) -> np.ndarray:

@@ -37,11 +37,9 @@ from rlfuse.samples import Group, Partial, Response, Reward, RewardFailure, Samp
 
 
 class Board:
-    """`kinds`: kinds of scoring every sample needs; `models`: those the step trains, in order (none while testing).
-
-    `passes`: how often it goes over the samples; `purpose`: that of its events; `draw`: how many groups must finish, if
-    not all; `deferred`: kinds that can wait for a known mini-batch; `by_update`: those that the first does not need.
-    """
+    """`kinds`: scoring that every sample needs; `models`: models to train, in order; `passes`: epochs; `purpose`: cause
+    of its events; `draw`: how many groups must finish, if not all; `deferred`: kinds that can wait for their
+    mini-batch; `by_update`: kinds that the first mini-batch does not need."""
 
     def __init__(
         self,

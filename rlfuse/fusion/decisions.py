@@ -15,8 +15,7 @@ from rlfuse.fusion.states import SampleRecord
 
 Role = Literal["rollout", "trainer"]
 PASS_BEFORE_STEP = {"actor": "old_log_prob", "critic": "values"}
-"""A model's step must wait for the pass that reads the weights it changes, and for all rewards: where these end the
-run, no weights have changed since the last complete step, which is then saved."""
+"""A model's step waits for the pass that reads the weights it changes, and for all rewards, which may end the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,7 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Run one kind of scoring on finished samples: `reward` (no slot), or a pass of the slot's rank. slot None for a
-    pass: all ranks together, where the model is sharded over them."""
+    """Run one kind of scoring on finished samples: `reward`, or a pass of the slot's rank (None: of all ranks)."""
 
     kind: str
     samples: tuple[str, ...]
@@ -103,11 +101,8 @@ Decision = Generate | Move | Switch | Score | Accumulate | Train | OptimizerStep
 
 @dataclass(slots=True)
 class Slot:
-    """A device (or tensor-parallel group) as policies see it. The board writes it, a policy only reads.
-
-    How far its samples are is dead reckoning from the engine's pace, corrected whenever one of them finishes: no
-    engine has to be asked.
-    """
+    """A device (or tensor-parallel group) as policies see it, read-only. The progress of its samples is extrapolated
+    from the engine's pace and corrected whenever one of them finishes."""
 
     index: int
     role: Role = "rollout"
@@ -196,8 +191,7 @@ class Snapshot:
     waiting: Mapping[int, int]  # group -> samples of it that no slot has
     expected: Callable[[int], tuple[int, float]]  # group -> (prompt tokens, expected response tokens)
     shortest_first: Sequence[int]
-    """Waiting groups by expected length, and some that wait no more: the longest is the last. Empty when nothing is
-    known of lengths."""
+    """Waiting groups (and some admitted ones), the longest last; empty if lengths are unknown."""
     deadline: float  # when generation can be over, if lengths are as expected and slots are shared out ideally
     unfinished: int  # samples without a whole response, waiting ones too
     finished: int  # samples that became whole since the snapshot before

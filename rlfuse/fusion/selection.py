@@ -33,8 +33,7 @@ CARRY_OVER = ("partial_rollout", "one_step_off")  # need importance correction
 
 
 def label(data: str, tail_speculation: int = 0, quantization: str | None = None) -> str:
-    """What a run's fusion changes: `exact`, `exact in distribution`, `reordered` or `off-policy`. Engines of quantized
-    weights draw by another policy than the one that is trained."""
+    """Return the label of what a run's fusion changes; quantized engines sample from another policy."""
     if quantization is not None:
         return "off-policy"
     return "exact in distribution" if data == "exact" and tail_speculation else LABELS[data]

@@ -208,8 +208,8 @@ class SlotTable:
             self.replan()
 
     def leave_drained(self, now: float) -> list[tuple[int, list[str], str]]:
-        """(slot, samples, how to carry them) that are to leave drained slots now, to wait for another. Those stay that
-        are about to end: sooner than they could leave. Caches are carried only where they are taken up at once."""
+        """Return (slot, samples, how to carry them) to evict from drained slots. Samples stay that would finish before
+        they could leave; caches are carried only if another engine has room."""
         self._apply_drained()
         drained = (self.slots[index] for index in sorted(self._drained))
         return [left for slot in drained if slot.samples for left in self._leaving(slot, now)]
@@ -306,11 +306,8 @@ class SlotTable:
         self.replan()
 
     def plan(self, now: float, other_s: float) -> None:
-        """Work out anew, if that is due, when generation can be over and which waiting groups are the longest.
-
-        `other_s`: seconds of work beside generation that slots have to do meanwhile. Slots that were drained or
-        restored are heeded from here on.
-        """
+        """Recompute the deadline and the order of waiting groups, if due, and apply drained or restored slots.
+        `other_s`: seconds of other work that the slots do during generation."""
         self._apply_drained()
         if self._until_plan > 0:
             return

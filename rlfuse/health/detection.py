@@ -1,11 +1,10 @@
 """Detect workers that differ from their peers, by the method of Minder (arXiv 2411.01791, NSDI '25).
 
-    value -> logarithm -> exponential average -> distances of all pairs -> score of a worker over its peers' usual score
-    -> above the threshold: candidate -> candidate for the continuity threshold, or again and again: alarm
+    value -> logarithm -> exponential average -> distances of all pairs -> score over the peers' usual score
+    -> above the threshold: candidate -> candidate for the continuity threshold, or repeatedly: alarm
 
-Peers are workers of one role that worked lately. The threshold is SIMILARITY times the largest of `Signal.least`, the
-scatter from window to window and the scatter of the peers' scores. Of two workers the one is odd that is worse than it
-was itself; a worker alone is compared with its beginning.
+The threshold is SIMILARITY times the largest of `Signal.least`, the scatter between windows and the scatter of scores.
+Of two workers, the one that got worse is the odd one; a single worker is compared with its beginning.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ SMOOTHING = 0.15  # of the exponential average, for a window with usual work
 CONTINUITY_S = 240.0  # the paper's: jitters of healthy machines are shorter
 STEPS = 12  # in a row are enough where steps are short
 WINDOWS, FRESHLY = 12, 8
-"""The least windows as a candidate in the time of CONTINUITY_S, and of these the least whose own value is apart, which
-are SHARE of them, too: an average remembers one long jitter. Fewer where a shorter time is asked for."""
+"""Minimum windows as a candidate within CONTINUITY_S, and minimum of these (and SHARE of them) whose own value differs:
+an average remembers one long jitter. Scaled down for a shorter time."""
 SHARE = 2 / 3
 AGAIN_SHARE, REST = 0.3, 8  # of a machine that is slow again and again: windows far off, and between
 MANY = 8  # workers from which on thresholds grow
@@ -171,8 +170,7 @@ class _Group:
             worker.began = median(worker.beginning)
 
     def _levels(self, known: Mapping[str, _Worker]) -> np.ndarray:
-        """What is compared: values, or their change since the beginning. A beginning that is worse than its peers' by
-        more than half a threshold is no nature of a worker's."""
+        """Return the values, or their change since a beginning at most half a threshold worse than the peers'."""
         smooth = np.array([worker.smooth for worker in known.values()])
         if self.signal.from_start and len(self.workers) > 1:
             return smooth
@@ -200,8 +198,7 @@ def _limit(count: int, scatter: float) -> float:
 
 
 class Detector:
-    """Of one run. `continuity_s`: how long a worker has to stay apart, unless STEPS are over before. `machine`: of a
-    worker; those that take a device in turns share one."""
+    """`continuity_s`: how long a worker must differ, unless STEPS pass first; `machine`: device of a worker."""
 
     def __init__(self, continuity_s: float = CONTINUITY_S, machine: Callable[[str], str] = lambda worker: worker):
         self.continuity_s, self._machine = continuity_s, machine

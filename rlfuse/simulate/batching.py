@@ -13,7 +13,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from rlfuse.costs.model import Costs
-from rlfuse.simulate.workload import TailSpeculation
 
 EPSILON = 1e-9  # steps: an interruption this short before the end of a step belongs to its end
 
@@ -45,7 +44,6 @@ class Batch:
     """The sequences of one engine that run, newest last, and those that wait for room, first come first served."""
 
     costs: Costs
-    speculation: TailSpeculation | None = None
     step: int = 0
     context: int = 0  # tokens in the KV cache
     running: dict[str, Sequence] = field(default_factory=dict)
@@ -54,24 +52,19 @@ class Batch:
     _entries: int = 0
     _sharing: dict[Hashable, int] = field(default_factory=dict)
 
-    def _speedup(self) -> float:
-        if self.speculation is not None and len(self.running) <= self.speculation.batch:
-            return self.speculation.speedup
-        return 1.0
-
     def seconds(self, steps: int) -> float:
         """Cost of the next `steps` steps, if nothing joins or leaves."""
         size = len(self.running)
         grown = self.context + size * (steps - 1) / 2
-        return steps * self.costs.decode_step(size, grown) / self._speedup()
+        return steps * self.costs.decode_step(size, grown)
 
     def steps_begun(self, seconds: float) -> int:
         """Steps that are done when the one under way after so much of their cost ends."""
         size, per_token = len(self.running), self.costs.step_per_context_token_s
         curve = per_token * size / 2
         slope = self.costs.decode_step(size, self.context) - curve
-        cost = seconds * self._speedup()
-        return max(0, math.ceil(2 * cost / (slope + math.sqrt(slope * slope + 4 * curve * cost)) - EPSILON))
+        root = math.sqrt(slope * slope + 4 * curve * seconds)
+        return max(0, math.ceil(2 * seconds / (slope + root) - EPSILON))
 
     def steps_ahead(self) -> int:
         """Steps until the first sequence is whole or the cache is full; at least 1."""

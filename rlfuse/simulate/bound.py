@@ -27,8 +27,7 @@ and context cost c_i. After the last step T come `switch_s` and `step_s`.
    mini-batch / V or its longest sample at v. Slots with pipeline stages do an even share each, plus bubbles less
    passes.
 
-The bound is the least over G >= max e_i of the largest of these. Tail speculation and `decode_speed` divide x_b and
-c_i.
+The bound is the least over G >= max e_i of the largest of these. `decode_speed` divides x_b and c_i.
 """
 
 from __future__ import annotations
@@ -129,19 +128,16 @@ class _Generation:
     """Points 1 and 2 of the proof. Costs in seconds of a slot of speed 1; samples of one length are counted once."""
 
     def __init__(self, workload: Workload):
-        costs, speculation = workload.costs(), workload.tail_speculation
+        costs, faster = workload.costs(), max(workload.decode_speed, default=1.0)
         self.lengths, self.alike = np.unique(workload.lengths().astype(np.float64), return_counts=True)
         self.fastest = max(speed.most for speed in workload.speeds())
         self.prefill = workload.prompt_tokens / costs.prefill_tokens_per_s
         self.prompts = workload.prompts
-        faster, speedup = max(workload.decode_speed, default=1.0), speculation.speedup if speculation else 1.0
         seen = self.lengths * workload.prompt_tokens + self.lengths * (self.lengths - 1) / 2
-        self.context = costs.step_per_context_token_s * seen / speedup / faster
+        self.context = costs.step_per_context_token_s * seen / faster
         batches = np.arange(1, min(costs.max_sequences, workload.samples) + 1)
         steps = costs.step_base_s + costs.step_per_sequence_s * np.maximum(0, batches - costs.flat_batch)
         steps /= faster
-        if speculation:
-            steps[batches <= speculation.batch] /= speedup
         ends = (self.prefill + self.lengths * steps.min() + self.context) / self.fastest
         self.ends = ends[np.searchsorted(self.lengths, workload.lengths())]
         self.hull = _falling_hull(steps, steps / batches)

@@ -46,8 +46,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result, at once. Raises what it raises, and `Deadlock` where a real loop would hang. Where an
-    event loop is running (a notebook, a real controller), it is held up until the result is here."""
+    """Return the coroutine's result without waiting. Raises `Deadlock` where a real loop would hang. A running event
+    loop (of a notebook or a real controller) is blocked meanwhile."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

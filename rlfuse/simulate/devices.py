@@ -1,7 +1,6 @@
 """Simulated trainer ranks, rewards and weight updates, behind the controller's protocols.
 
-A rank works only while its slot has the role `trainer` and its engine holds nothing; a slot does one thing at a time. A
-violation is an error.
+A slot does one thing at a time, and trains only in role `trainer` with an empty engine; a violation is an error.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from rlfuse.step.scoring import KIND_OF
 
 
 class SimulatedTrainer:
-    """One rank on each device, with whole models, sharded or not. `scored` and `trained` count how often each sample
-    was, per kind and model."""
+    """One rank per device. `scored` and `trained` count passes over each sample, per kind and model."""
 
     pipelined = False
     optimizers_away: Mapping[int, float] = {}  # none: in the costs of switch and step

@@ -1,8 +1,6 @@
-"""A step of a job as a workload: its configuration, its costs and the lengths of its responses.
+"""Turn a step of a job (configuration, costs, response lengths) into a workload, for runs, plans and recorded runs.
 
-Role: `learning` simulates the steps of a running job by it, `rlfuse plan` and `rlfuse simulate --from` planned and
-recorded ones. Pure functions of spans and the configuration.
-Invariant: only samples that are whole and were generated inside the step's own span count; validation does not.
+Only whole samples that were generated inside the step's own span count; validation does not.
 """
 
 from __future__ import annotations
@@ -65,8 +63,8 @@ def _bubbles(config: Config, lengths: Sequence[int], prompt_tokens: int) -> floa
 
 
 def micro_batches(config: Config, prompts: int, context: float) -> int:
-    """Of so many prompts' rows on each rank, or in each pipeline, as the trainer cuts them; `context`: tokens of a row
-    in the mean. Where nothing evens them out, the row that is one too many leaves half its room of a rank's budget."""
+    """Return the micro-batches of these prompts on each rank, or in each pipeline. `context`: mean tokens of a row.
+    Without balancing, packing wastes half a row of a rank's budget on average."""
     actor, stages = config.actor, config.training.pipeline_parallel_size
     rows = prompts * config.rollout.n / (config.slots // stages // config.training.tensor_model_parallel_size)
     budget, most = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu

@@ -163,8 +163,7 @@ class SimulatedRollout:
 
     def replace(self) -> None:
         """Another engine in its place, awake and empty."""
-        old = self.batch
-        self.batch, self.lost, self.device.asleep = Batch(old.costs, old.speculation), False, False
+        self.batch, self.lost, self.device.asleep = Batch(self.batch.costs), False, False
         self._departures, self._timer, self._steps = [], None, 0
         self._since, self._prefill, self._link_free = -1.0, 0, 0.0
 

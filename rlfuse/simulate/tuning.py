@@ -30,22 +30,19 @@ HELD_BACK = 0.005  # gain required for giving slots fewer samples at once
 EQUAL = 1e-6  # part of a step by which two that are the same may differ
 LOST = 0.02  # part of a step that one draw may lose if all together gain
 LOST_OF_GAIN = 0.25
-"""What draws may lose beyond that, in parts of what the others gain: of a few samples that find no room together one
-draw in ten loses 5 to 13 % by what overlaps, where the others gain up to 37 %. With a half, three that lost 4 to 6 %
-were taken for others that gained as much."""
+"""What draws may lose beyond that, over what the others gain. With 0.5, settings were accepted that lost 4 to 6 % on
+three draws."""
 DRAWS = 2
 FEW = 64  # samples of a scaled-down step up to which it is worth simulating more than one draw
 PROOFS, PROVED = 8, 1024  # more draws to verify on, and their samples in all
 
 
 def tune(workload: Workload, policy: str, given: Settings | None = None) -> Settings:
-    """The best settings found for the policy on workloads like this one, by the step's time; the first of equals.
+    """Return the settings with the shortest mean step on other draws of this workload's lengths; the first of equals.
 
-    What is simulated are other draws of its lengths: settings are for steps to come. None is taken with which draws
-    take longer than under `serial` by more than a switch and what they may lose, or all of them together take longer,
-    if there are others: first early training is given up, then consolidation, admission by length, and at last all that
-    overlaps.
-    `given`: what the configuration decides; it is simulated, and is part of what is returned.
+    Settings are rejected with which draws lose too much against `serial`, or all of them together lose. Then early
+    training is given up first, then consolidation, admission by length, and finally all overlap. `given`: settings from
+    the configuration, which are kept.
     """
     given, function = given or Settings(), loaded_policy(policy)
     if not (tuned := traits_of(function).tuned):

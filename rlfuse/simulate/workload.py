@@ -1,5 +1,4 @@
-"""A workload: a machine, its costs and the samples of one training step, read from JSON. The same samples for every
-policy."""
+"""A workload: a machine, its costs and the samples of one training step, read from JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ import numpy as np
 
 from rlfuse.config.input_files import (
     FLAG,
-    AtLeastOne,
     AtLeastZero,
     Count,
     Index,
@@ -135,14 +133,6 @@ class Slowdown:
 
 
 @dataclass(frozen=True, slots=True)
-class TailSpeculation:
-    """Speculative decoding: steps of at most `batch` sequences are faster by this factor."""
-
-    speedup: AtLeastOne
-    batch: Count
-
-
-@dataclass(frozen=True, slots=True)
 class Workload:
     """One training step on one machine. Raises WorkloadError where fields don't go together."""
 
@@ -181,7 +171,6 @@ class Workload:
     length_history_sigma: Annotated[float, number(most=10)] | None = None
     """How well lengths are known before they are generated: a prompt's mean length times lognormal(0, sigma). null:
     only the mean over all samples is known."""
-    tail_speculation: TailSpeculation | None = None
 
     def __post_init__(self) -> None:
         if problems := tuple(self._problems()):
@@ -313,8 +302,7 @@ def _speed(speed: float, slowdowns: Iterable[Slowdown]) -> Speed:
 
 
 def of_costs(costs: Costs, slots: int, response_tokens: tuple[int, ...], **more: Any) -> Workload:
-    """A workload on a machine with these costs; `more`: its other fields, `scoring` and `training` without their costs.
-    Raises WorkloadError."""
+    """Return a workload on a machine with these costs and `more` fields. Raises WorkloadError."""
     scoring, training = more.pop("scoring", Scoring()), more.pop("training", Training())
     return Workload(
         slots,

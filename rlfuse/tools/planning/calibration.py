@@ -72,11 +72,8 @@ def _alone(work: Work, longer: float) -> Work:
 
 
 def _fit_passes(works: Sequence[Work], widths: bool, known: Fields) -> Fields:
-    """Passes and gradients together, as a layer begins alike in both.
-
-    Without several `widths` all that tokens take is computing: hidden states grow with them alike. What they send, and
-    copy for that, takes what optimizer steps told: `known`.
-    """
+    """Fit passes and gradients together, as a layer starts alike in both. With models of one width the time of tokens
+    is all computing; sending and copying take what optimizer steps measured (`known`)."""
     weights = _weights(works)
     rows = []
     for work in works:
@@ -110,8 +107,7 @@ def _fit_copying(works: Sequence[Work]) -> Fields:
 
 
 def _fit_optimizer(works: Sequence[Work], known: Fields) -> Fields:
-    """By the bytes that a rank moves in its memory, and as far as steps differ enough, by those that ranks exchange and
-    by what each step takes beside."""
+    """Fit the bytes moved in memory and, if the steps differ enough, the bytes exchanged and a fixed time per step."""
     if not works:
         return {}
     moved, copied, sent = np.array([[work.moved, work.copied, work.sent] for work in works], float).T
@@ -231,8 +227,8 @@ def errors_of(found: Sequence[Total]) -> Errors:
 
 
 def scaled(hardware: Hardware, flops_ratio: float, bandwidth_ratio: float) -> Hardware:
-    """Another device, so many times as fast at matrix products and at copies as the one that was measured. What a host
-    does between kernels stays, its links are others; errors grow by CDMPP's for unseen devices, in quadrature."""
+    """Return another device, with matrix products and copies faster by these ratios; host times stay, link rates are
+    dropped. Errors grow by CDMPP's for unseen devices, in quadrature."""
     for name, ratio in (("flops_ratio", flops_ratio), ("bandwidth_ratio", bandwidth_ratio)):
         if not (ratio > 0 and math.isfinite(ratio)):
             raise CalibrationError(f"{name}={ratio:g}: needs a number above 0: measured speeds of the two devices")

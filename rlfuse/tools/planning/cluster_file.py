@@ -18,8 +18,7 @@ MOST_UTILIZATION = 0.547
 MOST_OF_EXPERTS = 0.493
 """Of mixtures of experts: MoE Parallel Folding (arXiv 2504.14960), likewise."""
 UNMEASURED = dict.fromkeys(KINDS, 0.3)
-"""How far a forecast of each kind of work may be off, as a share, where nothing was measured: an allowance, which
-`rlfuse calibrate` replaces."""
+"""Assumed relative error of each kind of work without a calibration."""
 LAYER_S = 1e-4
 """Until the kernels of a layer's forward pass have been started, on a GPU. An allowance; a calibration measures it."""
 DECODE_STEP_S = 2e-3
@@ -40,8 +39,7 @@ class LinksGiven:
     """What a device sends while it receives as much, and how long until the first byte is there."""
 
     within_gbs: Positive | None = None
-    """GB/s between devices of a node; NVLink 3 of an A100: 300, PCIe 4: 25. Without it what the calibration's runs tell
-    of these, or 200."""
+    """GB/s between devices of a node (NVLink 3: 300, PCIe 4: 25); default: the calibration's, or 200."""
     between_gbs: Positive = 25.0
     """GB/s of a device between nodes, while all of its node send; 200 Gb/s for each device are 25."""
     within_us: AtLeastZero = 10.0
@@ -51,8 +49,8 @@ class LinksGiven:
     host_gbs: Positive = 20.0
     """GB/s of a device from and to its host's memory."""
     measured: Annotated[str, Schema(type="string", minLength=1)] | None = None
-    """A file that `rlfuse calibrate --links` wrote of these nodes: `between_gbs` is then of the fastest pair, others in
-    proportion, and plans put the nodes in order. Relative to the cluster file."""
+    """A file from `rlfuse calibrate --links`, relative to this one: `between_gbs` then belongs to the fastest pair,
+    others are in proportion, and plans order the nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +92,12 @@ class Cluster:
     memory_margin: Annotated[float, number(most=0.5)] = 0.05
     """Share of the memory that a plan leaves free, as what it needs is told to some percent."""
     host_memory_gb: Positive | None = None
-    """GiB of a node's own memory, where models and optimizers are pinned while they are off its GPUs; without it they
-    are taken to have room. `memory_margin` of it is left free, too."""
+    """GiB of a node's memory for what is moved off its GPUs; default: enough. `memory_margin` applies."""
     device: Annotated[str, one_of("cuda", "cpu")] = "cuda"
     links: LinksGiven = field(default_factory=LinksGiven)
     calibration: Annotated[str, Schema(type="string", minLength=1)] | None = None
-    """A file that `rlfuse calibrate` wrote, in place of `utilization` and `memory_bandwidth_gbs`; relative to the
-    working folder. On another kind of device than this one's, the two ratios below say how much faster this one is."""
+    """A file from `rlfuse calibrate`, relative to the working folder, that replaces `utilization` and
+    `memory_bandwidth_gbs`. If it is of another device, the two ratios below scale it."""
     product_ratio: Positive | None = None
     """This device's matrix products over those of the calibrated one, as `product_flops` of two probes tell."""
     copy_ratio: Positive | None = None
@@ -183,8 +180,8 @@ class Cluster:
         )
 
     def hardware(self, experts: bool = False) -> Hardware:
-        """What a device and its links do; `experts`: in training a mixture of them. Raises as `read_calibration` does,
-        and ClusterError where what was measured is more than anybody published."""
+        """Return what a device and its links do; `experts`: for mixtures of experts. Raises as `read_calibration`, and
+        ClusterError for a measured speed that is not plausible."""
         most, given = MOST_OF_EXPERTS if experts else MOST_UTILIZATION, self.links
         between, wait = self._between()
         measured = None if self.calibration is None else self._measured(most)

@@ -59,12 +59,9 @@ def costs_of(
 
 
 def _decoding(config: Config, shape: Shape, hardware: Hardware) -> dict[str, float]:
-    """Fields of `Costs`: reading weights until a batch is flat no more, then computing.
-
-    A step takes `start + own * batch + max(read, computed * batch)`. Costs have one bend: they are as long for one
-    sequence and where computing takes longer than reading, and between shorter by less than `own` for each sequence.
-    No batch is flat on a device that first reads, then computes: `start + own * batch + read + computed * batch`.
-    """
+    """Return the decoding fields of `Costs`. A step takes `start + own * batch + max(read, computed * batch)`, or the
+    sum of both where computing does not overlap reading. `Costs` have one bend: they agree for one sequence and where
+    computing takes longer than reading, and are shorter in between by less than `own` per sequence."""
     width, item, links = config.rollout.tensor_model_parallel_size, ITEM[config.model.dtype], hardware.links
     flops, speed, cached = hardware.decode_flops * width, hardware.bytes_per_s * width, shape.cache.bytes_of(1, item)
     token = 2 * (shape.passed + shape.head)  # every decoded token passes the head
@@ -105,8 +102,8 @@ def work_speeds(
 def optimizer_trips(
     config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved
 ) -> tuple[float, float]:
-    """(seconds, those of them beside other work) that optimizers are on their way to the device, and from there where
-    that is for each update, in a step. Arguments as of `costs_of`."""
+    """Return (seconds, those overlapped with other work) of moving optimizers to the device, and back if that is done
+    for each update, in a step. Arguments: as `costs_of`."""
     hardware = hardware.in_node_of(config.trainer.n_gpus_per_node)
     ranks, residency = _Ranks(config, shapes, hardware, context), config.actor.optimizer_residency
     if residency == "step":
@@ -123,9 +120,8 @@ def carried(config: Config, shapes: Mapping[str, Shape], hardware: Hardware, con
 
 
 class _Ranks:
-    """Trainer ranks: seconds of one of them. Those of a token are of all stages together, which a rank's share of the
-    tokens takes it: in pipelines it runs a stage of that many times as many, where ranks share layers it sees as many
-    times more as there are of them."""
+    """Seconds of a trainer rank. Those of a token are of all stages together: a rank of a pipeline runs one stage of
+    as many times more tokens."""
 
     def __init__(self, config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float):
         self._config, self._hardware, self._context = config, hardware, context
@@ -202,8 +198,8 @@ class _Ranks:
         return self._hardware.links.all_gather(size / self._stages, self._copies, self._stages * self._width)
 
     def _exchanged(self, shape: Shape) -> float:
-        """Of a token's all-to-alls, where sequences are longer than a rank's budget and so are cut: of queries, keys,
-        values and results of each layer (DeepSpeed's `DistributedAttention`), each with the links' latency."""
+        """Return the seconds of a token's all-to-alls where sequences exceed a rank's budget: of queries, keys, values
+        and results of each layer (DeepSpeed's `DistributedAttention`)."""
         config = self._config
         longest = config.data.max_prompt_length + config.data.max_response_length
         degree = config.training.ulysses_sequence_parallel_size
@@ -256,8 +252,7 @@ class _Ranks:
         return moved.all / speed - hidden / 2
 
     def hidden_s(self, optimizers: float) -> float:
-        """Of the optimizers' way to the device: as long as the first mini-batch's gradients take at the least, which is
-        the same however large micro-batches are."""
+        """Return the seconds of moving optimizers that the first mini-batch's gradients hide at least."""
         rows = self._config.actor.ppo_mini_batch_size * self._config.rollout.n
         flops = 3 * min(_flops(self._config, each, self._context) for each in self._trained)
         gradients = rows * self._context / self._copies * flops / self._stages / self._hardware.train_flops

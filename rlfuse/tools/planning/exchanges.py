@@ -97,15 +97,15 @@ def moved_in_step(config: Config, held: float, copies: float) -> Traffic:
 
 
 def updated(share: float, item: int) -> Traffic:
-    """By a flat float32 tensor's step: gradients' norm in float64, and what follows. On hosts two tensors of roots are
-    made in it; on GPUs all is one kernel."""
+    """Return the traffic of a flat float32 tensor's step, with the gradients' norm in float64; on hosts Adam creates
+    two tensors of square roots, on GPUs it is one kernel."""
     roots = 4 * share
     return Traffic((4 + 2 * 8) * share + stepped(share, item), on_hosts=2 * 2 * roots if roots > KEPT else 0.0)
 
 
 def _in_halves(item: int, weight: int) -> int:
-    """Bytes of a parameter of 16 bits, whose float32 copy DeepSpeed's `FP16_UnfusedOptimizer` steps under ZeRO 0: the
-    largest and the least gradient are looked for, gradients made float32 if they are not, weights handed back."""
+    """Return the additional bytes per 16-bit parameter of DeepSpeed's `FP16_UnfusedOptimizer` under ZeRO 0: overflow
+    check, float32 gradients, weights copied back."""
     return (2 * item + (item + 4) * (item < 4) + 4 + weight) * (weight < 4)
 
 
@@ -115,16 +115,16 @@ def stepped(share: float, item: int) -> float:
 
 
 def carried_in_gradients(config: Config, held: float, copies: float) -> float:
-    """Bytes between a device and its host in a micro-batch, where optimizers stay there (`actor.offload_optimizer`): of
-    sums that wait for a step on the host, and for each micro-batch come to the device and go back."""
+    """Return the bytes between a device and its host in a micro-batch under `actor.offload_optimizer`: gradient sums
+    that stay on the host travel to the device and back."""
     kept_there = 2 if ITEM[config.model.dtype] == gradient_item(config) else 3  # ZeRO 2's own sums stay on the device
     waits = config.actor.offload_optimizer and config.actor.zero_stage >= kept_there
     return 2 * gradient_item(config) * held / copies if waits else 0.0
 
 
 def carried_in_step(config: Config, held: float, copies: float) -> float:
-    """Likewise in a step: a rank's gradients, in float32, and its weights back. Where sums waited on the host they come
-    and go once more, for their norm; but a step's first micro-batch found none that could come."""
+    """Return the same of a step: a rank's float32 gradients, and its weights back. Sums on the host travel again for
+    their norm, which makes up for the first micro-batch, which has none."""
     return (4 + ITEM[config.model.dtype]) * held / copies if config.actor.offload_optimizer else 0.0
 
 

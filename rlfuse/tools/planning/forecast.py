@@ -98,8 +98,8 @@ def forecast(
     errors: Mapping[str, float] = UNMEASURED,
     speeds: Sequence[WorkSpeed] = (),
 ) -> Forecast:
-    """A step as a run goes on, thresholds tuned; where the job has pipelines, with the schedule that it starts with.
-    `errors`: kind of work -> part of it that the costs may be wrong by; `speeds`: of the nodes, where they differ."""
+    """Forecast a step with tuned thresholds, of pipelines with their first schedule. `errors`: relative, by kind of
+    work; `speeds`: of the nodes, if they differ."""
     workload, training = times.workload(config, costs, speeds)
     steps, whys = {}, list[str]()
     for policy in dict.fromkeys((config.fusion.policy, *POLICIES)):

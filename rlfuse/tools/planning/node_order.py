@@ -46,8 +46,8 @@ class Exchanged:
 
 
 def exchanged(config: Config, shape: Shape, tokens: int) -> Exchanged:
-    """What a step over so many tokens sends, of one model: gradients and weights, and hidden states and theirs. ZeRO 2
-    scatters gradients in every micro-batch, ZeRO 3 gathers weights in it twice; else once a mini-batch."""
+    """Return what a step over `tokens` sends of one model. ZeRO 2 scatters gradients in every micro-batch, ZeRO 3 also
+    gathers weights there twice; otherwise it is once per mini-batch."""
     training, actor, item = config.training, config.actor, ITEM[config.model.dtype]
     stages, zero, each = training.pipeline_parallel_size, actor.zero_stage, config.trainer.n_gpus_per_node
     pipeline = stages * training.tensor_model_parallel_size  # its devices

@@ -51,9 +51,6 @@ if TYPE_CHECKING:
 
 COSTS = {"from": "run", "peak-tflops": "peak_tflops", "cluster": "cluster"}
 """Options that give the durations of work."""
-OPTIONAL = ("utilization", "bandwidth")
-OF_DEVICE = {"peak_tflops": "peak_tflops", "utilization": "utilization", "memory_bandwidth_gbs": "bandwidth"}
-"""Field of a cluster file -> option that gives the same without one."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -117,8 +114,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device-memory", type=float, metavar="GIB", help="of a GPU (CPU: a slot); default: as found")
     parser.add_argument("--peak-tflops", type=float, metavar="N", help="peak of a device: forecasts times")
-    parser.add_argument("--utilization", type=float, metavar="SHARE", help="of that peak (MFU); default: 0.4")
-    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="of a device's memory; default: 2000 (CPU: 20)")
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="the machines: memory, speed, links")
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="costs and lengths of a recorded run")
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: the run's or half the limit")
@@ -150,8 +145,6 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
     costs = [f"--{option}" for option, name in COSTS.items() if getattr(arguments, name) is not None]
     if len(costs) > 1:
         wrong.append(f"{' and '.join(costs)}: each gives the costs; give one of them")
-    if arguments.peak_tflops is None and (more := [name for name in OPTIONAL if getattr(arguments, name) is not None]):
-        wrong.append(f"--{' and --'.join(more)}: only with --peak-tflops; a cluster file has a field for it")
     if arguments.cluster is not None and arguments.device_memory is not None:
         wrong.append("--cluster and --device-memory: both tell the memory; give one of them")
     wrong += arguments.cluster.lacks(config) if arguments.cluster is not None else ()
@@ -275,19 +268,15 @@ def _forecast(
 
 
 def _machines(config: Config, memory: Memory, arguments: argparse.Namespace) -> Cluster | None:
-    """Return those of the cluster file, or those that the options describe; None for the costs of a run. Raises
-    ClusterError, naming the options."""
+    """Return those of the cluster file, or of --peak-tflops; None for the costs of a run. Raises ClusterError."""
     if arguments.cluster is not None or arguments.peak_tflops is None:
         return arguments.cluster
-    options = {field: getattr(arguments, name) for field, name in OF_DEVICE.items()}
     machines = {"nodes": config.trainer.nnodes, "devices_per_node": config.trainer.n_gpus_per_node}
     machines |= {"device": memory.budget.device, "device_memory_gb": memory.budget.bytes / GIB}
-    given = {field: value for field, value in options.items() if value is not None}
     try:
-        return read(Cluster, machines | given, ClusterError)
+        return read(Cluster, machines | {"peak_tflops": arguments.peak_tflops}, ClusterError)
     except ClusterError as error:
-        names = ", ".join(f"--{OF_DEVICE[field].replace('_', '-')}" for field in given)
-        raise ClusterError(*(f"{names}: {problem}" for problem in error.problems)) from None
+        raise ClusterError(*(f"--peak-tflops: {problem}" for problem in error.problems)) from None
 
 
 def _travels(

@@ -69,11 +69,8 @@ def search(
     patience: float = inf,
     clock: Clock = time.monotonic,
 ) -> Found:
-    """Look for the fastest plan, for so long at most.
-
-    `tell` is called with a line of progress now and then; `patience`: plans that, one after the other, may gain next to
-    nothing before the search ends; `clock`: whose seconds these are.
-    """
+    """Search the fastest plan for at most `seconds` of `clock`. `tell` receives lines of progress; the search ends
+    after `patience` plans in a row without gain."""
     return _Search(job, tell, clock).run(facts, seconds, patience)
 
 
@@ -259,12 +256,9 @@ class Neighbour:
 def settled(
     job: Job, found: Found, facts: Facts, seconds: float = inf, clock: Clock = time.monotonic
 ) -> tuple[Found, list[Neighbour]]:
-    """The plans with the best one's neighbours, and theirs, until none gains more than next to nothing; and the
-    neighbours of that plan. Keys stay as the job has them where their change gains next to nothing, or no more than a
-    calibration's error leaves open: then faster plans come behind.
-
-    `seconds`: at most, of the `clock`; what was not looked at until then is told so.
-    """
+    """Descend from the best plan to neighbours until none gains more than NOTHING, within `seconds` of `clock`; return
+    the plans and the neighbours of the best one. Keys keep the job's values where a change gains no more than NOTHING,
+    or than a calibration's error: faster plans then come behind."""
     neighbours, plans = _Neighbours(job, facts, seconds, clock), list(found.plans)
     while True:
         best = min(plans, key=lambda plan: plan.seconds.step)
@@ -293,8 +287,7 @@ class _Neighbours:
         self._plans: dict[tuple[Setting, ...], Plan] = {}
 
     def faster(self, best: Plan) -> list[Plan]:
-        """Those beside the plan that gain more than next to nothing, as far as time allows: under its policy, and under
-        the job's, as what is best for a pipeline may not be for what has none."""
+        """Return the neighbours that gain more than NOTHING, as time allows, under the plan's and the job's policy."""
         enough, beside = (1 - NOTHING) * best.seconds.step, [settings for _, settings in self._beside(best)]
         own = [but_for(settings, POLICY, self._job.config.fusion.policy) for settings in beside]
         tried = [self._tried(settings, enough) for settings in dict.fromkeys([*beside, *own])]

@@ -104,8 +104,7 @@ def _with(given: float, values: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _caches(config: Config, gpu: bool) -> tuple[float, ...]:
-    """The largest first. Where the device is the host, pages that were never written cost time at first: a job whose
-    small cache is as fast keeps it."""
+    """Return the sizes, largest first."""
     given, values = (
         (config.rollout.gpu_memory_utilization, (0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
         if gpu
@@ -138,8 +137,8 @@ def _tokens(config: Config) -> tuple[int, ...]:
 
 
 def _cuts(config: Config, most: int, one_budget: bool) -> tuple[int, ...]:
-    """Ulysses degrees up to that at which slices of the longest sample are within every token budget: cut further, they
-    take as much memory, and exchange more. Two at least: ranks that cut rows share what one might be handed alone."""
+    """Return Ulysses degrees up to that at which slices of the longest sample fit every token budget, at least 2:
+    higher ones take as much memory and exchange more."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     least = config.actor.ppo_max_token_len_per_gpu if one_budget else min(_tokens(config))
     return _powers(min(most, max(2, 1 << (-(-longest // least) - 1).bit_length())))
@@ -153,8 +152,7 @@ def structural(key: str) -> bool:
 def structures(
     config: Config, facts: Facts, axes: Axes, shape: Shape, cluster: Cluster | None = None
 ) -> Iterator[tuple[Setting, ...]]:
-    """Settings of the axes that have to go together, and do; those on the most machines first. `cluster`: leaves out
-    what it has no nodes for."""
+    """Yield valid combinations of the structural axes, most machines first; `cluster`: only those it has nodes for."""
     known = set(check(config, facts))
     refusals: list[Refusal] = [partial(_unlike, known, find, facts) for find in checks(config)]
     refusals.append(partial(_placed_for_nothing, config))
@@ -171,8 +169,7 @@ def _unlike(known: Collection[str], find: Check, facts: Facts, there: Config) ->
 
 
 def _placed_for_nothing(config: Config, there: Config) -> bool:
-    """Whether devices hold several stages, or shares of a head, without a pipeline, or their one stage is placed
-    otherwise than the job's."""
+    """Return whether stages or a head are split without a pipeline, or a single stage has another placement."""
     training = there.training
     if training.pipeline_parallel_size == 1 and training.vocabulary_parallel:
         return True
@@ -190,8 +187,8 @@ def but_for(settings: tuple[Setting, ...], key: str, value: object) -> tuple[Set
 
 
 class Fillings:
-    """Settings of the other axes but the size of the engine's cache: that follows from the memory that is left. A
-    filling is known by its place in each axis, the fastest first, were there room for it."""
+    """Settings of the other axes except the engine's cache, which takes the memory that is left. A filling is its index
+    in each axis, the fastest first."""
 
     def __init__(self, axes: Axes):
         self._axes = {AGAIN: axes[AGAIN], TOKENS: axes[TOKENS][::-1], SEQUENCES: axes[SEQUENCES][::-1]}
@@ -205,13 +202,8 @@ class Fillings:
         return [(0, at, 0) for at in range(1 if _in_order(structure) else len(self._axes[TOKENS]))]
 
     def after(self, structure: Iterable[Setting], filling: Filling, fits: bool) -> Iterator[Filling]:
-        """Those that come next, none of which is faster by the bound.
-
-        What trainer ranks do is the same for fewer sequences, which may take less memory, and now and then less time.
-        With as many sequences, what computes activations again, or has smaller micro-batches where all are `_in_order`,
-        takes longer in training and scoring and is the same in everything else: where the filling fits, none of these
-        needs to be looked at.
-        """
+        """Yield the next fillings, none of which is faster by the bound. With the same number of sequences, recomputed
+        activations and (where `_in_order`) smaller micro-batches only take longer: skipped if the filling fits."""
         again, tokens, sequences = filling
         if sequences < self.smallest[2]:
             yield again, tokens, sequences + 1
@@ -224,11 +216,8 @@ class Fillings:
 
 
 def _in_order(structure: Iterable[Setting]) -> bool:
-    """Whether larger micro-batches are no slower: each begins anew, gathers weights and cuts long sequences for itself.
-
-    But stages wait less for each other where there are more of them, and of larger ones more activations may be late
-    on their way to the host and back.
-    """
+    """Return whether larger micro-batches are never slower. With stages they cause longer waits, with activation
+    offload transfers that may be late."""
     given = dict(structure)
     return given["training.pipeline_parallel_size"] == 1 and not given.get("model.enable_activation_offload")
 

@@ -135,8 +135,8 @@ class StepTimes:
         roomy: bool = False,
         schedule: bool = True,
     ) -> tuple[Workload, float]:
-        """What is simulated, and the seconds of training that are not part of it; without a `schedule` the least.
-        `speeds`: of the nodes, where they differ; of `costs` the engine's cache is what memory has room for."""
+        """Return what is simulated, and the seconds of training that are not part of it: those of the schedule, or
+        their lower bound. `speeds`: of the nodes, if they differ; `costs.kv_tokens`: what memory has room for."""
         ample = config.rollout.max_num_seqs * (self._prompt_tokens + self._longest)
         tokens = ample if roomy else max(1, min(costs.kv_tokens, ample))
         some = replace(costs if roomy else with_idle_stages(config, costs, self.context), kv_tokens=tokens)
@@ -149,13 +149,9 @@ class StepTimes:
         return workload, training
 
     def _pipeline_s(self, config: Config, costs: Costs, schedule: bool, roomy: bool) -> float:
-        """Of all mini-batches. Durations of a schedule's operations are in proportion, so it is searched once.
-
-        `roomy`: without bubbles, which more and smaller micro-batches make as short as one likes. One model whose
-        backward is whole has 1F1B, where a device holds one stage: its fullest works all the time but while the first
-        and last micro-batch are in the others. Where it holds several, it waits at least until the first forward has
-        come to the first of them, and is done with the last backward that much before the end.
-        """
+        """Return the seconds of training all mini-batches. Durations within a schedule are in proportion, so it is
+        searched once. Its bound, except when `roomy`, counts bubbles of one model with a whole backward: the fullest
+        device waits until the first forward reaches its first stage, and as long after its last backward."""
         stages, chunks = config.training.pipeline_parallel_size, config.training.virtual_pipeline_model_parallel_size
         counts, forward = self.mini_batch(config, costs)
         seconds = 3 * forward * sum(counts.values()) / stages
@@ -225,8 +221,7 @@ class StepTimes:
 
     @functools.cache  # noqa: B019, as long as the search
     def _lengths(self, group: int, prompts: int) -> tuple[int, ...]:
-        """Of so many prompts, spread over all from the shortest to the longest: few have the same tail as many. All
-        stay in their order."""
+        """Return the lengths of `prompts` prompts, spread from the shortest to the longest so that the tail is kept."""
         groups = self._given.reshape(-1, group)
         if prompts == len(groups):
             return tuple(self._given.tolist())
@@ -248,8 +243,7 @@ def seconds_of(workload: Workload, training_s: float, policy: str, settings: Set
 
 
 def with_idle_stages(config: Config, costs: Costs, context: float) -> Costs:
-    """Passes of pipelines take longer by what their stages wait for a step's first and last micro-batch. `context`: as
-    of `StepTimes`."""
+    """Return the costs with the time that pipeline stages wait for the first and last micro-batch of a pass."""
     if (stages := config.training.pipeline_parallel_size) == 1:
         return costs
     count = micro_batches(config, config.data.train_batch_size, context)
@@ -280,8 +274,8 @@ def stage_shares(config: Config, shape: Shape, role: str = "actor") -> list[floa
 
 @functools.cache
 def cut(engines: int, mini_batch: int, mini_batches: int, rows: int) -> tuple[int, int]:
-    """How many engines, and prompts of each mini-batch, are enough of a step to be simulated: as many for each engine.
-    `rows` of each prompt. No mini-batch is left out; all are taken where no smaller number is in proportion."""
+    """Return how many engines, and prompts per mini-batch, of a step to simulate: as many per engine as in the whole
+    step, or all of them if no smaller number is in proportion."""
     each = mini_batch * mini_batches * rows / engines
     most = min(engines, MOST_ENGINES, max(2, MOST_SAMPLES // each))
     for prompts in range(-(-FEW_PROMPTS // mini_batches), mini_batch):

@@ -107,8 +107,8 @@ def ranks_of(spans: Sequence[Span]) -> set[str]:
 
 
 def simulated(config: Config, steps: Sequence[tuple[Span, Sequence[Span]]]) -> Simulated | None:
-    """The last of these steps; None where the simulator has no such job: stages in pipelines, nothing generated, or a
-    configuration of other devices, with which the run was resumed and made no step yet."""
+    """Return the last of these steps; None for jobs that are not simulated (pipelines, nothing generated) and for a
+    configuration of other devices, with which the run was resumed."""
     spans = [span for _, inside in steps for span in inside]
     generated = any(span.kind == "generate" for span in spans)
     if not generated or len(ranks_of(spans)) != config.slots or config.training.pipeline_parallel_size > 1:

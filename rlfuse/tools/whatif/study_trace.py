@@ -173,11 +173,8 @@ class _Builder:
     def _matched(
         self, worker: _Worker, kind: str, computed: np.ndarray, needed: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Transfers of the kind, and the position in `computed` of what each belongs to.
-
-        Profilers may note one for every computation, also where the pipeline begins or ends, or all but the first; and
-        some before the first or after the last computation, which nobody waited for.
-        """
+        """Return the transfers of the kind, and the position in `computed` of what each belongs to. Profilers may
+        record one for every computation, or all but the first, and some before or after all computations."""
         transfers, receives = worker.of(kind), kind.endswith("recv")
         if receives:
             transfers = transfers[self.start[transfers] <= self.start[computed].max() + CLOCK_S]

@@ -1,9 +1,4 @@
-"""The state of each sample and group of a step; a transition that is not possible is an error.
-
-WAITING --Generate--> GENERATING --Move--> LEAVING --evicted--> MOVING --arrived--> GENERATING
-   ^                      |                   |
-   +----- engine lost ----+-------------------+--finished--> FINISHED --scores it needs--> SCORED
-"""
+"""The state of each sample and group of a step; an impossible transition is an error."""
 
 from __future__ import annotations
 

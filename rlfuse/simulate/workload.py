@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,9 +35,6 @@ LONGEST_S = 1_000_000_000
 """Of a time: half a minute of decoding still counts beside it when floats are added up."""
 Seconds = Annotated[float, number(most=LONGEST_S)]
 Tokens = Annotated[int, number(1, whole=True, most=MOST_TOKENS)]
-
-OF_MACHINE = ("switch_s", "move_s", "step_s", "kv_bytes_per_token", "link_bytes_per_s")
-"""Fields of a workload that a cost model has by the same names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,17 +275,16 @@ class Workload:
         )
 
     def costs(self) -> Costs:
-        engine = {entry.name: getattr(self.engine, entry.name) for entry in fields(Engine)}
-        return Costs(
-            **engine,
-            max_tokens=self.most_tokens,
-            score_tokens_per_s=self.scoring.tokens_per_s,
-            score_call_s=self.scoring.call_s,
-            train_tokens_per_s=self.training.tokens_per_s,
-            train_call_s=self.training.call_s,
-            optimizer_s=self.training.optimizer_s,
-            **{name: getattr(self, name) for name in OF_MACHINE},
-        )
+        parts = ((self.engine, ENGINE), (self.scoring, SCORING), (self.training, TRAINING), (self, MACHINE))
+        terms = {term: getattr(part, name) for part, names in parts for name, term in names.items()}
+        return Costs(max_tokens=self.most_tokens, **terms)
+
+
+ENGINE = {entry.name: entry.name for entry in fields(Engine)}
+SCORING = {"tokens_per_s": "score_tokens_per_s", "call_s": "score_call_s"}
+TRAINING = {"tokens_per_s": "train_tokens_per_s", "call_s": "train_call_s", "optimizer_s": "optimizer_s"}
+MACHINE = {name: name for name in ("switch_s", "move_s", "step_s", "kv_bytes_per_token", "link_bytes_per_s")}
+"""Fields of a workload and its parts, and the terms of `Costs` that they give."""
 
 
 def _speed(speed: float, slowdowns: Iterable[Slowdown]) -> Speed:
@@ -303,18 +299,14 @@ def _speed(speed: float, slowdowns: Iterable[Slowdown]) -> Speed:
 
 def of_costs(costs: Costs, slots: int, response_tokens: tuple[int, ...], **more: Any) -> Workload:
     """Return a workload on a machine with these costs and `more` fields. Raises WorkloadError."""
-    scoring, training = more.pop("scoring", Scoring()), more.pop("training", Training())
-    return Workload(
-        slots,
-        response_tokens,
-        engine=Engine(**{entry.name: getattr(costs, entry.name) for entry in fields(Engine)}),
-        scoring=replace(scoring, tokens_per_s=costs.score_tokens_per_s, call_s=costs.score_call_s),
-        training=replace(
-            training, tokens_per_s=costs.train_tokens_per_s, call_s=costs.train_call_s, optimizer_s=costs.optimizer_s
-        ),
-        **{name: getattr(costs, name) for name in OF_MACHINE},
-        **more,
-    )
+
+    def given(names: Mapping[str, str]) -> dict[str, Any]:
+        return {name: getattr(costs, term) for name, term in names.items()}
+
+    parts = {"engine": Engine(**given(ENGINE))}
+    parts["scoring"] = replace(more.pop("scoring", Scoring()), **given(SCORING))
+    parts["training"] = replace(more.pop("training", Training()), **given(TRAINING))
+    return Workload(slots, response_tokens, **parts, **given(MACHINE), **more)
 
 
 EXAMPLE = {

@@ -172,7 +172,7 @@ class MoveTarget:
         return (self.load, self.slot.index) < (other.load, other.slot.index)
 
     def takes(self, sample: SampleRecord, source: Slot) -> bool:
-        """Count a sample in; not if it would end too late here."""
+        """Reserve room for a sample and return True, unless it would end too late here."""
         costs, now = self.view.costs, self.view.now
         arrival = self.arrival + costs.carry(sample.group.prompt_tokens + source.tokens(sample, now, costs))[1]
         pace = costs.decode_step(self.load + 1, self.slot.context) * self.slot.measured

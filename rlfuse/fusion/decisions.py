@@ -129,11 +129,11 @@ class Slot:
         return not self.load and not self.busy
 
     def pace(self, costs: Costs, more: int = 0) -> float:
-        """Seconds of its next decoding step, with so many samples more."""
+        """Return the seconds of its next decoding step with `more` samples."""
         return costs.decode_step(len(self.samples) + more, self.context) * self.measured
 
     def decoding(self, now: float) -> float:
-        """Seconds that it decoded since `seen`, about."""
+        """Return the approximate seconds of decoding since `seen`."""
         return max(0.0, now - self.seen - self.stall * self.measured)
 
     def steps_by(self, now: float, costs: Costs) -> float:
@@ -143,7 +143,7 @@ class Slot:
         return sample.carried + max(0.0, self.steps_by(now, costs) - sample.steps_before)
 
     def remaining(self, sample: SampleRecord, now: float, costs: Costs) -> float:
-        """Response tokens that it still needs, about; one past its expectation a quarter of what it has."""
+        """Estimate the response tokens left; past the expectation, a quarter of those generated."""
         return self._remaining((sample,), now, costs)[0]
 
     def all_remaining(self, now: float, costs: Costs) -> list[float]:

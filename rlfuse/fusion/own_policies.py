@@ -78,7 +78,7 @@ class CheckedPolicy:
         return list(decisions)
 
     def _count(self, view: Snapshot, decisions: Sequence[Decision]) -> None:
-        """Raise PolicyError for slots that switch and samples that move to and fro without end."""
+        """Raise PolicyError for switches and moves without end."""
         to_and_fro = [decision for decision in decisions if isinstance(decision, Switch | Move)]
         same = view.slots is self._slots and view.unfinished == self._unfinished
         if not same or len(to_and_fro) < len(decisions):

@@ -48,8 +48,6 @@ def _short(text: str) -> str:
 
 
 class _Reading:
-    """What the decisions that were read have taken already."""
-
     def __init__(self, view: Snapshot):
         self.view = view
         self.working: set[int] = set()  # slots that switch, score or train
@@ -123,7 +121,7 @@ class _Reading:
             self._works(slot, self.view.idle_trainers, "idle trainer")
 
     def _among(self, what: str, given: tuple, valid: Collection, taken: set, key: str | None = None) -> None:
-        """A tuple of some of `valid`, none of them taken; `key`: what they are taken for."""
+        """Take a tuple of `valid` items, none of them taken yet for `key`."""
         if not isinstance(given, tuple) or not given:
             raise Refused(f"it needs a tuple of at least one {what}; those that can be taken: {listed(valid)}")
         for each in given:

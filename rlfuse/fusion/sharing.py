@@ -250,7 +250,7 @@ def families(view: Snapshot, names: Iterable[str], slots: int) -> Iterator[tuple
 
 
 def _fitting(pieces: Iterator[tuple[int, tuple[str, ...]]], rest: float) -> list[tuple[int, tuple[str, ...]]]:
-    """The first pieces, at least one, of about so many tokens; the last is that of the next few which fits best."""
+    """Return the first pieces, at least one, of about `rest` tokens; the last is the best fit of the next few."""
     taken = list(islice(pieces, 1))
     rest -= sum(size for size, _ in taken)
     for piece in pieces:
@@ -277,7 +277,7 @@ def seconds_together(view: Snapshot, work_s: float, rates: Collection[float]) ->
 def _shared_out(
     view: Snapshot, pieces: list[tuple[int, tuple[str, ...]]], slots: list[int], tokens_per_s: float
 ) -> dict[int, tuple[str, ...]]:
-    """Each piece to who would end first; what the next busy slot would end sooner than a slow one is left for it."""
+    """Assign each piece to the slot that would end first, or leave it to the next busy slot if that ends sooner."""
     shares: dict[int, list[str]] = {}
     heaps: dict[float, list[tuple[float, int]]] = {}
     for slot in slots:

@@ -27,7 +27,7 @@ class Tuning:
         return replace(self.fixed, samples=samples)
 
     def learn(self, board: Board, spans: Sequence[Span]) -> None:
-        """A step is over: remember its lengths, then whatever `relearn` makes of its spans."""
+        """Learn the lengths of a finished step, then what `relearn` makes of its spans."""
         self.lengths.learn(board.response_lengths())
         if self.relearn is not None:
             self.relearn(self, spans)

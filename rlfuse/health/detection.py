@@ -61,14 +61,11 @@ class Alarm:
 
     @property
     def ratio(self) -> float:
-        """How many times its peers' value, on the scale of distances."""
         return exp(self.distance)
 
 
 @dataclass(slots=True)
 class _Worker:
-    """What a group knows of one of its workers."""
-
     smooth: float = 0.0
     weight: float = 0.0
     last: float = 0.0
@@ -84,8 +81,6 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Streak:
-    """A worker that is apart."""
-
     began: float
     step: int
     candidate: bool = False
@@ -95,8 +90,6 @@ class _Streak:
 
 @dataclass(slots=True)
 class _Again:
-    """A machine that is slow now and then."""
-
     began: float
     step: int
     windows: int = 0
@@ -106,8 +99,6 @@ class _Again:
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """A worker in one window."""
-
     distance: float
     threshold: float
     now: float  # distance of its value in this window alone
@@ -117,15 +108,13 @@ class _Judged:
 
 
 class _Group:
-    """One signal of one role."""
-
     def __init__(self, signal: Signal):
         self.signal = signal
         self.workers: dict[str, _Worker] = {}
         self._changes: deque[float] = deque(maxlen=SCATTER)
 
     def judge(self, number: int, values: Mapping[str, tuple[float, float]]) -> dict[str, _Judged]:
-        """Take in a window; how far everyone with a value in it, and a past, is from its peers."""
+        """Add a window; return each worker's distance from its peers."""
         usual_weight = median(weight for _, weight in values.values()) if values else 0.0
         for name, (value, weight) in values.items():
             self._take(name, number, self.signal.compared(value), weight / usual_weight)
@@ -192,7 +181,7 @@ def _apart(levels: np.ndarray, scatter: float, signal: Signal) -> tuple[np.ndarr
 
 
 def _limit(count: int, scatter: float) -> float:
-    """The threshold among so many; the mean of few peers scatters, too, and of many some are far off by chance."""
+    """Return the threshold among `count` workers: means of few peers scatter, and of many some differ by chance."""
     by_chance = sqrt(max(1.0, log(count) / log(MANY)))  # as the largest of so many normal numbers
     return SIMILARITY * scatter * by_chance * (2 if count == 1 else sqrt(count / (count - 1)))
 
@@ -214,7 +203,7 @@ class Detector:
         self._latest: dict[tuple[str, str], _Judged] = {}
 
     def look(self, window: Window, homes: Mapping[str, str] | None = None) -> list[Alarm]:
-        """The alarms that begin and end with this window. `homes`: worker -> its node, for what is apart beside it."""
+        """Return the alarms that begin and end with this window. `homes`: worker -> its node."""
         self._number += 1
         judged: dict[tuple[str, str], _Judged] = {}
         for name, values in window.values.items():
@@ -228,7 +217,7 @@ class Detector:
         return ended + list(self._raised(window, homes or {}, again))
 
     def farthest(self, metric: str) -> dict[str, float]:
-        """Role -> the largest distance of a worker from its peers when it was looked at last; 0 where all are alike."""
+        """Return role -> the largest distance of a worker from its peers in its latest window."""
         found: dict[str, float] = {}
         for (worker, name), judged in self._latest.items():
             if name == metric:
@@ -236,7 +225,6 @@ class Detector:
         return found
 
     def forget(self, worker: str) -> None:
-        """It was started anew: what it was like says nothing of what it is."""
         for group in self._groups.values():
             group.workers.pop(worker, None)
         self._again.pop(self._machine(worker), None)
@@ -245,7 +233,6 @@ class Detector:
             self._streaks.pop(key, None)
 
     def _follow(self, window: Window, judged: Mapping[tuple[str, str], _Judged]) -> Iterator[Alarm]:
-        """Streaks begin, go on or end; alarms whose streak has ended."""
         for key, found in judged.items():
             streak = self._streaks.pop(key, None) or _Streak(window.start, window.step)
             streak.candidate = found.distance >= (CONTINUED if streak.candidate else 1.0) * found.threshold
@@ -259,7 +246,7 @@ class Detector:
                 yield replace(self.standing.pop(key), ended=window.start)
 
     def _follow_again(self, window: Window, judged: Mapping[tuple[str, str], _Judged]) -> Iterator[tuple[str, str]]:
-        """Machines that are slow now and then; the worker that is, where it has lasted."""
+        """Follow machines that are slow repeatedly; yield the worker once it has lasted."""
         machines: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for key in judged:
             if key[1] == SLOWNESS:
@@ -278,7 +265,7 @@ class Detector:
                 yield far[0]
 
     def _by_chance(self, machine: str, windows: int) -> float:
-        """In how many of these it may be far off, were it like its peers: the more pieces of work, the more spikes."""
+        """Return in how many of these windows the machine may differ by chance, given its peers' spikes."""
         others = [counts for other, counts in self._far.items() if other != machine]
         share = sum(far for _, far in others) / max(1, sum(judged for judged, _ in others))
         return windows * share + CHANCE * sqrt(windows * share * (1 - share))

@@ -99,7 +99,7 @@ class Monitor:
         self._told: set[str] = set()
 
     async def look(self, step: int, spans: Sequence[Span], costs: Costs) -> dict[str, float]:
-        """The step is over: tell what is wrong; its `health/*`."""
+        """Check all workers after a step, raise alarms, and return its `health/*` metrics."""
         try:
             return await self._look(step, spans, costs)
         except Exception as error:
@@ -156,7 +156,6 @@ class Monitor:
         return int(number) // (self._width if role == "trainer" else 1)
 
     def _machine(self, worker: str) -> str:
-        """A slot's engine and ranks share its device."""
         slot = self._slot(worker)
         return worker if slot is None else f"slot/{slot}"
 

@@ -41,7 +41,7 @@ class Settled:
         self._workers: set[str] = set()
 
     def work_of(self, spans: Iterable[Span]) -> tuple[list[Span], set[str]]:
-        """The pieces of work in a step of those that had one before, and who was started anew in it."""
+        """Return a step's work of workers past their first step, and the workers started in it."""
         spans = list(spans)
         started = {span.where for span in spans if span.kind in STARTED}
         self._workers -= started
@@ -69,7 +69,7 @@ class Expected:
                     self._factors.pop(group, None)
 
     def seconds(self, span: Span) -> float | None:
-        """Of a piece of work as it should be; None where nothing tells."""
+        """Return the seconds that a piece of work should take; None if unknown."""
         if self._costs is None or (factor := self._factor(class_of(span))) is None:
             return None
         return factor * predicted(span, self._costs)
@@ -121,7 +121,7 @@ class Series:
         self.seconds = max(1, ceil(self.end - self.start))
 
     def add(self, name: str, worker: str, begin: float, end: float, amount: float) -> None:
-        """Spread an amount over its seconds; what began before counts at the start."""
+        """Distribute an amount over its seconds, clipped to the series."""
         begin, end = max(0.0, begin - self.start), min(end - self.start, float(self.seconds))
         if end <= begin:
             return

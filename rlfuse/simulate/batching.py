@@ -53,13 +53,13 @@ class Batch:
     _sharing: dict[Hashable, int] = field(default_factory=dict)
 
     def seconds(self, steps: int) -> float:
-        """Cost of the next `steps` steps, if nothing joins or leaves."""
+        """Return the cost of the next `steps` steps if no sequence joins or leaves."""
         size = len(self.running)
         grown = self.context + size * (steps - 1) / 2
         return steps * self.costs.decode_step(size, grown)
 
     def steps_begun(self, seconds: float) -> int:
-        """Steps that are done when the one under way after so much of their cost ends."""
+        """Return the steps done when the one in progress after `seconds` of cost ends."""
         size, per_token = len(self.running), self.costs.step_per_context_token_s
         curve = per_token * size / 2
         slope = self.costs.decode_step(size, self.context) - curve
@@ -67,13 +67,13 @@ class Batch:
         return max(0, math.ceil(2 * seconds / (slope + root) - EPSILON))
 
     def steps_ahead(self) -> int:
-        """Steps until the first sequence is whole or the cache is full; at least 1."""
+        """Return the steps until the first sequence is whole or the cache is full; at least 1."""
         while self._ends[0][2].ends != self._ends[0][0]:  # left or pre-empted since
             heapq.heappop(self._ends)
         return min(self._ends[0][0] - self.step, (self.costs.kv_tokens - self.context) // len(self.running))
 
     def run(self, steps: int) -> list[Sequence]:
-        """Do the steps; the sequences that are whole now, which leave."""
+        """Run the steps; remove and return the sequences that are whole now."""
         self.step += steps
         self.context += steps * len(self.running)
         if self.context > self.costs.kv_tokens:
@@ -87,7 +87,7 @@ class Batch:
         return whole
 
     def admit(self) -> int:
-        """Let in what has room, in order; tokens to prefill. Siblings of a running one share their prompt's cache."""
+        """Admit sequences in order while there is room; return the tokens to prefill. Siblings share a prompt."""
         prefill = 0
         while self.waiting and len(self.running) < self.costs.max_sequences:
             sequence = self.waiting[0]
@@ -120,7 +120,7 @@ class Batch:
             del self._sharing[sequence.prompt]
 
     def preempt(self) -> int:
-        """Until every sequence has room for one step, the newest goes back to wait; how many went."""
+        """Preempt the newest sequences until the others have room for one step; return how many."""
         count = 0
         while self.context + len(self.running) > self.costs.kv_tokens:
             newest = self.running[next(reversed(self.running))]
@@ -130,7 +130,6 @@ class Batch:
         return count
 
     def remove(self, sequence: Sequence) -> bool:
-        """Take it out, wherever it is; whether it ran."""
         if sequence.ends >= 0:
             self._leave(sequence)
             return True

@@ -98,7 +98,7 @@ def lower_bound(workload: Workload) -> Bound:
 
 
 def _following(ends: np.ndarray, work: np.ndarray, total: Speed) -> float:
-    """Point 7: when all that work can be done, if each sample's begins no sooner than its end."""
+    """Point 7: return when all work can be done if each sample's begins no sooner than its end."""
     order = np.argsort(-ends)
     following = np.cumsum(work[order])
     last = np.flatnonzero(np.append(np.diff(ends[order]) < 0, True))  # of those with equal ends
@@ -106,7 +106,7 @@ def _following(ends: np.ndarray, work: np.ndarray, total: Speed) -> float:
 
 
 def _crossing(earliest: float, rising: Callable[[float], float], falling: Callable[[float], float]) -> float:
-    """Where the larger of the two is least over G >= earliest, rounded down."""
+    """Return where the larger of the two is least over G >= earliest, rounded down."""
     low, high = earliest, max(earliest, falling(earliest))  # `rising` is no less than G
     if falling(low) <= rising(low):
         return low
@@ -144,14 +144,14 @@ class _Generation:
         self.in_cache = float(self.alike @ seen * steps.min()) / costs.kv_tokens
 
     def work(self, end: float) -> float:
-        """W(G): least cost of all generation when it is over after `end` seconds."""
+        """Return W(G): the least cost of all generation that is over after `end` seconds."""
         mean_step = (self.fastest * end - self.prefill - self.context) / self.lengths
         charges = float(self.alike @ (self.lengths * np.interp(mean_step, *self.hull)))
         return self.prompts * self.prefill + max(charges, self.in_cache) + float(self.alike @ self.context)
 
 
 def _falling_hull(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Corners of the largest convex non-increasing function below the points; constant beyond the last."""
+    """Return the corners of the largest convex non-increasing function below the points."""
     hull: list[tuple[float, float]] = []
     for point in sorted(zip(x.tolist(), y.tolist(), strict=True)):
         if hull and point[1] >= hull[-1][1]:

@@ -18,8 +18,6 @@ class Deadlock(RuntimeError):
 
 
 class _VirtualSelector(selectors.SelectSelector):
-    """A selector that lets virtual time pass instead of waiting."""
-
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
@@ -40,7 +38,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._clock.now
 
     def _run_once(self) -> None:
-        """A turn. asyncio calls timers that are due within its clock's resolution; late floats have a coarser one."""
+        """asyncio calls timers due within its clock's resolution; late floats have a coarser one."""
         self._clock_resolution = max(RESOLUTION_S, math.ulp(self._clock.now))
         super()._run_once()  # type: ignore[misc]  # of asyncio, which typeshed leaves out
 

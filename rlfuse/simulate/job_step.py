@@ -54,7 +54,7 @@ def workload_of(
 
 
 def _bubbles(config: Config, lengths: Sequence[int], prompt_tokens: int) -> float | None:
-    """Those of 1F1B over its work, as `Training.bubbles`; fused models share them, chunks divide them."""
+    """Return the bubbles of 1F1B over its work; fused models share them, chunks divide them."""
     if (stages := config.training.pipeline_parallel_size) == 1:
         return None
     fused = config.uses_critic and config.fusion.training == "fused"

@@ -40,7 +40,6 @@ class Learning:
         self._tuning_s = self._since_s = 0.0
 
     def __call__(self, tuning: Tuning, spans: Sequence[Span]) -> None:
-        """Update `tuning` with a step's spans."""
         self._spans.append(spans)
         tuning.costs = measured([span for each in self._spans for span in each], tuning.costs)
         lengths = tuning.lengths.recorded
@@ -54,7 +53,7 @@ class Learning:
             self._tuned_for, self._tuning_s, self._since_s = shape, perf_counter() - began, 0.0
 
     def _disaggregate(self, tuning: Tuning, spans: Sequence[Span]) -> None:
-        """Whether some engines only read prompts from here on; a step that goes by nothing measured has them alike."""
+        """Decide whether some engines only prefill from here on; never with trainer.deterministic."""
         config, mode = self._config, self._config.rollout.disaggregate
         if mode == "off" or config.trainer.deterministic:
             return

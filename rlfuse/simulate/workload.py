@@ -303,10 +303,10 @@ def of_costs(costs: Costs, slots: int, response_tokens: tuple[int, ...], **more:
     def given(names: Mapping[str, str]) -> dict[str, Any]:
         return {name: getattr(costs, term) for name, term in names.items()}
 
-    parts = {"engine": Engine(**given(ENGINE))}
-    parts["scoring"] = replace(more.pop("scoring", Scoring()), **given(SCORING))
-    parts["training"] = replace(more.pop("training", Training()), **given(TRAINING))
-    return Workload(slots, response_tokens, **parts, **given(MACHINE), **more)
+    more["engine"] = Engine(**given(ENGINE))
+    more["scoring"] = replace(more.get("scoring", Scoring()), **given(SCORING))
+    more["training"] = replace(more.get("training", Training()), **given(TRAINING))
+    return Workload(slots, response_tokens, **given(MACHINE), **more)
 
 
 EXAMPLE = {

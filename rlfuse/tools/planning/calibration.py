@@ -67,7 +67,7 @@ def _fitted(works: Sequence[Work], crowding: float) -> Hardware:
 
 
 def _alone(work: Work, longer: float) -> Work:
-    """The work where nobody slows it; exchanges, which no device does alone, are what they were."""
+    """Return the work without slowdown by other devices; exchanges stay as measured."""
     return replace(work, seconds=work.seconds / longer, sent=work.sent / longer, gathers=work.gathers / longer)
 
 
@@ -101,7 +101,7 @@ def _fit_passes(works: Sequence[Work], widths: bool, known: Fields) -> Fields:
 
 
 def _fit_copying(works: Sequence[Work]) -> Fields:
-    """Nothing where no work was that alone: steps do not tell copies from what they do in place."""
+    """Fit copies from work that was nothing else; steps cannot separate them from updates in place."""
     copied = sum(work.copied for work in works)
     return {"copied_bytes_per_s": _rate(sum(work.seconds for work in works) / copied)} if works else {}
 
@@ -159,7 +159,6 @@ def _fit_decoding(works: Sequence[Work], pass_flops: float) -> Fields:
 
 
 def _weights(works: Sequence[Work]) -> np.ndarray:
-    """Of each piece of work, such that each kind weighs alike in every step."""
     total: dict[tuple[str, int, str], list[float]] = {}
     for work in works:
         total.setdefault((work.source, work.part, work.kind), []).append(work.seconds)

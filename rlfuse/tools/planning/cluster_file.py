@@ -134,7 +134,6 @@ class Cluster:
 
     @property
     def _nodes(self) -> list[_Node]:
-        """All of them, the fastest first, of equals those with the largest memory."""
         alike = self.nodes - sum(group.nodes for group in self.groups)
         found = [_Node(NodeSpeed(), self.device_memory_gb, self.devices_per_node)] * alike
         for group in self.groups:
@@ -159,7 +158,7 @@ class Cluster:
             yield f"trainer.nnodes={nodes}: the cluster file has nodes={there}{least}; change one of the two"
 
     def budget(self, config: Config) -> Budget:
-        """Return what a plan may take of a device and of a node's memory: of the smallest that it uses."""
+        """Return the usable memory of a device and of a node: the smallest that the plan uses."""
         smallest = min(node.memory_gb for node in self._used(config))
         taken = (1 - self.memory_margin) * GIB
         host = None if self.host_memory_gb is None else int(self.host_memory_gb * taken)
@@ -170,7 +169,6 @@ class Cluster:
         return tuple(node.speed for node in self._used(config)) if self.groups else ()
 
     def achieved(self) -> str:
-        """Return how fast passes and training compute, and what that follows from."""
         if self.calibration is not None:
             return f"computing speed as measured (calibration={self.calibration})"
         done = self.peak_tflops * self.utilization
@@ -204,7 +202,7 @@ class Cluster:
         )
 
     def node_links(self) -> NodeLinks | None:
-        """Between every two nodes, where they were measured. Raises LinksError, and ClusterError for other nodes."""
+        """Return the measured links of every two nodes, if any. Raises LinksError, and ClusterError for other nodes."""
         if self.links.measured is None:
             return None
         found = read_links(Path(self.links.measured))
@@ -216,7 +214,7 @@ class Cluster:
         return found.scaled(self.links.between_gbs * 1e9)
 
     def _between(self) -> tuple[float, float]:
-        """Bytes per second and seconds between nodes; of measured ones on the best ring's slowest link."""
+        """Return bytes per second and latency between nodes; if measured, of the best ring's slowest link."""
         if self.nodes == 1 or (links := self.node_links()) is None:
             return self.links.between_gbs * 1e9, self.links.between_us * 1e-6
         order = best_order(links, Exchanged(ring=1e9, ring_hops=1, handed=0.0, hand_overs=0, nodes=self.nodes))

@@ -149,7 +149,6 @@ class _Ranks:
         return max(self._train_token_s(shape, 3 + self._run_again(role)) for role, shape in self._learning.items())
 
     def _run_again(self, role: str) -> float:
-        """Share of a model's layers in micro-batches that learn."""
         model, shape, hardware = self._config.model, self._learning[role], self._hardware
         if model.enable_gradient_checkpointing or not model.enable_activation_offload:
             return float(model.enable_gradient_checkpointing)
@@ -168,7 +167,7 @@ class _Ranks:
         return self._width * (computed + once + 2 * self._exchanged(shape) + self._handed_on(shape))
 
     def _begun_s(self, shape: Shape) -> float:
-        """Of a micro-batch's forward pass through all stages, beside its tokens."""
+        """Return the fixed seconds of a micro-batch's forward pass through all stages."""
         links = self._hardware.links
         handed_on = (self._stages - 1) * links.send(0, self._far)
         if self._config.training.vocabulary_parallel:
@@ -186,7 +185,7 @@ class _Ranks:
         return begun + sent + copied
 
     def _summed_s(self, shape: Shape) -> float:
-        """Of a token's hidden states over the ranks that share layers, forward; of copies of them."""
+        """Return the seconds of a token's all-reduces in a forward pass with tensor parallelism."""
         if self._width == 1:
             return 0.0
         links, size = self._hardware.links, 2 * len(shape.layers) * shape.hidden * self._item
@@ -194,7 +193,7 @@ class _Ranks:
         return copied + links.all_reduce(size, self._width) - links.all_reduce(0, self._width)
 
     def _gather(self, size: float) -> float:
-        """All-gather or reduce-scatter of a stage's share of so many bytes, among those that have the same stage."""
+        """Return the seconds to gather or scatter a stage's share of `size` bytes."""
         return self._hardware.links.all_gather(size / self._stages, self._copies, self._stages * self._width)
 
     def _exchanged(self, shape: Shape) -> float:
@@ -210,7 +209,7 @@ class _Ranks:
         return 4 * len(shape.layers) * each / self._micro_batch
 
     def _handed_on(self, shape: Shape) -> float:
-        """Of a token's hidden states and their gradients, from stage to stage, and once more for a head they share."""
+        """Return the seconds of a token's hidden states and gradients between stages, and to a shared head."""
         if self._stages == 1:
             return 0.0
         links, far = self._hardware.links, self._far
@@ -230,13 +229,13 @@ class _Ranks:
         return self._exchange_s(of_step(self._config, shape)) + moved
 
     def _carried_s(self, size: float) -> float:
-        """Of bytes between a device and its host's memory, which on CPUs is one: they are read and written in it."""
+        """Return the seconds of bytes between a device and its host's memory, which on CPUs is the same memory."""
         if self._hardware.is_host:
             return Traffic(2 * size).seconds(self._hardware)
         return size / self._hardware.host_bytes_per_s
 
     def carried(self) -> tuple[float, float]:
-        """(bytes, seconds) of a step's gradients and weights, to optimizers that stay on the host and from there."""
+        """Return (bytes, seconds) of a step's gradients and weights to optimizers on the host and back."""
         data, size = self._config.data, 0.0
         for shape in self._trained:
             held = self._config, held_of(self._config, shape) / self._stages, self._copies
@@ -259,13 +258,13 @@ class _Ranks:
         return min(optimizers / self._hardware.host_bytes_per_s, gradients)
 
     def fetched_s(self, optimizers: float) -> float:
-        """Of an optimizer's way to the device and back, in the mean, where it is there for its steps alone."""
+        """Return the mean seconds of an optimizer's transfers if it is on the device only for its steps."""
         if self._config.actor.optimizer_residency != "step":
             return 0.0
         return 2 * optimizers / len(self._trained) / self._hardware.host_bytes_per_s
 
     def push_s(self) -> float:
-        """Of new weights to an engine: gathered where they lie in parts, then copied."""
+        """Return the seconds of gathering new weights and copying them to an engine."""
         weights, links = self._policy.parameters * self._item, self._hardware.links
         gathered = self._exchange_s(of_pass(self._config, self._policy))
         stages = links.all_gather(weights, self._stages * self._width)
@@ -273,7 +272,7 @@ class _Ranks:
 
 
 def _flops(config: Config, shape: Shape, context: float) -> float:
-    """Of a rank's forward pass per token; only tokens that predict a response pass the head."""
+    """Return the FLOP per token of a rank's forward pass; only tokens that predict a response pass the head."""
     data = config.data
     kept = data.max_response_length / (data.max_prompt_length + data.max_response_length)
     scores = 4 * len(shape.layers) * shape.heads * shape.head_width * context / 2

@@ -129,7 +129,7 @@ def carried_in_step(config: Config, held: float, copies: float) -> float:
 
 
 def _written(size: float, moved: float) -> Traffic:
-    """Bytes read and written to make a tensor of that size, which needs new memory where it is larger than any kept."""
+    """Return the traffic of creating a tensor, which needs new memory if it is larger than any kept."""
     return Traffic(copied=moved) if size > KEPT else Traffic(moved)
 
 
@@ -138,12 +138,12 @@ def _messages(shape: Shape, together: int) -> int:
 
 
 def _by_gloo(size: float, messages: int) -> Traffic:
-    """Bytes that gloo copies of so many messages, for each of which it takes a tensor."""
+    """Return the bytes that gloo copies for so many messages."""
     return Traffic(on_hosts=2 * size if size / messages > KEPT else 0.0)
 
 
 def _handed_over(config: Config, held: float, copies: float) -> Traffic:
-    """Gradients to a sum over so many ranks, and from it what this rank then needs of them."""
+    """Return the traffic of reducing gradients over ranks and keeping this rank's part."""
     item, share = gradient_item(config), held / copies
     flat = _written(item * held, 2 * item * held)
     if config.actor.zero_stage == 0:  # scaled by the count and by the ranks, copied back; their norm, clipped

@@ -153,7 +153,7 @@ def _calls(
 
 
 def _with_forwards(spans: Sequence[Span]) -> Iterator[Span]:
-    """Spans, of which each backward begins where its forward did: a rank does one micro-batch after the other."""
+    """Yield the spans, each backward starting where its forward did: micro-batches run one after the other."""
     begun: dict[str, float] = {}
     for span in sorted(spans, key=lambda span: span.start):
         if span.kind == "forward":
@@ -167,7 +167,6 @@ def _learning(kind: str) -> str:
 
 
 def _flops(config: Config, shape: Shape, span: Span, lengths: Mapping[str, tuple[int, int]]) -> float:
-    """Of a forward pass over a micro-batch, this rank's share of it."""
     known = [lengths[name] for name in span.samples if name in lengths]
     whole = sum(map(sum, known))
     if not known:

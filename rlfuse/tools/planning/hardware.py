@@ -113,7 +113,7 @@ class Hardware(Coefficients):
 
     @property
     def is_host(self) -> bool:
-        """Its ranks exchange through gloo, and take new memory from the system."""
+        """Whether its ranks exchange through gloo and allocate from the system."""
         return bool(self.copied_bytes_per_s)
 
     @property
@@ -125,15 +125,12 @@ class Hardware(Coefficients):
         return self.copied_bytes_per_s or self.updating
 
     def decoding_s(self, read_s: float, computed_s: float) -> float:
-        """Reading weights and computing by them."""
         return max(read_s, computed_s) if self.decode_overlaps else read_s + computed_s
 
     def in_node_of(self, devices: int) -> Hardware:
-        """Return a device of a node of which a run uses so many."""
         return replace(self.crowded(devices - 1), links=replace(self.links, per_node=devices))
 
     def crowded(self, beside: int) -> Hardware:
-        """A device while so many others of its node are at work."""
         longer = 1 + self.crowding * beside
         if longer == 1:
             return self

@@ -86,8 +86,6 @@ def _fitted(seconds: Sequence[float]) -> Link:
 
 
 class _End(StoreServer):
-    """One of a pair."""
-
     def exchange(self, rank: int, first: ray.actor.ActorHandle, device: str) -> list[float]:
         backend, limit = ("nccl" if device == "cuda" else "gloo"), timedelta(seconds=ROUND_S / 2)
         store = self.use_store(rank, first, limit)

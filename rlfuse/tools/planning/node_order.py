@@ -83,7 +83,6 @@ def _slowest(path: Sequence[int], links: NodeLinks, size: float, messages: int) 
 
 
 def _rings(order: Sequence[int], wide: int) -> Iterator[list[int]]:
-    """Nodes at the same place of their pipelines, and back to the first."""
     for place in range(wide):
         nodes = list(order[place::wide])
         if len(nodes) > 1:
@@ -107,7 +106,7 @@ def best_order(links: NodeLinks, sent: Exchanged, seed: int = 0) -> tuple[int, .
 
 
 def _annealed(start: Sequence[int], links: NodeLinks, sent: Exchanged, draw: random.Random) -> tuple[int, ...]:
-    """Stretches are turned round or nodes swapped; a slower order is kept as often as the temperature lets it."""
+    """Reverse stretches or swap nodes; accept slower orders with falling probability."""
     now = best = list(start)
     taken = least = seconds_of(now, links, sent)
     for tried in range(TRIES):
@@ -173,7 +172,6 @@ class MeasuredLinks:
             yield "pairs: one stands there twice; name each once"
 
     def scaled(self, fastest_bytes_per_s: float) -> NodeLinks:
-        """With the fastest pair at this rate and the others in proportion."""
         most = max(pair.gbs for pair in self.pairs)
         of = {frozenset((pair.first, pair.second)): pair for pair in self.pairs}
         rates, waits = [], []

@@ -180,7 +180,6 @@ def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:
 
 
 def _activations_away(config: Config, shapes: Mapping[str, Shape], device: str) -> list[str]:
-    """What the largest micro-batches of each trained model have wait off the device, or computed again."""
     if not config.model.enable_activation_offload:
         return []
     learning = {role: shape for role, shape in shapes.items() if role in PASS_OF}
@@ -204,7 +203,6 @@ def not_looked_at(config: Config, device: str, lengths: DataLengths | str) -> li
 
 
 def _show_settings(config: Config, memory: Memory, all_of_them: bool, console: Console) -> None:
-    """What is chosen for GPUs beside the configuration's own keys, with its reasons, or how to see that."""
     name = config.trainer.experiment_name or "NAME"  # which a run without one gets when it is accepted
     named = replace(config, trainer=replace(config.trainer, experiment_name=name))
     settings = gpu_settings(named, planned=sharing.arguments(memory))

@@ -109,7 +109,6 @@ class _Search:
         )
 
     def _enter_structures(self, facts: Facts, until: float) -> None:
-        """All of them; where time is out before, at least one."""
         job = self._job
         for settings in structures(job.config, facts, job.axes, job.shapes["actor"], job.cluster):
             if self._heap and self._clock() >= until:
@@ -123,11 +122,9 @@ class _Search:
         return not self._unseen and (not self._heap or self._heap[0].kind == "simulated")
 
     def _left(self) -> int:
-        """Entries that may hide a faster plan."""
         return 0 if self._done else self._unseen + sum(entry.kind != "simulated" for entry in self._heap)
 
     def _try_the_smallest(self, until: float) -> None:
-        """Until one fits: in the order of their memory without activations, with the filling that has the fewest."""
         for settings in sorted(self._structures, key=self._structures.__getitem__):
             self._simulate(settings, self._fillings.smallest)
             if self._plans or self._clock() > until:
@@ -186,7 +183,7 @@ class _Search:
         return True
 
     def _enter_structure(self, structure: tuple[Setting, ...]) -> float:
-        """With its fastest filling, if its smallest may fit; what that one misses, as `_missing`."""
+        """Add its fastest filling if its smallest may fit; return the bytes missing, as `_missing`."""
         config, least = self._job.lean(self._settings(structure, self._fillings.smallest))
         if wrong := problems(config, least):
             self._refuse(least, wrong)
@@ -196,7 +193,6 @@ class _Search:
         return _missing(least)
 
     def _enter(self, structure: tuple[Setting, ...], found: Iterable[Filling]) -> None:
-        """Fillings, or those that come after them where they are surely too large."""
         for filling in found:
             config, memory = self._job.lean(self._settings(structure, filling))
             if wrong := problems(config, memory):
@@ -278,7 +274,7 @@ def neighbours_of(job: Job, plan: Plan, facts: Facts) -> list[Neighbour]:
 
 
 class _Neighbours:
-    """Plans that differ in few keys: nothing is tried twice, nor, where a bound is enough, simulated."""
+    """Plans that differ in few keys; nothing is tried twice, or simulated where a bound is enough."""
 
     def __init__(self, job: Job, facts: Facts, seconds: float, clock: Clock):
         self._job, self._facts, self._clock, self._until = job, facts, clock, clock() + seconds
@@ -301,7 +297,7 @@ class _Neighbours:
         ]
 
     def nearer_the_job(self, best: Plan) -> Plan:
-        """The plan with as many of the job's own values as cost next to nothing, or nothing that could be told."""
+        """Return the plan with as many of the job's values as cost no more than NOTHING or the error."""
         job, before = self._job, None
         most = best.seconds.step + max(NOTHING * best.seconds.step, _left_open(job, best))
         while best is not before:  # some values can go only when others have gone
@@ -350,7 +346,7 @@ class _Neighbours:
 
 
 def _left_open(job: Job, plan: Plan) -> float:
-    """Seconds of a step by which a calibration was off; 0 where none was made: an allowance tells nothing of plans."""
+    """Return the error of a step in seconds by a calibration; 0 without one."""
     return error_of(plan.seconds, job.hardware.errors) if job.cluster.calibration else 0.0
 
 

@@ -79,14 +79,13 @@ def axes_of(config: Config, shape: Shape, cluster: Cluster, keep: Collection[str
 
 
 def _nodes(cluster: Cluster) -> tuple[int, ...]:
-    """Numbers of nodes, among them all that have a size."""
     if cluster.nodes <= FEW_NODES:
         return tuple(range(1, cluster.nodes + 1))
     return tuple(sorted({*_powers(cluster.nodes - 1), *map(cluster.nodes_with, cluster.sizes)}))
 
 
 def _too_long(config: Config, shape: Shape, device: str) -> bool:
-    """Whether the longest samples' layers leave more than may stay on a device, however they are cut and packed."""
+    """Return whether the longest samples exceed device memory however they are cut and packed."""
     one = replace(config.actor, ppo_max_token_len_per_gpu=1, ppo_micro_batch_size_per_gpu=1)
     training = replace(config.training, pipeline_parallel_size=1, ulysses_sequence_parallel_size=1)
     model = replace(config.model, enable_activation_offload=True, enable_gradient_checkpointing=False)
@@ -130,7 +129,7 @@ def _cuttable(shape: Shape, width: int) -> bool:
 
 
 def _tokens(config: Config) -> tuple[int, ...]:
-    """Token budgets from a sixteenth of the longest sample up, of which Ulysses cuts as many at most."""
+    """Return token budgets from a sixteenth of the longest sample up."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     given = {1 << power for power in range(12, 17)} | {longest, config.actor.ppo_max_token_len_per_gpu}
     return tuple(sorted(tokens for tokens in given if tokens >= longest // 16))
@@ -250,7 +249,7 @@ def combinations(
 
 
 class _Remembered:
-    """A refusal that is asked once for each combination of the values that it reads."""
+    """A check that is evaluated once for each combination of the values that it reads."""
 
     def __init__(self, refusal: Refusal, config: Config, keys: frozenset[str]):
         self._refusal, self._config, self._keys = refusal, config, keys
@@ -258,7 +257,7 @@ class _Remembered:
         """By what it has read: what it says, or which key it reads next."""
 
     def __call__(self, settings: Mapping[str, object]) -> bool | None:
-        """What it says of all configurations with these settings; None where that takes other keys' values, too."""
+        """Return its result for all configurations with these settings; None if it depends on other keys."""
         read: tuple[tuple[str, object], ...] = ()
         while True:
             if read not in self._answers:
@@ -284,7 +283,7 @@ class _Open(Exception):
 
 
 class _Partial:
-    """A configuration, or a group of it, of which some keys have no value yet: `_Open` where one of these is read."""
+    """A configuration (or group) of which some keys have no value yet; reading one raises `_Open`."""
 
     def __init__(self, node: object, keys: frozenset[str], settings: Mapping[str, object], prefix: str = ""):
         self._node, self._keys, self._settings, self._prefix = node, keys, settings, prefix

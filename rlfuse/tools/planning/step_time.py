@@ -47,11 +47,10 @@ class Seconds:
 
     @property
     def kinds(self) -> dict[str, float]:
-        """By the names of `hardware.KINDS`."""
         return {"generating": self.generating, "scoring": self.scoring, "training": self.training}
 
     def surely_slower(self, other: Seconds, errors: Mapping[str, float]) -> bool:
-        """Than another step on one machine, whatever the errors of each kind of work, which both have in common."""
+        """Return whether it is slower than the other whatever the errors, which both have in common."""
         mine, others = self.kinds, other.kinds
         unsure = sum(errors.get(kind, 0.0) * abs(mine[kind] - others[kind]) for kind in mine)
         return self.step - other.step > unsure
@@ -81,7 +80,7 @@ class StepTimes:
         return self._prompt_tokens + self._mean
 
     def bound(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = (), roomy: bool = False) -> float:
-        """No schedule takes less, whatever the engine's cache. `roomy`: and however many micro-batches there are."""
+        """Return a lower bound for any cache; `roomy`: for any number of micro-batches."""
         costs = replace(costs, kv_tokens=AMPLE)
         workload, training = self.workload(config, costs, speeds, roomy, schedule=False)
         if workload not in self._bounds:
@@ -89,7 +88,7 @@ class StepTimes:
         return self._bounds[workload] + training
 
     def sketched(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = ()) -> float:
-        """A lower bound at a glance: of `bound` that part which all slots' passes and training take."""
+        """Return a quick lower bound: the passes and training of all slots."""
         engines, lengths = self._some(config)
         few = workload_of(config, costs, engines, lengths[: config.rollout.n], self._prompt_tokens)
         scoring, training = few.scoring, few.training
@@ -110,7 +109,7 @@ class StepTimes:
         policy: str | None = None,
         tuned: bool = False,
     ) -> Seconds:
-        """A step under a policy or the job's, as a run starts; `tuned`: as it goes on. `speeds`: as `workload`."""
+        """Simulate a step under a policy (default: the job's), with initial or `tuned` settings."""
         policy = policy or config.fusion.policy
         workload, training = self.workload(config, costs, speeds)
         key = (workload, training, policy, tuned)
@@ -120,7 +119,7 @@ class StepTimes:
         return self._simulated[key]
 
     def tuned(self, workload: Workload, policy: str) -> Settings:
-        """The policy's, as a run of such steps tunes them, where simulating is quick."""
+        """Return the policy's tuned settings, if simulating is quick."""
         if workload.samples > MOST_SAMPLES:
             return Settings()
         if (workload, policy) not in self._tuned:
@@ -178,7 +177,7 @@ class StepTimes:
         return steps * (seconds + len(counts) * costs.optimizer_s)
 
     def mini_batch(self, config: Config, costs: Costs) -> tuple[dict[str, int], float]:
-        """Micro-batches of each model in a pipeline, and the seconds of one's forward pass through all stages."""
+        """Return the micro-batches of each model in a pipeline, and the seconds of one's forward pass."""
         rate = costs.train_tokens_per_s / config.rollout.tensor_model_parallel_size
         prompts = config.actor.ppo_mini_batch_size
         count = micro_batches(config, prompts, self.context)

@@ -69,7 +69,6 @@ def _parser() -> argparse.ArgumentParser:
 def _run(
     workload: Workload, policies: Sequence[str], threshold: float | None, by_rates: bool = True
 ) -> list[Simulated]:
-    """Each policy on the workload, tuned by simulating others like it; or with the threshold that is given."""
     results = []
     for policy in policies:
         settings = tune(workload, policy) if threshold is None else Settings(threshold=threshold)

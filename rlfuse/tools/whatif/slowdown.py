@@ -90,7 +90,6 @@ class _Analysis:
         return self.mean(np.where(part, self.own, ideal)) / self.mean(ideal)
 
     def by_kind(self, ideal: np.ndarray, more: Mapping[str, Sequence[str]]) -> dict[str, float]:
-        """Return the slowdown by each kind alone, and by kinds together, largest first."""
         names = {name: (name,) for name in self.operations.kinds if name != CONTROLLER} | more
         parts = {name: self.operations.kinds_of(*kinds) for name, kinds in names.items()}
         return _largest_first({name: self.alone(part, ideal) for name, part in parts.items() if part.any()})

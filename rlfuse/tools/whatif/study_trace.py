@@ -83,8 +83,6 @@ def _members(names: tuple[str, ...]) -> np.ndarray:
 
 @dataclass(slots=True)
 class _Worker:
-    """One worker's operations of one step, as indices of all operations in the order of their start."""
-
     step: int
     rank: int
     stage: int
@@ -99,8 +97,6 @@ class _Worker:
 
 
 class _Builder:
-    """Goes through the workers of each step; columns of all operations are arrays."""
-
     def __init__(self, table: pd.DataFrame):
         self.numbers = table[["step", "dp_rank", "stage"]].to_numpy()
         self.kinds, self.start = table["optype"].to_numpy(), table["start_ts"].to_numpy(float)
@@ -153,7 +149,7 @@ class _Builder:
         self.waits.append((operations[1:], operations[:-1]))
 
     def _pipeline(self, worker: _Worker, direction: str) -> None:
-        """Receive, compute, send; a receive is asked for once the computation before its own has ended."""
+        """Receive, compute, send; a receive starts once the computation before its own has ended."""
         computed = worker.of(f"{direction}-compute")
         if self.stages == 1 or not len(computed):
             return
@@ -187,7 +183,7 @@ class _Builder:
         raise TraceError(f"{worker}: {len(transfers)} {kind} for {int(needed.sum())} computations that need one")
 
     def _micro_batches(self, worker: _Worker) -> None:
-        """Each chunk's forward with the backward of the same micro-batch: by its number, without one by their order."""
+        """Pair each chunk's forward and backward of a micro-batch, by number or by order."""
         both = [worker.of(f"{direction}-compute") for direction in (FORWARD, BACKWARD)]
         for chunk in np.unique(self.global_chunk[np.concatenate(both)]):
             mine = [each[self.global_chunk[each] == chunk] for each in both]

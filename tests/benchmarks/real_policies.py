@@ -70,7 +70,7 @@ class Benchmark:
         taught += await self._step(controller, "serial", 0, 2 * EARLIER, learn=True)  # how well these lengths are known
         for policy in POLICIES:
             taught += (last := await self._step(controller, policy, 0, 3 * EARLIER, learn=False))
-        tuning.costs = measured(taught, tuning.costs)
+        tuning.costs = measured(taught, tuning.costs).costs
         config, engines = controller.config, len(controller.engines.rollout)
         settings = {policy: tuned(tuning, policy, engines, config, last) for policy in POLICIES}
         print(f"costs     {tuning.costs}")

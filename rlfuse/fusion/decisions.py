@@ -51,8 +51,7 @@ class Score:
     kind: str
     samples: tuple[str, ...]
     slot: int | None = None
-    also: tuple[str, ...] = ()
-    """Further passes over the same samples in the same call."""
+    also: tuple[str, ...] = ()  # further passes over the same samples in the same call
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -66,8 +65,7 @@ class Accumulate:
     model: str
     samples: tuple[str, ...]
     slot: int | None = None
-    also: tuple[str, ...] = ()
-    """Further models that learn from the same samples in the same call."""
+    also: tuple[str, ...] = ()  # further models that learn from the same samples in the same call
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -87,8 +85,7 @@ class OptimizerStep:
     """Scale what one model accumulated and take its optimizer step, on all ranks."""
 
     model: str
-    also: tuple[str, ...] = ()
-    """Further models that take theirs after it."""
+    also: tuple[str, ...] = ()  # further models that take theirs after it
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -26,8 +26,7 @@ LABELS = {
 }
 EXACT, MISMATCHED = "exact", "mismatched"
 """The latter replaces a label where the engines don't compute the trainer's model (`step.agreement`)."""
-STRENGTH = (EXACT, "exact in distribution", "reordered", "off-policy", MISMATCHED)
-"""All labels, the strongest first."""
+STRENGTH = (EXACT, "exact in distribution", "reordered", "off-policy", MISMATCHED)  # all labels, the strongest first
 SET_ASIDE = "fusion/prompts_set_aside"
 CARRY_OVER = ("partial_rollout", "one_step_off")  # need importance correction
 

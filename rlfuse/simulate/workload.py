@@ -31,8 +31,7 @@ BETWEEN_PROMPTS = 0.7
 
 MOST_SLOTS, MOST_SAMPLES, MOST_TOKENS, MOST_EPOCHS = 10_000, 1_000_000, 10_000_000, 1_000
 """Of a workload: what memory holds and minutes simulate. Tokens are those of one prompt or response."""
-LONGEST_S = 1_000_000_000
-"""Of a time: half a minute of decoding still counts beside it when floats are added up."""
+LONGEST_S = 1_000_000_000  # of a time: half a minute of decoding still counts beside it when floats are added up
 Seconds = Annotated[float, number(most=LONGEST_S)]
 Tokens = Annotated[int, number(1, whole=True, most=MOST_TOKENS)]
 

@@ -15,18 +15,13 @@ from rlfuse.tools.planning.node_order import Exchanged, NodeLinks, best_order, r
 
 MOST_UTILIZATION = 0.547
 """Of a device's peak, in training: what DistTrain (arXiv 2408.04275) measured of a 72B model, the most published."""
-MOST_OF_EXPERTS = 0.493
-"""Of mixtures of experts: MoE Parallel Folding (arXiv 2504.14960), likewise."""
-UNMEASURED = dict.fromkeys(KINDS, 0.3)
-"""Assumed relative error of each kind of work without a calibration."""
+MOST_OF_EXPERTS = 0.493  # of mixtures of experts: MoE Parallel Folding (arXiv 2504.14960), likewise
+UNMEASURED = dict.fromkeys(KINDS, 0.3)  # assumed relative error of each kind of work without a calibration
 LAYER_S = 1e-4
 """Until the kernels of a layer's forward pass have been started, on a GPU. An allowance; a calibration measures it."""
-DECODE_STEP_S = 2e-3
-"""Of a decoding step, for scheduling and sampling, on a GPU. Likewise."""
-WITHIN = 200e9
-"""Bytes per second between devices of a node, where neither the file nor a calibration says."""
-MEMORY_BANDWIDTH_GBS = {"cuda": 2000.0, "cpu": 20.0}
-"""Where neither the file nor an option gives it."""
+DECODE_STEP_S = 2e-3  # of a decoding step on a GPU, for scheduling and sampling; likewise
+WITHIN = 200e9  # bytes per second between devices of a node, where neither the file nor a calibration says
+MEMORY_BANDWIDTH_GBS = {"cuda": 2000.0, "cpu": 20.0}  # where neither the file nor an option gives it
 Share = Annotated[float, number(above=True, most=1)]
 
 

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from rlfuse.tools.planning.forecast import Forecast
     from rlfuse.tools.planning.hardware import Hardware
 
-COSTS = {"from": "run", "peak-tflops": "peak_tflops", "cluster": "cluster"}
-"""Options that give the durations of work."""
+COSTS = {"from": "run", "peak-tflops": "peak_tflops", "cluster": "cluster"}  # options that give the durations of work
 
 
 def main(argv: Sequence[str]) -> None:

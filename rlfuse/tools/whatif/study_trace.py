@@ -23,8 +23,7 @@ COMPUTE = ("forward-compute", "backward-compute", "gc", "first-op")  # in the st
 P2P = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 DATA = ("params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce")  # collectives over data ranks
 CLIP, EMBEDDING = "optimizer-clip-main-grad", "embedding-grads-all-reduce"
-TAIL = ("layernorm-grads-all-reduce", EMBEDDING, *DATA[1:], CLIP, "optimizer")
-"""After the last backward, in this order."""
+TAIL = ("layernorm-grads-all-reduce", EMBEDDING, *DATA[1:], CLIP, "optimizer")  # after the last backward, in this order
 KINDS = (*COMPUTE, *P2P, DATA[0], *TAIL)
 COMMUNICATION = {*P2P, *DATA, CLIP, EMBEDDING, "layernorm-grads-all-reduce"}
 NEEDED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
@@ -107,8 +106,7 @@ class _Builder:
         self.waits: list[tuple[np.ndarray, np.ndarray]] = []
         self.pairs: list[np.ndarray] = []
         self.groups: dict[tuple, list[int]] = defaultdict(list)
-        self.sends: dict[tuple, np.ndarray] = {}
-        """(step, rank, stage that receives, direction) -> sends, in order."""
+        self.sends: dict[tuple, np.ndarray] = {}  # (step, rank, stage that receives, direction) -> sends, in order
         self.receives: dict[tuple, np.ndarray] = {}
 
     def operations(self) -> Operations:

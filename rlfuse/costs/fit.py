@@ -60,12 +60,9 @@ def fit(spans: Sequence[Span], before: Costs | None = None, rates: Sequence[floa
     of = {f"rollout/{slot}": rate for slot, rate in enumerate(rates)}
     of |= {f"trainer/{rank}": rates[rank // width] for rank in range(len(rates) * width)}
     costs = _fit_decoding(spans, before or Costs(), accuracy, of)
-    passes = calls(spans, PASSES, PASSES, of)
-    call_s, rate = _fit_calls("scoring", passes, accuracy) or (costs.score_call_s, costs.score_tokens_per_s)
-    costs = replace(costs, score_call_s=call_s, score_tokens_per_s=rate)
-    gradients = calls([span for span in spans if not is_optimizer_step(span)], updates(spans), ("backward",), of)
-    call_s, rate = _fit_calls("training", gradients, accuracy) or (costs.train_call_s, costs.train_tokens_per_s)
-    costs = replace(costs, train_call_s=call_s, train_tokens_per_s=rate)
+    costs = _fit_calls("scoring", calls(spans, PASSES, PASSES, of), costs, accuracy)
+    gradients = [span for span in spans if not is_optimizer_step(span)]
+    costs = _fit_calls("training", calls(gradients, updates(spans), ("backward",), of), costs, accuracy)
     single = {
         "optimizer_s": [span.seconds for span in spans if is_optimizer_step(span)],
         "switch_s": [span.seconds for span in driver_spans(spans, ("switch",))],
@@ -119,16 +116,17 @@ def calls(
     return [(call.seconds, rates.get(each[0].where, 1) * sum(span.tokens for span in each)) for call, each in found]
 
 
-def _fit_calls(
-    name: str, found: Sequence[tuple[float, float]], accuracy: dict[str, Accuracy]
-) -> tuple[float, float] | None:
+def _fit_calls(name: str, found: Sequence[tuple[float, float]], costs: Costs, accuracy: dict[str, Accuracy]) -> Costs:
     if len(found) < MIN_SPANS:
-        return None
+        return costs
     seconds, tokens = np.array(found, float).T
     terms = call_terms(tokens)
-    (call_s, token_s), _ = robust(terms, seconds)
-    accuracy[name] = _accuracy(terms @ np.array([call_s, token_s]), seconds)
-    return float(call_s), _tokens_per_s(float(token_s))
+    factors, _ = robust(terms, seconds)
+    accuracy[name] = _accuracy(terms @ factors, seconds)
+    call_s, rate = float(factors[0]), _tokens_per_s(float(factors[1]))
+    if name == "scoring":
+        return replace(costs, score_call_s=call_s, score_tokens_per_s=rate)
+    return replace(costs, train_call_s=call_s, train_tokens_per_s=rate)
 
 
 def _tokens_per_s(token_s: float) -> float:

@@ -1,6 +1,6 @@
 """A calibration file: curves measured on a device, and the cost model that tells them.
 
-Role: pure; `gpu_curves.py` measures and writes. `costs` in the file are the fields of `rlfuse.fusion.costs.Costs`.
+Role: pure; `gpu_curves.py` measures and writes. `costs` in the file are the fields of `rlfuse.costs.model.Costs`.
 """
 
 from __future__ import annotations

@@ -205,6 +205,10 @@ class RewardFailure:
     traceback: str = ""
 
 
+PASSES = {"old_log_prob": ("actor", "old_log_probs"), "ref": ("ref", "ref_log_probs"), "values": ("critic", "values")}
+"""Kind of scoring -> the model whose forward pass it is, and the tensor that it adds to a sample."""
+
+
 @dataclass(slots=True)
 class Sample:
     """One response to one prompt, from its seed to its advantages."""

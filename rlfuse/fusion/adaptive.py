@@ -1,8 +1,7 @@
 """The continuous policy (`fusion=adaptive`): admission by expected length, cost-gated release of slots, early training.
 
-Exact like the others. `simulate.tuning` sets it by simulating recorded lengths and costs; where none of its settings
-beats `serial`, it does what `serial` does. Slow slots give away what they would end too late (Malleus, arXiv
-2410.13333).
+Slow slots hand over what they would finish too late (Malleus, arXiv 2410.13333). `simulate.tuning` chooses its
+settings; where none of them beats `serial`, it does what `serial` does.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
 
 
 def probe_slow_slots(view: Snapshot, capacities: Iterable[Capacity]) -> set[int]:
-    """Slow slots that have had no work yet get a group each, the shortest where lengths are known: how are they now?
-    Where no step could end in time with that, one in OVERDUE pays for it."""
+    """Give a group to each slow slot without work, to measure it again; if that would be late, every OVERDUE steps."""
     slow = [capacity for capacity in capacities if not capacity.load and view.slots[capacity.slot].unheard]
     if not slow:
         return set()
@@ -174,7 +172,7 @@ class MoveTarget:
         return (self.load, self.slot.index) < (other.load, other.slot.index)
 
     def takes(self, sample: SampleRecord, source: Slot) -> bool:
-        """Count a sample in; not if it would end too late here."""
+        """Reserve room for a sample and return True, unless it would end too late here."""
         costs, now = self.view.costs, self.view.now
         arrival = self.arrival + costs.carry(sample.group.prompt_tokens + source.tokens(sample, now, costs))[1]
         pace = costs.decode_step(self.load + 1, self.slot.context) * self.slot.measured

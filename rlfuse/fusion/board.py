@@ -37,11 +37,9 @@ from rlfuse.samples import Group, Partial, Response, Reward, RewardFailure, Samp
 
 
 class Board:
-    """`kinds`: kinds of scoring every sample needs; `models`: those the step trains, in order (none while testing).
-
-    `passes`: how often it goes over the samples; `purpose`: that of its events; `draw`: how many groups must finish, if
-    not all; `deferred`: kinds that can wait for a known mini-batch; `by_update`: those that the first does not need.
-    """
+    """`kinds`: scoring that every sample needs; `models`: models to train, in order; `passes`: epochs; `purpose`: cause
+    of its events; `draw`: how many groups must finish, if not all; `deferred`: kinds that can wait for their
+    mini-batch; `by_update`: kinds that the first mini-batch does not need."""
 
     def __init__(
         self,
@@ -81,7 +79,7 @@ class Board:
         self.extend(groups, now)
 
     def extend(self, groups: Sequence[Group], now: float) -> None:
-        """Add a batch of groups to the step; samples that were finished in an earlier step count as just finished."""
+        """Add a batch of groups to the step; samples finished in an earlier step count as just finished."""
         self.batches, self._decided = self.batches + 1, False
         for record in self.group_records:
             record.chosen = record.number < self._eligible
@@ -161,7 +159,6 @@ class Board:
                 self._drop_the_rest()
 
     def _drop_the_rest(self) -> None:
-        """Enough groups are finished: the step ends without the others."""
         late, self._decided, chosen = self._late, True, set(self._generated)
         for group in self.group_records:
             group.chosen = group.number in chosen
@@ -180,12 +177,12 @@ class Board:
                 self.prepared(model, held_back)
 
     def take_surplus(self) -> list[tuple[int, list[str]]]:
-        """(slot, samples) that are to leave their engines now, since the last call."""
+        """Return (slot, samples) to evict that became surplus since the last call."""
         surplus, self._surplus = self._surplus, []
         return surplus
 
     def unneeded_groups(self) -> tuple[list[Group], dict[str, Partial]]:
-        """Groups that the step did not need, and what their unfinished samples have."""
+        """Return groups that the step did not need, and the partial responses of their samples."""
         groups = [record.group for record in self.group_records if record.unneeded]
         return groups, {s.id: self.partials[s.id] for g in groups for s in g.samples if s.id in self.partials}
 
@@ -198,7 +195,6 @@ class Board:
         return self.partials.pop(name)
 
     def engine_lost(self, slot: int, now: float) -> None:
-        """An engine is gone: its samples wait again, from their beginning; its rank can still score and train."""
         self.slot_table.lose_engine(slot, now)
 
     def switched(self, slot: int, role: Role) -> None:
@@ -243,7 +239,7 @@ class Board:
         return complete
 
     def prepared(self, model: str, groups: Iterable[int]) -> None:
-        """The losses of these groups' samples can be computed, once they have what is deferred."""
+        """Record that the losses of these groups can be computed, once deferred scores are there."""
         if self._late:
             self._held_back.setdefault(model, []).extend(groups)
             return
@@ -272,7 +268,6 @@ class Board:
         self.slot_table.release(*self._slots(decision))
 
     def train_on(self, groups: Sequence[int], at_most: int) -> None:
-        """Train on the first `at_most` of these groups only."""
         self._decided, chosen = True, set(groups[:at_most])
         for record in self.group_records:
             record.chosen = record.number in chosen
@@ -280,11 +275,10 @@ class Board:
 
     @property
     def _late(self) -> bool:
-        """Which groups the step learns from is not known yet: those of `_eligible` that finish first."""
+        """Whether it is open which groups the step learns from: those of `_eligible` that finish first."""
         return not self._decided and self._needed_groups < self._eligible
 
     def _divide(self) -> None:
-        """Mini-batches of consecutive groups, in prompt order."""
         chosen = [group for group in self.group_records if group.chosen]
         of = {group.number: position // self._mini_batch_groups for position, group in enumerate(chosen)}
         count = -(-len(chosen) // self._mini_batch_groups)
@@ -297,7 +291,7 @@ class Board:
             progress.divide(of, sizes, tokens)
 
     def snapshot(self, now: float) -> Snapshot:
-        """What a policy may know; O(1), but for the plan that now and then is due."""
+        """Return what a policy may know; O(1), except when the plan is due."""
         slot_table, costs = self.slot_table, self.slot_table.costs
         self._queue.add_due(now)
         to_score = max(0.0, self._to_score)
@@ -342,7 +336,7 @@ class Board:
 
     @property
     def all_scored(self) -> bool:
-        """Every sample is generated and has every score it needs; calls for samples that were left are over, too."""
+        """Whether every sample is generated and scored, and no call for surplus samples is running."""
         left = any(self._passes_left[kind] for kind in self.needed)
         return self._unfinished == 0 and not left and not self._queue.under_way(self.needed)
 
@@ -355,11 +349,11 @@ class Board:
         return self.all_scored and self.idle and all(progress.done for progress in self.mini_batches.values())
 
     def failures(self) -> list[tuple[Sample, RewardFailure]]:
-        """Samples without a reward; they are left out of their groups."""
+        """Return the samples without a reward, which are left out of their groups."""
         return [(s, s.reward) for s in self.samples.values() if isinstance(s.reward, RewardFailure)]
 
     def groups_to_train(self, numbers: Iterable[int] | None = None) -> list[Group]:
-        """Groups to train on (of these numbers), with the samples that have a reward; empty groups are gone."""
+        """Return the groups to train on (of these numbers) with their rewarded samples, without empty groups."""
         records = self.group_records if numbers is None else [self.group_records[number] for number in numbers]
         groups = [record.group for record in records if record.chosen]
         kept = [Group(group.prompt, [s for s in group.samples if isinstance(s.reward, Reward)]) for group in groups]

@@ -10,13 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlfuse.fusion.costs import Costs
+from rlfuse.costs.model import Costs
 from rlfuse.fusion.states import SampleRecord
 
 Role = Literal["rollout", "trainer"]
 PASS_BEFORE_STEP = {"actor": "old_log_prob", "critic": "values"}
-"""A model's step must wait for the pass that reads the weights it changes, and for all rewards: where these end the
-run, no weights have changed since the last complete step, which is then saved."""
+"""A model's step waits for the pass that reads the weights it changes, and for all rewards, which may end the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +46,12 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Run one kind of scoring on finished samples: `reward` (no slot), or a pass of the slot's rank. slot None for a
-    pass: all ranks together, where the model is sharded over them."""
+    """Run one kind of scoring on finished samples: `reward`, or a pass of the slot's rank (None: of all ranks)."""
 
     kind: str
     samples: tuple[str, ...]
     slot: int | None = None
-    also: tuple[str, ...] = ()
-    """Further passes over the same samples in the same call."""
+    also: tuple[str, ...] = ()  # further passes over the same samples in the same call
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -68,8 +65,7 @@ class Accumulate:
     model: str
     samples: tuple[str, ...]
     slot: int | None = None
-    also: tuple[str, ...] = ()
-    """Further models that learn from the same samples in the same call."""
+    also: tuple[str, ...] = ()  # further models that learn from the same samples in the same call
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -89,8 +85,7 @@ class OptimizerStep:
     """Scale what one model accumulated and take its optimizer step, on all ranks."""
 
     model: str
-    also: tuple[str, ...] = ()
-    """Further models that take theirs after it."""
+    also: tuple[str, ...] = ()  # further models that take theirs after it
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -103,11 +98,8 @@ Decision = Generate | Move | Switch | Score | Accumulate | Train | OptimizerStep
 
 @dataclass(slots=True)
 class Slot:
-    """A device (or tensor-parallel group) as policies see it. The board writes it, a policy only reads.
-
-    How far its samples are is dead reckoning from the engine's pace, corrected whenever one of them finishes: no
-    engine has to be asked.
-    """
+    """A device (or tensor-parallel group) as policies see it, read-only. The progress of its samples is extrapolated
+    from the engine's pace and corrected whenever one of them finishes."""
 
     index: int
     role: Role = "rollout"
@@ -134,11 +126,11 @@ class Slot:
         return not self.load and not self.busy
 
     def pace(self, costs: Costs, more: int = 0) -> float:
-        """Seconds of its next decoding step, with so many samples more."""
+        """Return the seconds of its next decoding step with `more` samples."""
         return costs.decode_step(len(self.samples) + more, self.context) * self.measured
 
     def decoding(self, now: float) -> float:
-        """Seconds that it decoded since `seen`, about."""
+        """Return the approximate seconds of decoding since `seen`."""
         return max(0.0, now - self.seen - self.stall * self.measured)
 
     def steps_by(self, now: float, costs: Costs) -> float:
@@ -148,7 +140,7 @@ class Slot:
         return sample.carried + max(0.0, self.steps_by(now, costs) - sample.steps_before)
 
     def remaining(self, sample: SampleRecord, now: float, costs: Costs) -> float:
-        """Response tokens that it still needs, about; one past its expectation a quarter of what it has."""
+        """Estimate the response tokens left; past the expectation, a quarter of those generated."""
         return self._remaining((sample,), now, costs)[0]
 
     def all_remaining(self, now: float, costs: Costs) -> list[float]:
@@ -196,8 +188,7 @@ class Snapshot:
     waiting: Mapping[int, int]  # group -> samples of it that no slot has
     expected: Callable[[int], tuple[int, float]]  # group -> (prompt tokens, expected response tokens)
     shortest_first: Sequence[int]
-    """Waiting groups by expected length, and some that wait no more: the longest is the last. Empty when nothing is
-    known of lengths."""
+    """Waiting groups (and some admitted ones), the longest last; empty if lengths are unknown."""
     deadline: float  # when generation can be over, if lengths are as expected and slots are shared out ideally
     unfinished: int  # samples without a whole response, waiting ones too
     finished: int  # samples that became whole since the snapshot before

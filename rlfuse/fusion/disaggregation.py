@@ -54,14 +54,13 @@ def hand_on(view: Snapshot, readers: Iterable[Slot], decoders: Iterable[Slot]) -
 
 
 def _in_order(view: Snapshot) -> list[int]:
-    """Waiting groups, the next one last: the longest first, where lengths are known."""
     if view.shortest_first and view.settings.longest_first:
         return [group for group in view.shortest_first if group in view.waiting]
     return list(reversed(view.waiting))
 
 
 def _next(view: Snapshot, room: _Room, waiting: list[int]) -> Iterator[int]:
-    """Groups to be read together; an engine that holds nothing takes any, as no other could hold it better."""
+    """Yield groups to prefill together; an empty engine takes any group."""
     seconds = 0.0
     while waiting and seconds < LOOK_S:
         prompt_tokens, expected = view.expected(waiting[-1])
@@ -70,7 +69,7 @@ def _next(view: Snapshot, room: _Room, waiting: list[int]) -> Iterator[int]:
         if room.load and not room.fits(count, size):
             return
         room.take(count, size)
-        seconds += prompt_tokens / view.costs.prefill_tokens_per_s
+        seconds += view.costs.prefill(prompt_tokens)
         yield waiting.pop()
 
 
@@ -79,8 +78,6 @@ def _size(group: list[SampleRecord]) -> tuple[int, float]:
 
 
 class _Room:
-    """What an engine can still take, while decisions about it are being made."""
-
     def __init__(self, view: Snapshot, slot: Slot):
         self.slot, self.load, self.reserved, self._costs = slot, slot.load, slot.reserved, view.costs
 

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
-from rlfuse.fusion.costs import Costs
+from rlfuse.costs.model import Costs
 
 PRIOR = 2.0  # a prompt's own history counts like so many finished siblings
 
@@ -59,13 +59,9 @@ def with_sibling(expected: float, finished: int, length: int) -> float:
 
 
 def seconds_to_generate(remaining: np.ndarray, slots: float, other_s: float, costs: Costs) -> float:
-    """Time in which `slots` slots can generate samples that need these numbers of tokens, shared out ideally, while
-    they also spend `other_s` seconds on other work.
-
-    A sample of r tokens that is to end after G seconds can afford steps of G / r seconds, and so a batch of up to
-    `batch_within(G / r)`; its share of an engine's time is r steps divided by that batch. The answer is the least G at
-    which all shares and the other work fit into slots * G.
-    """
+    """Return the time in which `slots` slots can generate these numbers of tokens, ideally distributed, and spend
+    `other_s` seconds on other work: the least G at which all fits into slots * G. A sample of r tokens that ends after
+    G seconds allows a batch of `batch_within(G / r)`, and takes r steps over that batch of an engine's time."""
     if not len(remaining):
         return 0.0
     longest_step = costs.decode_step(costs.max_sequences, 0.0)

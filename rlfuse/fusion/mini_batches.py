@@ -23,19 +23,19 @@ class MiniBatchProgress:
         self.left_tokens = 0.0  # of the present mini-batch, not yet taken up; by expectation where unknown
 
     def divide(self, mini_batch_of: Mapping[int, int], sizes: Sequence[int], tokens: Sequence[float]) -> None:
-        """Group -> number of its mini-batch, and each one's samples and (expected) tokens; before anything is ready."""
+        """Set the mini-batch of each group, and samples and expected tokens of each mini-batch, before any is ready."""
         self.mini_batch_of, self._sizes, self._tokens, self.completed = mini_batch_of, list(sizes), list(tokens), 0
         self._open()
 
     def drop(self, group: int) -> None:
-        """A sample of the group failed to get a reward and is not trained on."""
+        """Exclude a sample of the group that got no reward."""
         if group in self.mini_batch_of:
             self._sizes[self.mini_batch_of[group]] -= 1
             if not self.done and self._sizes[self.completed % len(self._sizes)] == 0:
                 self._open()
 
     def prepare(self, samples: Mapping[str, tuple[int, int]]) -> None:
-        """Sample -> (group, tokens) of those whose loss can be computed now."""
+        """Add samples whose loss can be computed: sample -> (group, tokens)."""
         for name, (group, tokens) in samples.items():
             part = self.mini_batch_of[group]
             self._prepared.setdefault(part, {})[name] = tokens
@@ -43,7 +43,6 @@ class MiniBatchProgress:
                 self.ready[name] = tokens
 
     def start(self, names: Iterable[str]) -> int:
-        """Their gradients are being accumulated; how many tokens that is."""
         tokens = sum(map(self.ready.pop, names))
         self.left_tokens -= tokens
         return tokens
@@ -61,12 +60,11 @@ class MiniBatchProgress:
 
     @property
     def accumulated(self) -> bool:
-        """The present mini-batch is complete, and its step can be taken."""
         return not self.done and len(self._done) == self._sizes[self.completed % len(self._sizes)]
 
     @property
     def steps(self) -> int:
-        """Optimizer steps in all: `completed` of them are past."""
+        """Return the number of optimizer steps in the step."""
         return self._passes * len(self._sizes)
 
     @property

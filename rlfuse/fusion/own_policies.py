@@ -9,13 +9,12 @@ import difflib
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import ModuleType
 
 from rlfuse.config.declare import names_function
-from rlfuse.config.own_errors import headline, user_traceback
-from rlfuse.config.own_modules import module_of
-from rlfuse.errors import UserError
+from rlfuse.config.own_errors import headline
+from rlfuse.config.own_functions import POLICY
+from rlfuse.config.own_modules import load
+from rlfuse.errors import ConfigError, UserError
 from rlfuse.fusion.decisions import Decision, Move, Policy, Snapshot, Switch
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.refusals import Refused, check, listed
@@ -30,20 +29,26 @@ class PolicyError(UserError):
 
 
 def load_policy(name: str, given_as: str = "") -> Policy:
-    """The policy of that name, from a file as it is now. `given_as`: how the person gave it. Raises PolicyError."""
-    given_as = given_as or f"fusion.policy={name}"
+    """Return the policy of that name, from its file as it is now. Raises PolicyError, naming it as `given_as`."""
+    given_as = given_as or f"{POLICY}={name}"
     if name in POLICIES:
         return POLICIES[name]
     if not names_function(name):
         near = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.5)
         valid = f"policies: {', '.join(POLICIES)}, or path/file.py:name for your own"
         raise PolicyError(f"{given_as}: unknown policy; {f'did you mean {near[0]}?' if near else valid}")
-    _loaded[name] = policy = CheckedPolicy(_function_of(name, given_as), name)
+    try:
+        function = load(POLICY, name)
+    except ConfigError as error:
+        raise PolicyError(error.problems[0].replace(f"{POLICY}={name}", given_as)) from error
+    if not callable(function) or inspect.isclass(function):
+        raise PolicyError(f"{given_as}: is not a function; a policy is `def name(snapshot)` and returns a list")
+    _loaded[name] = policy = CheckedPolicy(function, name)
     return policy
 
 
 def loaded_policy(name: str) -> Policy:
-    """The policy as `load_policy` last loaded it in this process: an edit of its file during a run changes nothing."""
+    """Return the policy as `load_policy` last loaded it: editing its file during a run changes nothing."""
     return _loaded[name] if name in _loaded else load_policy(name)
 
 
@@ -73,7 +78,7 @@ class CheckedPolicy:
         return list(decisions)
 
     def _count(self, view: Snapshot, decisions: Sequence[Decision]) -> None:
-        """Raise PolicyError for slots that switch and samples that move to and fro without end."""
+        """Raise PolicyError for switches and moves without end."""
         to_and_fro = [decision for decision in decisions if isinstance(decision, Switch | Move)]
         same = view.slots is self._slots and view.unfinished == self._unfinished
         if not same or len(to_and_fro) < len(decisions):
@@ -97,48 +102,3 @@ def _left_to_do(view: Snapshot) -> str:
     found += [f"OptimizerStep of the {model}" for model in view.steppable]
     idle = f"idle engines {listed(view.idle_engines)}, idle trainers {listed(view.idle_trainers)}"
     return f"{'; '.join(found) or 'nothing yet'} ({idle})"
-
-
-def _function_of(name: str, given_as: str) -> Callable[[Snapshot], list[Decision]]:
-    file, _, function = name.rpartition(":")
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        near = listed(sorted(entry.name for entry in path.parent.glob("*.py")) if path.parent.is_dir() else [])
-        raise PolicyError(f"{given_as}: there is no file {path}; Python files in its folder: {near}. Correct the path")
-    try:
-        module = module_of(path)
-    except (Exception, SystemExit) as error:
-        why = f"{given_as}: {path} can't be imported: {headline(error)}. Correct the file"
-        raise PolicyError(f"{why}\n{user_traceback(error)}") from error
-    policy = getattr(module, function, None)
-    if policy is None:
-        raise PolicyError(f"{given_as}: {path} has no function {function}; its functions: {listed(_functions(module))}")
-    if why := _is_no_policy(policy):
-        raise PolicyError(f"{given_as}: {function} of {path} {why}; a policy is `def {function}(snapshot)` and returns "
-                          "a list of decisions")  # fmt: skip
-    return policy
-
-
-def _is_no_policy(policy: object) -> str:
-    if not callable(policy) or inspect.isclass(policy):
-        return (
-            f"is a {'class' if inspect.isclass(policy) else f'value of type {type(policy).__name__}'}, not a function"
-        )
-    if inspect.iscoroutinefunction(policy) or inspect.isgeneratorfunction(policy):
-        return "is async or a generator"
-    try:
-        signature = inspect.signature(policy)
-    except ValueError:  # of some that are compiled nothing is known
-        return ""
-    try:
-        signature.bind(None)
-    except TypeError:
-        return f"takes {signature}, which is not one snapshot"
-    return ""
-
-
-def _functions(module: ModuleType) -> list[str]:
-    return [
-        name for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-    ]  # fmt: skip

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from rlfuse.config.documentation import by_name
 from rlfuse.fusion.adaptive import adaptive
-from rlfuse.fusion.decisions import REGISTERED, Decision, Policy, Snapshot, fusion_policy
+from rlfuse.fusion.decisions import Decision, Policy, Snapshot, fusion_policy
 from rlfuse.fusion.serial import serial, train
 from rlfuse.fusion.sharing import (
     admit,
@@ -34,8 +33,5 @@ def rlhfuse(view: Snapshot) -> list[Decision]:
     return consolidate(view) + stream(view)
 
 
-_MODULES = (__name__, serial.__module__, adaptive.__module__)
-_BUILT_IN = {each.__name__: each for each in REGISTERED if each.__module__ in _MODULES}
-_ORDER = by_name()["fusion.policy"].names.index
-POLICIES: dict[str, Policy] = {name: _BUILT_IN[name] for name in sorted(_BUILT_IN, key=_ORDER)}
-"""Those that are registered in these, in the order in which people are told of them."""
+POLICIES: dict[str, Policy] = {each.__name__: each for each in (serial, stream, rlhfuse, adaptive)}
+"""The built-in policies, in the order in which messages list them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
-from typing import get_args
+from typing import Any, get_args
 
 from rlfuse.fusion.decisions import (
     Accumulate,
@@ -48,8 +48,6 @@ def _short(text: str) -> str:
 
 
 class _Reading:
-    """What the decisions that were read have taken already."""
-
     def __init__(self, view: Snapshot):
         self.view = view
         self.working: set[int] = set()  # slots that switch, score or train
@@ -58,28 +56,24 @@ class _Reading:
         self.names: set[tuple[str, str]] = set()
 
     def take(self, decision: Decision) -> None:
-        if isinstance(decision, Generate):
-            self._generates(decision.slot)
-            self._among("group", decision.groups, self.view.waiting, self.groups)
-        elif isinstance(decision, Move):
-            self._move(decision)
-        elif isinstance(decision, Switch):
-            self._switch(decision)
-        elif isinstance(decision, Score):
-            self._score(decision)
-        elif isinstance(decision, Accumulate):
-            self._accumulate(decision)
-        elif isinstance(decision, Train):
-            self._train(decision)
-        elif isinstance(decision, OptimizerStep):
-            for model in (models := _all_of(decision.model, decision.also)):
-                if model not in (able := self.view.steppable):
-                    raise Refused(f"{model!r} has no step to take now; models that have: {listed(able)}")
-            self._among("model", models, self.view.steppable, self.names, "step")
-            self._all_work()
-        else:
+        checks: dict[type, Any] = {Move: self._move, Switch: self._switch, Score: self._score, Train: self._train}
+        checks |= {Generate: self._generate, Accumulate: self._accumulate, OptimizerStep: self._step}
+        if type(decision) not in checks:
             kinds = ", ".join(kind.__name__ for kind in get_args(Decision))
             raise Refused(f"a {type(decision).__name__} is no decision; those are {kinds}")
+        checks[type(decision)](decision)
+
+    def _generate(self, decision: Generate) -> None:
+        self._generates(decision.slot)
+        self._among("group", decision.groups, self.view.waiting, self.groups)
+
+    def _step(self, decision: OptimizerStep) -> None:
+        models = _all_of(decision.model, decision.also)
+        for model in models:
+            if model not in (able := self.view.steppable):
+                raise Refused(f"{model!r} has no step to take now; models that have: {listed(able)}")
+        self._among("model", models, self.view.steppable, self.names, "step")
+        self._all_work()
 
     def _slot(self, slot: int) -> Slot:
         count = len(self.view.slots)
@@ -123,7 +117,7 @@ class _Reading:
             self._works(slot, self.view.idle_trainers, "idle trainer")
 
     def _among(self, what: str, given: tuple, valid: Collection, taken: set, key: str | None = None) -> None:
-        """A tuple of some of `valid`, none of them taken; `key`: what they are taken for."""
+        """Take a tuple of `valid` items, none of them taken yet for `key`."""
         if not isinstance(given, tuple) or not given:
             raise Refused(f"it needs a tuple of at least one {what}; those that can be taken: {listed(valid)}")
         for each in given:

@@ -27,7 +27,7 @@ class ScoringQueue:
         self._held: dict[int, dict[str, int]] = {}
 
     def finish(self, record: SampleRecord, tokens: int, now: float, awaited: bool) -> None:
-        """A sample was generated. While siblings are `awaited`, only its reward is not held back for them."""
+        """Add a generated sample; while siblings are `awaited`, only to the queue of rewards."""
         group = record.group.number
         held = self._held.setdefault(group, {})
         held[record.id] = tokens
@@ -48,13 +48,12 @@ class ScoringQueue:
         self.tokens[kind] += sum(samples.values())
 
     def add_due(self, now: float) -> None:
-        """What was deferred to the present mini-batch is to be scored now."""
         for kind, parts in self.deferred.items():
             for part in [part for part in parts if part <= self._progress.completed]:
                 self.add(kind, parts.pop(part), now)
 
     def take(self, kind: str, name: str, group: int) -> int:
-        """A call has the sample, which may be ahead of its mini-batch; its tokens."""
+        """Remove a sample that a call scores, even ahead of its mini-batch, and return its tokens."""
         if parts := self.deferred.get(kind):
             part = self._progress.mini_batch_of[group]
             if name in parts.get(part, ()):

@@ -26,15 +26,13 @@ LABELS = {
 }
 EXACT, MISMATCHED = "exact", "mismatched"
 """The latter replaces a label where the engines don't compute the trainer's model (`step.agreement`)."""
-STRENGTH = (EXACT, "exact in distribution", "reordered", "off-policy", MISMATCHED)
-"""All labels, the strongest first."""
+STRENGTH = (EXACT, "exact in distribution", "reordered", "off-policy", MISMATCHED)  # all labels, the strongest first
 SET_ASIDE = "fusion/prompts_set_aside"
 CARRY_OVER = ("partial_rollout", "one_step_off")  # need importance correction
 
 
 def label(data: str, tail_speculation: int = 0, quantization: str | None = None) -> str:
-    """What a run's fusion changes: `exact`, `exact in distribution`, `reordered` or `off-policy`. Engines of quantized
-    weights draw by another policy than the one that is trained."""
+    """Return the label of what a run's fusion changes; quantized engines sample from another policy."""
     if quantization is not None:
         return "off-policy"
     return "exact in distribution" if data == "exact" and tail_speculation else LABELS[data]
@@ -108,11 +106,10 @@ class Selection:
         return Draw(carried + fresh, eligible, batch, partials)
 
     def upcoming(self) -> list[Prompt]:
-        """What the next step will draw if nothing is given back until then; a guess where prompts are."""
+        """Return the prompts that the next step will draw if none are given back until then."""
         return (self._new or self._source.upcoming())[: self.batch]
 
     def give_back(self, groups: Sequence[Group], partials: dict[str, Partial]) -> None:
-        """Take what the last step did not need: groups, and what their unfinished samples have."""
         if self.data in CARRY_OVER:
             self._carried, self._partials = list(groups), partials
             for sample in (sample for group in groups for sample in group.samples):
@@ -122,16 +119,14 @@ class Selection:
 
     @property
     def set_aside(self) -> list[int]:
-        """Indices of the prompts that were cut off and not drawn again."""
         return sorted({prompt.index for prompt in self._cut_off})
 
     def metrics(self) -> dict[str, float]:
-        """How many prompts are set aside, if this or an earlier part of the run sets prompts aside."""
         count = len(self.set_aside)
         return {SET_ASIDE: count} if count or self.data in ("tail_batching", "over_sampling") else {}
 
     def _take(self, count: int, again: bool, excluding: Sequence[Group] = ()) -> list[Prompt]:
-        """So many prompts, none twice: first those to be answered again (if `again`), then new ones."""
+        """Return `count` different prompts: first those to be answered again (if `again`), then new ones."""
         taken: list[Prompt] = []
         used = {group.prompt.index for group in excluding}
         while len(taken) < count:
@@ -153,12 +148,11 @@ class Selection:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Prompts to come back to; unfinished responses are not kept, they start anew."""
+        """Return the prompts to come back to; unfinished responses are not kept."""
         again = [prompt.index for prompt in self._cut_off] + [group.prompt.index for group in self._carried]
         return {"again": again, "new": [prompt.index for prompt in self._new]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind a checkpoint; what the data has no more since is left out."""
         by_index = {prompt.index: prompt for prompt in self._source.prompts}
         self._cut_off, self._new = (
             [by_index[index] for index in state[name] if index in by_index] for name in ("again", "new")

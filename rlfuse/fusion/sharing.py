@@ -38,8 +38,7 @@ BUSY = -1  # stands for the busy slot that will be free next
 NEXT_FEW = 16  # samples, or families of them, that are looked at for one that fits
 
 REWARD_EVERY_S, REWARD_RARELY_S = 0.03, 0.1
-"""While others generate, rewards take what has come in this time: each call costs the driver some milliseconds. Rarely
-as long as all slots generate, for whose cores on a CPU host it would be."""
+"""Time over which rewards are batched during generation; the latter while all slots generate and need the cores."""
 
 
 def admission_paused(view: Snapshot) -> bool:
@@ -68,8 +67,7 @@ class Capacity:
         return self.order < other.order
 
     def fits(self, group: int) -> bool:
-        """Whether there is room for the group; an empty engine takes any, as no other could hold it better. A slow one
-        takes what it can generate in time, unless nothing else is under way."""
+        """Return whether there is room; an empty engine takes any group, a slow one only what it finishes in time."""
         if self.rate > 1 and self.view.in_flight and not self.in_time(group):
             return False
         costs, count = self.view.costs, self.view.waiting[group]
@@ -89,8 +87,8 @@ class Capacity:
 
 
 def admit(view: Snapshot, capacities: list[Capacity] | None = None) -> list[Decision]:
-    """Admit waiting groups, in order, each to the slot with the shortest steps, of equal ones with the fewest samples.
-    As far as there is room; `capacities`: of all slots with room, some of which took groups already."""
+    """Admit waiting groups in order while there is room, each to the slot with the shortest steps, then the fewest
+    samples. `capacities`: of all slots with room, some of which took groups already."""
     if not view.waiting or admission_paused(view):
         return []
     readers, decoders = readers_and_decoders(view)
@@ -123,8 +121,7 @@ def switch_idle_slots_to_rollout(view: Snapshot, capacities: list[Capacity]) -> 
 
 
 def score_rewards(view: Snapshot) -> list[Decision]:
-    """Score the rewards of what is finished, beside the slots; no sample waits for the reward of another. Under a
-    credit one call at a time: what waits behind it is what the credit counts."""
+    """Score the rewards of finished samples. Under a credit, which counts what waits, one call at a time."""
     names, none = view.unscored.get(REWARD), Settings()
     credit = (view.settings.credit_samples, view.settings.credit_tokens) != (none.credit_samples, none.credit_tokens)
     if not names or (credit and REWARD in view.scoring) or not batch_is_ready(view, REWARD):
@@ -166,10 +163,8 @@ def score_passes(view: Snapshot, decisions: Collection[Decision] = ()) -> list[D
 
 
 def others(view: Snapshot, waiting: Mapping[str, Mapping[str, int]], first: str) -> tuple[str, ...]:
-    """Further kinds of passes, or models, that wait for the same samples as the first, and join it in its calls.
-
-    Only where each slot begins now and gets a sample: else they are pieces for slots that would be without work.
-    """
+    """Return further passes, or models, that wait for the same samples and join the first in its calls. None unless
+    every slot begins now and gets a sample: otherwise they are work for slots that become idle later."""
     names = waiting[first].keys()
     if not view.together or len(names) < len(view.idle_trainers):
         return ()
@@ -222,10 +217,7 @@ def prefetch_passes(view: Snapshot, decisions: Collection[Decision] = ()) -> lis
 
 
 def step_optimizer(view: Snapshot) -> list[Decision]:
-    """Take all optimizer steps that are due, when every slot is a trainer without other work or samples to generate.
-
-    Models that step together wait for the same samples afterwards.
-    """
+    """Take all optimizer steps that are due, once every slot is an idle trainer and nothing is left to admit."""
     able = view.steppable and view.together and (not view.waiting or admission_paused(view))
     return [OptimizerStep(view.steppable[0], tuple(view.steppable[1:]))] if able else []
 
@@ -233,11 +225,10 @@ def step_optimizer(view: Snapshot) -> list[Decision]:
 def share(
     view: Snapshot, names: Mapping[str, int], tokens: int, slots: list[int], call_s: float, tokens_per_s: float
 ) -> dict[int, tuple[str, ...]]:
-    """The first of these samples in shares of nearly equal time, longest first to who would end first (Graham 1969).
+    """Distribute the first of these samples in shares of nearly equal time, longest first (Graham 1969).
 
-    Other slots will come for more: while anything is generated each gets what would be its part if all slots had one
-    (guided self-scheduling, Polychronopoulos and Kuck 1987), and then what it can do until all end together; but no
-    less than a call is worth.
+    Other slots become idle later: during generation each gets its part as if all slots took one (guided
+    self-scheduling, Polychronopoulos and Kuck 1987), afterwards what it can do until all end together.
     """
     least, rates = int(call_s * tokens_per_s), [view.slots[slot].rate for slot in slots]
     part = tokens / view.power
@@ -249,8 +240,8 @@ def share(
 
 
 def families(view: Snapshot, names: Iterable[str], slots: int) -> Iterator[tuple[str, ...]]:
-    """What goes to one slot together: siblings where their prompt, which then runs once, is most of them. Where nothing
-    more will come and slots would be left without any, as many parts of each as these can take."""
+    """Yield what goes to one slot together: siblings, if their prompt (computed once) is most of their tokens; cut into
+    parts where nothing more will come and slots would get none."""
     whole = (tuple(family) for _, family in groupby(names, prompt_of if view.siblings_together else None))
     first = list(islice(whole, slots))
     parts = 1 if view.unfinished or not first else slots // len(first)
@@ -259,7 +250,7 @@ def families(view: Snapshot, names: Iterable[str], slots: int) -> Iterator[tuple
 
 
 def _fitting(pieces: Iterator[tuple[int, tuple[str, ...]]], rest: float) -> list[tuple[int, tuple[str, ...]]]:
-    """The first pieces, at least one, of about so many tokens; the last is that of the next few which fits best."""
+    """Return the first pieces, at least one, of about `rest` tokens; the last is the best fit of the next few."""
     taken = list(islice(pieces, 1))
     rest -= sum(size for size, _ in taken)
     for piece in pieces:
@@ -286,7 +277,7 @@ def seconds_together(view: Snapshot, work_s: float, rates: Collection[float]) ->
 def _shared_out(
     view: Snapshot, pieces: list[tuple[int, tuple[str, ...]]], slots: list[int], tokens_per_s: float
 ) -> dict[int, tuple[str, ...]]:
-    """Each piece to who would end first; what the next busy slot would end sooner than a slow one is left for it."""
+    """Assign each piece to the slot that would end first, or leave it to the next busy slot if that ends sooner."""
     shares: dict[int, list[str]] = {}
     heaps: dict[float, list[tuple[float, int]]] = {}
     for slot in slots:

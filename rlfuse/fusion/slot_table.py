@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlfuse.fusion.costs import Costs
+from rlfuse.costs.model import Costs
+from rlfuse.costs.rates import Rates
 from rlfuse.fusion.decisions import Accumulate, Score, Slot
 from rlfuse.fusion.lengths import seconds_to_generate, with_sibling
-from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.states import GroupRecord, SampleRecord, SampleState
 from rlfuse.fusion.stopwatch import Stopwatch
 from rlfuse.protocols import Load
@@ -54,7 +54,6 @@ class SlotTable:
             self.waiting[group.number] = len(group.waiting)
 
     def admit(self, slot: int, groups: Iterable[int], now: float) -> None:
-        """What waits of these groups goes to the slot."""
         for number in groups:
             del self.waiting[number]
             group = self.groups[number]
@@ -90,7 +89,7 @@ class SlotTable:
         self._refresh(slot)
 
     def finish(self, sample: SampleRecord, tokens: int, now: float) -> None:
-        """A sample is whole; corrects its slot's pace and its siblings' expectations."""
+        """Remove a finished sample; correct the pace of its slot and the expectations of its siblings."""
         self._exit(sample, tokens, now, whole=True)
         sample.become(SampleState.FINISHED)
         self._until_plan -= 1
@@ -107,7 +106,6 @@ class SlotTable:
         return finished
 
     def _exit(self, sample: SampleRecord, tokens: int, now: float, whole: bool = False) -> None:
-        """With so many tokens, which tells how many steps the engine has really done since it came."""
         if sample.slot is None:
             raise RuntimeError(f"sample {sample.id} is on no engine: it is {sample.state}")
         slot, sample.slot = self.slots[sample.slot], None
@@ -136,7 +134,7 @@ class SlotTable:
         self.context += tokens
 
     def drop(self, groups: Iterable[GroupRecord]) -> list[tuple[int, list[str]]]:
-        """These groups are not needed any more; returns (slot, samples) of those that are on engines."""
+        """Drop groups that are not needed any more; return (slot, samples) of those on engines."""
         for group in groups:
             self.waiting.pop(group.number, None)
             for sample in group.waiting.values():
@@ -155,7 +153,7 @@ class SlotTable:
         self._refresh(self.slots[target])
 
     def evict(self, sample: SampleRecord, tokens: int, now: float) -> int | None:
-        """A sample left its engine; where to, None if nowhere: then it waits."""
+        """Return where an evicted sample moves to, or None if it waits."""
         self._exit(sample, tokens, now)
         sample.carried = tokens
         target = None if sample.target is None else self.slots[sample.target]
@@ -195,7 +193,7 @@ class SlotTable:
         self._refresh(lost)
 
     def _apply_drained(self) -> None:
-        """Slots may have been drained or restored. Where no other engine is alive, those that are drained work on."""
+        """Apply drained and restored slots. Drained ones continue if no other engine is alive."""
         drained = self.rates.drained
         if not any(slot.alive and slot.index not in drained for slot in self.slots):
             drained = set()
@@ -208,8 +206,8 @@ class SlotTable:
             self.replan()
 
     def leave_drained(self, now: float) -> list[tuple[int, list[str], str]]:
-        """(slot, samples, how to carry them) that are to leave drained slots now, to wait for another. Those stay that
-        are about to end: sooner than they could leave. Caches are carried only where they are taken up at once."""
+        """Return (slot, samples, how to carry them) to evict from drained slots. Samples stay that would finish before
+        they could leave; caches are carried only if another engine has room."""
         self._apply_drained()
         drained = (self.slots[index] for index in sorted(self._drained))
         return [left for slot in drained if slot.samples for left in self._leaving(slot, now)]
@@ -226,7 +224,7 @@ class SlotTable:
 
     @property
     def slot_to_restart(self) -> int | None:
-        """A slot that has to get another engine now: samples wait, and there is none left to generate them."""
+        """Return a slot whose engine must be restarted now: samples wait and no engine is alive."""
         if not self.waiting or any(slot.alive for slot in self.slots):
             return None
         return next((slot.index for slot in self.slots if slot.idle), None)
@@ -245,7 +243,6 @@ class SlotTable:
             self._refresh(self.slots[slot])
 
     def release(self, *slots: int, now: float = 0.0) -> None:
-        """They are done with that; `now` is read where it was a call."""
         for slot in slots:
             self._stopwatch.end_call(self.slots[slot], now)
             self.slots[slot].busy = False
@@ -253,12 +250,10 @@ class SlotTable:
             self._refresh(self.slots[slot])
 
     def begin_call(self, call: Score | Accumulate, tokens: Sequence[int], now: float) -> None:
-        """A call with passes over so many tokens each begins."""
         if call.slot is not None:
             self._stopwatch.begin_call(self.slots[call.slot], call, tokens, now)
 
     def silent(self, now: float) -> list[int]:
-        """Slots whose engines should be asked how far they are."""
         return self._stopwatch.silent(self.slots, now)
 
     def answered(self, slot: int, load: Load, now: float) -> None:
@@ -275,12 +270,11 @@ class SlotTable:
         self.power = sum(1 / slot.rate for slot in self.slots if not slot.drained)
 
     def ends(self) -> list[float]:
-        """When the calls under way are over, if they take what is foreseen."""
+        """Return when the calls in progress will end as predicted."""
         return self._stopwatch.ends()
 
     @property
     def together(self) -> bool:
-        """Every slot is in role `trainer` and does nothing."""
         return len(self._idle_ranks) == len(self.slots)
 
     def _refresh(self, slot: Slot) -> None:
@@ -298,7 +292,7 @@ class SlotTable:
         self._until_plan = 0
 
     def know_lengths(self, known: bool, most: int) -> None:
-        """Whether lengths of all groups are known: then the longest begin, and no slot gets more than `most`."""
+        """Set whether lengths are known: then the longest start first, at most `most` samples per slot."""
         self.lengths_known = known
         self.costs = replace(self.costs, max_sequences=min(self._room, most) if known else self._room)
         for slot in self.slots:
@@ -306,11 +300,8 @@ class SlotTable:
         self.replan()
 
     def plan(self, now: float, other_s: float) -> None:
-        """Work out anew, if that is due, when generation can be over and which waiting groups are the longest.
-
-        `other_s`: seconds of work beside generation that slots have to do meanwhile. Slots that were drained or
-        restored are heeded from here on.
-        """
+        """Recompute the deadline and the order of waiting groups, if due, and apply drained or restored slots.
+        `other_s`: seconds of other work that the slots do during generation."""
         self._apply_drained()
         if self._until_plan > 0:
             return
@@ -328,7 +319,7 @@ class SlotTable:
 
     @property
     def shortest_first(self) -> Sequence[int]:
-        """Waiting groups, the longest last, and some that wait no more; none where nothing is known of lengths."""
+        """Waiting groups (and some admitted ones), the longest last; empty if lengths are unknown."""
         order = self._shortest_first
         while order and order[-1] not in self.waiting:
             order.pop()

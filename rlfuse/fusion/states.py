@@ -1,9 +1,4 @@
-"""The state of each sample and group of a step; a transition that is not possible is an error.
-
-WAITING --Generate--> GENERATING --Move--> LEAVING --evicted--> MOVING --arrived--> GENERATING
-   ^                      |                   |
-   +----- engine lost ----+-------------------+--finished--> FINISHED --scores it needs--> SCORED
-"""
+"""The state of each sample and group of a step; an impossible transition is an error."""
 
 from __future__ import annotations
 
@@ -76,7 +71,6 @@ class SampleRecord:
     prepared: bool = False  # its advantage is computed; deferred passes may be missing
 
     def become(self, state: SampleState) -> None:
-        """Change its state. Raises RuntimeError where that can't follow."""
         if state not in _NEXT_OF_SAMPLE[self.state]:
             raise RuntimeError(f"sample {self.id} can't become {state}: it is {self.state}")
         self.state = state
@@ -104,20 +98,19 @@ class GroupRecord:
         return self.state is GroupState.UNNEEDED
 
     def become(self, state: GroupState) -> None:
-        """Change its state. Raises RuntimeError where that can't follow."""
         if state not in _NEXT_OF_GROUP[self.state]:
             raise RuntimeError(f"group {self.number} can't become {state}: it is {self.state}")
         self.state = state
 
     def finish(self) -> bool:
-        """One sample more is finished; whether that was the last one."""
+        """Count a finished sample; return whether it was the last one."""
         self.unfinished -= 1
         if not self.unfinished:
             self.become(GroupState.GENERATED)
         return not self.unfinished
 
     def score(self) -> bool:
-        """One sample more is scored; whether the group is complete by it."""
+        """Count a scored sample; return whether the group is complete."""
         self.unscored -= 1
         if not self.unscored:
             self.become(GroupState.COMPLETE)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 
-from rlfuse.fusion.costs import Costs
+from rlfuse.costs.model import Costs
+from rlfuse.costs.rates import Rates
 from rlfuse.fusion.decisions import Accumulate, Score, Slot
-from rlfuse.fusion.rates import Rates
 
 STEPS_TO_MEASURE = 16  # decoding steps after which a sample tells how fast its engine is
 SILENCE_S = 1.0  # an engine of which nothing was heard for so long is asked how far it is
@@ -27,7 +27,7 @@ class Stretch:
     prefill: float = 0.0  # seconds of prefill that costs foresaw
 
     def expected(self, steps: float) -> float:
-        """Seconds that costs foresee for what it did, now that so many steps are known to be done in all."""
+        """Return the predicted seconds of its work, given the steps done in all."""
         return (steps - self.steps) * self.decoding / self.foreseen + self.prefill
 
 
@@ -56,7 +56,7 @@ class Stopwatch:
         self._stretches[slot.index] = Stretch(steps, slot.seen)
 
     def advance(self, slot: Slot, now: float) -> float:
-        """Time passed since the slot was seen; how many decoding steps it did, about."""
+        """Advance to `now`; return the approximate decoding steps of the slot since `seen`."""
         stretch, elapsed, decoding = self._stretches[slot.index], now - slot.seen, slot.decoding(now)
         foreseen, prefill = decoding / self._costs.decode_step(len(slot.samples), slot.context), elapsed - decoding
         stretch.seconds += elapsed
@@ -67,7 +67,7 @@ class Stopwatch:
         return foreseen / slot.measured
 
     def measure(self, slot: Slot, steps: float) -> bool:
-        """It has done so many decoding steps in all; whether that tells how fast it is."""
+        """Update the slot's pace from the decoding steps done in all; return whether they were enough."""
         stretch = self._stretches[slot.index]
         if stretch.foreseen < STEPS_TO_MEASURE or steps <= stretch.steps:
             return False
@@ -78,12 +78,11 @@ class Stopwatch:
         return True
 
     def silent(self, slots: Iterable[Slot], now: float) -> list[int]:
-        """Slots to be asked: they decode, and nothing was heard of them for long."""
         waited = [(self._stretches[slot.index].since, slot.index) for slot in slots if slot.samples]
         return [slot for since, slot in nsmallest(MOST_ASKED, waited) if now - since >= SILENCE_S]
 
     def answered(self, slot: Slot, steps: int) -> None:
-        """Its engine has done so many steps since it was built: more of them than at its last answer."""
+        """Record an engine's own count of decoding steps, higher than at its last answer."""
         stretch, (asked, before) = self._stretches[slot.index], self._answers.get(slot.index, (None, 0))
         if asked is not stretch:  # a sample told of it meanwhile
             self.begin_stretch(slot, slot.steps)
@@ -96,17 +95,17 @@ class Stopwatch:
     def begin_call(self, slot: Slot, call: Score | Accumulate, tokens: Sequence[int], now: float) -> None:
         costs = self._costs
         if isinstance(call, Score):
-            kind, call_s, rate = "+".join(call.kinds), costs.score_call_s, costs.score_tokens_per_s
+            kind, predict = "+".join(call.kinds), costs.scoring
         else:
-            kind, call_s, rate = "+".join(call.models), costs.train_call_s, costs.train_tokens_per_s
-        call_s, seconds = len(tokens) * call_s, sum(tokens) / rate
+            kind, predict = "+".join(call.models), costs.training
+        call_s, seconds = predict(sum(tokens), len(tokens))
         self._calls[slot.index] = Call(kind, call_s, seconds, now, now + call_s + seconds * slot.rate)
 
     def ends(self) -> list[float]:
         return [call.end for call in self._calls.values()]
 
     def end_call(self, slot: Slot, now: float) -> None:
-        """Its call is over, if it had one. A short one tells of what calls cost, not of its slot."""
+        """End the slot's call, if any. A short one measures the fixed cost of calls, not the slot."""
         call = self._calls.pop(slot.index, None)
         if call is not None and call.seconds >= call.call_s:
             self._observe(slot, call.kind, now - call.since, call.call_s + call.seconds)

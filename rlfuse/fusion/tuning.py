@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from rlfuse.costs.model import Costs
+from rlfuse.costs.rates import Rates
 from rlfuse.events import Span
 from rlfuse.fusion.board import Board
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.lengths import Lengths
-from rlfuse.fusion.rates import Rates
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Tuning:
         return replace(self.fixed, samples=samples)
 
     def learn(self, board: Board, spans: Sequence[Span]) -> None:
-        """A step is over: remember its lengths, then whatever `relearn` makes of its spans."""
+        """Learn the lengths of a finished step, then what `relearn` makes of its spans."""
         self.lengths.learn(board.response_lengths())
         if self.relearn is not None:
             self.relearn(self, spans)

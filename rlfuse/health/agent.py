@@ -35,7 +35,6 @@ class Agent:
         self._thread.start()
 
     def drain(self) -> tuple[list[Sample], str]:
-        """What was seen since the last call, and what failed; empty: nothing."""
         failure, self._failure = self._failure, ""
         return [self._samples.popleft() for _ in range(len(self._samples))], failure
 
@@ -62,7 +61,6 @@ class AgentHandle:
         self.node, self._agent, self._remote = node, agent, remote
 
     async def drain(self) -> tuple[list[Sample], str]:
-        """As the agent's; one that doesn't answer has seen nothing, and failed so."""
         if not self._remote:
             return self._agent.drain()
         try:

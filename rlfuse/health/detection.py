@@ -1,11 +1,10 @@
 """Detect workers that differ from their peers, by the method of Minder (arXiv 2411.01791, NSDI '25).
 
-    value -> logarithm -> exponential average -> distances of all pairs -> score of a worker over its peers' usual score
-    -> above the threshold: candidate -> candidate for the continuity threshold, or again and again: alarm
+    value -> logarithm -> exponential average -> distances of all pairs -> score over the peers' usual score
+    -> above the threshold: candidate -> candidate for the continuity threshold, or repeatedly: alarm
 
-Peers are workers of one role that worked lately. The threshold is SIMILARITY times the largest of `Signal.least`, the
-scatter from window to window and the scatter of the peers' scores. Of two workers the one is odd that is worse than it
-was itself; a worker alone is compared with its beginning.
+The threshold is SIMILARITY times the largest of `Signal.least`, the scatter between windows and the scatter of scores.
+Of two workers, the one that got worse is the odd one; a single worker is compared with its beginning.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from statistics import median, median_low
 
 import numpy as np
 
-from rlfuse.health.series import Window, role_of
+from rlfuse.costs.spans import role_of
+from rlfuse.health.series import Window
 from rlfuse.health.signals import SIGNALS, SLOWNESS, Signal
 
 SIMILARITY = 4.0  # score above the peers', in units of scatter, that makes a candidate
@@ -28,8 +28,8 @@ SMOOTHING = 0.15  # of the exponential average, for a window with usual work
 CONTINUITY_S = 240.0  # the paper's: jitters of healthy machines are shorter
 STEPS = 12  # in a row are enough where steps are short
 WINDOWS, FRESHLY = 12, 8
-"""The least windows as a candidate in the time of CONTINUITY_S, and of these the least whose own value is apart, which
-are SHARE of them, too: an average remembers one long jitter. Fewer where a shorter time is asked for."""
+"""Minimum windows as a candidate within CONTINUITY_S, and minimum of these (and SHARE of them) whose own value differs:
+an average remembers one long jitter. Scaled down for a shorter time."""
 SHARE = 2 / 3
 AGAIN_SHARE, REST = 0.3, 8  # of a machine that is slow again and again: windows far off, and between
 MANY = 8  # workers from which on thresholds grow
@@ -61,14 +61,11 @@ class Alarm:
 
     @property
     def ratio(self) -> float:
-        """How many times its peers' value, on the scale of distances."""
         return exp(self.distance)
 
 
 @dataclass(slots=True)
 class _Worker:
-    """What a group knows of one of its workers."""
-
     smooth: float = 0.0
     weight: float = 0.0
     last: float = 0.0
@@ -84,8 +81,6 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Streak:
-    """A worker that is apart."""
-
     began: float
     step: int
     candidate: bool = False
@@ -95,8 +90,6 @@ class _Streak:
 
 @dataclass(slots=True)
 class _Again:
-    """A machine that is slow now and then."""
-
     began: float
     step: int
     windows: int = 0
@@ -106,8 +99,6 @@ class _Again:
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """A worker in one window."""
-
     distance: float
     threshold: float
     now: float  # distance of its value in this window alone
@@ -117,15 +108,13 @@ class _Judged:
 
 
 class _Group:
-    """One signal of one role."""
-
     def __init__(self, signal: Signal):
         self.signal = signal
         self.workers: dict[str, _Worker] = {}
         self._changes: deque[float] = deque(maxlen=SCATTER)
 
     def judge(self, number: int, values: Mapping[str, tuple[float, float]]) -> dict[str, _Judged]:
-        """Take in a window; how far everyone with a value in it, and a past, is from its peers."""
+        """Add a window; return each worker's distance from its peers."""
         usual_weight = median(weight for _, weight in values.values()) if values else 0.0
         for name, (value, weight) in values.items():
             self._take(name, number, self.signal.compared(value), weight / usual_weight)
@@ -170,8 +159,7 @@ class _Group:
             worker.began = median(worker.beginning)
 
     def _levels(self, known: Mapping[str, _Worker]) -> np.ndarray:
-        """What is compared: values, or their change since the beginning. A beginning that is worse than its peers' by
-        more than half a threshold is no nature of a worker's."""
+        """Return the values, or their change since a beginning at most half a threshold worse than the peers'."""
         smooth = np.array([worker.smooth for worker in known.values()])
         if self.signal.from_start and len(self.workers) > 1:
             return smooth
@@ -193,14 +181,13 @@ def _apart(levels: np.ndarray, scatter: float, signal: Signal) -> tuple[np.ndarr
 
 
 def _limit(count: int, scatter: float) -> float:
-    """The threshold among so many; the mean of few peers scatters, too, and of many some are far off by chance."""
+    """Return the threshold among `count` workers: means of few peers scatter, and of many some differ by chance."""
     by_chance = sqrt(max(1.0, log(count) / log(MANY)))  # as the largest of so many normal numbers
     return SIMILARITY * scatter * by_chance * (2 if count == 1 else sqrt(count / (count - 1)))
 
 
 class Detector:
-    """Of one run. `continuity_s`: how long a worker has to stay apart, unless STEPS are over before. `machine`: of a
-    worker; those that take a device in turns share one."""
+    """`continuity_s`: how long a worker must differ, unless STEPS pass first; `machine`: device of a worker."""
 
     def __init__(self, continuity_s: float = CONTINUITY_S, machine: Callable[[str], str] = lambda worker: worker):
         self.continuity_s, self._machine = continuity_s, machine
@@ -216,7 +203,7 @@ class Detector:
         self._latest: dict[tuple[str, str], _Judged] = {}
 
     def look(self, window: Window, homes: Mapping[str, str] | None = None) -> list[Alarm]:
-        """The alarms that begin and end with this window. `homes`: worker -> its node, for what is apart beside it."""
+        """Return the alarms that begin and end with this window. `homes`: worker -> its node."""
         self._number += 1
         judged: dict[tuple[str, str], _Judged] = {}
         for name, values in window.values.items():
@@ -230,7 +217,7 @@ class Detector:
         return ended + list(self._raised(window, homes or {}, again))
 
     def farthest(self, metric: str) -> dict[str, float]:
-        """Role -> the largest distance of a worker from its peers when it was looked at last; 0 where all are alike."""
+        """Return role -> the largest distance of a worker from its peers in its latest window."""
         found: dict[str, float] = {}
         for (worker, name), judged in self._latest.items():
             if name == metric:
@@ -238,7 +225,6 @@ class Detector:
         return found
 
     def forget(self, worker: str) -> None:
-        """It was started anew: what it was like says nothing of what it is."""
         for group in self._groups.values():
             group.workers.pop(worker, None)
         self._again.pop(self._machine(worker), None)
@@ -247,7 +233,6 @@ class Detector:
             self._streaks.pop(key, None)
 
     def _follow(self, window: Window, judged: Mapping[tuple[str, str], _Judged]) -> Iterator[Alarm]:
-        """Streaks begin, go on or end; alarms whose streak has ended."""
         for key, found in judged.items():
             streak = self._streaks.pop(key, None) or _Streak(window.start, window.step)
             streak.candidate = found.distance >= (CONTINUED if streak.candidate else 1.0) * found.threshold
@@ -261,7 +246,7 @@ class Detector:
                 yield replace(self.standing.pop(key), ended=window.start)
 
     def _follow_again(self, window: Window, judged: Mapping[tuple[str, str], _Judged]) -> Iterator[tuple[str, str]]:
-        """Machines that are slow now and then; the worker that is, where it has lasted."""
+        """Follow machines that are slow repeatedly; yield the worker once it has lasted."""
         machines: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for key in judged:
             if key[1] == SLOWNESS:
@@ -280,7 +265,7 @@ class Detector:
                 yield far[0]
 
     def _by_chance(self, machine: str, windows: int) -> float:
-        """In how many of these it may be far off, were it like its peers: the more pieces of work, the more spikes."""
+        """Return in how many of these windows the machine may differ by chance, given its peers' spikes."""
         others = [counts for other, counts in self._far.items() if other != machine]
         share = sum(far for _, far in others) / max(1, sum(judged for judged, _ in others))
         return windows * share + CHANCE * sqrt(windows * share * (1 - share))

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlfuse import clock
+from rlfuse.costs.model import Costs
 from rlfuse.events import Span
 from rlfuse.files import RowFile, read_rows
-from rlfuse.fusion.costs import Costs
 from rlfuse.health.detection import Alarm, Detector, told
 from rlfuse.health.series import Expected, Sample, Series, Settled
 from rlfuse.health.signals import LOGGED, SIGNALS, SLOWNESS
@@ -99,7 +99,7 @@ class Monitor:
         self._told: set[str] = set()
 
     async def look(self, step: int, spans: Sequence[Span], costs: Costs) -> dict[str, float]:
-        """The step is over: tell what is wrong; its `health/*`."""
+        """Check all workers after a step, raise alarms, and return its `health/*` metrics."""
         try:
             return await self._look(step, spans, costs)
         except Exception as error:
@@ -156,7 +156,6 @@ class Monitor:
         return int(number) // (self._width if role == "trainer" else 1)
 
     def _machine(self, worker: str) -> str:
-        """A slot's engine and ranks share its device."""
         slot = self._slot(worker)
         return worker if slot is None else f"slot/{slot}"
 

@@ -158,7 +158,7 @@ class Gpus:
         self._handles: dict[str, Any] = {}
 
     def read(self, device: str) -> dict[str, float]:
-        """Of one device, as CUDA_VISIBLE_DEVICES names it: its number, or `GPU-...`."""
+        """Return the signals of a device, named as in CUDA_VISIBLE_DEVICES: a number or `GPU-...`."""
         nvml, found = self._nvml, {}
         with suppress(nvml.NVMLError):
             handle = self._handle(device)

@@ -14,30 +14,16 @@ from statistics import median
 
 import numpy as np
 
+from rlfuse.costs.model import Costs
+from rlfuse.costs.spans import is_work, predicted
 from rlfuse.events import Span
-from rlfuse.fusion.costs import Costs
 from rlfuse.health.signals import SIGNALS, SLOWNESS, Signal
 
-PASSES = ("old_log_prob", "ref", "values")
-TRAINING = ("forward", "backward")
-ROLES = {"rollout": ("decode",), "trainer": (*PASSES, *TRAINING), "reward": ("reward",), "encoder": ("encode",)}
-"""Work that a worker does by itself. Collectives (optimizer steps, weights) are none: all wait there for the slowest,
-so that everyone but that one looks slow."""
 STARTED = ("start", "restart")  # spans after which a worker is another one
 LEARNED = 128  # pieces of a class from each worker, the first ones, that its factor is made of
 LEAST = 5  # pieces below which a class has no factor
 
 Class = tuple[str, ...]
-
-
-def role_of(worker: str) -> str:
-    """`rollout` of `rollout/3`."""
-    return worker.partition("/")[0]
-
-
-def is_work(span: Span) -> bool:
-    """Whether it is a piece of its worker's own work, done to its end."""
-    return span.kind in ROLES.get(role_of(span.where), ()) and span.seconds > 0 and "error" not in span.attributes
 
 
 def class_of(span: Span) -> Class:
@@ -48,19 +34,6 @@ def class_of(span: Span) -> Class:
     return (span.kind, str(int(size).bit_length()), *map(str, shape))
 
 
-def predicted(span: Span, costs: Costs) -> float:
-    """By the costs alone; of work that they don't tell, in units that a class's factor makes seconds of."""
-    told = span.attributes
-    if span.kind == "decode":
-        decoding = told["steps"] * costs.decode_step(told["batch"], told["context"])
-        return decoding + told["prefill_tokens"] / costs.prefill_tokens_per_s
-    if span.kind in PASSES:
-        return costs.score_call_s + span.tokens / costs.score_tokens_per_s
-    if span.kind in TRAINING:
-        return span.tokens / costs.train_tokens_per_s
-    return float(max(1, len(span.samples)))
-
-
 class Settled:
     """Workers whose first step is over: in it they compile, fill caches, and are slower than they will be."""
 
@@ -68,7 +41,7 @@ class Settled:
         self._workers: set[str] = set()
 
     def work_of(self, spans: Iterable[Span]) -> tuple[list[Span], set[str]]:
-        """The pieces of work in a step of those that had one before, and who was started anew in it."""
+        """Return a step's work of workers past their first step, and the workers started in it."""
         spans = list(spans)
         started = {span.where for span in spans if span.kind in STARTED}
         self._workers -= started
@@ -96,7 +69,7 @@ class Expected:
                     self._factors.pop(group, None)
 
     def seconds(self, span: Span) -> float | None:
-        """Of a piece of work as it should be; None where nothing tells."""
+        """Return the seconds that a piece of work should take; None if unknown."""
         if self._costs is None or (factor := self._factor(class_of(span))) is None:
             return None
         return factor * predicted(span, self._costs)
@@ -148,7 +121,7 @@ class Series:
         self.seconds = max(1, ceil(self.end - self.start))
 
     def add(self, name: str, worker: str, begin: float, end: float, amount: float) -> None:
-        """Spread an amount over its seconds; what began before counts at the start."""
+        """Distribute an amount over its seconds, clipped to the series."""
         begin, end = max(0.0, begin - self.start), min(end - self.start, float(self.seconds))
         if end <= begin:
             return

@@ -23,7 +23,7 @@ class Signal:
     factor: float = 1.0  # to the unit that it is told in
 
     def compared(self, value: float) -> float:
-        """On the scale of distances, high is bad."""
+        """Return the value on the scale of distances, where high is bad."""
         return self.worse * math.log(value + self.unit)
 
     def value(self, compared: float) -> float:

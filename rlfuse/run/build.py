@@ -21,6 +21,8 @@ from rlfuse.cluster import placement
 from rlfuse.cluster.nodes import watched
 from rlfuse.config.model_files import copy_files
 from rlfuse.config.schema import Config
+from rlfuse.costs.model import Costs
+from rlfuse.costs.rates import Rates
 from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.tokenizers import load_tokenizer, save_tokenizer
 from rlfuse.engines.rollout.engine_actor import engine_actor
@@ -31,11 +33,9 @@ from rlfuse.engines.weights.staging import stagings
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.engines.weights.tower_push import TowerPush
 from rlfuse.errors import ConfigError, DataError, Mistakes
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Policy, Settings, traits_of
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.own_policies import load_policy, loaded_policy
-from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.selection import EXACT, Selection, drawn_at_most
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.observe.own_metrics import OwnMetrics

@@ -16,6 +16,7 @@ from rlfuse.cluster import cuda, nodes, placement
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.own_functions import replaced
 from rlfuse.config.schema import Config, RolloutConfig, VideoConfig
+from rlfuse.costs.model import Costs
 from rlfuse.data.clips import ClipReader
 from rlfuse.engines.rollout.engine_actor import engine_actor
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
@@ -23,7 +24,6 @@ from rlfuse.engines.trainer.vision_tower import TowerSettings
 from rlfuse.engines.weights.sync import resolve_transfer
 from rlfuse.errors import ConfigError, VideoError
 from rlfuse.events import Recorder
-from rlfuse.fusion.costs import Costs
 from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.run.starting import Start, within
 from rlfuse.simulate.learning import CALL_S

@@ -19,11 +19,11 @@ from rlfuse.cluster.nodes import watched
 from rlfuse.config.reward_labels import head_labels
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.config.schema import Config
+from rlfuse.costs.model import Costs
 from rlfuse.data.preferences import Preference, labels_of, load_preferences
 from rlfuse.data.prompts import PromptSource
 from rlfuse.data.tokenizers import load_tokenizer, save_tokenizer
 from rlfuse.engines.trainer.reward_model import RewardModelTrainer
-from rlfuse.fusion.costs import Costs
 from rlfuse.observe.pairs import PICTURE, summarise_pairs
 from rlfuse.observe.run_log import RunLog
 from rlfuse.progress import due

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from rlfuse.fusion.costs import Costs
-from rlfuse.simulate.workload import TailSpeculation
+from rlfuse.costs.model import Costs
 
 EPSILON = 1e-9  # steps: an interruption this short before the end of a step belongs to its end
 
@@ -45,7 +44,6 @@ class Batch:
     """The sequences of one engine that run, newest last, and those that wait for room, first come first served."""
 
     costs: Costs
-    speculation: TailSpeculation | None = None
     step: int = 0
     context: int = 0  # tokens in the KV cache
     running: dict[str, Sequence] = field(default_factory=dict)
@@ -54,33 +52,28 @@ class Batch:
     _entries: int = 0
     _sharing: dict[Hashable, int] = field(default_factory=dict)
 
-    def _speedup(self) -> float:
-        if self.speculation is not None and len(self.running) <= self.speculation.batch:
-            return self.speculation.speedup
-        return 1.0
-
     def seconds(self, steps: int) -> float:
-        """Cost of the next `steps` steps, if nothing joins or leaves."""
+        """Return the cost of the next `steps` steps if no sequence joins or leaves."""
         size = len(self.running)
         grown = self.context + size * (steps - 1) / 2
-        return steps * self.costs.decode_step(size, grown) / self._speedup()
+        return steps * self.costs.decode_step(size, grown)
 
     def steps_begun(self, seconds: float) -> int:
-        """Steps that are done when the one under way after so much of their cost ends."""
+        """Return the steps done when the one in progress after `seconds` of cost ends."""
         size, per_token = len(self.running), self.costs.step_per_context_token_s
         curve = per_token * size / 2
         slope = self.costs.decode_step(size, self.context) - curve
-        cost = seconds * self._speedup()
-        return max(0, math.ceil(2 * cost / (slope + math.sqrt(slope * slope + 4 * curve * cost)) - EPSILON))
+        root = math.sqrt(slope * slope + 4 * curve * seconds)
+        return max(0, math.ceil(2 * seconds / (slope + root) - EPSILON))
 
     def steps_ahead(self) -> int:
-        """Steps until the first sequence is whole or the cache is full; at least 1."""
+        """Return the steps until the first sequence is whole or the cache is full; at least 1."""
         while self._ends[0][2].ends != self._ends[0][0]:  # left or pre-empted since
             heapq.heappop(self._ends)
         return min(self._ends[0][0] - self.step, (self.costs.kv_tokens - self.context) // len(self.running))
 
     def run(self, steps: int) -> list[Sequence]:
-        """Do the steps; the sequences that are whole now, which leave."""
+        """Run the steps; remove and return the sequences that are whole now."""
         self.step += steps
         self.context += steps * len(self.running)
         if self.context > self.costs.kv_tokens:
@@ -94,7 +87,7 @@ class Batch:
         return whole
 
     def admit(self) -> int:
-        """Let in what has room, in order; tokens to prefill. Siblings of a running one share their prompt's cache."""
+        """Admit sequences in order while there is room; return the tokens to prefill. Siblings share a prompt."""
         prefill = 0
         while self.waiting and len(self.running) < self.costs.max_sequences:
             sequence = self.waiting[0]
@@ -127,7 +120,7 @@ class Batch:
             del self._sharing[sequence.prompt]
 
     def preempt(self) -> int:
-        """Until every sequence has room for one step, the newest goes back to wait; how many went."""
+        """Preempt the newest sequences until the others have room for one step; return how many."""
         count = 0
         while self.context + len(self.running) > self.costs.kv_tokens:
             newest = self.running[next(reversed(self.running))]
@@ -137,7 +130,6 @@ class Batch:
         return count
 
     def remove(self, sequence: Sequence) -> bool:
-        """Take it out, wherever it is; whether it ran."""
         if sequence.ends >= 0:
             self._leave(sequence)
             return True

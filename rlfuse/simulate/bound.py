@@ -2,7 +2,7 @@
 
 Assumed of a schedule: it is on-policy; a slot has one role at a time, and starts and ends as an engine; optimizer steps
 take all slots as trainers, hence come after all generation; mini-batches are fixed by prompt order, each needs the
-weights of the one before; a sample is trained on after all of its scoring. Costs are those of `fusion.costs`.
+weights of the one before; a sample is trained on after all of its scoring. Costs are those of `costs.model`.
 
 Proof. C(t), the integral of the slots' speeds, is the cost that can be done by time t: work w begun at s ends at D(s,
 w) = C^-1(C(s) + w) or later. v: the largest speed of a slot, u: the sum of each slot's smallest, V: the largest sum. G:
@@ -27,8 +27,7 @@ and context cost c_i. After the last step T come `switch_s` and `step_s`.
    mini-batch / V or its longest sample at v. Slots with pipeline stages do an even share each, plus bubbles less
    passes.
 
-The bound is the least over G >= max e_i of the largest of these. Tail speculation and `decode_speed` divide x_b and
-c_i.
+The bound is the least over G >= max e_i of the largest of these. `decode_speed` divides x_b and c_i.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def lower_bound(workload: Workload) -> Bound:
 
 
 def _following(ends: np.ndarray, work: np.ndarray, total: Speed) -> float:
-    """Point 7: when all that work can be done, if each sample's begins no sooner than its end."""
+    """Point 7: return when all work can be done if each sample's begins no sooner than its end."""
     order = np.argsort(-ends)
     following = np.cumsum(work[order])
     last = np.flatnonzero(np.append(np.diff(ends[order]) < 0, True))  # of those with equal ends
@@ -107,7 +106,7 @@ def _following(ends: np.ndarray, work: np.ndarray, total: Speed) -> float:
 
 
 def _crossing(earliest: float, rising: Callable[[float], float], falling: Callable[[float], float]) -> float:
-    """Where the larger of the two is least over G >= earliest, rounded down."""
+    """Return where the larger of the two is least over G >= earliest, rounded down."""
     low, high = earliest, max(earliest, falling(earliest))  # `rising` is no less than G
     if falling(low) <= rising(low):
         return low
@@ -129,33 +128,30 @@ class _Generation:
     """Points 1 and 2 of the proof. Costs in seconds of a slot of speed 1; samples of one length are counted once."""
 
     def __init__(self, workload: Workload):
-        costs, speculation = workload.costs(), workload.tail_speculation
+        costs, faster = workload.costs(), max(workload.decode_speed, default=1.0)
         self.lengths, self.alike = np.unique(workload.lengths().astype(np.float64), return_counts=True)
         self.fastest = max(speed.most for speed in workload.speeds())
         self.prefill = workload.prompt_tokens / costs.prefill_tokens_per_s
         self.prompts = workload.prompts
-        faster, speedup = max(workload.decode_speed, default=1.0), speculation.speedup if speculation else 1.0
         seen = self.lengths * workload.prompt_tokens + self.lengths * (self.lengths - 1) / 2
-        self.context = costs.step_per_context_token_s * seen / speedup / faster
+        self.context = costs.step_per_context_token_s * seen / faster
         batches = np.arange(1, min(costs.max_sequences, workload.samples) + 1)
         steps = costs.step_base_s + costs.step_per_sequence_s * np.maximum(0, batches - costs.flat_batch)
         steps /= faster
-        if speculation:
-            steps[batches <= speculation.batch] /= speedup
         ends = (self.prefill + self.lengths * steps.min() + self.context) / self.fastest
         self.ends = ends[np.searchsorted(self.lengths, workload.lengths())]
         self.hull = _falling_hull(steps, steps / batches)
         self.in_cache = float(self.alike @ seen * steps.min()) / costs.kv_tokens
 
     def work(self, end: float) -> float:
-        """W(G): least cost of all generation when it is over after `end` seconds."""
+        """Return W(G): the least cost of all generation that is over after `end` seconds."""
         mean_step = (self.fastest * end - self.prefill - self.context) / self.lengths
         charges = float(self.alike @ (self.lengths * np.interp(mean_step, *self.hull)))
         return self.prompts * self.prefill + max(charges, self.in_cache) + float(self.alike @ self.context)
 
 
 def _falling_hull(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Corners of the largest convex non-increasing function below the points; constant beyond the last."""
+    """Return the corners of the largest convex non-increasing function below the points."""
     hull: list[tuple[float, float]] = []
     for point in sorted(zip(x.tolist(), y.tolist(), strict=True)):
         if hull and point[1] >= hull[-1][1]:

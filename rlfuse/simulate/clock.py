@@ -18,8 +18,6 @@ class Deadlock(RuntimeError):
 
 
 class _VirtualSelector(selectors.SelectSelector):
-    """A selector that lets virtual time pass instead of waiting."""
-
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
@@ -40,14 +38,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._clock.now
 
     def _run_once(self) -> None:
-        """A turn. asyncio calls timers that are due within its clock's resolution; late floats have a coarser one."""
+        """asyncio calls timers due within its clock's resolution; late floats have a coarser one."""
         self._clock_resolution = max(RESOLUTION_S, math.ulp(self._clock.now))
         super()._run_once()  # type: ignore[misc]  # of asyncio, which typeshed leaves out
 
 
 def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result, at once. Raises what it raises, and `Deadlock` where a real loop would hang. Where an
-    event loop is running (a notebook, a real controller), it is held up until the result is here."""
+    """Return the coroutine's result without waiting. Raises `Deadlock` where a real loop would hang. A running event
+    loop (of a notebook or a real controller) is blocked meanwhile."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,7 +1,6 @@
 """Simulated trainer ranks, rewards and weight updates, behind the controller's protocols.
 
-A rank works only while its slot has the role `trainer` and its engine holds nothing; a slot does one thing at a time. A
-violation is an error.
+A slot does one thing at a time, and trains only in role `trainer` with an empty engine; a violation is an error.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rlfuse.costs.model import Costs
 from rlfuse.events import Span
-from rlfuse.fusion.costs import Costs
 from rlfuse.protocols import PassResult, Sharing
 from rlfuse.samples import Reward, Row, Sample
 from rlfuse.simulate.batching import SimulationError
@@ -26,8 +25,7 @@ from rlfuse.step.scoring import KIND_OF
 
 
 class SimulatedTrainer:
-    """One rank on each device, with whole models, sharded or not. `scored` and `trained` count how often each sample
-    was, per kind and model."""
+    """One rank per device. `scored` and `trained` count passes over each sample, per kind and model."""
 
     pipelined = False
     optimizers_away: Mapping[int, float] = {}  # none: in the costs of switch and step
@@ -41,7 +39,6 @@ class SimulatedTrainer:
         lockstep_backward: bool = False,
         by_update: bool = False,
     ):
-        """`by_update`: the actor's first update gives its rows' old log-probs."""
         self.sharing = Sharing()  # what stays on its device is moved in no time: see `Costs.switch_s`
         self.devices, self.costs, self._zeros, self._by_update = list(devices), costs, zeros, by_update
         self.lockstep, self.lockstep_backward = lockstep, lockstep_backward
@@ -101,7 +98,7 @@ class SimulatedTrainer:
         return {}
 
     def _tokens(self, rows: Sequence[Row], slot: int | None) -> list[float]:
-        """Tokens of the slot, or of each: rows are shared out by the slots' rates, and the longest is not cut."""
+        """Return the tokens of the slot, or of each: shared by rates, with the longest row whole."""
         tokens = [row.tokens for row in rows]
         if slot is not None:
             return [sum(tokens)]
@@ -111,7 +108,7 @@ class SimulatedTrainer:
 
     @asynccontextmanager
     async def _at_work(self, kind: str, rows: Sequence[Row], slot: int | None, model: str = ""):
-        """Keep the device or all of them busy; each has a span until its own work is done."""
+        """Keep the device or all of them busy; each gets a span until its own work is done."""
         devices = self.devices if slot is None else [self.devices[slot]]
         start, call = asyncio.get_running_loop().time(), _Call(devices)
         for device in devices:
@@ -161,7 +158,6 @@ class SimulatedTrainer:
         self._spans.append(Span("switch", f"trainer/{device.index}", start, asyncio.get_running_loop().time()))
 
     async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
-        """Calls of all ranks are shared out by these rates from now on."""
         self._rates = list(rates) if rates else [1.0] * len(self.devices)
 
     async def save(self, folder: Path) -> None: ...
@@ -189,7 +185,7 @@ class SimulatedStages(SimulatedTrainer):
     async def train(
         self, rows: Mapping[str, Sequence[Row]], scored: Mapping[str, Sequence[Row]]
     ) -> tuple[dict[str, float], dict[str, list[np.ndarray]], list[np.ndarray]]:
-        """The time of one schedule: passes take some only beyond what its bubbles hold."""
+        """Take the time of one schedule; passes take more only beyond its bubbles."""
         trained = [row for model in rows for row in rows[model]]
         async with self._at_work("backward", trained, None, "+".join(rows)) as call:
             await asyncio.sleep(self.costs.train_call_s)
@@ -206,7 +202,6 @@ class SimulatedStages(SimulatedTrainer):
         return {}, scores, self._gained("actor", rows.get("actor", ()))
 
     def _even(self, rows: Sequence[Row]) -> float:
-        """Tokens of the busiest rank: all hold as much of the layers."""
         tokens = [row.tokens for row in rows]
         return max(sum(tokens) / len(self.devices), max(tokens, default=0))
 
@@ -216,8 +211,6 @@ class SimulatedStages(SimulatedTrainer):
 
 @dataclass(slots=True)
 class _Call:
-    """Work of some devices at the same time."""
-
     devices: Sequence[Device]
     done: list[tuple[float, int]] = field(default_factory=list)  # (when, tokens) of each
 
@@ -238,12 +231,10 @@ class SimulatedReward:
         self._reward = Reward(1.0)
 
     async def score(self, samples: Sequence[Sample]) -> list[Reward]:
-        """One for each, at once."""
         self.scored.update(sample.id for sample in samples)
         return [self._reward] * len(samples)
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        """Nothing is recorded."""
         return []
 
 
@@ -256,14 +247,13 @@ class SimulatedWeights:
         self._rollouts, self._trainer, self._seconds, self._restart_s = rollouts, trainer, seconds, restart_s
 
     async def push(self, version: int) -> None:
-        """The engines answer with `version` from now on."""
         await asyncio.gather(*(to_engine(each, self._trainer, slot) for slot, each in enumerate(self._rollouts)))
         await asyncio.sleep(self._seconds)
         for rollout in self._rollouts:
             rollout.version = version
 
     async def restart_engine(self, slot: int) -> None:
-        """Another engine stands after `restart_s`; it is asked for where all are lost, and its weights are the last."""
+        """Start another engine within `restart_s`, once all are lost."""
         await self._trainer.leave_device(slot)
         await asyncio.sleep(self._restart_s)
         self._rollouts[slot].replace()

@@ -1,8 +1,6 @@
-"""A step of a job as a workload: its configuration, its costs and the lengths of its responses.
+"""Turn a step of a job (configuration, costs, response lengths) into a workload, for runs, plans and recorded runs.
 
-Role: `learning` simulates the steps of a running job by it, `rlfuse plan` and `rlfuse simulate --from` planned and
-recorded ones. Pure functions of spans and the configuration.
-Invariant: only samples that are whole and were generated inside the step's own span count; validation does not.
+Only whole samples that were generated inside the step's own span count; validation does not.
 """
 
 from __future__ import annotations
@@ -15,16 +13,11 @@ import numpy as np
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.schema import Config
+from rlfuse.costs.model import Costs
+from rlfuse.costs.spans import lengths_of
 from rlfuse.events import Span
-from rlfuse.fusion.costs import Costs
+from rlfuse.samples import PASSES
 from rlfuse.simulate.workload import Scoring, Training, Workload, of_costs
-from rlfuse.step.scoring import PASSES
-
-
-def spans_within(spans: Sequence[Span], step: Span) -> list[Span]:
-    """What happened during the step; nothing if it generated nothing."""
-    inside = [span for span in spans if span.start >= step.start and span.end <= step.end]
-    return inside if any(span.kind == "generate" for span in inside) else []
 
 
 def workload_of(
@@ -61,7 +54,7 @@ def workload_of(
 
 
 def _bubbles(config: Config, lengths: Sequence[int], prompt_tokens: int) -> float | None:
-    """Those of 1F1B over its work, as `Training.bubbles`; fused models share them, chunks divide them."""
+    """Return the bubbles of 1F1B over its work; fused models share them, chunks divide them."""
     if (stages := config.training.pipeline_parallel_size) == 1:
         return None
     fused = config.uses_critic and config.fusion.training == "fused"
@@ -70,8 +63,8 @@ def _bubbles(config: Config, lengths: Sequence[int], prompt_tokens: int) -> floa
 
 
 def micro_batches(config: Config, prompts: int, context: float) -> int:
-    """Of so many prompts' rows on each rank, or in each pipeline, as the trainer cuts them; `context`: tokens of a row
-    in the mean. Where nothing evens them out, the row that is one too many leaves half its room of a rank's budget."""
+    """Return the micro-batches of these prompts on each rank, or in each pipeline. `context`: mean tokens of a row.
+    Without balancing, packing wastes half a row of a rank's budget on average."""
     actor, stages = config.actor, config.training.pipeline_parallel_size
     rows = prompts * config.rollout.n / config.mesh.copies
     budget, most = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
@@ -82,14 +75,7 @@ def micro_batches(config: Config, prompts: int, context: float) -> int:
 
 
 def whole_samples(spans: Sequence[Span]) -> tuple[tuple[int, ...], int]:
-    """Lengths by prompt and sibling, and the mean number of prompt tokens, from `generate` spans. A sample that moved
-    has a span on each engine; the last one tells all its tokens, those it came with too."""
-    tokens: dict[tuple[int, int], int] = {}
-    prompts = []
-    for span in spans:
-        if span.kind == "generate":
-            _, prompt, sibling = map(int, span.samples[0].split("/"))
-            whole = span.tokens + span.attributes.get("carried_tokens", 0)
-            tokens[prompt, sibling] = max(tokens.get((prompt, sibling), 1), whole)
-            prompts.append(span.attributes.get("prompt_tokens", 1))
-    return tuple(tokens[key] for key in sorted(tokens)), max(1, round(float(np.mean(prompts))))
+    """Return response lengths by prompt and sibling, and the mean number of prompt tokens."""
+    found = {tuple(map(int, name.split("/")[1:])): lengths for name, lengths in lengths_of(spans).items()}
+    prompts, responses = zip(*(found[key] for key in sorted(found)), strict=True)
+    return tuple(max(1, tokens) for tokens in responses), max(1, round(float(np.mean(prompts))))

@@ -10,12 +10,13 @@ from time import perf_counter
 import numpy as np
 
 from rlfuse.config.schema import Config
+from rlfuse.costs.fit import Fit, fit
+from rlfuse.costs.model import Costs
+from rlfuse.costs.spans import spans_within
 from rlfuse.events import Span
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.tuning import Tuning
-from rlfuse.simulate.fitting import fit
-from rlfuse.simulate.job_step import spans_within, whole_samples, workload_of
+from rlfuse.simulate.job_step import whole_samples, workload_of
 from rlfuse.simulate.tuning import error_of, find, tune
 from rlfuse.simulate.workload import Workload
 
@@ -39,9 +40,9 @@ class Learning:
         self._tuning_s = self._since_s = 0.0
 
     def __call__(self, tuning: Tuning, spans: Sequence[Span]) -> None:
-        """Update `tuning` with a step's spans."""
         self._spans.append(spans)
-        tuning.costs = measured([span for each in self._spans for span in each], tuning.costs)
+        found = measured([span for each in self._spans for span in each], tuning.costs)
+        tuning.costs = found.costs
         lengths = tuning.lengths.recorded
         shape = (tuning.lengths.error, float(np.mean(lengths)), float(np.max(lengths)), sum(_speeds(tuning)))
         self._since_s += _step(spans).seconds
@@ -49,15 +50,14 @@ class Learning:
         if before is None or (_drifted(before, shape) and paid):
             began = perf_counter()
             tuning.fixed = tuned(tuning, self._config.fusion.policy, self._engines, self._config, spans)
-            self._disaggregate(tuning, spans)
+            self._disaggregate(tuning, spans, error_of(found))
             self._tuned_for, self._tuning_s, self._since_s = shape, perf_counter() - began, 0.0
 
-    def _disaggregate(self, tuning: Tuning, spans: Sequence[Span]) -> None:
-        """Whether some engines only read prompts from here on; a step that goes by nothing measured has them alike."""
+    def _disaggregate(self, tuning: Tuning, spans: Sequence[Span], error: float) -> None:
+        """Decide whether some engines only prefill from here on; never with trainer.deterministic."""
         config, mode = self._config, self._config.rollout.disaggregate
         if mode == "off" or config.trainer.deterministic:
             return
-        error = error_of(fit([span for each in self._spans for span in each], tuning.costs))
         workload = step_like(tuning, self._engines, config, spans)
         found = find(workload, config.fusion.policy, tuning.fixed, mode, error)
         tuning.fixed = replace(tuning.fixed, prefill_share=found.share)
@@ -78,11 +78,11 @@ def _speeds(tuning: Tuning) -> tuple[float, ...]:
     return tuple(1 / rate for rate in tuning.rates.current)
 
 
-def measured(spans: Sequence[Span], before: Costs) -> Costs:
-    """Costs fitted to spans, with what a call costs beside what they show."""
-    costs = fit(spans, before).costs
-    score, train = max(costs.score_call_s, CALL_S), max(costs.train_call_s, CALL_S)
-    return replace(costs, score_call_s=score, train_call_s=train)
+def measured(spans: Sequence[Span], before: Costs) -> Fit:
+    """Fit costs to spans, with at least CALL_S for each call."""
+    found = fit(spans, before)
+    least = {name: max(getattr(found.costs, name), CALL_S) for name in ("score_call_s", "train_call_s")}
+    return replace(found, costs=replace(found.costs, **least))
 
 
 def tuned(tuning: Tuning, policy: str, engines: int, config: Config, spans: Sequence[Span]) -> Settings:

@@ -55,8 +55,6 @@ class Zeros:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A sample from its arrival to its response or its departure, and who waits for it."""
-
     sample: Sample
     sequence: Sequence
     results: asyncio.Queue
@@ -66,7 +64,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Departure:
-    """Samples told to leave; `evicted` gets them with their partials, None where nobody wants them any more."""
+    """Samples to evict; `evicted` receives them with their partials, or is None if nothing awaits them."""
 
     names: list[str]
     carry: str
@@ -91,7 +89,7 @@ class SimulatedRollout:
     async def generate(
         self, samples: Iterable[Sample], sampling: Sampling, partials: Mapping[str, Partial] | None = None
     ) -> AsyncIterator[tuple[str, Response | Partial]]:
-        """(sample id, response or partial) as they come. Raises EngineLost when the engine fails."""
+        """Yield (sample id, response or partial) as they finish. Raises EngineLost when the engine fails."""
         self._check("generate")
         results: asyncio.Queue = asyncio.Queue()
         names = {sample.id for sample in samples}
@@ -111,7 +109,7 @@ class SimulatedRollout:
                 self._interrupt()
 
     async def evict(self, sample_ids: Iterable[str], carry: str = "tokens") -> None:
-        """Returns when the samples have left, `move_s` after the step under way; finished ones are passed over."""
+        """Evict samples at the end of the step in progress and return `move_s` later; finished ones are skipped."""
         self._check("evict")
         names = [name for name in sample_ids if name in self._held]
         if not names:
@@ -133,22 +131,19 @@ class SimulatedRollout:
         return Load(len(batch.running), len(batch.waiting), batch.context / batch.costs.kv_tokens, steps)
 
     async def sleep(self, discard: bool = False) -> None:
-        """Free: the rank pays for the switch."""
         if self.device.held:
             raise SimulationError(f"{self.name} is told to sleep while it holds {self.device.held} samples")
         self.device.asleep = True
 
     async def wake(self, part: Part | None = None) -> None:
-        """Free, as `sleep`; of all at once, whatever the part."""
         self.device.asleep = self.lost
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        """A `decode` span for each run of steps with one batch, and a `generate` span for each whole sample."""
+        """Return a `decode` span per run of steps with one batch, and a `generate` span per whole sample."""
         spans, self._spans = self._spans, []
         return spans
 
     def fail(self) -> None:
-        """The engine is lost, with all that it held."""
         self.lost = self.device.asleep = True
         error = EngineLost(f"{self.name} is lost: the workload's `failures` say so")
         if self._timer is not None:
@@ -162,9 +157,7 @@ class SimulatedRollout:
         self.device.held = 0
 
     def replace(self) -> None:
-        """Another engine in its place, awake and empty."""
-        old = self.batch
-        self.batch, self.lost, self.device.asleep = Batch(old.costs, old.speculation), False, False
+        self.batch, self.lost, self.device.asleep = Batch(self.batch.costs), False, False
         self._departures, self._timer, self._steps = [], None, 0
         self._since, self._prefill, self._link_free = -1.0, 0, 0.0
 
@@ -216,7 +209,7 @@ class SimulatedRollout:
         self._spans.append(Span("generate", self.name, held.since, now, *which, whole, "admitted", told))
 
     def _interrupt(self) -> None:
-        """Take a turn at the end of the step under way; at once if there is none. A stall ends by itself."""
+        """Take a turn at the end of the step in progress, or at once. A stall ends by itself."""
         loop = asyncio.get_running_loop()
         when = loop.time()
         if self._timer is not None:
@@ -229,7 +222,6 @@ class SimulatedRollout:
         self._timer = loop.call_at(when, self._turn)
 
     def _turn(self) -> None:
-        """The steps under way are done: see who leaves and who comes, and begin the next ones."""
         now, batch = asyncio.get_running_loop().time(), self.batch
         self._timer = None
         if self._steps:
@@ -241,7 +233,7 @@ class SimulatedRollout:
         prefill = batch.admit()
         self._prefill += prefill
         if prefill:
-            self._begin(now, 0, prefill / batch.costs.prefill_tokens_per_s)
+            self._begin(now, 0, batch.costs.prefill(prefill))
         elif batch.running:
             self.preempted += batch.preempt()
             steps = batch.steps_ahead()

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from rlfuse.config.schema import Config
+from rlfuse.costs.rates import Rates
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Policy, Settings
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.own_policies import PolicyError, load_policy
-from rlfuse.fusion.rates import Rates
-from rlfuse.fusion.selection import Selection, label
+from rlfuse.fusion.selection import Selection
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.protocols import Engines, Recorded
 from rlfuse.samples import Group, Prompt, Sample
@@ -58,7 +58,6 @@ class Result:
     moved_samples: int
     moved_bytes: float
     samples_finished: int
-    label: str  # `exact`, or `exact in distribution` with tail speculation
     bound_by: str
     cpu_s: float  # of this process, simulated engines included: an upper limit of the controller's own
 
@@ -78,11 +77,10 @@ class Simulated:
 def simulate(
     workload: Workload, policy: str | Policy, settings: Settings | None = None, rates: Rates | None = None
 ) -> Simulated:
-    """Run one step under a policy or the one of that name. `settings`: as tuned; `rates`: as the step before left them.
+    """Run one step under a policy, with tuned `settings` and the slots' `rates` of the previous step.
 
-    What ranks do together only is the workload's, whatever the settings say.
-    Raises WorkloadError for a step without end, PolicyError for a policy that can't be used, and SimulationError where
-    an invariant of the machine breaks.
+    Raises WorkloadError for a step that is too long, PolicyError for a policy that cannot be used, and SimulationError
+    if an invariant of the machine is violated.
     """
     began = time.process_time()
     bound = lower_bound(workload)
@@ -103,8 +101,7 @@ def simulate(
 def later_step(
     workload: Workload, policy: str | Policy, settings: Settings | None = None, by_rates: bool = True
 ) -> Simulated:
-    """The same of a step after others that showed how fast each slot is (`slot_speed`). `by_rates`: whether work is
-    shared out by that."""
+    """Run a step after others that measured `slot_speed`; `by_rates=False` ignores what they measured."""
     rates = Rates(workload.slots, measured=False)
     if by_rates:
         rates = Rates.of(workload.slot_speed) if workload.slot_speed else Rates(workload.slots)
@@ -151,7 +148,6 @@ def _result(
         sum(rollout.moved.samples for rollout in machine.rollouts),
         sum(rollout.moved.bytes for rollout in machine.rollouts),
         len(generated),
-        label("exact", workload.tail_speculation.batch if workload.tail_speculation else 0),
         bound.bound_by,
         cpu_s,
     )
@@ -171,10 +167,7 @@ class Machine:
             Device(index, speed, speed.times(factor))
             for index, (speed, factor) in enumerate(zip(speeds, decoding, strict=True))
         ]
-        self.rollouts = [
-            SimulatedRollout(device, Batch(self.costs, workload.tail_speculation), self._length_of, zeros)
-            for device in devices
-        ]
+        self.rollouts = [SimulatedRollout(device, Batch(self.costs), self._length_of, zeros) for device in devices]
         self.trainer, self.reward = self._trainer(devices, zeros), SimulatedReward()
         weights = SimulatedWeights(self.rollouts, self.trainer, workload.step_s, workload.restart_s)
         self.engines = Engines(self.rollouts, self.reward, self.trainer, weights)
@@ -237,7 +230,7 @@ class Machine:
         return config
 
     def _expectations(self) -> Lengths:
-        """What earlier steps would have taught: each prompt's history, or the mean over all."""
+        """Return the lengths known from earlier steps: each prompt's history, or the mean over all."""
         lengths, history = Lengths(self.workload.most_tokens), self.workload.history()
         if history is None:
             lengths.learn({-1: [float(np.mean(self.lengths))]})
@@ -307,16 +300,12 @@ class _Log:
 
 
 class _NoCheckpoints:
-    """There is nothing to go on from."""
-
     step = 0
 
     def folder(self, step: int) -> Path | None:
-        """None."""
         return None
 
     def due(self, step: int) -> bool:
-        """Never."""
         return False
 
     def check_room(self, step: int) -> None: ...
@@ -340,26 +329,21 @@ class _Experience:
         self._training = workload.training
 
     def early(self, model: str) -> bool:
-        """Whether a group's loss needs that group alone."""
         return self._training.early if model == "actor" else self._training.critic_early
 
     def prepare(self, groups: Sequence[Group]) -> None:
-        """A critic's rows name what it learns from."""
         if "critic" in self._training.models:
             for group in groups:
                 for sample in group.samples:
                     sample.tensors |= dict.fromkeys(("values", "returns"), sample.finished.log_probs)
 
     def complete(self, groups: Sequence[Group]) -> dict[str, float]:
-        """There are no metrics."""
         return {}
 
     def mismatch(self, groups: Sequence[Group]) -> dict[str, float]:
-        """There are none here either."""
         return {}
 
     def with_spread(self, groups: Sequence[Group]) -> list[int]:
-        """All: there is no dynamic sampling."""
         return list(range(len(groups)))
 
 

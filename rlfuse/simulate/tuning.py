@@ -11,18 +11,18 @@ from statistics import fmean
 
 import numpy as np
 
+from rlfuse.costs.fit import Fit
 from rlfuse.fusion.decisions import TUNABLE, Settings, traits_of
 from rlfuse.fusion.disaggregation import count_of
 from rlfuse.fusion.own_policies import loaded_policy
 from rlfuse.simulate.bound import lower_bound
-from rlfuse.simulate.fitting import Fit
 from rlfuse.simulate.runner import later_step
 from rlfuse.simulate.speed import some_of
 from rlfuse.simulate.workload import Workload
 
 CONSOLIDATIONS = [(0.0, 1.0), *product((0.1, 0.2, 0.35, 0.6), (1.0, 1.25, 1.6, 2.0))]
 """(Below which share of the samples, 0: never, the tail is consolidated; how much slower decoding may get by it)."""
-SHARES = (0.85, 0.7, 0.5, 0.35, 0.25)  # of the samples that a slot could hold, given to it at once
+SHARES = (0.85, 0.7, 0.5, 0.35, 0.25)  # of the samples that a slot could hold, admitted at once
 SUREST = Settings(threshold=0.0, longest_first=False)  # of what is tuned: as `stream`, but that it trains early
 MOST_SLOTS, MOST_SAMPLES = 16, 2048  # of the scaled-down machine; half the slots for more samples
 RISK = 0.1  # gain required per part by which decoding may get slower: lengths to come differ
@@ -30,22 +30,19 @@ HELD_BACK = 0.005  # gain required for giving slots fewer samples at once
 EQUAL = 1e-6  # part of a step by which two that are the same may differ
 LOST = 0.02  # part of a step that one draw may lose if all together gain
 LOST_OF_GAIN = 0.25
-"""What draws may lose beyond that, in parts of what the others gain: of a few samples that find no room together one
-draw in ten loses 5 to 13 % by what overlaps, where the others gain up to 37 %. With a half, three that lost 4 to 6 %
-were taken for others that gained as much."""
+"""What draws may lose beyond that, over what the others gain. With 0.5, settings were accepted that lost 4 to 6 % on
+three draws."""
 DRAWS = 2
 FEW = 64  # samples of a scaled-down step up to which it is worth simulating more than one draw
 PROOFS, PROVED = 8, 1024  # more draws to verify on, and their samples in all
 
 
 def tune(workload: Workload, policy: str, given: Settings | None = None) -> Settings:
-    """The best settings found for the policy on workloads like this one, by the step's time; the first of equals.
+    """Return the settings with the shortest mean step on other draws of this workload's lengths; the first of equals.
 
-    What is simulated are other draws of its lengths: settings are for steps to come. None is taken with which draws
-    take longer than under `serial` by more than a switch and what they may lose, or all of them together take longer,
-    if there are others: first early training is given up, then consolidation, admission by length, and at last all that
-    overlaps.
-    `given`: what the configuration decides; it is simulated, and is part of what is returned.
+    Settings are rejected with which draws lose too much against `serial`, or all of them together lose. Then early
+    training is given up first, then consolidation, admission by length, and finally all overlap. `given`: settings from
+    the configuration, which are kept.
     """
     given, function = given or Settings(), loaded_policy(policy)
     if not (tuned := traits_of(function).tuned):
@@ -153,7 +150,7 @@ def resample(lengths: Sequence[int], group: int, samples: int, seed: int) -> tup
     return tuple(groups[np.random.default_rng(seed).integers(len(groups), size=count)].ravel().tolist())
 
 
-SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)  # shares of the engines that may read prompts
+PREFILL_SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)  # of the engines, which only prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +194,7 @@ def error_of(fitted: Fit) -> float:
 
 
 def _shares(engines: int) -> Sequence[float]:
-    return list({count_of(share, engines): share for share in SHARES}.values())
+    return list({count_of(share, engines): share for share in PREFILL_SHARES}.values())
 
 
 def _seconds(workload: Workload, policy: str, settings: Settings) -> float:

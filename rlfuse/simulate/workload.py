@@ -1,10 +1,9 @@
-"""A workload: a machine, its costs and the samples of one training step, read from JSON. The same samples for every
-policy."""
+"""A workload: a machine, its costs and the samples of one training step, read from JSON."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,6 @@ import numpy as np
 
 from rlfuse.config.input_files import (
     FLAG,
-    AtLeastOne,
     AtLeastZero,
     Count,
     Index,
@@ -24,7 +22,7 @@ from rlfuse.config.input_files import (
     read,
     read_json,
 )
-from rlfuse.fusion.costs import Costs
+from rlfuse.costs.model import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.simulate.speed import Speed
 
@@ -33,18 +31,14 @@ BETWEEN_PROMPTS = 0.7
 
 MOST_SLOTS, MOST_SAMPLES, MOST_TOKENS, MOST_EPOCHS = 10_000, 1_000_000, 10_000_000, 1_000
 """Of a workload: what memory holds and minutes simulate. Tokens are those of one prompt or response."""
-LONGEST_S = 1_000_000_000
-"""Of a time: half a minute of decoding still counts beside it when floats are added up."""
+LONGEST_S = 1_000_000_000  # of a time: half a minute of decoding still counts beside it when floats are added up
 Seconds = Annotated[float, number(most=LONGEST_S)]
 Tokens = Annotated[int, number(1, whole=True, most=MOST_TOKENS)]
-
-OF_MACHINE = ("switch_s", "move_s", "step_s", "kv_bytes_per_token", "link_bytes_per_s")
-"""Fields of a workload that a cost model has by the same names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One rollout engine; a decoding step of b sequences with c tokens in the cache is as in `fusion.costs`."""
+    """One rollout engine; the terms of a decoding step are those of `Costs`."""
 
     step_base_s: Annotated[float, number(above=True, most=LONGEST_S)] = 0.02
     step_per_sequence_s: Seconds = 1e-4
@@ -135,14 +129,6 @@ class Slowdown:
 
 
 @dataclass(frozen=True, slots=True)
-class TailSpeculation:
-    """Speculative decoding: steps of at most `batch` sequences are faster by this factor."""
-
-    speedup: AtLeastOne
-    batch: Count
-
-
-@dataclass(frozen=True, slots=True)
 class Workload:
     """One training step on one machine. Raises WorkloadError where fields don't go together."""
 
@@ -181,7 +167,6 @@ class Workload:
     length_history_sigma: Annotated[float, number(most=10)] | None = None
     """How well lengths are known before they are generated: a prompt's mean length times lognormal(0, sigma). null:
     only the mean over all samples is known."""
-    tail_speculation: TailSpeculation | None = None
 
     def __post_init__(self) -> None:
         if problems := tuple(self._problems()):
@@ -289,17 +274,16 @@ class Workload:
         )
 
     def costs(self) -> Costs:
-        engine = {entry.name: getattr(self.engine, entry.name) for entry in fields(Engine)}
-        return Costs(
-            **engine,
-            max_tokens=self.most_tokens,
-            score_tokens_per_s=self.scoring.tokens_per_s,
-            score_call_s=self.scoring.call_s,
-            train_tokens_per_s=self.training.tokens_per_s,
-            train_call_s=self.training.call_s,
-            optimizer_s=self.training.optimizer_s,
-            **{name: getattr(self, name) for name in OF_MACHINE},
-        )
+        parts = ((self.engine, ENGINE), (self.scoring, SCORING), (self.training, TRAINING), (self, MACHINE))
+        terms = {term: getattr(part, name) for part, names in parts for name, term in names.items()}
+        return Costs(max_tokens=self.most_tokens, **terms)
+
+
+ENGINE = {entry.name: entry.name for entry in fields(Engine)}
+SCORING = {"tokens_per_s": "score_tokens_per_s", "call_s": "score_call_s"}
+TRAINING = {"tokens_per_s": "train_tokens_per_s", "call_s": "train_call_s", "optimizer_s": "optimizer_s"}
+MACHINE = {name: name for name in ("switch_s", "move_s", "step_s", "kv_bytes_per_token", "link_bytes_per_s")}
+"""Fields of a workload and its parts, and the terms of `Costs` that they give."""
 
 
 def _speed(speed: float, slowdowns: Iterable[Slowdown]) -> Speed:
@@ -313,20 +297,15 @@ def _speed(speed: float, slowdowns: Iterable[Slowdown]) -> Speed:
 
 
 def of_costs(costs: Costs, slots: int, response_tokens: tuple[int, ...], **more: Any) -> Workload:
-    """A workload on a machine with these costs; `more`: its other fields, `scoring` and `training` without their costs.
-    Raises WorkloadError."""
-    scoring, training = more.pop("scoring", Scoring()), more.pop("training", Training())
-    return Workload(
-        slots,
-        response_tokens,
-        engine=Engine(**{entry.name: getattr(costs, entry.name) for entry in fields(Engine)}),
-        scoring=replace(scoring, tokens_per_s=costs.score_tokens_per_s, call_s=costs.score_call_s),
-        training=replace(
-            training, tokens_per_s=costs.train_tokens_per_s, call_s=costs.train_call_s, optimizer_s=costs.optimizer_s
-        ),
-        **{name: getattr(costs, name) for name in OF_MACHINE},
-        **more,
-    )
+    """Return a workload on a machine with these costs and `more` fields. Raises WorkloadError."""
+
+    def given(names: Mapping[str, str]) -> dict[str, Any]:
+        return {name: getattr(costs, term) for name, term in names.items()}
+
+    more["engine"] = Engine(**given(ENGINE))
+    more["scoring"] = replace(more.get("scoring", Scoring()), **given(SCORING))
+    more["training"] = replace(more.get("training", Training()), **given(TRAINING))
+    return Workload(slots, response_tokens, **given(MACHINE), **more)
 
 
 EXAMPLE = {

@@ -3,7 +3,7 @@
 Role: the controller asks for the `table` of each board's slots; whoever drains and restores slots (cluster.drain, the
 command by `rlfuse.run.slot_desk`) does it here, and the board that is under way follows with its next decision.
 Drained slots are probed with fixed work before a board begins, beside the others, so that a person sees when one is
-well again, and who was drained until then is back (`rlfuse.fusion.rates`). Since when a slot is drained goes to the
+well again, and who was drained until then is back (`rlfuse.costs.rates`). Since when a slot is drained goes to the
 run's events, for who accounts for idle time.
 Invariants: one slot at least gets work; where work runs changes, never what is computed.
 Waits: for a probe, bounded as every call of ranks.

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from rlfuse.costs.model import Costs
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
-from rlfuse.fusion.costs import Costs
 from rlfuse.samples import Group
 from rlfuse.step.agreement import Agreement
 

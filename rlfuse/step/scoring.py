@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlfuse.samples import Sample
+from rlfuse.samples import PASSES, Sample
 
-PASSES = {"old_log_prob": ("actor", "old_log_probs"), "ref": ("ref", "ref_log_probs"), "values": ("critic", "values")}
-"""Kind -> the model whose forward pass it is, and the tensor that samples gain."""
 KIND_OF = {model: kind for kind, (model, _) in PASSES.items()}
 
 

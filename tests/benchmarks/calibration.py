@@ -1,6 +1,6 @@
 """A calibration file: curves measured on a device, and the cost model that tells them.
 
-Role: pure; `gpu_curves.py` measures and writes. `costs` in the file are the fields of `rlfuse.fusion.costs.Costs`.
+Role: pure; `gpu_curves.py` measures and writes. `costs` in the file are the fields of `rlfuse.costs.model.Costs`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import asdict, dataclass, replace
 
+from rlfuse.costs.fit import Fit, fit
 from rlfuse.events import Span
-from rlfuse.simulate.fitting import Fit, fit
 
 FORMAT = "rlfuse device curves 1"
 STATES_BYTES = 14
@@ -42,7 +42,7 @@ class Facts:
 
 
 def costs_of(curves: Curves, facts: Facts) -> Fit:
-    """The cost model that tells these curves: `simulate.fitting` on them as if they were a run's events."""
+    """The cost model that tells these curves: `costs.fit` on them as if they were a run's events."""
     parameter, to_host, to_device = (
         _each(curves[curve], unit)
         for curve, unit in (("optimizer", "parameters"), ("to_host", "bytes"), ("to_device", "bytes"))

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from rlfuse.costs.spans import spans_within
 from rlfuse.events import read_events
-from rlfuse.simulate.job_step import spans_within, whole_samples, workload_of
+from rlfuse.simulate.job_step import whole_samples, workload_of
 from rlfuse.simulate.runner import simulate
 from rlfuse.tools.planning.calibrate import read_works
 from rlfuse.tools.planning.calibration import fitted, totals

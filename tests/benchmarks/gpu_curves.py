@@ -6,7 +6,7 @@
 Prefill by length; a decoding step by batch and context; a pass with and without gradients by the tokens of the
 micro-batch; the optimizer; copies to, from and on the device, and to another process on it. Each figure is the median
 of `--repeats` runs after one that isn't counted, the file has the least and the most beside it. Only a config.json is
-read: weights are random, times don't depend on them. `costs` in the file are fields of `rlfuse.fusion.costs.Costs`,
+read: weights are random, times don't depend on them. `costs` in the file are fields of `rlfuse.costs.model.Costs`,
 fitted as from a run's events; `accuracy` says how well they tell the curves.
 Limits: one card, no collectives; training is plain torch's, without ZeRO. Prefill and decoding go through vLLM where it
 is installed, with its CUDA graphs and scheduling, else through transformers, whose Python takes most of a small model's

@@ -24,10 +24,11 @@ from scipy.stats import spearmanr
 from rlfuse.config.checks import value_of
 from rlfuse.config.declare import as_typed
 from rlfuse.config.facts import Facts
+from rlfuse.costs.spans import spans_within
 from rlfuse.engines.memory.model_sizes import shapes_of
 from rlfuse.engines.memory.remedies import Setting
 from rlfuse.events import read_events
-from rlfuse.simulate.job_step import spans_within, whole_samples
+from rlfuse.simulate.job_step import whole_samples
 from rlfuse.tools.planning.calibrate import read_works
 from rlfuse.tools.planning.calibration import errors_of, fitted, held_out
 from rlfuse.tools.planning.cluster_file import Cluster

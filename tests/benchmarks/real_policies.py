@@ -22,13 +22,13 @@ import tempfile
 from pathlib import Path
 
 from rlfuse.config.compose import load
+from rlfuse.costs.fit import fit
 from rlfuse.events import Span
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.observe.metrics import fusion_metrics
 from rlfuse.observe.step_picture import Timeline, draw
 from rlfuse.run.build import run
-from rlfuse.simulate.fitting import fit
 from rlfuse.simulate.job_step import whole_samples, workload_of
 from rlfuse.simulate.learning import measured, tuned
 from rlfuse.simulate.runner import simulate
@@ -70,7 +70,7 @@ class Benchmark:
         taught += await self._step(controller, "serial", 0, 2 * EARLIER, learn=True)  # how well these lengths are known
         for policy in POLICIES:
             taught += (last := await self._step(controller, policy, 0, 3 * EARLIER, learn=False))
-        tuning.costs = measured(taught, tuning.costs)
+        tuning.costs = measured(taught, tuning.costs).costs
         config, engines = controller.config, len(controller.engines.rollout)
         settings = {policy: tuned(tuning, policy, engines, config, last) for policy in POLICIES}
         print(f"costs     {tuning.costs}")

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rlfuse.costs.rates import Rates
 from rlfuse.fusion.decisions import Settings
-from rlfuse.fusion.rates import Rates
 from rlfuse.simulate.bound import lower_bound
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import Workload, parse

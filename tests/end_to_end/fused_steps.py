@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlfuse.config.compose import load
+from rlfuse.costs.rates import Rates
 from rlfuse.engines.rollout.engine_actor import engine_actor
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.selection import Selection
 from rlfuse.observe.metrics import fusion_metrics
 from rlfuse.run.build import run

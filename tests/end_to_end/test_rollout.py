@@ -30,6 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlfuse.cluster.remote import call
 from rlfuse.config.schema import Config
+from rlfuse.costs.model import Costs
 from rlfuse.engines.vllm.importing import UNASKED
 from rlfuse.engines.vllm.setup import engine_arguments
 from rlfuse.engines.weights import staging as weight_staging
@@ -37,7 +38,6 @@ from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.errors import EngineError, EngineLost
 from rlfuse.events import Recorder
 from rlfuse.files import read_rows
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.protocols import Engines, Load, Sampling
 from rlfuse.samples import Partial, make_groups

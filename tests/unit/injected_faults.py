@@ -6,7 +6,7 @@ batch and in tokens. What is drawn for each run, and where its range comes from:
 
     slots            2, 3, 4, 8, 16, 32, 64, on machines of their own, or 8 on one from 16 slots on
     steps            11 to 15 of 40 to 80 s, or 40 to 60 of 1.5 to 3.5 s (as the quickstart's)
-    scatter          of spans 0.05 to 0.2 (recorded on two cores: 0.2, by `rlfuse.simulate.fitting`), of a step on a
+    scatter          of spans 0.05 to 0.2 (recorded on two cores: 0.2, by `rlfuse.costs.fit`), of a step on a
                      slot 0.02 to 0.08, of machines 0.03; one span in a hundred takes 2 to 5 times as long
     slow             1.3 to 3 times as long (the What-if study, arXiv 2505.05713, slowed jobs 1.16 to 2.03 times), by
                      other work on its core or by a lower clock
@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlfuse.costs.model import Costs
 from rlfuse.events import Span
-from rlfuse.fusion.costs import Costs
 from rlfuse.health.detection import Alarm, Detector
 from rlfuse.health.series import Expected, Sample, Series, Settled
 

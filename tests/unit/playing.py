@@ -19,13 +19,13 @@ from random_engines import Rollout, Trainer
 from scenes import Scene
 
 from rlfuse.algorithms.experience import Experience
+from rlfuse.costs.rates import Rates
 from rlfuse.data.prompts import PromptSource
 from rlfuse.errors import DataError, SlotRefused, first_of
 from rlfuse.events import Span
 from rlfuse.fusion.decisions import Accumulate, Generate, Move, Score, Switch, Train
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.selection import Selection
 from rlfuse.fusion.states import SampleState
 from rlfuse.fusion.tuning import Tuning

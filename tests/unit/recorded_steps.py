@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from rlfuse.costs.model import Costs
+from rlfuse.costs.spans import is_work
 from rlfuse.events import Span, read_events
-from rlfuse.fusion.costs import Costs
-from rlfuse.health.series import is_work
 
 FILE = Path(__file__).with_suffix(".npz")
 KINDS = ("decode", "old_log_prob", "ref", "values", "forward", "backward")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlfuse.algorithms.advantages import ESTIMATORS
 from rlfuse.config.schema import Config, FilterGroups
-from rlfuse.fusion.costs import Costs
+from rlfuse.costs.model import Costs
 from rlfuse.fusion.decisions import Settings
 
 

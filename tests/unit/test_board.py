@@ -8,8 +8,8 @@ import pytest
 from playing import prompts
 from random_engines import partial, response
 
+from rlfuse.costs.model import Costs
 from rlfuse.fusion.board import Board
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Accumulate, Generate, Move, OptimizerStep, Score, Settings, Switch
 from rlfuse.fusion.lengths import Lengths, seconds_to_generate, with_sibling
 from rlfuse.fusion.mini_batches import MiniBatchProgress

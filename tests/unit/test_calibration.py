@@ -13,6 +13,7 @@ from transformers import Qwen2Config
 
 from rlfuse.cli import main
 from rlfuse.config.input_files import WorkloadError
+from rlfuse.costs.spans import lengths_of
 from rlfuse.engines.memory.model_sizes import shapes_of
 from rlfuse.events import Span, read_events
 from rlfuse.simulate.job_step import micro_batches
@@ -22,7 +23,7 @@ from rlfuse.tools.planning.calibrate import read_works
 from rlfuse.tools.planning.calibration import ACROSS_DEVICES, errors_of, fitted, held_out, scaled
 from rlfuse.tools.planning.costs import costs_of
 from rlfuse.tools.planning.exchanges import moved_in_step
-from rlfuse.tools.planning.features import Work, forward_flops, lengths_of, seconds_of, works_of
+from rlfuse.tools.planning.features import Work, forward_flops, seconds_of, works_of
 from rlfuse.tools.planning.hardware import (
     ENDS,
     Calibration,

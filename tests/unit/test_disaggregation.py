@@ -13,11 +13,11 @@ from scenes import scenes
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
+from rlfuse.costs.rates import Rates
 from rlfuse.events import read_events
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.simulate.learning import Learning
 from rlfuse.simulate.runner import later_step, simulate

@@ -8,10 +8,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from rlfuse.config.schema import Config
-from rlfuse.fusion.costs import Costs
+from rlfuse.costs.model import Costs
+from rlfuse.costs.rates import Rates
 from rlfuse.fusion.decisions import Score, Settings
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.serial import serial
 from rlfuse.simulate import tuning
 from rlfuse.simulate.batching import SimulationError
@@ -84,7 +84,6 @@ def workloads(draw):
             "link_bytes_per_s": draw(st.sampled_from([0.0, 1e8])),
             "slot_speed": [draw(st.sampled_from([0.5, 1.0, 2.0])) for _ in range(slots)],
             "slowdowns": draw(st.lists(slowdowns(slots), max_size=1)),
-            "tail_speculation": draw(st.sampled_from([None, None, {"speedup": 2.0, "batch": 4}])),
             "failures": [{"slot": slot, "at_s": draw(st.floats(0.0, 4.0))} for slot in sorted(lost)],
             "length_history_sigma": draw(st.sampled_from([None, 0.3])),
         }

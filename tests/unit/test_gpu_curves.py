@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import gpu_curves
 from calibration import FORMAT, STATES_BYTES, Facts, Point, calibration, costs_of
 
-from rlfuse.fusion.costs import Costs
+from rlfuse.costs.model import Costs
 
 TRUE = Costs(
     step_base_s=0.012,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from injected_faults import MadeRun, alarms_of
 
+from rlfuse.costs.model import Costs
 from rlfuse.events import Span, read_events
-from rlfuse.fusion.costs import Costs
 from rlfuse.health.detection import STEPS, Detector
 from rlfuse.health.monitor import FILE, Monitor, alert_of, read_alarms, write_alarms
 from rlfuse.health.series import Expected, Sample, Series, Settled, Window, class_of

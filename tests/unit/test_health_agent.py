@@ -22,8 +22,8 @@ from rlfuse.cluster.nodes import Node
 from rlfuse.cluster.placement import Slots
 from rlfuse.cluster.watchdog import Registered, registered
 from rlfuse.config.schema import Config
+from rlfuse.costs.model import Costs
 from rlfuse.events import Recorder, Span
-from rlfuse.fusion.costs import Costs
 from rlfuse.health import agent, sampling
 from rlfuse.health.agent import Agent, AgentHandle
 from rlfuse.health.monitor import Monitor

@@ -17,6 +17,7 @@ PACKAGES = [line.split() for line in """
     errors clock parsing files events samples protocols progress console user_folders tensor_files stopping
     config
     algorithms
+    costs
     fusion
     step
     simulate
@@ -228,3 +229,15 @@ def test_functions_are_short(folder):
             if function and (length := node.end_lineno - node.lineno + 1) > FUNCTION[folder]:
                 long.append(f"{path.relative_to(ROOT)}: {node.name} has {length} lines")
     assert not long, "\n".join(long)
+
+
+@pytest.mark.slow
+def test_no_file_binds_a_constant_twice():
+    """As two files of which each had its own may do after they are merged: functions then read the second one."""
+    twice = []
+    for module, path in MODULES.items():
+        constants = [node for node in nodes(path)[0].body if isinstance(node, ast.Assign | ast.AnnAssign)]
+        parts = [part for each in constants for part in ast.walk(each) if isinstance(part, ast.Name)]
+        names = [part.id for part in parts if isinstance(part.ctx, ast.Store) and part.id.isupper()]
+        twice += [f"{module}: {name}" for name in sorted({name for name in names if names.count(name) > 1})]
+    assert not twice, "\n".join(twice)

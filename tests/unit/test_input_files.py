@@ -36,7 +36,7 @@ def test_the_published_schema_is_the_one_that_files_are_checked_by(cls, command,
     ("cls", "data"),
     [
         (Workload, WORKLOAD_EXAMPLE),
-        (Workload, FULL | {"$schema": "workload.schema.json", "tail_speculation": None, "slots": 16.0}),
+        (Workload, FULL | {"$schema": "workload.schema.json", "length_history_sigma": None, "slots": 16.0}),
         (Problem, PROBLEM_EXAMPLE),
         (Problem, PROBLEM | {"chunks_per_device": 2}),
         (Problem, published(5).as_json()),

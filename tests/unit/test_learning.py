@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from rlfuse.costs.rates import Rates
 from rlfuse.events import read_events
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.lengths import Lengths
-from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.simulate import learning
 from rlfuse.tools.simulate.recorded import config_of, read_run

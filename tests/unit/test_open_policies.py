@@ -79,7 +79,7 @@ def learned(run):
 def test_the_example_ends_with_the_samples_and_mini_batches_of_serial(own, more):
     workload = parse(EXAMPLE | more)
     serial, mine = simulate(workload, "serial"), simulate(workload, own)
-    assert mine.result.policy == own and mine.result.label == "exact"
+    assert mine.result.policy == own
     lengths, steps = learned(mine)
     assert (lengths, steps) == learned(serial)
     assert len(lengths) == 256 and {model: len(each) for model, each in steps.items()} == {"actor": 4}
@@ -203,16 +203,16 @@ def test_the_key_takes_a_file_and_tells_the_form_of_another_name():
 @pytest.mark.parametrize(
     ("text", "name", "told"),
     [
-        (None, "nothing.py:f", "there is no file .*nothing.py; Python files in its folder: mine.py. Correct the path"),
-        ("def good(view): ...\nbad = 1", "mine.py:f", "mine.py has no function f; its functions: good"),
-        ("f = 1", "mine.py:f", "f of .*mine.py is a value of type int, not a function; a policy is `def f.snapshot.`"),
-        ("class f: ...", "mine.py:f", "is a class, not a function"),
-        ("async def f(view): ...", "mine.py:f", "is async or a generator"),
+        (None, "nothing.py:f", "there is no file .*nothing.py; correct the path"),
+        ("def good(view): ...\nbad = 1", "mine.py:f", "the file has no function `f`; its functions: good"),
+        ("f = 1", "mine.py:f", "is not a function; a policy is `def name.snapshot.`"),
+        ("class f: ...", "mine.py:f", "is not a function"),
+        ("async def f(view): ...", "mine.py:f", "the function is async"),
         ("def f(): ...", "mine.py:f", r"takes \(\), which is not one snapshot"),
         ("def f(view, costs): ...", "mine.py:f", r"takes \(view, costs\), which is not one snapshot"),
-        ("def f(view) ...", "mine.py:f", r"can't be imported: SyntaxError: .*mine.py, line 1.*Correct the file"),
-        ("import nothing_at_all", "mine.py:f", "ModuleNotFoundError: .*nothing_at.*\nTraceback.*\n  File .*mine.py"),
-        ("raise SystemExit(3)", "mine.py:f", "can't be imported: SystemExit: 3"),
+        ("def f(view) ...", "mine.py:f", "syntax error in line 1"),
+        ("import nothing_at_all\ndef f(view): ...", "mine.py:f", "Python finds no package `nothing_at_all`"),
+        ("raise SystemExit(3)\ndef f(view): ...", "mine.py:f", "its file can't be executed: SystemExit: 3"),
         ("", "adaptve", "unknown policy; did you mean adaptive"),
         ("", "half", "unknown policy; policies: serial, stream, rlhfuse, adaptive, or path/file.py:name for your own"),
     ],

@@ -6,9 +6,9 @@ import pytest
 from playing import prompts
 from random_engines import response
 
+from rlfuse.costs.model import Costs
 from rlfuse.fusion import adaptive
 from rlfuse.fusion.board import Board
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Generate, Move, Settings
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.sharing import consolidate, slots_needed

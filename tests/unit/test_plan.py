@@ -376,8 +376,8 @@ def test_the_schedule_of_a_pipeline_as_a_picture(small, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_tells_costs_and_lengths(small, tmp_path, capsys, monkeypatch):
-    from rlfuse.fusion.costs import Costs
-    from rlfuse.simulate.fitting import Accuracy, Fit
+    from rlfuse.costs.fit import Accuracy, Fit
+    from rlfuse.costs.model import Costs
     from rlfuse.simulate.job_step import workload_of
     from rlfuse.tools.simulate import recorded
 

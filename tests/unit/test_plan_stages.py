@@ -8,11 +8,11 @@ from test_plan import SEVEN_B
 from test_plan_models import job
 
 from rlfuse.config.facts import Facts
+from rlfuse.costs.model import Costs
 from rlfuse.engines.memory.activations import activations, parts_on, stage_parts
 from rlfuse.engines.memory.estimate import parameters_on
 from rlfuse.engines.memory.model_sizes import read_shape
 from rlfuse.engines.pipeline.layout import pipelines_of
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.schedules.operations import Operation
 from rlfuse.fusion.schedules.planning import planner_of
 from rlfuse.fusion.schedules.transfers import check_deadlock

@@ -6,8 +6,8 @@ import pytest
 from test_plan_search import CLUSTER, SMALL, brute_force, facts_of, job_of, shape  # noqa: F401, the fixture
 
 from rlfuse.config.schema import Config
+from rlfuse.costs.model import Costs
 from rlfuse.engines.memory.remedies import changed
-from rlfuse.fusion.costs import Costs
 from rlfuse.tools.planning.cluster_file import Cluster, ClusterError, Group
 from rlfuse.tools.planning.forecast import forecast, lengths_of
 from rlfuse.tools.planning.hardware import NodeSpeed, WorkSpeed

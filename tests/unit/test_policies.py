@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from playing import play, play_whole_batches
 from scenes import Scene, scenes
 
+from rlfuse.costs.model import Costs
 from rlfuse.errors import WorkerLost
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.step.executor import Executor, StepContext

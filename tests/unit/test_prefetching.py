@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlfuse.fusion.costs import Costs
+from rlfuse.costs.model import Costs
 from rlfuse.fusion.mini_batches import LOOK_S, MARGIN, due, seconds_to_step
 
 COSTS = Costs(score_tokens_per_s=100.0, train_tokens_per_s=10.0)

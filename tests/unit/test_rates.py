@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlfuse.fusion.costs import Costs
+from rlfuse.costs.model import Costs
+from rlfuse.costs.rates import Rates
 from rlfuse.fusion.decisions import Slot
-from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.sharing import share
 from rlfuse.simulate.speed import Speed, together
 

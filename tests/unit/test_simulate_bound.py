@@ -143,10 +143,9 @@ def test_what_binds_is_named():
     )
 
 
-def test_speculation_lowers_it_and_slow_slots_raise_it():
+def test_slow_slots_raise_it():
     lengths = [400, *[20] * 20]
     plain = lower_bound(workload(lengths, slots=2)).seconds
-    assert lower_bound(workload(lengths, slots=2, tail_speculation={"speedup": 2, "batch": 4})).seconds < 0.7 * plain
     assert lower_bound(workload(lengths, slots=2, slot_speed=[0.5, 0.5])).seconds > 1.8 * plain
 
 

@@ -16,7 +16,7 @@ from rlfuse.simulate.runner import later_step
 from rlfuse.simulate.workload import parse
 
 FIELDS = {"policy", "generation_s", "generation_and_scoring_s", "step_s", "oracle_s", "busy_share", "moved_samples"}
-FIELDS |= {"moved_bytes", "samples_finished", "label", "bound_by"}
+FIELDS |= {"moved_bytes", "samples_finished", "bound_by"}
 WORKLOAD = {
     "slots": 4,
     "response_tokens": {"lognormal": {"median": 60, "sigma": 1.0}, "cap": 300, "count": 64},

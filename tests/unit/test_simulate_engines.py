@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlfuse.costs.model import Costs
 from rlfuse.errors import EngineLost
-from rlfuse.fusion.costs import Costs
 from rlfuse.protocols import Sampling
 from rlfuse.samples import Partial, Prompt, Response, Sample
 from rlfuse.simulate.batching import Batch, Sequence, SimulationError
@@ -17,7 +17,6 @@ from rlfuse.simulate.clock import run_virtual
 from rlfuse.simulate.devices import SimulatedTrainer
 from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
 from rlfuse.simulate.speed import Speed
-from rlfuse.simulate.workload import TailSpeculation
 
 COSTS = Costs(
     step_base_s=0.02,
@@ -41,11 +40,9 @@ def samples(lengths, group=1, prompt_tokens=10):
     return [Sample(prompt, 1, i % group, 0) for i, prompt in enumerate(prompts)]
 
 
-def engine(lengths, group=1, costs=COSTS, speed=1.0, speculation=None):
+def engine(lengths, group=1, costs=COSTS, speed=1.0):
     device = Device(0, Speed([(0.0, speed)]))
-    return SimulatedRollout(
-        device, Batch(costs, speculation), lambda s: lengths[s.prompt.index * group + s.sibling], ZEROS
-    )
+    return SimulatedRollout(device, Batch(costs), lambda s: lengths[s.prompt.index * group + s.sibling], ZEROS)
 
 
 async def collect(rollout, wanted, partials=None, at=0.0):
@@ -54,7 +51,7 @@ async def collect(rollout, wanted, partials=None, at=0.0):
     return {name: (result, clock()) async for name, result in rollout.generate(wanted, SAMPLING, partials)}
 
 
-def one_by_one(lengths, costs=COSTS, prompt_tokens=10, speculation=None):
+def one_by_one(lengths, costs=COSTS, prompt_tokens=10):
     """When each sample of one admission is whole, step after step."""
     waiting, running, now, ends = list(range(len(lengths))), {}, 0.0, {}
     while waiting or running:
@@ -65,8 +62,7 @@ def one_by_one(lengths, costs=COSTS, prompt_tokens=10, speculation=None):
             running[waiting.pop(0)] = 0
             context += prompt_tokens
             now += prompt_tokens / costs.prefill_tokens_per_s
-        fast = speculation.speedup if speculation and len(running) <= speculation.batch else 1.0
-        now += costs.decode_step(len(running), context) / fast
+        now += costs.decode_step(len(running), context)
         running = {i: done + 1 for i, done in running.items()}
         for i in [i for i, done in running.items() if done == lengths[i]]:
             ends[i] = now
@@ -76,14 +72,11 @@ def one_by_one(lengths, costs=COSTS, prompt_tokens=10, speculation=None):
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=12),
-    st.sampled_from([None, TailSpeculation(2.0, 2)]),
-)
-def test_jumping_from_event_to_event_takes_as_long_as_every_step(lengths, speculation):
-    rollout, wanted = engine(lengths, speculation=speculation), samples(lengths)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_jumping_from_event_to_event_takes_as_long_as_every_step(lengths):
+    rollout, wanted = engine(lengths), samples(lengths)
     done = run_virtual(collect(rollout, wanted))
-    ends = one_by_one(lengths, speculation=speculation)
+    ends = one_by_one(lengths)
     for i, sample in enumerate(wanted):
         response, when = done[sample.id]
         assert len(response.token_ids) == lengths[i]

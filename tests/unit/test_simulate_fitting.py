@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rlfuse.costs.fit import calls, fit, non_negative
+from rlfuse.costs.model import Costs
 from rlfuse.events import Span
-from rlfuse.fusion.costs import Costs
-from rlfuse.simulate.fitting import calls, fit, non_negative
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import parse
 from rlfuse.step.scoring import PASSES

@@ -64,7 +64,6 @@ def workloads(draw, failures=True):
             "slowdowns": draw(st.lists(slowdowns(slots), max_size=3)),
             "failures": [{"slot": slot, "at_s": draw(st.floats(0.0, 3.0))} for slot in sorted(lost)],
             "length_history_sigma": draw(st.sampled_from([None, 0.3])),
-            "tail_speculation": draw(st.sampled_from([None, {"speedup": 2.0, "batch": 2}])),
         }
     )
 
@@ -160,12 +159,6 @@ def test_lost_engines_and_slow_slots_cost_time_but_no_sample():
     assert alone.samples_finished == 128 and alone.generation_s > lost.generation_s + 5.0
     assert lost.samples_finished == slow.samples_finished == plain.samples_finished == 128
     assert lost.generation_s > plain.generation_s and slow.step_s > plain.step_s
-
-
-def test_a_faster_tail_is_labelled():
-    result = simulate(parse(LONG_TAIL | {"tail_speculation": {"speedup": 2.0, "batch": 4}}), "serial").result
-    assert result.label == "exact in distribution"
-    assert result.generation_s < 0.85 * simulate(parse(LONG_TAIL), "serial").result.generation_s
 
 
 @pytest.mark.parametrize("extreme", [{"switch_s": 1e8}, {"engine": {"step_base_s": 1e5}}], ids=str)

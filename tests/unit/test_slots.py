@@ -10,12 +10,12 @@ import pytest
 
 from rlfuse.cluster import placement
 from rlfuse.cluster.nodes import Node
+from rlfuse.costs.model import Costs
+from rlfuse.costs.rates import Rates
 from rlfuse.errors import NodeLeft, NodeLost, RunError, SlotRefused
 from rlfuse.events import Recorder
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.lengths import Lengths
-from rlfuse.fusion.rates import Rates
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.run import slot_desk
 from rlfuse.run.slot_desk import SlotDesk

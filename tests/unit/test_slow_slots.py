@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from rlfuse.costs.rates import Rates
 from rlfuse.fusion.adaptive import OVERDUE
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.fusion.rates import Rates
 from rlfuse.simulate.bound import lower_bound
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import parse

@@ -16,7 +16,7 @@ from rlfuse.tools.whatif.ask import told_of_job
 from rlfuse.tools.whatif.causes import Cause
 from rlfuse.tools.whatif.operations import Replay
 from rlfuse.tools.whatif.questions import Answer
-from rlfuse.tools.whatif.slowdown import Slowdown
+from rlfuse.tools.whatif.slowdown import JobSlowdown
 from rlfuse.tools.whatif.study_trace import TraceError, operations_of, read
 
 JOBS = [Job(), Job(stages=1), Job(ranks=1), Job(stages=2, micro_batches=1), Job(noise=0.2)]
@@ -148,18 +148,14 @@ def test_a_transfer_without_its_partner_is_told():
 def test_the_command_tells_and_writes_what_it_found(tmp_path, capsys):
     rows, out = table(Job(ranks=8, slow={(2, 5): 2.0})), tmp_path / "found.json"
     rows.to_csv(tmp_path / "ops.csv", index=False)
-    (tmp_path / "meta.yaml").write_text("dp_size: 8\npp_size: 4\ntp_size: 2\nworld_size: 64\n")
     trace = ["whatif", "--trace", str(tmp_path / "ops.csv")]
-    assert main([*trace, "--meta", str(tmp_path / "meta.yaml"), "--out", str(out)]) == 0
+    assert main([*trace, "--out", str(out)]) == 0
     told = capsys.readouterr().out
     assert "2 steps on 32 workers (4 stages x 8 data ranks)" in told and "stage 2, data rank 5" in told
     assert "likely cause: machine. " in told
     found = json.loads(out.read_text())
     assert {"S", "waste", "M_W", "M_S", "M_L", "S_t", "workers", "cause"} <= found.keys()
     assert max(map(max, found["workers"])) == found["workers"][2][5] and len(found["workers"]) == 4
-    (tmp_path / "meta.yaml").write_text("dp_size: 16\n")
-    assert main([*trace, "--meta", str(tmp_path / "meta.yaml")]) == 2
-    assert "dp_size=16, and the table has 8 ranks; is it of another job?" in capsys.readouterr().err
     assert main(["whatif", "--trace", str(tmp_path / "no.csv")]) == 2
 
 
@@ -193,7 +189,7 @@ def test_names_of_workers_and_kinds_are_never_cut(width):
     workers[12, 1023], workers[7, 8] = 2.0, 1.5
     S_t = {"embedding-grads-all-reduce": 1.2, "separate-grads-all-reduce": 1.1}
     cause = Cause("machine", "evidence", "advice")
-    found = Slowdown(S=2, waste=0.5, seconds=2, ideal_seconds=1, launch_delay=0, S_t=S_t, workers=workers.tolist(),
+    found = JobSlowdown(S=2, waste=0.5, seconds=2, ideal_seconds=1, launch_delay=0, S_t=S_t, workers=workers.tolist(),
                      M_W=1, M_S=0, M_L=0, cause=cause)  # fmt: skip
     job = SimpleNamespace(steps=1, stages=stages, ranks=ranks)
     question = Answer("policy=a_folder/with/a_long_name/and_a_file.py:a_policy_of_my_own", 1.0, 0.1, "simulation")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rlfuse.cli import main
+from rlfuse.costs.model import Costs
+from rlfuse.costs.rates import Rates
 from rlfuse.events import Span, read_events
-from rlfuse.fusion.costs import Costs
-from rlfuse.fusion.rates import Rates
 from rlfuse.health.detection import Alarm
 from rlfuse.health.monitor import write_alarms
 from rlfuse.health.signals import SLOWNESS
@@ -23,7 +23,7 @@ from rlfuse.tools.whatif.causes import Seen, likely
 from rlfuse.tools.whatif.operations import ALONE
 from rlfuse.tools.whatif.questions import Simulated, answers, examine
 from rlfuse.tools.whatif.run_operations import Piece, operations
-from rlfuse.tools.whatif.run_slowdown import Analysis
+from rlfuse.tools.whatif.slowdown import Run
 
 ROOT = Path(__file__).parents[2]
 RECORDED = {
@@ -51,7 +51,7 @@ def workload():
 
 def analysed(run):
     step = next(span for span in run.spans if span.kind == "step")
-    return Analysis(operations([(step, [span for span in run.spans if span is not step])]), run.spans)
+    return Run(operations([(step, [span for span in run.spans if span is not step])]), run.spans)
 
 
 # Replay --------------------------------------------------------------------------------------------------------------

@@ -9,18 +9,18 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
 from rlfuse import version_of
 from rlfuse.config.input_files import unwritable
 from rlfuse.config.schema import Config
-from rlfuse.engines.memory.model_sizes import Shape
+from rlfuse.costs.spans import lengths_of
+from rlfuse.engines.memory.model_sizes import Shape, shapes_of
 from rlfuse.events import read_events
 from rlfuse.progress import Console
 from rlfuse.tools.planning.calibration import UNSEEN, errors_of, fitted, held_out
-from rlfuse.tools.planning.features import Work, lengths_of, works_of
+from rlfuse.tools.planning.features import Work, works_of
 from rlfuse.tools.planning.hardware import (
     KINDS,
     Calibration,
@@ -31,7 +31,7 @@ from rlfuse.tools.planning.hardware import (
     write,
 )
 from rlfuse.tools.planning.node_order import MeasuredLinks, Pair, write_links
-from rlfuse.tools.planning.plan import shapes_of
+from rlfuse.tools.planning.tables import table_of
 from rlfuse.tools.run_code import add_option, refuse_code
 from rlfuse.tools.simulate.recorded import generating
 
@@ -256,10 +256,8 @@ def _device() -> str:
 
 
 def _table(calibration: Calibration) -> Table:
-    title = f"{calibration.device}: {calibration.held_out}"
-    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
-    for name in ("kind of work", "off by, in the mean"):
-        table.add_column(name, justify="right" if name != "kind of work" else "left")
+    title = escape(f"{calibration.device}: {calibration.held_out}")
+    table = table_of(title, "kind of work", numbers=("off by, in the mean",))
     for kind in KINDS:
         error = getattr(calibration.errors, kind)
         table.add_row(kind, "none seen" if error is None else f"{error:.1%}")

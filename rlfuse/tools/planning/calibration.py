@@ -14,7 +14,7 @@ from itertools import product
 
 import numpy as np
 
-from rlfuse.simulate.fitting import MIN_SPANS, robust
+from rlfuse.costs.fit import MIN_SPANS, robust
 from rlfuse.tools.planning.features import Work, seconds_of
 from rlfuse.tools.planning.hardware import KINDS, CalibrationError, Errors, Hardware
 
@@ -67,16 +67,13 @@ def _fitted(works: Sequence[Work], crowding: float) -> Hardware:
 
 
 def _alone(work: Work, longer: float) -> Work:
-    """The work where nobody slows it; exchanges, which no device does alone, are what they were."""
+    """Return the work without slowdown by other devices; exchanges stay as measured."""
     return replace(work, seconds=work.seconds / longer, sent=work.sent / longer, gathers=work.gathers / longer)
 
 
 def _fit_passes(works: Sequence[Work], widths: bool, known: Fields) -> Fields:
-    """Passes and gradients together, as a layer begins alike in both.
-
-    Without several `widths` all that tokens take is computing: hidden states grow with them alike. What they send, and
-    copy for that, takes what optimizer steps told: `known`.
-    """
+    """Fit passes and gradients together, as a layer starts alike in both. With models of one width the time of tokens
+    is all computing; sending and copying take what optimizer steps measured (`known`)."""
     weights = _weights(works)
     rows = []
     for work in works:
@@ -104,14 +101,13 @@ def _fit_passes(works: Sequence[Work], widths: bool, known: Fields) -> Fields:
 
 
 def _fit_copying(works: Sequence[Work]) -> Fields:
-    """Nothing where no work was that alone: steps do not tell copies from what they do in place."""
+    """Fit copies from work that was nothing else; steps cannot separate them from updates in place."""
     copied = sum(work.copied for work in works)
     return {"copied_bytes_per_s": _rate(sum(work.seconds for work in works) / copied)} if works else {}
 
 
 def _fit_optimizer(works: Sequence[Work], known: Fields) -> Fields:
-    """By the bytes that a rank moves in its memory, and as far as steps differ enough, by those that ranks exchange and
-    by what each step takes beside."""
+    """Fit the bytes moved in memory and, if the steps differ enough, the bytes exchanged and a fixed time per step."""
     if not works:
         return {}
     moved, copied, sent = np.array([[work.moved, work.copied, work.sent] for work in works], float).T
@@ -163,7 +159,6 @@ def _fit_decoding(works: Sequence[Work], pass_flops: float) -> Fields:
 
 
 def _weights(works: Sequence[Work]) -> np.ndarray:
-    """Of each piece of work, such that each kind weighs alike in every step."""
     total: dict[tuple[str, int, str], list[float]] = {}
     for work in works:
         total.setdefault((work.source, work.part, work.kind), []).append(work.seconds)
@@ -231,8 +226,8 @@ def errors_of(found: Sequence[Total]) -> Errors:
 
 
 def scaled(hardware: Hardware, flops_ratio: float, bandwidth_ratio: float) -> Hardware:
-    """Another device, so many times as fast at matrix products and at copies as the one that was measured. What a host
-    does between kernels stays, its links are others; errors grow by CDMPP's for unseen devices, in quadrature."""
+    """Return another device, with matrix products and copies faster by these ratios; host times stay, link rates are
+    dropped. Errors grow by CDMPP's for unseen devices, in quadrature."""
     for name, ratio in (("flops_ratio", flops_ratio), ("bandwidth_ratio", bandwidth_ratio)):
         if not (ratio > 0 and math.isfinite(ratio)):
             raise CalibrationError(f"{name}={ratio:g}: needs a number above 0: measured speeds of the two devices")

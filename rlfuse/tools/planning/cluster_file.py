@@ -15,19 +15,13 @@ from rlfuse.tools.planning.node_order import Exchanged, NodeLinks, best_order, r
 
 MOST_UTILIZATION = 0.547
 """Of a device's peak, in training: what DistTrain (arXiv 2408.04275) measured of a 72B model, the most published."""
-MOST_OF_EXPERTS = 0.493
-"""Of mixtures of experts: MoE Parallel Folding (arXiv 2504.14960), likewise."""
-UNMEASURED = dict.fromkeys(KINDS, 0.3)
-"""How far a forecast of each kind of work may be off, as a share, where nothing was measured: an allowance, which
-`rlfuse calibrate` replaces."""
+MOST_OF_EXPERTS = 0.493  # of mixtures of experts: MoE Parallel Folding (arXiv 2504.14960), likewise
+UNMEASURED = dict.fromkeys(KINDS, 0.3)  # assumed relative error of each kind of work without a calibration
 LAYER_S = 1e-4
 """Until the kernels of a layer's forward pass have been started, on a GPU. An allowance; a calibration measures it."""
-DECODE_STEP_S = 2e-3
-"""Of a decoding step, for scheduling and sampling, on a GPU. Likewise."""
-WITHIN = 200e9
-"""Bytes per second between devices of a node, where neither the file nor a calibration says."""
-MEMORY_BANDWIDTH_GBS = {"cuda": 2000.0, "cpu": 20.0}
-"""Where neither the file nor an option gives it."""
+DECODE_STEP_S = 2e-3  # of a decoding step on a GPU, for scheduling and sampling; likewise
+WITHIN = 200e9  # bytes per second between devices of a node, where neither the file nor a calibration says
+MEMORY_BANDWIDTH_GBS = {"cuda": 2000.0, "cpu": 20.0}  # where neither the file nor an option gives it
 Share = Annotated[float, number(above=True, most=1)]
 
 
@@ -40,8 +34,7 @@ class LinksGiven:
     """What a device sends while it receives as much, and how long until the first byte is there."""
 
     within_gbs: Positive | None = None
-    """GB/s between devices of a node; NVLink 3 of an A100: 300, PCIe 4: 25. Without it what the calibration's runs tell
-    of these, or 200."""
+    """GB/s between devices of a node (NVLink 3: 300, PCIe 4: 25); default: the calibration's, or 200."""
     between_gbs: Positive = 25.0
     """GB/s of a device between nodes, while all of its node send; 200 Gb/s for each device are 25."""
     within_us: AtLeastZero = 10.0
@@ -51,8 +44,8 @@ class LinksGiven:
     host_gbs: Positive = 20.0
     """GB/s of a device from and to its host's memory."""
     measured: Annotated[str, Schema(type="string", minLength=1)] | None = None
-    """A file that `rlfuse calibrate --links` wrote of these nodes: `between_gbs` is then of the fastest pair, others in
-    proportion, and plans put the nodes in order. Relative to the cluster file."""
+    """A file from `rlfuse calibrate --links`, relative to this one: `between_gbs` then belongs to the fastest pair,
+    others are in proportion, and plans order the nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +87,12 @@ class Cluster:
     memory_margin: Annotated[float, number(most=0.5)] = 0.05
     """Share of the memory that a plan leaves free, as what it needs is told to some percent."""
     host_memory_gb: Positive | None = None
-    """GiB of a node's own memory, where models and optimizers are pinned while they are off its GPUs; without it they
-    are taken to have room. `memory_margin` of it is left free, too."""
+    """GiB of a node's memory for what is moved off its GPUs; default: enough. `memory_margin` applies."""
     device: Annotated[str, one_of("cuda", "cpu")] = "cuda"
     links: LinksGiven = field(default_factory=LinksGiven)
     calibration: Annotated[str, Schema(type="string", minLength=1)] | None = None
-    """A file that `rlfuse calibrate` wrote, in place of `utilization` and `memory_bandwidth_gbs`; relative to the
-    working folder. On another kind of device than this one's, the two ratios below say how much faster this one is."""
+    """A file from `rlfuse calibrate`, relative to the working folder, that replaces `utilization` and
+    `memory_bandwidth_gbs`. If it is of another device, the two ratios below scale it."""
     product_ratio: Positive | None = None
     """This device's matrix products over those of the calibrated one, as `product_flops` of two probes tell."""
     copy_ratio: Positive | None = None
@@ -137,7 +129,6 @@ class Cluster:
 
     @property
     def _nodes(self) -> list[_Node]:
-        """All of them, the fastest first, of equals those with the largest memory."""
         alike = self.nodes - sum(group.nodes for group in self.groups)
         found = [_Node(NodeSpeed(), self.device_memory_gb, self.devices_per_node)] * alike
         for group in self.groups:
@@ -162,7 +153,7 @@ class Cluster:
             yield f"trainer.nnodes={nodes}: the cluster file has nodes={there}{least}; change one of the two"
 
     def budget(self, config: Config) -> Budget:
-        """Return what a plan may take of a device and of a node's memory: of the smallest that it uses."""
+        """Return the usable memory of a device and of a node: the smallest that the plan uses."""
         smallest = min(node.memory_gb for node in self._used(config))
         taken = (1 - self.memory_margin) * GIB
         host = None if self.host_memory_gb is None else int(self.host_memory_gb * taken)
@@ -173,7 +164,6 @@ class Cluster:
         return tuple(node.speed for node in self._used(config)) if self.groups else ()
 
     def achieved(self) -> str:
-        """Return how fast passes and training compute, and what that follows from."""
         if self.calibration is not None:
             return f"computing speed as measured (calibration={self.calibration})"
         done = self.peak_tflops * self.utilization
@@ -183,8 +173,8 @@ class Cluster:
         )
 
     def hardware(self, experts: bool = False) -> Hardware:
-        """What a device and its links do; `experts`: in training a mixture of them. Raises as `read_calibration` does,
-        and ClusterError where what was measured is more than anybody published."""
+        """Return what a device and its links do; `experts`: for mixtures of experts. Raises as `read_calibration`, and
+        ClusterError for a measured speed that is not plausible."""
         most, given = MOST_OF_EXPERTS if experts else MOST_UTILIZATION, self.links
         between, wait = self._between()
         measured = None if self.calibration is None else self._measured(most)
@@ -207,7 +197,7 @@ class Cluster:
         )
 
     def node_links(self) -> NodeLinks | None:
-        """Between every two nodes, where they were measured. Raises LinksError, and ClusterError for other nodes."""
+        """Return the measured links of every two nodes, if any. Raises LinksError, and ClusterError for other nodes."""
         if self.links.measured is None:
             return None
         found = read_links(Path(self.links.measured))
@@ -219,7 +209,7 @@ class Cluster:
         return found.scaled(self.links.between_gbs * 1e9)
 
     def _between(self) -> tuple[float, float]:
-        """Bytes per second and seconds between nodes; of measured ones on the best ring's slowest link."""
+        """Return bytes per second and latency between nodes; if measured, of the best ring's slowest link."""
         if self.nodes == 1 or (links := self.node_links()) is None:
             return self.links.between_gbs * 1e9, self.links.between_us * 1e-6
         order = best_order(links, Exchanged(ring=1e9, ring_hops=1, handed=0.0, hand_overs=0, nodes=self.nodes))

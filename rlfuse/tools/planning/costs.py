@@ -11,11 +11,11 @@ from dataclasses import replace
 from math import inf
 
 from rlfuse.config.schema import Config
+from rlfuse.costs.model import Costs
 from rlfuse.engines.memory.activations import leaves
 from rlfuse.engines.memory.estimate import ITEM, Moved, quantized_away
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.pipeline.partition import share_with_logits
-from rlfuse.fusion.costs import Costs
 from rlfuse.simulate.job_step import micro_batches
 from rlfuse.tools.planning.exchanges import (
     Exchange,
@@ -59,12 +59,9 @@ def costs_of(
 
 
 def _decoding(config: Config, shape: Shape, hardware: Hardware) -> dict[str, float]:
-    """Fields of `Costs`: reading weights until a batch is flat no more, then computing.
-
-    A step takes `start + own * batch + max(read, computed * batch)`. Costs have one bend: they are as long for one
-    sequence and where computing takes longer than reading, and between shorter by less than `own` for each sequence.
-    No batch is flat on a device that first reads, then computes: `start + own * batch + read + computed * batch`.
-    """
+    """Return the decoding fields of `Costs`. A step takes `start + own * batch + max(read, computed * batch)`, or the
+    sum of both where computing does not overlap reading. `Costs` have one bend: they agree for one sequence and where
+    computing takes longer than reading, and are shorter in between by less than `own` per sequence."""
     width, item, links = config.rollout.tensor_model_parallel_size, ITEM[config.model.dtype], hardware.links
     flops, speed, cached = hardware.decode_flops * width, hardware.bytes_per_s * width, shape.cache.bytes_of(1, item)
     token = 2 * (shape.passed + shape.head)  # every decoded token passes the head
@@ -105,8 +102,8 @@ def work_speeds(
 def optimizer_trips(
     config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved
 ) -> tuple[float, float]:
-    """(seconds, those of them beside other work) that optimizers are on their way to the device, and from there where
-    that is for each update, in a step. Arguments as of `costs_of`."""
+    """Return (seconds, those overlapped with other work) of moving optimizers to the device, and back if that is done
+    for each update, in a step. Arguments: as `costs_of`."""
     hardware = hardware.in_node_of(config.trainer.n_gpus_per_node)
     ranks, residency = _Ranks(config, shapes, hardware, context), config.actor.optimizer_residency
     if residency == "step":
@@ -123,9 +120,8 @@ def carried(config: Config, shapes: Mapping[str, Shape], hardware: Hardware, con
 
 
 class _Ranks:
-    """Trainer ranks: seconds of one of them. Those of a token are of all stages together, which a rank's share of the
-    tokens takes it: in pipelines it runs a stage of that many times as many, where ranks share layers it sees as many
-    times more as there are of them."""
+    """Seconds of a trainer rank. Those of a token are of all stages together: a rank of a pipeline runs one stage of
+    as many times more tokens."""
 
     def __init__(self, config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float):
         self._config, self._hardware, self._context = config, hardware, context
@@ -153,7 +149,6 @@ class _Ranks:
         return max(self._train_token_s(shape, 3 + self._run_again(role)) for role, shape in self._learning.items())
 
     def _run_again(self, role: str) -> float:
-        """Share of a model's layers in micro-batches that learn."""
         model, shape, hardware = self._config.model, self._learning[role], self._hardware
         if model.enable_gradient_checkpointing or not model.enable_activation_offload:
             return float(model.enable_gradient_checkpointing)
@@ -172,7 +167,7 @@ class _Ranks:
         return self._width * (computed + once + 2 * self._exchanged(shape) + self._handed_on(shape))
 
     def _begun_s(self, shape: Shape) -> float:
-        """Of a micro-batch's forward pass through all stages, beside its tokens."""
+        """Return the fixed seconds of a micro-batch's forward pass through all stages."""
         links = self._hardware.links
         handed_on = (self._stages - 1) * links.send(0, self._far)
         if self._config.training.vocabulary_parallel:
@@ -190,7 +185,7 @@ class _Ranks:
         return begun + sent + copied
 
     def _summed_s(self, shape: Shape) -> float:
-        """Of a token's hidden states over the ranks that share layers, forward; of copies of them."""
+        """Return the seconds of a token's all-reduces in a forward pass with tensor parallelism."""
         if self._width == 1:
             return 0.0
         links, size = self._hardware.links, 2 * len(shape.layers) * shape.hidden * self._item
@@ -198,12 +193,12 @@ class _Ranks:
         return copied + links.all_reduce(size, self._width) - links.all_reduce(0, self._width)
 
     def _gather(self, size: float) -> float:
-        """All-gather or reduce-scatter of a stage's share of so many bytes, among those that have the same stage."""
+        """Return the seconds to gather or scatter a stage's share of `size` bytes."""
         return self._hardware.links.all_gather(size / self._stages, self._copies, self._stages * self._width)
 
     def _exchanged(self, shape: Shape) -> float:
-        """Of a token's all-to-alls, where sequences are longer than a rank's budget and so are cut: of queries, keys,
-        values and results of each layer (DeepSpeed's `DistributedAttention`), each with the links' latency."""
+        """Return the seconds of a token's all-to-alls where sequences exceed a rank's budget: of queries, keys, values
+        and results of each layer (DeepSpeed's `DistributedAttention`)."""
         config = self._config
         longest = config.data.max_prompt_length + config.data.max_response_length
         degree = config.training.ulysses_sequence_parallel_size
@@ -214,7 +209,7 @@ class _Ranks:
         return 4 * len(shape.layers) * each / self._micro_batch
 
     def _handed_on(self, shape: Shape) -> float:
-        """Of a token's hidden states and their gradients, from stage to stage, and once more for a head they share."""
+        """Return the seconds of a token's hidden states and gradients between stages, and to a shared head."""
         if self._stages == 1:
             return 0.0
         links, far = self._hardware.links, self._far
@@ -234,13 +229,13 @@ class _Ranks:
         return self._exchange_s(of_step(self._config, shape)) + moved
 
     def _carried_s(self, size: float) -> float:
-        """Of bytes between a device and its host's memory, which on CPUs is one: they are read and written in it."""
+        """Return the seconds of bytes between a device and its host's memory, which on CPUs is the same memory."""
         if self._hardware.is_host:
             return Traffic(2 * size).seconds(self._hardware)
         return size / self._hardware.host_bytes_per_s
 
     def carried(self) -> tuple[float, float]:
-        """(bytes, seconds) of a step's gradients and weights, to optimizers that stay on the host and from there."""
+        """Return (bytes, seconds) of a step's gradients and weights to optimizers on the host and back."""
         data, size = self._config.data, 0.0
         for shape in self._trained:
             held = self._config, held_of(self._config, shape) / self._stages, self._copies
@@ -256,21 +251,20 @@ class _Ranks:
         return moved.all / speed - hidden / 2
 
     def hidden_s(self, optimizers: float) -> float:
-        """Of the optimizers' way to the device: as long as the first mini-batch's gradients take at the least, which is
-        the same however large micro-batches are."""
+        """Return the seconds of moving optimizers that the first mini-batch's gradients hide at least."""
         rows = self._config.actor.ppo_mini_batch_size * self._config.rollout.n
         flops = 3 * min(_flops(self._config, each, self._context) for each in self._trained)
         gradients = rows * self._context / self._copies * flops / self._stages / self._hardware.train_flops
         return min(optimizers / self._hardware.host_bytes_per_s, gradients)
 
     def fetched_s(self, optimizers: float) -> float:
-        """Of an optimizer's way to the device and back, in the mean, where it is there for its steps alone."""
+        """Return the mean seconds of an optimizer's transfers if it is on the device only for its steps."""
         if self._config.actor.optimizer_residency != "step":
             return 0.0
         return 2 * optimizers / len(self._trained) / self._hardware.host_bytes_per_s
 
     def push_s(self) -> float:
-        """Of new weights to an engine: gathered where they lie in parts, then copied."""
+        """Return the seconds of gathering new weights and copying them to an engine."""
         weights, links = self._policy.parameters * self._item, self._hardware.links
         gathered = self._exchange_s(of_pass(self._config, self._policy))
         stages = links.all_gather(weights, self._stages * self._width)
@@ -278,7 +272,7 @@ class _Ranks:
 
 
 def _flops(config: Config, shape: Shape, context: float) -> float:
-    """Of a rank's forward pass per token; only tokens that predict a response pass the head."""
+    """Return the FLOP per token of a rank's forward pass; only tokens that predict a response pass the head."""
     data = config.data
     kept = data.max_response_length / (data.max_prompt_length + data.max_response_length)
     scores = 4 * len(shape.layers) * shape.heads * shape.head_width * context / 2

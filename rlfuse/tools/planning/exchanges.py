@@ -97,8 +97,8 @@ def moved_in_step(config: Config, held: float, copies: float) -> Traffic:
 
 
 def updated(share: float, item: int) -> Traffic:
-    """By a flat float32 tensor's step: gradients' norm in float64, and what follows. On hosts two tensors of roots are
-    made in it; on GPUs all is one kernel."""
+    """Return the traffic of a flat float32 tensor's step, with the gradients' norm in float64; on hosts Adam creates
+    two tensors of square roots, on GPUs it is one kernel."""
     roots = 4 * share
     return Traffic(
         (4 + 2 * 8) * share + stepped(share, item), on_hosts=2 * 2 * roots if roots > MAX_CACHED_BYTES else 0.0
@@ -106,8 +106,8 @@ def updated(share: float, item: int) -> Traffic:
 
 
 def _in_halves(item: int, weight: int) -> int:
-    """Bytes of a parameter of 16 bits, whose float32 copy DeepSpeed's `FP16_UnfusedOptimizer` steps where it is whole:
-    the largest and the least gradient are looked for, gradients made float32 if they are not, weights handed back."""
+    """Return the additional bytes per 16-bit parameter of DeepSpeed's `FP16_UnfusedOptimizer` under ZeRO 0: overflow
+    check, float32 gradients, weights copied back."""
     return (2 * item + (item + 4) * (item < 4) + 4 + weight) * (weight < 4)
 
 
@@ -117,21 +117,21 @@ def stepped(share: float, item: int) -> float:
 
 
 def carried_in_gradients(config: Config, held: float, copies: float) -> float:
-    """Bytes between a device and its host in a micro-batch, where optimizers stay there (`actor.offload_optimizer`): of
-    sums that wait for a step on the host, and for each micro-batch come to the device and go back."""
+    """Return the bytes between a device and its host in a micro-batch under `actor.offload_optimizer`: gradient sums
+    that stay on the host travel to the device and back."""
     of_weights = ITEM[config.model.dtype] == gradient_item(config)  # else divided gradients are summed on the device
     on_host = config.sharded_gradients if of_weights else config.sharded_weights
     return 2 * gradient_item(config) * held / copies if config.actor.offload_optimizer and on_host else 0.0
 
 
 def carried_in_step(config: Config, held: float, copies: float) -> float:
-    """Likewise in a step: a rank's gradients, in float32, and its weights back. Where sums waited on the host they come
-    and go once more, for their norm; but a step's first micro-batch found none that could come."""
+    """Return the same of a step: a rank's float32 gradients, and its weights back. Sums on the host travel again for
+    their norm, which makes up for the first micro-batch, which has none."""
     return (4 + ITEM[config.model.dtype]) * held / copies if config.actor.offload_optimizer else 0.0
 
 
 def _written(size: float, moved: float) -> Traffic:
-    """Bytes read and written to make a tensor of that size, which needs new memory where it is larger than any kept."""
+    """Return the traffic of creating a tensor, which needs new memory if it is larger than any kept."""
     return Traffic(copied=moved) if size > MAX_CACHED_BYTES else Traffic(moved)
 
 
@@ -140,12 +140,12 @@ def _messages(shape: Shape, together: int) -> int:
 
 
 def _by_gloo(size: float, messages: int) -> Traffic:
-    """Bytes that gloo copies of so many messages, for each of which it takes a tensor."""
+    """Return the bytes that gloo copies for so many messages."""
     return Traffic(on_hosts=2 * size if size / messages > MAX_CACHED_BYTES else 0.0)
 
 
 def _handed_over(config: Config, held: float, copies: float) -> Traffic:
-    """Gradients to a sum over so many ranks, and from it what this rank then needs of them."""
+    """Return the traffic of reducing gradients over ranks and keeping this rank's part."""
     item, share = gradient_item(config), held / copies
     flat = _written(item * held, 2 * item * held)
     if not config.sharded_optimizer:  # scaled by the count and by the ranks, copied back; their norm, clipped

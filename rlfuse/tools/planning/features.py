@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from rlfuse.config.schema import Config
+from rlfuse.costs.spans import busiest, is_optimizer_step, lengths_of, spans_within, unexplained, updates
 from rlfuse.engines.memory.estimate import ITEM, quantized_away
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.events import Span
-from rlfuse.simulate.fitting import busiest, is_optimizer_step, unexplained, updates
-from rlfuse.simulate.job_step import spans_within
-from rlfuse.step.scoring import PASSES, model_of
+from rlfuse.samples import PASSES
+from rlfuse.step.scoring import model_of
 from rlfuse.tools.planning.exchanges import (
     Traffic,
     held_of,
@@ -97,18 +97,6 @@ def works_of(source: str, config: Config, shapes: Mapping[str, Shape], spans: Se
     return [replace(work, beside=beside) for work in found if work.seconds > 0]
 
 
-def lengths_of(spans: Sequence[Span]) -> dict[str, tuple[int, int]]:
-    """Sample -> (prompt, response) tokens; the last span of one that moved tells all of them."""
-    return {
-        span.samples[0]: (
-            span.attributes.get("prompt_tokens", 1),
-            span.tokens + span.attributes.get("carried_tokens", 0),
-        )
-        for span in spans
-        if span.kind == "generate" and span.samples
-    }
-
-
 def _decoding(part: tuple[str, int], span: Span, config: Config, shape: Shape) -> Work:
     seen, width, item = span.attributes, config.rollout.tensor_model_parallel_size, ITEM[config.model.dtype]
     steps, batch = seen["steps"], seen["batch"]
@@ -165,7 +153,7 @@ def _calls(
 
 
 def _with_forwards(spans: Sequence[Span]) -> Iterator[Span]:
-    """Spans, of which each backward begins where its forward did: a rank does one micro-batch after the other."""
+    """Yield the spans, each backward starting where its forward did: micro-batches run one after the other."""
     begun: dict[str, float] = {}
     for span in sorted(spans, key=lambda span: span.start):
         if span.kind == "forward":
@@ -179,7 +167,6 @@ def _learning(kind: str) -> str:
 
 
 def _flops(config: Config, shape: Shape, span: Span, lengths: Mapping[str, tuple[int, int]]) -> float:
-    """Of a forward pass over a micro-batch, this rank's share of it."""
     known = [lengths[name] for name in span.samples if name in lengths]
     whole = sum(map(sum, known))
     if not known:

@@ -14,9 +14,9 @@ import numpy as np
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.config.schema import Config
+from rlfuse.costs.model import Costs
 from rlfuse.engines.memory.remedies import changed
 from rlfuse.errors import UserError
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.schedules.problem import Problem
@@ -82,7 +82,7 @@ def lengths_of(config: Config, mean: float | None, recording: Recording | None =
 
 
 def _around(mean: float, samples: int, group: int, limit: int) -> np.ndarray:
-    """int64 [samples]: lengths whose others are so much longer for those that the limit cuts that the mean is kept."""
+    """Return int64 [samples]: lengths with this mean, although the limit cuts some."""
     low, high = 0.0, log(limit) + 6 * SPREAD  # of the log of the median: all are cut at the limit by the latter
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -98,8 +98,8 @@ def forecast(
     errors: Mapping[str, float] = UNMEASURED,
     speeds: Sequence[WorkSpeed] = (),
 ) -> Forecast:
-    """A step as a run goes on, thresholds tuned; where the job has pipelines, with the schedule that it starts with.
-    `errors`: kind of work -> part of it that the costs may be wrong by; `speeds`: of the nodes, where they differ."""
+    """Forecast a step with tuned thresholds, of pipelines with their first schedule. `errors`: relative, by kind of
+    work; `speeds`: of the nodes, if they differ."""
     workload, training = times.workload(config, costs, speeds)
     steps, whys = {}, list[str]()
     for policy in dict.fromkeys((config.fusion.policy, *POLICIES)):
@@ -126,7 +126,7 @@ def _overlapped(times: StepTimes, workload: Workload, policy: str) -> Seconds:
 def _disaggregated(
     config: Config, workload: Workload, policy: str, settings: Settings, error: float
 ) -> tuple[Workload, float, str]:
-    """The step with links, the share of its engines that `rollout.disaggregate` leaves to prompts, and why."""
+    """Return the step with links, the share of engines that only prefill, and why."""
     free = not workload.link_bytes_per_s and config.trainer.nnodes == 1
     linked = replace(workload, link_bytes_per_s=UNCOUNTED) if free else workload
     found = find(linked, policy, settings, config.rollout.disaggregate, error)
@@ -199,7 +199,7 @@ def untuned(job: Job, plan: Plan) -> Plan:
 
 
 def _under_best_policy(job: Job, plan: Plan) -> tuple[Plan, dict[str, Seconds]]:
-    """The plan with its fastest policy, the job's own where that is as fast but for next to nothing; all policies."""
+    """Return the plan with its fastest policy (the job's, if the gain is below NOTHING), and all policies."""
     config = changed(job.config, plan.settings)
     errors = job.hardware.errors or UNMEASURED
     steps = forecast(config, job.times, job.costs(config, plan.memory), errors, job.speeds(config)).steps

@@ -6,7 +6,6 @@ file holds the measured ones.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf
@@ -80,35 +79,41 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
-class Hardware:
-    """One kind of device, as far as models make use of it."""
+class Coefficients:
+    """What is measured of one kind of device, as far as models make use of it."""
 
-    pass_flops: float  # per second, in passes without gradients and in prefills
-    train_flops: float  # per second, forward and backward
-    decode_flops: float
-    bytes_per_s: float  # from the device's memory, while decoding
-    pass_call_s: float = 0.0  # of each call to score, beside its tokens
-    train_call_s: float = 0.0
-    decode_step_s: float = 0.0  # of each decoding step, beside what it reads and computes: scheduling, sampling
-    decode_sequence_s: float = 0.0  # of each sequence of a decoding step, likewise
-    decode_attention_s: float = 0.0  # per sequence and layer of a decoding step, besides its cache
-    decode_overlaps: bool = True  # whether decoding computes while it reads weights
-    layer_s: float = 0.0  # per layer (and ENDS) of a micro-batch's forward pass, until kernels run
-    hidden_bytes_per_s: float = inf  # of a layer's hidden states in a forward pass
-    optimizer_s: float = 0.0  # of each optimizer step, beside the states that it reads and writes
-    gather_s: float = 0.0  # per module that ZeRO 3 gathers, in each pass, besides its bytes
-    sent_bytes_per_s: float | None = None  # between ranks of a node, as runs measured it
-    step_s: float = 0.0  # per step of the job, besides its work and new weights
-    update_bytes_per_s: float | None = None  # of optimizer steps, in place; None: as `bytes_per_s`
-    copied_bytes_per_s: float | None = None  # into new memory, on hosts; None: as in updates
-    crowding: float = 0.0  # share by which each other busy device of the node slows its work
-    host_bytes_per_s: float = inf  # between a device and its host's memory
+    pass_flops: Positive  # per second, in passes without gradients and in prefills
+    train_flops: Positive  # per second, forward and backward
+    decode_flops: Positive
+    bytes_per_s: Positive  # from the device's memory, while decoding
+    pass_call_s: AtLeastZero = 0.0  # fixed cost of each scoring call
+    train_call_s: AtLeastZero = 0.0
+    decode_step_s: AtLeastZero = 0.0  # fixed cost of each decoding step: scheduling, sampling
+    decode_sequence_s: AtLeastZero = 0.0  # the same of each sequence of a decoding step
+    decode_attention_s: AtLeastZero = 0.0  # per sequence and layer of a decoding step, besides its cache
+    decode_overlaps: Annotated[bool, FLAG] = True  # whether decoding computes while it reads weights
+    layer_s: AtLeastZero = 0.0  # per layer (and ENDS) of a micro-batch's forward pass, until kernels run
+    optimizer_s: AtLeastZero = 0.0  # fixed cost of each optimizer step
+    gather_s: AtLeastZero = 0.0  # per module that ZeRO 3 gathers, in each pass, besides its bytes
+    step_s: AtLeastZero = 0.0  # per step of the job, besides its work and new weights
+    crowding: AtLeastZero = 0.0  # share by which each other busy device of the node slows its work
+    hidden_bytes_per_s: Positive = inf  # of a layer's hidden states in a forward pass
+    update_bytes_per_s: Positive | None = None  # of optimizer steps, in place; None: as `bytes_per_s`
+    copied_bytes_per_s: Positive | None = None  # into new memory, on hosts; None: as in updates
+    sent_bytes_per_s: Positive | None = None  # between ranks of a node, as runs measured it
+    host_bytes_per_s: Positive = inf  # between a device and its host's memory
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware(Coefficients):
+    """One kind of device, its links and the errors of forecasts for it."""
+
     links: Links = Links()
     errors: Mapping[str, float] = field(default_factory=dict)  # kind of work -> relative error of forecasts
 
     @property
     def is_host(self) -> bool:
-        """Its ranks exchange through gloo, and take new memory from the system."""
+        """Whether its ranks exchange through gloo and allocate from the system."""
         return bool(self.copied_bytes_per_s)
 
     @property
@@ -120,15 +125,12 @@ class Hardware:
         return self.copied_bytes_per_s or self.updating
 
     def decoding_s(self, read_s: float, computed_s: float) -> float:
-        """Reading weights and computing by them."""
         return max(read_s, computed_s) if self.decode_overlaps else read_s + computed_s
 
     def in_node_of(self, devices: int) -> Hardware:
-        """Return a device of a node of which a run uses so many."""
         return replace(self.crowded(devices - 1), links=replace(self.links, per_node=devices))
 
     def crowded(self, beside: int) -> Hardware:
-        """A device while so many others of its node are at work."""
         longer = 1 + self.crowding * beside
         if longer == 1:
             return self
@@ -141,32 +143,6 @@ Text = Annotated[str, Schema(type="string", minLength=1)]
 
 class CalibrationError(InputError):
     """Nothing to calibrate by, or a file that is no calibration. The message says what to change."""
-
-
-@dataclass(frozen=True, slots=True)
-class Coefficients:
-    """The fields of `Hardware` of the same names."""
-
-    pass_flops: Positive
-    train_flops: Positive
-    decode_flops: Positive
-    bytes_per_s: Positive
-    pass_call_s: AtLeastZero = 0.0
-    train_call_s: AtLeastZero = 0.0
-    decode_step_s: AtLeastZero = 0.0
-    decode_sequence_s: AtLeastZero = 0.0
-    decode_attention_s: AtLeastZero = 0.0
-    decode_overlaps: Annotated[bool, FLAG] = True
-    layer_s: AtLeastZero = 0.0
-    optimizer_s: AtLeastZero = 0.0
-    gather_s: AtLeastZero = 0.0
-    step_s: AtLeastZero = 0.0
-    crowding: AtLeastZero = 0.0
-    hidden_bytes_per_s: Positive | None = None
-    update_bytes_per_s: Positive | None = None
-    copied_bytes_per_s: Positive | None = None
-    sent_bytes_per_s: Positive | None = None
-    host_bytes_per_s: Positive | None = None  # none of these where it was not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +189,15 @@ class Calibration:
     copy_bytes_per_s: Positive | None = None
 
     def as_hardware(self) -> Hardware:
-        """With links that cost nothing: the caller knows them."""
-        given = {name: value for name, value in asdict(self.hardware).items() if value is not None}
+        """Return the device, with links that cost nothing until the caller sets them."""
         errors = {kind: error for kind, error in asdict(self.errors).items() if error is not None}
-        return Hardware(**given, errors=errors)
+        return Hardware(**asdict(self.hardware), errors=errors)
 
 
 def coefficients_of(hardware: Hardware) -> Coefficients:
-    """Numbers for a file, to six digits; None for what was not measured."""
+    """Return the measured numbers for a file, to six digits."""
     given = {entry.name: getattr(hardware, entry.name) for entry in fields(Coefficients)}
-    known = {name: float(f"{each:.6g}") for name, each in given.items() if each is not None and math.isfinite(each)}
+    known = {name: float(f"{each:.6g}") for name, each in given.items() if each is not None}
     return Coefficients(**known | {"decode_overlaps": hardware.decode_overlaps})
 
 
@@ -233,7 +208,7 @@ def write(calibration: Calibration, path: Path) -> None:
 
 def _plain(value: object) -> object:
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _plain(each) for name, each in value.items() if each not in (None, inf)}
     return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
 
 
@@ -243,5 +218,5 @@ def read_file(path: Path) -> Calibration:
 
 
 def read_calibration(path: Path) -> Hardware:
-    """The device, whose links cost nothing until the caller sets them."""
+    """Return `as_hardware` of a calibration file."""
     return read_file(path).as_hardware()

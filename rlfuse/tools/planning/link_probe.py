@@ -22,11 +22,9 @@ from rlfuse.cluster.rank_store import STORE, StoreServer
 from rlfuse.errors import EngineError
 
 SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 25)
-REPEATS = 5
-"""Of each, of which the median counts; one more comes before."""
+REPEATS = 5  # of each, of which the median counts; one more comes before
 ROUND_S = 180.0
-Link = tuple[float, float]
-"""Seconds until the first byte, bytes per second."""
+Link = tuple[float, float]  # seconds until the first byte, bytes per second
 
 
 def rounds_of(count: int) -> list[list[tuple[int, int]]]:
@@ -86,8 +84,6 @@ def _fitted(seconds: Sequence[float]) -> Link:
 
 
 class _End(StoreServer):
-    """One of a pair."""
-
     def exchange(self, rank: int, first: ray.actor.ActorHandle, device: str) -> list[float]:
         backend, limit = ("nccl" if device == "cuda" else "gloo"), timedelta(seconds=ROUND_S / 2)
         store = self.use_store(rank, first, limit)

@@ -46,8 +46,8 @@ class Exchanged:
 
 
 def exchanged(config: Config, shape: Shape, tokens: int) -> Exchanged:
-    """What a step over so many tokens sends, of one model: gradients and weights, and hidden states and theirs. Divided
-    gradients are scattered in every micro-batch, divided weights gathered in it twice; else once a mini-batch."""
+    """Return what a step over `tokens` sends of one model. Each micro-batch scatters sharded gradients and gathers
+    sharded weights twice; otherwise it is once per mini-batch."""
     training, actor, item = config.training, config.actor, ITEM[config.model.dtype]
     stages, each = training.pipeline_parallel_size, config.trainer.n_gpus_per_node
     pipeline = config.slots // config.mesh.copies  # its devices
@@ -84,7 +84,6 @@ def _slowest(path: Sequence[int], links: NodeLinks, size: float, messages: int) 
 
 
 def _rings(order: Sequence[int], wide: int) -> Iterator[list[int]]:
-    """Nodes at the same place of their pipelines, and back to the first."""
     for place in range(wide):
         nodes = list(order[place::wide])
         if len(nodes) > 1:
@@ -108,7 +107,7 @@ def best_order(links: NodeLinks, sent: Exchanged, seed: int = 0) -> tuple[int, .
 
 
 def _annealed(start: Sequence[int], links: NodeLinks, sent: Exchanged, draw: random.Random) -> tuple[int, ...]:
-    """Stretches are turned round or nodes swapped; a slower order is kept as often as the temperature lets it."""
+    """Reverse stretches or swap nodes; accept slower orders with falling probability."""
     now = best = list(start)
     taken = least = seconds_of(now, links, sent)
     for tried in range(TRIES):
@@ -174,7 +173,6 @@ class MeasuredLinks:
             yield "pairs: one stands there twice; name each once"
 
     def scaled(self, fastest_bytes_per_s: float) -> NodeLinks:
-        """With the fastest pair at this rate and the others in proportion."""
         most = max(pair.gbs for pair in self.pairs)
         of = {frozenset((pair.first, pair.second)): pair for pair in self.pairs}
         rates, waits = [], []

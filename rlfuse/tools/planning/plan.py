@@ -49,11 +49,7 @@ if TYPE_CHECKING:
     from rlfuse.tools.planning.forecast import Forecast
     from rlfuse.tools.planning.hardware import Hardware
 
-COSTS = {"from": "run", "peak-tflops": "peak_tflops", "cluster": "cluster"}
-"""Options that give the durations of work."""
-OPTIONAL = ("utilization", "bandwidth")
-OF_DEVICE = {"peak_tflops": "peak_tflops", "utilization": "utilization", "memory_bandwidth_gbs": "bandwidth"}
-"""Field of a cluster file -> option that gives the same without one."""
+COSTS = {"from": "run", "peak-tflops": "peak_tflops", "cluster": "cluster"}  # options that give the durations of work
 
 
 def main(argv: Sequence[str]) -> None:
@@ -117,8 +113,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device-memory", type=float, metavar="GIB", help="of a GPU (CPU: a slot); default: as found")
     parser.add_argument("--peak-tflops", type=float, metavar="N", help="peak of a device: forecasts times")
-    parser.add_argument("--utilization", type=float, metavar="SHARE", help="of that peak (MFU); default: 0.4")
-    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="of a device's memory; default: 2000 (CPU: 20)")
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="the machines: memory, speed, links")
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="costs and lengths of a recorded run")
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: the run's or half the limit")
@@ -150,8 +144,6 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
     costs = [f"--{option}" for option, name in COSTS.items() if getattr(arguments, name) is not None]
     if len(costs) > 1:
         wrong.append(f"{' and '.join(costs)}: each gives the costs; give one of them")
-    if arguments.peak_tflops is None and (more := [name for name in OPTIONAL if getattr(arguments, name) is not None]):
-        wrong.append(f"--{' and --'.join(more)}: only with --peak-tflops; a cluster file has a field for it")
     if arguments.cluster is not None and arguments.device_memory is not None:
         wrong.append("--cluster and --device-memory: both tell the memory; give one of them")
     wrong += arguments.cluster.lacks(config) if arguments.cluster is not None else ()
@@ -187,7 +179,6 @@ def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:
 
 
 def _activations_away(config: Config, shapes: Mapping[str, Shape], device: str) -> list[str]:
-    """What the largest micro-batches of each trained model have wait off the device, or computed again."""
     if not config.model.enable_activation_offload:
         return []
     learning = {role: shape for role, shape in shapes.items() if role in PASS_OF}
@@ -211,7 +202,6 @@ def not_looked_at(config: Config, device: str, lengths: DataLengths | str) -> li
 
 
 def _show_settings(config: Config, memory: Memory, all_of_them: bool, console: Console) -> None:
-    """What is chosen for GPUs beside the configuration's own keys, with its reasons, or how to see that."""
     name = config.trainer.experiment_name or "NAME"  # which a run without one gets when it is accepted
     named = replace(config, trainer=replace(config.trainer, experiment_name=name))
     settings = gpu_settings(named, planned=memory_arguments(memory))
@@ -275,19 +265,15 @@ def _forecast(
 
 
 def _machines(config: Config, memory: Memory, arguments: argparse.Namespace) -> Cluster | None:
-    """Return those of the cluster file, or those that the options describe; None for the costs of a run. Raises
-    ClusterError, naming the options."""
+    """Return those of the cluster file, or of --peak-tflops; None for the costs of a run. Raises ClusterError."""
     if arguments.cluster is not None or arguments.peak_tflops is None:
         return arguments.cluster
-    options = {field: getattr(arguments, name) for field, name in OF_DEVICE.items()}
     machines = {"nodes": config.trainer.nnodes, "devices_per_node": config.trainer.n_gpus_per_node}
     machines |= {"device": memory.budget.device, "device_memory_gb": memory.budget.bytes / GIB}
-    given = {field: value for field, value in options.items() if value is not None}
     try:
-        return read(Cluster, machines | given, ClusterError)
+        return read(Cluster, machines | {"peak_tflops": arguments.peak_tflops}, ClusterError)
     except ClusterError as error:
-        names = ", ".join(f"--{OF_DEVICE[field].replace('_', '-')}" for field in given)
-        raise ClusterError(*(f"{names}: {problem}" for problem in error.problems)) from None
+        raise ClusterError(*(f"--peak-tflops: {problem}" for problem in error.problems)) from None
 
 
 def _travels(

@@ -141,7 +141,7 @@ class DataLengths:
 
     @property
     def mean(self) -> int:
-        """Tokens of a row as a run has it, at least 1."""
+        """Return the mean tokens of a row as a run uses it, at least 1."""
         kept = [min(each, self.limit) for each in self.rows if each <= self.limit or not self.is_dropped]
         return round(fmean(kept or [self.limit]))
 

@@ -69,11 +69,8 @@ def search(
     patience: float = inf,
     clock: Clock = time.monotonic,
 ) -> Found:
-    """Look for the fastest plan, for so long at most.
-
-    `tell` is called with a line of progress now and then; `patience`: plans that, one after the other, may gain next to
-    nothing before the search ends; `clock`: whose seconds these are.
-    """
+    """Search the fastest plan for at most `seconds` of `clock`. `tell` receives lines of progress; the search ends
+    after `patience` plans in a row without gain."""
     return _Search(job, tell, clock).run(facts, seconds, patience)
 
 
@@ -112,7 +109,6 @@ class _Search:
         )
 
     def _enter_structures(self, facts: Facts, until: float) -> None:
-        """All of them; where time is out before, at least one."""
         job = self._job
         for settings in structures(job.config, facts, job.axes, job.shapes["actor"], job.cluster):
             if self._heap and self._clock() >= until:
@@ -126,11 +122,9 @@ class _Search:
         return not self._unseen and (not self._heap or self._heap[0].kind == "simulated")
 
     def _left(self) -> int:
-        """Entries that may hide a faster plan."""
         return 0 if self._done else self._unseen + sum(entry.kind != "simulated" for entry in self._heap)
 
     def _try_the_smallest(self, until: float) -> None:
-        """Until one fits: in the order of their memory without activations, with the filling that has the fewest."""
         for settings in sorted(self._structures, key=self._structures.__getitem__):
             self._simulate(settings, self._fillings.smallest)
             if self._plans or self._clock() > until:
@@ -189,7 +183,7 @@ class _Search:
         return True
 
     def _enter_structure(self, structure: tuple[Setting, ...]) -> float:
-        """With its fastest filling, if its smallest may fit; what that one misses, as `_missing`."""
+        """Add its fastest filling if its smallest may fit; return the bytes missing, as `_missing`."""
         config, least = self._job.lean(self._settings(structure, self._fillings.smallest))
         if wrong := problems(config, least):
             self._refuse(least, wrong)
@@ -199,7 +193,6 @@ class _Search:
         return _missing(least)
 
     def _enter(self, structure: tuple[Setting, ...], found: Iterable[Filling]) -> None:
-        """Fillings, or those that come after them where they are surely too large."""
         for filling in found:
             config, memory = self._job.lean(self._settings(structure, filling))
             if wrong := problems(config, memory):
@@ -259,12 +252,9 @@ class Neighbour:
 def settled(
     job: Job, found: Found, facts: Facts, seconds: float = inf, clock: Clock = time.monotonic
 ) -> tuple[Found, list[Neighbour]]:
-    """The plans with the best one's neighbours, and theirs, until none gains more than next to nothing; and the
-    neighbours of that plan. Keys stay as the job has them where their change gains next to nothing, or no more than a
-    calibration's error leaves open: then faster plans come behind.
-
-    `seconds`: at most, of the `clock`; what was not looked at until then is told so.
-    """
+    """Descend from the best plan to neighbours until none gains more than NOTHING, within `seconds` of `clock`; return
+    the plans and the neighbours of the best one. Keys keep the job's values where a change gains no more than NOTHING,
+    or than a calibration's error: faster plans then come behind."""
     neighbours, plans = _Neighbours(job, facts, seconds, clock), list(found.plans)
     while True:
         best = min(plans, key=lambda plan: plan.seconds.step)
@@ -284,7 +274,7 @@ def neighbours_of(job: Job, plan: Plan, facts: Facts) -> list[Neighbour]:
 
 
 class _Neighbours:
-    """Plans that differ in few keys: nothing is tried twice, nor, where a bound is enough, simulated."""
+    """Plans that differ in few keys; nothing is tried twice, or simulated where a bound is enough."""
 
     def __init__(self, job: Job, facts: Facts, seconds: float, clock: Clock):
         self._job, self._facts, self._clock, self._until = job, facts, clock, clock() + seconds
@@ -293,8 +283,7 @@ class _Neighbours:
         self._plans: dict[tuple[Setting, ...], Plan] = {}
 
     def faster(self, best: Plan) -> list[Plan]:
-        """Those beside the plan that gain more than next to nothing, as far as time allows: under its policy, and under
-        the job's, as what is best for a pipeline may not be for what has none."""
+        """Return the neighbours that gain more than NOTHING, as time allows, under the plan's and the job's policy."""
         enough, beside = (1 - NOTHING) * best.seconds.step, [settings for _, settings in self._beside(best)]
         own = [but_for(settings, POLICY, self._job.config.fusion.policy) for settings in beside]
         tried = [self._tried(settings, enough) for settings in dict.fromkeys([*beside, *own])]
@@ -308,7 +297,7 @@ class _Neighbours:
         ]
 
     def nearer_the_job(self, best: Plan) -> Plan:
-        """The plan with as many of the job's own values as cost next to nothing, or nothing that could be told."""
+        """Return the plan with as many of the job's values as cost no more than NOTHING or the error."""
         job, before = self._job, None
         most = best.seconds.step + max(NOTHING * best.seconds.step, _left_open(job, best))
         while best is not before:  # some values can go only when others have gone
@@ -357,7 +346,7 @@ class _Neighbours:
 
 
 def _left_open(job: Job, plan: Plan) -> float:
-    """Seconds of a step by which a calibration was off; 0 where none was made: an allowance tells nothing of plans."""
+    """Return the error of a step in seconds by a calibration; 0 without one."""
     return error_of(plan.seconds, job.hardware.errors) if job.cluster.calibration else 0.0
 
 

@@ -125,7 +125,7 @@ def _check(arguments: argparse.Namespace, words: Sequence[str]) -> None:
 
 
 def _accepted(cluster: Cluster, given: DictConfig, keep: Collection[str]) -> Config:
-    """The job on all of the machines, or where that is refused on one device: the search tries what is between."""
+    """Return the job on all machines, or, if that is refused, on one device; the search tries the rest."""
 
     def accepted(nodes: int, each: int) -> Config:
         job = _on_these(nodes, each, cluster.device, given, keep)
@@ -140,7 +140,6 @@ def _accepted(cluster: Cluster, given: DictConfig, keep: Collection[str]) -> Con
 
 
 def _on_these(nodes: int, each: int, device: str, given: DictConfig, keep: Collection[str]) -> DictConfig:
-    """The job on so many devices, but for what stays as it is."""
     job = deepcopy(given)
     with suppress(OmegaConfBaseException):  # told by `to_config`
         OmegaConf.resolve(job)  # what refers to these keeps its value
@@ -222,7 +221,7 @@ def _show(
 
 
 def _placed(job: Job, config: Config) -> tuple[list[str], str] | None:
-    """Nodes in the order in which the plan's exchanges take least, where links were measured, and what that gains."""
+    """Return the nodes in the order with the fastest exchanges, if links were measured, and the gain."""
     uneven = len(job.cluster.sizes) > 1  # which of the measured nodes has how many devices is not known
     if config.trainer.nnodes == 1 or uneven or (links := job.cluster.node_links()) is None:
         return None

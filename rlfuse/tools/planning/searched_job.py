@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 from rlfuse.config.checks import value_of
 from rlfuse.config.schema import Config
+from rlfuse.costs.model import Costs
 from rlfuse.engines.memory.estimate import Memory, Moved, Part, memory_of, models_of
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.remedies import Setting, changed, problems
 from rlfuse.engines.memory.tracing import MetaModel, Work
-from rlfuse.fusion.costs import Costs
 from rlfuse.tools.planning.cluster_file import Cluster
 from rlfuse.tools.planning.costs import STAYS, costs_of, work_speeds
 from rlfuse.tools.planning.hardware import Hardware, WorkSpeed
@@ -57,7 +57,6 @@ class Job:
         return self.times.simulated(config, self.costs(config, memory), self.speeds(config), policy, tuned)
 
     def costs(self, config: Config, memory: Memory) -> Costs:
-        """With the cache that the memory has room for."""
         found = self._costs_of(config, memory.moved)
         return replace(found, max_sequences=config.rollout.max_num_seqs, kv_tokens=max(1, memory.kv_tokens))
 
@@ -69,20 +68,19 @@ class Job:
         return self._costs[key]
 
     def _but_of_engines(self, config: Config) -> tuple[object, ...]:
-        """Values of the axes on which what trainer ranks hold and take may depend."""
+        """Return the values of the axes that trainer ranks depend on."""
         return tuple(value_of(config, key) for key in self.axes if key not in OF_ENGINES)
 
     def speeds(self, config: Config) -> tuple[WorkSpeed, ...]:
-        """Of the nodes that the plan uses, where there are groups of them."""
         nodes = self.cluster.speeds(config)
         return work_speeds(config, self.shapes["actor"], self.hardware, nodes, self.times.context)
 
     def lean(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
-        """With the largest cache that fits, and memory without activations: no plan needs less."""
+        """Size the cache, with memory without activations: no plan needs less."""
         return self._sized(settings, self._lean)
 
     def sized(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
-        """With the largest cache that fits, and all of its memory."""
+        """Size the cache: the largest that fits."""
         return self._sized(settings, self.shapes)
 
     def with_settings(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:

@@ -65,14 +65,13 @@ def axes_of(config: Config, shape: Shape, cluster: Cluster, keep: Collection[str
 
 
 def _nodes(cluster: Cluster) -> tuple[int, ...]:
-    """Numbers of nodes, among them all that have a size."""
     if cluster.nodes <= FEW_NODES:
         return tuple(range(1, cluster.nodes + 1))
     return tuple(sorted({*_powers(cluster.nodes - 1), *map(cluster.nodes_with, cluster.sizes)}))
 
 
 def _too_long(config: Config, shape: Shape, device: str) -> bool:
-    """Whether the longest samples' layers leave more than may stay on a device, however they are cut and packed."""
+    """Return whether the longest samples exceed device memory however they are cut and packed."""
     one = replace(config.actor, ppo_max_token_len_per_gpu=1, ppo_micro_batch_size_per_gpu=1)
     training = replace(config.training, pipeline_parallel_size=1, ulysses_sequence_parallel_size=1)
     model = replace(config.model, enable_activation_offload=True, enable_gradient_checkpointing=False)
@@ -90,8 +89,7 @@ def _with(given: float, values: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _caches(config: Config, gpu: bool) -> tuple[float, ...]:
-    """The largest first. Where the device is the host, pages that were never written cost time at first: a job whose
-    small cache is as fast keeps it."""
+    """Return the sizes, largest first."""
     given, values = (
         (config.rollout.gpu_memory_utilization, (0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
         if gpu
@@ -117,15 +115,15 @@ def _cuttable(shape: Shape, width: int) -> bool:
 
 
 def _tokens(config: Config) -> tuple[int, ...]:
-    """Token budgets from a sixteenth of the longest sample up, of which Ulysses cuts as many at most."""
+    """Return token budgets from a sixteenth of the longest sample up."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     given = {1 << power for power in range(12, 17)} | {longest, config.actor.ppo_max_token_len_per_gpu}
     return tuple(sorted(tokens for tokens in given if tokens >= longest // 16))
 
 
 def _cuts(config: Config, most: int, one_budget: bool) -> tuple[int, ...]:
-    """Ulysses degrees up to that at which slices of the longest sample are within every token budget: cut further, they
-    take as much memory, and exchange more. Two at least: ranks that cut rows share what one might be handed alone."""
+    """Return Ulysses degrees up to that at which slices of the longest sample fit every token budget, at least 2:
+    higher ones take as much memory and exchange more."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     least = config.actor.ppo_max_token_len_per_gpu if one_budget else min(_tokens(config))
     return _powers(min(most, max(2, 1 << (-(-longest // least) - 1).bit_length())))
@@ -139,8 +137,7 @@ def structural(key: str) -> bool:
 def structures(
     config: Config, facts: Facts, axes: Axes, shape: Shape, cluster: Cluster | None = None
 ) -> Iterator[tuple[Setting, ...]]:
-    """Settings of the axes that have to go together, and do; those on the most machines first. `cluster`: leaves out
-    what it has no nodes for."""
+    """Yield valid combinations of the structural axes, most machines first; `cluster`: only those it has nodes for."""
     known = set(check(config, facts))
     refusals: list[Refusal] = [partial(_unlike, known, find, facts) for find in checks(config)]
     refusals.append(partial(_placed_for_nothing, config))
@@ -157,8 +154,7 @@ def _unlike(known: Collection[str], find: Check, facts: Facts, there: Config) ->
 
 
 def _placed_for_nothing(config: Config, there: Config) -> bool:
-    """Whether devices hold several stages, or shares of a head, without a pipeline, or their one stage is placed
-    otherwise than the job's."""
+    """Return whether stages or a head are split without a pipeline, or a single stage has another placement."""
     training = there.training
     if training.pipeline_parallel_size == 1 and training.vocabulary_parallel:
         return True
@@ -176,8 +172,8 @@ def but_for(settings: tuple[Setting, ...], key: str, value: object) -> tuple[Set
 
 
 class Fillings:
-    """Settings of the other axes but the size of the engine's cache: that follows from the memory that is left. A
-    filling is known by its place in each axis, the fastest first, were there room for it."""
+    """Settings of the other axes except the engine's cache, which takes the memory that is left. A filling is its index
+    in each axis, the fastest first."""
 
     def __init__(self, axes: Axes):
         self._axes = {AGAIN: axes[AGAIN], TOKENS: axes[TOKENS][::-1], SEQUENCES: axes[SEQUENCES][::-1]}
@@ -191,13 +187,8 @@ class Fillings:
         return [(0, at, 0) for at in range(1 if _in_order(structure) else len(self._axes[TOKENS]))]
 
     def after(self, structure: Iterable[Setting], filling: Filling, fits: bool) -> Iterator[Filling]:
-        """Those that come next, none of which is faster by the bound.
-
-        What trainer ranks do is the same for fewer sequences, which may take less memory, and now and then less time.
-        With as many sequences, what computes activations again, or has smaller micro-batches where all are `_in_order`,
-        takes longer in training and scoring and is the same in everything else: where the filling fits, none of these
-        needs to be looked at.
-        """
+        """Yield the next fillings, none of which is faster by the bound. With the same number of sequences, recomputed
+        activations and (where `_in_order`) smaller micro-batches only take longer: skipped if the filling fits."""
         again, tokens, sequences = filling
         if sequences < self.smallest[2]:
             yield again, tokens, sequences + 1
@@ -210,11 +201,8 @@ class Fillings:
 
 
 def _in_order(structure: Iterable[Setting]) -> bool:
-    """Whether larger micro-batches are no slower: each begins anew, gathers weights and cuts long sequences for itself.
-
-    But stages wait less for each other where there are more of them, and of larger ones more activations may be late
-    on their way to the host and back.
-    """
+    """Return whether larger micro-batches are never slower. With stages they cause longer waits, with activation
+    offload transfers that may be late."""
     given = dict(structure)
     return given["training.pipeline_parallel_size"] == 1 and not given.get("model.enable_activation_offload")
 
@@ -247,7 +235,7 @@ def combinations(
 
 
 class _Remembered:
-    """A refusal that is asked once for each combination of the values that it reads."""
+    """A check that is evaluated once for each combination of the values that it reads."""
 
     def __init__(self, refusal: Refusal, config: Config, keys: frozenset[str]):
         self._refusal, self._config, self._keys = refusal, config, keys
@@ -255,7 +243,7 @@ class _Remembered:
         """By what it has read: what it says, or which key it reads next."""
 
     def __call__(self, settings: Mapping[str, object]) -> bool | None:
-        """What it says of all configurations with these settings; None where that takes other keys' values, too."""
+        """Return its result for all configurations with these settings; None if it depends on other keys."""
         read: tuple[tuple[str, object], ...] = ()
         while True:
             if read not in self._answers:
@@ -281,7 +269,7 @@ class _Open(Exception):
 
 
 class _Partial:
-    """A configuration, or a group of it, of which some keys have no value yet: `_Open` where one of these is read."""
+    """A configuration (or group) of which some keys have no value yet; reading one raises `_Open`."""
 
     def __init__(self, node: object, keys: frozenset[str], settings: Mapping[str, object], prefix: str = ""):
         self._node, self._keys, self._settings, self._prefix = node, keys, settings, prefix

@@ -9,11 +9,11 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 
 from rlfuse.config.schema import Config
+from rlfuse.costs.model import Costs
 from rlfuse.engines.memory.activations import head_share, layer_costs, stage_parts
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.pipeline.layout import pipelines_of
 from rlfuse.engines.pipeline.partition import share_with_logits, stage_costs
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.schedules.baselines import serial_1f1b
 from rlfuse.fusion.schedules.operations import Kind, Operation
@@ -47,11 +47,10 @@ class Seconds:
 
     @property
     def kinds(self) -> dict[str, float]:
-        """By the names of `hardware.KINDS`."""
         return {"generating": self.generating, "scoring": self.scoring, "training": self.training}
 
     def surely_slower(self, other: Seconds, errors: Mapping[str, float]) -> bool:
-        """Than another step on one machine, whatever the errors of each kind of work, which both have in common."""
+        """Return whether it is slower than the other whatever the errors, which both have in common."""
         mine, others = self.kinds, other.kinds
         unsure = sum(errors.get(kind, 0.0) * abs(mine[kind] - others[kind]) for kind in mine)
         return self.step - other.step > unsure
@@ -81,7 +80,7 @@ class StepTimes:
         return self._prompt_tokens + self._mean
 
     def bound(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = (), roomy: bool = False) -> float:
-        """No schedule takes less, whatever the engine's cache. `roomy`: and however many micro-batches there are."""
+        """Return a lower bound for any cache; `roomy`: for any number of micro-batches."""
         costs = replace(costs, kv_tokens=AMPLE)
         workload, training = self.workload(config, costs, speeds, roomy, schedule=False)
         if workload not in self._bounds:
@@ -89,7 +88,7 @@ class StepTimes:
         return self._bounds[workload] + training
 
     def sketched(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = ()) -> float:
-        """A lower bound at a glance: of `bound` that part which all slots' passes and training take."""
+        """Return a quick lower bound: the passes and training of all slots."""
         engines, lengths = self._some(config)
         few = workload_of(config, costs, engines, lengths[: config.rollout.n], self._prompt_tokens)
         scoring, training = few.scoring, few.training
@@ -110,7 +109,7 @@ class StepTimes:
         policy: str | None = None,
         tuned: bool = False,
     ) -> Seconds:
-        """A step under a policy or the job's, as a run starts; `tuned`: as it goes on. `speeds`: as `workload`."""
+        """Simulate a step under a policy (default: the job's), with initial or `tuned` settings."""
         policy = policy or config.fusion.policy
         workload, training = self.workload(config, costs, speeds)
         key = (workload, training, policy, tuned)
@@ -120,7 +119,7 @@ class StepTimes:
         return self._simulated[key]
 
     def tuned(self, workload: Workload, policy: str) -> Settings:
-        """The policy's, as a run of such steps tunes them, where simulating is quick."""
+        """Return the policy's tuned settings, if simulating is quick."""
         if workload.samples > MOST_SAMPLES:
             return Settings()
         if (workload, policy) not in self._tuned:
@@ -135,8 +134,8 @@ class StepTimes:
         roomy: bool = False,
         schedule: bool = True,
     ) -> tuple[Workload, float]:
-        """What is simulated, and the seconds of training that are not part of it; without a `schedule` the least.
-        `speeds`: of the nodes, where they differ; of `costs` the engine's cache is what memory has room for."""
+        """Return what is simulated, and the seconds of training that are not part of it: those of the schedule, or
+        their lower bound. `speeds`: of the nodes, if they differ; `costs.kv_tokens`: what memory has room for."""
         ample = config.rollout.max_num_seqs * (self._prompt_tokens + self._longest)
         tokens = ample if roomy else max(1, min(costs.kv_tokens, ample))
         some = replace(costs if roomy else with_idle_stages(config, costs, self.context), kv_tokens=tokens)
@@ -149,13 +148,9 @@ class StepTimes:
         return workload, training
 
     def _pipeline_s(self, config: Config, costs: Costs, schedule: bool, roomy: bool) -> float:
-        """Of all mini-batches. Durations of a schedule's operations are in proportion, so it is searched once.
-
-        `roomy`: without bubbles, which more and smaller micro-batches make as short as one likes. One model whose
-        backward is whole has 1F1B, where a device holds one stage: its fullest works all the time but while the first
-        and last micro-batch are in the others. Where it holds several, it waits at least until the first forward has
-        come to the first of them, and is done with the last backward that much before the end.
-        """
+        """Return the seconds of training all mini-batches. Durations within a schedule are in proportion, so it is
+        searched once. Its bound, except when `roomy`, counts bubbles of one model with a whole backward: the fullest
+        device waits until the first forward reaches its first stage, and as long after its last backward."""
         stages, chunks = config.training.pipeline_parallel_size, config.training.virtual_pipeline_model_parallel_size
         counts, forward = self.mini_batch(config, costs)
         seconds = 3 * forward * sum(counts.values()) / stages
@@ -182,7 +177,7 @@ class StepTimes:
         return steps * (seconds + len(counts) * costs.optimizer_s)
 
     def mini_batch(self, config: Config, costs: Costs) -> tuple[dict[str, int], float]:
-        """Micro-batches of each model in a pipeline, and the seconds of one's forward pass through all stages."""
+        """Return the micro-batches of each model in a pipeline, and the seconds of one's forward pass."""
         rate = costs.train_tokens_per_s / config.rollout.tensor_model_parallel_size
         prompts = config.actor.ppo_mini_batch_size
         count = micro_batches(config, prompts, self.context)
@@ -225,8 +220,7 @@ class StepTimes:
 
     @functools.cache  # noqa: B019, as long as the search
     def _lengths(self, group: int, prompts: int) -> tuple[int, ...]:
-        """Of so many prompts, spread over all from the shortest to the longest: few have the same tail as many. All
-        stay in their order."""
+        """Return the lengths of `prompts` prompts, spread from the shortest to the longest so that the tail is kept."""
         groups = self._given.reshape(-1, group)
         if prompts == len(groups):
             return tuple(self._given.tolist())
@@ -248,8 +242,7 @@ def seconds_of(workload: Workload, training_s: float, policy: str, settings: Set
 
 
 def with_idle_stages(config: Config, costs: Costs, context: float) -> Costs:
-    """Passes of pipelines take longer by what their stages wait for a step's first and last micro-batch. `context`: as
-    of `StepTimes`."""
+    """Return the costs with the time that pipeline stages wait for the first and last micro-batch of a pass."""
     if (stages := config.training.pipeline_parallel_size) == 1:
         return costs
     count = micro_batches(config, config.data.train_batch_size, context)
@@ -280,8 +273,8 @@ def stage_shares(config: Config, shape: Shape, role: str = "actor") -> list[floa
 
 @functools.cache
 def cut(engines: int, mini_batch: int, mini_batches: int, rows: int) -> tuple[int, int]:
-    """How many engines, and prompts of each mini-batch, are enough of a step to be simulated: as many for each engine.
-    `rows` of each prompt. No mini-batch is left out; all are taken where no smaller number is in proportion."""
+    """Return how many engines, and prompts per mini-batch, of a step to simulate: as many per engine as in the whole
+    step, or all of them if no smaller number is in proportion."""
     each = mini_batch * mini_batches * rows / engines
     most = min(engines, MOST_ENGINES, max(2, MOST_SAMPLES // each))
     for prompts in range(-(-FEW_PROMPTS // mini_batches), mini_batch):

@@ -24,7 +24,7 @@ from rlfuse.run_folder.reader import RunError, RunFolder
 from rlfuse.run_folder.status import Status, read
 from rlfuse.simulate.workload import WorkloadError
 from rlfuse.tools.whatif.questions import Answer, answers, examine
-from rlfuse.tools.whatif.run_slowdown import RunSlowdown
+from rlfuse.tools.whatif.slowdown import RunSlowdown
 
 TIMELINES, SLOWEST, SAMPLES, VALIDATED = 5, 15, 400, 400  # shared by all runs of a page
 VALIDATIONS = 12  # of a run, spread over its steps

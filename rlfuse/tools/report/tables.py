@@ -19,8 +19,7 @@ from rlfuse.tools.report.charts import COLOURS
 from rlfuse.tools.report.gather import Gathered
 from rlfuse.tools.whatif.causes import SLOW, Cause
 from rlfuse.tools.whatif.questions import Answer
-from rlfuse.tools.whatif.run_slowdown import RunSlowdown
-from rlfuse.tools.whatif.slowdown import ATTRIBUTED
+from rlfuse.tools.whatif.slowdown import ATTRIBUTED, RunSlowdown
 
 Rows = list[tuple[str, list[str]]]  # (what, text of each run)
 WINDOW, UNKNOWN = 5, "(no such key)"

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from rlfuse.config.input_files import WorkloadError, publish, schema_of, unwritable
+from rlfuse.costs.fit import Fit
+from rlfuse.costs.model import Costs
+from rlfuse.costs.rates import SLOW
 from rlfuse.files import write_whole
-from rlfuse.fusion.costs import Costs
 from rlfuse.fusion.decisions import Settings, traits_of
 from rlfuse.fusion.own_policies import load_policy, loaded_policy
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.simulate.fitting import SLOW, Fit
 from rlfuse.simulate.runner import Result, Simulated, later_step
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import EXAMPLE, Workload, read_workload
@@ -68,7 +69,6 @@ def _parser() -> argparse.ArgumentParser:
 def _run(
     workload: Workload, policies: Sequence[str], threshold: float | None, by_rates: bool = True
 ) -> list[Simulated]:
-    """Each policy on the workload, tuned by simulating others like it; or with the threshold that is given."""
     results = []
     for policy in policies:
         settings = tune(workload, policy) if threshold is None else Settings(threshold=threshold)

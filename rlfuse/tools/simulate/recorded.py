@@ -12,11 +12,13 @@ from yaml import YAMLError
 
 from rlfuse.config.input_files import WorkloadError
 from rlfuse.config.schema import Config, TrainerConfig
+from rlfuse.costs.fit import Fit, fit
+from rlfuse.costs.model import Costs
+from rlfuse.costs.rates import slot_rates
+from rlfuse.costs.spans import spans_within
 from rlfuse.events import Span, read_events
-from rlfuse.fusion.costs import Costs
 from rlfuse.parsing import parse_yaml
-from rlfuse.simulate.fitting import Fit, fit, slot_rates
-from rlfuse.simulate.job_step import spans_within, whole_samples, workload_of
+from rlfuse.simulate.job_step import whole_samples, workload_of
 from rlfuse.simulate.workload import Workload
 
 

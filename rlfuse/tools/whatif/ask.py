@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from rich import box
 from rich.table import Table
 
@@ -20,7 +19,6 @@ from rlfuse.files import write_whole
 from rlfuse.fusion.own_policies import loaded_policy
 from rlfuse.health.detection import Alarm
 from rlfuse.health.monitor import alert_of
-from rlfuse.parsing import parse_yaml
 from rlfuse.progress import Console
 from rlfuse.run_folder.reader import open_run
 from rlfuse.tools.run_code import add_option
@@ -28,12 +26,11 @@ from rlfuse.tools.whatif.causes import percent
 from rlfuse.tools.whatif.operations import Operations
 from rlfuse.tools.whatif.questions import STEPS, Answer, answers, examine, job_answers
 from rlfuse.tools.whatif.run_operations import KINDS
-from rlfuse.tools.whatif.run_slowdown import RunSlowdown
-from rlfuse.tools.whatif.slowdown import ATTRIBUTED, SLOWEST, TOGETHER, Job, Slowdown
-from rlfuse.tools.whatif.study_trace import TraceError, operations_of, read
+from rlfuse.tools.whatif.slowdown import ATTRIBUTED, SLOWEST, TOGETHER, Job, JobSlowdown, RunSlowdown, Slowdown
+from rlfuse.tools.whatif.study_trace import operations_of, read
 from rlfuse.tools.whatif.timeline import of_job, of_run
 
-SIZES = {"dp_size": "ranks", "pp_size": "stages"}  # keys of the metadata that the table tells, too
+SHOWN = 5  # workers and kinds, the slowest first
 
 
 class WhatIfError(UserError):
@@ -64,7 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--policy", action="append", default=[], metavar="P", help="asks: under this fusion policy?")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="ideal and recorded, for ui.perfetto.dev")
     parser.add_argument("--trace", type=Path, help="of another job: operations, .parquet or .csv, a row each")
-    parser.add_argument("--meta", type=Path, help="sizes of that job, .yaml (dp_size, pp_size, ...); else the table's")
     parser.add_argument("--out", type=Path, help="what is found, as JSON")
     return parser
 
@@ -74,12 +70,12 @@ def _run(arguments: argparse.Namespace) -> tuple[list[str | Table], dict[str, An
         raise WhatIfError(f"--steps {arguments.steps}: give 1 or more")
     _check_kinds(arguments.without, KINDS)
     for policy in arguments.policy:
-        loaded_policy(policy)  # a mistake is told before everything is read
+        loaded_policy(policy)  # an unusable one is an error before the run is read
     folder = open_run(arguments.run)
     run = examine(folder, arguments.steps, arguments.run_code)
     asked = list(answers(run.analysis, run.simulated, arguments.without, arguments.policy))
     if arguments.timeline is not None:
-        _write_timeline(arguments.timeline, of_run(run.analysis, run.steps, folder.width))
+        _write_json(arguments.timeline, of_run(run.analysis, run.steps, folder.width))
     told = told_of_run(run.found, asked, [step.step for step, _ in run.steps], run.alarms)
     found = asdict(run.found) | {"questions": [asdict(answer) for answer in asked]}
     return told, found | {"alarms": [asdict(alarm) for alarm in run.alarms]}
@@ -90,7 +86,7 @@ def _check_kinds(given: Sequence[str], valid: Sequence[str]) -> None:
         raise WhatIfError(f"--without {', '.join(unknown)}: unknown kind of work; valid: {', '.join(valid)}")
 
 
-def _write_timeline(path: Path, timeline: dict[str, Any]) -> None:
+def _write_json(path: Path, timeline: dict[str, Any]) -> None:
     write_whole(path, json.dumps(timeline, separators=(",", ":")))
 
 
@@ -98,33 +94,14 @@ def _job(arguments: argparse.Namespace) -> tuple[list[str | Table], dict[str, An
     if arguments.policy:
         raise WhatIfError("--policy: only for a run's folder; the job of --trace has no fusion policy")
     operations = operations_of(read(arguments.trace))
-    if arguments.meta is not None:
-        check_sizes(operations, arguments.meta)
     present = [operations.kinds[kind] for kind in np.unique(operations.kind)]
     _check_kinds(arguments.without, present + [name for name, kinds in TOGETHER.items() if {*kinds} & {*present}])
     job = Job(operations)
     found = job.found()
     asked = list(job_answers(job, found, arguments.without))
     if arguments.timeline is not None:
-        _write_timeline(arguments.timeline, of_job(job))
+        _write_json(arguments.timeline, of_job(job))
     return told_of_job(found, operations, asked), asdict(found) | {"questions": [asdict(answer) for answer in asked]}
-
-
-def check_sizes(job: Operations, path: Path) -> None:
-    """TraceError where the metadata is of another job than the table."""
-    try:
-        meta = parse_yaml(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise TraceError(f"--meta {path}: {error}") from error
-    if not isinstance(meta, dict):
-        raise TraceError(f"--meta {path}: needs lines like dp_size: 8")
-    for key, name in SIZES.items():
-        size, found = meta.get(key, getattr(job, name)), getattr(job, name)
-        if size != found:
-            raise TraceError(f"--meta {path}: {key}={size}, and the table has {found} {name}; is it of another job?")
-
-
-SHOWN = 5  # workers and kinds, the slowest first
 
 
 def told_of_run(
@@ -146,12 +123,13 @@ def told_of_run(
         lines += [f"likely cause: {found.cause.name}. {found.cause.evidence}", f"what helps: {found.cause.advice}"]
     lines += [_alarm(alarm) for alarm in alarms[-SHOWN:]]
     workers = [(worker, f"{value:.2f}", f"{found.rates[worker]:.2f}") for worker, value in found.workers.items()]
-    kinds = [(name, f"{value:.2f}") for name, value in (found.S_t or {}).items()]
-    tables = [
-        _first_of(("worker", "slows the run", "its time over expected"), workers),
-        _first_of(("kind of work", "slows the run"), kinds),
-    ]
-    return [*lines, *tables, _questions(asked)]
+    names = ("worker", "slows the run", "its time over expected")
+    return [*lines, _table(names, workers[:SHOWN]), _kinds("the run", found), _questions(asked)]
+
+
+def _kinds(what: str, found: Slowdown) -> Table:
+    rows = [(name, f"{value:.2f}") for name, value in (found.S_t or {}).items()]
+    return _table(("kind of work", f"slows {what}"), rows[:SHOWN])
 
 
 def _alarm(alarm: Alarm) -> str:
@@ -164,15 +142,11 @@ def _clock(at: float) -> str:
 
 
 def _questions(asked: Sequence[Answer]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("what if", "a step", "", "by"):
-        table.add_column(name, overflow="fold", justify="right" if name in ("a step", "") else "left")
-    for answer in asked:
-        table.add_row(answer.question, f"{answer.seconds:.2f} s", f"{answer.change:+.1%}", answer.by)
-    return table
+    rows = [(each.question, f"{each.seconds:.2f} s", f"{each.change:+.1%}", each.by) for each in asked]
+    return _table(("what if", "a step", "", "by"), rows, numbers=("a step", ""))
 
 
-def told_of_job(found: Slowdown, operations: Operations, asked: Sequence[Answer]) -> list[str | Table]:
+def told_of_job(found: JobSlowdown, operations: Operations, asked: Sequence[Answer]) -> list[str | Table]:
     """Of a table of a training job."""
     workers = operations.stages * operations.ranks
     lines: list[str | Table] = [
@@ -190,17 +164,15 @@ def told_of_job(found: Slowdown, operations: Operations, asked: Sequence[Answer]
         f"{percent(found.M_S)} (parts overlap: shares need not add up to 100 %)"
     )
     places = [(value, stage, rank) for stage, row in enumerate(found.workers) for rank, value in enumerate(row)]
-    slowest = sorted(places, key=lambda place: -place[0])
+    slowest = sorted(places, key=lambda place: -place[0])[:SHOWN]
     named = [(f"stage {stage}, data rank {rank}", f"{value:.2f}") for value, stage, rank in slowest]
-    kinds = [(name, f"{value:.2f}") for name, value in found.S_t.items()]
-    tables = [_first_of(("worker", "slows the job"), named), _first_of(("kind of work", "slows the job"), kinds)]
-    return [*lines, *tables, _questions(asked)]
+    return [*lines, _table(("worker", "slows the job"), named), _kinds("the job", found), _questions(asked)]
 
 
-def _first_of(names: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+def _table(names: Sequence[str], rows: Sequence[tuple[str, ...]], numbers: Sequence[str] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for name in names:
-        table.add_column(name, overflow="fold")
-    for row in rows[:SHOWN]:
+        table.add_column(name, overflow="fold", justify="right" if name in numbers else "left")
+    for row in rows:
         table.add_row(*row)
     return table

@@ -141,11 +141,8 @@ def _correlated(value: float, pairs: int) -> str:
 
 
 def correlation(of: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> float | None:
-    """Return the correlation of forward and backward seconds [P] of the same micro-batches.
-
-    Each is taken relative to the mean of those with the same `of` (a worker's part of the model), so that slow machines
-    and large stages have no say. None for too few pairs, or durations that hardly vary.
-    """
+    """Return the correlation of forward and backward seconds [P] of the same micro-batches, each relative to the mean
+    of its `of` (a worker's part of the model); None for too few pairs or durations that hardly vary."""
     if len(of) < PAIRS:
         return None
     _, of, counts = np.unique(of, return_inverse=True, return_counts=True, axis=0)

@@ -47,7 +47,7 @@ class Operations:
         return int(self.rank.max()) + 1
 
     def own_seconds(self) -> np.ndarray:
-        """float [N]: what each took by itself: a transfer counts from when the last of its group had started."""
+        """Return float [N]: durations, of transfers from when the last of their group had started."""
         starts = self.start.copy()
         grouped = self.group != ALONE
         last = np.full(self.group.max(initial=0) + 1, -np.inf)
@@ -82,28 +82,28 @@ class Replay:
             raise CircularWait(_circle(operations, unit, set(self._order.tolist())))
 
     def ends(self, seconds: np.ndarray) -> np.ndarray:
-        """float [N]: when each ends, `seconds` [N] after it started or, in a group, after the last member started."""
+        """Return float [N]: when each operation ends, given durations, float [N]."""
         ends = np.empty(len(self.operations))
         arrays = (self._order, self._members, self._member_from, self._before, self._before_from)
         _run(*arrays, seconds.astype(np.float64), ends)
         return ends
 
     def step_seconds(self, seconds: np.ndarray) -> np.ndarray:
-        """float [steps]: until the last operation of each step ends."""
+        """Return float [steps]: when the last operation of each step ends."""
         longest = np.zeros(self.operations.steps)
         np.maximum.at(longest, self.operations.step, self.ends(seconds))
         return longest
 
 
 def _rows(keys: np.ndarray, values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The values of each key, one after the other, and where each key's begin: a sparse matrix by rows."""
+    """Return the values grouped by key, and where each key's values start: a sparse matrix by rows."""
     order = np.argsort(keys, kind="stable")
     return values[order], np.concatenate([[0], np.cumsum(np.bincount(keys, minlength=count))])
 
 
 @numba.njit(cache=True)
 def _topological(member_from, after, after_from):
-    """Units such that each comes after all that it waits for; without those in a circle."""
+    """Return units so that each follows all that it waits for, without those in a circle."""
     count = len(member_from) - 1
     missing = np.zeros(count, np.int64)
     for unit in after:

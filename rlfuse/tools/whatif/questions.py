@@ -1,4 +1,4 @@
-"""Answer what-if questions: by replaying with other durations, or by simulation where decisions would change."""
+"""Answer what-if questions by replay with other durations, or by simulation where decisions would change."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from rlfuse.tools.run_code import policy_code, refuse_code
 from rlfuse.tools.simulate.recorded import config_of, fit_run, recorded_workload
 from rlfuse.tools.whatif.causes import SLOW
 from rlfuse.tools.whatif.run_operations import COMMUNICATION, KINDS, REWARD, operations, recorded_steps
-from rlfuse.tools.whatif.run_slowdown import Analysis, RunSlowdown
-from rlfuse.tools.whatif.slowdown import SLOWEST, TOGETHER, Job, Slowdown, slowest
+from rlfuse.tools.whatif.slowdown import SLOWEST, TOGETHER, Job, JobSlowdown, Run, RunSlowdown, slowest
 
 SIMULATED = 3  # steps, the last of the run
 LONGEST = 0.05  # of the responses
@@ -40,21 +39,13 @@ class Answer:
 
 
 def answers(
-    analysis: Analysis, simulated: Simulated | None, without: Sequence[str] = (), policies: Sequence[str] = ()
+    run: Run, simulated: Simulated | None, without: Sequence[str] = (), policies: Sequence[str] = ()
 ) -> Iterator[Answer]:
-    """To the standard questions; and those without further kinds of work, and under other policies. `simulated`: None
-    leaves out what needs it. PolicyError for a policy that can't be used."""
-    time = analysis.mean(analysis.durations.recorded)
-
-    def replayed(question: str, kinds: Sequence[str], factor: float) -> Answer:
-        part = analysis.operations.kinds_of(*kinds)
-        seconds = analysis.mean(np.where(part, analysis.durations.recorded * factor, analysis.durations.recorded))
-        return Answer(question, seconds, seconds / time - 1, "replay")
-
-    yield replayed("rewards take no time", [REWARD], 0.0)
-    yield replayed("links twice as fast", COMMUNICATION, 0.5)
-    for kind in without:
-        yield replayed(f"{kind} takes no time", [kind], 0.0)
+    """Answer the standard questions, and what a step would take without these kinds of work and under these policies.
+    `simulated=None` skips what needs simulation. Raises PolicyError for a policy that cannot be used."""
+    kinds = {"rewards take no time": ([REWARD], 0.0), "links twice as fast": (COMMUNICATION, 0.5)}
+    for question, (names, factor) in (kinds | {f"{kind} takes no time": ([kind], 0.0) for kind in without}).items():
+        yield _replayed(run, question, np.where(run.operations.kinds_of(*names), factor * run.own, run.own))
     if simulated is None:
         return
     asked: list[tuple[str, Callable[[Workload], Workload], str]] = [
@@ -64,26 +55,28 @@ def answers(
     ]
     for question, change, policy in asked:
         ratio = simulated.seconds(change, policy) / simulated.seconds(_as_it_was)
-        yield Answer(question, time * ratio, ratio - 1, "simulation")
+        yield Answer(question, run.seconds * ratio, ratio - 1, "simulation")
 
 
-def job_answers(job: Job, found: Slowdown, without: Sequence[str] = ()) -> Iterator[Answer]:
+def job_answers(job: Job, found: JobSlowdown, without: Sequence[str] = ()) -> Iterator[Answer]:
     """Answer the standard questions about a training job, and what it would take without these kinds of operation."""
-    time, kinds = job.mean(job.recorded), job.operations.kinds_of
-
-    def replayed(question: str, seconds: np.ndarray) -> Answer:
-        return Answer(question, job.mean(seconds), job.mean(seconds) / time - 1, "replay")
-
+    operations = job.operations
     if found.workers is not None:
-        part = slowest(job.operations, np.array(found.workers))
-        yield replayed(f"slowest {SLOWEST:.0%} of the workers like the others", job.without(part))
-    if len(job.operations.pairs):
-        yield replayed("all micro-batches alike", job.even)
-    if job.operations.stages > 1:
-        yield replayed("last stage like the others", job.without(job.operations.stage == job.operations.stages - 1))
-    yield replayed("links twice as fast", np.where(job.operations.communicates, job.recorded / 2, job.recorded))
+        part = slowest(operations, np.array(found.workers))
+        yield _replayed(job, f"slowest {SLOWEST:.0%} of the workers like the others", job.without(part))
+    if len(operations.pairs):
+        yield _replayed(job, "all micro-batches alike", job.even)
+    if operations.stages > 1:
+        yield _replayed(job, "last stage like the others", job.without(operations.stage == operations.stages - 1))
+    yield _replayed(job, "links twice as fast", np.where(operations.communicates, job.own / 2, job.own))
     for kind in without:
-        yield replayed(f"{kind} takes no time", np.where(kinds(*TOGETHER.get(kind, (kind,))), 0.0, job.recorded))
+        part = operations.kinds_of(*TOGETHER.get(kind, (kind,)))
+        yield _replayed(job, f"{kind} takes no time", np.where(part, 0.0, job.own))
+
+
+def _replayed(analysis: Job | Run, question: str, durations: np.ndarray) -> Answer:
+    seconds = analysis.mean(durations)
+    return Answer(question, seconds, seconds / analysis.seconds - 1, "replay")
 
 
 class Simulated:
@@ -99,7 +92,7 @@ class Simulated:
         return fmean(step.result.step_s for step in steps)
 
     def decided_anew(self, rates: Mapping[str, float]) -> float | None:
-        """As `Analysis.found` asks; None where no slot is slow."""
+        """Return the ratio that `Run.found` needs; None where no slot is slow."""
         slots = [max(rate, 1.0) for worker, rate in rates.items() if worker.startswith("slot ")]
         if max(slots) < SLOW:
             return None
@@ -114,8 +107,8 @@ def ranks_of(spans: Sequence[Span]) -> set[str]:
 
 
 def simulated(config: Config, steps: Sequence[tuple[Span, Sequence[Span]]]) -> Simulated | None:
-    """The last of these steps; None where the simulator has no such job: stages in pipelines, nothing generated, or a
-    configuration of other devices, with which the run was resumed and made no step yet."""
+    """Return the last of these steps; None for jobs that are not simulated (pipelines, nothing generated) and for a
+    configuration of other devices, with which the run was resumed."""
     spans = [span for _, inside in steps for span in inside]
     generated = any(span.kind == "generate" for span in spans)
     if not generated or len(ranks_of(spans)) != config.slots or config.training.pipeline_parallel_size > 1:
@@ -148,7 +141,7 @@ class Examined:
     """A run's last undisturbed steps, and what was found."""
 
     steps: list[tuple[Span, list[Span]]]
-    analysis: Analysis
+    analysis: Run
     simulated: Simulated | None
     found: RunSlowdown
     alarms: list[Alarm]  # what the run told of slow and faulty workers itself, and when that began
@@ -164,7 +157,7 @@ def examine(run: RunFolder, steps: int = STEPS, run_code: bool = False) -> Exami
     spans = [span for _, inside in recorded for span in inside]
     together = ("backward",) if config.sharded_gradients else ()
     together = KINDS if config.sharded_weights else together
-    analysis = Analysis(operations(recorded, run.width, together), spans)
+    analysis = Run(operations(recorded, run.width, together), spans)
     clock = simulated(config, recorded)
     found = analysis.found() if clock is None else analysis.found(clock.decided_anew)
     return Examined(recorded, analysis, clock, found, read_alarms(run.path))

@@ -19,8 +19,7 @@ import numpy as np
 from rlfuse.errors import RunError
 from rlfuse.events import Span
 from rlfuse.run_folder.reader import RunFolder
-from rlfuse.samples import prompt_of
-from rlfuse.step.scoring import PASSES
+from rlfuse.samples import PASSES, prompt_of
 from rlfuse.tools.whatif.operations import ALONE, Operations
 
 CONTROLLER, REWARD, DRIVER = "controller", "reward", "driver"
@@ -135,8 +134,6 @@ def _place(worker: str) -> tuple[int, list[tuple[int, str]]]:
 
 
 class _Step:
-    """The pieces of one step, in the order in which they began."""
-
     def __init__(self, spans: Iterable[Span], width: int, together: Collection[str]):
         self.width, self.together = width, together
         self.spans = sorted(spans, key=lambda span: (span.start, -span.end))
@@ -222,7 +219,7 @@ class _Step:
         return span.kind not in beside and self._slot(span) in call.slots
 
     def _lock(self, call: Call) -> None:
-        """Ranks that can only work together: an optimizer step, a row or a head cut over ranks, ZeRO's gathers."""
+        """Group ranks that work in lockstep: optimizer steps, rows or heads split over ranks, ZeRO's gathers."""
         members: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
         counted: dict[tuple[str, str], int] = defaultdict(int)
         for piece in call.work:
@@ -248,7 +245,6 @@ class _Step:
         )
 
     def _own(self, call: Call, kind: str, start: float, end: float) -> Piece:
-        """What the driver does about a call; changing a slot's role is the slot's."""
         worker = f"slot {call.slots[0]}" if kind == "switch" else DRIVER
         return Piece(kind=kind, worker=worker, start=start, end=max(start, end), span=call.span, call=call)
 
@@ -296,7 +292,7 @@ class _Step:
         ]
 
     def _decoded(self, piece: Piece, samples: Iterable[str]) -> list[Piece]:
-        """What ended the generation of these samples, once for each engine."""
+        """Return what ended the generation of these samples, one per engine."""
         ends: dict[str, float] = {}
         for name in samples:
             if (span := self.generated.get(name)) is not None:
@@ -305,7 +301,7 @@ class _Step:
         return [each for each in found if each is not None]
 
     def _scores(self, piece: Piece, samples: Iterable[str]) -> list[Piece]:
-        """Calls that scored these samples and their siblings, and the advantages that were computed of them."""
+        """Return the calls that scored these samples and their siblings, and their advantages."""
         groups = dict.fromkeys(prompt_of(name) for name in samples)
         ended = {id(each): each for group in groups for each in self.scored[group] if each.end <= piece.start + SAME_S}
         found = list(ended.values())
@@ -314,7 +310,7 @@ class _Step:
         return found + ([advantages] if advantages is not None and advantages.end <= piece.start + SAME_S else [])
 
     def _woken(self, piece: Piece, woken: _Stream) -> None:
-        """What its own reasons don't explain waited for what ended last."""
+        """If its own reasons do not explain its start, it waited for what ended last."""
         ready = max((each.end for each in piece.waits), default=-np.inf)
         last = woken.before(piece.start)
         if last is not None and piece.start - ready > EXPLAINED_S and last.end > ready:
@@ -339,8 +335,6 @@ class _Step:
 
 
 class _Stream:
-    """Pieces in the order of their ends."""
-
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
 

@@ -1,103 +1,150 @@
-"""What-if analysis of stragglers in a training job (arXiv 2505.05713, OSDI '25).
+"""Measure what uneven work and slow workers cost a run or a training job (arXiv 2505.05713, OSDI '25).
 
-S = T / T_ideal        waste = 1 - 1 / S       S_x: ideal, but the part x as recorded, over T_ideal
-M = (T - T_fixed) / (T - T_ideal), where a part is ideal in the recorded run: the slowest workers (M_W), the last
-stage (M_S); or where all micro-batches are alike (M_L)
+S = T / T_ideal, waste = 1 - 1 / S; S_x: ideal durations, with the part x as recorded, over T_ideal;
+M = (T - T_fixed) / (T - T_ideal), where a part of the recorded run is ideal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
 import numpy as np
 
-from rlfuse.tools.whatif.causes import Cause, correlation, likely_of_job
-from rlfuse.tools.whatif.operations import Operations, Replay
+from rlfuse.costs.fit import fit
+from rlfuse.costs.rates import Group, comparable, typical_seconds
+from rlfuse.events import Span
+from rlfuse.samples import PASSES
+from rlfuse.tools.whatif.causes import Cause, Seen, correlation, likely, likely_of_job
+from rlfuse.tools.whatif.operations import ALONE, Operations, Replay
+from rlfuse.tools.whatif.run_operations import CONTROLLER, DRIVER, Recorded
 
 ATTRIBUTED = 1.03  # a smaller slowdown is within the error of the replay
 SLOWEST = 0.03  # of the workers, rounded up: those whose share of the slowdown is `M_W`
 TOGETHER = {"forward-pp-comm": ("forward-send", "forward-recv"), "backward-pp-comm": ("backward-send", "backward-recv")}
-"""Kinds that the study attributes together, beside each alone."""
+"""Kinds of a training job that the study also attributes together."""
+DECODING = ("decode", "prefill")
+TRAINING = ("forward", "backward")
+ONE_BY_ONE = [[kind] for kind in ("encode", *DECODING, *PASSES, *TRAINING)]
+PHASES = [["encode"], [*DECODING, *PASSES], TRAINING]  # the shorter of the two ideals counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """Of a recorded run; everything that attributes is None where `S` is below `ATTRIBUTED`."""
+    """Of recorded steps; fields that attribute it are None where `S` is below `ATTRIBUTED`."""
 
     S: float
-    waste: float  # the share of all workers' time
-    seconds: float  # of a step in the mean, replayed as recorded
+    waste: float  # share of the workers' time
+    seconds: float  # mean of a step, replayed as recorded
     ideal_seconds: float
-    launch_delay: float  # share of the recorded steps' time that the replay leaves out: how wrong it may be
+    launch_delay: float  # share of the recorded steps' time that the replay leaves out: its error
     S_t: dict[str, float] | None = None  # kind of operation -> slowdown by it alone, largest first
-    workers: list[list[float]] | None = None  # [stage][data rank]: slowdown by that worker alone
-    M_W: float | None = None
-    M_S: float | None = None
-    M_L: float | None = None
-    correlation: float | None = None  # of forward and backward durations; None: too few or constant
+    M_W: float | None = None  # share of the loss saved if the slowest 3 % of the workers were ideal
+    M_S: float | None = None  # share of the loss saved if the last stage were ideal
     cause: Cause | None = None
 
 
-class Job:
-    """A recorded training job, its replay and its ideal durations; questions are further durations for the replay."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSlowdown(Slowdown):
+    """Of a training job, whose ideal durations are the same for all operations of a kind."""
+
+    workers: list[list[float]] | None = None  # [stage][data rank]: slowdown by that worker alone
+    M_L: float | None = None  # share of the loss saved if all micro-batches were alike
+    correlation: float | None = None  # of forward and backward durations; None: too few or constant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSlowdown(Slowdown):
+    """Of a run's last steps: S = S_machine * S_skew. Ideal is the same work, predicted by fitted costs at the speed of
+    a typical worker, shared out evenly. `M_W` is None where `S_machine` is below `ATTRIBUTED`."""
+
+    steps: int
+    S_machine: float
+    S_skew: float
+    measured: float  # mean seconds of a step, measured by the driver
+    no_slow_machine_seconds: float
+    workers: dict[str, float]  # worker -> slowdown of the run by its machine alone, largest first
+    rates: dict[str, float]  # worker -> seconds of its work over a typical worker's
+
+
+class _Analysis:
+    """Operations and their replay with any durations, float [N]; `own`: the recorded ones."""
 
     def __init__(self, operations: Operations):
         self.operations, self.replay = operations, Replay(operations)
-        self.recorded = operations.own_seconds()  # float [N]; as the next two
-        self.ideal = ideal_seconds(operations, self.recorded)
-        self.even = even_seconds(operations, self.recorded)
+        self.own = operations.own_seconds()
+        self.seconds = self.mean(self.own)
 
-    def mean(self, seconds: np.ndarray) -> float:
-        return float(self.replay.step_seconds(seconds).mean())
+    def mean(self, durations: np.ndarray) -> float:
+        return float(self.replay.step_seconds(durations).mean())
 
-    def found(self) -> Slowdown:
-        """Replay the job as it was, ideally, and with each kind, stage and rank as it was."""
-        operations, time, ideal = self.operations, self.mean(self.recorded), self.mean(self.ideal)
-        slowdown = time / ideal if ideal else 1.0
+    def share(self, fixed: np.ndarray, ideal: np.ndarray) -> float:
+        """Return the share of what the ideal durations save that these save; 0 where they save nothing."""
+        best = self.mean(ideal)
+        return (self.seconds - self.mean(fixed)) / (self.seconds - best) if self.seconds > best else 0.0
+
+    def alone(self, part: np.ndarray, ideal: np.ndarray) -> float:
+        """Return the slowdown by this part of the operations alone, bool [N]."""
+        return self.mean(np.where(part, self.own, ideal)) / self.mean(ideal)
+
+    def by_kind(self, ideal: np.ndarray, more: Mapping[str, Sequence[str]]) -> dict[str, float]:
+        names = {name: (name,) for name in self.operations.kinds if name != CONTROLLER} | more
+        parts = {name: self.operations.kinds_of(*kinds) for name, kinds in names.items()}
+        return _largest_first({name: self.alone(part, ideal) for name, part in parts.items() if part.any()})
+
+
+class Job(_Analysis):
+    """A recorded training job."""
+
+    def __init__(self, operations: Operations):
+        super().__init__(operations)
+        self.ideal, self.even = ideal_seconds(operations, self.own), even_seconds(operations, self.own)
+
+    def found(self) -> JobSlowdown:
+        """Replay the job as recorded, with ideal durations, and with each kind, stage and rank as recorded."""
+        operations, ideal = self.operations, self.mean(self.ideal)
+        slowdown = self.seconds / ideal if ideal else 1.0
         first, last = np.full(operations.steps, np.inf), np.full(operations.steps, -np.inf)
         np.minimum.at(first, operations.step, operations.start)
         np.maximum.at(last, operations.step, operations.end)
         found: dict[str, Any] = {
             "S": slowdown,
             "waste": 1 - 1 / slowdown,
-            "seconds": time,
+            "seconds": self.seconds,
             "ideal_seconds": ideal,
-            "launch_delay": 1 - time / float((last - first).mean()),
+            "launch_delay": 1 - self.seconds / float((last - first).mean()),
         }
         if slowdown < ATTRIBUTED:
-            return Slowdown(**found)
-
-        def alone(part: np.ndarray) -> float:
-            return self.mean(np.where(part, self.recorded, self.ideal)) / ideal
-
-        def share(fixed: np.ndarray) -> float:
-            return (time - self.mean(fixed)) / (time - ideal)
-
-        workers = _workers(operations, alone)
-        forward, backward, chunk = operations.pairs.T
+            return JobSlowdown(**found)
+        workers, (forward, backward, chunk) = self._workers(), operations.pairs.T
+        of = np.stack([operations.rank[forward], chunk], axis=1)
         found |= {
-            "S_t": _by_kind(operations, alone),
+            "S_t": self.by_kind(self.ideal, TOGETHER),
             "workers": workers.tolist(),
-            "M_W": share(self.without(slowest(operations, workers))),
-            "M_S": share(self.without(operations.stage == operations.stages - 1)),
-            "M_L": share(self.even),
-            "correlation": correlation(
-                np.stack([operations.rank[forward], chunk], axis=1), self.recorded[forward], self.recorded[backward]
-            ),
+            "M_W": self.share(self.without(slowest(operations, workers)), self.ideal),
+            "M_S": self.share(self.without(operations.stage == operations.stages - 1), self.ideal),
+            "M_L": self.share(self.even, self.ideal),
+            "correlation": correlation(of, self.own[forward], self.own[backward]),
         }
-        return Slowdown(**found, cause=likely_of_job(found, len(operations.pairs)))
+        return JobSlowdown(**found, cause=likely_of_job(found, len(operations.pairs)))
 
     def without(self, part: np.ndarray) -> np.ndarray:
-        """Return the recorded durations, float [N], but ideal ones for a part, bool [N]."""
-        return np.where(part, self.ideal, self.recorded)
+        """Return the recorded durations, but ideal ones for a part, bool [N]."""
+        return np.where(part, self.ideal, self.own)
+
+    def _workers(self) -> np.ndarray:
+        """Return float [stages, ranks]. A worker is slow if both its stage and its rank are, which takes stages + ranks
+        replays instead of their product."""
+        stage, rank = self.operations.stage, self.operations.rank
+        by_stage = np.array([self.alone(stage == each, self.ideal) for each in range(self.operations.stages)])
+        by_rank = np.array([self.alone(rank == each, self.ideal) for each in range(self.operations.ranks)])
+        return np.minimum(by_stage[:, None], by_rank[None, :])
 
 
 def ideal_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
-    """float [N]: what each would take if all of its kind took the same: of computing the mean, of transfers the median.
-    Transfers have a long tail of accidents, computing is worth what it is in the mean."""
+    """Return float [N]: the mean of computations of each kind, and the median of transfers, which have a long tail."""
     ideal = np.empty(len(operations))
     for number in range(len(operations.kinds)):
         if (of_kind := operations.kind == number).any():
@@ -107,7 +154,7 @@ def ideal_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
 
 
 def even_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
-    """float [N]: what each would take if all micro-batches were alike: forward and backward of a chunk their mean."""
+    """Return float [N]: durations if forward and backward of each chunk took the mean of all micro-batches."""
     even, chunk = seconds.copy(), operations.pairs[:, 2]
     for direction in operations.pairs[:, :2].T:
         counts = np.maximum(np.bincount(chunk), 1)
@@ -115,26 +162,105 @@ def even_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
     return even
 
 
-def _by_kind(operations: Operations, alone: Any) -> dict[str, float]:
-    parts: Mapping[str, tuple[str, ...]] = {name: (name,) for name in operations.kinds} | TOGETHER
-    return largest_first(
-        {name: alone(part) for name, kinds in parts.items() if (part := operations.kinds_of(*kinds)).any()}
-    )
+def slowest(operations: Operations, workers: np.ndarray) -> np.ndarray:
+    """Return bool [N]: the operations of the slowest workers."""
+    order = np.argsort(-workers.ravel(), kind="stable")[: ceil(SLOWEST * workers.size)]
+    return np.isin(operations.stage * workers.shape[1] + operations.rank, order)
 
 
-def largest_first(values: Mapping[str, float]) -> dict[str, float]:
-    """The same, in the order in which people read it."""
+def _largest_first(values: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(values.items(), key=lambda item: -item[1]))
 
 
-def _workers(operations: Operations, alone: Any) -> np.ndarray:
-    """float [stages, ranks]. A worker is slow if both its stage and its rank are: two replays instead of a product."""
-    by_stage = np.array([alone(operations.stage == stage) for stage in range(operations.stages)])
-    by_rank = np.array([alone(operations.rank == rank) for rank in range(operations.ranks)])
-    return np.minimum(by_stage[:, None], by_rank[None, :])
+class Run(_Analysis):
+    """A recorded run. `typical`: durations without slow machines; `balanced`: these shared out evenly."""
+
+    def __init__(self, recorded: Recorded, spans: Iterable[Span]):
+        """`spans`: of the recorded steps, which costs are fitted to."""
+        super().__init__(recorded.operations)
+        self.recorded = recorded
+        groups = _groups(recorded, fit(list(spans)).costs.flat_batch)
+        self.typical = typical_seconds(groups, self.own, self.operations.rank)
+        ways = (balanced_seconds(self.operations, self.typical, kinds) for kinds in (ONE_BY_ONE, PHASES))
+        self.balanced = min((self.typical, *ways), key=self.mean)
+
+    def _of(self, worker: str) -> np.ndarray:
+        if worker not in self.recorded.workers:
+            return np.zeros(len(self.operations), bool)
+        return self.operations.rank == self.recorded.workers.index(worker)
+
+    def found(self, decided_anew: Callable[[Mapping[str, float]], float | None] = lambda rates: None) -> RunSlowdown:
+        """Replay the run as recorded, under both ideals, and with each kind and worker as recorded.
+
+        `decided_anew`: from the rates of all workers, a step's time over what it would be if none were slow and the
+        fusion policy decided accordingly, which no replay can tell; None if unknown.
+        """
+        healthy, ideal = self.mean(self.typical), self.mean(self.balanced)
+        rates = {worker: self._rate(self._of(worker)) for worker in self.recorded.workers if worker != DRIVER}
+        if (ratio := decided_anew(rates)) is not None:
+            healthy = min(healthy, self.seconds / ratio)
+            ideal = min(ideal, healthy)
+        measured = float(np.mean([step.seconds for step in self.recorded.steps]))
+        workers = {worker: self.alone(self._of(worker), self.typical) for worker in rates}
+        found: dict[str, Any] = {
+            "steps": self.operations.steps,
+            "S": self.seconds / ideal,
+            "S_machine": self.seconds / healthy,
+            "S_skew": healthy / ideal,
+            "waste": max(0.0, 1 - ideal / self.seconds),
+            "measured": measured,
+            "seconds": self.seconds,
+            "no_slow_machine_seconds": healthy,
+            "ideal_seconds": ideal,
+            "launch_delay": 1 - self.seconds / measured,
+            "workers": _largest_first(workers),
+            "rates": _largest_first(rates),
+        }
+        if found["S"] < ATTRIBUTED:
+            return RunSlowdown(**found)
+        found |= {"S_t": self.by_kind(self.balanced, {})}
+        slow = list(found["workers"])[: ceil(SLOWEST * len(workers))]
+        if found["S_machine"] >= ATTRIBUTED:
+            found["M_W"] = self._saved(np.logical_or.reduce([self._of(worker) for worker in slow]), self.typical)
+        if self.operations.stages > 1:
+            last = self.operations.stage == self.operations.stages - 1
+            pipelined = ["pipeline" in piece.span.attributes for piece in self.recorded.pieces]
+            found["M_S"] = self._saved(last & pipelined, self.balanced)
+        seen = Seen(self.recorded.pieces, self.own, self.typical, self.balanced, slow, self._saved)
+        return RunSlowdown(**found, cause=likely(found, seen))
+
+    def _saved(self, part: np.ndarray, ideal: np.ndarray) -> float:
+        return self.share(np.where(part, ideal, self.own), ideal)
+
+    def _rate(self, part: np.ndarray) -> float:
+        typical = self.typical[part].sum()
+        return float(self.own[part].sum() / typical) if typical else 1.0
 
 
-def slowest(operations: Operations, workers: np.ndarray) -> np.ndarray:
-    """bool [N]: of the slowest workers."""
-    order = np.argsort(-workers.ravel(), kind="stable")[: ceil(SLOWEST * workers.size)]
-    return np.isin(operations.stage * workers.shape[1] + operations.rank, order)
+def _groups(recorded: Recorded, flat_batch: int) -> list[Group]:
+    """Return the operations that are comparable; those of the driver are not."""
+    pieces = [piece for piece in recorded.pieces if piece.worker != DRIVER]
+    kinds = ["decode" if piece.kind in DECODING else piece.kind for piece in pieces]
+    numbers = np.array([piece.number for piece in pieces])
+    groups = comparable(kinds, [piece.span for piece in pieces], flat_batch)
+    return [(numbers[mine], terms) for mine, terms in groups]
+
+
+def balanced_seconds(operations: Operations, typical: np.ndarray, kinds: Sequence[Sequence[str]]) -> np.ndarray:
+    """Return float [N]: the work of each of these sets of kinds in a step shared out evenly over the workers that did
+    some. Operations of one kind on one worker take as long as one another."""
+    balanced = typical.copy()
+    for step in range(operations.steps):
+        inside = (operations.step == step) & (operations.group == ALONE)
+        for names in kinds:
+            for part in (inside & operations.kinds_of(name) for name in names):
+                if part.any():
+                    _, of, counts = np.unique(operations.rank[part], return_inverse=True, return_counts=True)
+                    balanced[part] = (np.bincount(of, typical[part]) / counts)[of]
+            part = inside & operations.kinds_of(*names)
+            if part.any():
+                workers, of = np.unique(operations.rank[part], return_inverse=True)
+                total = np.bincount(of, balanced[part])
+                factor = np.divide(total.mean(), total, out=np.ones(len(workers)), where=total > 0)
+                balanced[part] *= factor[of]
+    return balanced

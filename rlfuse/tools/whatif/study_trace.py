@@ -23,8 +23,7 @@ COMPUTE = ("forward-compute", "backward-compute", "gc", "first-op")  # in the st
 P2P = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 DATA = ("params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce")  # collectives over data ranks
 CLIP, EMBEDDING = "optimizer-clip-main-grad", "embedding-grads-all-reduce"
-TAIL = ("layernorm-grads-all-reduce", EMBEDDING, *DATA[1:], CLIP, "optimizer")
-"""After the last backward, in this order."""
+TAIL = ("layernorm-grads-all-reduce", EMBEDDING, *DATA[1:], CLIP, "optimizer")  # after the last backward, in this order
 KINDS = (*COMPUTE, *P2P, DATA[0], *TAIL)
 COMMUNICATION = {*P2P, *DATA, CLIP, EMBEDDING, "layernorm-grads-all-reduce"}
 NEEDED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
@@ -83,8 +82,6 @@ def _members(names: tuple[str, ...]) -> np.ndarray:
 
 @dataclass(slots=True)
 class _Worker:
-    """One worker's operations of one step, as indices of all operations in the order of their start."""
-
     step: int
     rank: int
     stage: int
@@ -99,8 +96,6 @@ class _Worker:
 
 
 class _Builder:
-    """Goes through the workers of each step; columns of all operations are arrays."""
-
     def __init__(self, table: pd.DataFrame):
         self.numbers = table[["step", "dp_rank", "stage"]].to_numpy()
         self.kinds, self.start = table["optype"].to_numpy(), table["start_ts"].to_numpy(float)
@@ -111,8 +106,7 @@ class _Builder:
         self.waits: list[tuple[np.ndarray, np.ndarray]] = []
         self.pairs: list[np.ndarray] = []
         self.groups: dict[tuple, list[int]] = defaultdict(list)
-        self.sends: dict[tuple, np.ndarray] = {}
-        """(step, rank, stage that receives, direction) -> sends, in order."""
+        self.sends: dict[tuple, np.ndarray] = {}  # (step, rank, stage that receives, direction) -> sends, in order
         self.receives: dict[tuple, np.ndarray] = {}
 
     def operations(self) -> Operations:
@@ -153,7 +147,7 @@ class _Builder:
         self.waits.append((operations[1:], operations[:-1]))
 
     def _pipeline(self, worker: _Worker, direction: str) -> None:
-        """Receive, compute, send; a receive is asked for once the computation before its own has ended."""
+        """Receive, compute, send; a receive starts once the computation before its own has ended."""
         computed = worker.of(f"{direction}-compute")
         if self.stages == 1 or not len(computed):
             return
@@ -173,11 +167,8 @@ class _Builder:
     def _matched(
         self, worker: _Worker, kind: str, computed: np.ndarray, needed: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Transfers of the kind, and the position in `computed` of what each belongs to.
-
-        Profilers may note one for every computation, also where the pipeline begins or ends, or all but the first; and
-        some before the first or after the last computation, which nobody waited for.
-        """
+        """Return the transfers of the kind, and the position in `computed` of what each belongs to. Profilers may
+        record one for every computation, or all but the first, and some before or after all computations."""
         transfers, receives = worker.of(kind), kind.endswith("recv")
         if receives:
             transfers = transfers[self.start[transfers] <= self.start[computed].max() + CLOCK_S]
@@ -190,7 +181,7 @@ class _Builder:
         raise TraceError(f"{worker}: {len(transfers)} {kind} for {int(needed.sum())} computations that need one")
 
     def _micro_batches(self, worker: _Worker) -> None:
-        """Each chunk's forward with the backward of the same micro-batch: by its number, without one by their order."""
+        """Pair each chunk's forward and backward of a micro-batch, by number or by order."""
         both = [worker.of(f"{direction}-compute") for direction in (FORWARD, BACKWARD)]
         for chunk in np.unique(self.global_chunk[np.concatenate(both)]):
             mine = [each[self.global_chunk[each] == chunk] for each in both]

@@ -12,16 +12,15 @@ from rlfuse.events import Span
 from rlfuse.tools.trace import FIRST_SLOT, trace
 from rlfuse.tools.whatif.operations import Operations
 from rlfuse.tools.whatif.run_operations import CONTROLLER
-from rlfuse.tools.whatif.run_slowdown import Analysis
-from rlfuse.tools.whatif.slowdown import Job
+from rlfuse.tools.whatif.slowdown import Job, Run
 
 IDEAL = 1_000_000  # added to the process numbers of the ideal run
 
 
-def of_run(analysis: Analysis, steps: Sequence[tuple[Span, Sequence[Span]]], width: int) -> dict[str, Any]:
+def of_run(run: Run, steps: Sequence[tuple[Span, Sequence[Span]]], width: int) -> dict[str, Any]:
     """Return both in the trace event format."""
     real = trace([span for _, inside in steps for span in inside], width)
-    return _both(real, trace(ideal_spans(analysis), width))
+    return _both(real, trace(_ideal_spans(run), width))
 
 
 def of_job(job: Job) -> dict[str, Any]:
@@ -57,15 +56,13 @@ def _both(recorded: dict[str, Any], ideal: dict[str, Any]) -> dict[str, Any]:
     return {**recorded, "traceEvents": recorded["traceEvents"] + ideal["traceEvents"]}
 
 
-def ideal_spans(analysis: Analysis) -> list[Span]:
-    """The run's work as it would have been: the spans of its operations, earlier and shorter."""
-    seconds = analysis.durations.balanced
-    ends, longest = analysis.replay.ends(seconds), analysis.replay.step_seconds(seconds)
-    began = np.array([step.start for step in analysis.recorded.steps])
-    spans = [
-        replace(step, end=step.start + float(longest[number])) for number, step in enumerate(analysis.recorded.steps)
-    ]
-    for piece in analysis.recorded.pieces:
+def _ideal_spans(run: Run) -> list[Span]:
+    """Return the spans of the run's operations as they would have been: earlier and shorter."""
+    seconds, steps = run.balanced, run.recorded.steps
+    ends, longest = run.replay.ends(seconds), run.replay.step_seconds(seconds)
+    began = np.array([step.start for step in steps])
+    spans = [replace(step, end=step.start + float(longest[number])) for number, step in enumerate(steps)]
+    for piece in run.recorded.pieces:
         if piece.kind != CONTROLLER:
             end = began[piece.step] + ends[piece.number]
             spans.append(replace(piece.span, start=float(end - seconds[piece.number]), end=float(end)))

@@ -1,6 +1,6 @@
-"""What work costs on a slot, in seconds: the model that policies decide by and the simulator runs by.
+"""The cost model of a step: seconds of each kind of work on a typical slot, as plain data with predictions.
 
-A decoding step of b sequences holding c tokens takes `step_base_s + step_per_sequence_s * max(0, b - flat_batch) +
+A decoding step of b sequences with c cached tokens takes `step_base_s + step_per_sequence_s * max(0, b - flat_batch) +
 step_per_context_token_s * c`: decoding is bound by reading the weights until the batch exceeds `flat_batch`.
 """
 
@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Defaults are those of a small model on one CPU core, until a run has measured its own."""
+    """Defaults are those of a small model on one CPU core; `costs.fit` replaces them by measured ones."""
 
     step_base_s: float = 0.01
     step_per_sequence_s: float = 1e-4
@@ -23,30 +23,43 @@ class Costs:
     max_tokens: int = 1 << 20  # longest response
     prefill_tokens_per_s: float = 20_000.0
     score_tokens_per_s: float = 10_000.0  # one pass without gradients
-    score_call_s: float = 0.0  # what each call of a pass costs beside its tokens
+    score_call_s: float = 0.0  # fixed cost of each call of a pass
     train_tokens_per_s: float = 3_000.0  # forward and backward of one model
     train_call_s: float = 0.0
     optimizer_s: float = 0.0  # an optimizer step, all ranks together
     switch_s: float = 0.0  # changing a slot's role, either way
-    move_s: float = 0.02  # taking samples off an engine and handing them over, beside prefill or transfer
+    move_s: float = 0.02  # evicting samples from an engine and handing them over, without prefill or transfer
     kv_bytes_per_token: float = 1.0
-    link_bytes_per_s: float = 0.0  # between two slots' KV caches; 0 where they can't be carried over
+    link_bytes_per_s: float = 0.0  # between two slots' KV caches; 0: caches cannot be moved
     step_s: float = 0.0  # per training step: weights to the engines, data, bookkeeping
 
     def decode_step(self, batch: float, context: float) -> float:
+        """Return the seconds of one decoding step of `batch` sequences with `context` cached tokens in total."""
         beyond = max(0.0, batch - self.flat_batch)
         return self.step_base_s + self.step_per_sequence_s * beyond + self.step_per_context_token_s * context
 
+    def prefill(self, tokens: float) -> float:
+        return tokens / self.prefill_tokens_per_s
+
+    def scoring(self, tokens: float, calls: float = 1) -> tuple[float, float]:
+        """Return the seconds of one pass over `tokens`: fixed costs of its calls, and its work, which a slow slot
+        stretches."""
+        return calls * self.score_call_s, tokens / self.score_tokens_per_s
+
+    def training(self, tokens: float, calls: float = 1) -> tuple[float, float]:
+        """Return the same for forward and backward of one model."""
+        return calls * self.train_call_s, tokens / self.train_tokens_per_s
+
     def batch_within(self, seconds: float) -> int:
-        """Most sequences whose decoding step, context apart, takes no longer than this; at least 1."""
+        """Return the largest batch whose decoding step without context takes at most `seconds`; at least 1."""
         if self.step_per_sequence_s <= 0:
             return self.max_sequences
         beyond = (seconds - self.step_base_s) / self.step_per_sequence_s
         return max(1, min(self.max_sequences, int(self.flat_batch + beyond))) if beyond >= 0 else 1
 
     def carry(self, tokens: float) -> tuple[Literal["kv", "tokens"], float]:
-        """The faster way to move a sample that holds so many tokens, and its seconds."""
-        prefill = tokens / self.prefill_tokens_per_s
+        """Return the faster way to move a sample of `tokens` tokens, and its seconds."""
+        prefill = self.prefill(tokens)
         if self.link_bytes_per_s <= 0:
             return "tokens", self.move_s + prefill
         transfer = tokens * self.kv_bytes_per_token / self.link_bytes_per_s

@@ -1,0 +1,221 @@
+"""Estimate the rate of each slot: seconds of its work over the seconds that it takes a typical slot (rate 1).
+
+`Rates` follows a run while it goes on; a rate moves only when the median of the last three observations differs from it
+by DEAD_BAND. `slot_rates` and `typical_seconds` read recorded runs, and fit costs and rates together, as a slow worker
+gets less work.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from statistics import median, median_low
+from typing import Any
+
+import numpy as np
+
+from rlfuse.costs.fit import robust
+from rlfuse.costs.model import Costs
+from rlfuse.costs.spans import call_terms, decoding_amounts, decoding_terms, is_work, role_of
+from rlfuse.events import Span
+
+THRESHOLD = 1.2  # a slot is slow from this rate on, and fast below its inverse
+DEAD_BAND = 0.3  # relative difference between a rate and new observations below which it does not move
+OBSERVATIONS = 3  # observations whose median decides, so that one hiccup does not
+HICCUP_S = 1.0  # hiccups are shorter: work that exceeds its prediction by more counts twice
+MIN_EXPECTED_S = 0.2  # work predicted to be shorter is observed together with the next
+REFRESH = 8  # the typical ratio is recomputed after slots / REFRESH observations
+
+
+class Rates:
+    """The current rate of each of `slots` slots; 1 until work is observed.
+
+    `drained`: slots drained from the start; `returning`: those of them that are restored once they are as fast as the
+    others. Both sets belong to the caller and are updated in place. `measured=False` keeps all rates at 1, for runs in
+    which nothing may depend on measured times.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        drained: set[int] | None = None,
+        returning: set[int] | None = None,
+        measured: bool = True,
+    ):
+        self._measured = measured
+        self.current = [1.0] * slots  # slot -> its rate, for plans
+        self.drained: set[int] = set() if drained is None else drained
+        self.unheard: dict[int, int] = {}  # slow slot -> steps since its last observation
+        self._last = [deque((1.0,) * OBSERVATIONS, OBSERVATIONS) for _ in range(slots)]
+        self._returning: set[int] = set() if returning is None else returning
+        for slot in self._returning:
+            self._last[slot].clear()
+        self._peers: defaultdict[str, _Peers] = defaultdict(lambda: _Peers(slots))
+        self._short: dict[tuple[int, str], tuple[float, float]] = {}  # measured and predicted seconds
+        self._costs: Costs | None = None
+
+    @classmethod
+    def of(cls, speeds: Sequence[float]) -> Rates:
+        """Return the rates that steps on slots of these speeds would have measured."""
+        rates, typical = cls(len(speeds)), median_low(1 / speed for speed in speeds)
+        for slot, speed in enumerate(speeds):
+            rates._last[slot].extend((1 / (speed * typical),) * OBSERVATIONS)
+            rates._decide(slot)
+        return rates
+
+    def begin(self, costs: Costs) -> None:
+        """Start a step; typical ratios measured with other costs are dropped."""
+        if costs != self._costs:
+            self._costs = costs
+            self._peers.clear()
+        self._short.clear()
+        slow = (slot for slot, rate in enumerate(self.current) if rate > 1 and slot not in self.drained)
+        self.unheard = {slot: self.unheard.get(slot, 0) + 1 for slot in slow}
+
+    def observe(self, slot: int, kind: str, seconds: float, expected: float) -> None:
+        """Record work of one kind that took `seconds`, where the costs predict `expected`."""
+        if seconds <= 0 or expected <= 0 or not self._measured:
+            return
+        self.unheard.pop(slot, None)
+        before = self._short.pop((slot, kind), (0.0, 0.0))
+        seconds, expected = seconds + before[0], expected + before[1]
+        if expected < MIN_EXPECTED_S:
+            self._short[slot, kind] = seconds, expected
+            return
+        typical = self._peers[kind].note(slot, seconds / expected)
+        if typical is None:
+            return
+        for _ in range(1 if seconds - expected * typical < HICCUP_S else 2):
+            self._last[slot].append(seconds / (expected * typical))
+        self._decide(slot)
+
+    def probed(self, slot: int, rate: float) -> None:
+        """Record that fixed work took a drained slot `rate` times as long as slots in use."""
+        self._last[slot].append(rate)
+        if self._measured:
+            self._decide(slot)
+        last = self._last[slot]
+        if slot in self._returning and len(last) == OBSERVATIONS and median(last) < THRESHOLD:
+            self.restore(slot)
+
+    def _decide(self, slot: int) -> None:
+        if len(self._last[slot]) < OBSERVATIONS:
+            return
+        now, rate = median(self._last[slot]), self.current[slot]
+        if not 1 / (1 + DEAD_BAND) <= now / rate <= 1 + DEAD_BAND:
+            self.current[slot] = 1.0 if 1 / THRESHOLD < now < THRESHOLD else now
+
+    def drain(self, slot: int, until_well: bool = False) -> None:
+        self.drained.add(slot)
+        self._returning.discard(slot)
+        if until_well:  # judged by probes alone: earlier observations may miss the reason for draining
+            self._returning.add(slot)
+            self._last[slot].clear()
+
+    def restore(self, slot: int) -> None:
+        self.drained.discard(slot)
+        self._returning.discard(slot)
+
+
+class _Peers:
+    """Measured over predicted seconds of one kind of work, by slot."""
+
+    def __init__(self, slots: int):
+        self._slots = slots
+        self._measured: dict[int, float] = {}
+        self._typical: float | None = None
+        self._until_refresh = 0
+
+    def note(self, slot: int, measured: float) -> float | None:
+        """Add a ratio and return the typical one, or None until half of the slots were observed. O(1) amortised."""
+        self._measured[slot] = measured
+        self._until_refresh -= 1
+        if 2 * len(self._measured) >= self._slots and (self._typical is None or self._until_refresh <= 0):
+            self._typical = median_low(self._measured.values())
+            self._until_refresh = self._slots // REFRESH
+        return self._typical
+
+
+SLOW = 1.1  # recorded rates below are within the noise: the worker counts as typical
+MAX_ROUNDS, SETTLED = 20, 1e-3  # of alternating fits; until rates change by less
+FEWEST = 4  # operations of a kind from which the dependence of their time on tokens is fitted
+
+Group = tuple[np.ndarray, np.ndarray]  # comparable operations, int [n], and the terms of their time
+
+
+def slot_rates(spans: Sequence[Span], slots: int, width: int, together: bool) -> tuple[float, ...]:
+    """Return the rate of each slot, or nothing where all are typical. `width`: trainer ranks of a slot; `together`:
+    ranks wait for each other within their passes, so that only decoding shows how slow a slot is."""
+    of_ranks = [] if together else ["trainer"]
+    work = [span for span in spans if is_work(span) and role_of(span.where) in ("rollout", *of_ranks)]
+    work = [span for span in work if span.attributes.get("degree", 1) == 1]
+    if not work:
+        return ()
+    widths = {"rollout": 1, "trainer": width}
+    worker = np.array([int(span.where.partition("/")[2]) // widths[role_of(span.where)] for span in work])
+    own = np.array([span.seconds for span in work])
+    found = np.ones(slots)
+    rates = relative(own, typical_seconds(comparable([span.kind for span in work], work, 1), own, worker), worker)
+    found[: len(rates)] = rates
+    return tuple(found.tolist()) if max(found.max(), 1 / found.min()) >= SLOW else ()
+
+
+def comparable(kinds: Sequence[str], spans: Sequence[Span], flat_batch: int) -> list[Group]:
+    """Group spans, each counted as one of these kinds, by kind, function or model, and stage."""
+    found: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for number, (kind, span) in enumerate(zip(kinds, spans, strict=True)):
+        attributes = span.attributes
+        found[kind, attributes.get("function", attributes.get("model")), attributes.get("stage")].append(number)
+    groups = []
+    for (kind, *_), numbers in found.items():
+        mine = [spans[number] for number in numbers]
+        decoding = kind == "decode"
+        terms = decoding_terms(decoding_amounts(mine), flat_batch) if decoding else call_terms([s.tokens for s in mine])
+        groups.append((np.array(numbers), terms))
+    return groups
+
+
+def typical_seconds(groups: Sequence[Group], own: np.ndarray, worker: np.ndarray) -> np.ndarray:
+    """Return float [N]: the expected seconds of each operation at the speed that at least half of the workers reach; of
+    two the faster one's. `own`, float [N]: measured; operations in no group keep theirs. `worker`: int [N]."""
+    typical, expected = own.copy(), _expected_seconds(groups, own, worker)
+    for numbers, _ in groups:
+        _, of = np.unique(worker[numbers], return_inverse=True)
+        usual = median_low(relative(own[numbers], expected[numbers], of).tolist())
+        typical[numbers] = expected[numbers] * usual
+    return typical
+
+
+def _expected_seconds(groups: Sequence[Group], own: np.ndarray, worker: np.ndarray) -> np.ndarray:
+    """Return float [N]: what the work of each operation takes, up to a factor that those of a group share.
+
+    Workers that get less work because they are slow take as long as the others, which may look as if tokens cost
+    nothing. So it is fitted twice, from rates of 1 and from rates by tokens alone; the better prediction counts.
+    """
+    by_tokens = own.copy()
+    for numbers, columns in groups:
+        if (tokens := columns[:, -1].sum()) and columns.shape[1] == 2:
+            by_tokens[numbers] = columns[:, -1] * own[numbers].sum() / tokens
+    equal = np.ones(int(worker.max(initial=0)) + 1)
+    found = [_expected(groups, own, worker, rates) for rates in (relative(own, by_tokens, worker), equal)]
+    return min(found, key=lambda expected: np.abs(own - expected * relative(own, expected, worker)[worker]).sum())
+
+
+def _expected(groups: Iterable[Group], own: np.ndarray, worker: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    expected = own.copy()
+    for _ in range(MAX_ROUNDS):
+        for numbers, columns in groups:
+            seconds = own[numbers] / rates[worker[numbers]]
+            few = len(numbers) < FEWEST
+            expected[numbers] = seconds.mean() if few else columns @ robust(columns, seconds)[0]
+        before, rates = rates, relative(own, expected, worker)
+        if np.allclose(rates, before, rtol=SETTLED):
+            break
+    return expected
+
+
+def relative(own: np.ndarray, expected: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """Return float [workers]: measured over expected seconds of the operations `of` each; 1 where nothing was
+    expected."""
+    foreseen = np.bincount(of, expected)
+    return np.divide(np.bincount(of, own), foreseen, out=np.ones_like(foreseen), where=foreseen > 0)

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from emulated_graphs import EmulatedRecording, Graph
 from test_attention import LAID_OUT, SMALL, answers, pair, scores
 from test_moves import DTYPES, group  # noqa: F401
 from transformers import Qwen2Config
+from worlds.emulated_graphs import EmulatedRecording, Graph
 
 from rlfuse.cluster import watchdog
 from rlfuse.config.checks import check

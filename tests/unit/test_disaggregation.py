@@ -7,8 +7,8 @@ from statistics import fmean
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from playing import play
-from scenes import scenes
+from worlds.playing import play
+from worlds.scenes import scenes
 
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts

@@ -1,14 +1,14 @@
 """Precision and recall on whole runs with a fault injected into one machine, and no alarm in healthy ones.
 
-The bar is the paper's own (Minder, arXiv 2411.01791: precision 0.904, recall 0.883). What is drawn stands in
-`injected_faults.py` and `recorded_steps.py`; `tests/benchmarks/slow_workers.py` prints the table of many more.
+The bar is the paper's own (Minder, arXiv 2411.01791: precision 0.904, recall 0.883). The runs come from
+`injected_faults` and `recorded_steps`; `tests/benchmarks/slow_workers.py` prints the table of many more.
 """
 
 from collections import Counter
 
 import pytest
-from injected_faults import FAULTS, NEAR_MISSES, MadeRun, alarms_of
-from recorded_steps import DrawnRun
+from worlds.injected_faults import FAULTS, NEAR_MISSES, MadeRun, alarms_of
+from worlds.recorded_steps import DrawnRun
 
 PRECISION, RECALL = 0.904, 0.883
 SLOTS = (2, 3, 4, 8)

@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
-from playing import play, play_whole_batches
-from scenes import Scene, scenes
 from transformers import Qwen2Config
+from worlds.playing import play, play_whole_batches
+from worlds.scenes import Scene, scenes
 
 from rlfuse.cli import main
 from rlfuse.config.checks import check

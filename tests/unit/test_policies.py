@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from playing import play, play_whole_batches
-from scenes import Scene, scenes
+from worlds.playing import play, play_whole_batches
+from worlds.scenes import Scene, scenes
 
 from rlfuse.errors import WorkerLost
 from rlfuse.fusion.costs import Costs

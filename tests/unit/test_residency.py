@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from resident_engines import ResidentWorld
-from scenes import Scene, scenes
+from worlds.resident_engines import ResidentWorld
+from worlds.scenes import Scene, scenes
 
 from rlfuse.engines.memory.estimate import Budget, memory_of
 from rlfuse.engines.memory.model_sizes import read_shape

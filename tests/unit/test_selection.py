@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from playing import prompts
-from random_engines import partial, response
+from worlds.playing import prompts
+from worlds.random_engines import partial, response
 
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import PromptSource

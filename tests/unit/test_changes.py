@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from rlfuse.config.changes import TABLE, Effect, abbreviated, differences, rule
+from rlfuse.config.changes import TABLE, Effect, differences, rule
 from rlfuse.config.documentation import by_name
 from rlfuse.config.schema import Config
 
@@ -89,7 +89,3 @@ def test_an_older_run_has_defaults_and_the_same_file_has_one_name(tmp_path, monk
     (change,) = differences(older, config(actor__optim__weight_decay=0.5))
     assert (change.was, change.now) == (0.01, 0.5)
     assert differences(config(data__val_files=["a.jsonl"]), config(data__val_files=[f"{tmp_path}/a.jsonl"])) == []
-
-
-def test_a_long_value_is_shown_by_its_ends():
-    assert abbreviated([1, None]) == "[1,null]" and len(abbreviated("x" * 100)) <= 60

@@ -120,24 +120,6 @@ def test_where_no_row_is_left_the_reasons_are_given(folder, rate, overlong, word
 
 
 @pytest.mark.slow
-def test_a_model_of_text_can_t_be_shown_clips(folder):
-    config = Config()
-    config.data.max_prompt_length = 300
-    (folder / "one.jsonl").write_text(json.dumps({"prompt": "see <video>", "videos": ["good.mp4"]}))
-    config.model.path = str(folder / "model")
-    with pytest.raises(DataError, match=r"row 0, field videos: model\.path has no visual part"):
-        load_prompts([str(folder / "one.jsonl")], load_tokenizer(config.model), config.data)
-
-
-@pytest.mark.slow
-def test_fixed_sampling_shows_every_clip_in_as_many_frames(folder):
-    (one, two), _ = load(
-        folder, ("<video>", "good.mp4"), ("<video>", "long.mp4"), sampling="fixed", frames=5, tokens_per_frame=4
-    )
-    assert one.visual[0].plan.frames == two.visual[0].plan.frames == 5
-
-
-@pytest.mark.slow
 def test_a_response_that_spells_a_placeholder_is_text(folder):
     """Only the prompt's places take the clip's rows, and the answer that people and rewards read stays as it is."""
     (prompt,), _ = load(folder, ("see <video>", "good.mp4"))

@@ -267,11 +267,6 @@ def test_settings_are_checked(setting):
         DecodePool(**{setting: 0})
 
 
-def test_an_empty_part_is_refused(good):
-    with pytest.raises(ValueError, match="frames 6 to None of 6"):
-        Clip(good, PLAN, 6)
-
-
 def test_no_lock_of_a_pool_is_left_in_shared_memory_or_held_where_its_process_is_killed(good, tmp_path):
     before = scratch.held_by([psutil.Process()])
     with DecodePool() as pool:

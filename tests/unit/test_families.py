@@ -180,12 +180,3 @@ def test_a_policy_that_engines_compute_otherwise_is_refused_unless_told_to_go_on
     )
     config.rollout.on_mismatch = "alert"
     assert untrainable(config) == []
-
-
-def test_a_family_without_a_base_model_is_refused(tmp_path):
-    """Of transformers' causal models TrOCR's decoder has none."""
-    config = Config()
-    config.model.path, config.critic.path = saved_policy(tmp_path / "policy"), str(tmp_path)
-    transformers.TrOCRConfig().save_pretrained(tmp_path)
-    (problem,) = untrainable(config)
-    assert problem.startswith(f"critic.path={tmp_path}: transformers has no base model of a TrOCRConfig")

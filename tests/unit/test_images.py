@@ -259,12 +259,6 @@ def test_a_column_image_that_no_marker_asks_for_is_any_column(tmp_path, given):
     assert row.images == () and row.messages[0]["content"] == "2 + 2 ?" and row.columns["image"] == given
 
 
-def test_bytes_that_can_not_be_kept_are_told_with_what_to_set(tmp_path):
-    (tmp_path / "file").write_text("no folder")
-    with pytest.raises(DataError, match=r"can't be kept in .* set trainer\.default_local_dir"):
-        KeptImages(tmp_path / "file" / "images").file_of(b"a picture")
-
-
 def part(kind, given):
     return [{"role": "user", "content": [{"type": kind, kind: given}]}]
 

@@ -26,7 +26,6 @@ from rlfuse.tools.planning.space import axes_of, structures
 SIZES = dict(num_hidden_layers=6, vocab_size=96, hidden_size=64, num_attention_heads=4, intermediate_size=192,
              num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0)  # fmt: skip
 SAMPLES = Texts(((120, 80), (160, 40)))
-TOKENS = 400
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.step.executor import Executor, StepContext
 
-SCORING = {"old_log_prob", "ref", "values"}
 exploring = settings(deadline=None, derandomize=True, max_examples=16)
 
 

@@ -138,10 +138,3 @@ def test_a_picture_knows_real_engines_and_samples_alone():
     }
     with pytest.raises(ValueError, match="nothing to draw"):
         draw([Timeline("", "", spans[4:], 0, 1)], "nowhere.png")
-
-
-@pytest.mark.parametrize("text", ["a: " + "[" * 500, "a: {", "\0"], ids=["deep", "open", "no text"])
-def test_a_run_whose_configuration_can_not_be_read_is_named(text, tmp_path, capsys):
-    (tmp_path / "config.yaml").write_text(text)
-    assert main(["simulate", "--from", str(tmp_path)]) == 2
-    assert f"{tmp_path / 'config.yaml'}: " in capsys.readouterr().err

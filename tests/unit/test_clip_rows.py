@@ -24,6 +24,8 @@ from rlfuse.video.prompt import tokenise
 from rlfuse.video.towers import Pixels
 from rlfuse.video.video_model import VideoModel
 
+pytestmark = pytest.mark.usefixtures("one_decode_pool")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

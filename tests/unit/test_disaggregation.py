@@ -106,6 +106,7 @@ def test_what_can_not_be_apart_says_why(changes, told):
         assert found.share == 0 and told in found.why
 
 
+@pytest.mark.slow
 @exploring
 @given(
     engines=st.integers(2, 5),
@@ -129,6 +130,7 @@ def test_auto_is_never_slower_than_off_in_what_it_simulated(engines, prompt, med
         assert seconds(found.share) <= (1 - error) * seconds(0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "apart", "told"), [("auto", False, "stay together"), ("on", True, "are apart"), ("off", False, None)]
 )

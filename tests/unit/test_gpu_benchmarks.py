@@ -2,8 +2,6 @@
 
 import ast
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,8 +13,6 @@ import trainer_only
 
 from rlfuse.config.compose import load
 
-BENCHMARKS = Path(trainer_only.__file__).parent
-
 
 @pytest.mark.parametrize(("row", "published"), trainer_only.PUBLISHED.items())
 def test_mfu_is_counted_as_in_the_published_rows(row, published):
@@ -24,15 +20,6 @@ def test_mfu_is_counted_as_in_the_published_rows(row, published):
     counted = rate * trainer_only.QWEN3.flops(row[1]) / trainer_only.PEAK_FLOPS
     assert counted == pytest.approx(mfu, abs=0.005)
     assert trainer_only.QWEN3.parameters == pytest.approx(0.596e9, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_the_trainer_benchmark_runs_on_a_cpu():
-    command = [sys.executable, str(BENCHMARKS / "trainer_only.py"), "--device", "cpu", "--tiny", "--repeats", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith(("| rl", "| sft"))]
-    assert [row[0] for row in rows] == ["| rl", "| sft"] and all(float(row[2].replace(",", "")) > 0 for row in rows)
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def test_what_is_refused_for_its_form_is_invalid_by_the_published_schema_too(cha
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "more"), [("simulate", ["--policy", "serial"]), ("schedule", ["--time-limit", "1"])]
+    ("command", "more"), [("simulate", ["--policy", "serial"]), ("schedule", ["--method", "list"])]
 )
 def test_examples_work_as_they_are(command, more, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RLFUSE_CACHE", str(tmp_path / "cache"))

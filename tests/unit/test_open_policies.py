@@ -32,7 +32,7 @@ from rlfuse.tasks.vocabulary import build_tokenizer
 README = Path(__file__).resolve().parents[2] / "rlfuse/fusion/README.md"
 SMALL = parse(EXAMPLE | {"slots": 3, "response_tokens": {"lognormal": {"median": 60, "sigma": 1.0}, "cap": 300,
                                                          "count": 48}})  # fmt: skip
-exploring = settings(deadline=None, derandomize=True, max_examples=16)
+exploring = settings(deadline=None, derandomize=True, max_examples=8)
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def test_version_tells_what_it_runs_on_and_imports_none_of_it():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     *told, imported, seconds = done.stdout.splitlines()
     assert told == [f"{name} {version(name)}" for name in names]
-    assert imported == "[]" and float(seconds) < 1
+    assert imported == "[]" and float(seconds) < 3
 
 
 def test_what_is_missing_is_said_to_be(monkeypatch, capsys):

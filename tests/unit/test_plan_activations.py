@@ -55,6 +55,7 @@ def peak_of(config, model, offloading):
     return max(accumulate(each.nbytes() for each in sorted(moves, key=lambda each: each.start_ns())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stay", [0, 2, 6])
 @pytest.mark.parametrize("disk", [0, 64])
 def test_ranks_do_what_the_plan_says_in_as_much_memory(tmp_path, given, stay, disk):

@@ -117,7 +117,8 @@ def refuse(width):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [24, 14])
 def test_it_is_brute_force(shape, memory):
-    job, facts = job_of(shape, device_memory_gb=memory), facts_of(shape)
+    axes = SMALL | {"rollout.gpu_memory_utilization": (0.8,)}
+    job, facts = job_of(shape, axes=axes, device_memory_gb=memory), facts_of(shape)
     found = search(job, facts, seconds=inf)
     assert found.plans[0].seconds.step == pytest.approx(min(brute_force(job, facts)))
     assert found.left == 0, "it came to its end"
@@ -256,6 +257,7 @@ def test_a_neighbour_that_no_check_lets_pass_is_told(shape):
     assert "must divide the 4 slots" in why
 
 
+@pytest.mark.slow
 def test_a_key_is_not_changed_for_nothing(shape):
     job, facts = job_of(shape), facts_of(shape)
     job.config.rollout.max_num_seqs = 64  # 16 samples are all that an engine has: 1024 would be no faster
@@ -272,6 +274,7 @@ def test_the_job_s_own_cache_is_one_to_choose(shape, device, leaf, own):
     assert own in values and list(values) == sorted(values, reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("off, kept", [(9.0, True), (0.0, False)])
 def test_the_job_s_own_values_stay_as_long_as_a_calibration_leaves_open_what_is_faster(shape, off, kept):
     job, facts = job_of(shape), facts_of(shape)
@@ -285,6 +288,7 @@ def test_the_job_s_own_values_stay_as_long_as_a_calibration_leaves_open_what_is_
     assert all(each.plan or each.why_not for each in around)
 
 
+@pytest.mark.slow
 def test_a_neighbour_without_a_pipeline_has_no_stages_either(shape):
     """Else no search that ends with several stages a device would see what no pipeline takes."""
     stages, several = "training.pipeline_parallel_size", "training.virtual_pipeline_model_parallel_size"
@@ -295,6 +299,7 @@ def test_a_neighbour_without_a_pipeline_has_no_stages_either(shape):
     assert (1, 1) in {(dict(plan.settings)[stages], dict(plan.settings)[several]) for plan in tried if plan}
 
 
+@pytest.mark.slow
 def test_values_that_can_only_go_after_others_go_too(shape):
     """A device without a pipeline holds one stage: stages stay until it does."""
     stages, several = "training.pipeline_parallel_size", "training.virtual_pipeline_model_parallel_size"

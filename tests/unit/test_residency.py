@@ -26,7 +26,7 @@ from rlfuse.simulate.clock import run_virtual
 from rlfuse.stopping import Stopped
 
 ZERO = {"ZeRO 0": 0, "ZeRO 1": 1, "ZeRO 2": 2, "ZeRO 3": 3, "pipelines": 4}
-exploring = settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+exploring = settings(max_examples=30, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 
 
 def scene_of(policy, estimator, zero, **more):

@@ -94,6 +94,7 @@ def test_one_mismatched_step_marks_the_run(tmp_path):
     assert listing.read(path).label == "mismatched"
 
 
+@pytest.mark.slow
 def test_hundreds_of_long_runs_are_read_by_their_ends(tmp_path):
     long = make(tmp_path / "long")
     with (long / "metrics.jsonl").open("ab") as file:

@@ -96,6 +96,7 @@ def test_log_probs_are_those_of_a_plain_forward_pass(model, drawn):
     assert len({response.finish_reason for response in drawn.values()}) == 2, "both ends are tried"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"max_num_seqs": 3}, {"max_num_seqs": 1}, {"kv_cache_memory_mb": 1}], ids=str)
 def test_batches_change_no_token(model, drawn, settings):
     same(with_engine(model, lambda engine: all_of(engine, requests(12)), **settings), drawn)
@@ -198,6 +199,7 @@ def test_a_push_with_other_tensors_is_refused(model, tmp_path, broken, told):
         with_engine(model, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(0.7, 1.0, -1, 1), Sampling(1.0, 0.6, -1, 1), Sampling(1.0, 1.0, 4, 1), Sampling(1.3, 0.9, 9, 1, 0.05)],
@@ -267,6 +269,7 @@ def test_what_an_engine_tells_of_its_work(model):
     assert all(one.end <= other.start + 1e-9 for one, other in pairwise(decoded))
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_ends_its_samples_with_the_cause(model, caplog):
     async def work(engine):
         def broken(joining):

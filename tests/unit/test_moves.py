@@ -332,7 +332,7 @@ def error(found, summed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_bfloat16_gradients_of_256_micro_batches_add_up(summed, stage):
     trained = engine(stage, "bfloat16", grad_clip=0.0)
     accumulate(trained, range(COUNT))

@@ -39,7 +39,7 @@ def test_what_an_estimator_of_the_whole_batch_costs_is_reported(model, tmp_path,
     file = tmp_path / "mine.py"
     group = "@advantage_estimator(needs_batch=False)\ndef of_group(scores, mask): ...\n"
     file.write_text(f"def of_batch(scores, mask): ...\n{group}")
-    job = ("--device-memory", "800", "--peak-tflops", "300", "data.train_batch_size=16", "actor.ppo_mini_batch_size=16")
+    job = ("--device-memory", "800", "--peak-tflops", "300", "data.train_batch_size=8", "actor.ppo_mini_batch_size=8")
     job += ("data.max_response_length=4096", "rollout.n=2", "trainer.n_gpus_per_node=4", "actor.zero_stage=1")
     assert command(model, *job, f"algorithm.adv_estimator={file}:of_batch") == 0
     told = capsys.readouterr().out

@@ -27,9 +27,8 @@ from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.errors import EngineError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-STAGES = [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3]
-"""The quick run takes those that differ most."""
 PAIRS = [(0, "float32"), (1, "bfloat16"), (2, "float32"), (3, "bfloat16"), (3, "float32")]
+"""ZeRO stage and dtype."""
 
 
 @pytest.fixture(scope="module", autouse=True)

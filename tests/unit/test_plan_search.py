@@ -117,7 +117,7 @@ def refuse(width):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [24, 14])
 def test_it_is_brute_force(shape, memory):
-    axes = SMALL | {"rollout.gpu_memory_utilization": (0.8,)}
+    axes = SMALL | {"trainer.nnodes": (2,), "rollout.gpu_memory_utilization": (0.8,)}
     job, facts = job_of(shape, axes=axes, device_memory_gb=memory), facts_of(shape)
     found = search(job, facts, seconds=inf)
     assert found.plans[0].seconds.step == pytest.approx(min(brute_force(job, facts)))

@@ -106,8 +106,10 @@ def test_a_run_is_replayed_and_its_time_told(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy, deterministic", [("serial", False), ("serial", True), ("stream", False)])
-@pytest.mark.parametrize("speeds", [[1, 0.4, 1, 1], [1, 1, 0.65, 1]])
+@pytest.mark.parametrize(
+    "policy, deterministic, speeds",
+    [("serial", False, [1, 0.4, 1, 1]), ("serial", True, [1, 1, 0.65, 1]), ("stream", False, [1, 0.4, 1, 1])],
+)
 def test_a_slow_slot_is_replayed_at_its_own_speed(tmp_path, capsys, policy, deterministic, speeds):
     measured = recorded(tmp_path, 3, policy, deterministic, slot_speed=speeds)
     out = tmp_path / "result.json"

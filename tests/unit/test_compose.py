@@ -123,12 +123,6 @@ def test_every_fusion_preset_is_sound_or_says_what_else_it_needs(job, preset):
     assert preset in (fusion.policy, fusion.data)
 
 
-def test_the_quickstart_is_short():
-    settings = [line for line in (CONF / "experiment" / "quickstart.yaml").read_text().splitlines() if line[:1] != "#"]
-    assert len(settings) <= 15
-    assert compose_job(["experiment=quickstart"]).reward.functions == ["rlfuse.tasks.remainder:compute_score"]
-
-
 @pytest.mark.slow
 def test_the_application_runs_one_job(job, ran, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import textwrap
 
@@ -178,10 +177,6 @@ def test_a_reward_file_may_extend_the_path_before_it_imports(tmp_path):
     )
     own_functions.read(own_functions.REWARDS, f"{path}:f")
     assert [score.value for score in outcomes(f"{path}:f")] == [1.0, 5.0]
-
-
-def test_a_partial_has_the_name_of_its_function():
-    assert load_function(functools.partial(verl, ground_truth="4")).name == "verl"
 
 
 def test_callables_of_other_kinds():

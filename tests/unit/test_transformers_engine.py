@@ -21,7 +21,7 @@ from rlfuse.engines.rollout.engine_actor import BACKENDS, NOTHING, EngineActor, 
 from rlfuse.engines.rollout.transformers_engine import TransformersEngine
 from rlfuse.errors import EngineError, EngineFailed
 from rlfuse.protocols import Load, Sampling
-from rlfuse.samples import Partial, Response
+from rlfuse.samples import Partial
 
 VOCABULARY, END, LONGEST = 40, 2, 64
 PLAIN = Sampling(1.0, 1.0, -1, 24)
@@ -376,7 +376,3 @@ def test_models_with_recurrent_layers_are_refused(tmp_path):
     config.model.path = str(tmp_path)
     (told,) = TransformersEngine.unserved(config)
     assert "a jamba has layers of" in told
-
-
-def test_responses_are_plain(drawn):
-    assert all(isinstance(response, Response) and response.trainable is None for response in drawn.values())

@@ -42,7 +42,7 @@ def test_no_plan_fits_less_where_a_device_or_its_host_has_more_memory(shape, dev
     job.config.algorithm.adv_estimator = "gae"
     job = replace(job, shapes=dict.fromkeys(("actor", "critic", "reference"), shape))
     rest = [key for key in axes if not structural(key)]
-    some = draw.sample(list(structures(job.config, facts, axes, shape)), 8)
+    some = draw.sample(list(structures(job.config, facts, axes, shape)), 12)
     plans = [(*each, *((key, draw.choice(axes[key])) for key in rest)) for each in some]
     seen = set()
     for more in ("device_memory_gb", "host_memory_gb"):

@@ -1,4 +1,4 @@
-"""The benchmarks for GPUs: their arithmetic, the order of their runs, and what they give to other libraries."""
+"""The benchmarks for GPUs: their arithmetic, and what they give to other libraries."""
 
 import ast
 import importlib.util
@@ -20,35 +20,6 @@ def test_mfu_is_counted_as_in_the_published_rows(row, published):
     counted = rate * trainer_only.QWEN3.flops(row[1]) / trainer_only.PEAK_FLOPS
     assert counted == pytest.approx(mfu, abs=0.005)
     assert trainer_only.QWEN3.parameters == pytest.approx(0.596e9, rel=1e-3)
-
-
-@pytest.fixture
-def runs(monkeypatch, tmp_path):
-    """What was run, by a clock that each run moves on by a minute; `limit` -> the lines that were printed."""
-    now, order = [0.0], []
-
-    def measure(name, folder, model, options):
-        now[0] += 60
-        order.append((folder.name, len(order)))
-        return [9.0, 2.0, 4.0] if name == compare_trl_gpu.OURS else [9.0, 6.0, 6.0]
-
-    def compare(*arguments):
-        monkeypatch.setattr("sys.argv", ["compare_trl_gpu.py", str(tmp_path), *arguments])
-        compare_trl_gpu.main()
-        return [name for name, _ in order]
-
-    monkeypatch.setattr(compare_trl_gpu, "measure", measure)
-    monkeypatch.setattr(compare_trl_gpu, "prepared", lambda folder, size, options: folder)
-    monkeypatch.setattr(compare_trl_gpu.time, "monotonic", lambda: now[0])
-    return compare
-
-
-def test_both_sides_alternate_until_the_limit(runs, capsys):
-    order = runs("--repeats", "3", "--limit", "360")
-    assert order == ["0.5b_rlfuse_0", "0.5b_TRL_0", "1.5b_rlfuse_0", "1.5b_TRL_0", "0.5b_TRL_1", "0.5b_rlfuse_1"]
-    text = capsys.readouterr().out
-    assert "| 0.5b | 3.00 s | 6.00 s | 2.00 | 2 |" in text and "| 1.5b | 3.00 s | 6.00 s | 2.00 | 1 |" in text
-    assert "rlfuse, 1.5b, repetition 3: left out, --limit=360 s" in text
 
 
 @pytest.mark.parametrize("arguments", [["--tiny", "--device", "cpu"], []])

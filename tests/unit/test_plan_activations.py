@@ -111,6 +111,7 @@ def test_blocks_in_the_heap_leave_holes_on_cpu_hosts_and_mapped_ones_none(given)
     assert kept_again < kept and between_again == between, "what is run again leaves its holes, too"
 
 
+@pytest.mark.slow
 def test_copies_that_nothing_hides_are_not_planned(given):
     shape, _ = given
     config = job(model__enable_activation_offload=True, model__activation_device_mb=0)
@@ -118,6 +119,7 @@ def test_copies_that_nothing_hides_are_not_planned(given):
     assert slow.run_again == 5 / 6 and fast.run_again == 0
 
 
+@pytest.mark.slow
 def test_the_search_tries_it_where_rows_are_long(given):
     shape, _ = given
     cluster = Cluster(nodes=1, devices_per_node=2, device_memory_gb=24, peak_tflops=10, memory_bandwidth_gbs=300)

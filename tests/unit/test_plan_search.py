@@ -91,6 +91,7 @@ def brute_force(job, facts):
 # The search ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_optimizers_are_tried_beside_gradients_and_in_their_steps_alone(shape):
     offload, residency = "actor.offload_optimizer", "actor.optimizer_residency"
     for device, values in (("cuda", ("forecast", "step")), ("cpu", ("training",))):
@@ -138,6 +139,7 @@ def test_a_sketch_of_a_structure_is_no_more_than_its_bound(shape, estimator, gro
         assert 0 < job.sketched(config) <= job.bound(config, memory, roomy=True)
 
 
+@pytest.mark.slow
 def test_memory_and_costs_that_were_worked_out_before_are_those_of_the_plan(shape):
     """Whatever was asked for between."""
     job, draw = job_of(shape), Random(2)
@@ -195,6 +197,7 @@ def test_all_that_is_looked_at_shares_one_deadline(shape, monkeypatch, seconds):
     assert LATE in {each.why_not for each in around}
 
 
+@pytest.mark.slow
 def test_the_smallest_are_tried_without_telling_their_sizes_again(shape, monkeypatch):
     """On a clock that stands still but for memories without activations."""
     clock, really = SimpleNamespace(now=0.0), Job.lean
@@ -210,6 +213,7 @@ def test_the_smallest_are_tried_without_telling_their_sizes_again(shape, monkeyp
     assert not found.plans and found.structures > 3 and clock.now <= 6
 
 
+@pytest.mark.slow
 def test_it_ends_before_its_time_where_plan_after_plan_brings_nothing(shape):
     job, facts = job_of(shape), facts_of(shape)
     whole, patient = search(job, facts, seconds=inf), search(job, facts, seconds=inf, patience=3)
@@ -217,6 +221,7 @@ def test_it_ends_before_its_time_where_plan_after_plan_brings_nothing(shape):
     assert patient.plans[0].seconds.step >= whole.plans[0].seconds.step >= patient.bound_s
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_before_changes_no_step(shape):
     """Pipelines that differ in how fast they are have one schedule."""
     pipeline, job = (("training.pipeline_parallel_size", 2), ("actor.zero_stage", 1)), job_of(shape)
@@ -242,6 +247,7 @@ def test_what_was_found_before_ctrl_c_is_told(shape, monkeypatch):
     assert len(found.plans) == 1 and found.left > 0 and found.bound_s <= found.plans[0].seconds.step
 
 
+@pytest.mark.slow
 def test_neighbours_of_a_plan_that_was_settled_for_are_no_faster_or_can_not_be(shape):
     job, facts = job_of(shape), facts_of(shape)
     found, around = settled(job, search(job, facts, seconds=0), facts)

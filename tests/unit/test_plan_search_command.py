@@ -189,6 +189,7 @@ def test_where_nothing_fits_the_nearest_plan_is_told(files, capsys):
     assert "no plan fits" in (told := capsys.readouterr().out) and "needs" in told
 
 
+@pytest.mark.slow
 def test_a_key_that_is_not_searched_can_not_be_kept(files, capsys):
     _, words = files
     assert main([*words, "--keep", "actor.zero_stag"]) == 2

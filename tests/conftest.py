@@ -42,6 +42,11 @@ def write_shadows():
     return write
 
 
+def pytest_make_parametrize_id(val):
+    """Name a test after the beginning of a long text: names of a million characters fill the logs."""
+    return f"{val[:40]!r}..." if isinstance(val, str | bytes) and len(val) > 100 else None
+
+
 def pytest_testnodedown(node, error):
     """Remember that an xdist worker died: the tests that were assigned to it did not run."""
     node.config.worker_died = getattr(node.config, "worker_died", False) or bool(error)

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
-from emulated_graphs import Count, EmulatedRecording, Graph
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from worlds.emulated_graphs import Count, EmulatedRecording, Graph
 
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.deepspeed.optimizer import trainable

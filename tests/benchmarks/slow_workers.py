@@ -2,8 +2,8 @@
 
     python tests/benchmarks/slow_workers.py [--runs 14] [--recorded 20] [--seed 1]
 
-Runs are made and drawn as `tests/unit/injected_faults.py` and `tests/unit/recorded_steps.py` say, with 2 to 16 slots,
-and one of 64 for each kind. Right is a run whose faulty machine is named; wrong is every worker named elsewhere.
+Runs come from `injected_faults` and `recorded_steps` in `tests/worlds`, with 2 to 16 slots and, for each kind, one of
+64. Right is a run whose faulty machine is named; wrong is every worker named elsewhere.
 No time is measured, so the machine need not be quiet.
 """
 
@@ -14,10 +14,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from injected_faults import FAULTS, NEAR_MISSES, MadeRun, alarms_of
-from recorded_steps import DrawnRun
+from worlds.injected_faults import FAULTS, NEAR_MISSES, MadeRun, alarms_of
+from worlds.recorded_steps import DrawnRun
 
 SLOTS = (2, 3, 4, 8, 2, 3, 4, 8, 16, 2, 3, 4, 8)
 """Again and again; the last run of a kind has 64."""

@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import types
+from contextlib import ExitStack, nullcontext
+from functools import cache
 
 import pytest
 import yaml
@@ -56,6 +58,18 @@ def logging_stays():
     root.setLevel(level)
     for handler in [each for each in root.handlers if each not in before]:
         root.removeHandler(handler)
+
+
+@pytest.fixture(scope="module")
+def one_decode_pool():
+    """Let all readers of clips and images in a module share their decoders, whose start takes longer than a test."""
+    from rlfuse.data import clips
+    from rlfuse.video.decode_pool import DecodePool
+
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        start = cache(lambda *settings: stack.enter_context(DecodePool(*settings)))
+        patch.setattr(clips, "DecodePool", lambda *settings, max_clips: nullcontext(start(*settings)))
+        yield
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@
 
 import asyncio
 import decimal
-import itertools
 import math
 import sys
 import types
@@ -138,12 +137,3 @@ async def later(solution_str):
     if solution_str == "break":
         sys.modules["rlfuse.rewards.api.shapes"].RewardFunction.score = None  # from here on its process can't score
     return act(solution_str)
-
-
-_turns = itertools.count()
-
-
-def in_turns(data_source, solution_str, ground_truth, extra_info=None):
-    """For a job, whose responses nobody can choose: a way each, and good rewards between."""
-    turn = next(_turns)
-    return act(f"way {turn // 2 % len(WAYS)}") if turn % 2 else float(len(solution_str))

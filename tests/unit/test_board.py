@@ -5,8 +5,8 @@ from math import log
 
 import numpy as np
 import pytest
-from playing import prompts
-from random_engines import partial, response
+from worlds.playing import prompts
+from worlds.random_engines import partial, response
 
 from rlfuse.costs.model import Costs
 from rlfuse.fusion.board import Board

@@ -65,8 +65,8 @@ TRUE = Hardware(
 
 
 def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0, sharded=False):
-    """Work of runs with models of these depths and widths, as long as such a device takes; of every second run with
-    another device of the node beside: where they are `sharded`, under ZeRO 1 and 3 in turn."""
+    """Work of runs with models of these depths and widths, as long as such a device takes; where they are `sharded`,
+    every second run has another device of the node beside, under ZeRO 1 and 3 in turn. Fitting those takes longest."""
     draw, works = np.random.default_rng(seed), []
     for number, (layers, hidden) in enumerate(sizes):
         weights = 12 * layers * hidden**2
@@ -91,7 +91,8 @@ def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0,
                     modules = gathered * begun * (9 * layers + 2)
                     begun *= layers + ENDS
                     works.append(Work(kind, *common, 1, begun, hid, flops, sent=sent, gathers=modules))
-        works = [replace(work, beside=number % 2) if work.source == common[0] else work for work in works]
+        beside = sharded * (number % 2)
+        works = [replace(work, beside=beside) if work.source == common[0] else work for work in works]
     timed = [replace(work, seconds=seconds_of(work, hardware)) for work in works]
     return [replace(work, seconds=work.seconds * max(0.2, 1 + noise * draw.standard_normal())) for work in timed]
 
@@ -99,12 +100,16 @@ def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0,
 # Fitting -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_a_devices_numbers_come_out_of_its_work_again(overlaps):
     device = replace(TRUE, decode_overlaps=overlaps)
-    found = fitted(made(device, sharded=True))
+    found = fitted(made(device, sharded=overlaps))
+    unseen = {"errors", "links", "host_bytes_per_s"}
+    if not overlaps:
+        unseen |= {"crowding", "gather_s", "sent_bytes_per_s"}
     for name, true in asdict(device).items():
-        if name not in ("errors", "links", "host_bytes_per_s"):
+        if name not in unseen:
             assert getattr(found, name) == pytest.approx(true, rel=0.01), name
 
 
@@ -127,7 +132,8 @@ def test_work_that_the_form_does_not_tell_has_a_large_error():
     works = made()
     sources = list(dict.fromkeys(work.source for work in works))
     odd = [replace(work, seconds=work.seconds * 3.0 ** sources.index(work.source)) for work in works]
-    errors, words = errors_of(held_out(odd)[0]), held_out(odd)[1]
+    found, words = held_out(odd)
+    errors = errors_of(found)
     assert all(error > 0.3 for error in asdict(errors).values()), errors
     assert words == "each of 3 in turn, predicted from the others"
 
@@ -144,6 +150,7 @@ def test_steps_of_one_run_are_held_out_in_shares():
         fitted([work for work in works if work.kind != "generating"])
 
 
+@pytest.mark.slow
 def test_devices_that_were_always_as_many_tell_nothing_of_each_other():
     works = [replace(work, beside=1) for work in made(replace(TRUE, crowding=0.0))]
     found = fitted(works)
@@ -157,6 +164,7 @@ def test_a_crowded_device_is_slower_in_all_that_it_does():
     assert crowded.step_s == TRUE.step_s and crowded.crowded(3) == crowded and TRUE.crowded(0) == TRUE
 
 
+@pytest.mark.slow
 def test_scoring_that_was_never_seen_is_as_fast_as_training():
     found = fitted([work for work in made(sizes=((2, 128), (6, 256))) if work.kind != "scoring"])
     assert found.pass_flops == found.train_flops == pytest.approx(TRUE.train_flops, rel=0.05)
@@ -313,6 +321,7 @@ def test_everything_that_a_calibration_measures_is_in_a_plans_costs(run, name):
     assert worse + [each for each in seconds if getattr(after, each) > getattr(before, each)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("long_calls", [False, True], ids=["a micro-batch a call", "several"])
 def test_what_a_micro_batch_takes_beside_its_tokens_is_told_by_a_run_and_slows_plans_of_small_ones(run, long_calls):
     """However calls go on with micro-batches; those of a sixteenth of the tokens begin so much more often."""
@@ -347,14 +356,6 @@ def test_what_a_micro_batch_takes_beside_its_tokens_is_told_by_a_run_and_slows_p
         steps[budget] = StepTimes(shapes, [80] * 128, 20).simulated(config, costs, policy="serial").training
     more = micro_batches(config, 128, 100.0) - 2  # of 6,400 tokens on each of two ranks
     assert more == 30 and steps[256] - steps[4096] == pytest.approx(2 * more * begun, rel=0.02), "of critic and actor"
-
-
-@pytest.mark.slow
-def test_a_run_without_a_second_step_is_refused(run):
-    kept = [line for line in (run / "events.jsonl").read_text().splitlines() if json.loads(line)["kind"] != "step"]
-    (run / "events.jsonl").write_text("\n".join(kept) + "\n")
-    with pytest.raises(CalibrationError, match="no complete step after the first; let the run finish three"):
-        read_works(run, "one")
 
 
 @pytest.mark.slow

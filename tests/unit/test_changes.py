@@ -8,7 +8,6 @@ from rlfuse.config.declare import Effect
 from rlfuse.config.documentation import by_name
 from rlfuse.config.schema import Config
 from rlfuse.run.resume.changes import differences
-from rlfuse.run.resume.messages import _short
 
 OTHER = {"bool": True, "int": 7, "float": 0.125, "str": "other", "list": ["other"], "dict": {"other": 1}}
 
@@ -79,7 +78,3 @@ def test_an_older_run_has_defaults_and_the_same_file_has_one_name(tmp_path, monk
     (change,) = differences(older, config(actor__optim__weight_decay=0.5))
     assert (change.was, change.now) == (0.01, 0.5)
     assert differences(config(data__val_files=["a.jsonl"]), config(data__val_files=[f"{tmp_path}/a.jsonl"])) == []
-
-
-def test_a_long_value_is_shown_by_its_ends():
-    assert _short([1, None]) == "[1,null]" and len(_short("x" * 100)) <= 60

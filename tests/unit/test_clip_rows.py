@@ -24,6 +24,8 @@ from rlfuse.video.prompt import tokenise
 from rlfuse.video.towers import Pixels
 from rlfuse.video.video_model import VideoModel
 
+pytestmark = pytest.mark.usefixtures("one_decode_pool")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -117,24 +119,6 @@ def test_where_no_row_is_left_the_reasons_are_given(folder, rate, overlong, word
     first, *lines, last = str(error.value).splitlines()
     assert words in first and last == "  and 6 more"
     assert all(reason in line for (_, reason), line in zip(UNUSABLE, lines, strict=False)), lines
-
-
-@pytest.mark.slow
-def test_a_model_of_text_can_t_be_shown_clips(folder):
-    config = Config()
-    config.data.max_prompt_length = 300
-    (folder / "one.jsonl").write_text(json.dumps({"prompt": "see <video>", "videos": ["good.mp4"]}))
-    config.model.path = str(folder / "model")
-    with pytest.raises(DataError, match=r"row 0, field videos: model\.path has no visual part"):
-        load_prompts([str(folder / "one.jsonl")], load_tokenizer(config.model), config.data)
-
-
-@pytest.mark.slow
-def test_fixed_sampling_shows_every_clip_in_as_many_frames(folder):
-    (one, two), _ = load(
-        folder, ("<video>", "good.mp4"), ("<video>", "long.mp4"), sampling="fixed", frames=5, tokens_per_frame=4
-    )
-    assert one.visual[0].plan.frames == two.visual[0].plan.frames == 5
 
 
 @pytest.mark.slow

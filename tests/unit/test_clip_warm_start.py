@@ -17,7 +17,7 @@ from rlfuse.data.prompts import load_prompts
 from rlfuse.tasks import clips
 from rlfuse.tasks.clip_warm_start import VISUAL, build_tokenizer, demonstration, watch
 from rlfuse.tasks.clips import Clips, Kind, ask_end, compute_score, draw_clips, draw_scene
-from rlfuse.tasks.prepare import main, prepare_clips, prepare_images
+from rlfuse.tasks.prepare import prepare_clips, prepare_images
 from rlfuse.tasks.settings import CLIPS, ClipWarmStart
 from rlfuse.video.decoding import decode, probe
 from rlfuse.video.models.video_llama_3 import VideoLlama3
@@ -128,14 +128,6 @@ def test_the_experiment_of_images_shows_the_model_what_it_was_trained_on(image_t
 
 
 @pytest.mark.slow
-def test_the_experiment_shows_the_model_what_it_was_trained_on():
-    settings = compose_job(["experiment=long_video"]).video
-    sampling = ClipWarmStart().sampling
-    assert (settings.max_tokens, tuple(settings.levels)) == (sampling.budget, sampling.levels)
-    assert settings.sampling == settings.timestamps == "seed_vl" and settings.fps_general == sampling.fps_general
-
-
-@pytest.mark.slow
 def test_prepared_again_with_the_same_settings_nothing_is_written(task, capsys):
     written = task.train_file.stat().st_mtime_ns
     assert prepare_clips(task.root, TINY, FEW) == task
@@ -157,13 +149,3 @@ def test_tower_and_text_part_load_and_are_the_trained_ones(task, tmp_path):
     last = model(inputs_embeds=embeds[None]).logits[0, -1]
     # Six steps are enough to know how every answer begins.
     assert tokenizer.decode(last.argmax()) == "<think>"
-
-
-@pytest.mark.slow
-def test_the_command_prepares_it_where_it_is_told_to(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("rlfuse.tasks.prepare.ClipWarmStart", lambda: TINY)
-    monkeypatch.setattr("rlfuse.tasks.prepare.CLIPS", FEW)
-    main(["long_video", "--out", str(tmp_path / "here")])
-    assert str(tmp_path / "here" / "model") in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"long_movie: there is no such task; did you mean long_video\?"):
-        main(["long_movie"])

@@ -206,7 +206,7 @@ def test_an_address_where_no_ray_head_is_fails_soon_with_the_reason(monkeypatch,
     began = time.monotonic()
     with pytest.raises(EngineError, match=rf"cluster.ray_address={re.escape(given)}.*{reason}"):
         joining.join_ray(given)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
 
 
 async def test_a_request_to_the_head_ends_quietly_whose_reader_is_cancelled(monkeypatch):

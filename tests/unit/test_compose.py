@@ -1,5 +1,4 @@
 import itertools
-import logging
 import re
 import subprocess
 import sys
@@ -56,18 +55,6 @@ def test_wrong_names_in_a_job_file_are_reported_together_with_their_lines(job):
     assert f"{job}:17: actor.lr: unknown key; did you mean actor.optim.lr" in first
     assert f"{job}:18: critic.optim.lrr: unknown key; did you mean critic.optim.lr" in second
     assert "+new.key=1" in third
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [("- a\n", "must hold keys"), ("a: [1\n", "not valid YAML"), ("defaults: [other]\n", "is not `group: preset`")],
-)
-def test_what_is_no_job_file_says_so(tmp_path, text, part):
-    (tmp_path / "a.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=part):
-        load([str(tmp_path / "a.yaml")])
-    with pytest.raises(ConfigError, match="no such job file"):
-        load(["absent.yaml"])
 
 
 @pytest.mark.parametrize(
@@ -136,12 +123,6 @@ def test_every_fusion_preset_is_sound_or_says_what_else_it_needs(job, preset):
     assert preset in (fusion.policy, fusion.data)
 
 
-def test_the_quickstart_is_short():
-    settings = [line for line in (CONF / "experiment" / "quickstart.yaml").read_text().splitlines() if line[:1] != "#"]
-    assert len(settings) <= 15
-    assert compose_job(["experiment=quickstart"]).reward.functions == ["rlfuse.tasks.remainder:compute_score"]
-
-
 @pytest.mark.slow
 def test_the_application_runs_one_job(job, ran, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -149,24 +130,6 @@ def test_the_application_runs_one_job(job, ran, monkeypatch, tmp_path):
     assert cli.main(["train", str(job), "rollout.n=2"]) == 0
     assert [config.rollout.n for config in ran] == [2]
     assert {*Path().iterdir()} - before == {Path("runs")}, "Hydra leaves no folders of its own"
-
-
-@pytest.mark.slow
-def test_mistakes_end_with_status_2_and_no_traceback(job, ran, capsys):
-    for argv in (
-        ["actor.lr=3"],
-        [str(job), "rollout.n=x"],
-        [str(job), "rollout.n=1"],
-    ):
-        assert train.main(argv) == 2
-        assert "Traceback" not in capsys.readouterr().err
-    assert ran == []
-
-
-@pytest.mark.slow
-def test_the_composed_job_is_shown_without_running(job, ran, capsys):
-    assert train.main(["--cfg", "job", str(job)]) == 0
-    assert "experiment_name: mine" in capsys.readouterr().out and ran == []
 
 
 @pytest.mark.parametrize(
@@ -202,14 +165,6 @@ def test_options_that_can_not_be_say_what_can(words, part, job, ran, capsys):
     assert train.main([*words, *([] if "a.yaml" in words else [str(job)])]) == 2
     told = capsys.readouterr().err
     assert part in told and "Traceback" not in told and ran == []
-
-
-@pytest.mark.slow
-def test_hydras_info_is_shown(job, ran, capsys, monkeypatch):
-    monkeypatch.setattr(logging.root, "handlers", [])  # Hydra adds one, and notes everything from then on
-    monkeypatch.setattr(logging.root, "level", logging.root.level)
-    assert train.main([str(job), "--info", "searchpath", "--config-dir", str(job.parent), "rollout.n=8"]) == 0
-    assert f"file://{job.parent}" in capsys.readouterr().out and ran == []
 
 
 @pytest.mark.slow

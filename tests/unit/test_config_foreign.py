@@ -13,13 +13,12 @@ import yaml
 
 import rlfuse
 from rlfuse.cli import MODULES
-from rlfuse.config import foreign
 from rlfuse.config.checks import check
 from rlfuse.config.compose import compose_job, read_command
 from rlfuse.config.declare import as_typed
 from rlfuse.config.documentation import by_name
 from rlfuse.config.facts import Facts
-from rlfuse.config.foreign import NO_COUNTERPART, NO_COUNTERPART_WORDS, SAME_NAME, VERL, VERL_LEAVES, counterpart
+from rlfuse.config.foreign import NO_COUNTERPART, NO_COUNTERPART_WORDS, SAME_NAME, VERL, counterpart
 from rlfuse.config.keys import explain_override, fits
 from rlfuse.config.schema import Config
 from rlfuse.data.rows import read_rows
@@ -225,11 +224,3 @@ def test_a_job_file_may_use_verls_names(tmp_path):
 def test_what_has_no_effect_in_verl_by_itself_has_none_here_unasked(name):
     with pytest.raises(ConfigError, match=f"{re.escape(name)}=9: verl's name; use .*in verl|by which verl"):
         read_command([f"{name}=9"])
-
-
-def test_ulysses_is_named_wherever_verl_has_it():
-    names = [name for name in VERLS if name.endswith("ulysses_sequence_parallel_size")]
-    assert len(names) > 3
-    assert {counterpart(name, KNOWN).keys for name in names} == {("training.ulysses_sequence_parallel_size",)}
-    assert {key for key, _ in VERL_LEAVES.values()} <= KNOWN
-    assert foreign.counterpart("data.video_key", KNOWN).note.startswith("the column of clips is videos")

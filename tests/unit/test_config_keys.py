@@ -184,6 +184,7 @@ def test_what_a_message_says_to_type_can_be_typed(mistake):
     assert advised >= 4
 
 
+@pytest.mark.slow
 def test_advice_about_presets_and_files_can_be_typed():
     for typed in ("~experiment", "~algorithm", "~fusion", "quickstart", "rollout.n"):
         for advice in ADVICE.findall(explain_override(typed).partition(": ")[2]):

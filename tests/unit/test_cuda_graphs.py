@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from emulated_graphs import EmulatedRecording, Graph
 from test_attention import LAID_OUT, SMALL, answers, pair, scores
 from test_moves import DTYPES, group  # noqa: F401
 from transformers import Qwen2Config
+from worlds.emulated_graphs import EmulatedRecording, Graph
 
 from rlfuse.cluster import watchdog
 from rlfuse.config.checks import check
@@ -19,7 +19,7 @@ from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.deepspeed.optimizer import take_step, trainable
 from rlfuse.engines.trainer import cuda_graphs
-from rlfuse.engines.trainer.cuda_graphs import CudaRecording, PassGraphs, record_passes
+from rlfuse.engines.trainer.cuda_graphs import CudaRecording, PassGraphs
 from rlfuse.engines.trainer.families import value_class
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import response_logits, trainer_ready
@@ -276,16 +276,3 @@ def test_small_models_with_small_micro_batches_are_recorded():
     assert why_no_graphs(job(model__dtype="float32"), 1e7) and not why_no_graphs(job(model__dtype="bfloat16"), 1e7)
     [problem] = [x for x in check(job(actor__cuda_graphs="on"), Facts(cuda=False)) if "cuda_graphs" in x]
     assert "needs GPUs" in problem
-
-
-def test_a_line_at_startup_tells_the_sizes_or_why_there_are_none(said):
-    model, _ = pair("Qwen2", QWEN)
-    rank = TrainerRank(job(), 0, 1, "cpu")
-    made = lambda config, device, by_layout=True: record_passes(  # noqa: E731
-        config, {"actor": model}, device, rank.recorder, by_layout
-    )
-    assert made(job(), "cpu") == (None, None)
-    graphs, line = made(job(), "cuda")
-    assert graphs.sizes == (256, 512, 1024) and line == "CUDA graphs: batches of 256, 512, 1024 tokens"
-    assert made(job(actor__cuda_graphs="off"), "cuda") == (None, "CUDA graphs: off (actor.cuda_graphs=off)")
-    assert "does not attend by layouts" in made(job(), "cuda", by_layout=False)[1]

@@ -159,6 +159,7 @@ SEVEN_B = 3.7e-5
 """A pair of tokens in attention of a model of 7B parameters."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [16_384, 100_000])
 def test_clips_among_texts_keep_32_ranks_equally_busy(budget):
     """Where memory alone would give a clip 4 or 8 ranks, and one."""

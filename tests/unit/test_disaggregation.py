@@ -7,8 +7,8 @@ from statistics import fmean
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from playing import play
-from scenes import scenes
+from worlds.playing import play
+from worlds.scenes import scenes
 
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
@@ -106,6 +106,7 @@ def test_what_can_not_be_apart_says_why(changes, told):
         assert found.share == 0 and told in found.why
 
 
+@pytest.mark.slow
 @exploring
 @given(
     engines=st.integers(2, 5),
@@ -129,6 +130,7 @@ def test_auto_is_never_slower_than_off_in_what_it_simulated(engines, prompt, med
         assert seconds(found.share) <= (1 - error) * seconds(0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "apart", "told"), [("auto", False, "stay together"), ("on", True, "are apart"), ("off", False, None)]
 )

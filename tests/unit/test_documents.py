@@ -21,7 +21,6 @@ from rlfuse.config.documentation import by_name, groups
 from rlfuse.config.facts import Facts
 from rlfuse.config.foreign import VERL, VERL_PREFIXES, counterpart
 from rlfuse.config.keys import PRESET_GROUPS, is_free
-from rlfuse.config.rewards import KEYS
 from rlfuse.tasks.prepare import TASKS
 from rlfuse.tools.evaluation.arguments import checkpoint_among, names_job
 from rlfuse.tools.translate.command import read, translated
@@ -362,18 +361,6 @@ def test_names_of_trl_are_those_of_the_installed_one():
     for names, ours, *_ in found:
         assert {name for name in names if not name.endswith("Config")} <= theirs, names
         assert ours and all(map(known, ours)), ours
-
-
-def test_keys_of_the_openrlhf_table_exist():
-    found = list(rows(text_of("jobs/coming_from.md"), "OpenRLHF \\| here"))
-    assert len(found) > 25
-    for names, ours, *_ in found:
-        assert all(name.startswith("--") for name in names) and all(map(known, ours)), (names, ours)
-
-
-def test_entries_have_the_keys_that_the_table_says():
-    named = [word for row in rows(text_of("jobs/rewards.md"), "key of an entry") for word in row[0]]
-    assert set(named) == set(KEYS)
 
 
 def templates():

@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-from playing import PATIENCE_S, World
-from scenes import Scene
+from worlds.playing import PATIENCE_S, World
+from worlds.scenes import Scene
 
 from rlfuse.errors import DataError
 from rlfuse.samples import Reward

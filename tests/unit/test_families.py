@@ -169,12 +169,3 @@ def test_what_can_be_no_critic_is_refused_by_its_key(tmp_path):
     config.algorithm.adv_estimator, config.actor.use_kl_loss, config.ref.path = "grpo", True, config.model.path
     config.model.path = str(tmp_path / "policy")
     assert [problem.split("=")[0] for problem in untrainable(config)] == ["ref.path"]
-
-
-def test_a_family_without_a_base_model_is_refused(tmp_path):
-    """Of transformers' causal models TrOCR's decoder has none."""
-    config = Config()
-    config.model.path, config.critic.path = saved_policy(tmp_path / "policy"), str(tmp_path)
-    transformers.TrOCRConfig().save_pretrained(tmp_path)
-    (problem,) = untrainable(config)
-    assert problem.startswith(f"critic.path={tmp_path}: transformers has no base model of a TrOCRConfig")

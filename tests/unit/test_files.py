@@ -1,19 +1,15 @@
 """Places that commands write to: one process at a time, and files that are replaced whole."""
 
 import os
-import re
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import rlfuse
 from rlfuse.errors import RunError, UserError
 from rlfuse.files import claimed, is_claimed, replacing, write_whole
 
-ROOT = Path(rlfuse.__file__).parent
 HOLD = "import sys; from pathlib import Path; from rlfuse.files import claimed; place = claimed(Path(sys.argv[1]))"
 
 
@@ -75,16 +71,3 @@ def test_a_place_that_can_t_be_written_is_an_error_of_the_person_s(place, tmp_pa
     with pytest.raises(UserError, match=r"can't be written \(.*\)\. Choose another place"):
         write_whole(tmp_path / place, "text")
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_what_commands_write_where_a_person_says_is_replaced_whole():
-    """Files that `--out` and `--picture` name; those of a run folder are its run's alone."""
-    rooms = ("evaluation", "fusion", "planning", "report", "simulate", "whatif")
-    found = {
-        path: line.strip()
-        for path in ROOT.rglob("*.py")
-        if path.relative_to(ROOT).parts[0] in rooms or path.name == "trace.py"
-        for line in path.read_text().splitlines()
-        if re.search(r"\.write_text\(|savefig\((?!aside|drawing)|to_csv\((?!aside)|\(path, \"w|out\.open\(", line)
-    }
-    assert not found

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
-from test_moves import DTYPES, group  # noqa: F401
+from test_moves import DTYPES, PAIRS, group  # noqa: F401
 from test_resumed_settings import rank_of, step
 
 from rlfuse.config.schema import OptimConfig
@@ -11,7 +11,7 @@ from rlfuse.engines.pipeline.pipeline_rank import PipelineRank
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 
 RATE, DECAY = 1e-3, 0.5
-KINDS = [(TrainerRank, stage, dtype) for stage in range(4) for dtype in DTYPES]
+KINDS = [(TrainerRank, *pair) for pair in PAIRS]
 KINDS += [(PipelineRank, 1, dtype) for dtype in DTYPES]
 
 

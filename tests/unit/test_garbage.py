@@ -120,6 +120,7 @@ def test_what_was_there_at_the_first_collection_can_be_let_go_of(collector):
     assert Cycle.freed == before + 3 and gc.get_freeze_count() and not gc.isenabled()
 
 
+@pytest.mark.slow
 def test_what_was_imported_is_not_looked_through(collector, monkeypatch):
     before = Cycle.freed
     with garbage.importing():
@@ -134,6 +135,7 @@ def test_what_was_imported_is_not_looked_through(collector, monkeypatch):
     assert Cycle.freed == before + 20_000
 
 
+@pytest.mark.slow
 def test_a_run_before_leaves_no_garbage_to_one_that_finds_all_imported(collector):
     before = Cycle.freed
     with garbage.importing():

@@ -7,14 +7,11 @@ import re
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from rlfuse.cli import main
-from rlfuse.config import prepared
 from rlfuse.data.rows import read_rows
 from rlfuse.rewards.verifiers import numeric
 from rlfuse.tasks import gsm8k
-from rlfuse.tasks.prepare import TASKS, listing
 
 COPY = {
     "train": [{"question": "Two and two?", "answer": "2+2=<<2+2=4>>4\n#### 4"}] * 2,
@@ -96,19 +93,3 @@ def test_what_is_wrong_is_one_line(arguments, message, capsys):
     assert main(["prepare", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not os.path.exists("data")
-
-
-def test_without_a_task_they_are_listed_and_their_folders_are_what_jobs_read(capsys):
-    assert main(["prepare"]) == 0
-    assert capsys.readouterr().out.strip() == listing().strip()
-    root = os.path.join(os.path.dirname(__file__), "..", "..")
-    for name, task in TASKS.items():
-        assert "jobs/" not in task.then, "an installed wheel has none"
-        if job := re.search(r"experiment=(\w+)", task.then):
-            with open(os.path.join(root, f"conf/experiment/{job[1]}.yaml")) as text:
-                (train,) = yaml.safe_load(text)["data"]["train_files"]
-        else:
-            train = re.search(r"data\.train_files=\[(\S+?)\]", task.then)[1]
-        assert prepared.command_for(train) == f"rlfuse prepare {name}"
-        assert f"{name} " in listing() and str(prepared.FOLDERS[name]) in listing()
-    assert prepared.command_for("elsewhere/train.parquet") is None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from injected_faults import MadeRun, alarms_of
+from worlds.injected_faults import MadeRun, alarms_of
 
 from rlfuse.costs.model import Costs
 from rlfuse.events import Span, read_events

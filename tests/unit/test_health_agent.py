@@ -146,7 +146,9 @@ def test_an_agent_takes_less_than_a_hundredth_of_a_core():
 
 @pytest.mark.slow
 async def test_a_process_that_is_stopped_again_and_again_is_named(tmp_path):
-    """Three real workers at a pace of their own; one is stopped for two thirds of the time from the tenth second on."""
+    """Three real workers; one is stopped for two thirds of the time from the tenth second on.
+
+    In real time: it fails where other programs take the cores from another of the three for as long."""
     told, read = [], [0, 0, 0]
     with ExitStack() as stack:
         workers = [stack.enter_context(running(WORKER, str(tmp_path / str(i)))) for i in range(3)]

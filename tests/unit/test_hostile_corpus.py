@@ -225,7 +225,7 @@ def resume(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", hostile_folders.FOLDERS)
 def test_a_run_folder_is_read_or_named(here, capsys, name):
     folder = hostile_folders.run_folder(here, name)

@@ -36,6 +36,8 @@ from rlfuse.video.processor_sampling import PixelBounds
 from rlfuse.video.towers import Tower
 from rlfuse.video.video_model import VideoModel
 
+pytestmark = pytest.mark.usefixtures("one_decode_pool")
+
 BOUNDS = {"min_pixels": 16 * 28**2, "max_pixels": 40 * 28**2}
 SIZES = [(100, 140), (28, 28), (300, 90), (640, 480)]
 
@@ -57,6 +59,10 @@ def folder(request, tmp_path_factory):
     for number, size in enumerate(SIZES):
         picture(*size).save(folder / f"{number}.png")
     return folder
+
+
+one_family = pytest.mark.parametrize("folder", [write_small_qwen3_vl], indirect=True)
+"""Of tests of what happens before a family's own code."""
 
 
 @pytest.mark.parametrize("kind", ["video_llama_3", "qwen2_5_vl", "qwen3_vl"])
@@ -212,6 +218,7 @@ def test_parts_without_what_they_show_take_it_from_the_column(tmp_path):
 
 
 @pytest.mark.slow
+@one_family
 def test_a_tag_in_a_text_part_is_text(folder):
     text = "what does <image> or <video> mean in"
     content = [{"type": "text", "text": text}, {"type": "image"}, {"type": "text", "text": " ?"}]
@@ -257,12 +264,6 @@ def test_images_are_read_from_a_folder_that_can_not_be_written(tmp_path, monkeyp
 def test_a_column_image_that_no_marker_asks_for_is_any_column(tmp_path, given):
     [row] = rows_of(tmp_path, {"prompt": "2 + 2 ?", "image": given, "images": []})
     assert row.images == () and row.messages[0]["content"] == "2 + 2 ?" and row.columns["image"] == given
-
-
-def test_bytes_that_can_not_be_kept_are_told_with_what_to_set(tmp_path):
-    (tmp_path / "file").write_text("no folder")
-    with pytest.raises(DataError, match=r"can't be kept in .* set trainer\.default_local_dir"):
-        KeptImages(tmp_path / "file" / "images").file_of(b"a picture")
 
 
 def part(kind, given):
@@ -327,6 +328,7 @@ def unusable_rows(folder):
 
 
 @pytest.mark.slow
+@one_family
 def test_an_image_that_cant_be_used_costs_its_row_and_is_named(folder):
     unusable = unusable_rows(folder)
     prompts, report = load(
@@ -339,6 +341,7 @@ def test_an_image_that_cant_be_used_costs_its_row_and_is_named(folder):
 
 
 @pytest.mark.slow
+@one_family
 def test_too_many_bad_images_stop_the_run_with_the_first(folder):
     with pytest.raises(DataError, match=r"1 of 2 rows have clips or .*max_failure_rate=0\.1:\n.*row 0.*gone\.png"):
         load(
@@ -350,6 +353,7 @@ def test_too_many_bad_images_stop_the_run_with_the_first(folder):
 
 
 @pytest.mark.slow
+@one_family
 def test_prompts_keep_files_in_the_place_of_bytes(folder):
     """Of a data set of pictures, as Hugging Face has them; one of them is no picture."""
     from datasets import Dataset, Features, Value

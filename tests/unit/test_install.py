@@ -48,16 +48,6 @@ def installed(checkout, *names):
     return site
 
 
-def test_the_first_line_says_what_was_chosen_why_and_how_to_choose_the_other(checkout):
-    assert "] for CPUs (no nvidia-smi here); RLFUSE_EXTRA=gpu installs for GPUs" in install(checkout)[0][0]
-    lines, _ = install(checkout, RLFUSE_EXTRA="gpu")
-    assert "] for GPUs (as RLFUSE_EXTRA says); RLFUSE_EXTRA=cpu installs for CPUs" in lines[0]
-    assert "RLFUSE_EXTRA=tpu: set it to gpu or cpu" in install(checkout, RLFUSE_EXTRA="tpu")[1]
-    (checkout / "tools" / "nvidia-smi").symlink_to("/bin/true")
-    lines, _ = install(checkout)
-    assert "] for GPUs (nvidia-smi lists GPUs here); RLFUSE_EXTRA=cpu installs for CPUs" in lines[0]
-
-
 @pytest.mark.parametrize(
     ("there", "kind"),
     [
@@ -106,16 +96,6 @@ def test_the_image_is_built_of_what_is_there():
             assert subprocess.run(["bash", "-nc", rest]).returncode == 0
     needed = [name for name in tracked if name.startswith(("rlfuse/", "jobs/", "conf/", "pyproject.toml"))]
     assert [name for name in needed for pattern in left_out if fnmatch.fnmatch(name, pattern)] == []
-
-
-def test_the_installation_comes_before_the_sources_and_knows_its_kind():
-    """Else each edit of a source file makes gigabytes anew; and a build finds no GPU to go by."""
-    words = [f"{word} {rest}" for word, rest in instructions()]
-    install = next(index for index, line in enumerate(words) if "jobs/install.sh" in line and line.startswith("RUN"))
-    assert install < words.index("COPY . .")
-    assert words.index("ARG RLFUSE_EXTRA=gpu") < install and any(
-        "RLFUSE_EXTRA=${RLFUSE_EXTRA}" in line for line in words
-    )
 
 
 def test_a_login_shell_of_the_image_finds_the_environment(tmp_path):

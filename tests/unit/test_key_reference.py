@@ -7,14 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from rlfuse.algorithms import advantages, kl, losses
 from rlfuse.config.checks import check
 from rlfuse.config.declare import CUSTOM
-from rlfuse.config.documentation import by_name, groups, help_text, keys
+from rlfuse.config.documentation import by_name, help_text, keys
 from rlfuse.config.facts import Facts
-from rlfuse.config.keys import DEFAULT_PRESETS, PRESET_GROUPS
 from rlfuse.config.rewards import KEYS
 from rlfuse.config.schema import Config
 from rlfuse.fusion.policies import POLICIES
@@ -87,13 +85,6 @@ def test_every_key_has_a_row_with_all_about_it():
     assert "next step (where work runs" in table["trainer.nnodes"][-1]
 
 
-@pytest.mark.slow
-def test_words_narrow_the_reference():
-    page = printed("--markdown", "warm-up").stdout
-    assert {"actor.optim.lr_warmup_steps", "actor.optim.lr"} <= set(rows(page)) < set(by_name())
-    assert "## rollout" not in page and "## actor" in page
-
-
 @pytest.mark.parametrize("name", [key.name for key in keys() if key.choices])
 def test_refusal_help_and_reference_name_the_values_that_are_accepted(name):
     wrong = ["unheard"] if by_name()[name].type.startswith("list") else "unheard"
@@ -128,12 +119,3 @@ def test_every_named_value_is_implemented():
         "fusion.data": LABELS,
     }
     assert {name: set(by_name()[name].names) for name in tables} == {name: set(table) for name, table in tables.items()}
-
-
-def test_presets_are_the_files_there_are():
-    presets = {group: {path.stem for path in (CONF / group).glob("*.yaml")} for group in PRESET_GROUPS}
-    chosen = {}
-    for entry in yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]:
-        chosen |= entry if isinstance(entry, dict) else {}
-    assert {group: str(chosen[group] or "null") for group in PRESET_GROUPS} == DEFAULT_PRESETS
-    assert set(re.findall(r"\w+", groups()["algorithm"].partition("algorithm=")[2])) == presets["algorithm"]

@@ -70,12 +70,6 @@ def test_unknown_kind_lists_the_valid_ones():
         kl.kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
 
 
-def test_fixed_coefficient_stays():
-    control = kl.AdaptiveKl(0.02)
-    control.update(50.0, 10**6)
-    assert control.value == 0.02
-
-
 @pytest.mark.parametrize(
     ("measured", "factor"),
     [(6.0, 1.0), (6.6, 1.01), (5.4, 0.99), (60.0, 1.02), (0.0, 0.98)],  # n / horizon = 0.1; errors +-0.1, clipped +-0.2

@@ -13,7 +13,7 @@ from rlfuse.fusion.tuning import Tuning
 from rlfuse.simulate import learning
 from rlfuse.tools.simulate.recorded import config_of, read_run
 
-SEARCH_S = 3.0
+SEARCH_S = 0.5
 
 
 @pytest.fixture
@@ -37,6 +37,7 @@ def run(monkeypatch):
     return tuning, read_events(folder / "events.jsonl"), searched
 
 
+@pytest.mark.slow
 def test_settings_are_searched_again_once_lengths_are_known_and_when_they_or_slots_are_others(run):
     tuning, spans, searched = run
     step_s = next(span.seconds for span in spans if span.kind == "step")

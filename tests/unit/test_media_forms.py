@@ -27,6 +27,8 @@ from rlfuse.video.frame_list import packed
 from rlfuse.video.media_settings import ClipSettings, ImageSettings
 from rlfuse.video.video_model import VideoModel
 
+pytestmark = pytest.mark.usefixtures("one_decode_pool")
+
 MP4 = b"\0\0\0\x20ftypisom" + bytes(range(256)) * 2
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(80)
 TEXT = base64.b64encode(MP4).decode()

@@ -20,7 +20,7 @@ matplotlib.use("Agg")
 from scored_rows import score_table
 
 from rlfuse import notebook as nb
-from rlfuse.errors import ConfigError, RewardError
+from rlfuse.errors import ConfigError
 from rlfuse.run_folder.reader import RunError
 from rlfuse.samples import Reward
 from rlfuse.tools.notebook.jobs import Job
@@ -196,13 +196,6 @@ def test_pictures_show_what_they_were_given(table):
     assert len(nb.plot_step(RUN, 12).get_yticks()) == 2
 
 
-def test_pictures_of_nothing_are_refused():
-    with pytest.raises(ValueError, match=r"score/man: is no column .* like it"):
-        nb.plot_metrics(RUN, "score/man")
-    with pytest.raises(RunError, match=r"has no step 3; it has \[2, 12\]"):
-        nb.plot_step(RUN, 3)
-
-
 # Jobs ----------------------------------------------------------------------------------------------------------------
 
 
@@ -296,8 +289,3 @@ def test_a_job_is_checked_before_it_starts_and_keeps_its_name(monkeypatch, tmp_p
     [(folder, command)] = started
     assert command[-1] == f"trainer.experiment_name='{folder.name}'" and folder.name.startswith("at-")
     assert folder.parent == tmp_path / "runs" / "rlfuse"
-
-
-def test_no_reward_is_a_mistake_of_the_configuration(table):
-    with pytest.raises(RewardError, match="has no function 'nothing'"):
-        nb.score(table, "rlfuse.tasks.remainder:nothing")

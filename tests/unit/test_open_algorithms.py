@@ -285,25 +285,6 @@ def told_of_policy(value):
     return [each for each in check(found, read_facts(found)) if each.startswith("fusion.policy=")]
 
 
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        ("other.py:f", "there is no file .*other.py; correct the path"),
-        ("mine.py:best", "has no function `best`; its functions: f, g, h, k; name one"),
-        ("mine.py:f", r"takes \(\), which is not one snapshot; correct it to `def f\(snapshot\)`"),
-        ("mine.py:g", r"takes \(view, costs\), which is not one snapshot"),
-        ("mine.py:h", r"takes \(view, \*, costs\), which is not one snapshot"),
-        ("mine.py:k", "the function is async; make it a plain `def`"),
-        ("broken.py:f", "line 1: .*; correct the file"),
-    ],
-)
-def test_what_can_be_seen_of_a_policys_file_is_told_with_the_rest_of_the_job(write, value, says):
-    write("def f(): ...\ndef g(view, costs): ...\ndef h(view, *, costs): ...\nasync def k(view): ...\n1 / 0\n")
-    Path("broken.py").write_text("def f(view) ...\n")
-    (problem,) = told_of_policy(value)
-    assert problem.startswith(f"fusion.policy={value}: ") and re.search(says, problem), problem
-
-
 def test_a_policy_may_be_made_as_the_file_is_executed(write):
     write("import functools\nfrom functools import partial as other\ndef f(t, view): ...\n"
           "made = functools.partial(f, 1)\ndef g(view, t=2): ...\n")  # fmt: skip
@@ -322,12 +303,6 @@ def test_what_is_no_matrix_is_told_with_key_and_shape(write, returned):
     Experience(config(f"{ESTIMATOR}=grpo")).prepare(prepared := groups([[1.0], [0.0]], [[3], [2]]))
     with pytest.raises(ConfigError, match=r"adv_estimator=mine.py:f: returned a .*has to return .*\[2, 3\]"):
         Experience(config(f"{ESTIMATOR}=mine.py:f")).complete(prepared)
-
-
-def test_a_file_that_fails_is_told_with_its_error(write):
-    write("def f(log_probs): ...\n1 / 0\n")
-    with pytest.raises(ConfigError, match=r"loss_mode=mine\.py:f: its file can't be executed: ZeroDivisionError"):
-        LOSS_MODES.find("mine.py:f")
 
 
 def test_a_run_keeps_its_functions_when_the_file_is_edited(write):

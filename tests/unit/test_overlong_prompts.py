@@ -21,7 +21,7 @@ from rlfuse.tasks.small_video_models import (
 )
 from rlfuse.video.video_model import VideoModel
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_decode_pool")]
 MODELS = {"llama": write_small_video_llama3, "qwen25": write_small_qwen25_vl, "qwen3": write_small_qwen3_vl}
 LONG = "0123456789" * 30
 CLIP, IMAGE = {"videos": ["a.mp4"]}, {"images": ["a.png"]}

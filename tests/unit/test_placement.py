@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from playing import prompts
-from random_engines import response
+from worlds.playing import prompts
+from worlds.random_engines import response
 
 from rlfuse.costs.model import Costs
 from rlfuse.fusion import adaptive

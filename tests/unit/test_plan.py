@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 import transformers
 from test_plan_models import FAMILIES, NARROW, job
 
@@ -15,7 +14,6 @@ from rlfuse.engines.memory.model_sizes import read_shape
 from rlfuse.engines.memory.remedies import problems, remedies
 from rlfuse.engines.memory.residency import GENERATING, LOADING, PHASES, SAVING, SYNC, TRAINING, Item
 from rlfuse.engines.memory.tracing import Texts
-from rlfuse.errors import ConfigError
 from rlfuse.tools.planning.costs import costs_of
 from rlfuse.tools.planning.forecast import forecast, lengths_of
 from rlfuse.tools.planning.hardware import Hardware
@@ -201,17 +199,6 @@ def test_passes_without_gradients_run_over_the_whole_batch(small):
     assert reference == activations(config, shapes["actor"], "actor", "cuda")
 
 
-def test_a_pass_that_fails_is_told_with_its_class(small):
-    shape = read_shape(small, "model.path")
-
-    def fail(*_, **__):
-        raise AssertionError
-
-    shape.model.model.forward = fail
-    with pytest.raises(ConfigError, match=r"the actor, a Qwen2ForCausalLM: .* \(AssertionError\)"):
-        shape.model.work(job(), "actor", Texts(((3, 2),)), "cuda")
-
-
 @pytest.mark.slow
 def test_what_does_not_fit_is_named_and_the_remedies_help(large):
     shapes, budget = {"actor": read_shape(large, "model.path")}, Budget("cuda", 80 * GIB)
@@ -355,14 +342,6 @@ def test_phases_are_shown_in_their_order_with_the_tightest_and_the_settings(larg
     assert picture.stat().st_size > 10_000
     assert command(large, "--device-memory", "80", "--memory-picture", "slot.gif") == 2
     assert "--memory-picture slot.gif: needs a name that ends in .png" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_without_a_gpu_the_memory_must_be_told(large, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command(large) == 2 and "--device-memory 80" in capsys.readouterr().err
-    elsewhere = ["cluster.device=auto", "cluster.ray_address=ray://elsewhere:10001"]
-    assert command(large, *elsewhere) == 2 and "say cluster.device=cuda" in capsys.readouterr().err
 
 
 @pytest.mark.slow

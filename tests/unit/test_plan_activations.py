@@ -26,7 +26,6 @@ from rlfuse.tools.planning.space import axes_of, structures
 SIZES = dict(num_hidden_layers=6, vocab_size=96, hidden_size=64, num_attention_heads=4, intermediate_size=192,
              num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0)  # fmt: skip
 SAMPLES = Texts(((120, 80), (160, 40)))
-TOKENS = 400
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +55,7 @@ def peak_of(config, model, offloading):
     return max(accumulate(each.nbytes() for each in sorted(moves, key=lambda each: each.start_ns())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stay", [0, 2, 6])
 @pytest.mark.parametrize("disk", [0, 64])
 def test_ranks_do_what_the_plan_says_in_as_much_memory(tmp_path, given, stay, disk):
@@ -111,6 +111,7 @@ def test_blocks_in_the_heap_leave_holes_on_cpu_hosts_and_mapped_ones_none(given)
     assert kept_again < kept and between_again == between, "what is run again leaves its holes, too"
 
 
+@pytest.mark.slow
 def test_copies_that_nothing_hides_are_not_planned(given):
     shape, _ = given
     config = job(model__enable_activation_offload=True, model__activation_device_mb=0)
@@ -118,6 +119,7 @@ def test_copies_that_nothing_hides_are_not_planned(given):
     assert slow.run_again == 5 / 6 and fast.run_again == 0
 
 
+@pytest.mark.slow
 def test_the_search_tries_it_where_rows_are_long(given):
     shape, _ = given
     cluster = Cluster(nodes=1, devices_per_node=2, device_memory_gb=24, peak_tflops=10, memory_bandwidth_gbs=300)

@@ -6,7 +6,6 @@ from math import inf
 import pytest
 from test_plan_search import job_of, shape  # noqa: F401, a fixture
 
-from rlfuse.config.schema import ActorConfig, Config
 from rlfuse.engines.memory.estimate import ITEM, Moved
 from rlfuse.engines.memory.model_memory import MAX_CACHED_BYTES
 from rlfuse.engines.memory.remedies import changed
@@ -217,23 +216,6 @@ def test_how_long_gradients_travel_to_the_host_is_told(shape):  # noqa: F811
     assert told.startswith("  actor.offload_optimizer=true: 8.0 GiB of gradients and weights")
     assert told.endswith(" go to the host and back in a step: 0.50 s, waited for")
     assert plan._offload_words(8 << 30, 0.0).endswith("--cluster tells how long they are on their way")
-
-
-def test_how_long_optimizers_travel_is_told():
-    for residency, seconds, hidden, told in (
-        ("training", 0.5, 0.0, "come to the device: 0.50 s a step, 0.00 beside gradients, 0.50 waited for"),
-        ("forecast", 0.5, 0.4, "come to the device: 0.50 s a step, 0.40 beside gradients, 0.10 waited for"),
-        (
-            "step",
-            4.0,
-            0.0,
-            "go there and back with every update: 4.00 s a step, 0.00 beside gradients, 4.00 waited for",
-        ),
-        ("forecast", 0.0, 0.0, "--cluster tells how long it is on its way"),
-    ):
-        config = Config(actor=ActorConfig(optimizer_residency=residency))
-        words = plan._optimizer_words(config, 8 << 30, seconds, hidden)
-        assert words.startswith(f"  actor.optimizer_residency={residency}: 8.0 GiB") and words.endswith(told)
 
 
 def test_ranks_that_share_layers_step_sooner_and_wait_for_each_others_sums(shape):  # noqa: F811

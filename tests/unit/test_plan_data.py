@@ -14,7 +14,7 @@ from rlfuse.config.schema import Config
 from rlfuse.tasks.small_video_models import SmallModel, byte_tokenizer, write_small_video_llama3
 from rlfuse.tools.planning.planned_job import DataLengths, prompt_tokens, read_lengths
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_decode_pool")]
 ROWS = [{"prompt": "x" * length, "answer": "1"} for length in (10, 20, 60)]
 CLIPS = [{"prompt": f"<video>{'x' * length}", "videos": [f"{length}.mp4"]} for length in (10, 20)]
 IMAGE = {"prompt": "<image>", "images": ["a.png"]}

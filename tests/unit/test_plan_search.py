@@ -91,6 +91,7 @@ def brute_force(job, facts):
 # The search ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_optimizers_are_tried_beside_gradients_and_in_their_steps_alone(shape):
     offload, residency = "actor.offload_optimizer", "actor.optimizer_residency"
     for device, values in (("cuda", ("forecast", "step")), ("cpu", ("training",))):
@@ -117,7 +118,8 @@ def refuse(width):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [24, 14])
 def test_it_is_brute_force(shape, memory):
-    job, facts = job_of(shape, device_memory_gb=memory), facts_of(shape)
+    axes = SMALL | {"trainer.nnodes": (2,), "rollout.gpu_memory_utilization": (0.8,)}
+    job, facts = job_of(shape, axes=axes, device_memory_gb=memory), facts_of(shape)
     found = search(job, facts, seconds=inf)
     assert found.plans[0].seconds.step == pytest.approx(min(brute_force(job, facts)))
     assert found.left == 0, "it came to its end"
@@ -137,6 +139,7 @@ def test_a_sketch_of_a_structure_is_no_more_than_its_bound(shape, estimator, gro
         assert 0 < job.sketched(config) <= job.bound(config, memory, roomy=True)
 
 
+@pytest.mark.slow
 def test_memory_and_costs_that_were_worked_out_before_are_those_of_the_plan(shape):
     """Whatever was asked for between."""
     job, draw = job_of(shape), Random(2)
@@ -194,6 +197,7 @@ def test_all_that_is_looked_at_shares_one_deadline(shape, monkeypatch, seconds):
     assert LATE in {each.why_not for each in around}
 
 
+@pytest.mark.slow
 def test_the_smallest_are_tried_without_telling_their_sizes_again(shape, monkeypatch):
     """On a clock that stands still but for memories without activations."""
     clock, really = SimpleNamespace(now=0.0), Job.lean
@@ -209,6 +213,7 @@ def test_the_smallest_are_tried_without_telling_their_sizes_again(shape, monkeyp
     assert not found.plans and found.structures > 3 and clock.now <= 6
 
 
+@pytest.mark.slow
 def test_it_ends_before_its_time_where_plan_after_plan_brings_nothing(shape):
     job, facts = job_of(shape), facts_of(shape)
     whole, patient = search(job, facts, seconds=inf), search(job, facts, seconds=inf, patience=3)
@@ -216,6 +221,7 @@ def test_it_ends_before_its_time_where_plan_after_plan_brings_nothing(shape):
     assert patient.plans[0].seconds.step >= whole.plans[0].seconds.step >= patient.bound_s
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_before_changes_no_step(shape):
     """Pipelines that differ in how fast they are have one schedule."""
     pipeline, job = (("training.pipeline_parallel_size", 2), ("actor.zero_stage", 1)), job_of(shape)
@@ -241,6 +247,7 @@ def test_what_was_found_before_ctrl_c_is_told(shape, monkeypatch):
     assert len(found.plans) == 1 and found.left > 0 and found.bound_s <= found.plans[0].seconds.step
 
 
+@pytest.mark.slow
 def test_neighbours_of_a_plan_that_was_settled_for_are_no_faster_or_can_not_be(shape):
     job, facts = job_of(shape), facts_of(shape)
     found, around = settled(job, search(job, facts, seconds=0), facts)
@@ -256,6 +263,7 @@ def test_a_neighbour_that_no_check_lets_pass_is_told(shape):
     assert "must divide the 4 slots" in why
 
 
+@pytest.mark.slow
 def test_a_key_is_not_changed_for_nothing(shape):
     job, facts = job_of(shape), facts_of(shape)
     job.config.rollout.max_num_seqs = 64  # 16 samples are all that an engine has: 1024 would be no faster
@@ -272,6 +280,7 @@ def test_the_job_s_own_cache_is_one_to_choose(shape, device, leaf, own):
     assert own in values and list(values) == sorted(values, reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("off, kept", [(9.0, True), (0.0, False)])
 def test_the_job_s_own_values_stay_as_long_as_a_calibration_leaves_open_what_is_faster(shape, off, kept):
     job, facts = job_of(shape), facts_of(shape)
@@ -285,6 +294,7 @@ def test_the_job_s_own_values_stay_as_long_as_a_calibration_leaves_open_what_is_
     assert all(each.plan or each.why_not for each in around)
 
 
+@pytest.mark.slow
 def test_a_neighbour_without_a_pipeline_has_no_stages_either(shape):
     """Else no search that ends with several stages a device would see what no pipeline takes."""
     stages, several = "training.pipeline_parallel_size", "training.virtual_pipeline_model_parallel_size"
@@ -295,6 +305,7 @@ def test_a_neighbour_without_a_pipeline_has_no_stages_either(shape):
     assert (1, 1) in {(dict(plan.settings)[stages], dict(plan.settings)[several]) for plan in tried if plan}
 
 
+@pytest.mark.slow
 def test_values_that_can_only_go_after_others_go_too(shape):
     """A device without a pipeline holds one stage: stages stay until it does."""
     stages, several = "training.pipeline_parallel_size", "training.virtual_pipeline_model_parallel_size"

@@ -94,7 +94,7 @@ def test_a_model_and_machines_are_enough_and_the_job_file_says_what_to_put_in(fi
     folder, words = files
     out = folder / "best.yaml"
     few = [word for word in words if not word.startswith(("data.train_files", "reward."))]
-    assert main([*few, "--seconds", "2", "--out", str(out)]) == 0
+    assert main([*few, "--seconds", "0.5", "--out", str(out)]) == 0
     assert "put yours into it: data.train_files, reward.functions" in capsys.readouterr().out
     assert "# Put yours: data.train_files, reward.functions." in out.read_text()
     assert main(["plan", str(out), "--cluster", str(folder / "cluster.yaml")]) == 0
@@ -111,7 +111,7 @@ def test_nodes_are_in_the_order_in_which_their_links_are_best(files, capsys):
     out = folder / "best.yaml"
     kept = ["--keep", "trainer.nnodes", "trainer.nnodes=4"]  # gradients are summed in a ring of nodes, without stages
     kept += ["--keep", "training.pipeline_parallel_size", "training.pipeline_parallel_size=1"]
-    assert main([*words, *kept, "--seconds", "2", "--out", str(out)]) == 0
+    assert main([*words, *kept, "--seconds", "0.5", "--out", str(out)]) == 0
     assert "s of exchanges between them" in capsys.readouterr().out
     order = yaml.safe_load(out.read_text())["cluster"]["node_order"]
     assert sorted(order) == list("abcd")
@@ -124,7 +124,7 @@ def test_the_best_plan_is_a_job_file_that_plan_takes_as_it_is(files, capsys, mon
     folder, words = files
     monkeypatch.setenv("COLUMNS", "100")
     out, picture = folder / "best.yaml", folder / "plans.png"
-    assert main([*words, "--seconds", "2", "--out", str(out), "--picture", str(picture)]) == 0
+    assert main([*words, "--seconds", "0.5", "--out", str(out), "--picture", str(picture)]) == 0
     told = capsys.readouterr().out
     assert "Why not its neighbours" in told and picture.stat().st_size > 5000
     assert re.search(r"^ *\w+ \((the fastest|equal within the error)\) +[\d.]+ *$", told, re.M)
@@ -141,7 +141,7 @@ def test_plan_tells_the_step_of_the_job_file_as_the_search_told_it(files, capsys
     monkeypatch.setenv("COLUMNS", "100")
     out, kept = folder / "best.yaml", "training.pipeline_parallel_size"
     more = [f"data.train_batch_size={batch}", f"rollout.n={group}", f"{kept}={stages}", "--keep", kept]
-    more += ["--seconds", "3", "--out", str(out)]
+    more += ["--seconds", "1", "--out", str(out)]
     assert main([*[word for word in words if not word.startswith(("data.train_batch", "rollout.n"))], *more]) == 0
     shown = capsys.readouterr().out
     searched = dict(re.findall(r"^ *(\w+)(?: \([a-z ]+\))? +([\d.]+) *$", shown, re.M))
@@ -162,7 +162,7 @@ def test_ctrl_c_among_neighbours_shows_what_was_found(files, capsys, monkeypatch
 
     monkeypatch.setattr(search_command, "settled", interrupted)
     _, words = files
-    assert main([*words, "--seconds", "2"]) == 0 and "under each policy" in capsys.readouterr().out
+    assert main([*words, "--seconds", "0.5"]) == 0 and "under each policy" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -173,6 +173,7 @@ def test_where_nothing_fits_the_nearest_plan_is_told(files, capsys):
     assert "no plan fits" in (told := capsys.readouterr().out) and "needs" in told
 
 
+@pytest.mark.slow
 def test_a_key_that_is_not_searched_can_not_be_kept(files, capsys):
     _, words = files
     assert main([*words, "--keep", "actor.zero_stag"]) == 2

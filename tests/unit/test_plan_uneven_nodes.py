@@ -45,6 +45,7 @@ def test_a_group_with_half_the_memory_bandwidth_generates_as_such_a_cluster_and_
     assert halved.training == pytest.approx(even.training, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", [None, 100])
 def test_of_nodes_of_two_sizes_plans_use_those_that_have_the_devices(shape, bandwidth):  # noqa: F811
     group = Group(nodes=1, devices_per_node=1, memory_bandwidth_gbs=bandwidth)
@@ -52,7 +53,8 @@ def test_of_nodes_of_two_sizes_plans_use_those_that_have_the_devices(shape, band
     assert cluster.devices == 3 and cluster.sizes == (1, 2)
     axes = axes_of(job_of(shape).config, shape, cluster)
     assert axes["trainer.n_gpus_per_node"] == (1, 2) and axes["trainer.nnodes"] == (1, 2)
-    job, facts = job_of(shape, cluster, SMALL | {"trainer.n_gpus_per_node": (1, 2)}), facts_of(shape)
+    few = {"actor.offload_optimizer": (False,), "rollout.gpu_memory_utilization": (0.8,)}
+    job, facts = job_of(shape, cluster, SMALL | few | {"trainer.n_gpus_per_node": (1, 2)}), facts_of(shape)
     job.config.trainer.n_gpus_per_node = 1
     machines = {tuple(dict(each)[f"trainer.{key}"] for key in ("nnodes", "n_gpus_per_node"))
                 for each in structures(job.config, facts, job.axes, shape, cluster)}  # fmt: skip
@@ -65,6 +67,7 @@ def test_of_nodes_of_two_sizes_plans_use_those_that_have_the_devices(shape, band
     ]
 
 
+@pytest.mark.slow
 def test_one_jobs_forecast_is_of_uneven_nodes():
     config = Config()
     config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n = 8, 8, 2

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from playing import play, play_whole_batches
-from scenes import Scene, scenes
+from worlds.playing import play, play_whole_batches
+from worlds.scenes import Scene, scenes
 
 from rlfuse.costs.model import Costs
 from rlfuse.errors import WorkerLost
@@ -20,7 +20,6 @@ from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.step.executor import Executor, StepContext
 
-SCORING = {"old_log_prob", "ref", "values"}
 exploring = settings(deadline=None, derandomize=True, max_examples=16)
 
 

@@ -12,7 +12,7 @@ from rlfuse.engines.rollout.liveness import Liveness
 from rlfuse.errors import ConfigError, EngineError, EngineLost, NodeLeft, NodeLost, RunError, WorkerLost
 from rlfuse.events import Span
 from rlfuse.observe.journal import count_faults, fault_metrics
-from rlfuse.run.job import futile, how_to_resume, open_job, recovered, starting
+from rlfuse.run.job import futile, how_to_resume, recovered, starting
 from rlfuse.run_folder import checkpoints, status
 
 
@@ -131,23 +131,6 @@ def test_a_checkpoint_that_an_earlier_run_left_is_not_gone_on_from(config):
     config.trainer.resume_mode = str(config.run_folder / "global_step_2")
     recovered(config, attempts)
     assert [job.state["step"] for job in attempts.jobs] == [2, 2]
-
-
-def test_who_goes_back_is_told_which_checkpoints_go(config, capsys):
-    for step in (2, 4, 6):
-        kept = config.run_folder / f"global_step_{step}"
-        kept.mkdir(parents=True)
-        (kept / "run.json").write_text(f'{{"step": {step}}}')
-        (kept / checkpoints.MARKER).touch()
-    config.trainer.logger = ["console"]
-    for resume_mode in (str(config.run_folder / "global_step_2"), "auto"):
-        config.trainer.resume_mode = resume_mode
-        job = open_job(config)
-        job.begin(8).close()
-        job.lock.release()
-        said = capsys.readouterr().out
-        told = f"global_step_4, global_step_6 in {config.run_folder} go once a checkpoint is whole: the run goes on"
-        assert (told in said) == (resume_mode != "auto")
 
 
 @pytest.mark.parametrize("error", [EngineError("it broke"), ConfigError(["wrong"]), KeyboardInterrupt()])

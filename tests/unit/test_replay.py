@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from rlfuse.cli import main as rlfuse
-from rlfuse.errors import RewardError
 from rlfuse.files import claimed
 from rlfuse.rewards.api.items import item_of_sample
 from rlfuse.run_folder.reader import open_run
@@ -121,14 +120,3 @@ def test_limits_are_the_runs_and_the_rest_is_not_mixed():
 def test_mistakes_are_told(run, capsys, words, told):
     assert rlfuse(["reward", "replay", str(run[0]), *words]) == 2
     assert told in capsys.readouterr().err
-
-
-def test_runs_that_can_not_be_replayed_are_told(run, capsys):
-    folder, _ = run
-    (folder / "samples.jsonl").unlink()
-    assert rlfuse(["reward", "replay", str(folder)]) == 2
-    assert "trainer.log_samples above 0" in capsys.readouterr().err
-    assert rlfuse(["reward", "replay", str(folder / "nothing")]) == 2
-    assert "no run folder" in capsys.readouterr().err
-    with pytest.raises(RewardError, match="only the reward"):
-        replay.reward_of(open_run(folder), ["reward=x"])

@@ -147,21 +147,6 @@ def test_a_page_holds_the_run_and_nothing_of_it_is_markup(alone):
     assert "5000" not in alone.text, "what validation generated is no sample of the step"
 
 
-@pytest.mark.slow
-def test_the_overview_says_when_by_what_and_how_it_ended(alone):
-    for told in ("failed: out of luck", "2001-09-09 01:46:40 UTC", "rlfuse train my_job.yaml", "abc123+", "here",
-                 "4 in 1 min 15 s", "1 min 40 s", "0.375 → 0.875"):  # fmt: skip
-        assert told in alone.text, told
-
-
-@pytest.mark.slow
-def test_legends_name_every_line_and_cause_in_words(both):
-    curves, parts = json.loads(both.data["data"])["panels"].values()
-    lines = [name for panel in curves + parts for name, _ in panel["lines"]]
-    assert lines == ["critic/score/mean", "val-core/x/acc/mean@1", "critic/kl", "rewards/f/mean"]
-    assert all(name in both.text for name in [*lines, "generating", "waiting for the longest responses", "median"])
-
-
 def test_a_metric_keeps_its_dash_and_a_run_its_colour(tmp_path):
     critic = {"step": 1, "critic/grad_norm": 1.0}
     both = critic | {"actor/grad_norm": 2.0}
@@ -297,11 +282,3 @@ def test_memory_does_not_grow_with_the_steps(tmp_path):
         tracemalloc.stop()
         assert list(gathered.lengths) == list(range(1, steps + 1)) and len(gathered.slowest) == 15
     assert peaks[1] < 1.3 * peaks[0]
-
-
-@pytest.mark.slow
-def test_wrong_arguments_are_told(runs, tmp_path, capsys):
-    assert rlfuse(["report", str(tmp_path)]) == 2
-    assert "config.yaml" in capsys.readouterr().err
-    assert rlfuse(["report", str(runs[0]), "--out", str(tmp_path / "none" / "page.html")]) == 2
-    assert "Choose another place" in capsys.readouterr().err

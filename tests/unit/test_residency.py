@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from resident_engines import ResidentWorld
-from scenes import Scene, scenes
+from worlds.resident_engines import ResidentWorld
+from worlds.scenes import Scene, scenes
 
 from rlfuse.engines.memory.estimate import Budget, memory_of
 from rlfuse.engines.memory.model_sizes import read_shape
@@ -26,7 +26,7 @@ from rlfuse.simulate.clock import run_virtual
 from rlfuse.stopping import Stopped
 
 ZERO = {"ZeRO 0": 0, "ZeRO 1": 1, "ZeRO 2": 2, "ZeRO 3": 3, "pipelines": 4}
-exploring = settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+exploring = settings(max_examples=30, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 
 
 def scene_of(policy, estimator, zero, **more):
@@ -58,10 +58,15 @@ def plan_of(config, zero, model, gib=80):
     return memory_of(config, models, Budget("cuda", int(gib * 2**30)))
 
 
-@pytest.mark.parametrize("hands_over", [True, False])
-@pytest.mark.parametrize("zero", ZERO)
-@pytest.mark.parametrize("estimator", ["gae", "grpo"])
-@pytest.mark.parametrize("policy", POLICIES)
+EVERY_PAIR = [
+    (policy, ("gae", "grpo")[(at + number) % 2], zero, (at + number // 2) % 2 == 0)
+    for at, policy in enumerate(POLICIES)
+    for number, zero in enumerate(ZERO)
+]
+"""Of a policy, an estimator, a kind of ranks and whether the device is handed over: any two meet."""
+
+
+@pytest.mark.parametrize(("policy", "estimator", "zero", "hands_over"), EVERY_PAIR)
 def test_nothing_is_used_where_it_does_not_lie(policy, estimator, zero, hands_over, model):
     world = replay(ResidentWorld(scene_of(policy, estimator, ZERO[zero]), hands_over=hands_over))
     assert world.saved == [1, 2] and len(world.learned) == 2
@@ -257,7 +262,7 @@ async def test_a_side_that_fails_ends_the_wait_for_the_other(failing):
         await end("ranks")
 
     with pytest.raises(EngineError, match=f"{failing}: its own cause"):
-        await asyncio.wait_for(start_parts("cuda", trainer=ranks, engines=[partial(end, "engine")]), 1)
+        await asyncio.wait_for(start_parts("cuda", trainer=ranks, engines=[partial(end, "engine")]), 60)
 
 
 def test_sigterm_is_followed_by_a_checkpoint_that_can_be_read():

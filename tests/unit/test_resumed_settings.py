@@ -9,9 +9,9 @@ import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import safe_get_full_fp32_param
-from playing import prompts
 from test_moves import DTYPES, group  # noqa: F401
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from worlds.playing import prompts
 
 from rlfuse.config.schema import ActorConfig, Config, OptimConfig
 from rlfuse.data.prompts import PromptSource

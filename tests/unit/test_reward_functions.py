@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import textwrap
 
@@ -16,8 +15,6 @@ from rlfuse.errors import RewardError
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.functions import load_function
 from rlfuse.rewards.api.items import Score, item_of_row, item_of_sample
-from rlfuse.rewards.models.classifier import Classifier
-from rlfuse.rewards.models.judge import Judge
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 
 ROWS = [
@@ -182,10 +179,6 @@ def test_a_reward_file_may_extend_the_path_before_it_imports(tmp_path):
     assert [score.value for score in outcomes(f"{path}:f")] == [1.0, 5.0]
 
 
-def test_a_partial_has_the_name_of_its_function():
-    assert load_function(functools.partial(verl, ground_truth="4")).name == "verl"
-
-
 def test_callables_of_other_kinds():
     assert [score.value for score in outcomes(lambda completions: [1, 2])] == [1.0, 2.0]
 
@@ -334,13 +327,3 @@ def test_score_table_shows_rewards_parts_and_failures():
     assert first["prompt"] == "2+2"
     with pytest.raises(ValueError, match="row 0: response is None"):
         score_table(verl, [{"prompt": "x"}])
-
-
-def test_a_missing_reward_model_is_named(tmp_path):
-    for path, part in [(f"{tmp_path}/absent", "no folder"), (str(tmp_path), "no config.json")]:
-        with pytest.raises(RewardError, match=part):
-            Classifier(path)
-        with pytest.raises(RewardError, match=f"^model: .*{part}"):
-            Judge(path)
-    with pytest.raises(RewardError, match=r"reward\.model_backend is 'trt'"):
-        Classifier("owner/model", backend="trt")

@@ -128,9 +128,9 @@ def test_thousands_of_exceptions_in_one_are_shown_shortly_and_soon(kind):
             later.__context__, error = error if kind == "chained" else None, later
         raise error
 
-    began = time.monotonic()
+    began = time.process_time()
     [outcome] = scored(raises, "r")
-    assert time.monotonic() - began < 20
+    assert time.process_time() - began < 20
     check(outcome, "raises")
     assert f'File "{__file__}"' in outcome.traceback and "more than 100 exceptions" in outcome.traceback
 

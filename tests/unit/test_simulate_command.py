@@ -106,8 +106,10 @@ def test_a_run_is_replayed_and_its_time_told(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy, deterministic", [("serial", False), ("serial", True), ("stream", False)])
-@pytest.mark.parametrize("speeds", [[1, 0.4, 1, 1], [1, 1, 0.65, 1]])
+@pytest.mark.parametrize(
+    "policy, deterministic, speeds",
+    [("serial", False, [1, 0.4, 1, 1]), ("serial", True, [1, 1, 0.65, 1]), ("stream", False, [1, 0.4, 1, 1])],
+)
 def test_a_slow_slot_is_replayed_at_its_own_speed(tmp_path, capsys, policy, deterministic, speeds):
     measured = recorded(tmp_path, 3, policy, deterministic, slot_speed=speeds)
     out = tmp_path / "result.json"
@@ -138,10 +140,3 @@ def test_a_picture_knows_real_engines_and_samples_alone():
     }
     with pytest.raises(ValueError, match="nothing to draw"):
         draw([Timeline("", "", spans[4:], 0, 1)], "nowhere.png")
-
-
-@pytest.mark.parametrize("text", ["a: " + "[" * 500, "a: {", "\0"], ids=["deep", "open", "no text"])
-def test_a_run_whose_configuration_can_not_be_read_is_named(text, tmp_path, capsys):
-    (tmp_path / "config.yaml").write_text(text)
-    assert main(["simulate", "--from", str(tmp_path)]) == 2
-    assert f"{tmp_path / 'config.yaml'}: " in capsys.readouterr().err

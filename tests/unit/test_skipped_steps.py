@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from test_moves import DTYPES, STAGES, accumulate, assert_same, engine, group, run, same, saved, stages, states_of  # noqa: F401
+from test_moves import DTYPES, PAIRS, accumulate, assert_same, engine, group, run, same, saved, stages, states_of  # noqa: F401
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.config.schema import ActorConfig, Config
@@ -28,8 +28,7 @@ def spoil(engine, value):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "dtype"), PAIRS)
 def test_a_step_that_is_skipped_leaves_no_trace(tmp_path, stage, dtype):
     """Neither in weights and moments nor in the learning rate, be it the first step or a later one."""
     clean, hurt = engine(stage, dtype), engine(stage, dtype)

@@ -107,13 +107,6 @@ def test_a_plan_counts_what_a_rank_holds_and_keeps_for_its_backward_pass(shape, 
     assert 0.5 * whole["activations"] < halves["activations"] < whole["activations"]
 
 
-def test_a_plan_says_which_share_a_rank_has(shape):
-    config = job(2)
-    config.trainer.n_gpus_per_node = 2
-    found = [place.trainer for place in placements(config, {"actor": shape})]
-    assert found == ["trainer/0 (1 of 2): actor", "trainer/1 (2 of 2): actor"]
-
-
 def test_a_plan_tells_stages_of_shared_layers(shape):
     """Two stages of a layer each, on two ranks each; the head, whole on both of the last, weighs twice as much."""
     config = job(2)

@@ -100,10 +100,6 @@ def test_a_step_by_hand():
     assert {(1, "gen 1"), (1, "gen 2"), (1, "step"), (10, "samples 2"), (10, "rank"), (11, "engine")} <= names
 
 
-def test_nothing_is_an_empty_trace():
-    assert trace([]) == {"traceEvents": [], "displayTimeUnit": "ms"}
-
-
 def test_arrows_never_go_back_in_time_whatever_clocks_say():
     spans = [
         Span("reward", "reward/0", 0, 1, 1, ("1/0/0",)),

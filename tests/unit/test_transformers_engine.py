@@ -21,7 +21,7 @@ from rlfuse.engines.transformers.decode_batch import draw
 from rlfuse.engines.transformers.transformers_engine import TransformersEngine
 from rlfuse.errors import EngineError, EngineFailed
 from rlfuse.protocols import Load, Sampling
-from rlfuse.samples import Partial, Response
+from rlfuse.samples import Partial
 
 VOCABULARY, END, LONGEST = 40, 2, 64
 PLAIN = Sampling(1.0, 1.0, -1, 24)
@@ -96,6 +96,7 @@ def test_log_probs_are_those_of_a_plain_forward_pass(model, drawn):
     assert len({response.finish_reason for response in drawn.values()}) == 2, "both ends are tried"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"max_num_seqs": 3}, {"max_num_seqs": 1}, {"kv_cache_memory_mb": 1}], ids=str)
 def test_batches_change_no_token(model, drawn, settings):
     same(with_engine(model, lambda engine: all_of(engine, requests(12)), **settings), drawn)
@@ -103,9 +104,11 @@ def test_batches_change_no_token(model, drawn, settings):
 
 def test_samples_that_join_a_batch_change_no_token(model, drawn):
     async def work(engine):
+        engine._step = slowed(engine._step)
         parts = [all_of(engine, requests(4, start)) for start in (0, 4, 8)]
         found = [asyncio.create_task(part) for part in parts[:1]]
-        await asyncio.sleep(0.03)
+        while engine._steps < 2:
+            await asyncio.sleep(0.001)
         found += [asyncio.create_task(part) for part in parts[1:]]
         return {name: result for each in await asyncio.gather(*found) for name, result in each.items()}
 
@@ -196,6 +199,7 @@ def test_a_push_with_other_tensors_is_refused(model, tmp_path, broken, told):
         with_engine(model, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(0.7, 1.0, -1, 1), Sampling(1.0, 0.6, -1, 1), Sampling(1.0, 1.0, 4, 1), Sampling(1.3, 0.9, 9, 1, 0.05)],
@@ -265,6 +269,7 @@ def test_what_an_engine_tells_of_its_work(model):
     assert all(one.end <= other.start + 1e-9 for one, other in pairwise(decoded))
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_ends_its_samples_with_the_cause(model, caplog):
     async def work(engine):
         def broken(joining):
@@ -372,7 +377,3 @@ def test_models_with_recurrent_layers_are_refused(tmp_path):
     config.model.path = str(tmp_path)
     (told,) = TransformersEngine.unserved(config)
     assert "a jamba has layers of" in told
-
-
-def test_responses_are_plain(drawn):
-    assert all(isinstance(response, Response) and response.trainable is None for response in drawn.values())

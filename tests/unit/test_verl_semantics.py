@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from playing import PATIENCE_S, World
-from scenes import Scene
 from torch.nn.functional import softplus
+from worlds.playing import PATIENCE_S, World
+from worlds.scenes import Scene
 
 from rlfuse.algorithms.advantages import advantages_and_returns, whiten
 from rlfuse.algorithms.corrections import truncated_importance_weights

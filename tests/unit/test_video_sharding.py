@@ -57,15 +57,6 @@ def test_a_large_frame_outweighs_many_small_ones():
     assert model.unit(1000) == 1_100_000
 
 
-@pytest.mark.parametrize("wrong", [(0, 1), (1, 0)])
-def test_senseless_numbers_are_named(wrong):
-    ranks, step = wrong
-    with pytest.raises(ValueError, match=f"ranks={ranks}, step={step}"):
-        shard([Load(1, 1)], ranks, step)
-    with pytest.raises(ValueError, match="units=0"):
-        Load(0, 1)
-
-
 def test_as_few_ranks_encode_ahead_as_are_done_in_time():
     assert pool_size(10.0, 5.0, 8) == 3
     assert pool_size(10.0, 5000.0, 8) == 1

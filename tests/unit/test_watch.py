@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from rlfuse.config.schema import Config
-from rlfuse.errors import RunError
 from rlfuse.events import Recorder
 from rlfuse.observe.terminal import Terminal
 from rlfuse.run_folder import status
@@ -111,14 +110,6 @@ def test_what_is_over_is_told_at_once(tmp_path, capsys):
 
 
 CONFIG = "{trainer: {nnodes: 1, n_gpus_per_node: 1}, rollout: {tensor_model_parallel_size: 1}}"
-
-
-def test_what_is_no_run_says_so(tmp_path):
-    with pytest.raises(RunError, match="no run folder"):
-        watch.main([str(tmp_path)])
-    (tmp_path / "config.yaml").write_text(CONFIG)
-    with pytest.raises(RunError, match="has no status"):
-        watch.main([str(tmp_path)])
 
 
 def test_leaving_leaves_the_run_alone(tmp_path, monkeypatch, capsys):

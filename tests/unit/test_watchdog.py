@@ -47,7 +47,8 @@ def hung(tmp_path):
 async def test_a_long_wait_shows_where_the_worker_stands(hung, tmp_path):
     _, process, said = hung
     with watchdog.waiting("trainer/7", "step", 0.1):
-        await asyncio.sleep(0.08)
+        while not said:
+            await asyncio.sleep(0.01)
     assert "trainer/7 has been at it for 0.05 s of 0.1" in said[0] and "began backward" in said[0]
     text = next((tmp_path / "stacks").glob("*.txt")).read_text()
     assert text.index("== trainer/7 (process ") < text.index("== driver") and "line 12 in <module>" in text

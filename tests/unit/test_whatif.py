@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from rich.console import Console
-from training_traces import OPTIMIZER, Job, table
+from worlds.training_traces import OPTIMIZER, Job, table
 
 from rlfuse.cli import main
 from rlfuse.tools.whatif import slowdown

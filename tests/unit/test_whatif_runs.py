@@ -244,13 +244,6 @@ def test_wrong_arguments_are_told(arguments, says, tmp_path, capsys):
     assert main(["whatif", *named]) == 2 and says in capsys.readouterr().err
 
 
-def test_a_run_without_a_whole_step_is_told(tmp_path, capsys):
-    (tmp_path / "config.yaml").write_text((RECORDED["video"] / "config.yaml").read_text())
-    (tmp_path / "events.jsonl").write_text("")
-    assert main(["whatif", str(tmp_path)]) == 2
-    assert "no step that went undisturbed to its end; let the run finish one" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_only_steps_on_as_many_ranks_as_the_last_are_examined(tmp_path):
     rows = [json.loads(line) for line in (RECORDED["text"] / "events.jsonl").read_text().splitlines()]
@@ -264,14 +257,7 @@ def test_only_steps_on_as_many_ranks_as_the_last_are_examined(tmp_path):
         run = examine(open_run(tmp_path))
         assert [step.step for step, _ in run.steps] == [last]
         assert (run.simulated is not None) == known, "of four slots no step tells"
-        assert len(list(answers(run.analysis, run.simulated))) == (4 if known else 2)
-
-
-@pytest.mark.slow
-def test_the_report_says_who_is_slow(tmp_path):
-    assert main(["report", str(RECORDED["text"]), "--out", str(tmp_path / "report.html")]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert 'id="slow"' in page and "slot 1" in page and "rewards take no time" in page
+    assert len(list(answers(run.analysis, run.simulated))) == 2
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Three recorded runs of the quickstart (two slots on two cores of an AMD EPYC, 23 November 2026): their own work.
 
 `recorded_steps.npz` has a row for each piece of work of an engine or rank (`rlfuse.health.series`), written by
-`python tests/unit/recorded_steps.py RUN_DIR ...`; what agents saw was not recorded. `DrawnRun` makes longer runs of
+`python tests/worlds/recorded_steps.py RUN_DIR ...`; what agents saw was not recorded. `DrawnRun` makes longer runs of
 these: of some of their slots, with steps drawn from the recorded ones, and with one slot slowed if asked for.
 """
 

@@ -15,8 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
-from random_engines import Rollout, Trainer
-from scenes import Scene
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.costs.rates import Rates
@@ -39,6 +37,8 @@ from rlfuse.step.controller import Controller
 from rlfuse.step.draining import Draining
 from rlfuse.step.groups import GroupSource
 from rlfuse.stopping import Stopping
+from worlds.random_engines import Rollout, Trainer
+from worlds.scenes import Scene
 
 PATIENCE_S = 100_000.0
 """Virtual seconds after which a run counts as stuck; the longest take hundreds."""

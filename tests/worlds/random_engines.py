@@ -15,7 +15,7 @@ from rlfuse.samples import Partial, Response
 from rlfuse.step.scoring import KIND_OF
 
 if TYPE_CHECKING:
-    from playing import World
+    from worlds.playing import World
 
 
 def response(tokens: int = 3, version: int = 0) -> Response:

@@ -12,15 +12,14 @@ import signal
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
-from playing import World
-from random_engines import Rollout, Trainer
-
 from rlfuse.engines.memory.residency import ResidencyReplay
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.engines.weights.tower_push import TowerPush
 from rlfuse.errors import EngineLost, NotSaved
 from rlfuse.protocols import PARTS, Sharing
 from rlfuse.run.starting import start_parts
+from worlds.playing import World
+from worlds.random_engines import Rollout, Trainer
 
 BUCKETS = [["embedding"], ["layer"]]
 

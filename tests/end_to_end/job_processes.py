@@ -76,6 +76,6 @@ def heard_beyond_this_machine(processes):
     ]
 
 
-def all_gone(processes, timeout=60):
+def all_gone(processes, timeout=120):
     _, alive = psutil.wait_procs(processes, timeout=timeout)
     return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]

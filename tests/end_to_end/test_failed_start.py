@@ -9,7 +9,7 @@ import psutil
 from driven_job import settings_of
 from job_processes import all_gone, finish, start
 
-LIMIT_S = 120
+LIMIT_S = 300
 
 
 def test_ranks_that_fail_end_the_job_and_its_engines_with_their_cause(ending_model, tmp_path):
@@ -24,6 +24,6 @@ def test_ranks_that_fail_end_the_job_and_its_engines_with_their_cause(ending_mod
         with suppress(psutil.NoSuchProcess):
             seen |= {each.pid: each for each in psutil.Process(job.pid).children(recursive=True)}
         time.sleep(0.2)
-    text = finish(job, 1, timeout=1)
+    text = finish(job, 1, timeout=60)
     assert "trainer/0 failed" in text, text
-    assert len(seen) > 4 and not all_gone([*seen.values()], timeout=120), "nor do those of Ray that stay for a minute"
+    assert len(seen) > 4 and not all_gone([*seen.values()]), "nor do those of Ray that stay for a minute"

@@ -295,7 +295,7 @@ def resumed(job, command, temporary, records, write_shadows):
     process.send_signal(signal.SIGTERM)
     text = finish(process, expected=130, timeout=240)  # a loaded machine takes a minute
     assert not all_gone(workers)
-    assert not all_gone(everybody, timeout=120), "nor do those of Ray that stay for a minute"
+    assert not all_gone(everybody), "nor do those of Ray that stay for a minute"
     assert not shadows.exists(), shadows.read_text()
     assert not any(path.exists() for path in semaphores)  # engines that are forks have none by name
     return run, text
@@ -405,6 +405,6 @@ def test_a_finished_run_is_left_as_it_is_whatever_is_asked_of_it(command, serial
         ("fusion=serial", "algorithm=grpo"): (2, "algorithm.adv_estimator  gae -> grpo", "serial-2"),
     }
     for more, (status, *told) in asked.items():
-        text = finish(start(command, "serial", *more), expected=status, timeout=60)
+        text = finish(start(command, "serial", *more), expected=status)
         assert all(words in text for words in told), text
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before

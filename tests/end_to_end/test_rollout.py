@@ -208,7 +208,7 @@ async def test_evicted_samples_leave_with_what_they_have(engine):
     began = time.perf_counter()
     await engine.evict([one.id for one in samples])
     await taking
-    assert time.perf_counter() - began < 60
+    assert time.perf_counter() - began < 200
     assert set(arrived) == {one.id for one in samples}
     evicted = [result for result in arrived.values() if isinstance(result, Partial)]
     assert len(evicted) >= 10
@@ -226,7 +226,7 @@ async def test_leaving_the_stream_ends_its_samples(engine):
     await stream.aclose()
     began = time.perf_counter()
     while await engine.load() != Load(0, 0, 0.0):
-        assert time.perf_counter() - began < 60
+        assert time.perf_counter() - began < 200
         await asyncio.sleep(0.02)
     assert len(await collect(engine, [sample(0)])) == 1
 
@@ -397,4 +397,4 @@ async def test_a_killed_engine_process_is_named_at_once_and_the_engine_lost(engi
     assert await engine.drain() == []
     with pytest.raises(EngineError, match=r"rollout/0 is not replaced: .*=0 times"):
         await engine.wait_ready()
-    assert time.perf_counter() - began < 60, "far below the limit of a call"
+    assert time.perf_counter() - began < 200, "far below the limit of a call"

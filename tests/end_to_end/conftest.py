@@ -17,6 +17,7 @@ from rlfuse.run import WORKER_IMPORTS
 SHARED = ("driven", "four", "four_whole")
 """Fixtures that files share: what they start costs more than a file's tests."""
 LONGEST = ("driven", "test_several_nodes", "four", "test_notebooks", "test_training", "four_whole", "test_submit")
+LONGEST += ("test_wheel", "test_rollout", "test_reward_pool", "test_trained_tower", "test_seeing_judge")
 """Groups that take longest come first, lest a process of pytest is left with one of them when others are done."""
 DRIVEN = ("test_video_job", "test_still_images", "test_own_family", "test_quantized_rollout", "test_wide_engine")
 DRIVEN += ("test_interruptions", "test_faults", "test_job", "test_slots", "test_own_log_probs", "test_job_rewards")

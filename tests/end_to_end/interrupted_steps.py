@@ -24,11 +24,9 @@ from rlfuse.run import build as running
 from rlfuse.run.job import open_job
 from rlfuse.run_folder import checkpoints
 
-ENDS = ("gen", "reward", "adv", "update_critic", "update_actor", "update_weights", "testing", "save_checkpoint")
-"""Spans of the driver; the job is killed as the first of the second step ends, an optimizer step for updates.
-
-The passes between rewards and advantages change nothing that a later attempt finds: `adv` stands for them.
-"""
+ENDS = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
+ENDS += ("testing", "save_checkpoint")
+"""Spans of the driver; the job is killed as the first of the second step ends, an optimizer step for updates."""
 PARTS = ("a push", "a checkpoint")
 """In the middle of these."""
 FULL_MB = 4

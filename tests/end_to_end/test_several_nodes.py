@@ -35,7 +35,7 @@ def early(data_source, solution_str, ground_truth, extra_info=None):
 """
 """A reward that random answers differ in."""
 STEPS = 3
-ELSEWHERE = ["RolloutWorker", "TrainerRank", "WeightStaging"]
+ELSEWHERE = ["TrainerRank", "TransformersEngine", "WeightStaging"]
 """Who lives on the node of a slot where the driver is not."""
 AUTHENTICATED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a1b2c3d4" * 8}
 OF_A_LAUNCHER = {
@@ -136,7 +136,7 @@ def typed(capsys):
 
 
 def on_two_nodes(folder, model, address):
-    """Settings of a job that the loss of nodes is tried on."""
+    """Settings of a job that the loss of nodes is tried on; its engines are those that start soonest."""
     return settings_of(folder, model) | {
         "cluster.ray_address": address,
         "cluster.max_restarts": 1,
@@ -150,6 +150,7 @@ def on_two_nodes(folder, model, address):
         "actor.zero_stage": 3,
         "rollout.update_weights_bucket_mb": 1,
         "data.max_response_length": 24,
+        "rollout.name": "transformers",
     }
 
 

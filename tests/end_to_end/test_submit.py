@@ -97,6 +97,7 @@ def job(tiny_model, tmp_path_factory):
         "data.train_batch_size": 1,
         "actor.ppo_mini_batch_size": 1,
         "rollout.n": 2,
+        "rollout.name": "transformers",  # starts soonest
         "rollout.kv_cache_memory_mb": 32,
         "reward.functions": "[reward.py:even]",
         "trainer.total_training_steps": 1,

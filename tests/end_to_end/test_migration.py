@@ -49,7 +49,7 @@ async def engines(request, ray_cluster, tiny_model):
     )
     for handle in handles:
         folder = handle.actor.__ray_call__.remote(lambda self: self._kv_store.folder)
-        OWN.append(await call(folder, handle.name, "name its store", 30))
+        OWN.append(await call(folder, handle.name, "name its store", 240))
     assert len(stores()) == 2
     yield handles
     for handle in handles:

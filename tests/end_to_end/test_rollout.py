@@ -249,7 +249,7 @@ async def test_pushed_weights_are_the_ones_that_generate(engine, trainer, tiny_m
     sync = WeightPush(exporter, [engine], bucket_mb=1)
     await engine.drain()
 
-    await call(trainer.change.remote(0.9), "trainer", "change", 60)
+    await call(trainer.change.remote(0.9), "trainer", "change", 240)
     await sync.push(1)
     changed = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -264,7 +264,7 @@ async def test_pushed_weights_are_the_ones_that_generate(engine, trainer, tiny_m
         expected = reference_log_probs(changed, one, response.token_ids, 1.0)
         np.testing.assert_allclose(response.log_probs, expected, atol=1e-4)
 
-    await call(trainer.change.remote(1 / 0.9), "trainer", "change", 60)
+    await call(trainer.change.remote(1 / 0.9), "trainer", "change", 240)
     await sync.push(2)
     restored = await collect(engine, samples)
     assert [restored[s.id].token_ids.tolist() for s in samples] == [before[s.id].token_ids.tolist() for s in samples]

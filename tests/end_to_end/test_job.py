@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import tempfile
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from job_processes import (
     all_gone,
     descendants,
     finish,
+    hang_up,
     heard_beyond_this_machine,
     start,
     wait_for,
@@ -287,10 +287,7 @@ def resumed(job, command, temporary, records, write_shadows):
     wait_for_step(run, STEPS, process)
     workers = descendants(process)
     assert reached([psutil.Process(process.pid), *workers], folder) == []
-    for each in workers:
-        with suppress(ProcessLookupError):
-            if os.getpgid(each.pid) == process.pid:  # a closed terminal sends it to the whole group
-                os.kill(each.pid, signal.SIGHUP)
+    assert hang_up(process, workers) > 1, "Ray's processes are in the group"
     os.killpg(process.pid, signal.SIGINT)
     process.send_signal(signal.SIGTERM)
     text = finish(process, expected=130, timeout=240)  # a loaded machine takes a minute

@@ -41,7 +41,8 @@ CASES = {
     "partial_rollout": ("adaptive", Settings(), "partial_rollout"),
     "one_step_off": ("adaptive", Settings(), "one_step_off"),
 }
-OF_EVERY_BACKEND = ("serial", "stream", "rlhfuse", "adaptive", "adaptive, few at once", "partial_rollout")
+OF_EVERY_BACKEND = ("serial", "stream", "rlhfuse", "adaptive", "adaptive again", "adaptive, few at once")
+OF_EVERY_BACKEND += ("partial_rollout",)
 """All that the rest asks of an engine beyond these is to move KV caches."""
 STEPS = {"exact": 1, "tail_batching": 3}
 """Steps of a case; others take 2."""

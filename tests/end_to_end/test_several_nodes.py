@@ -347,6 +347,6 @@ def test_a_head_that_dies_ends_runs_with_a_message_of_ours(cluster, started, tin
         assert lost in text and "Traceback" not in text and "Failed to connect to GCS" not in text, text
         assert f"Ray could not join the cluster at cluster.ray_address={address} (nothing accepts" in text, text
         assert status.read(run).state == "failed"
-        assert holder.wait(60) == 0 and lost in holder.stdout.read()
+        assert holder.wait(240) == 0 and lost in holder.stdout.read()
     finally:
         holder.kill()

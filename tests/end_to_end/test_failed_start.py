@@ -12,6 +12,13 @@ from job_processes import all_gone, finish, start
 LIMIT_S = 300
 
 
+def is_agent(process):
+    """Whether it is one of Ray's that stay for a minute; test_job.py waits for those."""
+    with suppress(psutil.NoSuchProcess):
+        return "Agent" in process.name()
+    return False
+
+
 def test_ranks_that_fail_end_the_job_and_its_engines_with_their_cause(ending_model, tmp_path):
     critic = shutil.copytree(ending_model, tmp_path / "critic")
     (critic / "model.safetensors").write_bytes((critic / "model.safetensors").read_bytes()[:-1000])
@@ -26,4 +33,5 @@ def test_ranks_that_fail_end_the_job_and_its_engines_with_their_cause(ending_mod
         time.sleep(0.2)
     text = finish(job, 1, timeout=60)
     assert "trainer/0 failed" in text, text
-    assert len(seen) > 4 and not all_gone([*seen.values()]), "nor do those of Ray that stay for a minute"
+    workers = [each for each in seen.values() if not is_agent(each)]
+    assert len(workers) > 4 and not all_gone(workers)

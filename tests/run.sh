@@ -12,23 +12,14 @@ export PATH="$PWD/.venv/bin:$PATH" TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:
 # One thread per process: several workers share the cores. Offline: tests bring their models and data along.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1
 
-SOME_FAILED=1 NONE_SELECTED=5
-flaky=0
+NONE_SELECTED=5
 
-part() { # pytest on a folder; that -k selects nothing there is no failure
+part() { # pytest on a folder; a -k that selects nothing in it is no failure
     local folder=$1 status=0
     shift
     # xdist replaces a worker that died, but then waits forever for the tests that were assigned to it.
     python -m pytest "tests/$folder" --max-worker-restart 0 "$@" || status=$?
-    # Two loaded cores can make a test late. What failed runs once more, alone, and up to its next failure; a test that
-    # passes only then is told at the end, and is a defect to mend.
-    if [ "$status" = "$SOME_FAILED" ]; then
-        echo "once more, alone: the tests that failed"
-        python -m pytest "tests/$folder" "$@" -n 1 --max-worker-restart 0 --last-failed \
-            --last-failed-no-failures none -x || return "$SOME_FAILED"
-        flaky=1
-    fi
-    [ "$status" = "$NONE_SELECTED" ] || [ "$status" = "$SOME_FAILED" ] || return "$status"
+    [ "$status" = "$NONE_SELECTED" ] || return "$status"
 }
 
 only=${1:-}
@@ -41,8 +32,7 @@ fast=()
 cores=$(env -u OMP_NUM_THREADS nproc)  # which would be the answer
 part unit -n $((cores < 4 ? cores + 1 : 4)) --dist loadgroup ${fast[@]+"${fast[@]}"} "$@" || failed=$?
 [ "$only" = unit ] || part gpu "$@" || failed=$?  # alone: it counts the device's memory; one line where there is none
-# Two files at a time, each with a Ray of its own, in the order of end_to_end/conftest.py: files with few tests are long.
-# Files whose jobs share engines are one group.
-[ "$only" = unit ] || part end_to_end -n 2 --dist loadgroup --no-loadscope-reorder "$@" || failed=$?
-[ "$flaky" = 0 ] || echo "FLAKY: tests failed and passed when they ran again, alone: the lines FAILED above name them"
+# Three files at a time, as some tests wait for starts or for time to pass; each with a Ray of its own, in the order of
+# end_to_end/conftest.py: files with few tests are long. Files whose jobs share engines are one group.
+[ "$only" = unit ] || part end_to_end -n 3 --dist loadgroup --no-loadscope-reorder "$@" || failed=$?
 exit "$failed"

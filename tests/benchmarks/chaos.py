@@ -7,8 +7,8 @@ command restarts a killed driver, and another node replaces a killed one. In som
 process is killed before they are over. An undisturbed run that `--folder` has is used again. Compared under
 `fusion=serial` in float32 are the bits of the final weights, and the samples of every step, each of which must occur
 once. Nothing of the run may be left afterwards: processes, files in its folder, shared memory, temporary files, locks.
-Prints the seed, every kill and the differences; status 1 if there is one. `tests/end_to_end/test_job.py` has a short
-form.
+Prints the seed, every kill and the differences; status 1 if there is one. `tests/end_to_end/test_faults.py` compares a
+short run with faults at fixed moments in the same way.
 """
 
 from __future__ import annotations

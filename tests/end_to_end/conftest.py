@@ -17,9 +17,13 @@ from rlfuse.run import WORKER_IMPORTS
 SHARED = ("driven", "four", "four_whole")
 """Fixtures that files share: what they start costs more than a file's tests."""
 LONGEST = ("driven", "test_several_nodes", "four", "test_notebooks", "test_training", "four_whole", "test_submit")
+LONGEST += ("test_wheel", "test_rollout", "test_reward_pool", "test_trained_tower", "test_seeing_judge")
 """Groups that take longest come first, lest a process of pytest is left with one of them when others are done."""
-ALIKE = ("test_faults", "test_fusion_policies", "test_slots", "test_job")
-"""Files that use `driven` and whose jobs have ranks of one kind: one after the other, they take those over."""
+DRIVEN = ("test_video_job", "test_still_images", "test_own_family", "test_quantized_rollout", "test_wide_engine")
+DRIVEN += ("test_interruptions", "test_faults", "test_job", "test_slots", "test_own_log_probs", "test_job_rewards")
+DRIVEN += ("test_filled_bubbles", "test_fusion_policies")
+"""Files that use `driven`, in an order in which most jobs take over engines and ranks of the one before: models of
+their own first, then deterministic ranks; last the file that ends all engines, as another backend needs their slots."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at them
@@ -30,7 +34,7 @@ def pytest_collection_modifyitems(items):
     group = {item: sharing.get(item.path, item.path.stem) for item in own}
     for item, name in group.items():
         item.add_marker(pytest.mark.xdist_group(name))
-    items.sort(key=lambda item: (place(group.get(item), LONGEST), place(item.path.stem, ALIKE)))
+    items.sort(key=lambda item: (place(group.get(item), LONGEST), place(item.path.stem, DRIVEN)))
 
 
 def place(name, names):

@@ -9,7 +9,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from job_processes import ENVIRONMENT, REWARD
+from job_processes import ENVIRONMENT, REWARD, all_gone, descendants
 
 TIMEOUT_S = 570
 
@@ -62,7 +62,9 @@ def driver(model: Path, log: Path):
 
     try:
         yield drive
+        loggers = [each for each in descendants(process) if "wandb" in each.name()]
         process.stdin.close()
-        process.wait(60)
+        process.wait(120)
+        assert not all_gone(loggers), "wandb's processes end with the one that logged"
     finally:
         process.kill()

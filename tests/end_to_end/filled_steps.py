@@ -9,7 +9,7 @@ from rlfuse.config.compose import load
 from rlfuse.fusion.schedules.planning import Planner
 from rlfuse.run.build import run
 
-STEPS = 3
+STEPS = 2
 
 
 class Filled(Steps):

@@ -41,6 +41,9 @@ CASES = {
     "partial_rollout": ("adaptive", Settings(), "partial_rollout"),
     "one_step_off": ("adaptive", Settings(), "one_step_off"),
 }
+OF_EVERY_BACKEND = ("serial", "stream", "rlhfuse", "adaptive", "adaptive again", "adaptive, few at once")
+OF_EVERY_BACKEND += ("partial_rollout",)
+"""All that the rest asks of an engine beyond these is to move KV caches."""
 STEPS = {"exact": 1, "tail_batching": 3}
 """Steps of a case; others take 2."""
 
@@ -56,9 +59,9 @@ class Steps:
         self.controller = controller
         controller.tuning.rates = Rates(2, measured=False)  # under free costs a slot that seems slow would get nothing
         await controller.engines.trainer.save(self.folder)
-        for case, (policy, settings, data) in CASES.items():
-            if "KV" in case and not engine_actor(controller.config.rollout.name).capabilities.kv_move:
-                continue
+        moves = engine_actor(controller.config.rollout.name).capabilities.kv_move
+        for case in CASES if moves else OF_EVERY_BACKEND:
+            policy, settings, data = CASES[case]
             await controller.engines.trainer.load(self.folder)
             controller.policy, groups = POLICIES[policy], controller.groups
             groups.prompts.taken = 0

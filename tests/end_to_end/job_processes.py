@@ -1,8 +1,10 @@
 """Whole jobs in processes of their own: started as a user starts them, waited for within bounds, looked at."""
 
 import os
+import signal
 import subprocess
 import time
+from contextlib import suppress
 
 import psutil
 
@@ -76,6 +78,17 @@ def heard_beyond_this_machine(processes):
     ]
 
 
-def all_gone(processes, timeout=60):
+def hang_up(process, workers):
+    """Send SIGHUP to those in the job's process group, as a closed terminal does; returns how many they are."""
+    count = 0
+    for each in workers:
+        with suppress(ProcessLookupError):
+            if os.getpgid(each.pid) == process.pid:
+                os.kill(each.pid, signal.SIGHUP)
+                count += 1
+    return count
+
+
+def all_gone(processes, timeout=120):
     _, alive = psutil.wait_procs(processes, timeout=timeout)
     return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]

@@ -6,7 +6,7 @@ from pathlib import Path
 from rlfuse.cluster import scratch
 
 
-def weights_left(timeout=60):
+def weights_left(timeout=120):
     """Folders of pushes, but for those of killed drivers, which the next push removes.
 
     Those of jobs that other tests run come and go: waits for a moment without any.

@@ -18,14 +18,14 @@ from rlfuse.errors import EngineError
 def node_of(slots, slot):
     """Id of the node where an actor of this slot lives."""
     asked = ray.remote(lambda: ray.get_runtime_context().get_node_id()).options(**slots.options(slot, 0.5))
-    return ray.get(asked.remote(), timeout=60)
+    return ray.get(asked.remote(), timeout=240)
 
 
 def job(address):
     """A job of two nodes."""
     config = Config()
     config.trainer.nnodes, config.trainer.n_gpus_per_node = 2, 1
-    config.cluster.device, config.cluster.ray_address, config.cluster.timeout_s = "cpu", address, 20
+    config.cluster.device, config.cluster.ray_address, config.cluster.timeout_s = "cpu", address, 120
     return config
 
 

@@ -37,7 +37,7 @@ def new_handle(slot: int) -> RolloutHandle:
 def _actor(slot: int) -> ray.actor.ActorHandle:
     if _idle:
         actor = _idle.pop()
-        ray.get(actor.__ray_call__.remote(start_over, slot), timeout=60)
+        ray.get(actor.__ray_call__.remote(start_over, slot), timeout=240)
         return actor
     options = {"num_cpus": 0, "max_concurrency": 1000, "runtime_env": {"env_vars": rollout_env("cpu")}}
     return ray.remote(RolloutWorker).options(**options).remote(slot)
@@ -120,7 +120,7 @@ class Exporter:
         self.actor, self.bucket_bytes = actor, bucket_bytes
 
     async def bucket_plan(self):
-        return plan_buckets(await call(self.actor.sizes.remote(), "trainer", "list", 60), self.bucket_bytes)
+        return plan_buckets(await call(self.actor.sizes.remote(), "trainer", "list", 240), self.bucket_bytes)
 
     sharing = Sharing()
 
@@ -131,7 +131,7 @@ class Exporter:
     async def leave_device(self, slot): ...
 
     async def export_bucket(self, names, path):
-        await call(self.actor.export.remote(names, path), "trainer", f"write weights to {path}", 60)
+        await call(self.actor.export.remote(names, path), "trainer", f"write weights to {path}", 240)
 
 
 def children(pid: int) -> list[int]:
@@ -141,4 +141,4 @@ def children(pid: int) -> list[int]:
 
 
 async def pid_of(handle: RolloutHandle) -> int:
-    return await call(handle.actor.__ray_call__.remote(lambda self: os.getpid()), handle.name, "tell its pid", 30)
+    return await call(handle.actor.__ray_call__.remote(lambda self: os.getpid()), handle.name, "tell its pid", 240)

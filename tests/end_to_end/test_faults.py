@@ -1,15 +1,19 @@
-"""Workers of a whole job that die, hang or get no memory: the run goes on, and learns what it would have learned."""
+"""Workers of a whole job that die, hang or get no memory: the run continues, and ends with the bits of an undisturbed
+one."""
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
-from curves import assert_same_curves
-from safetensors.numpy import load_file
+from curves import LEARNED
 
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from chaos import EXACT, differences
 
 STEPS = 4
 KILLED = (
@@ -21,7 +25,7 @@ KILLED = (
 @pytest.fixture(scope="module")
 def runs(driven, tmp_path_factory):
     """(undisturbed run, faulty run); what happens when is in faulty_steps.py."""
-    settings = {
+    settings = EXACT | {
         "data.train_batch_size": 8,
         "data.max_response_length": 400,  # some are long, and go on while their engine is killed
         "actor.ppo_mini_batch_size": 4,
@@ -35,22 +39,18 @@ def runs(driven, tmp_path_factory):
 
 
 def test_the_run_ends_with_the_samples_numbers_and_weights_of_an_undisturbed_one(runs):
-    """Sums in another order differ in the last bits, which Adam's division makes 4e-5 after some updates of 1e-3."""
+    """To the last bit."""
     calm, faulty = runs
-    assert_same_curves(calm, faulty, steps=range(1, STEPS + 1))
-    samples = [
-        [(row["id"], row["response"], row["reward"]) for row in map(json.loads, (run / "samples.jsonl").open())]
-        for run in runs
+    assert differences(calm, faulty) == []
+    learned = [
+        [{name: value for name, value in row.items() if name.startswith(LEARNED)} for row in rows]
+        for rows in (read_metrics(run / "metrics.jsonl") for run in runs)
     ]
-    assert len(samples[0]) == STEPS * 8 * 4 and len({name for name, *_ in samples[1]}) == len(samples[1])
-    assert sorted(samples[1]) == sorted(samples[0])
-    folder = f"global_step_{STEPS}/actor/huggingface/*.safetensors"
-    expected, found = (
-        {name: array for path in run.glob(folder) for name, array in load_file(path).items()} for run in runs
-    )
-    assert expected and found.keys() == expected.keys()
-    for name, weights in expected.items():
-        assert found[name] == pytest.approx(weights, abs=2e-4), name
+    assert learned[1] == learned[0] and len(learned[0]) == STEPS and len(learned[0][0]) > 10
+    samples = [
+        sorted((row["id"], row["reward"]) for row in map(json.loads, (run / "samples.jsonl").open())) for run in runs
+    ]
+    assert samples[1] == samples[0] and len(samples[0]) == STEPS * 8 * 4
 
 
 def test_each_process_keeps_what_it_writes_over_restarts(runs):

@@ -15,7 +15,7 @@ from trainer_probe import lengths, make_rows, scores_of, settings
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.errors import WorkerLost
 
-HEARTBEAT_S = 3.0
+HEARTBEAT_S, LIMIT_S = 3.0, 120.0
 
 
 def compute_before_a_step(rank, seconds):
@@ -58,7 +58,7 @@ async def lost(call, process):
     with pytest.raises(WorkerLost) as error:
         await call
     seconds = time.monotonic() - began
-    await asyncio.to_thread(process.wait, 15)
+    await asyncio.to_thread(process.wait, LIMIT_S)
     return str(error.value), seconds
 
 
@@ -80,7 +80,7 @@ async def test_a_hung_rank_is_found_and_not_one_that_computes_or_waits(tiny_mode
     told, seconds = await lost(group.step("actor", lengths(rows)), process)
     assert told.startswith("trainer/0 hangs: asked to update the actor it has not answered for "), told
     assert "For it trainer/1 waited." in told, told
-    assert HEARTBEAT_S <= seconds < 10 * HEARTBEAT_S
+    assert HEARTBEAT_S <= seconds < LIMIT_S < config.cluster.timeout_s
 
     process = await arm(group.ranks[1], sleep_in_a_pass)
     told, seconds = await lost(scores_of(group, "actor", rows, slot=1), process)
@@ -89,4 +89,4 @@ async def test_a_hung_rank_is_found_and_not_one_that_computes_or_waits(tiny_mode
     assert re.search(
         r'It stands in, the innermost call first:\n  File ".*test_hung_ranks\.py", line \d+ in asleep_f', told
     )
-    assert HEARTBEAT_S <= seconds < 10 * HEARTBEAT_S
+    assert HEARTBEAT_S <= seconds < LIMIT_S < config.cluster.timeout_s

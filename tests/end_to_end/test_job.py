@@ -14,13 +14,14 @@ import psutil
 import pytest
 from curves import assert_same_curves
 from driven_job import settings_of
+from import_graph import TRAIN, reach, record_imports, recorded_imports
 from intruder import reached
 from job_processes import (
-    ENVIRONMENT,
     SECRETS,
     all_gone,
     descendants,
     finish,
+    hang_up,
     heard_beyond_this_machine,
     start,
     wait_for,
@@ -33,9 +34,6 @@ from rlfuse.errors import USER_ERROR
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.train import main as train_command
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from chaos import EXACT, LOGGED, Chaos, differences, plan
 
 STEPS, LATEST = 4, "latest_checkpointed_iteration.txt"
 
@@ -171,8 +169,12 @@ def test_every_second_of_every_slot_is_accounted_for(serial):
         side: [sum(value for name, value in row.items() if name.startswith(side)) for row in rows]
         for side in ("busy/", "idle/")
     }
-    wall = (run / "metrics.jsonl").stat().st_mtime - (run / "config.yaml").stat().st_mtime  # from before Ray starts
-    assert sum(seconds["busy/"]) + sum(seconds["idle/"]) == pytest.approx(wall, rel=0.01)
+    # Between events and file times: on a loaded machine, files are written long after what they record.
+    spans = read_events(run / "events.jsonl")
+    began = min(span.start for span in spans if span.where == "driver" and span.kind == "start")
+    last = max(span.end for span in spans if span.kind == "step")
+    written = (run / "metrics.jsonl").stat().st_mtime - (run / "config.yaml").stat().st_mtime  # from before Ray starts
+    assert last - began <= sum(seconds["busy/"]) + sum(seconds["idle/"]) <= written + 0.1
     for row, *parts in zip(rows[1:], seconds["busy/"][1:], seconds["idle/"][1:], strict=True):
         assert sum(parts) >= row["timing_s/step"] and min(parts) > 0
         assert "idle/start_up" not in row
@@ -244,7 +246,13 @@ def found_rows(run):
 
 
 @pytest.fixture(scope="module")
-def resumed(job, command, temporary, write_shadows):
+def records(tmp_path_factory):
+    """The folder where each process of `resumed` records which modules it imports."""
+    return tmp_path_factory.mktemp("imports")
+
+
+@pytest.fixture(scope="module")
+def resumed(job, command, temporary, records, write_shadows):
     """A longer adaptive job, on one slot, that was killed after its checkpoint, resumed, and got Ctrl-C, as terminals
     send it, then SIGTERM: (folder, what it printed), once all that is asked on the way has been."""
     folder, _ = job
@@ -252,7 +260,8 @@ def resumed(job, command, temporary, write_shadows):
     temporary.chmod(0o1777)  # as /tmp
     more = ("fusion=adaptive", "trainer.total_training_steps=500", "trainer.n_gpus_per_node=1")
     run = folder / "runs" / "rlfuse" / "adaptive"
-    process = start(command, "adaptive", *more, TMPDIR=str(temporary), cwd=folder)
+    recorded = record_imports(records)
+    process = start(command, "adaptive", *more, TMPDIR=str(temporary), **recorded, cwd=folder)
     wait_for_step(run, 1, process)
     everybody = descendants(process)
     semaphores = scratch.held_by(everybody)
@@ -274,15 +283,16 @@ def resumed(job, command, temporary, write_shadows):
     (extensions / "rlfuse.lock").write_text("process 1 of nowhere")
     places = {"TORCH_EXTENSIONS_DIR": str(extensions), "TMPDIR": str(temporary)}
     launcher = {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "RANK": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    process = start(command, "adaptive", *more, **places, **launcher, cwd=folder)
+    process = start(command, "adaptive", *more, **places, **launcher, **recorded, cwd=folder)
     wait_for_step(run, STEPS, process)
     workers = descendants(process)
     assert reached([psutil.Process(process.pid), *workers], folder) == []
+    assert hang_up(process, workers) > 1, "Ray's processes are in the group"
     os.killpg(process.pid, signal.SIGINT)
     process.send_signal(signal.SIGTERM)
     text = finish(process, expected=130, timeout=240)  # a loaded machine takes a minute
     assert not all_gone(workers)
-    assert not all_gone(everybody, timeout=120), "nor do those of Ray that stay for a minute"
+    assert not all_gone(everybody), "nor do those of Ray that stay for a minute"
     assert not shadows.exists(), shadows.read_text()
     assert not any(path.exists() for path in semaphores)  # engines that are forks have none by name
     return run, text
@@ -314,19 +324,16 @@ def test_a_job_that_is_told_to_stop_saves_where_it_is_and_leaves(resumed):
     assert f"Ctrl-C: the run left after step {left}, which is saved" in text and "Traceback" not in text
     assert (run / LATEST).read_text() == str(left) and f"global_step_{left}; the same command" in text
     assert json.loads((run / "status.json").read_text())["state"] == "stopped"
+    assert " died" not in text, "SIGHUP ends no process before its checkpoint"
 
 
-def test_a_run_whose_processes_are_killed_ends_with_the_bits_of_an_undisturbed_one(train, job):
-    """Each at a moment that the seed decides; tests/benchmarks/chaos.py kills more kinds, more often."""
-    changed = EXACT | LOGGED | {"trainer.total_training_steps": 8, "trainer.val_before_train": "false"}
-    calm, status, text = train("calm", **changed)
-    assert status == 0, text
-    words = [f"{key}={value}" for key, value in (job[1] | changed | {"trainer.experiment_name": "chaos"}).items()]
-    chaos = Chaos([sys.executable, "-m", "rlfuse.train", *words], calm.with_name("chaos"), environment=ENVIRONMENT)
-    chaos.run(plan(("engine", "reward worker"), times=1, steps=8, seed=1, longest_s=1.0))
-    assert len(chaos.kills) == 2
-    assert differences(calm, chaos.folder) == [], chaos.kills
-    assert chaos.left() == [], chaos.kills
+def test_all_that_the_processes_of_a_run_import_counts_as_reached_by_train(resumed, records):
+    processes = recorded_imports(records)
+    imported = set().union(*processes.values())
+    parts = ("step.controller", "engines.rollout.rollout_worker", "engines.trainer.trainer_rank",
+             "rewards.workers.reward_worker", "run.worker_imports")  # fmt: skip
+    assert imported >= {f"rlfuse.{name}" for name in parts} and len(processes) > 3
+    assert imported <= reach(TRAIN)
 
 
 def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_do(train, serial):
@@ -395,6 +402,6 @@ def test_a_finished_run_is_left_as_it_is_whatever_is_asked_of_it(command, serial
         ("fusion=serial", "algorithm=grpo"): (2, "algorithm.adv_estimator  gae -> grpo", "serial-2"),
     }
     for more, (status, *told) in asked.items():
-        text = finish(start(command, "serial", *more), expected=status, timeout=60)
+        text = finish(start(command, "serial", *more), expected=status)
         assert all(words in text for words in told), text
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before

@@ -51,7 +51,7 @@ async def engines(request, ray_cluster, tiny_model):
     )
     for handle in handles:
         folder = handle.actor.__ray_call__.remote(lambda self: self._kv_store.folder)
-        OWN.append(await call(folder, handle.name, "name its store", 30))
+        OWN.append(await call(folder, handle.name, "name its store", 240))
     assert len(stores()) == 2
     yield handles
     for handle in handles:
@@ -100,14 +100,19 @@ async def leave(engine, samples, sampling, after: float, carry: str, partials=No
     return await taking
 
 
-async def begun(engine, samples, sampling, tokens: int, carry: str):
-    """Evict the samples when they have about so many tokens each."""
-    await engine.drain()
-    taking = asyncio.create_task(generate(engine, samples, sampling))
+async def until_decoded(engine, tokens: int):
+    """Wait until the samples of an engine that was drained before they began have about so many tokens each."""
     steps = 0
     while steps < tokens:
         await asyncio.sleep(0.005)
         steps += sum(span.attributes["steps"] for span in await drained(engine, "decode"))
+
+
+async def begun(engine, samples, sampling, tokens: int, carry: str):
+    """Evict the samples when they have about so many tokens each."""
+    await engine.drain()
+    taking = asyncio.create_task(generate(engine, samples, sampling))
+    await until_decoded(engine, tokens)
     await engine.evict([one.id for one in samples], carry)
     return await taking
 
@@ -252,8 +257,9 @@ async def test_moving_takes_effect_at_once(engines, carry, record_property):
     seconds = []
     for trial in range(5):
         samples = [sample(250 + 10 * trial + i + 100 * (carry == "kv"), length=40) for i in range(4)]
+        await first.drain()
         taking = asyncio.create_task(generate(first, samples, replace(WARM, max_tokens=400)))
-        await asyncio.sleep(0.3)
+        await until_decoded(first, 20)
         began = time.perf_counter()
         await first.evict([one.id for one in samples], carry)
         partials = {key: value for key, value in (await taking).items() if isinstance(value, Partial)}

@@ -40,7 +40,6 @@ def folders(pipeline_models):
 @pytest.mark.parametrize(
     "name, family, order, split",
     [
-        ("2 stages of 2", "qwen2", "serial", False),
         ("2 stages of 2", "llama", "fused", True),
         ("2 stages of 2", "qwen3", "fused", False),
         ("V of 2", "qwen2", "fused", True),
@@ -84,14 +83,12 @@ async def test_passes_score_as_one_process(four, folders):
     assert tokens == 2 * 2 * sum(row.tokens for row in rows), "of two stages of two models"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_training_resumes_exactly_whatever_ranks_share(four, folders, tmp_path, dtype):
+async def test_training_resumes_exactly_whatever_ranks_share(four, folders, tmp_path):
     """What is saved again is the same to the last bit, and as Hugging Face has it; the next step but for rounding."""
-    config, layout = settings(folders, clip=0.1, dtype=dtype), LAYOUTS["2 stages of 2"]
+    config, layout = settings(folders, clip=0.1), LAYOUTS["2 stages of 2"]
     _, trained, _ = await three_steps(four, config, layout, "fused", True)
     await four.save(tmp_path / "saved")
     saved, (metrics, parameters) = state(tmp_path / "saved"), await fourth_step(four)
-    tolerance = 1e-5 if dtype == "float32" else 0.02
     for i, other in enumerate([layout, TWO_CRITICS, LAYOUTS["1 stage of 4"]]):
         await four.take(config, other)
         await four.load(tmp_path / "saved")
@@ -99,8 +96,8 @@ async def test_training_resumes_exactly_whatever_ranks_share(four, folders, tmp_
         again = state(tmp_path / str(i))
         assert again.keys() == saved.keys() and all(torch.equal(again[key], saved[key]) for key in saved)
         found, resumed = await fourth_step(four)
-        assert found == pytest.approx(metrics, rel=tolerance if i else 0, abs=0)
-        assert all(distance(resumed[name], parameters[name]) <= (tolerance if i else 0) for name in COUNTS)
+        assert found == pytest.approx(metrics, rel=1e-5 if i else 0, abs=0)
+        assert all(distance(resumed[name], parameters[name]) <= (1e-5 if i else 0) for name in COUNTS)
     model = Qwen2ForCausalLM.from_pretrained(tmp_path / "saved" / "actor" / "huggingface")
     assert distance({key: p.detach() for key, p in model.named_parameters()}, trained["actor"]) == 0
 

@@ -204,11 +204,11 @@ async def test_a_batch_that_raises_or_crashes_is_repeated_one_by_one(ray_cluster
 
 
 async def test_a_batch_that_hangs_fails_as_a_whole_and_the_next_is_scored(ray_cluster, functions):
-    pool = RewardPool(RewardConfig([f"{functions}:batched"], timeout_s=1))
+    pool = RewardPool(RewardConfig([f"{functions}:batched"], timeout_s=4))
     await pool.start()
     late = await pool.score(samples("good", "hang"))
     assert [result.message for result in late] == [
-        "batched took longer than 1 s (reward.timeout_s) and was stopped"
+        "batched took longer than 4 s (reward.timeout_s) and was stopped"
     ] * 2
     first, second = await asyncio.gather(pool.score(samples("good")), pool.score(samples("fine!")))
     assert (first[0].value, second[0].value) == (4.0, 5.0)
@@ -218,11 +218,11 @@ async def test_a_batch_that_hangs_fails_as_a_whole_and_the_next_is_scored(ray_cl
 
 
 async def test_async_samples_share_a_call_and_a_slow_one_costs_only_itself(ray_cluster, functions):
-    pool = RewardPool(RewardConfig([f"{functions}:judge", f"{functions}:alarmed"], [1.0, 0.5], timeout_s=2))
+    pool = RewardPool(RewardConfig([f"{functions}:judge", f"{functions}:alarmed"], [1.0, 0.5], timeout_s=5))
     results, spans = await scored(pool, *["good"] * 10, "slow", "raise")
     parts = {"judge": 4.0, "alarmed": 1.0}
     assert results[:10] == [Reward(4.5, parts, None, parts)] * 10
-    assert results[10].message.startswith("judge took longer than 2 s") and "KeyError" in results[11].message
+    assert results[10].message.startswith("judge took longer than 5 s") and "KeyError" in results[11].message
     [together] = [span for span in spans if span.attributes["function"] == "judge"]
     assert len(together.samples) == 12 and together.seconds < 60
 
@@ -307,7 +307,7 @@ async def test_closing_and_cancelling_leave_nobody_waiting(ray_cluster, function
     await pool.close()
     for result in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(result, EngineError)
-    assert given_up.cancelled() and time.monotonic() - start < 60
+    assert given_up.cancelled() and time.monotonic() - start < 200
 
 
 # ---- reward model --------------------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ async def test_evicted_samples_leave_with_what_they_have(engine):
     began = time.perf_counter()
     await engine.evict([one.id for one in samples])
     await taking
-    assert time.perf_counter() - began < 60
+    assert time.perf_counter() - began < 200
     assert set(arrived) == {one.id for one in samples}
     evicted = [result for result in arrived.values() if isinstance(result, Partial)]
     assert len(evicted) >= 10
@@ -226,7 +226,7 @@ async def test_leaving_the_stream_ends_its_samples(engine):
     await stream.aclose()
     began = time.perf_counter()
     while await engine.load() != Load(0, 0, 0.0):
-        assert time.perf_counter() - began < 60
+        assert time.perf_counter() - began < 200
         await asyncio.sleep(0.02)
     assert len(await collect(engine, [sample(0)])) == 1
 
@@ -249,7 +249,7 @@ async def test_pushed_weights_are_the_ones_that_generate(engine, trainer, tiny_m
     sync = WeightPush(exporter, [engine], bucket_mb=1)
     await engine.drain()
 
-    await call(trainer.change.remote(0.9), "trainer", "change", 60)
+    await call(trainer.change.remote(0.9), "trainer", "change", 240)
     await sync.push(1)
     changed = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -264,7 +264,7 @@ async def test_pushed_weights_are_the_ones_that_generate(engine, trainer, tiny_m
         expected = reference_log_probs(changed, one, response.token_ids, 1.0)
         np.testing.assert_allclose(response.log_probs, expected, atol=1e-4)
 
-    await call(trainer.change.remote(1 / 0.9), "trainer", "change", 60)
+    await call(trainer.change.remote(1 / 0.9), "trainer", "change", 240)
     await sync.push(2)
     restored = await collect(engine, samples)
     assert [restored[s.id].token_ids.tolist() for s in samples] == [before[s.id].token_ids.tolist() for s in samples]
@@ -397,4 +397,4 @@ async def test_a_killed_engine_process_is_named_at_once_and_the_engine_lost(engi
     assert await engine.drain() == []
     with pytest.raises(EngineError, match=r"rollout/0 is not replaced: .*=0 times"):
         await engine.wait_ready()
-    assert time.perf_counter() - began < 60, "far below the limit of a call"
+    assert time.perf_counter() - began < 200, "far below the limit of a call"

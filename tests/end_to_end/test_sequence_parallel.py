@@ -96,7 +96,6 @@ LENGTHS = {2: [33, 21, 39, 35], 4: [77, 45, 50, 41], 1: [77, 31, 9, 11, 7, 39, 5
     [
         ({2}, 0, "token-mean", True),
         ({4}, 1, "seq-mean-token-mean", False),
-        ({1, 2, 4}, 1, "token-mean", True),
         ({1, 2, 4}, 2, "token-mean", True),
         ({1, 2, 4}, 3, "gspo", True),
     ],
@@ -224,7 +223,7 @@ async def test_resumed_training_is_bitwise_the_uninterrupted_one(group, folder, 
     np.testing.assert_equal([await group.update("actor", rows), await scores_of(group, "actor", rows)], expected)
 
 
-@pytest.mark.parametrize("stage, slot, budget", [(1, 0, 64), (1, None, 20), (3, None, 20)])
+@pytest.mark.parametrize("stage, slot, budget", [(1, 0, 64), (3, None, 20)])
 async def test_passes_in_one_call_are_bitwise_those_of_single_calls(group, folder, stage, slot, budget):
     rows, found = make_rows(9) if slot is not None else long_rows([77, 31, 9, 11]), []
     for joined in (True, False):

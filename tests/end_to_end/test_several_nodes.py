@@ -34,8 +34,8 @@ def early(data_source, solution_str, ground_truth, extra_info=None):
     return (ord(solution_str[0]) % 7) / 7 if solution_str else 0.0
 """
 """A reward that random answers differ in."""
-STEPS = 4
-ELSEWHERE = ["RolloutWorker", "TrainerRank", "WeightStaging"]
+STEPS = 3
+ELSEWHERE = ["TrainerRank", "TransformersEngine", "WeightStaging"]
 """Who lives on the node of a slot where the driver is not."""
 AUTHENTICATED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a1b2c3d4" * 8}
 OF_A_LAUNCHER = {
@@ -136,7 +136,7 @@ def typed(capsys):
 
 
 def on_two_nodes(folder, model, address):
-    """Settings of a job that the loss of nodes is tried on."""
+    """Settings of a job that the loss of nodes is tried on; its engines are those that start soonest."""
     return settings_of(folder, model) | {
         "cluster.ray_address": address,
         "cluster.max_restarts": 1,
@@ -150,6 +150,7 @@ def on_two_nodes(folder, model, address):
         "actor.zero_stage": 3,
         "rollout.update_weights_bucket_mb": 1,
         "data.max_response_length": 24,
+        "rollout.name": "transformers",
     }
 
 
@@ -261,14 +262,13 @@ def test_a_job_with_clips_learns_on_two_nodes_what_it_learns_on_one(cluster, sta
     assert sum(row["video/tokens_ahead"] for row in seen[2]) > 0 == sum(row["video/tokens_ahead"] for row in seen[1])
 
 
-def handed_over(run, process, times):
-    """Wait until the run has gone on without a node so many times; the step after which it did."""
+def handed_over(run, process):
+    """Wait until the run continues without a node."""
     until = time.monotonic() + 240
-    while len(found := [span for span in read_events(run / "events.jsonl") if span.kind == "hand_over"]) < times:
+    while not any(span.kind == "hand_over" for span in read_events(run / "events.jsonl")):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < until, "the run did not go on"
         time.sleep(0.2)
-    return found[-1]
 
 
 def restarted(run, process):
@@ -282,8 +282,8 @@ def restarted(run, process):
 
 
 def assert_told(text):
-    """Of nodes that left, the one that was lost and the rank by which the run ended."""
-    assert text.count("on other nodes; nothing failed.") == 2, text
+    """Of the node that left, the one that was lost and the rank by which the run ended."""
+    assert text.count("on other nodes; nothing failed.") == 1, text
     assert "trainer/" in text and "died" in text and "resume" in text, text
     assert "No restart: 1 of at most cluster.max_restarts=1 were made." in text
     assert re.search(r"lost node [\d.]+ \(\w{8}\), where rollout/1, trainer/1 lived", text)
@@ -291,11 +291,8 @@ def assert_told(text):
     assert "Traceback" not in text
 
 
-def test_a_job_outlives_the_loss_of_nodes_drained_or_not_and_ends_with_a_rank(
-    cluster, started, tiny_model, tmp_path, typed
-):
-    """Of three nodes: one leaves as asked for, which costs no step; one by itself, after its slot was drained, which is
-    no failure either; one without a word, which is."""
+def test_a_job_outlives_the_loss_of_nodes_and_ends_with_a_rank(cluster, started, tiny_model, tmp_path, typed):
+    """One node leaves as requested, which costs no step; another is lost without notice, which restarts the run."""
     address, raylets, add = cluster
     process, run = started(tmp_path, "two_nodes", on_two_nodes(tmp_path, tiny_model, address))
     wait_for_step(run, 2, process)
@@ -308,24 +305,13 @@ def test_a_job_outlives_the_loss_of_nodes_drained_or_not_and_ends_with_a_rank(
     told, status = typed(run, "leave", "1")
     assert status == 0 and "which is saved, the run goes on without node" in told, told
     after = int(re.search(r"after step (\d+),", told)[1])
-    handed_over(run, process, 1)
+    handed_over(run, process)
     wait_for_step(run, after + 1, process)
     steps = [span.step for span in read_events(run / "events.jsonl") if span.kind == "step"]
     assert len(set(steps)) == len(steps), "no step was done twice"
     assert inhabitants(third) == ELSEWHERE
 
-    fourth = add()
-    told, status = typed(run, "drain", "1")
-    assert status == 0 and "No slot of node" in told and "slots leave 1" in told, told
-    node = typed(run)[0].splitlines()[2].split()[2]
     end(third)
-    lost = handed_over(run, process, 2)
-    assert "lost node" in lost.cause and node in lost.cause
-    wait_for_step(run, read_metrics(run / "metrics.jsonl")[-1]["step"] + 1, process)
-    assert "drained" not in typed(run)[0], "what came in its place works"
-    assert not any("fault/restarts" in row for row in read_metrics(run / "metrics.jsonl"))
-
-    end(fourth)
     successor = add()
     wait_for_step(run, restarted(run, process)["step"] + 1, process)
     assert inhabitants(successor) == ELSEWHERE
@@ -337,7 +323,7 @@ def test_a_job_outlives_the_loss_of_nodes_drained_or_not_and_ends_with_a_rank(
     for row in rows:
         assert row["training/rollout_probs_diff_max"] < 1e-3, "both nodes' engines have the trainer's weights"
     assert not weights_left()
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while (left := inhabitants(raylets[0]) + inhabitants(successor)) and time.monotonic() < until:
         time.sleep(0.1)
     assert left == [], "the nodes are free again"
@@ -361,6 +347,6 @@ def test_a_head_that_dies_ends_runs_with_a_message_of_ours(cluster, started, tin
         assert lost in text and "Traceback" not in text and "Failed to connect to GCS" not in text, text
         assert f"Ray could not join the cluster at cluster.ray_address={address} (nothing accepts" in text, text
         assert status.read(run).state == "failed"
-        assert holder.wait(60) == 0 and lost in holder.stdout.read()
+        assert holder.wait(240) == 0 and lost in holder.stdout.read()
     finally:
         holder.kill()

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
 
-STEPS = 6
+STEPS = 5
 WORK = ("generate", "old_log_prob", "ref", "forward", "backward")
 
 

@@ -16,7 +16,7 @@ def task(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rows(driven, task):
-    """Metrics of a run of `experiment=images`."""
+    """Metrics of the first steps of `experiment=images`, as many as it takes until it has learned."""
     folder = task.root.parent
     settings = {
         "algorithm": "grpo",
@@ -28,6 +28,7 @@ def rows(driven, task):
         "rollout.n": 8,
         "rollout.kv_cache_memory_mb": 64,
         "reward.functions": "[rlfuse.tasks.clips:compute_score]",
+        "trainer.total_training_steps": 10,
         "trainer.experiment_name": "run",
     }
     status, text = driven("rlfuse_command", folder, "train", "experiment=images", **settings)

@@ -121,7 +121,6 @@ def assert_same(found, expected, rows):
 @pytest.mark.parametrize(
     "family, width, cut, stage, packed",
     [
-        ("qwen2", 2, 1, 0, True),
         ("qwen2", 4, 1, 1, False),
         ("qwen2", 2, 2, 1, True),
         ("qwen3", 4, 1, 0, True),

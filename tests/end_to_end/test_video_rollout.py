@@ -248,7 +248,7 @@ async def test_text_is_embedded_by_the_weights_of_the_moment(engine, ask, folder
     response = (await taking)[running.id]
     np.testing.assert_allclose(response.log_probs, expected(model, running, response.token_ids), atol=1e-4)
 
-    await call(trainer.change.remote(0.9), "trainer", "change", 60)
+    await call(trainer.change.remote(0.9), "trainer", "change", 240)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.9)

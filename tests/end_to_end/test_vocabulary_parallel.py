@@ -61,13 +61,10 @@ def assert_like_one_process(config, gradients, parameters, metrics):
     "name, family, order, split",
     [
         ("2 stages", "qwen2", "serial", False),
-        ("2 stages", "llama", "fused", True),
-        ("4 stages", "qwen2", "fused", True),
-        ("4 stages", "llama", "serial", True),
-        ("4 stages", "qwen3", "fused", False),
+        ("4 stages", "llama", "fused", True),
+        ("4 stages", "qwen3", "serial", True),
         ("2 stages, dp 2", "qwen2", "fused", False),
         ("V", "llama", "fused", True),
-        ("V", "qwen2", "fused", False),
         ("interleaved", "qwen2", "fused", False),
     ],
 )
@@ -112,7 +109,7 @@ async def test_passes_score_as_one_process(groups, folders, name):
         await group.step("actor", lengths(bare))
 
 
-@pytest.mark.parametrize("family, dtype", [("qwen2", "float32"), ("llama", "float32"), ("llama", "bfloat16")])
+@pytest.mark.parametrize("family, dtype", [("qwen2", "float32"), ("llama", "bfloat16")])
 async def test_training_resumes_exactly_with_a_shared_head_and_without(groups, folders, tmp_path, family, dtype):
     """What is saved again is the same to the last bit, and as Hugging Face has it; the next step but for rounding."""
     config, tied = settings(folders, family, clip=0.1, dtype=dtype), family == "qwen2"

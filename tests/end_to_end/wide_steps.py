@@ -41,7 +41,7 @@ class Steps:
         self.found["heard"] = [each.laddr.ip for process in below for each in process.net_connections("inet")]
         shared = [file for process in below for file in SHARED.findall(Path(f"/proc/{process.pid}/maps").read_text())]
         os.kill(pid, signal.SIGKILL)
-        self.found["left"] = [each.pid for each in psutil.wait_procs(below, timeout=30)[1]]
+        self.found["left"] = [each.pid for each in psutil.wait_procs(below, timeout=120)[1]]
         scratch.sweep(scratch.KV)  # as the next engine does
         self.found["shared"] = {file: Path(file).exists() for file in shared}
 

@@ -26,6 +26,7 @@ ASYNC_LLM, LLM = "vllm.v1.engine.async_llm.AsyncLLM", "vllm.v1.engine.llm_engine
 CUDA = "deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator"
 RECEIVERS = {
     "engines/deepspeed/optimizer.py: engine.optimizer": ZERO_1,
+    "engines/deepspeed/optimizer.py: grid": "deepspeed.runtime.pipe.topology.PipelineParallelGrid",
     "engines/deepspeed/stage_states.py: engine": DEEPSPEED,
     "engines/deepspeed/stage_states.py: engine.optimizer": ZERO_1,
     "engines/pipeline/waits.py: work": "torch.distributed.Work",

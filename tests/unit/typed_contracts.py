@@ -5,11 +5,16 @@ from __future__ import annotations
 from rlfuse.algorithms.experience import Experience
 from rlfuse.data.prompts import PromptSource
 from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
+from rlfuse.engines.deepspeed.memory import ZeroMemory
 from rlfuse.engines.fsdp2.fsdp2_model import Fsdp2Model
+from rlfuse.engines.fsdp2.memory import Fsdp2Memory
+from rlfuse.engines.memory.model_memory import ModelMemory
+from rlfuse.engines.pipeline.head_shares import HeadShares
 from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
 from rlfuse.engines.rollout.engine_actor import EngineActor
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
-from rlfuse.engines.trainer.sharded_model import ShardedModel
+from rlfuse.engines.trainer.sharded_model import ShardedModel, StagesModel
+from rlfuse.engines.trainer.tensor_parallel import TensorParallelGroup, TensorShares
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.engines.transformers.transformers_engine import TransformersEngine
 from rlfuse.engines.vllm.rollout_worker import RolloutWorker
@@ -45,6 +50,18 @@ def sharded_models(deepspeed: DeepSpeedModel, fsdp2: Fsdp2Model) -> list[Sharded
 
 def trainer_backends() -> list[type[ShardedModel]]:
     return [DeepSpeedModel, Fsdp2Model]
+
+
+def stages_models(deepspeed: DeepSpeedModel) -> list[StagesModel]:
+    return [deepspeed]
+
+
+def tensor_shares(layers: TensorParallelGroup, head: HeadShares) -> list[TensorShares]:
+    return [layers, head]
+
+
+def model_memories(zero: ZeroMemory, fsdp2: Fsdp2Memory) -> list[ModelMemory]:
+    return [zero, fsdp2]
 
 
 def reward_scorers(real: RewardPool, simulated: SimulatedReward) -> list[RewardScorer]:

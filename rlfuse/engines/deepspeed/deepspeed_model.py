@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -22,7 +23,6 @@ from transformers import PreTrainedModel
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config
 from rlfuse.engines.deepspeed import deepspeed_ops, optimizer, stage_states
-from rlfuse.engines.deepspeed.reachable import reachable, step_tensors
 from rlfuse.engines.trainer.saving import Writing
 from rlfuse.engines.trainer.tensor_parallel import TensorShares
 
@@ -103,10 +103,10 @@ class DeepSpeedModel:
             yield [tensor.detach() for tensor in tensors]
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        return reachable([*self.module.buffers(), *self.module.parameters(), getattr(self.engine, "optimizer", None)])
+        return _reachable([*self.module.buffers(), *self.module.parameters(), getattr(self.engine, "optimizer", None)])
 
     def step_tensors(self) -> Iterable[torch.Tensor]:
-        return step_tensors(self.engine)
+        return _step_tensors(self.engine)
 
     def not_finite(self) -> str | None:
         return optimizer.not_finite(self.module)
@@ -140,6 +140,39 @@ def _grid(mesh: ParallelMesh) -> PipelineParallelGrid | None:
     if mesh.pp * mesh.tp == 1:
         return None
     return PipelineParallelGrid(ProcessTopology(["data", "pipe", "model"], [mesh.copies, mesh.pp, mesh.tp]))
+
+
+def _step_tensors(engine: Any) -> list[torch.Tensor]:
+    """Return what only its steps read: masters and moments, except those whose memory is that of weights."""
+    inner, sharded = getattr(engine, "basic_optimizer", None), "fp32_partitioned_groups_flat"
+    if inner is None:
+        return []
+    found = [each for group in inner.param_groups for each in group["params"]]
+    found += [*inner.state, *getattr(engine.optimizer, sharded, [])]  # ZeRO 3 hands them over in a step alone
+    found += [value for state in inner.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    weights = [*engine.module.buffers(), *engine.module.parameters()]
+    weights += [each.ds_tensor for each in weights if hasattr(each, "ds_tensor")]
+    kept = {each.untyped_storage().data_ptr() for each in weights}
+    return [each for each in found if each.untyped_storage().data_ptr() not in kept]
+
+
+def _reachable(root: Any) -> Iterator[torch.Tensor]:
+    """What is reached from here through containers, attributes of tensors and the parts of optimizers."""
+    seen, waiting = {}, [root]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value  # alive, or another could get its id
+        if isinstance(value, torch.Tensor):
+            yield value
+            waiting += [value.grad, *vars(value).values()]  # of a sharded parameter its partition
+        elif isinstance(value, dict):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set | deque):
+            waiting += [*value, *getattr(value, "__dict__", {}).values()]
+        elif type(value).__module__.startswith(("deepspeed.runtime.", "torch.optim.")):
+            waiting += getattr(value, "__dict__", {}).values()
 
 
 @contextmanager

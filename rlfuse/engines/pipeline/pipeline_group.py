@@ -73,9 +73,7 @@ class PipelineGroup(RankGroup):
         met: Met | None = None,
     ) -> tuple[PipelineGroup, dict[str, Any]]:
         """One rank on every slot, stages loaded; and facts to log. Otherwise as `TrainerGroup.start`."""
-        from rlfuse.engines.pipeline.pipeline_rank import (
-            PipelineRank,  # imports torch and transformers: only when ranks are started
-        )
+        from rlfuse.engines.pipeline.pipeline_rank import PipelineRank  # only when ranks are started
 
         group = cls(config, await start_ranks(PipelineRank, config, slots, cores))
         if met:

@@ -60,9 +60,7 @@ class TrainerGroup(RankGroup):
         `cores`: the CPU core that each rank's process is bound to; `tower`: what video.freeze_tower=false trains, not
         read otherwise; `met`: awaited once the ranks have met, before they load models.
         """
-        from rlfuse.engines.trainer.trainer_rank import (
-            TrainerRank,  # imports torch and transformers: only when ranks are started
-        )
+        from rlfuse.engines.trainer.trainer_rank import TrainerRank  # only when ranks are started
 
         tower = None if config.video.freeze_tower else tower
         group = cls(config, await start_ranks(TrainerRank, config, slots, cores))

@@ -44,7 +44,7 @@ class VideoConfig:
     disk_cache: str | None = None
     """Folder where embeddings are kept from run to run (they never change while the tower is frozen)."""
     decode_workers: int = 1
-    """Decoding processes of each encoder rank; nodes without slots of the run add one for each free CPU but one."""
+    """Decoding processes of each encoder rank."""
     prefetch_mb: int = 512
     """Frames of what comes next, a step or a validation, that each encoder rank decodes meanwhile, in MiB; 0: none."""
     encode_ahead: bool = False

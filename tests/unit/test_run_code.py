@@ -72,7 +72,6 @@ REPLAY, SIMULATE = ["reward", "replay"], ["simulate", "--from"]
         (REPLAY, {"reward.engine_kwargs": {"worker_cls": "evil.W"}}, "reward.engine_kwargs={'worker_cls': 'evil.W'}"),
         (SIMULATE, {"fusion.policy": "evil.py:policy"}, "fusion.policy=evil.py:policy"),
         (["whatif"], {"fusion.policy": "evil.py:policy"}, "fusion.policy=evil.py:policy"),
-        (["report"], {"fusion.policy": "evil.py:policy"}, "it would run fusion.policy=evil.py:policy"),
         (["calibrate"], TRUSTED, "model.trust_remote_code=true for model.path="),
         (["eval"], {"reward.functions": ["evil.py:score"]}, "reward.functions=[evil.py:score]"),
         (["eval"], TRUSTED, "model.trust_remote_code=true"),
@@ -89,7 +88,7 @@ def test_a_command_names_the_code_and_does_not_run_it(folder, capsys, command, c
     change(folder, changes)
     status = rlfuse([*command, str(folder)])
     shown = "".join(capsys.readouterr())
-    assert status == (0 if command == ["report"] else 2) and named in shown and "--run-code" in shown
+    assert status == 2 and named in shown and "--run-code" in shown
     assert not (folder.parent / "executed").exists()
 
 

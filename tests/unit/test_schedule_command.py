@@ -52,7 +52,7 @@ def test_summary_schedule_and_picture(path, tmp_path, capsys, ending, monkeypatc
     [
         (["--out", "no/such/folder/x.json"], "does not exist; make it first"),
         (["--out", "OUT", "--picture", "x.pdf"], "needs a name that ends in .png or .html"),
-        (["--out", "OUT", "--method", "magic"], "method=magic: needs one of auto, improve, list"),
+        (["--out", "OUT", "--method", "magic"], "method=magic: needs one of auto, list"),
         (["--out", "OUT", "--time-limit", "0"], "time_limit=0: needs a number of seconds above 0"),
         (
             ["--out", "OUT", "--time-limit", "inf"],

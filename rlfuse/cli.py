@@ -30,7 +30,6 @@ COMMANDS = {
     "report": "runs as one HTML page, beside each other if several: what differs, curves, timelines, samples",
     "trace": "a run's events for ui.perfetto.dev: a row per slot, arrows from samples to optimizer steps",
     "reward": "score a run's samples with another reward: rlfuse reward replay RUN_DIR reward.functions=[...]",
-    "schedule": "one pipeline schedule in which several models train, as short as can be",
 }
 
 MODULES = {
@@ -50,7 +49,6 @@ MODULES = {
     "report": "rlfuse.tools.report.page",
     "trace": "rlfuse.tools.trace",
     "reward": "rlfuse.tools.evaluation.replay",
-    "schedule": "rlfuse.tools.schedules.command",
 }
 """Whose `main(argv)` raises what is to be reported; `train` reports by itself."""
 

@@ -7,18 +7,12 @@ enough but hold too much memory.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import json
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -27,13 +21,10 @@ from rlfuse.fusion.schedules.bound import bound
 from rlfuse.fusion.schedules.list_scheduling import Draws, Found, fits
 from rlfuse.fusion.schedules.local_search import COOLING, anneal, state_of, tabu
 from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
-from rlfuse.fusion.schedules.schedule import Schedule, check, read_schedule
+from rlfuse.fusion.schedules.schedule import Schedule, check
 from rlfuse.fusion.schedules.shop import LOOSE, compiled, makespan, peak, planned
-from rlfuse.user_folders import home
 
 Method = Literal["auto", "list"]
-METHODS: tuple[Method, ...] = ("auto", "list")
-LONGEST_S, LARGEST_SEED = 1_000_000, 1_000_000
 FINISHING_S = 1.2e-5  # of the time limit, for each operation: what comes after the search
 DRAWS = 1200  # list schedules under the cap at most, and until none of them
 PATIENCE = 200  # in so many was better
@@ -47,23 +38,13 @@ STEP = 0.98  # annealing's next goal, over what the schedule holds
 PROPOSALS = 500_000  # of annealing for each goal; twice as many with every try, more in later rounds
 
 
-def search(
-    problem: Problem, *, time_limit: float = 10.0, method: Method = "auto", seed: int = 0, cached: bool = True
-) -> Schedule:
-    """The best schedule found in about `time_limit` seconds, checked.
+@functools.lru_cache(256)
+def search(problem: Problem, *, time_limit: float = 10.0, method: Method = "auto", seed: int = 0) -> Schedule:
+    """Return the best schedule found in about `time_limit` seconds, checked.
 
     The first call on a machine also compiles, for about half a minute that doesn't count. Raises ScheduleError where
     the memory holds no schedule, or none was found.
     """
-    if method not in METHODS:
-        raise ScheduleError(f"method={method}: needs one of {', '.join(METHODS)}")
-    if not 0 < time_limit <= LONGEST_S:
-        raise ScheduleError(f"time_limit={time_limit:g}: needs a number of seconds above 0, at most {LONGEST_S:,}")
-    if not 0 <= seed <= LARGEST_SEED:
-        raise ScheduleError(f"seed={seed}: needs a whole number from 0 to {LARGEST_SEED:,}")
-    key = cache_key(problem, method=method, seed=seed, time_limit=time_limit)
-    if cached and (known := load_cached(problem, key)) is not None:
-        return known
     warm_up()
     hunt = _Hunt(problem, time_limit, seed)
     order = hunt.run(method)
@@ -71,8 +52,6 @@ def search(
     rows, serial = planned(problem, order), serial_1f1b(problem)
     result = Schedule(rows, hunt.bound, serial, memory, hunt.found_by, hunt.elapsed)
     check(problem, result)
-    if cached:
-        store_cached(key, result)
     return result
 
 
@@ -225,40 +204,3 @@ class _Hunt:
     def over(self) -> bool:
         """Whether the bound is reached, or the time is over."""
         return self.makespan <= self.bound * (1 + LOOSE) or self.elapsed > self.time_limit
-
-
-VERSION = 3  # of the search: raise it when results change
-_seen: dict[str, Schedule] = {}
-
-
-def cache_folder() -> Path:
-    """Where files lie."""
-    if own := os.environ.get("RLFUSE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "rlfuse" / "schedules"
-
-
-def cache_key(problem: Problem, **settings: Any) -> str:
-    """Of a problem and the settings of its search."""
-    text = json.dumps([VERSION, problem.as_json(), settings], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def load_cached(problem: Problem, name: str) -> Schedule | None:
-    """A schedule kept under a key; one on disk has to pass the check."""
-    if name not in _seen:
-        with contextlib.suppress(ScheduleError):
-            found = read_schedule(cache_folder() / f"{name}.json")
-            check(problem, found)
-            _seen[name] = found
-    return _seen.get(name)
-
-
-def store_cached(name: str, schedule: Schedule) -> None:
-    """Keep a schedule. Written aside and renamed, so that a reader never sees half of it."""
-    _seen[name] = schedule
-    with contextlib.suppress(OSError):
-        cache_folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache_folder(), suffix=".part", delete=False) as file:
-            file.write(schedule.text)
-        os.replace(file.name, cache_folder() / f"{name}.json")

@@ -1,6 +1,6 @@
 """A step of a job as a workload: its configuration, its costs and the lengths of its responses.
 
-Role: `learning` simulates the steps of a running job by it, `rlfuse plan` and `rlfuse simulate --from` planned and
+Role: `learning` simulates the steps of a running job by it, `rlfuse plan` and `rlfuse whatif` planned and
 recorded ones. Pure functions of spans and the configuration.
 Invariant: only samples that are whole and were generated inside the step's own span count; validation does not.
 """

@@ -141,7 +141,7 @@ def ray_job(cluster):
 
     def start(command, *words):
         ray = Path(sys.executable).with_name("ray")
-        line = [str(ray), "job", command, "--address", address, *words]
+        line = [str(ray), "job", command, "--address", f"http://{address}", *words]
         return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     return start

@@ -27,6 +27,7 @@ REPLACE = "Replace the file, or drop the row"
 MOST_SQUEEZED = 0.02
 """Share by which the shape of frames may differ from the first's: a plan has one size for all."""
 T = TypeVar("T")
+Neighbours = tuple[av.VideoFrame | None, av.VideoFrame, av.VideoFrame | None]
 
 
 def probe(path: str) -> ClipFacts:
@@ -55,9 +56,11 @@ def decode(
         return pixels
     reformatter = VideoReformatter()
     with _opened(path) as video:
-        for place, frame in enumerate(video.presented_at(times)):
+        for place, (before, frame, after) in enumerate(video.presented_at(times)):
             if frame.is_corrupt:
                 raise VideoError(f"the frame at {times[place]:g} s is corrupt", REPLACE)
+            if frame.interlaced_frame:
+                frame = display.deinterlaced(before, frame, after)
             pixels[place] = display.shown(frame, plan.height, plan.width, reformatter)
     return pixels
 
@@ -111,16 +114,18 @@ class _Video:
                 raise VideoError("has frames without time stamps", STAMPLESS)
             if frame.pts < self.timeline.start:
                 continue
-            display.check(frame)
+            if frame.interlaced_frame and self.stream.codec_context.name == "hevc":
+                problem = "stores each field as a picture of its own, of half the height (H.265)"
+                raise VideoError(problem, "Deinterlace it, or drop the row")
             _check_shape(self._size, (frame.width, frame.height))
             if (at := self._seconds(frame.pts)) > self.timeline.duration_s + 1 + self._frame_s:
                 header = f"its header says {self.timeline.duration_s:g} s"
                 raise VideoError(f"has a frame stamped {at:g} s, and {header}: one of them is damaged", REWRITE)
             yield frame
 
-    def presented_at(self, times: Sequence[float]) -> Iterator[av.VideoFrame]:
-        """The frame on the screen at each of the rising times."""
-        held = ahead = None
+    def presented_at(self, times: Sequence[float]) -> Iterator[Neighbours]:
+        """The frame on the screen at each of the rising times, between those next to it where they were decoded."""
+        before = held = ahead = None
         for time in times:
             tick = self._tick(time)
             for begin, end in self.timeline.damaged:
@@ -128,10 +133,13 @@ class _Video:
                     raise VideoError(f"lost packets between its keyframes around {time:g} s", FETCH_AGAIN)
             start = self._keyframe_before(tick)
             if held is None or (ahead is not None and start > 0 and self.timeline.keyframes[start] > ahead.pts):
-                held = None
+                before = held = None
                 frames, ahead = self._jump(start, tick)
             while ahead is not None and ahead.pts <= tick:
-                held, ahead = ahead, self._after(ahead, frames, time)
+                before, held, ahead = held, ahead, self._after(ahead, frames, time)
+                if before is None and start and held.interlaced_frame and (ahead is None or ahead.pts > tick):
+                    start, held = start - 1, None  # what it shows must not depend on where reading began
+                    frames, ahead = self._jump(start, tick)
             if held is None and ahead is not None:  # before the first frame it is the first
                 held, ahead = ahead, self._after(ahead, frames, time)
             if held is None or (ahead is None and not self._covers(held, tick)):
@@ -140,7 +148,7 @@ class _Video:
                     f"{time:g} s of {self.timeline.duration_s:g} s: it is truncated or its header is wrong",
                     FETCH_AGAIN,
                 )
-            yield held
+            yield before, held, ahead
 
     def _jump(self, start: int, tick: int) -> tuple[Iterator[av.VideoFrame], av.VideoFrame | None]:
         """Seek to a keyframe presented by `tick`, further back if the container arrives behind it."""

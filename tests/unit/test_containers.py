@@ -32,7 +32,6 @@ from clip_files import (
 )
 from PIL import Image
 
-from rlfuse.errors import VideoError
 from rlfuse.video.decoding import decode, probe
 from rlfuse.video.plan import VideoPlan
 
@@ -245,12 +244,20 @@ FIELDS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["tff", "bff"])
 @pytest.mark.parametrize("name", FIELDS)
-def test_interlaced_clips_are_refused(tmp_path, name):
+def test_fields_become_frames_of_one_instant_the_same_in_all_parts_of_a_plan(tmp_path, name, order):
     kind, options = FIELDS[name]
-    path = write_interlaced(tmp_path / f"fields.{kind}", 12, (112, 252), 6, order="tff", **options)
-    with pytest.raises(VideoError, match=r"is interlaced\. Deinterlace it"):
-        probe(path)
+    path = write_interlaced(tmp_path / f"fields.{kind}", 12, (112, 252), 6, order=order, **options)
+    plan = VideoPlan(tuple(steady(12, 25)), 112, 252, 25.0, 36)
+    whole = decode(path, plan)
+    shades = whole.mean(axis=3)
+    assert np.abs(shades[:, 1:-1] - (shades[:, :-2] + shades[:, 2:]) / 2).mean() < 0.5  # no combing
+    assert np.abs((shades > 128).argmax(axis=2).T - 12 * np.arange(12)).max() <= 2
+    for first in range(12):
+        assert np.array_equal(decode(path, plan, first, first + 1), whole[first : first + 1])
+        assert np.array_equal(decode(path, plan, first), whole[first:])
 
 
 @pytest.mark.parametrize("kind", ["avi", "mp4", "mkv"])

@@ -1,4 +1,4 @@
-"""What a screen would show of a frame: colours whatever the file's tags."""
+"""What a screen would show of a frame: colours whatever the file's tags, and high dynamic range as ordinary video."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -9,9 +9,8 @@ import pytest
 import torch
 from av.video.reformatter import ColorPrimaries, ColorRange, ColorTrc, VideoReformatter
 
-from rlfuse.errors import VideoError
 from rlfuse.video.decoding import decode, probe
-from rlfuse.video.display import shown
+from rlfuse.video.display import KNEE, PEAK, WHITE, shown
 from rlfuse.video.plan import VideoPlan
 
 WEIGHTS = {1: (0.2126, 0.0722), 6: (0.299, 0.114), 9: (0.2627, 0.0593)}
@@ -47,8 +46,41 @@ def test_colours_are_those_of_the_file_s_tags(matrix, full):
         assert np.abs(seen(flat(colour, matrix, full)) - np.multiply(colour, 255)).max() <= 2
 
 
+def pq(nits: float) -> float:
+    """SMPTE ST 2084's signal."""
+    power = (nits / 10_000) ** 0.1593017578125
+    return ((0.8359375 + 18.8515625 * power) / (1 + 18.6875 * power)) ** 78.84375
+
+
+def hlg(nits: float) -> float:
+    """ARIB STD-B67's signal of a grey on a display of 1000 cd/m2."""
+    scene = (nits / 1000) ** (1 / 1.2)
+    return (3 * scene) ** 0.5 if scene <= 1 / 12 else 0.17883277 * np.log(12 * scene - 0.28466892) + 0.55991073
+
+
+@pytest.mark.parametrize(("curve", "signal"), [(ColorTrc.SMPTE2084, pq), (ColorTrc.ARIB_STD_B67, hlg)])
+def test_hdr_greys_are_as_bright_as_in_ordinary_video(curve, signal):
+    def grey(nits: float) -> int:
+        red, green, blue = seen(flat((signal(nits),) * 3, 9, curve=curve))
+        assert max(red, green, blue) - min(red, green, blue) <= 2
+        return green
+
+    for nits in (1, 5, 20, KNEE * WHITE):  # BT.1886: a display's light is the signal to the power of 2.4
+        assert grey(nits) == pytest.approx(255 * (nits / WHITE) ** (1 / 2.4), abs=2)
+    bright = [grey(nits) for nits in (100, WHITE, 400, 700, WHITE * PEAK)]
+    assert bright == sorted(set(bright)) and bright[1] > 210 and bright[-1] >= 254
+
+
+def test_hdr_colours_keep_their_hue():
+    """BT.709's red, at paper white's brightness, written in BT.2020's primaries."""
+    red = np.linalg.inv([[1.6605, -0.5876, -0.0728], [-0.1246, 1.1329, -0.0083], [-0.0182, -0.1006, 1.1187]])[:, 0]
+    colour = tuple(pq(max(light, 0) * WHITE) for light in red)
+    found = seen(flat(colour, 9, curve=ColorTrc.SMPTE2084))
+    assert found[0] > 210 and found[1:].max() < 25
+
+
 def write_hdr(path: Path, codec: str) -> str:
-    """Three grey frames in PQ."""
+    """Three frames of paper white in PQ."""
     options = {"x265-params": "log-level=none"} if codec == "libx265" else {}
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=10, options=options)
@@ -56,7 +88,7 @@ def write_hdr(path: Path, codec: str) -> str:
         context = stream.codec_context
         context.color_primaries, context.color_trc, context.colorspace = ColorPrimaries.BT2020, ColorTrc.SMPTE2084, 9
         for number in range(3):
-            frame = flat((0.58,) * 3, 9, curve=ColorTrc.SMPTE2084).reformat(format=HDR[codec])
+            frame = flat((pq(WHITE),) * 3, 9, curve=ColorTrc.SMPTE2084).reformat(format=HDR[codec])
             frame.pts, frame.time_base = number, Fraction(1, 10)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
@@ -82,9 +114,10 @@ HDR = {
         ("webm", "libsvtav1"),
     ],
 )
-def test_hdr_files_are_refused_by_their_tags(tmp_path, kind, codec):
-    with pytest.raises(VideoError, match=r"has a high dynamic range \(PQ or HLG\)\. Tone-map it"):
-        probe(write_hdr(tmp_path / f"hdr.{kind}", codec))
+def test_hdr_files_are_told_by_their_tags(tmp_path, kind, codec):
+    path = write_hdr(tmp_path / f"hdr.{kind}", codec)
+    assert probe(path).frames == 3
+    assert decode(path, VideoPlan((0.0, 0.2), 28, 28, 10.0, 1)).mean() > 210  # untold: 148
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ COMMANDS = {
     "plan": "what a job would take, before it starts: memory, time; plan --search: the fastest configuration that fits",
     "calibrate": "what this device does, for plans: rlfuse calibrate RUN_DIR ... | --probe; writes calibration.yaml",
     "doctor": "whether this machine can run jobs, and what to do where it can't",
-    "submit": "send a job to a running Ray cluster, and follow its log: rlfuse submit --address HOST key=value ...",
+    "submit": "send a job to a running Ray cluster: rlfuse submit --address HOST key=value ... | status | logs | stop",
     "simulate": "what each fusion policy makes of a workload, or of a recorded run, on a virtual clock",
     "whatif": "what uneven workers cost a run, who they are, and what if: rlfuse whatif RUN_DIR | --trace ops.csv",
     "report": "runs as one HTML page, beside each other if several: what differs, curves, timelines, samples",

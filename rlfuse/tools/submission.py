@@ -3,8 +3,7 @@
     rlfuse submit --compose, check, pack--> Ray Jobs (HTTP, token) --> driver on the head: rlfuse.train --> slots
           <--log lines, status-------------------/
 
-The job does not depend on this terminal: `ray job logs`, `status` and `stop` take its name. Exit status: that of the
-job, or 130 on Ctrl-C.
+The job does not depend on this terminal. Exit status: that of the job (0, 1, 2), or 130 on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-from aiohttp import ClientError
 
 from rlfuse.cluster.worker_environment import MODULES, SUBMITTED
 from rlfuse.config.compose import compose_job, read_command, to_config
@@ -30,11 +28,16 @@ from rlfuse.tools.job_package import Package, pack
 from rlfuse.user_folders import home
 
 CALL_S = 60.0
+OUTAGE_S = 600.0
 STOP_S = 60.0
 GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
 """Ray's own variable: seconds from the SIGTERM of a stop to SIGKILL; 3 where a job says nothing."""
+LOOK_S = 10.0
+AGAIN_S = 2.0
 PORT = 8265
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 ENTRYPOINT = f"cd {SUBMITTED} && python -P -m rlfuse.train job.yaml"
+KEY = "rlfuse_experiment"
 
 
 class SubmitError(UserError):
@@ -43,6 +46,11 @@ class SubmitError(UserError):
 
 def main(argv: Sequence[str]) -> None:
     """Do what the arguments say. Raises ConfigError or SubmitError; SystemExit with the job's status."""
+    commands = {"status": _status, "logs": _logs, "stop": _stop}
+    if argv and argv[0] in commands:
+        arguments = _job_parser(argv[0]).parse_args(argv[1:])
+        commands[argv[0]](_connect(arguments), arguments.job)
+        return
     arguments, words = _parser().parse_known_args(argv)
     if read_command(words).options:
         raise ConfigError([f"{' '.join(read_command(words).options)}: rlfuse submit takes files and key=value only"])
@@ -55,8 +63,7 @@ def main(argv: Sequence[str]) -> None:
         client = _connect(arguments)
         variables = {GRACE: str(int(config.trainer.preemption_grace_s + STOP_S / 2))} | variables
         job = _send(client, package, variables, config.trainer.experiment_name)
-    place = f"--address {arguments.address} {job}"
-    print(f"submitted {job}\nIt runs without this terminal: ray job logs|status|stop {place}", flush=True)
+    print(f"submitted {job}\n{_how_to_go_on(arguments.address, job)}", flush=True)
     if not arguments.detach:
         _follow(client, job)
 
@@ -64,14 +71,11 @@ def main(argv: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlfuse submit",
-        usage="rlfuse submit [options] [my_job.yaml] key=value ...",
+        usage="rlfuse submit [options] [my_job.yaml] key=value ...\n       rlfuse submit status|logs|stop JOB",
         description="Send a job to a running Ray cluster, and follow its log.",
         allow_abbrev=False,
     )
-    address = os.environ.get("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{PORT}")
-    text = f"of Ray's dashboard; default: RAY_API_SERVER_ADDRESS, or port {PORT} of this machine"
-    parser.add_argument("--address", default=address, type=full_address, metavar="HOST[:PORT]", help=text)
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the cluster's token; default: as Ray finds it")
+    _add_cluster(parser)
     parser.add_argument("--detach", action="store_true", help="don't follow the log")
     parser.add_argument("--include", type=Path, action="append", default=[], metavar="PATH", help="a file or folder "
                         "that reward functions need beside their own file")  # fmt: skip
@@ -81,6 +85,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for the job, by "
                         "default with its value here; Ray shows it to everyone who sees the cluster")  # fmt: skip
     return parser
+
+
+def _job_parser(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"rlfuse submit {command}", allow_abbrev=False)
+    _add_cluster(parser)
+    parser.add_argument("job", metavar="JOB", nargs="?" if command == "status" else None)
+    return parser
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    address = os.environ.get("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{PORT}")
+    text = f"of Ray's dashboard; default: RAY_API_SERVER_ADDRESS, or port {PORT} of this machine"
+    parser.add_argument("--address", default=address, type=full_address, metavar="HOST[:PORT]", help=text)
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the cluster's token; default: as Ray finds it")
 
 
 def full_address(address: str) -> str:
@@ -138,32 +156,135 @@ def _send(client: Any, package: Package, variables: dict[str, str], experiment: 
     environment = {"working_dir": str(package.folder), "env_vars": variables}
     return _bounded(
         lambda: client.submit_job(
-            entrypoint=ENTRYPOINT, submission_id=job, runtime_env=environment, metadata={"rlfuse": package.experiment}
+            entrypoint=ENTRYPOINT, submission_id=job, runtime_env=environment, metadata={KEY: package.experiment}
         ),
         "submit the job",
     )
 
 
+def _how_to_go_on(address: str, job: str) -> str:
+    where = "" if address == f"http://127.0.0.1:{PORT}" else f" --address {address}"
+    return f"It runs without this terminal: rlfuse submit logs|status|stop{where} {job}"
+
+
 def _follow(client: Any, job: str) -> None:
-    """Show the job's log until it ends; SystemExit with its status."""
     try:
-        asyncio.run(_show(client.tail_job_logs(job)))
+        asyncio.run(follow(client, job, lambda text: print(text, end="", flush=True)))
     except KeyboardInterrupt:
-        print(f"\nNo longer following; {job} continues (ray job stop {job} ends it)")
+        print(f"\nNo longer following; {job} goes on (rlfuse submit stop {job} ends it)")
         raise SystemExit(130) from None
-    except (RuntimeError, OSError, ClientError) as error:
-        raise SubmitError(f"lost the log of {job}, which continues: {error}; ray job logs --follow {job}") from error
-    info = _bounded(lambda: client.get_job_info(job), f"get the status of {job}")
-    why = f": {info.message.splitlines()[0]}" if info.status.value == "FAILED" and info.message else ""
-    print(f"{job} {info.status.value.lower()}{why}")
+    info = _bounded(lambda: client.get_job_info(job), f"ask for {job}")
+    print(f"{job} {_end(info)}")
     raise SystemExit(status_of(info.status.value, info.driver_exit_code))
 
 
-async def _show(log: AsyncIterator[str]) -> None:
-    async for text in log:
-        print(text, end="", flush=True)
+def _end(info: Any) -> str:
+    why = f": {info.message.splitlines()[0]}" if info.status.value == "FAILED" and info.message else ""
+    return f"{info.status.value.lower()}{why}"
 
 
 def status_of(status: str, driver: int | None) -> int:
-    """Return the exit status for a job that ended: the driver's own where that says more than failure."""
+    """The exit status for a job that ended: the driver's own where that says more than failure."""
     return 0 if status == "SUCCEEDED" else driver if driver in (1, 2, 75, 130) else 1
+
+
+async def follow(client: Any, job: str, show: Callable[[str], None]) -> None:
+    """Show the job's log until it ends; SubmitError if the cluster is unreachable for OUTAGE_S."""
+    from aiohttp import ClientError
+
+    log, reached = _Log(show), time.monotonic()
+    while True:
+        try:
+            ended = await _ended(client, job)
+            reached = time.monotonic()
+            await _tail(client, job, log)
+            if ended:
+                return
+        except (SubmitError, RuntimeError, OSError, ClientError) as error:
+            if time.monotonic() - reached > OUTAGE_S:
+                raise SubmitError(f"lost the cluster for {OUTAGE_S:g} s while following {job}: {error}") from error
+        await asyncio.sleep(AGAIN_S)
+
+
+class _Log:
+    """Shows each part of a log once: every connection brings it from the beginning."""
+
+    def __init__(self, show: Callable[[str], None]):
+        self._show, self._shown, self._seen = show, 0, 0
+
+    def again(self) -> None:
+        self._seen = 0
+
+    def take(self, text: str) -> None:
+        self._seen += len(text)
+        if self._seen > self._shown:
+            self._show(text[max(0, len(text) - (self._seen - self._shown)) :])
+            self._shown = self._seen
+
+
+async def _tail(client: Any, job: str, log: _Log) -> None:
+    log.again()
+    stream = client.tail_job_logs(job)
+    upcoming = asyncio.ensure_future(anext(stream, None))
+    try:
+        while True:
+            done, _ = await asyncio.wait({upcoming}, timeout=LOOK_S)
+            if not done:
+                if await _ended(client, job):
+                    return
+                continue
+            text = upcoming.result()
+            if text is None:
+                return
+            log.take(text)
+            upcoming = asyncio.ensure_future(anext(stream, None))
+    finally:  # closed here: what it raised is in no traceback at the end of the process
+        upcoming.cancel()
+        await asyncio.gather(upcoming, return_exceptions=True)
+        await stream.aclose()
+
+
+async def _ended(client: Any, job: str) -> bool:
+    return await asyncio.to_thread(_state, client, job) in ENDED
+
+
+def _state(client: Any, job: str) -> str:
+    return _bounded(lambda: client.get_job_status(job), f"ask for {job}").value
+
+
+def _status(client: Any, job: str | None) -> None:
+    jobs = _bounded(client.list_jobs, "list the jobs")
+    mine = [each for each in jobs if each.submission_id and KEY in (each.metadata or {})]
+    wanted = [each for each in mine if job is None or each.submission_id == job]
+    if job is not None and not wanted:
+        known = ", ".join(each.submission_id for each in mine) or "none"
+        raise SubmitError(f"{job}: the cluster knows no such job; jobs: {known}")
+    for each in sorted(wanted, key=lambda each: each.start_time or 0):
+        end = (each.end_time or time.time() * 1000) / 1000
+        seconds = f"{end - each.start_time / 1000:,.0f} s" if each.start_time else "not started"
+        print(f"{each.submission_id}  {each.status.value.lower()}  {seconds}  {each.metadata[KEY]}")
+        if job is not None and each.message:
+            print(each.message)
+
+
+def _logs(client: Any, job: str) -> None:
+    _state(client, job)  # an unknown job is an error at once
+    _follow(client, job)
+
+
+def _stop(client: Any, job: str) -> None:
+    info = _bounded(lambda: client.get_job_info(job), f"ask for {job}")
+    if info.status.value in ENDED:
+        print(f"{job} has ended already: {_end(info)}")
+        return
+    limit = STOP_S + float(((info.runtime_env or {}).get("env_vars") or {}).get(GRACE, 0))
+    _bounded(lambda: client.stop_job(job), f"stop {job}")
+    print(f"{job} was told to stop; a step under way may end and be saved, at most {limit:g} s", flush=True)
+    until = time.monotonic() + limit
+    while not asyncio.run(_ended(client, job)):
+        if time.monotonic() > until:
+            raise SubmitError(f"{job} has not stopped in {limit:g} s; ask again, or look at the dashboard")
+        time.sleep(0.5)
+    name = (info.metadata or {}).get(KEY, "").rpartition("/")[2]
+    after = _state(client, job).lower()
+    print(f"{job} {after}; `rlfuse submit ... trainer.experiment_name={name}` goes on from its last checkpoint")

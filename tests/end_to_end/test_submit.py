@@ -115,34 +115,12 @@ def submit(cluster, job):
     address, token = cluster
 
     def start(*words):
-        command = [
-            sys.executable,
-            "-m",
-            "rlfuse.cli",
-            "submit",
-            "--address",
-            address,
-            "--token-file",
-            str(token),
-            *words,
-        ]
+        where = ["--address", address, "--token-file", str(token)]
+        at = 1 if words[0] in ("status", "logs", "stop") else 0
+        command = [sys.executable, "-m", "rlfuse.cli", "submit", *words[:at], *where, *words[at:]]
         return subprocess.Popen(
             command, cwd=job[0], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
-
-    return start
-
-
-@pytest.fixture(scope="module")
-def ray_job(cluster):
-    """Starts `ray job ...` with the cluster's token."""
-    address, token = cluster
-    environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-
-    def start(command, *words):
-        ray = Path(sys.executable).with_name("ray")
-        line = [str(ray), "job", command, "--address", f"http://{address}", *words]
-        return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     return start
 
@@ -158,7 +136,7 @@ def submitted(line: str) -> str:
     return re.search(r"submitted (\S+)", line)[1]
 
 
-def test_a_job_outlives_the_terminal_that_sent_it(submit, ray_job, job, cluster, write_shadows):
+def test_a_job_outlives_the_terminal_that_sent_it(submit, job, cluster, write_shadows):
     folder, words = job
     shadows = write_shadows(folder)
     included = [word for name in ("helpers", *SHADOWS) for word in ("--include", name)]
@@ -171,10 +149,9 @@ def test_a_job_outlives_the_terminal_that_sent_it(submit, ray_job, job, cluster,
     os.killpg(sender.pid, signal.SIGKILL)
     sender.communicate()
     name = submitted(lines[-1])
-    reader = ray_job("logs", "--follow", name)
+    reader = submit("logs", name)
     bare = subprocess.run(
-        [sys.executable, "-m", "rlfuse.cli", "submit", "--address", cluster[0], *words],
-        cwd=folder,
+        [sys.executable, "-m", "rlfuse.cli", "submit", "status", "--address", cluster[0]],
         env=os.environ | {"RAY_AUTH_MODE": "disabled"},
         capture_output=True,
         text=True,
@@ -183,10 +160,12 @@ def test_a_job_outlives_the_terminal_that_sent_it(submit, ray_job, job, cluster,
     assert bare.returncode == 2 and "--token-file" in bare.stderr, "nobody without the token is told anything"
     status, out = finish(reader)
     assert status == 0, out
-    assert f"'{name}' succeeded" in out
+    assert f"{name} succeeded" in out
     (metrics,) = read_metrics(folder / "runs" / "rlfuse" / "far" / "metrics.jsonl")
     assert 0 <= metrics["critic/score/mean"] <= 1, "the helpers' code scored on the cluster"
     assert not shadows.exists(), shadows.read_text()
+    status, out = finish(submit("status"))
+    assert status == 0 and re.search(rf"{name}  succeeded  [\d,]+ s  rlfuse/far", out)
 
 
 def test_what_only_the_cluster_knows_to_be_wrong_has_the_status_of_train(submit, job):
@@ -195,7 +174,7 @@ def test_what_only_the_cluster_knows_to_be_wrong_has_the_status_of_train(submit,
     assert "model.path=/absent/model: there is no such folder" in out and " failed" in out
 
 
-def test_a_job_is_stopped(submit, ray_job, job):
+def test_a_job_is_stopped(submit, job):
     more = "trainer.total_training_steps=10000", "trainer.experiment_name=long"
     status, out = finish(submit("--detach", "--include", "helpers", *job[1], *more))
     assert status == 0, out
@@ -203,7 +182,11 @@ def test_a_job_is_stopped(submit, ray_job, job):
     until = time.monotonic() + 240
     while time.monotonic() < until and not read_metrics(job[0] / "runs" / "rlfuse" / "long" / "metrics.jsonl"):
         time.sleep(0.2)
-    status, out = finish(ray_job("stop", name))
-    assert status == 0 and "was stopped" in out, out
-    status, out = finish(ray_job("logs", name))
-    assert "SIGTERM: the run left after step" in out, out
+    status, out = finish(submit("stop", name))
+    assert status == 0 and f"{name} stopped" in out, out
+    status, out = finish(submit("logs", name))
+    assert "SIGTERM: the run left after step" in out and f"{name} stopped" in out, out
+    status, out = finish(submit("stop", name))
+    assert status == 0 and f"{name} has ended already: stopped" in out, out
+    status, out = finish(submit("logs", "nobody-knows-me"))
+    assert status == 2 and "check --address" in out

@@ -1,5 +1,6 @@
 """What `rlfuse submit` sends, and how it follows; without a cluster."""
 
+import enum
 import threading
 import types
 from pathlib import Path
@@ -15,7 +16,7 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.tools import job_package, submission
 from rlfuse.tools.job_package import CODE, pack
-from rlfuse.tools.submission import SubmitError, full_address, status_of
+from rlfuse.tools.submission import SubmitError, follow, full_address, status_of
 
 
 @pytest.fixture
@@ -140,32 +141,43 @@ def test_addresses_and_statuses():
     assert [status_of(*end) for end in ends] == [0, 2, 75, 1, 1]
 
 
-class Cluster:
-    """Ray's client as far as following goes."""
+class Status(enum.Enum):
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
 
-    def __init__(self, *parts, breaks=False):
-        self.parts, self.breaks = parts, breaks
+
+class Cluster:
+    """Ray's client as far as following goes; its connection breaks after each of `parts` but the last."""
+
+    def __init__(self, *parts, down=0):
+        self.parts, self.calls, self.down = list(parts), 0, down
+
+    def get_job_status(self, job):
+        if self.down:
+            self.down -= 1
+            raise ConnectionError("the network is gone")
+        return Status.SUCCEEDED if self.calls >= len(self.parts) - 1 else Status.RUNNING
 
     async def tail_job_logs(self, job):
-        for part in self.parts:
+        self.calls += 1
+        for part in self.parts[: self.calls]:  # from the beginning each time, as Ray does
             yield part
-        if self.breaks:
+        if self.calls < len(self.parts):
             raise RuntimeError("WebSocket connection closed unexpectedly")
 
-    def get_job_info(self, job):
-        status = types.SimpleNamespace(value="FAILED")
-        return types.SimpleNamespace(status=status, message="exit status 75\nmore", driver_exit_code=75)
+
+async def test_a_log_is_shown_once_however_often_the_connection_breaks(monkeypatch):
+    monkeypatch.setattr(submission, "AGAIN_S", 0.0)
+    shown = []
+    await follow(Cluster("a\nb\n", "c\n", "d\n", down=2), "job", shown.append)
+    assert "".join(shown) == "a\nb\nc\nd\n"
 
 
-def test_the_log_is_shown_and_the_jobs_status_is_the_commands(capsys):
-    with pytest.raises(SystemExit) as end:
-        submission._follow(Cluster("a\nb\n", "c\n"), "job")
-    assert end.value.code == 75 and capsys.readouterr().out == "a\nb\nc\njob failed: exit status 75\n"
-
-
-def test_a_lost_log_says_how_to_follow_it_again():
-    with pytest.raises(SubmitError, match=r"lost the log of job, which continues: .*ray job logs --follow job"):
-        submission._follow(Cluster("a", breaks=True), "job")
+async def test_a_cluster_that_stays_away_is_given_up(monkeypatch):
+    monkeypatch.setattr(submission, "AGAIN_S", 0.0)
+    monkeypatch.setattr(submission, "OUTAGE_S", 0.0)
+    with pytest.raises(SubmitError, match="lost the cluster for 0 s"):
+        await follow(Cluster("a", down=10**9), "job", lambda text: None)
 
 
 def test_what_the_cluster_refuses_says_what_to_do(monkeypatch, tmp_path):

@@ -2,7 +2,6 @@
 
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rlfuse.config.foreign import counterpart
 from rlfuse.errors import ConfigError
 from rlfuse.tools.translate.command import as_text, main, read, translated
 from rlfuse.tools.translate.conversions import CONVERSIONS, DEFAULTS
+from rlfuse.tools.translate.shell import Script
 
 VERLS = json.loads((Path(__file__).parent / "verl_keys.json").read_text())
 KNOWN = frozenset(by_name())
@@ -108,15 +108,9 @@ python3 -m verl.trainer.main_ppo --config-name='ppo_trainer.yaml' \
 
 
 def of(text, folder, name="run.sh"):
-    """The job file, and the checked job that it makes; a script runs with the command in the place of python3."""
+    """The job file, and the checked job that it makes."""
     (folder / name).write_text(text)
-    if name.endswith(".sh"):
-        words = f"""python3() {{ printf '%s\\0' "$@"; }}; set -f; . {folder / name}"""
-        told = subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=True).stdout
-        command = read(["--", *told.split("\0")[:-1]])
-    else:
-        command = read([str(folder / name)])
-    printed = as_text(translated(command), name)
+    printed = as_text(translated(read([str(folder / name)])), name)
     (folder / "job.yaml").write_text(printed)
     return printed, to_config(compose_job([str(folder / "job.yaml")]), lambda _: Facts())
 
@@ -135,8 +129,7 @@ def test_verls_grpo_example_becomes_a_sound_job(tmp_path, monkeypatch, capsys):
     assert "  save_freq: -1\n" in printed and "test_freq: -1  # verl's default\n" in printed
     assert "data.val_batch_size=1312: all validation rows are generated together" in printed
     assert max(map(len, printed.splitlines())) <= 120
-    assert cli.main(["translate", str(tmp_path / "run.sh")]) == 2
-    assert "must be a YAML file; for the command of a script run `python3()" in capsys.readouterr().err
+    assert cli.main(["translate", str(tmp_path / "run.sh")]) == 0 and capsys.readouterr().out == printed
 
 
 def test_verls_ppo_example_says_what_only_its_reader_knows(tmp_path, monkeypatch):
@@ -152,6 +145,8 @@ def test_verls_ppo_example_says_what_only_its_reader_knows(tmp_path, monkeypatch
     decide = " ".join(printed.partition("# For you to decide:")[2].replace("#", "").split())
     for part in (
         "critic.optim.lr_warmup_steps_ratio=0.05: actor.optim.lr_warmup_steps_ratio here: one setting for actor and",
+        "reward_model.model.path=$REWARD_MODEL: only the script's surroundings know $REWARD_MODEL; write the value",
+        "trainer.total_training_steps=$steps: only the script's surroundings know $steps",
         "rollout.name=sglang: rollout.name is one of vllm",
         "critic.ppo_micro_batch_size_per_gpu=32: actor.ppo_micro_batch_size_per_gpu here: one setting for actor and",
         "--config-name=ppo_trainer.yaml: is no setting",
@@ -168,11 +163,13 @@ def test_words_stdin_and_yaml_give_the_same(tmp_path, monkeypatch, capsys):
     ]
     main(["--", "python3", "-m", "verl.trainer.main_ppo", *words])
     typed = capsys.readouterr().out.partition("\n")[2]
+    script = "python3 -m verl.trainer.main_ppo " + " ".join(words) + " 2>&1 | tee log"
     tree = "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {rollout: {n: 3}}\n"
     tree += "data: {train_files: a, shuffle: false, again: '${actor_rollout_ref.rollout.n}'}\n"
-    monkeypatch.setattr(sys, "stdin", io.StringIO(tree.replace(", again: '${actor_rollout_ref.rollout.n}'", "")))
-    main(["-"])
-    assert capsys.readouterr().out.partition("\n")[2] == typed
+    for text in (script, tree.replace(", again: '${actor_rollout_ref.rollout.n}'", "")):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        main(["-"])
+        assert capsys.readouterr().out.partition("\n")[2] == typed
     (tmp_path / "a.yaml").write_text("defaults: [ppo_trainer]\n" + tree + "trainer: {project_name: '${absent}'}\n")
     main([str(tmp_path / "a.yaml")])
     printed = capsys.readouterr().out
@@ -302,8 +299,10 @@ def test_two_names_with_different_values_are_for_the_reader_to_settle():
     ("arguments", "part"),
     [
         (["a=1"], "words of a command line stand behind --"),
-        (["absent.yaml"], "there is no such file"),
+        (["absent.sh"], "there is no such file"),
         (["--", "nothing"], "no setting was found"),
+        (["two.sh"], "has 2 commands that start verl"),
+        (["none.sh"], "has no command that starts verl"),
         (["bad.yaml"], "is not valid YAML"),
         (["list.yaml"], "holds no keys"),
     ],
@@ -311,9 +310,64 @@ def test_two_names_with_different_values_are_for_the_reader_to_settle():
 def test_what_is_no_command_of_verl_says_so(arguments, part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in {
+        "two.sh": "python -m verl.trainer.main_ppo a=1\npython -m verl.trainer.main_ppo a=2",
+        "none.sh": "echo hello",
         "bad.yaml": "a: [1",
         "list.yaml": "- a",
     }.items():
         Path(name).write_text(text)
     with pytest.raises(ConfigError, match=part):
         main(arguments)
+
+
+SHELL = r"""
+A="x y"; B=${B:-"${C:-$HOME/q}"}   # comment
+LIST=(one "two $A")
+LIST+=('three#3')
+N=$((2 * (3 + 4) - 1))
+UNKNOWN=$(date +%s)
+for i in 1 2; do INSIDE=$i; done
+run $A "$A" '$A' $B ${LIST[@]} "${LIST[@]}" $N "$UNKNOWN" $INSIDE $EMPTY "$@" \
+   # in between \
+   last=a\ b`pwd`; other
+"""
+
+
+def test_a_script_is_read_as_a_shell_would_and_never_run():
+    (words,) = [words for words in Script().commands(SHELL) if words[0].text == "run"]
+    assert [word.text for word in words[1:]] == [
+        *("x", "y", "x y", "$A", "${oc.env:HOME}/q", "one", "two", "x", "y", "three#3", "one", "two x y", "three#3"),
+        *("13", "$(date +%s)", "$INSIDE", "$EMPTY", "last=a b`pwd`"),
+    ]
+    assert [word.unknown for word in words[-4:]] == [("$(date +%s)",), ("$INSIDE",), ("$EMPTY",), ("`pwd`",)]
+    for text in ("$((1/0))", "$((9**9**9))", "${A%b}", "'open", '"open', "${open", "$(open", "a=(1", "`a", "\\", "$"):
+        assert next(Script().commands(f"run {text}"))[0].text == "run"
+
+
+ODD = r"""cat > notes.txt <<'END'
+python3 -m verl.trainer.main_ppo data.train_files=never.parquet
+it's no command
+END
+[ -n "$LONG" ] && LENGTH=4096
+ARGS=(
+    data.train_batch_size=64
+    # the reader's own
+    actor_rollout_ref.actor.optim.total_training_steps=500
+)
+python3 -m verl.trainer.main_ppo "${ARGS[@]}" \
+    data.max_response_length=$LENGTH data.max_prompt_length=512 trainer.total_epochs=$EPOCHS \
+    trainer.experiment_name="one \
+two" trainer.project_name=`date +%F` > out.log 2>&1
+"""
+
+
+def test_odd_scripts_are_read_as_a_shell_would(tmp_path):
+    (tmp_path / "run.sh").write_text(ODD)
+    job = translated(read([str(tmp_path / "run.sh")]))
+    assert job.settings["data.train_batch_size"] == 64 and "data.train_files" not in job.settings
+    assert job.settings["trainer.experiment_name"] == "one two", "a continued line in quotes is one"
+    assert "trainer.total_training_steps" not in job.settings, "verl puts the run's own number there"
+    assert [of for of, _ in job.to_decide] == [
+        "data.max_response_length=$LENGTH", "trainer.total_epochs=$EPOCHS", "trainer.project_name=`date +%F`"
+    ]  # fmt: skip
+    assert "trainer.total_epochs" not in job.settings, "what nobody knows here is not verl's default"

@@ -1,7 +1,7 @@
-"""`rlfuse translate FILE | - | -- WORDS`: translate verl's YAML or command lines into a job file.
+"""`rlfuse translate FILE | - | -- WORDS`: translate verl scripts, YAML or command lines into a job file.
 
 Nothing is dropped silently: settings without a counterpart are listed in comments with the reason. What the command
-leaves open gets verl's default.
+leaves open gets verl's default. Nothing of a script is executed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from rlfuse.config.valid_values import CHOICES, RANGES, in_range
 from rlfuse.errors import ConfigError
 from rlfuse.parsing import parse_yaml
 from rlfuse.tools.translate.conversions import CONVERSIONS, DEFAULTS
+from rlfuse.tools.translate.shell import Script, Word
 
 USAGE = """\
 A job file from what verl is started with, on stdout:
-  rlfuse translate ppo_trainer.yaml > my_job.yaml          a configuration of verl; -: from stdin
+  rlfuse translate run_qwen2-7b_grpo.sh > my_job.yaml      a script that calls verl.trainer.main_ppo (it is not run)
+  rlfuse translate ppo_trainer.yaml > my_job.yaml          a configuration of verl
   rlfuse translate -- python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo ...
-  python3() { rlfuse translate -- "$@"; }; export -f python3; bash run_qwen2-7b_grpo.sh > my_job.yaml
-                                                           a script, run with this in the place of python3
+  ... | rlfuse translate - > my_job.yaml                   either of the files from stdin
 Then look at its comments, and: rlfuse plan my_job.yaml; rlfuse train my_job.yaml
 """
 COLUMNS = 118
 ENTRY = re.compile(r"(?:^|[./])main_\w+(?:\.py)?$")
 SETTING = re.compile(r"\+{0,2}(\w[\w./@-]*)=(.*)", re.DOTALL)
-SCRIPT = 'python3() { rlfuse translate -- "$@"; }; export -f python3; bash'
+REDIRECTION = re.compile(r"[\d&]*[<>]+(&?)")
 GSM8K, OTHER = "rlfuse.rewards.verifiers.numeric:score", "rlfuse.rewards.verifiers.math:score"
 
 
@@ -51,11 +52,16 @@ class VerlCommand:
     settings: dict[str, Any] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
 
-    def add(self, word: str) -> None:
-        if found := SETTING.fullmatch(word):
-            self.settings[found[1]] = _value(found[2])
+    def add(self, word: Word) -> None:
+        found = SETTING.fullmatch(word.text)
+        if found is None:
+            if not REDIRECTION.match(word.text):
+                self.unread[word.text] = "is no setting (a configuration that it names is not read)"
+        elif word.unknown:
+            said = ", ".join(word.unknown)
+            self.unread[f"{found[1]}={found[2]}"] = f"only the script's surroundings know {said}; write the value"
         else:
-            self.unread[word] = "is no setting (a configuration that it names is not read)"
+            self.settings[found[1]] = _value(found[2])
 
 
 def _value(text: str) -> Any:
@@ -69,26 +75,37 @@ def _value(text: str) -> Any:
 def read(arguments: list[str]) -> VerlCommand:
     """Raises ConfigError for what holds no command of verl."""
     if arguments[0] == "--":
-        return _of_words("words", arguments[1:])
+        return _of_words("words", [Word(text) for text in arguments[1:]])
     if len(arguments) > 1 or "=" in arguments[0]:
         raise ConfigError([f"{' '.join(arguments)}: takes one file; words of a command line stand behind --"])
     name = arguments[0]
-    if name != "-" and not name.endswith((".yaml", ".yml")):
-        raise ConfigError([f"{name}: must be a YAML file; for the command of a script run `{SCRIPT} {name}`"])
     try:
         text = sys.stdin.read() if name == "-" else Path(os.path.expanduser(name)).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError([f"{name}: there is no such file; correct the path"]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{name}: can't be read ({error})"]) from error
-    return _of_yaml("stdin" if name == "-" else Path(name).name, text)
+    origin = "stdin" if name == "-" else Path(name).name
+    if name.endswith((".yaml", ".yml")):
+        return _of_yaml(origin, text)
+    found = [words for words in Script().commands(text) if any(ENTRY.search(word.text) for word in words)]
+    if len(found) == 1:
+        return _of_words(origin, found[0])
+    if name == "-" and not found:
+        return _of_yaml(origin, text)
+    problem = f"has {len(found)} commands that start verl" if found else "has no command that starts verl"
+    raise ConfigError([f"{name}: {problem} (verl.trainer.main_ppo KEY=VALUE ...); give the words of one behind --"])
 
 
-def _of_words(origin: str, words: list[str]) -> VerlCommand:
-    start = next((at for at, word in enumerate(words) if ENTRY.search(word)), -1)
+def _of_words(origin: str, words: list[Word]) -> VerlCommand:
+    start = next((at for at, word in enumerate(words) if ENTRY.search(word.text)), -1)
     command = VerlCommand(origin)
+    before = ""
     for word in words[start + 1 :]:
-        command.add(word)
+        into = REDIRECTION.fullmatch(before)
+        if into is None or into[1]:  # a blank may stand between > and the file
+            command.add(word)
+        before = word.text
     if not command.settings:
         raise ConfigError([f"{origin}: no setting was found; they are written KEY=VALUE, as for verl.trainer.main_ppo"])
     return command

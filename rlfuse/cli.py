@@ -29,6 +29,7 @@ COMMANDS = {
     "whatif": "what uneven workers cost a run, who they are, and what if: rlfuse whatif RUN_DIR | --trace ops.csv",
     "report": "runs as one HTML page, beside each other if several: what differs, curves, timelines, samples",
     "trace": "a run's events for ui.perfetto.dev: a row per slot, arrows from samples to optimizer steps",
+    "push": "a checkpoint's model to the hub: rlfuse push RUN_DIR USER/NAME",
     "reward": "score a run's samples with another reward: rlfuse reward replay RUN_DIR reward.functions=[...]",
 }
 
@@ -48,6 +49,7 @@ MODULES = {
     "whatif": "rlfuse.tools.whatif.ask",
     "report": "rlfuse.tools.report.page",
     "trace": "rlfuse.tools.trace",
+    "push": "rlfuse.tools.evaluation.push",
     "reward": "rlfuse.tools.evaluation.replay",
 }
 """Whose `main(argv)` raises what is to be reported; `train` reports by itself."""

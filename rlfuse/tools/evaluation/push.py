@@ -1,0 +1,175 @@
+"""`rlfuse push RUN_DIR USER/NAME`: upload a checkpoint's model with a model card to the Hugging Face hub.
+
+The card names files and rewards without folders of this machine or secrets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from rlfuse.config.rewards import read_entries
+from rlfuse.config.secrets import hidden, hidden_text
+from rlfuse.errors import UserError
+from rlfuse.observe.summary import SCORE, versions
+from rlfuse.observe.tracking import last_validation, read_metrics
+from rlfuse.run_folder.reader import RunFolder, open_run
+from rlfuse.tools.evaluation.source import Source, find
+
+CARD = "README.md"
+VALIDATED = "val-core/"
+WINDOW = 5
+
+
+class PushError(UserError):
+    """What keeps a model from the hub, and what to do."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Upload, or say what would be. Raises PushError or ConfigError."""
+    arguments = _parser().parse_args(argv)
+    source = find(arguments.source, None, "")
+    folder = Path(source.path)
+    if not folder.is_dir():
+        raise PushError(f"{arguments.source}: there is no such folder; give a run folder or a global_step_N of it")
+    card = card_of(source, arguments.name)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    size = sum(path.stat().st_size for path in files)
+    print(f"model  {source}: {len(files)} files, {size / 2**20:,.1f} MiB")
+    if arguments.dry_run:
+        for path in files:
+            print(f"  {path.stat().st_size / 2**20:10,.2f} MiB  {path.relative_to(folder)}")
+        print(f"  {CARD}:\n\n{card}")
+        return
+    with _explained(arguments.name):
+        url = upload(folder, arguments.name, card, arguments.private, arguments.revision)
+    print(f"pushed  {url}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlfuse push", description="Upload a checkpoint's model to the Hugging Face hub, with a model card."
+    )
+    parser.add_argument("source", metavar="RUN_DIR", help="a run folder (its newest checkpoint) or a global_step_N")
+    parser.add_argument("name", metavar="USER/NAME", help="of the repository, which is made if it is not there")
+    parser.add_argument("--private", action="store_true", help="if it is made")
+    parser.add_argument("--revision", metavar="BRANCH", help="made if it is not there (main)")
+    parser.add_argument("--dry-run", action="store_true", help="list the files and show the card, upload nothing")
+    return parser
+
+
+def upload(folder: Path, name: str, card: str, private: bool, revision: str | None) -> str:
+    """Everything of the folder, and the card unless the repository has one; returns its address."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    url = api.create_repo(name, private=private or None, exist_ok=True)
+    if revision is not None:
+        api.create_branch(name, branch=revision, exist_ok=True)
+    api.upload_folder(repo_id=name, folder_path=folder, revision=revision, commit_message="Upload model by rlfuse push")
+    if api.file_exists(name, CARD, revision=revision):
+        print(f"  its {CARD} is left as it is")
+    else:
+        what = {"path_or_fileobj": card.encode(), "path_in_repo": CARD, "commit_message": "Model card by rlfuse push"}
+        api.upload_file(repo_id=name, revision=revision, **what)
+    return str(url)
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+
+    if constants.HF_HUB_OFFLINE:
+        raise PushError("HF_HUB_OFFLINE=1 is set, so the hub is not asked; unset it to push")
+    if get_token() is None:
+        raise PushError("there is no token of the hub here; run `hf auth login`, or set HF_TOKEN to one that may write")
+    try:
+        yield
+    except HFValidationError as error:
+        raise PushError(f"{name}: {str(error).splitlines()[0]}; write it as USER/NAME") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no answer"
+        why = hidden_text(str(error.server_message or error).strip().splitlines()[0])
+        hint = "; the token has to be valid and may write there" if status in (401, 403, 404) else ""
+        raise PushError(f"{name}: the hub refused ({status}): {why}{hint}") from error
+    except (HTTPError, ConnectionError) as error:
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise PushError(f"{constants.ENDPOINT} can't be reached ({why}); look at the network or HF_ENDPOINT") from error
+
+
+def card_of(source: Source, name: str) -> str:
+    """The model card: what was trained, from what, on what, for how long and how well."""
+    from huggingface_hub import ModelCardData
+
+    run = open_run(source.run) if source.run and (source.run / "config.yaml").is_file() else None
+    facts = _facts(run, source.step) if run else {}
+    base = run.config["model"]["path"] if run else None
+    on_hub = base and base.count("/") <= 1 and not base.startswith((".", "/", "~")) and not os.path.exists(base)
+    kind = "text-generation" if source.answers else "text-classification"
+    tags = ["rlfuse", "reinforcement-learning", *([facts["Algorithm"]] if "Algorithm" in facts else [])]
+    data = ModelCardData(
+        library_name="transformers",
+        base_model=base if on_hub else None,
+        pipeline_tag=kind,
+        tags=tags if source.answers else ["rlfuse", "reward-model"],
+    )
+    lines = ["---", data.to_yaml(), "---", "", f"# {name.rpartition('/')[2]}", ""]
+    lines += ["Trained with rlfuse." if run else "Uploaded with rlfuse."]
+    if facts:
+        lines += ["", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items())]
+    lines += [
+        "",
+        "```python",
+        "from transformers import pipeline",
+        "",
+        f'model = pipeline("{kind}", "{name}")',
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _facts(run: RunFolder, step: int) -> dict[str, str]:
+    phases = run.phases(step)
+    config = hidden(phases[-1][1])
+    rows = [row for row in read_metrics(run.path / "metrics.jsonl") if row["step"] <= step]
+    data, rewards = config.get("data", {}), config.get("reward", {})
+    entries, _ = read_entries(rewards.get("functions", []), rewards.get("weights", []), rewards.get("model_path"))
+    found: dict[str, Any] = {
+        "Base model": Path(config["model"]["path"]).name if os.path.isabs(config["model"]["path"]) else
+        config["model"]["path"],
+        "Data": ", ".join("/".join(Path(file).parts[-2:]) for file in data.get("train_files", [])),
+        "Steps": _batches(phases, step),
+    }  # fmt: skip
+    if config.get("trainer", {}).get("task", "rl") == "rl":
+        found["Algorithm"] = config.get("algorithm", {}).get("adv_estimator")
+        found["Reward"] = ", ".join(entry.name or re.split("[:/]", entry.path)[-1] for entry in entries)
+        scores = [row[SCORE] for row in rows if SCORE in row]
+        found["Mean reward"] = f"{_mean(scores[:WINDOW])} → {_mean(scores[-WINDOW:])}" if scores else None
+    for name in (name for name in last_validation(rows) if name.startswith(VALIDATED)):
+        values = [row[name] for row in rows if name in row]
+        found[f"Held out, {name.removeprefix(VALIDATED)}"] = f"{values[0]:.3f} → {values[-1]:.3f}"
+    found["Made with"] = ", ".join(f"{name} {number}" for name, number in versions().items())
+    return {key: str(value).replace("|", "\\|") for key, value in found.items() if value}
+
+
+def _batches(phases: Sequence[tuple[int, dict[str, Any]]], steps: int) -> str:
+    starts = [*(start for start, _ in phases), steps + 1]
+    parts = [
+        (config["data"].get("train_batch_size"), end - start)
+        for (start, config), end in zip(phases, starts[1:], strict=True)
+    ]
+    by_size = groupby(parts, key=itemgetter(0))
+    return ", then ".join(f"{sum(count for _, count in same)} of {size} prompts" for size, same in by_size)
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{sum(values) / len(values):.3f}"

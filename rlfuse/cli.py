@@ -16,7 +16,6 @@ COMMANDS = {
     "train": "run a job: rlfuse train experiment=quickstart | rlfuse train my_job.yaml key=value ...",
     "eval": "score a model on held-out prompts: rlfuse eval my_job.yaml [CHECKPOINT], with pass@k",
     "generate": "responses to a file: rlfuse generate my_job.yaml [CHECKPOINT]",
-    "push": "a checkpoint's model to the hub: rlfuse push RUN_DIR USER/NAME",
     "runs": "the runs of a folder; runs clean removes what crashed ones left",
     "slots": "the slots of a run that goes on; slots drain 3: no more work for it; restore 3; leave 3: its node may go",
     "watch": "the live view of a run that goes on elsewhere: rlfuse watch RUN_DIR",
@@ -30,14 +29,13 @@ COMMANDS = {
     "whatif": "what uneven workers cost a run, who they are, and what if: rlfuse whatif RUN_DIR | --trace ops.csv",
     "report": "runs as one HTML page, beside each other if several: what differs, curves, timelines, samples",
     "trace": "a run's events for ui.perfetto.dev: a row per slot, arrows from samples to optimizer steps",
-    "reward": "replay RUN_DIR reward.functions=[...]: a run under another reward; serve file.py:function: over HTTP",
-    "schedule": "one pipeline schedule in which several models train, as short as can be",
+    "push": "a checkpoint's model to the hub: rlfuse push RUN_DIR USER/NAME",
+    "reward": "score a run's samples with another reward: rlfuse reward replay RUN_DIR reward.functions=[...]",
 }
 
 MODULES = {
     "eval": "rlfuse.tools.evaluation.evaluate",
     "generate": "rlfuse.tools.evaluation.generate",
-    "push": "rlfuse.tools.evaluation.push",
     "runs": "rlfuse.tools.listing",
     "slots": "rlfuse.tools.slots",
     "watch": "rlfuse.tools.watch",
@@ -51,8 +49,8 @@ MODULES = {
     "whatif": "rlfuse.tools.whatif.ask",
     "report": "rlfuse.tools.report.page",
     "trace": "rlfuse.tools.trace",
-    "reward": "rlfuse.tools.evaluation.reward_command",
-    "schedule": "rlfuse.tools.schedules.command",
+    "push": "rlfuse.tools.evaluation.push",
+    "reward": "rlfuse.tools.evaluation.replay",
 }
 """Whose `main(argv)` raises what is to be reported; `train` reports by itself."""
 

@@ -457,7 +457,7 @@ class VideoConfig:
     disk_cache: str | None = key(None, RESOURCES, is_path=True)
     """Folder where embeddings are kept between runs (they never change while the tower is frozen)."""
     decode_workers: int = key(1, RESOURCES, at_least=1)
-    """Decoding processes of each encoder rank; nodes without slots of the run add one for each free CPU except one."""
+    """Decoding processes of each encoder rank."""
     prefetch_mb: int = key(512, RESOURCES, unit="MiB", at_least=0)
     """Frames of the next step or validation that each encoder rank decodes ahead; 0: none."""
     encode_ahead: bool = key(False, RESOURCES)

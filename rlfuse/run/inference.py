@@ -12,10 +12,10 @@ from typing import Any
 import ray
 from transformers import PreTrainedTokenizerBase
 
-from rlfuse.cluster import cuda, nodes, placement
+from rlfuse.cluster import cuda, placement
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.own_functions import replaced
-from rlfuse.config.schema import Config, RolloutConfig, VideoConfig
+from rlfuse.config.schema import Config, RolloutConfig
 from rlfuse.costs.model import Costs
 from rlfuse.data.clips import ClipReader
 from rlfuse.engines.rollout.engine_actor import engine_actor
@@ -37,7 +37,6 @@ from rlfuse.video.step_clips import StepClips
 from rlfuse.video.video_model import VideoModel
 
 IMAGES = ".images"
-LEFT_CPU = 0.5
 
 
 def with_transfer(config: Config, device: str) -> Config:
@@ -170,16 +169,6 @@ class VideoParts:
     clips: StepClips
 
 
-def decoders_elsewhere(slots: placement.Slots, video: VideoConfig) -> dict[str, int]:
-    """Nodes of the cluster that have no slots, by Ray's names, and how many CPUs of each are free to decode ahead."""
-    if not video.prefetch_mb or video.encode_ahead:
-        return {}
-    taken = {node.id for node in slots.nodes}
-    return {
-        node.id: int(node.free.get("CPU", 0) - LEFT_CPU) for node in nodes.answering_nodes() if node.id not in taken
-    }
-
-
 def video_parts(config: Config, model: VideoModel, slots: placement.Slots, say: Callable[[str], None]) -> VideoParts:
     """Nothing of them is started."""
     video, cpu = config.video, slots.device == "cpu"
@@ -200,7 +189,6 @@ def video_parts(config: Config, model: VideoModel, slots: placement.Slots, say: 
         config.cluster.timeout_s,
         worker_environment(slots.device) if cpu else {},
         [node.id for node in slots.nodes],
-        decoders_elsewhere(slots, video),
     )
     clips = StepClips(encoder, video.max_failure_rate, say, video.encode_ahead)
     return VideoParts(TowerSettings(settings, pool), clips)

@@ -1,6 +1,6 @@
 """`rlfuse runs [FOLDER ...]`: list all runs below a folder; `rlfuse runs clean` removes leftovers of crashed ones.
 
-A damaged folder affects its own row only. Nothing is removed without `--yes` or a confirmation.
+A damaged folder affects its own row only. Nothing is removed without `--yes`.
 """
 
 from __future__ import annotations
@@ -11,29 +11,24 @@ import math
 import mmap
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.markup import escape
 from rich.table import Table
 
-from rlfuse.errors import NotWritable, RunError, UserError
+from rlfuse.errors import NotWritable, RunError
 from rlfuse.fusion.selection import STRENGTH
 from rlfuse.parsing import parse_json
 from rlfuse.progress import Console
 from rlfuse.run_folder import status
 from rlfuse.run_folder.reader import check_files
 from rlfuse.run_folder.run_lock import RunLock, last_sign
-
-if TYPE_CHECKING:
-    from rlfuse.tools.leftovers import Leftover
 
 MARKS = (status.FILE, "metrics.jsonl")
 DEEPEST = 4
@@ -43,12 +38,7 @@ REWARDS = ("critic/score/mean", "reward_model/acc")
 COLUMNS = ("run", "state", "step", "reward", "held out", "label", "time", "started", "size", "checkpoints", "sweep")
 WHOLE = ("step", "reward", "held out", "label", "time", "size")
 NUMBERS = ("step", "reward", "held out", "time", "size", "checkpoints")
-SHOWN = 5
 STATES = ("running", "finished", "stopped", "failed", "crashed", "unknown")
-
-
-class NotConfirmed(UserError):
-    """Nobody could be asked. The message says how to agree beforehand."""
 
 
 @dataclass(slots=True)
@@ -118,55 +108,33 @@ def main(argv: Sequence[str]) -> None:
 
 
 def clean(argv: Sequence[str]) -> None:
-    """List, ask, remove. RunError for a folder that is none, NotConfirmed where nobody can answer."""
+    """List what crashed runs left, and remove it with --yes. RunError for a folder that is none."""
     from rlfuse.tools import leftovers
 
     parser = argparse.ArgumentParser(
         prog="rlfuse runs clean",
-        description="Remove what crashed and killed runs left, once you agree: checkpoints "
-        "that never got whole, copies that are made again, files of dead processes in shared memory and in the folder "
-        "for temporary files. Runs that go on, complete checkpoints and logs stay.",
+        description="List what killed runs left, or remove it: checkpoints that never got whole, copies that are made "
+        "again, files of dead processes in shared memory and in the folder for temporary files. Running jobs, complete "
+        "checkpoints and logs stay.",
     )
     parser.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help="default: runs, if there is one")
-    parser.add_argument("--yes", action="store_true", help="remove without a question")
-    parser.add_argument("--dry-run", action="store_true", help="list all, remove nothing")
+    parser.add_argument("--yes", action="store_true", help="remove what is listed")
     arguments = parser.parse_args(argv)
     folders = arguments.folders or [path for path in (Path("runs"),) if path.is_dir()]
     runs = [run for folder in folders for run in find(folder)]
     found = leftovers.everywhere(runs)
-    for _, alike in groupby(found, key=lambda each: each.why):
-        _tell(list(alike), sys.maxsize if arguments.dry_run else SHOWN)
-    total = f"{len(found)} left-overs, {size(sum(each.bytes for each in found))}"
-    if not found or arguments.dry_run:
-        print(f"{total}; nothing was removed" if found else "nothing is left over")
-        return
-    if not arguments.yes and not _agreed(total):
-        print("nothing was removed")
-        return
-    still = {each.path for each in leftovers.everywhere(runs)}  # a run may have been started in the meantime
     with ExitStack() as held:
-        for run in runs:
-            if any(path.is_relative_to(run) for path in still):
-                held.callback((lock := RunLock()).release)
-                with suppress(NotWritable):  # another user's
-                    lock.acquire(run)
-                if not lock.is_held:
-                    still = {path for path in still if not path.is_relative_to(run)}
-        kept = [each.path for each in found if each.path not in still or not leftovers.remove(each.path)]
-    print(f"{len(found) - len(kept)} removed" + "".join(f"\n{path} stays" for path in kept))
-
-
-def _tell(found: Sequence[Leftover], most: int) -> None:
-    for each in found[:most]:
-        print(f"{size(each.bytes):>10}  {each.path}  ({each.why})")
-    if more := found[most:]:
-        print(f"{size(sum(each.bytes for each in more)):>10}  {len(more)} more of these (--dry-run lists them)")
-
-
-def _agreed(total: str) -> bool:
-    if not sys.stdin.isatty():
-        raise NotConfirmed(f"{total}: nobody can be asked here; --yes removes them, --dry-run lists them")
-    return input(f"Remove {total}? [y/N] ").strip().lower() in ("y", "yes")
+        for run in runs if arguments.yes else ():
+            held.callback((lock := RunLock()).release)
+            with suppress(NotWritable):  # another user's
+                lock.acquire(run)
+            if not lock.is_held:  # it was started a moment ago
+                found = [each for each in found if not each.path.is_relative_to(run)]
+        for each in found:
+            kept = arguments.yes and not leftovers.remove(each.path)
+            print(f"{size(each.bytes):>10}  {each.path}  ({each.why}{'; could not be removed' if kept else ''})")
+    total = f"{len(found)} leftovers, {size(sum(each.bytes for each in found))}"
+    print(f"{total}{' removed' if arguments.yes else '; --yes removes them'}" if found else "nothing is left over")
 
 
 def find(top: Path) -> Iterator[Path]:

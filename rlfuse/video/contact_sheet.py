@@ -5,11 +5,10 @@ What does not fit (frames beyond `MOST_FRAMES`, long texts, answers beyond `MOST
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import matplotlib
@@ -22,13 +21,14 @@ from rlfuse.video.plan import VideoPlan
 MOST_FRAMES = 640
 GRID = (1120, 760)
 THUMB = range(60, 281)
-PANEL, ANSWER = 420, 250
+PANEL = 420
 MOST_ANSWERS = 32
-TALLEST = 1200
 GAP, MARGIN, LABEL = 6, 24, 15
 PAPER, INK, PALE, LINE = "#ffffff", "#22262b", "#7d858e", "#e3e6ea"
 GOOD, BAD, FAILED = "#1f8a4c", "#c2385a", "#b87503"
-SMALL, NORMAL, LARGE = 11, 14, 30
+SIZE, STEP = 12, 17
+Paragraph = tuple[str, str, int]
+"""Text, colour, most lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,12 @@ def contact_sheet(seen: Sequence[tuple[np.ndarray, VideoPlan]], caption: Caption
                 f"frames: got {frames.dtype} {frames.shape}; valid is uint8 {expected}, the plan's shown_frames"
             )
     grid = _grid(seen, places)
-    panel = _panel([plan for _, plan in seen], caption, sum(map(len, places)))
+    facts = "\n".join(_facts([plan for _, plan in seen], sum(map(len, places))))
+    question = [(caption.title, PALE, 3), ("\nQuestion", PALE, 2), (caption.question or "(empty)", INK, 16)]
+    truth = [("\nGround truth", PALE, 2), (caption.truth, INK, 6)] if caption.truth else []
+    panel = _text([*question, *truth, (f"\n{facts}", PALE, 16)], PANEL)
     width, top = MARGIN + grid.width + panel.width, max(grid.height, panel.height)
-    answers = _answers(caption.answers, width)
+    answers = _text(_answers(caption.answers), width)
     sheet = Image.new("RGB", (2 * MARGIN + width, 3 * MARGIN + top + answers.height), PAPER)
     sheet.paste(grid, (MARGIN, MARGIN))
     sheet.paste(panel, (2 * MARGIN + grid.width, MARGIN))
@@ -99,7 +102,7 @@ def _grid(seen: Sequence[tuple[np.ndarray, VideoPlan]], places: Sequence[Sequenc
         grid.paste(Image.fromarray(pixels).resize(size, method), (left, top))
         draw.rectangle((left, top, left + size[0] - 1, top + height - 1), outline=LINE)
         middle = (left + width / 2, top + height + LABEL / 2 + 1)
-        draw.text(middle, label, PALE, _font(SMALL), anchor="mm")
+        draw.text(middle, label, PALE, anchor="mm")
     return grid
 
 
@@ -112,128 +115,49 @@ def _thumbnail(count: int, shape: float) -> tuple[int, int]:
     return THUMB[0], max(1, round(THUMB[0] / shape))
 
 
-def _panel(plans: Sequence[VideoPlan], caption: Caption, shown: int) -> Image.Image:
-    panel = _Column(PANEL)
-    panel.text(caption.title, SMALL, PALE, lines=2)
-    panel.part("Question", caption.question, 12)
-    if caption.truth:
-        panel.part("Ground truth", caption.truth, 4)
-    panel.space(14)
+def _facts(plans: Sequence[VideoPlan], shown: int) -> Iterator[str]:
     for plan in plans:
         size, count = f"{plan.width} x {plan.height}", f"{plan.tokens:,} visual tokens"
         if plan.still:
-            panel.text(f"an image of {size}, {count}", SMALL, PALE)
+            yield f"an image of {size}, {count}"
             continue
         patch = "a frame" if plan.temporal_patch == 1 else f"for {plan.temporal_patch} frames"
-        left_out = f" · {shown} of them shown" if shown < plan.frames else ""
-        panel.text(f"{plan.frames} frames of {size}, {plan.fps:.3g} a second{left_out}", SMALL, PALE)
-        most = "" if plan.kept is None else "at most "
-        panel.text(f"{count}, {most}{plan.tokens_per_frame} {patch}", SMALL, PALE)
-    return panel.used()
+        left_out = f", {shown} of them shown" if shown < plan.frames else ""
+        yield f"{plan.frames} frames of {size}, {plan.fps:.3g} a second{left_out}"
+        yield f"{count}, {'' if plan.kept is None else 'at most '}{plan.tokens_per_frame} {patch}"
 
 
-def _answers(answers: Sequence[Answer], width: int) -> Image.Image:
-    shown = answers[:MOST_ANSWERS]
-    most = max(1, (width + MARGIN) // (ANSWER + MARGIN))
-    across = math.ceil(len(shown) / max(1, math.ceil(len(shown) / most))) or 1
-    column = (width + MARGIN) // across - MARGIN
-    cells = [_answer(f"Answer {number}", each, column) for number, each in enumerate(shown)]
-    rows = [cells[place : place + across] for place in range(0, len(cells), across)]
-    heights = [max(cell.height for cell in row) + MARGIN for row in rows]
-    left_out = _Column(width)
-    if len(shown) < len(answers):
-        left_out.text(f"and {len(answers) - len(shown)} more answers", SMALL, PALE)
-    image = Image.new("RGB", (width, sum(heights) + left_out.top), PAPER)
-    for number, row in enumerate(rows):
-        for place, cell in enumerate(row):
-            image.paste(cell, (place * (column + MARGIN), sum(heights[:number])))
-    image.paste(left_out.used(), (0, sum(heights)))
+def _answers(answers: Sequence[Answer]) -> Iterator[Paragraph]:
+    for number, answer in enumerate(answers[:MOST_ANSWERS]):
+        reward = answer.reward
+        if isinstance(reward, Reward):
+            parts = ", ".join(f"{name} {part:.3g}" for name, part in reward.parts.items())
+            colour, told = (
+                GOOD if reward.value > 0 else BAD,
+                f"reward {reward.value:.4g}" + (f" ({parts})" * bool(parts)),
+            )
+        else:
+            colour, told = FAILED, f"failed: {reward.function}: {reward.message}" if reward else "not scored"
+        yield f"\nAnswer {number}: {told}", colour, 4
+        yield answer.text or "(empty)", INK, 8
+    if len(answers) > MOST_ANSWERS:
+        yield f"\nand {len(answers) - MOST_ANSWERS} more answers", PALE, 2
+
+
+def _text(paragraphs: Iterable[Paragraph], width: int) -> Image.Image:
+    """Draw paragraphs from top to bottom; of those with more lines the middle is left out, and counted."""
+    font = ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSansMono.ttf")), SIZE)
+    lines: list[tuple[str, str]] = []
+    for text, colour, most in paragraphs:
+        wrapped = [
+            line for part in text.splitlines() for line in textwrap.wrap(part, int(width / font.getlength("x"))) or [""]
+        ]
+        if len(wrapped) > most:
+            head, tail = wrapped[: most // 2], wrapped[len(wrapped) - (most - 1) // 2 :]
+            wrapped = [*head, f"… {len(wrapped) - len(head) - len(tail)} lines …", *tail]
+        lines += [(line, colour) for line in wrapped]
+    image = Image.new("RGB", (width, STEP * len(lines)), PAPER)
+    draw = ImageDraw.Draw(image)
+    for row, (line, colour) in enumerate(lines):
+        draw.text((0, row * STEP), line, colour, font)
     return image
-
-
-def _answer(name: str, answer: Answer, width: int) -> Image.Image:
-    cell = _Column(width)
-    cell.rule()
-    cell.text(f"{name} · reward", SMALL, PALE)
-    _reward(cell, answer.reward)
-    cell.space(6)
-    cell.text(answer.text or "(empty)", NORMAL, INK if answer.text else PALE, lines=16)
-    return cell.used()
-
-
-def _reward(panel: _Column, reward: Reward | RewardFailure | None) -> None:
-    if reward is None:
-        panel.text("(not scored)", NORMAL, PALE)
-    elif isinstance(reward, RewardFailure):
-        panel.text(f"failed: {reward.function}: {reward.message}", NORMAL, FAILED, lines=4)
-    else:
-        panel.text(f"{reward.value:.4g}", LARGE, GOOD if reward.value > 0 else BAD)
-        panel.text(" · ".join(f"{name} {part:.3g}" for name, part in reward.parts.items()), SMALL, PALE, lines=3)
-
-
-class _Column:
-    """Text from top to bottom."""
-
-    def __init__(self, width: int):
-        self.image = Image.new("RGB", (width, TALLEST), PAPER)
-        self.top = 0
-        self._draw = ImageDraw.Draw(self.image)
-
-    def used(self) -> Image.Image:
-        return self.image.crop((0, 0, self.image.width, self.top))
-
-    def space(self, pixels: int) -> None:
-        self.top += pixels
-
-    def rule(self) -> None:
-        self.space(10)
-        self._draw.line([(0, self.top), (self.image.width, self.top)], LINE)
-        self.space(10)
-
-    def part(self, name: str, text: str, lines: int) -> None:
-        self.space(14)
-        self.text(name, SMALL, PALE)
-        self.text(text or "(empty)", NORMAL, INK if text else PALE, lines)
-
-    def text(self, text: str, size: int, colour: str, lines: int = 1) -> None:
-        for line in _fitted(_wrapped(text, size, self.image.width), lines):
-            self._draw.text((0, self.top), line, colour, _font(size))
-            self.space(_step(size))
-
-
-def _wrapped(text: str, size: int, width: int) -> list[str]:
-    length, lines = _font(size).getlength, []
-    for paragraph in text.splitlines():
-        line = ""
-        for word in paragraph.split(" "):
-            if line and length(f"{line} {word}") > width:
-                lines.append(line)
-                line = word
-            else:
-                line = f"{line} {word}" if line else word
-            while length(line) > width:
-                most = min(len(line), width)  # letters are wider than a pixel
-                cut = 1 + bisect.bisect(range(2, most + 1), width, key=lambda n: length(line[:n]))
-                lines.append(line[:cut])
-                line = line[cut:]
-        lines.append(line)
-    return lines
-
-
-def _fitted(lines: list[str], most: int) -> list[str]:
-    if len(lines) <= most:
-        return lines
-    if most < 3:
-        return [*lines[: most - 1], lines[most - 1][:-1] + "…"]
-    head = most // 2
-    tail = most - 1 - head
-    return [*lines[:head], f"… {len(lines) - head - tail} lines …", *lines[len(lines) - tail :]]
-
-
-def _step(size: int) -> int:
-    return round(size * 1.4)
-
-
-@lru_cache
-def _font(size: int) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), size)

@@ -17,8 +17,7 @@ from rlfuse.cluster import remote, watchdog
 from rlfuse.cluster.nodes import from_head
 from rlfuse.errors import EngineError, WorkerLost
 from rlfuse.events import Recorder, Span
-from rlfuse.video.decoders import FrameReader
-from rlfuse.video.encoder_rank import Encoded, EncoderRank, EncoderSettings, Frames, Part, PartFailure
+from rlfuse.video.encoder_rank import Encoded, EncoderRank, EncoderSettings, FrameReader, Frames, Part, PartFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +29,13 @@ class EncoderPlacement:
 
 
 class EncoderHandle:
-    """Driver's handle of rank `rank`. `elsewhere`: its share of other nodes' decoders."""
+    """Driver's handle of rank `rank`."""
 
     def __init__(
         self, rank: int, placement: EncoderPlacement, settings: EncoderSettings, frames: FrameReader, timeout_s: float
     ):
         self.name, self.rank, self.placement = f"encoder/{rank}", rank, placement
         self.settings, self.frames, self.timeout_s = settings, frames, timeout_s
-        self.elsewhere: Sequence[Any] = ()
         self._recorder = Recorder(self.name)
         self._actor: Any = None
         self._updated: tuple[str, int] | None = None
@@ -50,7 +48,7 @@ class EncoderHandle:
     async def start(self) -> None:
         """A process with the tower loaded, at the weights of the last update; or EngineError."""
         actor = ray.remote(EncoderRank).options(**self.placement.options)
-        create = partial(actor.remote, self.rank, self.settings, self.frames, self.elsewhere)
+        create = partial(actor.remote, self.rank, self.settings, self.frames)
         self._actor = await from_head(create)
         self._prefetching = False
         self.version, self.shape, self.node = await self._ask("load its tower", "start")

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import ray
@@ -25,10 +24,12 @@ from rlfuse.cluster.child_processes import restore_child_signals
 from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.events import Recorder, Span
 from rlfuse.samples import FramePlan
-from rlfuse.video.decoders import Decoders, FrameReader
 from rlfuse.video.embedding import write_rows
 from rlfuse.video.models.base import bring_along
 from rlfuse.video.towers import Tower, TowerShape
+
+FrameReader = Callable[[str, FramePlan, int, int], np.ndarray]
+"""(path, plan, first, last) -> uint8 [last - first, height, width, 3]: these of the plan's frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +84,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A part is cached: counts of prefetched and remote frames, seconds of decoding, waiting, encoding."""
+    """A part is cached: count of prefetched frames, seconds of decoding, waiting, encoding."""
 
     tokens: int
     prefetched: int
-    elsewhere: int
     decode_s: float
     wait_s: float
     encode_s: float
@@ -102,15 +102,10 @@ class PartFailure:
 
 @dataclass(frozen=True, slots=True)
 class _Decoded:
-    """Frames, the seconds they took, and whether another node decoded them."""
+    """Frames, and the seconds they took."""
 
     frames: np.ndarray
     seconds: float
-    elsewhere: bool
-
-    @property
-    def count(self) -> int:
-        return len(self.frames)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +119,14 @@ class _Ahead:
 class EncoderRank:
     """See the module; every method is called by `encoding` only."""
 
-    def __init__(self, rank: int, settings: EncoderSettings, frames: FrameReader, elsewhere: Sequence[Any] = ()):
+    def __init__(self, rank: int, settings: EncoderSettings, frames: FrameReader):
         restore_child_signals()  # decoders are children of this process
-        self.settings, self.frames, self.elsewhere = settings, frames, elsewhere
+        self.settings, self.frames = settings, frames
         self.recorder = Recorder(f"encoder/{rank}")
         self.garbage = GarbageCollector(self.recorder)
         self.garbage.keep()
         watchdog.register(self.recorder.where, self.recorder)
-        self._renew_decoders()
+        self._decoder = ThreadPoolExecutor(1, "decoder")
         self._ahead: dict[tuple, _Ahead] = {}
         self._prefetched: deque[Span] = deque()  # the thread's, which can't record beside this one
 
@@ -156,7 +151,7 @@ class EncoderRank:
         for block in chain.from_iterable(self._blocks(frames) for frames in upcoming):
             if (room := room - block.bytes) < 0:
                 return
-            self._ahead[block.pixels] = _Ahead(self._threads.submit(self._decode, block, prefetched=True), True)
+            self._ahead[block.pixels] = _Ahead(self._decoder.submit(self._decode, block, prefetched=True), True)
 
     def encode(self, part: Part, upcoming: Frames | None = None) -> Encoded | PartFailure:
         """Decode, encode and store a part; begin to decode what comes next meanwhile."""
@@ -180,22 +175,22 @@ class EncoderRank:
         return self.recorder.drain()
 
     def _encode(self, part: Part, upcoming: Frames | None) -> Encoded:
-        row, prefetched, elsewhere, decode_s, wait_s, encode_s = part.row, 0, 0, 0.0, 0.0, 0.0
+        row, prefetched, decode_s, wait_s, encode_s = part.row, 0, 0.0, 0.0, 0.0
         next_up = self._blocks(upcoming)[:1] if upcoming else [None]
         for block, after in pairwise(chain(self._blocks(part.frames), next_up)):
             began = time.perf_counter()
             found, early = self._decoded(block)
-            prefetched, elsewhere = prefetched + early * found.count, elsewhere + found.elsewhere * found.count
+            prefetched += early * len(found.frames)
             decode_s, wait_s = decode_s + found.seconds, wait_s + time.perf_counter() - began
-            busy = sum(not each.future.done() for each in self._ahead.values())
-            if after and after.pixels not in self._ahead and busy < self._decoders.count:  # else another's goes before
-                self._ahead[after.pixels] = _Ahead(self._threads.submit(self._decode, after), False)
+            is_free = all(each.future.done() for each in self._ahead.values())
+            if after and after.pixels not in self._ahead and is_free:  # else another's goes before
+                self._ahead[after.pixels] = _Ahead(self._decoder.submit(self._decode, after), False)
             began = time.perf_counter()
             rows = self.tower.rows(torch.from_numpy(found.frames), block.plan, block.first)
             write_rows(part.target, row, rows)
             encode_s += time.perf_counter() - began
             row += len(rows)
-        return Encoded(row - part.row, prefetched, elsewhere, decode_s, wait_s, encode_s)
+        return Encoded(row - part.row, prefetched, decode_s, wait_s, encode_s)
 
     def _blocks(self, whole: Frames) -> list[Frames]:
         bounds = self.tower.shape.blocks(whole.plan, whole.first, whole.last, self.settings.block_bytes)
@@ -211,7 +206,7 @@ class EncoderRank:
         else:  # what was to come next and was skipped goes, and its time is not this block's
             kept = {pixels: each for pixels, each in self._ahead.items() if self._settled(each.future)}
             self._ahead = {pixels: each for pixels, each in kept.items() if each.prefetched}
-            future, prefetched = self._threads.submit(self._decode, block), False
+            future, prefetched = self._decoder.submit(self._decode, block), False
         if not self._settled(future):
             raise TimeoutError(f"decoding {block} took longer than {self.settings.decode_timeout_s:g} s")
         found = future.result()
@@ -224,23 +219,18 @@ class EncoderRank:
         return found, prefetched
 
     def _settled(self, future: Future) -> bool:
-        """Wait for a decoder; if it hangs, abandon all threads and use new ones."""
+        """Wait for the decoder; if it hangs, abandon its thread and use a new one."""
         if wait([future], self.settings.decode_timeout_s).done:
             return True
-        self._threads.shutdown(wait=False)
-        self._renew_decoders()
+        self._decoder.shutdown(wait=False)
+        self._decoder = ThreadPoolExecutor(1, "decoder")
         return False
-
-    def _renew_decoders(self) -> None:
-        patience = self.settings.decode_timeout_s / 2  # with a node that is silent: then it is decoded here
-        self._decoders = Decoders(self.frames, self.elsewhere, patience)
-        self._threads = ThreadPoolExecutor(self._decoders.count, "decoder")
 
     def _decode(self, block: Frames, prefetched: bool = False) -> _Decoded:
         span = Span("prefetch", self.recorder.where, clock.now(), samples=(block.clip,), cause="next step")
         began = time.perf_counter()
-        frames, elsewhere = self._decoders.read(block.path, block.plan, block.first, block.last)
+        frames = self.frames(block.path, block.plan, block.first, block.last)
         if prefetched:
             span.end, span.attributes["bytes"] = clock.now(), block.bytes
             self._prefetched.append(span)
-        return _Decoded(frames, time.perf_counter() - began, elsewhere)
+        return _Decoded(frames, time.perf_counter() - began)

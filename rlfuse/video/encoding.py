@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -25,10 +25,9 @@ from rlfuse.errors import EngineError
 from rlfuse.events import Span
 from rlfuse.samples import Embedding, FramePlan
 from rlfuse.video.cache import CacheSettings, EmbeddingStore
-from rlfuse.video.decoders import DecoderNodes, FrameReader
 from rlfuse.video.embedding import content_hash, embedding_key
 from rlfuse.video.encoder_handle import EncoderHandle, EncoderPlacement
-from rlfuse.video.encoder_rank import Encoded, EncoderSettings, Frames, Part, PartFailure
+from rlfuse.video.encoder_rank import Encoded, EncoderSettings, FrameReader, Frames, Part, PartFailure
 from rlfuse.video.sharding import Load, Run, cost, pool_size, shard
 
 READERS = 4
@@ -77,7 +76,6 @@ class _Tally:
     failed: int = 0
     executed: int = 0
     prefetched: int = 0
-    elsewhere: int = 0
     ahead: int = 0
     pool: int = 0
     unique: dict[str, int] = field(default_factory=dict)
@@ -87,7 +85,7 @@ class _Tally:
 
 
 class SequenceParallelEncoder:
-    """Encoder ranks at `placements`, caches on their nodes and on `nodes`, decoders on CPU nodes."""
+    """Encoder ranks at `placements`, caches on their nodes and on `nodes`."""
 
     def __init__(
         self,
@@ -98,7 +96,6 @@ class SequenceParallelEncoder:
         timeout_s: float,
         environment: dict[str, str] | None = None,
         nodes: Sequence[str] = (),
-        decoders: Mapping[str, int] | None = None,
     ):
         if not placements:
             raise ValueError("placements: at least one encoder rank is needed, got none")
@@ -106,18 +103,13 @@ class SequenceParallelEncoder:
         self.frozen_only = cache.disk is not None
         self.store = EmbeddingStore(cache, timeout_s, environment or {})
         self.ranks = [EncoderHandle(i, placement, encoder, frames, timeout_s) for i, placement in enumerate(placements)]
-        patience = encoder.decode_timeout_s / 2  # a rank waits twice as long
-        self._decoders = DecoderNodes(decoders or {}, patience, environment or {})
         self._one_batch = asyncio.Lock()
         self._reading = asyncio.Semaphore(READERS)
         self._tally = _Tally()
         self._token_s = 0.0  # that a rank takes for a token, as last told in `metrics`
 
     async def start(self) -> None:
-        """Decoders elsewhere, ranks with their towers, all the same, and the caches; or EngineError."""
-        await self._decoders.start()
-        for number, rank in enumerate(self.ranks):
-            rank.elsewhere = self._decoders.share(number, len(self.ranks))
+        """Start ranks with their towers, all the same, and the caches; or EngineError."""
         await asyncio.gather(*(rank.start() for rank in self.ranks))
         self._take_version()
         self.shape = self.ranks[0].shape
@@ -195,7 +187,6 @@ class SequenceParallelEncoder:
             "video/encode_once_factor": tally.executed / unique if unique else 1.0,
             "video/encoded_tokens": float(tally.executed),
             "video/prefetched_frames": float(tally.prefetched),
-            "video/frames_elsewhere": float(tally.elsewhere),
             "video/tokens_ahead": float(tally.ahead),
             "video/encoder_pool": float(tally.pool),
             "video/failed_clips": float(tally.failed),
@@ -210,7 +201,6 @@ class SequenceParallelEncoder:
     async def close(self) -> None:
         for rank in self.ranks:
             rank.close()
-        self._decoders.close()
         await self.store.close()
 
     def _take_version(self) -> None:
@@ -320,7 +310,6 @@ class SequenceParallelEncoder:
         job.left -= 1
         job.executed += done.tokens
         self._tally.prefetched += done.prefetched
-        self._tally.elsewhere += done.elsewhere
         self._tally.seconds.update(decode_s=done.decode_s, decode_wait_s=done.wait_s, encode_s=done.encode_s)
 
     def _frames(self, run: Run, job: _Job) -> Frames:

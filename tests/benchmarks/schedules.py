@@ -14,18 +14,18 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-from published_schedules import INSTANCES, problem
+from published_schedules import INSTANCES, parse, problem
 
 from rlfuse.fusion.schedules.baselines import baseline
 from rlfuse.fusion.schedules.operations import Rows
-from rlfuse.fusion.schedules.problem import Problem, parse
+from rlfuse.fusion.schedules.problem import Problem
 from rlfuse.fusion.schedules.schedule import Schedule, timed
 from rlfuse.fusion.schedules.search import search, warm_up
 
@@ -38,7 +38,7 @@ DRAWN = 20
 def run(given: Problem, seconds: float, seed: int = 0) -> tuple[Schedule, float]:
     """A schedule and the CPU seconds of its search."""
     before = time.process_time()
-    found = search(given, time_limit=seconds, seed=seed, cached=False)
+    found = search(given, time_limit=seconds, seed=seed)
     return found, time.process_time() - before
 
 
@@ -167,7 +167,7 @@ def robust(seeds: int) -> None:
 
 def uneven(given: Problem) -> Problem:
     """The same with W only 30 % of the backward pass."""
-    data = given.as_json()
+    data = asdict(given)
     data["models"] = [model | {"weight_gradient": 0.3} for model in data["models"]]
     return parse(data)
 

@@ -57,7 +57,7 @@ def _parts(operation, split):
 def fused(layout, counts, seconds, split=False):
     """The best list schedule."""
     of, shared = problem(layout, counts, seconds, split), heads(layout, seconds)
-    rows = search(of, method="list", cached=False).operations
+    rows = search(of, method="list").operations
     return shared_heads.best(of, rows, shared) if shared else rows
 
 

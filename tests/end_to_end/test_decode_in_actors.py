@@ -2,19 +2,14 @@
 
 import os
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
-import pytest
 import ray
 
-from rlfuse.errors import VideoError
 from rlfuse.tasks.clips import draw_scene, write_clip
 from rlfuse.video.decode_pool import Clip, DecodePool
-from rlfuse.video.decoders import DecoderNodes, Decoders
-from rlfuse.video.decoding import decode, probe
 from rlfuse.video.plan import FixedSampling, plan_video
 
 
@@ -47,29 +42,3 @@ def test_a_pool_in_an_actor(ray_cluster, tmp_path):
     ray.kill(rank)
     _, alive = psutil.wait_procs(processes, timeout=120)
     assert processes and not alive
-
-
-async def test_another_node_decodes_while_the_own_pool_is_busy_and_until_it_is_gone(ray_cluster, tmp_path):
-    write_clip(draw_scene(np.random.default_rng(0), 10.0, 12.0), file := tmp_path / "good.mp4")
-    nodes, here = DecoderNodes({ray.get_runtime_context().get_node_id(): 1}, 60.0, {}), []
-
-    def read_here(*block):
-        here.append(block)
-        return decode(*block)
-
-    await nodes.start()
-    decoders = Decoders(read_here, nodes.share(0, 1), 120.0)
-    block = str(file), plan_video(probe(str(file)), FixedSampling(8, 4)), 2, 6
-    assert decoders.count == 2 and decoders._free.get() == 0, "the own pool is at another block"
-    frames, elsewhere = decoders.read(*block)
-    assert elsewhere and not here and np.array_equal(frames, decode(*block))
-    (tmp_path / "broken.mp4").write_text("no clip")
-    for number, name in enumerate(("unseen.mp4", "broken.mp4"), 1):
-        with pytest.raises(VideoError, match=name):
-            decoders.read(str(tmp_path / name), *block[1:])
-        assert len(here) == number, "a node may lack, or fail with, a file that can be decoded here"
-    nodes.close()
-    while (read := decoders.read(*block))[1]:  # it answers until Ray has ended it
-        time.sleep(0.01)
-    frames, _ = read
-    assert np.array_equal(frames, decode(*block)) and decoders._free.empty()

@@ -217,7 +217,7 @@ def test_links_between_the_nodes_are_measured(cluster, tmp_path):
 
 
 def test_a_job_with_clips_learns_on_two_nodes_what_it_learns_on_one(cluster, started, tmp_path, write_shadows):
-    """On one by a single slot, for which the other node decodes. On two with clips encoded ahead, the long ones cut
+    """On one by a single slot. On two with clips encoded ahead, the long ones cut
     over both ranks while each runs short rows of its own; and until Ctrl-C, which a job whose Ray is another's answers,
     too."""
     address, raylets, _ = cluster
@@ -253,12 +253,10 @@ def test_a_job_with_clips_learns_on_two_nodes_what_it_learns_on_one(cluster, sta
         for name in curves - {"actor/lr"}:
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
         assert two["training/rollout_probs_diff_max"] < 1e-4, "engines and ranks saw the same clips"
-        assert two["video/frames_elsewhere"] == 0, "both nodes have slots"
         assert one["video/degree"] == 1 < two["video/degree"] < 2, "of micro-batches of a step"
         assert two["video/cache_bytes"] >= 2 * one["video/cache_bytes"], "a copy on each node"
         assert two["video/encode_once_factor"] == 1.0 and one["video/cache_received_bytes"] == 0
         assert two["video/cache_received_bytes"] >= one["video/cache_bytes"], "which came from the other, once"
-    assert sum(row["video/frames_elsewhere"] for row in seen[1]) > 0
     assert sum(row["video/tokens_ahead"] for row in seen[2]) > 0 == sum(row["video/tokens_ahead"] for row in seen[1])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rlfuse.fusion.schedules.problem import Problem, parse
+from rlfuse.fusion.schedules.problem import Model, Problem
 
 
 class Instance(NamedTuple):
@@ -55,3 +55,12 @@ def problem(number: int, **fields: Any) -> Problem:
         )
     ]
     return parse({"devices": devices, "models": models} | fields)
+
+
+def parse(data: dict[str, Any]) -> Problem:
+    """A problem from plain data."""
+
+    def tuples(fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+    return Problem(**tuples(data) | {"models": tuple(Model(**tuples(each)) for each in data["models"])})

@@ -252,7 +252,7 @@ def test_what_can_not_be_calibrated_is_told(tmp_path, capsys):
 
 @pytest.mark.parametrize("read", [read_run, lambda folder: read_works(folder, "run")])
 def test_a_run_that_trains_a_reward_model_says_what_it_lacks(tmp_path, read):
-    """As `rlfuse plan --from`, `rlfuse simulate --from` and `rlfuse calibrate` read it."""
+    """As `rlfuse plan --from` and `rlfuse calibrate` read it."""
     (tmp_path / "config.yaml").write_text("{data: {train_files: [a]}, model: {path: m}, trainer: {task: reward_model}}")
     (tmp_path / "events.jsonl").touch()
     with pytest.raises(WorkloadError, match=r"task=reward_model\), .* no decoding .* a run with trainer.task=rl"):

@@ -21,12 +21,11 @@ from rlfuse.cluster.worker_environment import clear_launcher_variables
 from rlfuse.config.checks import check
 from rlfuse.config.declare import Effect
 from rlfuse.config.facts import Facts
-from rlfuse.config.schema import Config, VideoConfig
+from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.passes import RankCall
 from rlfuse.engines.vllm.setup import rollout_env
 from rlfuse.errors import ConfigError, EngineError, EngineLost
 from rlfuse.events import Span
-from rlfuse.run.inference import decoders_elsewhere
 from rlfuse.run.job import open_job
 from rlfuse.run.resume.changes import differences
 from rlfuse.tools.planning.tables import placements
@@ -314,16 +313,6 @@ def test_a_node_is_there_while_somebody_listens_at_its_port():
         there = Node("a", "127.0.0.1", server.getsockname()[1], {})
         assert answers(there)
     assert not answers(there)
-
-
-def test_nodes_without_slots_decode_by_whole_cpus_that_are_free_and_keep_some(monkeypatch):
-    free = {"mine": 8.0, "a": 4.0, "b": 1.99, "c": 1.0, "d": 0.0}
-    found = {name: Node(name, "10.0.0.1", 1, {"CPU": cpus}) for name, cpus in free.items()}
-    monkeypatch.setattr("rlfuse.cluster.nodes.answering_nodes", lambda: list(found.values()))
-    slots = placement.Slots(None, 1, "cpu", nodes=(found["mine"],))
-    assert decoders_elsewhere(slots, VideoConfig()) == {"a": 3, "b": 1, "c": 0, "d": 0}
-    for video in (VideoConfig(prefetch_mb=0), VideoConfig(encode_ahead=True)):
-        assert decoders_elsewhere(slots, video) == {}
 
 
 def test_slots_and_those_who_live_there_are_where_the_plan_says():

@@ -119,7 +119,7 @@ def parsers_stop(monkeypatch):
 
     def parse_known_args(self, args=None, namespace=None):
         found, rest = known(self, args, namespace)
-        if self.prog.startswith("rlfuse ") and self.prog != "rlfuse reward":  # whose commands have their own
+        if self.prog.startswith("rlfuse "):
             raise Parsed(found, rest)
         return found, rest
 

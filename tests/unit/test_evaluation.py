@@ -2,12 +2,10 @@
 
 import json
 import os
-import random
 from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
-from pyarrow import parquet
 from rich.console import Console
 from test_evaluation_scores import answered, prompts_of
 
@@ -21,7 +19,7 @@ from rlfuse.tools.evaluation import scores
 from rlfuse.tools.evaluation.arguments import checkpoint_among, made_from, own_job, read
 from rlfuse.tools.evaluation.display import Display
 from rlfuse.tools.evaluation.evaluate import FIGURES, RESPONSES, folder_of, report_of
-from rlfuse.tools.evaluation.responses import Responses, as_parquet
+from rlfuse.tools.evaluation.responses import Responses
 from rlfuse.tools.evaluation.source import Source, find
 
 # Which model ---------------------------------------------------------------------------------------------------------
@@ -150,7 +148,7 @@ def test_wrong_words_end_in_one_message_before_anything_heavy(job, run, tmp_path
         ("eval", str(job), "~algorithm=ppo"): "write algorithm=ppo",
         ("eval", str(job), "~nobody.here/run"): "CHECKPOINT ~nobody.here/run: there is no such folder",
         ("eval", "--config-dir", "~nobody.here", str(job)): "--config-dir ~nobody.here: there is no such folder",
-        ("generate", str(job), "--out", f"{tmp_path}/x.csv"): "must be a file whose name ends in .jsonl or .parquet",
+        ("generate", str(job), "--out", f"{tmp_path}/x.csv"): "must be a file whose name ends in .jsonl",
         ("generate", str(job), "--out", out, "--prompts", "gone.jsonl", "data.seed=2"): "`gone.jsonl` does not exist",
     }
     for words, told in cases.items():
@@ -235,7 +233,6 @@ def test_what_another_process_writes_to_is_refused_before_anything_heavy_and_an_
 ):
     reward = "reward.functions=[rlfuse.rewards.verifiers.exact:score]"
     places = {
-        tmp_path / "x.parquet": ["generate", str(job), "--out", f"{tmp_path}/x.parquet"],
         tmp_path / "x.jsonl": ["generate", str(job), "--out", f"{tmp_path}/x.jsonl"],
         tmp_path / "eval" / RESPONSES: ["eval", str(job), reward, "--out", f"{tmp_path}/eval"],
     }
@@ -257,18 +254,6 @@ def test_a_report_is_valid_json_and_names_what_it_is_of(job):
     assert again["made_from"]["model"] == source.path and again["passed"] == "reward above 0.5"
     assert again["metrics"]["val-core/sums/reward/mean@2"] == 1.0
     assert again["by_data_source"]["sums"]["pass@k"] == {"1": 1.0}
-
-
-def test_parquet_has_the_rows_in_order(tmp_path):
-    groups = answered(make_groups(prompts_of("sums", "words"), 2, 0, 0), [Reward(float(i), {"a": i}) for i in range(4)])
-    responses = Responses(tmp_path / "part.jsonl", scored=True)
-    responses.begin({}, groups)
-    random.Random(0).shuffle(responses._open)
-    responses.close()
-    as_parquet(read_rows(responses.path), tmp_path / "x.parquet")
-    table = parquet.read_table(tmp_path / "x.parquet").to_pylist()
-    assert [row["id"] for row in table] == ["0/0/0", "0/0/1", "0/1/0", "0/1/1"]
-    assert table[3]["response"] == "answer 4" and json.loads(table[3]["parts"]) == {"a": 3}
 
 
 def test_progress_is_a_line_now_and_then_where_nobody_looks(monkeypatch):

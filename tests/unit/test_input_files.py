@@ -1,22 +1,18 @@
-"""Inputs of `rlfuse simulate` and `rlfuse schedule`: published schemas, examples, everything wrong told at once."""
+"""Inputs of `rlfuse simulate`: published schemas, examples, everything wrong told at once."""
 
 import importlib.resources
 import json
 
 import pytest
 from jsonschema import Draft202012Validator
-from published_schedules import problem as published
-from test_schedule_problem import PROBLEM
 from test_simulate_workload import FULL, WRONG
 
 from rlfuse.cli import main
 from rlfuse.config.input_files import read_json, schema_of
-from rlfuse.fusion.schedules.problem import EXAMPLE as PROBLEM_EXAMPLE
-from rlfuse.fusion.schedules.problem import Problem
 from rlfuse.simulate.workload import EXAMPLE as WORKLOAD_EXAMPLE
 from rlfuse.simulate.workload import Workload, WorkloadError
 
-FILES = {Workload: ("rlfuse.simulate", "workload"), Problem: ("rlfuse.fusion.schedules", "problem")}
+FILES = {Workload: ("rlfuse.simulate", "workload")}
 
 
 def schema_file(cls):
@@ -24,7 +20,7 @@ def schema_file(cls):
     return json.loads(importlib.resources.files(package).joinpath(f"{name}.schema.json").read_text())
 
 
-@pytest.mark.parametrize(("cls", "command"), [(Workload, "simulate"), (Problem, "schedule")])
+@pytest.mark.parametrize(("cls", "command"), [(Workload, "simulate")])
 def test_the_published_schema_is_the_one_that_files_are_checked_by(cls, command, capsys):
     Draft202012Validator.check_schema(schema_file(cls))
     assert main([command, "--schema"]) == 0
@@ -37,9 +33,6 @@ def test_the_published_schema_is_the_one_that_files_are_checked_by(cls, command,
     [
         (Workload, WORKLOAD_EXAMPLE),
         (Workload, FULL | {"$schema": "workload.schema.json", "length_history_sigma": None, "slots": 16.0}),
-        (Problem, PROBLEM_EXAMPLE),
-        (Problem, PROBLEM | {"chunks_per_device": 2}),
-        (Problem, published(5).as_json()),
     ],
 )
 def test_valid_inputs_are_valid_by_the_published_schema(cls, data):
@@ -58,9 +51,7 @@ def test_what_is_refused_for_its_form_is_invalid_by_the_published_schema_too(cha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "more"), [("simulate", ["--policy", "serial"]), ("schedule", ["--method", "list"])]
-)
+@pytest.mark.parametrize(("command", "more"), [("simulate", ["--policy", "serial"])])
 def test_examples_work_as_they_are(command, more, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RLFUSE_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "example.json"

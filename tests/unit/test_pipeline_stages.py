@@ -330,7 +330,7 @@ def test_chunks_in_a_searched_order_give_the_gradient_of_the_whole_model(tiny_po
     for stage in stages:
         stage.begin([batch] * 4)
     given = Problem(2, (Model("actor", 2, 4, 1.0, 2.0),), split, chunks_per_device=2, placement=placement)
-    rows = search(given, method="list", time_limit=0.2, cached=False).rows
+    rows = search(given, method="list", time_limit=0.2).rows
     made = {}
     for timed in sorted((each for row in rows for each in row), key=lambda each: (each.start, each.operation.kind)):
         _, _, at, number, kind = timed.operation

@@ -54,7 +54,7 @@ def change(folder, changes):
 
 
 TRUSTED = {"model.trust_remote_code": True}
-REPLAY, SIMULATE = ["reward", "replay"], ["simulate", "--from"]
+REPLAY = ["reward", "replay"]
 
 
 @pytest.mark.slow
@@ -70,9 +70,7 @@ REPLAY, SIMULATE = ["reward", "replay"], ["simulate", "--from"]
         (REPLAY, {"reward.functions": [JUDGE]}, "reward.functions=[judge]"),
         (REPLAY, {"reward.model_path": "m", **TRUSTED}, "model.trust_remote_code=true for reward.model_path=m"),
         (REPLAY, {"reward.engine_kwargs": {"worker_cls": "evil.W"}}, "reward.engine_kwargs={'worker_cls': 'evil.W'}"),
-        (SIMULATE, {"fusion.policy": "evil.py:policy"}, "fusion.policy=evil.py:policy"),
         (["whatif"], {"fusion.policy": "evil.py:policy"}, "fusion.policy=evil.py:policy"),
-        (["report"], {"fusion.policy": "evil.py:policy"}, "it would run fusion.policy=evil.py:policy"),
         (["calibrate"], TRUSTED, "model.trust_remote_code=true for model.path="),
         (["eval"], {"reward.functions": ["evil.py:score"]}, "reward.functions=[evil.py:score]"),
         (["eval"], TRUSTED, "model.trust_remote_code=true"),
@@ -89,7 +87,7 @@ def test_a_command_names_the_code_and_does_not_run_it(folder, capsys, command, c
     change(folder, changes)
     status = rlfuse([*command, str(folder)])
     shown = "".join(capsys.readouterr())
-    assert status == (0 if command == ["report"] else 2) and named in shown and "--run-code" in shown
+    assert status == 2 and named in shown and "--run-code" in shown
     assert not (folder.parent / "executed").exists()
 
 
@@ -110,7 +108,7 @@ def test_a_command_names_the_code_and_does_not_run_it(folder, capsys, command, c
     ],
     ids=lambda text: text[:30],
 )
-@pytest.mark.parametrize("command", [REPLAY, SIMULATE, ["whatif"], ["report"], ["calibrate"], ["eval"], ["trace"]])
+@pytest.mark.parametrize("command", [REPLAY, ["whatif"], ["report"], ["calibrate"], ["eval"], ["trace"]])
 def test_a_folder_that_holds_no_configuration_is_refused(folder, capsys, command, text):
     (folder / "config.yaml").write_text(text)
     assert rlfuse([*command, str(folder)]) == 2
@@ -122,7 +120,7 @@ def test_a_folder_that_holds_no_configuration_is_refused(folder, capsys, command
     ("command", "changes"),
     [
         ([*REPLAY, "--run-code"], {"reward.functions": ["evil.py:score"]}),
-        (["simulate", "--run-code", "--from"], {"fusion.policy": "evil.py:policy"}),
+        (["whatif", "--run-code"], {"fusion.policy": "evil.py:policy"}),
     ],
 )
 def test_the_code_runs_where_the_folder_is_trusted(folder, command, changes):

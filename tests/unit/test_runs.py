@@ -187,16 +187,14 @@ def test_a_run_that_was_heard_of_just_now_may_live_under_another_kernel(tmp_path
     assert len([*leftovers.of_run(killed)]) == 5
 
 
-def test_nothing_is_removed_unless_somebody_agrees(tmp_path, capsys, monkeypatch):
+def test_nothing_is_removed_without_yes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(leftovers, "of_machine", list)  # the tests' own machine stays as it is
     wanted = left_by_a_kill(make(tmp_path / "killed", state="crashed"))
-    listing.main(["clean", str(tmp_path), "--dry-run"])
-    assert "5 left-overs, 10 KiB; nothing was removed" in capsys.readouterr().out
-    with pytest.raises(listing.NotConfirmed, match="--yes"):
-        listing.main(["clean", str(tmp_path)])
+    listing.main(["clean", str(tmp_path)])
+    assert "5 leftovers, 10 KiB; --yes removes them" in capsys.readouterr().out
     assert all(path.exists() for path in wanted)
     listing.main(["clean", str(tmp_path), "--yes"])
-    assert "5 removed" in capsys.readouterr().out and not any(path.exists() for path in wanted)
+    assert "5 leftovers, 10 KiB removed" in capsys.readouterr().out and not any(path.exists() for path in wanted)
     listing.main(["clean", str(tmp_path)])
     assert "nothing is left over" in capsys.readouterr().out
 
@@ -223,15 +221,10 @@ def test_shared_memory_is_removed_with_the_folder_that_records_it_and_never_by_i
     assert {path.name for path in memory.iterdir()} == {*names} - {"psm_3", "sem.mp-4"}
 
 
-def test_a_run_that_went_on_while_the_person_thought_loses_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(leftovers, "of_machine", list)
+def test_a_run_that_starts_meanwhile_loses_nothing(tmp_path, capsys, monkeypatch):
     path, lock = make(tmp_path / "killed", state="crashed"), RunLock()
     wanted = left_by_a_kill(path)
-
-    def go_on(total):
-        assert lock.acquire(path)
-        return True
-
-    monkeypatch.setattr(listing, "_agreed", go_on)
-    listing.main(["clean", str(tmp_path)])
-    assert "0 removed" in capsys.readouterr().out and all(each.exists() for each in wanted)
+    monkeypatch.setattr(leftovers, "of_machine", lambda: [] if lock.acquire(path) else None)
+    listing.main(["clean", str(tmp_path), "--yes"])
+    assert "nothing is left over" in capsys.readouterr().out and all(each.exists() for each in wanted)
+    lock.release()

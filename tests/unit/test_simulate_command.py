@@ -9,11 +9,13 @@ import pytest
 import yaml
 
 from rlfuse.cli import main
+from rlfuse.config.input_files import WorkloadError
 from rlfuse.config.schema import Config
 from rlfuse.events import EventLog, Span
 from rlfuse.observe.step_picture import Timeline, activity, draw
 from rlfuse.simulate.runner import later_step
 from rlfuse.simulate.workload import parse
+from rlfuse.tools.simulate.recorded import read_run
 
 FIELDS = {"policy", "generation_s", "generation_and_scoring_s", "step_s", "oracle_s", "busy_share", "moved_samples"}
 FIELDS |= {"moved_bytes", "samples_finished", "bound_by"}
@@ -58,12 +60,11 @@ def test_one_policy_is_one_object(workload, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "needs a WORKLOAD.json or --from RUN_DIR"),
+        ([], "needs a WORKLOAD.json; --example shows one"),
         (["W", "--policy", "adaptiv"], "--policy adaptiv: unknown policy; did you mean adaptive?"),
         (["W", "--threshold", "2"], "--threshold 2.0: needs a share of the samples, 0 to 1"),
         (["W", "--out", "no/such/folder/x.json"], "does not exist; make it first"),
         (["nothing.json"], "nothing.json: No such file"),
-        (["--from", "nowhere"], "give the folder of a run"),
     ],
 )
 def test_what_is_wrong_is_one_line(arguments, message, workload, capsys):
@@ -93,32 +94,15 @@ def recorded(folder, steps=2, policy="stream", deterministic=False, **more):
 
 
 @pytest.mark.slow
-def test_a_run_is_replayed_and_its_time_told(tmp_path, capsys):
-    measured = recorded(tmp_path)
-    out, picture = tmp_path / "result.json", tmp_path / "picture.png"
-    assert main(["simulate", "--from", str(tmp_path), "--out", str(out), "--picture", str(picture)]) == 0
-    rows = json.loads(out.read_text())
-    np.testing.assert_allclose([row["measured_s"] for row in rows], measured, rtol=1e-4)
-    np.testing.assert_allclose([row["step_s"] for row in rows], measured, rtol=0.02)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    printed = capsys.readouterr().out
-    assert "costs fitted to the run's events, and their error" in printed and "over 2 steps" in printed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy, deterministic, speeds",
-    [("serial", False, [1, 0.4, 1, 1]), ("serial", True, [1, 1, 0.65, 1]), ("stream", False, [1, 0.4, 1, 1])],
-)
-def test_a_slow_slot_is_replayed_at_its_own_speed(tmp_path, capsys, policy, deterministic, speeds):
+@pytest.mark.parametrize("policy, deterministic", [("serial", False), ("serial", True), ("stream", False)])
+@pytest.mark.parametrize("speeds", [[1, 1, 1, 1], [1, 0.4, 1, 1], [1, 1, 0.65, 1]])
+def test_a_recorded_step_takes_as_long_on_the_clock_each_slot_at_its_own_speed(tmp_path, policy, deterministic, speeds):
     measured = recorded(tmp_path, 3, policy, deterministic, slot_speed=speeds)
-    out = tmp_path / "result.json"
-    assert main(["simulate", "--from", str(tmp_path), "--out", str(out)]) == 0
-    np.testing.assert_allclose([row["step_s"] for row in json.loads(out.read_text())], measured, rtol=0.05)
-    [(slot, speed)] = [(slot, speed) for slot, speed in enumerate(speeds) if speed != 1]
-    told = capsys.readouterr().out
-    [(found, rate)] = re.findall(r"slot (\d) takes ([\d.]+) times as long as a typical slot", told)
-    assert int(found) == slot and float(rate) == pytest.approx(1 / speed, rel=0.1)
+    recording = read_run(tmp_path)
+    simulated = [later_step(step.workload, policy, by_rates=recording.by_rates) for step in recording.steps]
+    np.testing.assert_allclose([run.result.step_s for run in simulated], measured, rtol=0.05)
+    rates = recording.rates or (1,) * len(speeds)
+    np.testing.assert_allclose(1 / np.array(rates), speeds, rtol=0.1)
 
 
 def test_a_picture_knows_real_engines_and_samples_alone():
@@ -140,3 +124,10 @@ def test_a_picture_knows_real_engines_and_samples_alone():
     }
     with pytest.raises(ValueError, match="nothing to draw"):
         draw([Timeline("", "", spans[4:], 0, 1)], "nowhere.png")
+
+
+@pytest.mark.parametrize("text", ["a: " + "[" * 500, "a: {", "\0"], ids=["deep", "open", "no text"])
+def test_a_run_whose_configuration_can_not_be_read_is_named(text, tmp_path):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(WorkloadError, match=re.escape(f"{tmp_path / 'config.yaml'}: ")):
+        read_run(tmp_path)

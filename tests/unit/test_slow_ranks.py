@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from published_schedules import parse
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines
@@ -21,7 +22,7 @@ from rlfuse.fusion.schedules.baselines import BASELINES, baseline
 from rlfuse.fusion.schedules.bound import lower_bound
 from rlfuse.fusion.schedules.operations import Operation
 from rlfuse.fusion.schedules.planning import Planner
-from rlfuse.fusion.schedules.problem import Model, Problem, parse
+from rlfuse.fusion.schedules.problem import Model, Problem
 from rlfuse.fusion.schedules.schedule import timed
 from rlfuse.fusion.schedules.search import search
 from rlfuse.samples import Row
@@ -124,10 +125,10 @@ def test_a_schedule_is_searched_for_what_each_device_takes(split):
     critic = slow.models[1]
     assert [slow.duration(critic, pipeline, 0, "F") for pipeline in (0, 1)] == [1, 1]
     assert [slow.duration(critic, pipeline, 1, "F") for pipeline in (0, 1)] == [1, 2.5]
-    found = search(slow, time_limit=2.0, method="improve", cached=False)
+    found = search(slow, time_limit=2.0, method="improve")
     assert found.lower_bound >= 2.5 * 6 * 9 + 2.5 * 3 * 6  # the slow device is never idle
     assert found.lower_bound * (1 - 1e-9) <= found.makespan <= 1.1 * found.lower_bound
-    blind = search(even, time_limit=2.0, method="improve", cached=False)
+    blind = search(even, time_limit=2.0, method="improve")
     assert found.makespan <= max(row[-1].end for row in timed(slow, blind.operations))
     assert baseline(slow, "1f1b", barrier=False) >= found.makespan
 

@@ -7,67 +7,40 @@ it is `up`; chunk-stages are placed by `operations.place_of`. Times share one un
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from rlfuse.config.input_files import (
-    FLAG,
-    AtLeastZero,
-    Count,
-    InputError,
-    Positive,
-    Schema,
-    number,
-    one_of,
-    read,
-    read_json,
-)
+from rlfuse.config.input_files import InputError
 from rlfuse.fusion.schedules.operations import Kind, place_of
-
-MOST_DEVICES, MOST_OPERATIONS = 1024, 500_000
-"""Of a problem that is read: what a search of seconds, and a file with all its operations, can hold."""
-WIDEST = 1_000_000_000
-"""The longest of its times over the shortest."""
 
 
 class ScheduleError(InputError):
     """A problem or a schedule that can't be used as it stands. The message is for the person who wrote it."""
 
 
-def per_stage(*, above: bool) -> Schema:
-    """One number for all stages, or a list with one for each, or for each chunk-stage."""
-    one = number(above=above)
-    return Schema(anyOf=[one, {"type": "array", "items": one}])
-
-
-CHUNKS = number(1, whole=True, most=16)
-"""A stage per device, or so many chunks of it."""
-NAME = Schema(type="string", minLength=1)
-SHARE = Schema(type="number", exclusiveMinimum=0, exclusiveMaximum=1)
-Times = Annotated[float | tuple[float, ...], per_stage(above=True)]
+Times = float | tuple[float, ...]
+"""One number for all stages, or one for each, or for each chunk-stage."""
 PER_STAGE = "forward", "backward", "activation"
-Sizes = Annotated[float | tuple[float, ...], per_stage(above=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     """One model that trains or scores: its pipelines, and what a micro-batch costs on each stage."""
 
-    name: Annotated[str, NAME]
-    stages: Count
-    micro_batches: Count
+    name: str
+    stages: int
+    micro_batches: int
     """Of each pipeline."""
     forward: Times
     backward: Times | None
     """Whole: gradients of inputs and of weights. None: it only scores, which keeps no activation."""
-    pipelines: Count = 1
-    activation: Sizes = 1.0
+    pipelines: int = 1
+    activation: Times = 1.0
     """What a micro-batch keeps from the start of its forward to the end of its backward (of `W` where split)."""
-    direction: Annotated[str, one_of("down", "up")] = "down"
-    weight_gradient: Annotated[float, SHARE] = 0.5
+    direction: Literal["down", "up"] = "down"
+    weight_gradient: float = 0.5
     """W's share of `backward` where the backward pass is split."""
-    chunks_per_device: Annotated[int, CHUNKS] | None = None
+    chunks_per_device: int | None = None
     """None: the problem's."""
 
 
@@ -75,19 +48,19 @@ class Model:
 class Problem:
     """Models that share devices. Raises ScheduleError where fields don't go together."""
 
-    devices: Annotated[int, number(1, whole=True, most=MOST_DEVICES)]
+    devices: int
     models: tuple[Model, ...]
-    split_backward: Annotated[bool, FLAG] = False
-    memory_cap: Positive | None = None
+    split_backward: bool = False
+    memory_cap: float | None = None
     """Of every device, relative to the worst device of serial 1F1B. None: no cap."""
-    memory_per_device: Positive | None = None
+    memory_per_device: float | None = None
     """The same in the unit of `activation`; where both are given, both hold."""
-    communication: AtLeastZero = 0.0
+    communication: float = 0.0
     """From the end of an operation to the start of the one that needs its result, on another device."""
-    chunks_per_device: Annotated[int, CHUNKS] = 1
-    placement: Annotated[str, one_of("v", "interleaved")] = "v"
+    chunks_per_device: int = 1
+    placement: str = "v"
     """Of chunks: there and back, or round and round."""
-    rates: tuple[Positive, ...] = ()
+    rates: tuple[float, ...] = ()
     """Of each device: how many times longer than stated everything takes there. None: 1 each."""
 
     def __post_init__(self) -> None:
@@ -217,56 +190,3 @@ class Problem:
             chunks_per_device=chunks_per_device,
             placement=placement,
         )
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-EXAMPLE = {
-    "devices": 4,
-    "models": [
-        {"name": "actor", "stages": 4, "micro_batches": 8, "forward": 3, "backward": 6, "direction": "down"},
-        {
-            "name": "critic",
-            "stages": 2,
-            "pipelines": 2,
-            "micro_batches": 4,
-            "forward": [2, 2.5],
-            "backward": [4, 5],
-            "direction": "up",
-        },
-    ],
-    "split_backward": True,
-    "memory_cap": 1.0,
-    "communication": 0.1,
-}
-"""What `rlfuse schedule --example` writes: an actor in one pipeline, a smaller critic in two in its bubbles."""
-
-
-def parse(data: Any) -> Problem:
-    """A problem from decoded JSON. Raises ScheduleError, naming field, value, valid range and what to change."""
-    problem = read(Problem, data, ScheduleError)
-    if problem.operations > MOST_OPERATIONS:
-        raise ScheduleError(
-            f"models: micro_batches make {problem.operations:,} operations: needs at most {MOST_OPERATIONS:,}; "
-            "lower micro_batches, as long schedules repeat themselves"
-        )
-    times = [
-        problem.duration(model, pipeline, stage, kind)
-        for model in problem.models
-        for pipeline in range(model.pipelines)
-        for stage in range(problem.stages(model))
-        for kind in problem.kinds(model)
-    ]
-    times += [problem.communication] if problem.communication else []
-    if max(times) > WIDEST * min(times):
-        raise ScheduleError(
-            f"models: times of {min(times):g} and {max(times):g} (with communication) are too far apart to be "
-            f"added up; the longest may be {WIDEST:,} times the shortest: raise the one, or lower the other"
-        )
-    return problem
-
-
-def read_problem(path: Path) -> Problem:
-    """A problem from a JSON file. Raises ScheduleError, naming the file."""
-    return read_json(path, parse, "problem", ScheduleError)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rlfuse.config.input_files import read_json
 from rlfuse.fusion.schedules.operations import Kind, Operation, Rows, meeting
 from rlfuse.fusion.schedules.problem import Problem, ScheduleError
 
-LOOSE = 1e-6  # relative slack in comparing times and memory: JSON and sums round them
+LOOSE = 1e-6  # relative slack in comparing times and memory: sums round them
 SHOWN = 6
-IN_JSON = ("model", "pipeline", "stage", "micro_batch", "op", "start", "end")
-NUMBERS = ("lower_bound", "serial_1f1b", "memory_peak", "seconds")
 
 
 class Timed(NamedTuple):
@@ -27,9 +21,6 @@ class Timed(NamedTuple):
     operation: Operation
     start: float
     end: float
-
-    def as_json(self) -> dict[str, Any]:
-        return dict(zip(IN_JSON, (*self.operation, round(self.start, 9), round(self.end, 9)), strict=True))
 
 
 @dataclass(frozen=True)
@@ -50,40 +41,6 @@ class Schedule:
     @property
     def operations(self) -> Rows:
         return tuple(tuple(timed.operation for timed in row) for row in self.rows)
-
-    @property
-    def bubbles(self) -> tuple[float, ...]:
-        """Share of the makespan in which each device idles."""
-        total = self.makespan
-        return tuple(1 - sum(timed.end - timed.start for timed in row) / total for row in self.rows)
-
-    def as_json(self) -> dict[str, Any]:
-        numbers = {name: round(getattr(self, name), 9) for name in ("makespan", *NUMBERS)}
-        return numbers | {"method": self.method, "rows": [[timed.as_json() for timed in row] for row in self.rows]}
-
-    @functools.cached_property
-    def text(self) -> str:
-        """In JSON, made once for whoever writes it: of many operations it takes seconds."""
-        return json.dumps(self.as_json())  # dump, unlike dumps, is written in Python
-
-
-def from_json(data: dict[str, Any]) -> Schedule:
-    """A schedule from decoded JSON; `check` it against its problem before use. Raises ScheduleError."""
-    try:
-        rows = tuple(tuple(_timed(entry) for entry in row) for row in data["rows"])
-        return Schedule(rows, method=str(data["method"]), **{name: float(data[name]) for name in NUMBERS})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ScheduleError(f"schedule: {error!r} is missing or wrong; search it again") from error
-
-
-def read_schedule(path: Path) -> Schedule:
-    """A schedule from a file that `rlfuse schedule` wrote. Raises ScheduleError, naming the file."""
-    return read_json(path, from_json, "schedule", ScheduleError)
-
-
-def _timed(entry: dict[str, Any]) -> Timed:
-    *operation, start, end = (entry[name] for name in IN_JSON)
-    return Timed(Operation(*operation), float(start), float(end))
 
 
 def timed(

@@ -1,4 +1,4 @@
-"""Search a schedule: baselines that fit, list scheduling, local search, CP-SAT on small problems; stop at the bound.
+"""Search a schedule: baselines that fit, list scheduling, local search; stop at the bound.
 
 Deterministic for a seed unless the time limit cuts it. The result passed the independent check and is never longer than
 the best baseline. Local search alternates tabu search for a shorter schedule with annealing of schedules that are short
@@ -7,18 +7,12 @@ enough but hold too much memory.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import json
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -26,15 +20,11 @@ from rlfuse.fusion.schedules.baselines import one_by_one, serial_1f1b
 from rlfuse.fusion.schedules.bound import bound
 from rlfuse.fusion.schedules.list_scheduling import Draws, Found, fits
 from rlfuse.fusion.schedules.local_search import COOLING, anneal, state_of, tabu
-from rlfuse.fusion.schedules.polish import polish
 from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
-from rlfuse.fusion.schedules.schedule import Schedule, check, read_schedule
+from rlfuse.fusion.schedules.schedule import Schedule, check
 from rlfuse.fusion.schedules.shop import LOOSE, compiled, makespan, peak, planned
-from rlfuse.user_folders import home
 
-Method = Literal["auto", "improve", "list"]
-METHODS: tuple[Method, ...] = ("auto", "improve", "list")
-LONGEST_S, LARGEST_SEED = 1_000_000, 1_000_000
+Method = Literal["auto", "list"]
 FINISHING_S = 1.2e-5  # of the time limit, for each operation: what comes after the search
 DRAWS = 1200  # list schedules under the cap at most, and until none of them
 PATIENCE = 200  # in so many was better
@@ -46,27 +36,15 @@ TENURES = (20, 8, 60)  # of tabu search, in turn: which is best differs
 WIDEST = 2.5  # what the first of them may hold, over the cap
 STEP = 0.98  # annealing's next goal, over what the schedule holds
 PROPOSALS = 500_000  # of annealing for each goal; twice as many with every try, more in later rounds
-POLISHED = 1600  # operations up to which CP-SAT has a chance
-POLISH_SHARE, POLISH_OPERATIONS = 0.4, 150  # of the time for CP-SAT; less for more operations
 
 
-def search(
-    problem: Problem, *, time_limit: float = 10.0, method: Method = "auto", seed: int = 0, cached: bool = True
-) -> Schedule:
-    """The best schedule found in about `time_limit` seconds, checked.
+@functools.lru_cache(256)
+def search(problem: Problem, *, time_limit: float = 10.0, method: Method = "auto", seed: int = 0) -> Schedule:
+    """Return the best schedule found in about `time_limit` seconds, checked.
 
     The first call on a machine also compiles, for about half a minute that doesn't count. Raises ScheduleError where
     the memory holds no schedule, or none was found.
     """
-    if method not in METHODS:
-        raise ScheduleError(f"method={method}: needs one of {', '.join(METHODS)}")
-    if not 0 < time_limit <= LONGEST_S:
-        raise ScheduleError(f"time_limit={time_limit:g}: needs a number of seconds above 0, at most {LONGEST_S:,}")
-    if not 0 <= seed <= LARGEST_SEED:
-        raise ScheduleError(f"seed={seed}: needs a whole number from 0 to {LARGEST_SEED:,}")
-    key = cache_key(problem, method=method, seed=seed, time_limit=time_limit)
-    if cached and (known := load_cached(problem, key)) is not None:
-        return known
     warm_up()
     hunt = _Hunt(problem, time_limit, seed)
     order = hunt.run(method)
@@ -74,8 +52,6 @@ def search(
     rows, serial = planned(problem, order), serial_1f1b(problem)
     result = Schedule(rows, hunt.bound, serial, memory, hunt.found_by, hunt.elapsed)
     check(problem, result)
-    if cached:
-        store_cached(key, result)
     return result
 
 
@@ -112,14 +88,9 @@ class _Hunt:
         roomy = fits(self.shop, self.limit)
         if roomy:
             self.list_schedules()
-        share = 1.0
-        if method == "auto" and self.problem.operations <= POLISHED:
-            share -= min(POLISH_SHARE, POLISH_OPERATIONS / self.problem.operations)
-        if roomy and method != "list":
-            with self.alarm(share):
-                self.improve(share)
-        if method == "auto":
-            self.polish()
+        if roomy and method == "auto":
+            with self.alarm():
+                self.improve()
         if self.order is None:
             raise ScheduleError(
                 f"memory: no schedule found that holds at most {self.limit:g} on every device; serial 1F1B needs "
@@ -138,27 +109,27 @@ class _Hunt:
         found = self.draws.draw(self.limit, lambda makespan, peak: (makespan, peak), settings)
         return self.offer(found.order, "list scheduling")
 
-    def improve(self, share: float) -> None:
+    def improve(self) -> None:
         draws = Draws(self.shop, self.seed + 1)
         failed: dict[float, int] = {}
         improved = 0
         for turn in range(ROUNDS):
-            if self.over(share) or turn - improved > STALE:
+            if self.over() or turn - improved > STALE:
                 return
             before = self.makespan
-            self.shorten(turn, share)
+            self.shorten(turn)
             target = self.bound + TARGETS[turn % len(TARGETS)] * (self.makespan - self.bound)
-            if self.over(share):
+            if self.over():
                 return
-            if np.isfinite(self.limit) and failed.get(target, 0) < 3 and not self.anneal_to(target, draws, share, turn):
+            if np.isfinite(self.limit) and failed.get(target, 0) < 3 and not self.anneal_to(target, draws, turn):
                 failed[target] = failed.get(target, 0) + 1
                 for lean in draws.best:
                     self.draw(lean.settings)
             improved = turn if self.makespan < before else improved
 
-    def shorten(self, turn: int, share: float) -> None:
+    def shorten(self, turn: int) -> None:
         for _ in range(STARTS):
-            if self.over(share):
+            if self.over():
                 return
             self.draw()
         listed = self.draws.best
@@ -169,9 +140,9 @@ class _Hunt:
         best, _ = tabu(self.shop, state, self.bound, self.limit, steps, tenure, self.seed * ROUNDS + turn, self.stop)
         self.offer(best, "tabu search")
 
-    def anneal_to(self, target: float, draws: Draws, share: float, turn: int) -> bool:
+    def anneal_to(self, target: float, draws: Draws, turn: int) -> bool:
         """Whether there is now a better schedule, if all goes well of at most this makespan."""
-        leanest = self._leanest(target * (1 + LOOSE), draws, share)
+        leanest = self._leanest(target * (1 + LOOSE), draws)
         if leanest is None:
             return False
         longest = max(target, leanest.makespan) * (1 + LOOSE)
@@ -185,13 +156,13 @@ class _Hunt:
                 left = anneal(
                     self.shop, state, longest, goal, proposals, hot * largest, cold * largest, seed, self.stop
                 )
-                if left == 0 or self.over(share):
+                if left == 0 or self.over():
                     break
             if left > 0:
                 return False
         return self.offer(state.order, "annealing")
 
-    def _leanest(self, longest: float, draws: Draws, share: float) -> Found | None:
+    def _leanest(self, longest: float, draws: Draws) -> Found | None:
         """Of list schedules of at most this makespan the one that holds least; else the shortest, if it is any gain."""
 
         def score(makespan: float, peak: float) -> tuple[float, float]:
@@ -199,23 +170,13 @@ class _Hunt:
 
         draws.rescore(score)
         for _ in range(STARTS):
-            if self.over(share):
+            if self.over():
                 break
             best = draws.best[0] if draws.best else None
             widest = best.peak if best is not None and best.makespan <= longest else WIDEST * self.limit
             draws.draw(max(self.limit, widest * draws.rng.uniform(0.9, 1.02)), score)
         best = draws.best[0] if draws.best else None
         return best if best is not None and best.makespan < self.makespan * (1 - LOOSE) else None
-
-    def polish(self) -> None:
-        seconds = self.time_limit - self.elapsed
-        if self.order is None or self.over() or self.problem.operations > POLISHED or seconds < 0.5:
-            return
-        better = polish(
-            self.shop, self.order, self.makespan, self.bound, self.limit, (seconds, self.time_limit), self.seed
-        )
-        if better is not None:
-            self.offer(better, "CP-SAT")
 
     def offer(self, order: np.ndarray, method: str) -> bool:
         """Keep an order if it fits and is better than what there was; whether it was kept."""
@@ -226,9 +187,9 @@ class _Hunt:
         return True
 
     @contextmanager
-    def alarm(self, share: float) -> Iterator[None]:
-        """Stops compiled loops after this share of the time."""
-        timer = threading.Timer(share * self.time_limit - self.elapsed, self.stop.fill, (True,))
+    def alarm(self) -> Iterator[None]:
+        """Stop compiled loops when the time is over."""
+        timer = threading.Timer(self.time_limit - self.elapsed, self.stop.fill, (True,))
         timer.daemon = True
         timer.start()
         try:
@@ -240,43 +201,6 @@ class _Hunt:
     def elapsed(self) -> float:
         return time.perf_counter() - self.began
 
-    def over(self, share: float = 1.0) -> bool:
-        """Whether the bound is reached, or this share of the time is."""
-        return self.makespan <= self.bound * (1 + LOOSE) or self.elapsed > share * self.time_limit
-
-
-VERSION = 2  # of the search: raise it when results change
-_seen: dict[str, Schedule] = {}
-
-
-def cache_folder() -> Path:
-    """Where files lie."""
-    if own := os.environ.get("RLFUSE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "rlfuse" / "schedules"
-
-
-def cache_key(problem: Problem, **settings: Any) -> str:
-    """Of a problem and the settings of its search."""
-    text = json.dumps([VERSION, problem.as_json(), settings], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def load_cached(problem: Problem, name: str) -> Schedule | None:
-    """A schedule kept under a key; one on disk has to pass the check."""
-    if name not in _seen:
-        with contextlib.suppress(ScheduleError):
-            found = read_schedule(cache_folder() / f"{name}.json")
-            check(problem, found)
-            _seen[name] = found
-    return _seen.get(name)
-
-
-def store_cached(name: str, schedule: Schedule) -> None:
-    """Keep a schedule. Written aside and renamed, so that a reader never sees half of it."""
-    _seen[name] = schedule
-    with contextlib.suppress(OSError):
-        cache_folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache_folder(), suffix=".part", delete=False) as file:
-            file.write(schedule.text)
-        os.replace(file.name, cache_folder() / f"{name}.json")
+    def over(self) -> bool:
+        """Whether the bound is reached, or the time is over."""
+        return self.makespan <= self.bound * (1 + LOOSE) or self.elapsed > self.time_limit

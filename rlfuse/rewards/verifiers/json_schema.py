@@ -1,21 +1,27 @@
 """Score JSON against a schema: all of the answer, its last code block, or the content of its `<answer>` tag or box.
 
-The draft is that of `$schema`, else 2020-12; remote `$ref`s are not fetched. Validation runs in a bounded process
-(`json_schema_worker`), since regular expressions of schemas may take exponential time.
+The draft is that of `$schema`, else 2020-12; remote `$ref`s are not fetched. Patterns of the schema are matched by the
+`regex` package, with a time limit.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
-from rlfuse.rewards.sandbox.bounded import BoundedFunction, Refused
+import regex
+from jsonschema import Draft202012Validator, SchemaError, ValidationError
+from jsonschema.exceptions import best_match
+from jsonschema.validators import extend, validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+
 from rlfuse.rewards.thoughts import answer_only
 from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, fenced, not_found, parts_of, unwrapped, verdict
 
 SECONDS = 3.0
-_worker = BoundedFunction("rlfuse.rewards.verifiers.json_schema_worker")
 
 
 @answer_only
@@ -27,28 +33,36 @@ def score(
     *,
     timeout_s: float = SECONDS,
 ) -> dict[str, Any]:
-    """1 if the answer is JSON that the schema allows; `format` is 1 for any JSON."""
+    """1 if the answer is JSON that the schema allows; `format` is 1 for any JSON. `timeout_s`: of one pattern."""
     try:
-        schema = ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth)
-        problem = _problem(schema, timeout_s)
-    except TypeError as error:
-        problem = str(error)
-    if problem:
-        raise bad_truth(ground_truth, f"a JSON schema ({problem})")
+        validator = _validator(ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth), timeout_s)
+    except (ValueError, TypeError, RecursionError, SchemaError) as error:
+        raise bad_truth(ground_truth, f"a JSON schema ({_line(error)})") from None
     answer = answer_in(solution_str)
     if not answer:
         return not_found(answer, "JSON")
+    problem = ""
+    for text in _texts(answer):
+        try:
+            given = json.loads(text, parse_constant=_not_json)
+            break
+        except (ValueError, RecursionError) as error:
+            problem = problem or f"no JSON: {_line(error)}"
+    else:
+        return verdict(0.0, problem, found=False)
     try:
-        said = _worker({"schema": schema, "answers": _texts(answer)}, timeout_s)
-    except Refused as refused:
-        return verdict(0.0, f"validating {refused}")
-    if "schema" in said:  # a reference that only this answer led to
-        raise bad_truth(ground_truth, f"a JSON schema ({said['schema']})")
-    return verdict(not said["problem"], said["problem"], found=said["json"])
+        error = best_match(validator.iter_errors(given))
+    except TimeoutError:
+        return verdict(0.0, f"validating took longer than {timeout_s:g} s")
+    except (ArithmeticError, RecursionError) as error:
+        return verdict(0.0, f"validating {type(error).__name__}: {_line(error)}")
+    except (Unresolvable, regex.error) as error:  # in a part that only this answer led to
+        raise bad_truth(ground_truth, f"a JSON schema ({_line(error)})") from None
+    return verdict(0.0, f"{error.json_path}: {_line(error)}") if error else verdict(1.0)
 
 
 def _texts(answer: str) -> list[str]:
-    """Yield candidates for the JSON: the answer as written, its last code block, its unwrapped parts."""
+    """Return candidates for the JSON: the answer as written, its last code block, its unwrapped parts."""
     parts = parts_of(answer)
     text = parts.text if parts else answer
     blocks = [content for language, content in fenced(text) if language in ("", "json", "jsonc", "json5")]
@@ -57,8 +71,44 @@ def _texts(answer: str) -> list[str]:
 
 
 @functools.lru_cache(maxsize=1000)
-def _problem(schema: str, timeout_s: float) -> str:
-    try:
-        return _worker({"schema": schema}, timeout_s).get("schema", "")
-    except Refused as refused:
-        return str(refused)
+def _validator(text: str, timeout_s: float) -> Any:
+    schema = json.loads(text)
+    if not isinstance(schema, dict | bool):
+        raise ValueError("neither an object nor true or false")
+    kind = validator_for(schema, default=Draft202012Validator)
+    kind.check_schema(schema)
+    # Without a registry it would fetch references from the network.
+    return _bounded(kind, timeout_s)(schema, registry=Registry())
+
+
+@functools.cache
+def _bounded(kind: Any, timeout_s: float) -> Any:
+    def found(pattern: str, text: str) -> bool:
+        return regex.search(pattern, text, timeout=timeout_s) is not None
+
+    def matches(validator: Any, pattern: str, given: Any, schema: Any) -> Iterator[ValidationError]:
+        if isinstance(given, str) and not found(pattern, given):
+            yield ValidationError(f"{given!r} does not match {pattern!r}")
+
+    def properties(validator: Any, patterns: dict[str, Any], given: Any, schema: Any) -> Iterator[ValidationError]:
+        for pattern, subschema in patterns.items() if isinstance(given, dict) else ():
+            for key in (key for key in given if found(pattern, key)):
+                yield from validator.descend(given[key], subschema, path=key, schema_path=pattern)
+
+    def additional(validator: Any, subschema: Any, given: Any, schema: Any) -> Iterator[ValidationError]:
+        known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+        for key in given if isinstance(given, dict) else ():
+            if key not in known and not any(found(pattern, key) for pattern in patterns):
+                if subschema is False:
+                    yield ValidationError(f"the property {key!r} is not allowed")
+                yield from validator.descend(given[key], subschema, path=key) if subschema else ()
+
+    return extend(kind, {"pattern": matches, "patternProperties": properties, "additionalProperties": additional})
+
+
+def _not_json(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _line(error: Exception) -> str:
+    return (getattr(error, "message", None) or str(error) or type(error).__name__).splitlines()[0][:200]

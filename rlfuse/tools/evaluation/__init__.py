@@ -1,1 +1,1 @@
-"""Models measured and used without training: `rlfuse eval`, `rlfuse generate`, `rlfuse push`."""
+"""Models measured and used without training: `rlfuse eval`, `rlfuse generate`, `rlfuse reward replay`."""

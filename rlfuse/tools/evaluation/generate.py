@@ -1,6 +1,6 @@
 """`rlfuse generate my_job.yaml [CHECKPOINT] --out responses.jsonl`: write a model's responses to prompts.
 
-Rows are written as they finish, and the same command continues an interrupted file. Parquet is made at the end.
+Rows are written as they finish, and the same command continues an interrupted file.
 """
 
 from __future__ import annotations
@@ -11,44 +11,35 @@ from pathlib import Path
 
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
-from rlfuse.files import claimed, read_rows
+from rlfuse.files import claimed
 from rlfuse.tools.evaluation.arguments import made_from, parsed, parser, read
 from rlfuse.tools.evaluation.display import begin
-from rlfuse.tools.evaluation.responses import Responses, as_parquet
+from rlfuse.tools.evaluation.responses import Responses
 from rlfuse.tools.evaluation.source import Source
-
-ENDINGS = (".jsonl", ".parquet")
 
 
 def main(argv: Sequence[str]) -> None:
     """Generate and write. Raises ConfigError, DataError, RewardError or EngineError."""
     arguments, words = parsed(_parser(), argv)
     out: Path = arguments.out
-    if out.suffix not in ENDINGS or out.is_dir():
-        raise ConfigError([f"--out {out}: must be a file whose name ends in {' or '.join(ENDINGS)}"])
+    if out.suffix != ".jsonl" or out.is_dir():
+        raise ConfigError([f"--out {out}: must be a file whose name ends in .jsonl"])
     config, source = read(words, arguments.prompts or (), arguments.score, arguments.run_code)
     with claimed(out):
         _write(out, config, source, arguments.score)
 
 
 def _write(out: Path, config: Config, source: Source, score: bool) -> None:
-    if out.suffix == ".parquet" and out.exists():
-        raise ConfigError([f"--out {out}: is there already; choose another name, or remove it"])
     display = begin(source)
     with display.part("libraries"):
         from rlfuse.tools.evaluation.answering import answer, load
     loaded = load(config, source.step, score, display.say)
-    lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.part.jsonl")
-    responses = Responses(lines, score)
+    responses = Responses(out, score)
     left = responses.begin(made_from(config, source, score), loaded.groups)
     if responses.written:
-        display.say(f"{responses.written:,} of {responses.total:,} responses are in {lines} already")
+        display.say(f"{responses.written:,} of {responses.total:,} responses are in {out} already")
     if left:
         answer(loaded, left, responses, display)
-    if out.suffix == ".parquet":
-        as_parquet(read_rows(lines), out)
-        lines.unlink()
-        responses.made_from.unlink()
     display.say(f"written  {out}")
 
 
@@ -59,9 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Write a model's responses to a file, as they finish; sampling is rollout.val_kwargs.* "
         "(rollout.val_kwargs.n=4 rollout.val_kwargs.temperature=1). CHECKPOINT as of rlfuse eval.",
     )
-    made.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help=f"its name ends in {' or '.join(ENDINGS)}"
-    )
+    made.add_argument("--out", type=Path, required=True, metavar="FILE", help="its name ends in .jsonl")
     made.add_argument(
         "--prompts",
         action="append",

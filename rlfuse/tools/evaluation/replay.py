@@ -44,8 +44,9 @@ SHOWN = 100
 def main(argv: Sequence[str]) -> None:
     """Score, print, write. Raises RewardError, ConfigError or RunError."""
     parser = argparse.ArgumentParser(
-        prog="rlfuse reward replay", description="Score a run's samples with another reward; what would have changed?"
+        prog="rlfuse reward", description="Score a run's samples with another reward; what would have changed?"
     )
+    parser.add_argument("command", choices=("replay",))
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
     parser.add_argument(
         "settings", nargs="*", metavar="reward.KEY=VALUE", help="the other reward, as in a job; none: the run's own"

@@ -6,14 +6,14 @@ A file next to it records what it was made from (model, data, sampling), so that
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlfuse.errors import ConfigError
-from rlfuse.files import RowFile, finite, read_rows, replacing, write_whole
+from rlfuse.files import RowFile, finite, read_rows, write_whole
 from rlfuse.observe.tracking import sample_row
 from rlfuse.samples import Group, Response, Reward, RewardFailure, Sample
 
@@ -96,15 +96,3 @@ def _restore(sample: Sample, row: Mapping[str, Any]) -> None:
     elif row["note"] is not None:
         function, _, message = row["note"].partition(": ")
         sample.reward = RewardFailure(function, message)
-
-
-def as_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """The rows as one table, by prompt and sibling; what has no type of its own (truth, columns, parts) as JSON."""
-    import pyarrow
-    from pyarrow import parquet
-
-    ordered = sorted(rows, key=lambda row: tuple(map(int, row["id"].split("/"))))
-    nested = ("parts", "ground_truth", "columns")
-    plain = [{**row, **{name: json.dumps(row[name], default=str) for name in nested}} for row in ordered]
-    with replacing(path) as aside:
-        parquet.write_table(pyarrow.Table.from_pylist(plain), aside)

@@ -1,4 +1,4 @@
-"""Find the model to evaluate or push: a checkpoint, a run's newest, a Hugging Face folder or a hub name.
+"""Find the model to evaluate: a checkpoint, a run's newest, a Hugging Face folder or a hub name.
 
 A checkpoint of step N uses the seeds of the validation after it, any other model those of step 0.
 """

@@ -17,14 +17,10 @@ import numpy as np
 
 from rlfuse.config.schema import AlertsConfig
 from rlfuse.events import Span, union
-from rlfuse.fusion.own_policies import PolicyError
 from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps
 from rlfuse.observe.idle import divide
-from rlfuse.run_folder.reader import RunError, RunFolder
+from rlfuse.run_folder.reader import RunFolder
 from rlfuse.run_folder.status import Status, read
-from rlfuse.simulate.workload import WorkloadError
-from rlfuse.tools.whatif.questions import Answer, answers, examine
-from rlfuse.tools.whatif.slowdown import RunSlowdown
 
 TIMELINES, SLOWEST, SAMPLES, VALIDATED = 5, 15, 400, 400  # shared by all runs of a page
 VALIDATIONS = 12  # of a run, spread over its steps
@@ -87,8 +83,6 @@ class Gathered:
     timelines: list[Timeline]
     samples: list[dict[str, Any]]  # rows of `samples.jsonl` and, with `validation` true, of `validation.jsonl`
     alerts: list[tuple[int, Alert]]  # (step, alert), by the run's own thresholds
-    slowdown: RunSlowdown | None  # of its last steps; None: too few steps
-    what_if: list[Answer]  # questions to these steps
 
     @property
     def steps(self) -> list[Row]:
@@ -96,7 +90,7 @@ class Gathered:
         return [row for row in self.rows if row["step"] > 0]
 
 
-def gather(run: RunFolder, name: str, sharing: int = 1, run_code: bool = False) -> Gathered:
+def gather(run: RunFolder, name: str, sharing: int = 1) -> Gathered:
     """Read the folder; raises RunError for damaged files. `sharing`: runs on the page."""
     rows, steps = _rows(run), run.steps()
     chosen = _chosen_steps(steps, max(1, TIMELINES // sharing))
@@ -126,16 +120,7 @@ def gather(run: RunFolder, name: str, sharing: int = 1, run_code: bool = False) 
         _samples(run, budget, [row["step"] for row in rows if row["step"] > 0], max(1, SAMPLES // sharing))
         + _validated(run, budget, max(1, VALIDATED // sharing)),
         _alerts(run, rows),
-        *_examined(run, run_code),
     )
-
-
-def _examined(run: RunFolder, run_code: bool) -> tuple[RunSlowdown | None, list[Answer]]:
-    try:
-        examined = examine(run, run_code=run_code)
-        return examined.found, list(answers(examined.analysis, examined.simulated))
-    except (RunError, WorkloadError, PolicyError):  # too few steps yet, of another version, or its policy is elsewhere
-        return None, []
 
 
 def _alerts(run: RunFolder, rows: Sequence[Row]) -> list[tuple[int, Alert]]:

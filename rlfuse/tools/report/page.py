@@ -22,7 +22,6 @@ from rlfuse.files import write_whole
 from rlfuse.run_folder.reader import RunFolder, open_run, reading
 from rlfuse.tools.report import charts, tables
 from rlfuse.tools.report.gather import Gathered, gather
-from rlfuse.tools.run_code import add_option, policy_code
 
 MOST_ALERTS = 50
 TURNED = 3  # with more runs than that a table has a row for each of them
@@ -34,7 +33,6 @@ def main(argv: Sequence[str]) -> None:
     help_of_runs = "run folders; of a project's folder all its runs"
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help=help_of_runs)
     help_of_out = "default: report.html in the run folder, of several runs in the folder that they share"
-    add_option(parser)
     parser.add_argument("--out", type=Path, metavar="HTML", help=help_of_out)
     arguments = parser.parse_args(argv)
     folders = find(arguments.runs)
@@ -42,13 +40,10 @@ def main(argv: Sequence[str]) -> None:
     named, gathered = zip(folders, names([folder.path for folder in folders]), strict=True), []
     for folder, name in named:
         with reading(folder.path):
-            gathered.append(gather(folder, name, len(folders), arguments.run_code))
+            gathered.append(gather(folder, name, len(folders)))
     with reading(folders[0].path):
         page = render(gathered)
     write_whole(out, page)
-    for folder in () if arguments.run_code else folders:
-        for code in policy_code(folder.config["fusion"]["policy"]):
-            print(f"left out   what uneven workers cost {folder.name}: it would run {code} (--run-code)")
     shown = "" if len(folders) == 1 else f"{len(folders)} runs, "
     print(f"report     {out}  ({shown}{len(page.encode()) / 1e6:.1f} MB)")
 
@@ -103,7 +98,6 @@ def render(runs: Sequence[Gathered]) -> str:
         became=tables.became(runs),
         facts=tables.facts(runs),
         idle=tables.idle(runs),
-        slow={number: tables.slowness(run) for number, run in enumerate(runs) if run.slowdown is not None},
         alerts=[(run.name, step, alert) for run in runs for step, alert in run.alerts][:MOST_ALERTS],
         configurations=[yaml.safe_dump(run.run.config, sort_keys=False) for run in runs],
         data=finite(_data(runs, colours, panels)),

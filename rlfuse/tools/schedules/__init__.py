@@ -1,1 +1,0 @@
-"""`rlfuse schedule`: one fused pipeline schedule."""

@@ -1,0 +1,47 @@
+"""JSON schemas: what answers fit, which schemas are none, and what bounds the time of patterns."""
+
+import json
+
+import pytest
+
+from rlfuse.rewards.verifiers import json_schema
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "string", "pattern": "^(a|aa)+$"}},
+    "required": ["a"],
+    "patternProperties": {"^x": {"type": "integer"}, "^(a|aa)+b$": {}},
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "reason"),
+    [
+        ('{"a": 1}', 1, ""),
+        ('Here:\n```json\n{"a": 1, "b": "aa"}\n```', 1, ""),
+        ('{"a": "1"}', 0, "$.a: '1' is not of type 'integer'"),
+        ("{}", 0, "'a' is a required property"),
+        ("a: 1", 0, "no JSON"),
+        ('{"a": NaN}', 0, "NaN is no JSON"),
+        ("[" * 90_000, 0, "no JSON"),
+        ('{"a": ' + "1" * 90_000 + "}", 0, "no JSON"),
+        ('{"a": 1, "b": "' + "a" * 60 + '!"}', 0, "took longer than 0.3 s"),
+        ('{"a": 1, "' + "a" * 60 + '!": 2}', 0, "took longer than 0.3 s"),
+        ('{"a": 1, "xyz": 2}', 1, ""),
+        ('{"a": 1, "xyz": "2"}', 0, "$.xyz: '2' is not of type 'integer'"),
+        ('{"a": 1, "c": 2}', 0, "$: the property 'c' is not allowed"),
+    ],
+)
+def test_json_schema(answer, right, reason):
+    result = json_schema.score("", answer, json.dumps(SCHEMA), timeout_s=5.0 if "took" not in reason else 0.3)
+    assert result["score"] == right and reason in result.get("reason", "")
+    assert result["format"] == (0.0 if "no JSON" in reason or "is no JSON" in reason else result["format"])
+
+
+@pytest.mark.parametrize(
+    "truth", ["{", "3", '{"type": "objct"}', {"$ref": "http://example.org/schema"}, {"a": {1}}, None, {"pattern": "("}]
+)
+def test_a_schema_that_is_none_is_an_error(truth):
+    with pytest.raises(ValueError, match=r"ground_truth: got .*valid is a JSON schema"):
+        json_schema.score("", '"1"', truth)

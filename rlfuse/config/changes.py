@@ -29,21 +29,9 @@ class Effect(Enum):
         return self.name.lower().replace("_", " ")
 
 
-_LAYOUT = (
-    "actor.strategy",
-    "actor.zero_stage",
-    "training.pipeline_parallel_size",
-    "training.tensor_model_parallel_size",
-    "trainer.nnodes",
-    "trainer.n_gpus_per_node",
-)
-STATE = (
-    "actor.strategy",
-    "actor.zero_stage",
-    "training.tensor_model_parallel_size",
-    "model.dtype",
-    "video.freeze_tower",
-)
+_STATE = ("actor.strategy", "actor.zero_stage", "training.tensor_model_parallel_size")
+_LAYOUT = (*_STATE, "training.pipeline_parallel_size", "trainer.nnodes", "trainer.n_gpus_per_node")
+STATE = (*_STATE, "model.dtype", "video.freeze_tower")
 """Keys that decide how a checkpoint divides the states of whole models."""
 
 TABLE: tuple[tuple[Effect, str, str], ...] = (

@@ -34,5 +34,5 @@ part unit -n $((cores < 4 ? cores + 1 : 4)) --dist loadgroup ${fast[@]+"${fast[@
 [ "$only" = unit ] || part gpu "$@" || failed=$?  # alone: it counts the device's memory; one line where there is none
 # Three files at a time, as some tests wait for starts or for time to pass; each with a Ray of its own, in the order of
 # end_to_end/conftest.py: files with few tests are long. Files whose jobs share engines are one group.
-[ "$only" = unit ] || part end_to_end -n 3 --dist loadgroup --no-loadscope-reorder "$@" || failed=$?
+[ "$only" = unit ] || part end_to_end -n 2 --dist loadgroup --no-loadscope-reorder "$@" || failed=$?
 exit "$failed"

@@ -166,7 +166,8 @@ BACKEND_NAMES = {
         {
             "cli": "versions of the packages",
             "cluster.scratch": "files that it leaves in /dev/shm",
-            "config.engine_checks": "sizes among rollout.engine_kwargs, with which the memory plan computes, too",
+            "config.checks": "sizes among rollout.engine_kwargs, with which the memory plan computes, too",
+            "config.rewards": "values of reward.model_backend",
             "config.foreign": "keys of other frameworks",
             "config.quantization": "values of rollout.quantization, reported with the other keys'",
             "config.schema": "a default",

@@ -32,7 +32,7 @@ fast=()
 cores=$(env -u OMP_NUM_THREADS nproc)  # which would be the answer
 part unit -n $((cores < 4 ? cores + 1 : 4)) --dist loadgroup ${fast[@]+"${fast[@]}"} "$@" || failed=$?
 [ "$only" = unit ] || part gpu "$@" || failed=$?  # alone: it counts the device's memory; one line where there is none
-# Three files at a time, as some tests wait for starts or for time to pass; each with a Ray of its own, in the order of
-# end_to_end/conftest.py: files with few tests are long. Files whose jobs share engines are one group.
+# Two files at a time, each with a Ray of its own, in the order of end_to_end/conftest.py: files with few tests are long.
+# Files whose jobs share engines are one group.
 [ "$only" = unit ] || part end_to_end -n 2 --dist loadgroup --no-loadscope-reorder "$@" || failed=$?
 exit "$failed"

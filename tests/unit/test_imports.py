@@ -46,7 +46,9 @@ PRIVATE = {
     "rlfuse.engines.fsdp2": r"torch\.distributed\.(fsdp|tensor|device_mesh)\b",
 }
 """Trainer backend -> names of its library."""
-STAGE_KEY = {f"rlfuse.config.{name}" for name in ("schema", "parallelism", "foreign")}
+STAGE_KEY = {
+    f"rlfuse.{name}" for name in ("config.schema", "config.parallelism", "config.foreign", "run.resume.changes")
+}
 """Declare, check and translate `actor.zero_stage`, and judge whether it may change."""
 OF_DEEPSPEED = {
     "rlfuse.run.worker_imports",  # loads it once for all ranks

@@ -236,13 +236,15 @@ class TrainerProfile:
             print_kernels("the device in one micro-batch, its step and its log-probs", kernel_rows(trace))
 
     def moves(self) -> None:
+        from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
         from rlfuse.engines.trainer.offloading import to_device, to_host
 
+        model = DeepSpeedModel(self.engine, 1)
         for turn in (1, 2):
             began = time.perf_counter()
-            to_host(self.engine)
+            to_host(model)
             away = time.perf_counter()
-            to_device(self.engine)
+            to_device(model)
             print(f"turn {turn}: to the host {away - began:.3f} s, back {time.perf_counter() - away:.3f} s", flush=True)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from rlfuse.config.schema import ActorConfig
+from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.deepspeed.optimizer import trainable
 
 
@@ -32,7 +33,14 @@ def engine(device, width, stage, dtype, **actor):
     """`Layers` under AdamW and ZeRO, on the device."""
     settings = ActorConfig(zero_stage=stage, grad_clip=0.0, **actor)
     model = Layers(width, dtype)
-    return trainable(model if stage == 3 else model.to(device), settings, 1e-2, device)
+    return movable(trainable(model if stage == 3 else model.to(device), settings, 1e-2, device))
+
+
+def movable(engine):
+    """An engine that moves as the `DeepSpeedModel` around it does."""
+    model = DeepSpeedModel(engine, 1)
+    engine.tensors, engine.step_tensors = model.tensors, model.step_tensors
+    return engine
 
 
 def inputs(device, width, seed, dtype):

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("deepspeed")
 import torch
 import torch.distributed as dist
-from layers import Layers, accumulate, difference, engine, inputs, loss, saved, warm_up
+from layers import Layers, accumulate, difference, engine, inputs, loss, movable, saved, warm_up
 from processes import allocated, in_ranks
 from small import make_rows, policy_folder, settings
 
@@ -119,7 +119,7 @@ def _frozen(device, stage, dtype):
     width, dtype = WIDTH[device], DTYPES[dtype]
     warm_up(device, width, dtype)
     before = allocated(device)
-    model = freeze(Layers(width, dtype), ActorConfig(zero_stage=stage), device)
+    model = movable(freeze(Layers(width, dtype), ActorConfig(zero_stage=stage), device))
     x = inputs(device, width, 0, dtype)
     with torch.no_grad():
         first, there = float(loss(model, x)), allocated(device) - before

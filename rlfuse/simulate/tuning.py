@@ -22,7 +22,7 @@ from rlfuse.simulate.workload import Workload
 
 CONSOLIDATIONS = [(0.0, 1.0), *product((0.1, 0.2, 0.35, 0.6), (1.0, 1.25, 1.6, 2.0))]
 """(Below which share of the samples, 0: never, the tail is consolidated; how much slower decoding may get by it)."""
-SHARES = (0.85, 0.7, 0.5, 0.35, 0.25)  # of the samples that a slot could hold, admitted at once
+SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)  # of the samples that a slot could hold, and of engines that only prefill
 SUREST = Settings(threshold=0.0, longest_first=False)  # of what is tuned: as `stream`, but that it trains early
 MOST_SLOTS, MOST_SAMPLES = 16, 2048  # of the scaled-down machine; half the slots for more samples
 RISK = 0.1  # gain required per part by which decoding may get slower: lengths to come differ
@@ -150,9 +150,6 @@ def resample(lengths: Sequence[int], group: int, samples: int, seed: int) -> tup
     return tuple(groups[np.random.default_rng(seed).integers(len(groups), size=count)].ravel().tolist())
 
 
-PREFILL_SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)  # of the engines, which only prefill
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
     """The share of the engines that reads prompts, 0 where all do, and why."""
@@ -194,7 +191,7 @@ def error_of(fitted: Fit) -> float:
 
 
 def _shares(engines: int) -> Sequence[float]:
-    return list({count_of(share, engines): share for share in PREFILL_SHARES}.values())
+    return list({count_of(share, engines): share for share in SHARES}.values())
 
 
 def _seconds(workload: Workload, policy: str, settings: Settings) -> float:

@@ -54,7 +54,7 @@ def test_a_job_with_corrections_may_have_each_kind_on_gpus(kind):
         (
             {},
             {"rollout__quantization": "fp8"},
-            "vLLM means a checkpoint of 8 bits by it, .*; take one of fp8_per_channel",
+            "vLLM means an 8-bit checkpoint by it; .*; take one of fp8_per_channel",
         ),
         ({}, {"rollout__quantization": "fp8_per_chanel"}, "is not one of .*did you mean fp8_per_channel"),
         ({}, {"rollout__engine_kwargs": {"quantization": "fp8_per_tensor"}}, "set rollout.quantization in its place"),

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, is_zero_param
+from deepspeed.utils import groups
 from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -36,6 +37,7 @@ def trainable(model: Any, settings: ActorConfig, lr: float, device: str, grid: A
     own = settings.zero_stage == 0 and (model.dtype == torch.float32 or grid is not None)
     if own:  # here DeepSpeed clips without telling the norm or looking at it, or by one that lacks parts of the model
         config["gradient_clipping"] = 0.0
+    groups.mpu = None  # DeepSpeed keeps the grid of the last engine, and applies it to an engine without one
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=grid)
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         _undo_step(engine.optimizer)

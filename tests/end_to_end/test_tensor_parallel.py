@@ -190,5 +190,5 @@ async def test_a_slot_that_has_a_whole_model_works_alone(group, folders):
     )
     config.rollout.tensor_model_parallel_size = 1
     assert config.lockstep
-    with pytest.raises(ValueError, match="Slot 0 alone has a part of a model of 2 ranks"):
+    with pytest.raises(ValueError, match="2 ranks share each layer, slot 0 alone would wait"):
         await scores_of(group, "actor", rows, 0)

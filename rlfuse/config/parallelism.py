@@ -38,8 +38,9 @@ def divisors(number: int) -> list[int]:
 
 
 def state_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings that are equal where checkpoints divide states alike: ZeRO 2 does as 1."""
-    return {**settings, "actor.zero_stage": {2: 1}.get(settings["actor.zero_stage"], settings["actor.zero_stage"])}
+    """Return settings that are equal where checkpoints divide states alike: ZeRO 2 does as 1. Older ones lack keys."""
+    known = {"actor.strategy": "deepspeed", "training.tensor_model_parallel_size": 1} | dict(settings)
+    return known | {"actor.zero_stage": {2: 1}.get(known["actor.zero_stage"], known["actor.zero_stage"])}
 
 
 def pipelines(config: Config, facts: Facts) -> Iterator[str]:

@@ -10,6 +10,7 @@ import resource
 import signal
 import threading
 import time
+from contextlib import suppress
 
 import psutil
 from interrupted_steps import Steps
@@ -86,8 +87,8 @@ class Saboteur(Steps):
         """In the restart that follows, once all its processes have begun; no engine is ready that early."""
         while any(count == before for count, before in zip(self.begun(), begun, strict=True)):
             time.sleep(0.02)
-        mine = psutil.Process().children(recursive=True)
-        max((each for each in mine if each.name().startswith("ray::TrainerRan")), key=psutil.Process.create_time).kill()
+        ranks = [each for each in psutil.Process().children(recursive=True) if is_rank(each)]
+        max(ranks, key=psutil.Process.create_time).kill()
 
     def begun(self):
         """How many processes each log is of."""
@@ -114,6 +115,13 @@ class Saboteur(Steps):
 
     async def pid(self, actor):
         return await actor.__ray_call__.remote(lambda _: os.getpid())
+
+
+def is_rank(process):
+    """False for one that ended meanwhile, as those of the last attempt do."""
+    with suppress(psutil.NoSuchProcess):
+        return process.name().startswith("ray::TrainerRan") and process.create_time() > 0
+    return False
 
 
 def core(pid):

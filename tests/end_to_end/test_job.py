@@ -330,7 +330,7 @@ def test_a_job_that_is_told_to_stop_saves_where_it_is_and_leaves(resumed):
 def test_all_that_the_processes_of_a_run_import_counts_as_reached_by_train(resumed, records):
     processes = recorded_imports(records)
     imported = set().union(*processes.values())
-    parts = ("step.controller", "engines.rollout.rollout_worker", "engines.trainer.trainer_rank",
+    parts = ("step.controller", "engines.vllm.rollout_worker", "engines.trainer.trainer_rank",
              "rewards.workers.reward_worker", "run.worker_imports")  # fmt: skip
     assert imported >= {f"rlfuse.{name}" for name in parts} and len(processes) > 3
     assert imported <= reach(TRAIN)

@@ -11,7 +11,7 @@ from transformers import AutoConfig, Qwen2Config
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.families import untrainable
-from rlfuse.engines.vllm.support import CPU_BLOCK, CPU_HEAD_SIZES, architectures, unserved, unserved_judges
+from rlfuse.engines.vllm.support import CPU_BLOCK, CPU_HEAD_SIZES, architectures, unplannable, unserved, unserved_judges
 
 
 @pytest.fixture
@@ -76,6 +76,7 @@ def test_settings_that_vllm_cannot_honour_are_refused(config, monkeypatch, chang
     (told,) = unserved(config)
     key, value = next(iter(changes.items()))
     assert told.startswith(f"{key}={value}: {words}") and "set " in told
+    assert unplannable(config, device) == ([] if "not installed" in told else [told]), "a plan's machine has its own"
 
 
 def test_latent_attention_needs_gpus(config):
@@ -106,6 +107,7 @@ def test_models_whose_new_weights_vllm_does_not_compute_with_are_not_trained(con
     config.cluster.device = "cuda"
     (told,) = set(unserved(config)) - set(unserved(config, trains=False))
     assert told.startswith(f"model.path={config.model.path}: {words}") and "choose another model" in told
+    assert unplannable(config, "cpu") == unplannable(config, "cuda") == [told]
     config.rollout.on_mismatch = "alert"
     assert (told in unserved(config)) == (kind == "gpt_oss")
 

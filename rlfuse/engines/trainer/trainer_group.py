@@ -217,6 +217,11 @@ class TrainerGroup(RankGroup):
         """Continue from what `save` wrote under the same number of ranks, which divide states alike."""
         self._check_no_gradients("loaded")
         saved = json.loads((folder / "trainer.json").read_text())
+        if "ranks" not in saved:
+            raise EngineError(
+                f"{folder} was written by pipeline stages: resume with training.pipeline_parallel_size above 1, or "
+                f"start a new run from the weights with model.path={folder / self.models[0] / 'huggingface'}."
+            )
         if state_layout(saved) != state_layout(self._shape()):
             raise EngineError(
                 f"{folder} was written with {saved}, this run has {self._shape()}: training resumes only with the "

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -54,6 +55,16 @@ def unserved(config: Config, trains: bool = True) -> list[str]:
         *_arguments(config, model),
         *found,
     ]
+
+
+def unplannable(config: Config, device: str) -> list[str]:
+    """Return why vLLM cannot run this job on any machine with `device`, whatever the sizes of model and cache."""
+    model = _model_config(config, config.model.path)
+    if config.rollout.name != "vllm" or config.trainer.task != "rl" or model is None:
+        return []
+    planned = replace(config, cluster=replace(config.cluster, device=device))
+    on_this = _connector(planned) if device == "cuda" else ()  # a machine with CPUs may have another nixl
+    return [*on_this, *_drafting(planned, model), *_of_training(f"model.path={config.model.path}", planned, model)]
 
 
 def unserved_judges(config: Config) -> list[str]:

@@ -25,6 +25,7 @@ from rlfuse.engines.memory.model_sizes import Shape, served_shapes, shapes_of
 from rlfuse.engines.memory.remedies import problems, remedies
 from rlfuse.engines.vllm.gpu_settings import gpu_settings
 from rlfuse.engines.vllm.setup import memory_arguments
+from rlfuse.engines.vllm.support import unplannable
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.decisions import traits_of
 from rlfuse.fusion.own_policies import load_policy
@@ -67,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
     _check(arguments, config)
     policy = load_policy(config.fusion.policy)
     beyond = beyond_limits(config, arguments.prompt_tokens, arguments.response_tokens)
-    if wrong := [*untrainable(config), *beyond]:
+    if wrong := [*untrainable(config), *unplannable(config, device_of(config, arguments)), *beyond]:
         raise ConfigError(wrong)
     shapes = shapes_of(config)
     budget = budget_of(config, arguments)

@@ -25,6 +25,7 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import GIB
 from rlfuse.engines.memory.model_sizes import served_shapes, shapes_of
 from rlfuse.engines.memory.remedies import changed
+from rlfuse.engines.vllm.support import unplannable
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.own_policies import load_policy
 from rlfuse.progress import Console
@@ -67,7 +68,8 @@ def main(argv: Sequence[str]) -> None:
     beyond = beyond_limits(config, arguments.prompt_tokens, arguments.response_tokens)
     task = [f"trainer.task={config.trainer.task}: what is searched are steps that generate; drop --search"]
     task *= config.trainer.task != "rl"
-    if wrong := [*task, *cluster.lacks(config), *untrainable(config), *beyond]:
+    refused = [*untrainable(config), *unplannable(config, config.cluster.device)]
+    if wrong := [*task, *cluster.lacks(config), *refused, *beyond]:
         raise ConfigError(wrong)
     (job, facts), began = _job(config, cluster, arguments), time.monotonic()
     seconds, patience = arguments.seconds or SECONDS, inf if arguments.seconds else PATIENCE

@@ -25,7 +25,7 @@ COMMANDS = {
     "calibrate": "what this device does, for plans: rlfuse calibrate RUN_DIR ... | --probe; writes calibration.yaml",
     "doctor": "whether this machine can run jobs, and what to do where it can't",
     "submit": "send a job to a running Ray cluster: rlfuse submit --address HOST key=value ... | status | logs | stop",
-    "simulate": "what each fusion policy makes of a workload, or of a recorded run, on a virtual clock",
+    "simulate": "each fusion policy on a workload, on a virtual clock; of a recorded run: rlfuse whatif RUN --policy P",
     "whatif": "what uneven workers cost a run, who they are, and what if: rlfuse whatif RUN_DIR | --trace ops.csv",
     "report": "runs as one HTML page, beside each other if several: what differs, curves, timelines, samples",
     "trace": "a run's events for ui.perfetto.dev: a row per slot, arrows from samples to optimizer steps",

@@ -68,7 +68,6 @@ FLAG = Schema(type="boolean")
 Count = Annotated[int, number(1, whole=True)]
 Index = Annotated[int, number(whole=True)]
 AtLeastZero = Annotated[float, number()]
-AtLeastOne = Annotated[float, number(1)]
 Positive = Annotated[float, number(above=True)]
 
 

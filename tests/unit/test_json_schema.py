@@ -39,6 +39,22 @@ def test_json_schema(answer, right, reason):
     assert result["format"] == (0.0 if "no JSON" in reason or "is no JSON" in reason else result["format"])
 
 
+NESTED = {"type": "array", "items": {"$ref": "#"}}
+
+
+@pytest.mark.parametrize(
+    "schema, answer",
+    [
+        ({"unevaluatedProperties": False, "patternProperties": {r"^(\w+\s?)*$": {}}}, json.dumps({"a" * 40 + "!": 1})),
+        ({"anyOf": [NESTED, NESTED | {"maxItems": 9}]}, "[" * 30 + "1" + "]" * 30),
+    ],
+    ids=["pattern", "recursion"],
+)
+def test_the_whole_validation_has_a_time_limit(schema, answer):
+    result = json_schema.score("", answer, schema, timeout_s=0.3)
+    assert result["score"] == 0 and "took longer than 0.3 s" in result["reason"]
+
+
 @pytest.mark.parametrize(
     "truth", ["{", "3", '{"type": "objct"}', {"$ref": "http://example.org/schema"}, {"a": {1}}, None, {"pattern": "("}]
 )

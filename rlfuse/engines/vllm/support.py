@@ -45,7 +45,8 @@ def unserved(config: Config, trains: bool = True) -> list[str]:
     if (model := _model_config(config, path)) is None:
         return [*_connector(config)]
     given = f"model.path={path}"
-    found = [*_connector(config), *_drafting(config, model), *(_of_training(given, config, model) if trains else ())]
+    found = [*_connector(config), *_drafting(config, model), *_latent_attention(given, config, model)]
+    found += _of_training(given, config, model) if trains else ()
     if "hf_overrides" in config.rollout.engine_kwargs:  # vLLM reads another model than this
         return found
     return [
@@ -59,18 +60,23 @@ def unserved(config: Config, trains: bool = True) -> list[str]:
 
 def unplannable(config: Config, device: str) -> list[str]:
     """Return why vLLM cannot run this job on any machine with `device`, whatever the sizes of model and cache."""
-    model = _model_config(config, config.model.path)
-    if config.rollout.name != "vllm" or config.trainer.task != "rl" or model is None:
-        return []
     planned = replace(config, cluster=replace(config.cluster, device=device))
-    on_this = _connector(planned) if device == "cuda" else ()  # a machine with CPUs may have another nixl
-    return [*on_this, *_drafting(planned, model), *_of_training(f"model.path={config.model.path}", planned, model)]
+    found, model = [*_reward_device(planned)], _model_config(config, config.model.path)
+    if config.rollout.name != "vllm" or config.trainer.task != "rl" or model is None:
+        return found
+    given = f"model.path={config.model.path}"
+    found += _connector(planned) if device == "cuda" else ()  # a machine with CPUs may have another nixl
+    return [
+        *found,
+        *_drafting(planned, model),
+        *_latent_attention(given, planned, model),
+        *_of_training(given, planned, model),
+    ]
 
 
 def unserved_judges(config: Config) -> list[str]:
     """Return why vLLM cannot run a judge or a model of the reward."""
-    judges, reward = list[str](), config.reward
-    with_judges_at(reward.functions, lambda path: judges.append(path) or path)
+    judges = _judges(config)
     models = {path: _model_config(config, path) for path in judges}
     given = {path: f"reward.functions: model={path}" for path in models}
     found = [
@@ -79,10 +85,20 @@ def unserved_judges(config: Config) -> list[str]:
         if model is not None
         for problem in (*_architecture(given[path], model), *_head_size(given[path], config, model))
     ]
-    served = judges or (reward.model_path and reward.model_backend == "vllm")
-    if served and reward.device == "cpu" and on_gpus(config):
-        found.append("reward.device=cpu: vLLM serves judges and models on the GPUs here; set reward.device=auto")
+    return [*found, *_reward_device(config)]
+
+
+def _judges(config: Config) -> list[str]:
+    found = list[str]()
+    with_judges_at(config.reward.functions, lambda path: found.append(path) or path)
     return found
+
+
+def _reward_device(config: Config) -> Iterator[str]:
+    reward = config.reward
+    served = _judges(config) or (reward.model_path and reward.model_backend == "vllm")
+    if served and reward.device == "cpu" and on_gpus(config):
+        yield "reward.device=cpu: vLLM serves judges and models on the GPUs here; set reward.device=auto"
 
 
 def _model_config(config: Config, path: str) -> PreTrainedConfig | None:
@@ -140,11 +156,14 @@ def _drafting(config: Config, model: PreTrainedConfig) -> Iterator[str]:
             )
 
 
-def _of_training(given: str, config: Config, model: PreTrainedConfig) -> Iterator[str]:
-    kind = model.get_text_config().model_type
+def _latent_attention(given: str, config: Config, model: PreTrainedConfig) -> Iterator[str]:
     if getattr(model.get_text_config(), "kv_lora_rank", None) is not None and on_gpus(config) is False:
         why = "vLLM's kernels for CPUs compute latent attention differently from transformers"
         yield f"{given}: {why}; {ELSEWHERE}, or rollout.name=transformers"
+
+
+def _of_training(given: str, config: Config, model: PreTrainedConfig) -> Iterator[str]:
+    kind = model.get_text_config().model_type
     if kind in STUCK:
         yield (
             f"{given}: vLLM would keep some weights of a {kind} as they were at its start, as it writes them past its "

@@ -1,14 +1,17 @@
 """Score JSON against a schema: all of the answer, its last code block, or the content of its `<answer>` tag or box.
 
-The draft is that of `$schema`, else 2020-12; remote `$ref`s are not fetched. Patterns of the schema are matched by the
-`regex` package, with a time limit.
+The draft is that of `$schema`, else 2020-12; remote `$ref`s are not fetched. Validation has a time limit: each pattern
+of the schema in any thread, the whole in the main thread, where reward functions run.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import regex
@@ -33,7 +36,7 @@ def score(
     *,
     timeout_s: float = SECONDS,
 ) -> dict[str, Any]:
-    """1 if the answer is JSON that the schema allows; `format` is 1 for any JSON. `timeout_s`: of one pattern."""
+    """1 if the answer is JSON that the schema allows; `format` is 1 for any JSON. `timeout_s`: of validation."""
     try:
         validator = _validator(ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth), timeout_s)
     except (ValueError, TypeError, RecursionError, SchemaError) as error:
@@ -51,7 +54,8 @@ def score(
     else:
         return verdict(0.0, problem, found=False)
     try:
-        error = best_match(validator.iter_errors(given))
+        with _limited(timeout_s):
+            error = best_match(validator.iter_errors(given))
     except TimeoutError:
         return verdict(0.0, f"validating took longer than {timeout_s:g} s")
     except (ArithmeticError, RecursionError) as error:
@@ -59,6 +63,24 @@ def score(
     except (Unresolvable, regex.error) as error:  # in a part that only this answer led to
         raise bad_truth(ground_truth, f"a JSON schema ({_line(error)})") from None
     return verdict(0.0, f"{error.json_path}: {_line(error)}") if error else verdict(1.0)
+
+
+@contextmanager
+def _limited(timeout_s: float) -> Iterator[None]:
+    """Raise TimeoutError after `timeout_s` in the main thread, and restore the timer that was set."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> NoReturn:
+        raise TimeoutError
+
+    handler, timer = signal.signal(signal.SIGALRM, end), signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def _texts(answer: str) -> list[str]:

@@ -62,7 +62,8 @@ class Loaded:
 def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) -> Loaded:
     """Load tokenizer, prompts and rewards; seeds are those of the validation after `step`."""
     reward = inference.reward_pool(config) if scored else None
-    if problems := [*engine_actor(config.rollout.name).unserved(config, trains=False), *unserved_judges(config)]:
+    judges = unserved_judges(config) if scored else ()
+    if problems := [*engine_actor(config.rollout.name).unserved(config, trains=False), *judges]:
         raise ConfigError(problems)
     video_model, tokenizer = inference.video_model_of(config), load_tokenizer(config.model)
     clips = inference.clip_reader(config, tokenizer, video_model)

@@ -27,7 +27,7 @@ def quantized(config: Config, facts: Facts) -> Iterator[str]:
             f"rollout.engine_kwargs.{name}={arguments[name]}: other weights than those that are trained need "
             f"importance correction, and bounds of their own; set {KEY} in its place"
         )
-    if given not in by_name()[KEY].names:  # null, or what is told as no value of it
+    if given not in by_name()[KEY].names:  # null, or invalid, which another check reports
         return
     if config.algorithm.rollout_is_threshold is None:
         yield (

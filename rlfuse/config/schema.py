@@ -298,7 +298,7 @@ class ActorConfig:
     grad_clip: float = key(1.0, OPTIMIZER, at_least=0)
     """Largest global gradient norm; 0 does not clip. A step whose norm is not finite is skipped in any case."""
     ppo_max_token_len_per_gpu: int = key(16384, SCHEDULING, unit="tokens", at_least=1)
-    """Token budget of a micro-batch on one rank; a longer sequence gets a micro-batch of its own."""
+    """Token budget of a micro-batch on one rank; a longer sequence forms a micro-batch alone."""
     ppo_micro_batch_size_per_gpu: int | None = key(None, SCHEDULING, at_least=1)
     """Largest number of sequences per micro-batch; null: only the token budget limits it."""
     optim: OptimConfig = field(default_factory=OptimConfig)

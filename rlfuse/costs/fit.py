@@ -170,6 +170,6 @@ def non_negative(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def _accuracy(predicted: np.ndarray, measured: np.ndarray) -> Accuracy:
-    apart = np.abs(predicted - measured) / np.maximum(measured, 1e-9)
+    errors = np.abs(predicted - measured) / np.maximum(measured, 1e-9)
     total = float((predicted.sum() - measured.sum()) / max(measured.sum(), 1e-9))
-    return Accuracy(len(measured), float(measured.sum()), total, float(np.median(apart)))
+    return Accuracy(len(measured), float(measured.sum()), total, float(np.median(errors)))

@@ -1,6 +1,6 @@
 """Estimate the rate of each slot: seconds of its work over the seconds that it takes a typical slot (rate 1).
 
-`Rates` follows a run while it goes on; a rate moves only when the median of the last three observations differs from it
+`Rates` are updated during a run; a rate changes only when the median of the last three observations differs from it
 by DEAD_BAND. `slot_rates` and `typical_seconds` read recorded runs, and fit costs and rates together, as a slow worker
 gets less work.
 """

@@ -133,7 +133,7 @@ class DeepSpeedModel:
         stage_states.load(self.engine, folder, shares)
 
 
-# Kept for the life of the process: models of equal degree share them, and every gloo group has threads of its own.
+# Cached: models of equal degree share the groups, and every gloo group starts threads.
 @cache
 def _grid(mesh: ParallelMesh) -> PipelineParallelGrid | None:
     """Ranks that hold parts of a model. To DeepSpeed, ranks that share a sequence are data-parallel."""
@@ -179,7 +179,7 @@ def _reachable(root: Any) -> Iterator[torch.Tensor]:
 def guarded(engine: deepspeed.DeepSpeedEngine, files: Writing) -> Iterator[None]:
     """Files of its `save_checkpoint` are written through `files`."""
     engine.checkpoint_engine = _Guarded(engine.checkpoint_engine, files)
-    engine._copy_recovery_script = lambda *_: None  # of no use beside huggingface/, and a file nobody guards
+    engine._copy_recovery_script = lambda *_: None  # unused next to huggingface/, and written unguarded
     try:
         yield
     finally:

@@ -34,7 +34,7 @@ STALE_S = 60.0
 COMPILED = {"ShareMemCommBuilder": "deepspeed_shm_comm.so", "CPUAdamBuilder": "cpu_adam.so"}
 """DeepSpeed's op builder -> the file that it compiles."""
 PATIENCE_S = 5.0
-"""Until the person is told of a wait."""
+"""Seconds until a wait is reported."""
 
 
 def builders(device: str, offload_optimizer: bool) -> list[str]:
@@ -45,15 +45,15 @@ def builders(device: str, offload_optimizer: bool) -> list[str]:
 
 async def load_everywhere(ranks: Sequence[ray.actor.ActorHandle], config: Config, device: str) -> None:
     """Have every rank load its operations; EngineError if one waits for longer than cluster.timeout_s."""
-    limit_s, told = config.cluster.timeout_s, set[str]()
+    limit_s, reported = config.cluster.timeout_s, set[str]()
     until = time.monotonic() + limit_s
 
     async def one(name: str, rank: ray.actor.ActorHandle) -> None:
         while why := await call(rank.load_extensions.remote(), name, "load DeepSpeed's operations", limit_s):
             if time.monotonic() > until:
                 raise EngineError(f"{name} waited for {limit_s:g} s (cluster.timeout_s): {why}")
-            if why not in told:
-                told.add(why)
+            if why not in reported:
+                reported.add(why)
                 watchdog.say(f"{name}: {why}")
 
     needed, began = [COMPILED[name] for name in builders(device, config.actor.offload_optimizer)], time.monotonic()

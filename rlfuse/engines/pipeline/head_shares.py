@@ -25,7 +25,7 @@ Arrived = Callable[[Any], None]
 """Waits for a collective."""
 
 
-# Kept for the life of the process: models of equal degree share them, and every gloo group has threads of its own.
+# Cached: models of equal degree share the groups, and every gloo group starts threads.
 @cache
 def group_of(*ranks: int, limit: timedelta | None = None) -> Any:
     """Of these ranks, whose calls wait so long at most, else as the default group's; all ranks call."""

@@ -304,7 +304,7 @@ class PipelineRank(Rank):
         return self.shares.get(model) or self.tensor
 
 
-# Kept for the life of the process: every gloo group has threads of its own.
+# Cached: every gloo group starts threads.
 @cache
 def _sharers(mesh: ParallelMesh, rank: int, limit_s: float) -> TensorParallelGroup | None:
     if mesh.tp == 1:

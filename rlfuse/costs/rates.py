@@ -30,7 +30,7 @@ REFRESH = 8  # the typical ratio is recomputed after slots / REFRESH observation
 class Rates:
     """The current rate of each of `slots` slots; 1 until work is observed.
 
-    `drained`: slots drained from the start; `returning`: those of them that are restored once they are as fast as the
+    `drained`: slots drained from the start; `returning`: the subset that is restored once they are as fast as the
     others. Both sets belong to the caller and are updated in place. `measured=False` keeps all rates at 1, for runs in
     which nothing may depend on measured times.
     """

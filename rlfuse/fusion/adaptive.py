@@ -1,6 +1,6 @@
 """The continuous policy (`fusion=adaptive`): admission by expected length, cost-gated release of slots, early training.
 
-Slow slots hand over what they would finish too late (Malleus, arXiv 2410.13333). `simulate.tuning` chooses its
+Slow slots hand over samples that they would finish too late (Malleus, arXiv 2410.13333). `simulate.tuning` chooses its
 settings; where none of them beats `serial`, it does what `serial` does.
 """
 

@@ -275,7 +275,7 @@ class Board:
 
     @property
     def _late(self) -> bool:
-        """Whether it is open which groups the step learns from: those of `_eligible` that finish first."""
+        """Whether the groups to train on are still undecided: the first of `_eligible` to finish."""
         return not self._decided and self._needed_groups < self._eligible
 
     def _divide(self) -> None:
@@ -291,7 +291,7 @@ class Board:
             progress.divide(of, sizes, tokens)
 
     def snapshot(self, now: float) -> Snapshot:
-        """Return what a policy may know; O(1), except when the plan is due."""
+        """Return the snapshot for a policy; O(1), except when the plan is due."""
         slot_table, costs = self.slot_table, self.slot_table.costs
         self._queue.add_due(now)
         to_score = max(0.0, self._to_score)

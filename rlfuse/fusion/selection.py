@@ -32,7 +32,7 @@ CARRY_OVER = ("partial_rollout", "one_step_off")  # need importance correction
 
 
 def label(data: str, tail_speculation: int = 0, quantization: str | None = None) -> str:
-    """Return the label of what a run's fusion changes; quantized engines sample from another policy."""
+    """Return the exactness label of a run's fusion; quantized engines sample from another policy."""
     if quantization is not None:
         return "off-policy"
     return "exact in distribution" if data == "exact" and tail_speculation else LABELS[data]

@@ -240,7 +240,7 @@ def share(
 
 
 def families(view: Snapshot, names: Iterable[str], slots: int) -> Iterator[tuple[str, ...]]:
-    """Yield what goes to one slot together: siblings, if their prompt (computed once) is most of their tokens; cut into
+    """Yield groups of samples for one slot: siblings, if their prompt (computed once) is most of their tokens; cut into
     parts where nothing more will come and slots would get none."""
     whole = (tuple(family) for _, family in groupby(names, prompt_of if view.siblings_together else None))
     first = list(islice(whole, slots))

@@ -80,9 +80,7 @@ class Probe(TrainerGroup):
         """The ranks share layers and sequences in groups of other degrees."""
 
         def regroup(rank, config):
-            from deepspeed.utils import groups
-
-            rank.config, groups.mpu = config, None
+            rank.config = config
             rank.meet_groups()
 
         await asyncio.gather(*(rank.__ray_call__.remote(regroup, config) for rank in self.ranks))

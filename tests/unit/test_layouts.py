@@ -62,7 +62,6 @@ LAYOUTS |= {f"reward model, ZeRO {stage}": Layout(stage, reward_model=True) for 
 def in_all_layouts(device, folder, out):
     """{layout: what this rank found}."""
     import deepspeed
-    from deepspeed.utils import groups
 
     from rlfuse.engines.deepspeed import optimizer
 
@@ -70,7 +69,6 @@ def in_all_layouts(device, folder, out):
     deepspeed.init_distributed("gloo", verbose=False)
     found = {}
     for name, layout in LAYOUTS.items():
-        groups.mpu = None
         found[name] = in_layout(layout, layout.config(folder), Path(out) / name)
     return found
 

@@ -275,10 +275,12 @@ def test_many_steps_stay_small(tmp_path):
 def test_memory_does_not_grow_with_the_steps(tmp_path):
     peaks = []
     for steps in (200, 600):
-        run = open_run(run_folder(tmp_path / str(steps), steps=steps, count=40, metrics=60))
-        tracemalloc.start()
-        gathered = gather(run, "run")
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
+        run, found = open_run(run_folder(tmp_path / str(steps), steps=steps, count=40, metrics=60)), []
+        for _ in range(3):  # threads of other tests allocate, too
+            tracemalloc.start()
+            gathered = gather(run, "run")
+            found.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        peaks.append(min(found))
         assert list(gathered.lengths) == list(range(1, steps + 1)) and len(gathered.slowest) == 15
     assert peaks[1] < 1.3 * peaks[0]

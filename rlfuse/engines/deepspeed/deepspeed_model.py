@@ -157,7 +157,7 @@ def _step_tensors(engine: Any) -> list[torch.Tensor]:
 
 
 def _reachable(root: Any) -> Iterator[torch.Tensor]:
-    """What is reached from here through containers, attributes of tensors and the parts of optimizers."""
+    """Return all tensors reachable through containers, tensor attributes and optimizer members."""
     seen, waiting = {}, [root]
     while waiting:
         value = waiting.pop()
@@ -188,7 +188,7 @@ def guarded(engine: deepspeed.DeepSpeedEngine, files: Writing) -> Iterator[None]
 
 
 class _Guarded:
-    """DeepSpeed's writer of checkpoint files, as it was but for failures."""
+    """DeepSpeed's checkpoint writer with failures handled by `files`."""
 
     def __init__(self, wrapped: Any, files: Writing):
         self.wrapped, self._files = wrapped, files

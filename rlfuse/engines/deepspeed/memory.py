@@ -1,4 +1,4 @@
-"""What a model takes on a rank under DeepSpeed 0.19's ZeRO (arXiv 1910.02054). Imports neither torch nor DeepSpeed.
+"""Memory of a model on a rank under DeepSpeed 0.19's ZeRO (arXiv 1910.02054). Imports neither torch nor DeepSpeed.
 
 on the device, bytes a parameter, bfloat16            ZeRO 0     1             2             3
 parameters                                              2        2             2         2 / copies
@@ -23,7 +23,7 @@ REDUCED = 50_000_000
 REDUCED_WHOLE = 500_000_000
 """Gradient elements that DeepSpeed reduces at a time without ZeRO."""
 LIVE = 1_000_000_000
-"""Parameters that ZeRO 3 holds gathered at a time, at the most."""
+"""Parameters that ZeRO 3 gathers at a time, at most."""
 
 
 class ZeroMemory:

@@ -1,7 +1,7 @@
 """DeepSpeed engines from our configuration: ZeRO stage, optimizer, clipping, and their step.
 
 Role: used by `DeepSpeedModel`. Between steps an engine holds sums: gradients that nothing has divided yet. Only
-`take_step` scales them, so that micro-batches can be accumulated before anyone knows how many there will be. `memory`
+`take_step` scales them, so that micro-batches can be accumulated before their number is known. `memory`
 says what the sums cost.
 """
 
@@ -37,8 +37,7 @@ def trainable(model: Any, settings: ActorConfig, lr: float, device: str, grid: A
     own = settings.zero_stage == 0 and (model.dtype == torch.float32 or grid is not None)
     if own:  # here DeepSpeed clips without telling the norm or looking at it, or by one that lacks parts of the model
         config["gradient_clipping"] = 0.0
-    groups.mpu = None  # DeepSpeed keeps the grid of the last engine, and applies it to an engine without one
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=grid)
+    engine = _initialized(model, config, grid, optimizer)
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         _undo_step(engine.optimizer)
     if own:
@@ -46,6 +45,13 @@ def trainable(model: Any, settings: ActorConfig, lr: float, device: str, grid: A
     if settings.zero_stage < 2 and _sums(settings, model.dtype) != model.dtype:
         _sum_in_float32(engine)
     return engine
+
+
+def _initialized(
+    model: Any, config: dict[str, Any], grid: Any = None, optimizer: Any = None
+) -> deepspeed.DeepSpeedEngine:
+    groups.mpu = None  # DeepSpeed keeps the grid of the last engine, and applies it to an engine without one
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=grid)[0]
 
 
 def _undo_step(wrapper: FP16_UnfusedOptimizer) -> None:
@@ -131,7 +137,7 @@ def freeze(model: PreTrainedModel, settings: ActorConfig, device: str) -> Any:
     model.requires_grad_(False)
     if settings.zero_stage < 3:
         return model.to(device)
-    engine, *_ = deepspeed.initialize(model=model, config=_config(settings, model.dtype))
+    engine = _initialized(model, _config(settings, model.dtype))
     return engine
 
 

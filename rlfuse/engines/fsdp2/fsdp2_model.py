@@ -31,7 +31,7 @@ class Fsdp2Model:
     """`model` is sharded in place."""
 
     def __init__(self, model: PreTrainedModel, config: Config, device: str):
-        if device != "cpu":  # moves between device and host (`offloading`) do not know shards of this kind
+        if device != "cpu":  # moves between GPU and host (`offloading`) were not run with its shards
             raise EngineError("actor.strategy=fsdp2: runs on CPUs only; set actor.strategy=deepspeed")
         self.module = model
         self._clip, self._lr, self.steps = config.actor.grad_clip or math.inf, 0.0, 0

@@ -1,6 +1,6 @@
 """What a device holds in each phase, and whether it fits: a pure function of configuration, shapes and device memory.
 
-What models take is their backend's to say (`model_memory`); an engine's memory is as in vLLM 0.32. Bytes are of the
+The backend's `model_memory` estimates the models; an engine's memory is as in vLLM 0.32. Bytes are of the
 fullest device.
 """
 

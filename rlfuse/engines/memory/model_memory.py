@@ -1,4 +1,4 @@
-"""The contract of a trainer backend's memory model: what its models take on a rank, from the configuration alone."""
+"""The contract of a trainer backend's memory model: memory of its models on a rank, from the configuration alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gradient_item(config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something that lies on the device."""
+    """One allocation on the device."""
 
     role: str  # `actor`, `critic`, `reference`, `engine`, `tower`, `reward models` or `processes`
     what: str
@@ -42,13 +42,13 @@ class ModelMemory(Protocol):
         """Return the size of a model's weights, trained or frozen."""
 
     def states(self, role: str, held: float) -> list[Part]:
-        """Return what a trained model keeps besides: gradients, optimizer."""
+        """Return the gradients and optimizer state of a trained model."""
 
     def buffers(self, role: str, held: float) -> list[Part]:
-        """Return what stays allocated to reduce its gradients."""
+        """Return the buffers that stay allocated to reduce gradients."""
 
     def in_step(self, role: str, held: float) -> list[list[Part]]:
-        """Return what an optimizer step takes when activations have gone, in phases; optimizers step in the last."""
+        """Return the memory of an optimizer step after activations are freed, by phase; optimizers step in the last."""
 
     def in_passes(self, shapes: Mapping[str, Shape]) -> list[Part]:
-        """Return what passes take besides activations; `shapes`: by role."""
+        """Return the memory of passes without activations; `shapes`: by role."""

@@ -1,4 +1,4 @@
-"""What all rollout backends do alike: admit requests, return results in finishing order, count versions, keep spans.
+"""Base of all rollout backends: admits requests, returns results in finishing order, counts versions, keeps spans.
 
 Role: base class of the backends' actors. `generate` waits for its samples; leaving it early evicts the rest.
 """
@@ -67,7 +67,7 @@ class EngineBase(ABC):
             await self._leave(begun.keys())
 
     def _admit(self, requests: Sequence[Request]) -> None:
-        """Refuse them all, or none."""
+        """Validate all requests before admitting any."""
         if self._asleep:
             raise RuntimeError(f"{self.name} is asleep: wake it before {len(requests)} samples are handed over")
         ids = {request.id for request in requests}
@@ -125,7 +125,7 @@ class EngineBase(ABC):
         self._meter.pause()
 
     def _updated(self, version: int) -> None:
-        """End it: the engine computes with these weights."""
+        """End the span of the update: the engine now uses these weights."""
         self._version = version
         if self._update is not None:
             self._update.end, self._update.attributes["version"] = clock.now(), version

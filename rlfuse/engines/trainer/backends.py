@@ -37,7 +37,7 @@ BACKENDS = {
 
 
 def imported(name: str) -> Any:
-    """Return what a dotted name of a `Backend` stands for."""
+    """Import and return the object with this dotted name of a `Backend`."""
     module, _, found = name.partition(":")
     return getattr(import_module(module), found)
 
@@ -48,6 +48,6 @@ def model_memory(config: Config) -> type[ModelMemory]:
 
 
 def compiling(config: Config) -> Callable[..., Awaitable[None]] | None:
-    """Return what has ranks compile their operations; None for a backend without any."""
+    """Return the function that compiles operations on all ranks; None for a backend without any."""
     found = BACKENDS[config.actor.strategy].compiling
     return found and imported(found)

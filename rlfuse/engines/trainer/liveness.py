@@ -1,4 +1,4 @@
-"""Whether trainer ranks make progress in a call, and which one hangs.
+"""Detect trainer ranks that make no progress in a call.
 
 Role: a rank's `Progress` answers with a `Pulse` while another thread computes; the driver's `Judge` (pure) compares
 those of all ranks in a call. Waits for nothing. Invariants: a rank that computes is alive however long it takes (on

@@ -98,10 +98,10 @@ class ShardedModel(Protocol):
 
 
 class StagesModel(ShardedModel, Protocol):
-    """What pipelines need besides: states by parameter name, which any other cut into stages can load."""
+    """Additional methods for pipelines: states by parameter name, loadable under any split into stages."""
 
     def close(self) -> None:
-        """Let go of the model and its optimizer."""
+        """Release the model and its optimizer."""
 
     def save_by_name(self, folder: Path, rank: int | None, files: Writing, shares: TensorShares | None) -> None:
         """Gather this rank's parameters with their moments; written if `rank` is given, as that rank's file.
@@ -110,7 +110,7 @@ class StagesModel(ShardedModel, Protocol):
         """
 
     def load_by_name(self, folder: Path, shares: TensorShares | None) -> None:
-        """What `save_by_name` wrote for the parameters on this rank. FileNotFoundError if there is nothing."""
+        """Load the states that `save_by_name` wrote for this rank's parameters. FileNotFoundError if there are none."""
 
 
 def sharded_model(strategy: str) -> type[ShardedModel]:

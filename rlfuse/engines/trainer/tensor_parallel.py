@@ -40,7 +40,7 @@ class TensorShares(Protocol):
     degree: int
     index: int
     answers: bool
-    """Whether it writes for them."""
+    """Whether this rank writes checkpoints for the group."""
 
     def whole(self, tensor: Tensor, dim: int) -> Tensor: ...
 

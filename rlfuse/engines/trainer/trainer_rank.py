@@ -76,7 +76,7 @@ class TrainerRank(Rank):
 
     def meet_groups(self) -> None:
         """As the configuration has them; every rank calls."""
-        mesh, limit = self.mesh, timedelta(seconds=self.config.cluster.timeout_s)
+        mesh, limit = self.mesh, timedelta(seconds=self.limit_s)
         self.tensor = TensorParallelGroup(mesh, self.rank, limit) if mesh.tp > 1 else None
         self.parallel = SequenceParallel(mesh, self.rank, limit)
 

@@ -47,7 +47,7 @@ SERVED = {
     "rollout.scheduler": "fast",
     "fusion.tail_speculation": 0,
 }
-"""Keys of which this backend takes one value."""
+"""Keys of which this backend supports one value."""
 PREFILL_TOKENS = 8192
 """Padded tokens of a prefill step; a longer prompt gets a step of its own."""
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -97,7 +97,7 @@ class TransformersEngine(EngineBase):
         return rollout, False
 
     async def prepare(self, model: ModelConfig) -> None:
-        """All is imported with this module."""
+        """Do nothing: this module imports everything that `start` needs."""
 
     async def start(
         self,
@@ -343,7 +343,7 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _unfit(model: PreTrainedModel, trains: bool) -> Iterator[str]:
-    """Why a batch of this model cannot be decoded, or where it `trains` take new weights."""
+    """Return why this model cannot be decoded in batches or, if it `trains`, receive new weights."""
     text = model.config.get_text_config()
     others = sorted(set(get_layer_types_and_kwargs(text)[0]) - ATTENTION)
     if others or model._is_stateful:

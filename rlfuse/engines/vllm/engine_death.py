@@ -34,7 +34,7 @@ REMEDY = (
 
 
 class ErrorOutput:
-    """What this process and its children write to stderr from now on, if that is a file (as under Ray)."""
+    """Output of this process and its children on stderr from now on, if that is a file (as under Ray)."""
 
     def __init__(self, stderr: str = "/proc/self/fd/2") -> None:
         self._file = Path(os.path.realpath(stderr))
@@ -118,7 +118,7 @@ def no_start(name: str, model: str, errors: ErrorOutput, error: Exception) -> En
 
 
 def killed_by(number: int) -> str:
-    """Say that a signal killed a process, and what is known of the cause."""
+    """Return a message on the signal that killed a process, with the known cause."""
     return f"killed by {_signal(number)}; by whom is not known.{host_memory.oom_kills()}"
 
 

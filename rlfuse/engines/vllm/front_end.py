@@ -1,4 +1,4 @@
-"""What an engine's front end does differently from vLLM's: log-probs as floats, stop texts over the parts of a sample.
+"""Replace parts of vLLM's front end: log-probs as floats, stop texts across the parts of a migrated sample.
 
 With `decode_scheduler`, `CompletionOutput.logprobs` is a list of floats, one per sampled token, and an aborted request
 ends with the output of the engine core, which has all its tokens. To vLLM a continued sample is a request whose prompt

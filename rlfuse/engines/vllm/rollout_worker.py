@@ -11,7 +11,7 @@ Invariants:
 - an evicted sample gets the same tokens elsewhere: those it has become the end of its prompt, `worker_extension`
   positions its generator, and `kv_transfer` may move its KV cache;
 - a response has the version of the weights that drew its tokens, the oldest if they changed; its span names all.
-A dead engine process raises `EngineLost` at once. `RolloutHandle` bounds every call.
+A dead engine process raises `EngineLost` immediately. `RolloutHandle` bounds every call.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class RolloutWorker(EngineBase):
             del self._active[sample_id]  # cancelled before it began
 
     async def _complete(self, request: Request, sampling: Sampling) -> Response | Partial:
-        """Generate one sample, from its prompt or what it has already."""
+        """Generate one sample from its prompt, or continue its partial response."""
         attributes = {"prompt_tokens": len(request.prompt_ids), "carried_tokens": len(request.partial.token_ids)}
         span = self._recorder.span(
             "generate", step=request.step, samples=(request.id,), cause="admitted", attributes=attributes

@@ -115,7 +115,7 @@ def engine_arguments(
 def draft_arguments(threshold: int, rollout: RolloutConfig, device: str) -> dict[str, Any]:
     """Return the arguments to draft n-grams while at most `threshold` samples are decoded.
 
-    Greedy tokens stay the same; drawn ones keep their distribution, but depend on what else is decoded. ValueError for
+    Greedy tokens stay the same; drawn ones keep their distribution, but depend on the rest of the batch. ValueError for
     a threshold below 0, several pipeline stages or data-parallel ranks, and a `speculative_config`.
     """
     if threshold < 0:

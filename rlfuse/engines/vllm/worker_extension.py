@@ -1,4 +1,4 @@
-"""What vLLM's workers do differently: random generators that continue a sample, and a cheaper decode step on GPUs.
+"""Extend vLLM's workers: random generators that continue a sample, and a cheaper decode step on GPUs.
 
 Imported in every worker process, because the engine names `WorkerExtension` as its `worker_extension_cls`.
 
@@ -48,7 +48,7 @@ class CountedGenerator(torch.Generator):
         return PHILOX_PER_DRAW
 
     def set_offset(self, offset: int) -> None:
-        """Take back the last draw, which was no token."""
+        """Undo the last draw, which produced no token."""
         self.reposition()
 
 

@@ -42,7 +42,7 @@ class Exporter:
         ranks: TensorShares | None = None,
         sharded: ShardedModel | None = None,
     ):
-        """`ranks`: those with the other shares of the model's layers; `sharded`: what shards its tensors."""
+        """`ranks`: those with the other shares of the model's layers; `sharded`: the model that shards its tensors."""
         self.model, self.rank, self.ranks, self._sharded = model, rank, ranks, sharded
         tied = set(model.all_tied_weights_keys or ())
         self.tensors = {name: each for name, each in model.named_parameters() if not name.startswith(f"{TOWER}.")}

@@ -8,7 +8,7 @@ Invariants:
 - at the end each slot's engine has its device; a replacement engine starts on a device that the ranks have left;
 - tensors of a decoder layer are in one bucket: an engine may build the layer once it has all of them;
 - engines pause and drop their caches before the first bucket, resume with all weights, and then report the version;
-- a bucket is complete on a node before an engine there is told of it; none is left when `push` returns or raises;
+- a bucket is complete on a node before an engine there receives its path; none is left when `push` returns or raises;
 - an engine lost before or during a push is replaced, and the push is repeated for it alone;
 - after another error engines may hold parts of two versions and stay paused: restart them. A push can be repeated only
   if its first bucket could not be written.
@@ -158,7 +158,7 @@ class WeightPush:
         await asyncio.gather(*(to_engine(self.engines[slot], self.exporter, slot) for slot in slots))
 
     async def _prepare(self, slot: int) -> None:
-        """Have the slot's ranks and its engine's weights share the device."""
+        """Load the slot's ranks and its engine's weights on the device together."""
         engine = self.engines[slot]
         if engine.lost:
             await leave(self.exporter, slot)
@@ -268,7 +268,7 @@ class _Receivers:
         self.engines = list(engines)
 
     async def each(self, ask: Callable[[WeightReceiver], Awaitable[Any]]) -> dict[str, Any]:
-        """Return each engine's answer by name, or raise the first failure at once."""
+        """Return each engine's reply by name, or raise the first failure immediately."""
 
         async def one(engine: WeightReceiver) -> tuple[bool, Any]:
             try:

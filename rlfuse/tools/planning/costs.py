@@ -198,7 +198,7 @@ class _Ranks:
 
     def _exchanged(self, shape: Shape) -> float:
         """Return the seconds of a token's all-to-alls where sequences exceed a rank's budget: of queries, keys, values
-        and results of each layer (DeepSpeed's `DistributedAttention`)."""
+        and results of each layer."""
         config = self._config
         longest = config.data.max_prompt_length + config.data.max_response_length
         degree = config.training.ulysses_sequence_parallel_size

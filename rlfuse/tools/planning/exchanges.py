@@ -1,4 +1,4 @@
-"""What ranks exchange that divide a model's states, and copy in their own memory for that, as DeepSpeed 0.19 does it.
+"""Communication and local copies of ranks that shard a model's states, as in DeepSpeed 0.19.
 
 Whole states: gradients are all-reduced once a step. Divided optimizers also gather weights, divided gradients are
 all-reduced in each micro-batch, divided weights scatter gradients there and are gathered forward and backward (ZeRO,

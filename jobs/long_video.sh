@@ -3,7 +3,7 @@
 #
 #   bash jobs/long_video.sh                                      GRPO
 #   bash jobs/long_video.sh algorithm=ppo                        PPO with a critic
-#   bash jobs/long_video.sh video.freeze_tower=false             the vision tower learns too
+#   bash jobs/long_video.sh video.freeze_vision_tower=false             the vision tower learns too
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 echo "[long_video] making clips, questions and the model to start from"

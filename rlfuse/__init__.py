@@ -3,7 +3,7 @@
 import sys
 
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
-    del sys.path[0]  # the working folder, which would shadow installed modules; `rlfuse.train.reported` appends it
+    del sys.path[0]  # the working folder, which would shadow installed modules; `rlfuse.train.run_command` appends it
 
 
 def version_of(package: str) -> str | None:

@@ -46,7 +46,7 @@ MODULES = {
     "doctor": "rlfuse.tools.doctor.examine",
     "submit": "rlfuse.tools.submission",
     "simulate": "rlfuse.tools.simulate.command",
-    "whatif": "rlfuse.tools.whatif.ask",
+    "whatif": "rlfuse.tools.whatif.command",
     "report": "rlfuse.tools.report.page",
     "trace": "rlfuse.tools.trace",
     "push": "rlfuse.tools.evaluation.push",
@@ -84,9 +84,9 @@ def main(argv: list[str] | None = None) -> int:
 
         return train(arguments)
     if command in MODULES:
-        from rlfuse.train import reported
+        from rlfuse.train import run_command
 
-        return reported(lambda: importlib.import_module(MODULES[command]).main(arguments))
+        return run_command(lambda: importlib.import_module(MODULES[command]).main(arguments))
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     meant = f"did you mean `rlfuse {near[0]}`?" if near else f"commands: {', '.join(COMMANDS)}"
     if "=" in command:

@@ -33,12 +33,12 @@ def now() -> float:
     return _OFFSET + time.monotonic()
 
 
-def of_date(seconds: float) -> float:
+def from_wall_clock(seconds: float) -> float:
     """Return what `now` was at a moment just past, given by `time.time`."""
     return now() - max(0.0, time.time() - seconds)
 
 
-def started(pid: int) -> int:
+def process_start_ticks(pid: int) -> int:
     """Return when a process of this machine started, in ticks since the boot; with its id, it identifies the process.
 
     FileNotFoundError or ProcessLookupError where there is none.

@@ -1,6 +1,6 @@
 """Every failure whose message says all that a person needs, in one hierarchy with the exit status of each.
 
-Role: raised by any module, told and turned into an exit status by `rlfuse.train.reported`; whatever else ends a command
+Role: raised by any module, told and turned into an exit status by `rlfuse.train.run_command`; whatever else ends a command
 is a defect, and keeps its traceback. They travel between processes whole.
 """
 
@@ -47,28 +47,28 @@ def _one_line(problem: str) -> str:
     return problem if len(problem) <= LONGEST else f"{problem[: LONGEST // 2]} ... {problem[-LONGEST // 2 :]}"
 
 
-def first_of(error: BaseException) -> BaseException:
+def first_error(error: BaseException) -> BaseException:
     """The first error of a group: the others are its echo in workers that waited for the same thing."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-class Mistakes:
+class ErrorCollector:
     """Those of a person in different parts of a job, told together: in its reward's code and in its data, say."""
 
     def __init__(self) -> None:
         self._found: list[UserError] = []
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def collect(self) -> Iterator[None]:
         """A UserError in the body ends it, and is kept."""
         try:
             yield
         except UserError as error:
             self._found.append(error)
 
-    def tell(self) -> None:
+    def raise_all(self) -> None:
         """Raise the only one as it is, several as one ConfigError."""
         if len(self._found) == 1:
             raise self._found[0]
@@ -93,7 +93,7 @@ class NotWritable(UserError, OSError):
     """A place that a person named can't be written to. The message names it, the reason, and what to do."""
 
     def __init__(self, path: object, why: str):
-        super().__init__(f"{path}: can't be written ({why}). Choose another place.")
+        super().__init__(f"{path}: can't be written ({why}). Choose another path.")
 
 
 class VideoError(UserError):
@@ -150,7 +150,7 @@ class EngineLost(WorkerLost):
 
 
 class EngineFailed(EngineLost):
-    """A rollout engine ended by an error of its own, not from outside: one that takes its place may end so, too."""
+    """A rollout engine failed with an exception, not from outside: one that takes its place may end so, too."""
 
 
 class NotSaved(EngineError):

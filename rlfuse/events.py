@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from rlfuse import clock
 from rlfuse.errors import RunError
-from rlfuse.files import RowFile, read_rows, replacing, sync
+from rlfuse.files import RowFile, atomic_write, read_rows, sync
 
 PARTS, PART = "events", re.compile(r"-steps-(-?\d+)-(-?\d+)\.jsonl")
 PART_BYTES = 64 << 20
@@ -82,7 +82,7 @@ class Recorder:
         self.step = -1
         self.open: dict[int, Span] = {}
         """Spans under way, oldest first."""
-        self.heard: list[Callable[[str], Any]] = []
+        self.listeners: list[Callable[[str], Any]] = []
         """Each is told what begins and ends, as it does."""
         self._spans: list[Span] = []
 
@@ -107,7 +107,7 @@ class Recorder:
         self._spans.append(span)
 
     def _tell(self, event: str) -> None:
-        for hear in self.heard:
+        for hear in self.listeners:
             hear(event)
 
     def drain(self) -> list[Span]:
@@ -140,7 +140,7 @@ class EventLog(RowFile):
 
 def _compress(part: Path) -> None:
     with (
-        replacing(part.with_name(f"{part.name}.gz")) as aside,
+        atomic_write(part.with_name(f"{part.name}.gz")) as aside,
         part.open("rb") as plain,
         gzip.open(aside, "wb", COMPRESSION) as packed,
     ):

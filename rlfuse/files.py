@@ -5,7 +5,7 @@ loss is synced by the node that wrote it: where several nodes share a file syste
 Invariants: a row is a line that decodes to an object and has its end. A writer that was killed leaves at most one that
 is not, the last: readers leave it out and warn, whoever goes on with the file cuts it off. Anywhere else such a line is
 damage that nobody should guess about. Rows that find no room on the disk leave the file as it was. Files that a command
-adds to, or writes several of, are `claimed` by one process at a time.
+adds to, or writes several of, are `write_lock` by one process at a time.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Texts for the numbers that JSON lacks."""
 
 
-def finite(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """`value` with texts in place of NaN and infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else json.dumps(float(value))
     if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
-    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: json_safe(each) for key, each in value.items()}
+    return [json_safe(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def as_numbers(row: dict[str, Any]) -> dict[str, Any]:
+def parse_non_finite(row: dict[str, Any]) -> dict[str, Any]:
     """A row of metrics with NaN and infinity in place of their texts."""
     return {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
 
@@ -169,14 +169,14 @@ def not_written(path: Path, what: str, error: OSError) -> NotWritten:
     )
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file aside and rename it: whoever is killed, or finds no room, leaves what there was. NotWritten then."""
-    with replacing(path) as aside:
+    with atomic_write(path) as aside:
         aside.write_text(text)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a path to write to; the file there replaces `path` when the body ends, and is removed where it raises.
 
     Other processes may do the same. What is no regular file (`/dev/stdout`, a pipe) is written to directly. Raises
@@ -203,7 +203,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[None]:
+def write_lock(path: Path) -> Iterator[None]:
     """Hold the lock of what one process at a time may write; UserError where another holds it, or it can't be made.
 
     `path`: the file, or one of several that are written together. The lock ends with the process, however that ends.
@@ -231,7 +231,7 @@ def claimed(path: Path) -> Iterator[None]:
                     path.parent.rmdir()
 
 
-def is_claimed(path: Path) -> bool:
+def is_write_locked(path: Path) -> bool:
     """Whether a process holds the lock of `path`."""
     place = _lock_of(path)
     if not place.exists():

@@ -14,7 +14,7 @@ its own; jobs, and `rlfuse reward replay`, have both.
 from rlfuse.tools.dataframes import metrics, samples, surprise, time_spent
 from rlfuse.tools.evaluation.comparison import Comparison, compare
 from rlfuse.tools.notebook.jobs import Job, JobError, start, train
-from rlfuse.tools.notebook.judging import orders, plot_orders, plot_sureness
-from rlfuse.tools.notebook.pictures import plot_comparison, plot_metrics, plot_rewards, plot_step, plot_time
+from rlfuse.tools.notebook.judging import plot_confidence, plot_orders, verdicts_by_order
+from rlfuse.tools.notebook.plots import plot_comparison, plot_metrics, plot_rewards, plot_step, plot_time
 from rlfuse.tools.notebook.preferences import pairs, plot_calibration, plot_length_bias, score_pairs
 from rlfuse.tools.notebook.scoring import measure, score

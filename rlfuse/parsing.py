@@ -16,7 +16,7 @@ import yaml
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is
 SAFE_LOAD = partial(yaml.load, Loader=LOADER)
-MOST_REPEATED = 100_000
+MAX_ALIASED_VALUES = 100_000
 """Values that the aliases of a YAML document may stand for."""
 NESTED = "brackets are nested too deep to be read"
 
@@ -42,8 +42,10 @@ def parse_yaml(text: str, create: Callable[[str], Any] = SAFE_LOAD) -> Any:
     try:
         node = yaml.compose(text, Loader=LOADER)
         sizes: dict[int, int] = {}
-        if node is not None and _size(node, sizes) - len(sizes) > MOST_REPEATED:
-            raise TooManyAliases(f"its aliases (*name) stand for more than {MOST_REPEATED:,} values; write them out")
+        if node is not None and _size(node, sizes) - len(sizes) > MAX_ALIASED_VALUES:
+            raise TooManyAliases(
+                f"its aliases (*name) expand to more than {MAX_ALIASED_VALUES:,} values; write them out"
+            )
         return create(text)
     except RecursionError:
         raise yaml.YAMLError(NESTED) from None

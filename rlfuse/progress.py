@@ -56,17 +56,17 @@ def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def watched(console: Console) -> bool:
+def is_live_terminal(console: Console) -> bool:
     """Whether somebody looks on, at a terminal that can draw over what it shows; nobody does at those of CI systems."""
     return console.is_terminal and not console.is_dumb_terminal and "CI" not in os.environ
 
 
-def due(every: int, step: int, total: int) -> bool:
+def is_due(every: int, step: int, total: int) -> bool:
     """Whether something that happens every so many steps, and after the last, is due; 0 or less: never."""
     return every > 0 and (step == total or step % every == 0)
 
 
-def ticked(name: str, seconds: float) -> str:
+def done_line(name: str, seconds: float) -> str:
     """The line of what is done."""
     return f"✓ {name}  {seconds:.1f} s"
 
@@ -76,7 +76,7 @@ def timed(name: str, say: Callable[[str], None]) -> Iterator[None]:
     """A tick when the body has ended well."""
     began = time.monotonic()
     yield
-    say(ticked(name, time.monotonic() - began))
+    say(done_line(name, time.monotonic() - began))
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def part(name: str, quiet: bool = False) -> Iterator[None]:
         while not done.wait(SILENT_S):
             console.print(f"… {name}: {time.monotonic() - began:.0f} s so far", highlight=False, markup=False)
 
-    looked_at, telling = watched(console), threading.Thread(target=tell, daemon=True, name="progress")
+    looked_at, telling = is_live_terminal(console), threading.Thread(target=tell, daemon=True, name="progress")
     if not looked_at:
         telling.start()
     try:
@@ -98,4 +98,4 @@ def part(name: str, quiet: bool = False) -> Iterator[None]:
         done.set()
         if not looked_at:
             telling.join()  # it may be in the middle of a line, and the last one is ours
-    console.print(ticked(name, time.monotonic() - began), highlight=False, markup=False)
+    console.print(done_line(name, time.monotonic() - began), highlight=False, markup=False)

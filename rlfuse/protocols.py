@@ -94,18 +94,18 @@ class RewardScorer(Recorded, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class DeviceSharing:
     """How a slot's engine and its trainer ranks share the device, as the memory plan decides."""
 
-    hands_over: bool = True
+    alternates: bool = True
     """They take turns; False: both stay."""
-    most: int | None = None
+    max_rank_bytes: int | None = None
     """Bytes that each rank may allocate where both stay; None: no limit."""
-    cached: int = 0
+    max_cached_bytes: int = 0
     """Unused bytes that a rank's allocator may keep while the engine has the device."""
-    cached_in_push: int = 0
+    max_cached_bytes_in_push: int = 0
     """The same while the engine's weights are there alongside the models."""
-    pinned: int = 0
+    pinned_host_bytes: int = 0
     """Bytes of host memory that each rank's models take while they are off the device."""
 
 
@@ -162,28 +162,28 @@ class Trainer(Recorded, Protocol):
         """
 
     @property
-    def optimizers_away(self) -> Mapping[int, float]:
+    def offloaded_optimizers(self) -> Mapping[int, float]:
         """Slot whose ranks have their device, but not what only optimizer steps read -> seconds that this takes to
         come. Without the slots where it is on its way."""
 
     async def fetch_optimizers(self, slot: int) -> None:
         """It sets out, beside whatever the slot's ranks do. A step that finds it away waits for it."""
 
-    sharing: Sharing
+    sharing: DeviceSharing
 
-    async def take_device(self, slot: int) -> None:
+    async def acquire_device(self, slot: int) -> None:
         """The slot's ranks get their models onto the device (role `trainer`), unless they have them there."""
 
-    async def leave_device(self, slot: int) -> None:
+    async def release_device(self, slot: int) -> None:
         """The slot's ranks give the device up (role `rollout`), unless they have."""
 
     async def save(self, folder: Path) -> None:
         """Write `actor/` (with `huggingface/` inside) and `critic/` below `folder`."""
 
-    async def describe(self, folder: Path) -> None:
+    async def save_metadata(self, folder: Path) -> None:
         """Write what `save` writes except weights and optimizer state."""
 
-    def drop_gradients(self) -> None:
+    def discard_gradients(self) -> None:
         """The run ends within a step: what it accumulated is not waited for, and only `save` may follow."""
 
     async def load(self, folder: Path) -> None:

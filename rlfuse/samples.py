@@ -215,7 +215,7 @@ class Sample:
 
     prompt: Prompt
     step: int
-    sibling: int
+    rollout_index: int
     seed: int
     response: Response | None = None
     reward: Reward | RewardFailure | None = None
@@ -224,7 +224,7 @@ class Sample:
 
     @property
     def id(self) -> str:
-        return f"{self.step}/{self.prompt.index}/{self.sibling}"
+        return f"{self.step}/{self.prompt.index}/{self.rollout_index}"
 
     @property
     def finished(self) -> Response:
@@ -277,7 +277,7 @@ def per_row(flat: np.ndarray, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
     return rows
 
 
-def prompt_of(sample_id: str) -> str:
+def prompt_id(sample_id: str) -> str:
     """What the ids of samples of one prompt have in common, within a step."""
     return sample_id.rpartition("/")[0]
 
@@ -322,9 +322,9 @@ class Group:
     samples: list[Sample]
 
 
-def sample_seed(run_seed: int, step: int, prompt_index: int, sibling: int) -> int:
+def sample_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int) -> int:
     """A 31-bit seed owned by the sample: the same wherever and whenever the sample is generated."""
-    digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_index}/{sibling}".encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_index}/{rollout_index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

@@ -23,7 +23,7 @@ from signal import SIGHUP, SIGINT, SIGTERM
 from types import FrameType
 from typing import Any
 
-from rlfuse.errors import first_of
+from rlfuse.errors import first_error
 
 NAMES = {SIGINT: "Ctrl-C", SIGTERM: "SIGTERM", SIGHUP: "SIGHUP (the terminal was closed)"}
 ONCE_S = 0.3
@@ -53,7 +53,7 @@ class Stopping:
         self.step: int | None = None
         """Under way, its end is worth waiting for; None before the first."""
         self.by: signal.Signals | None = None
-        self.elsewhere: Exception | None = None
+        self.relocation: Exception | None = None
         """Nobody told the job to stop, but it goes on in another place: what it leaves the step under way with."""
         self._at = 0.0  # of the first Ctrl-C
         self._ending = self._raised = self._hung_up = False
@@ -61,15 +61,15 @@ class Stopping:
         self._limited_by = SIGTERM
 
     @property
-    def asked(self) -> bool:
-        return self.by is not None or self.elsewhere is not None
+    def is_requested(self) -> bool:
+        return self.by is not None or self.relocation is not None
 
-    def stopped_after(self, step: int) -> Exception:
+    def stop_error(self, step: int) -> Exception:
         """To be raised: the step under way is saved, and a signal came, or the job goes on elsewhere."""
-        if self.by is None and self.elsewhere is not None:
-            return self.elsewhere
+        if self.by is None and self.relocation is not None:
+            return self.relocation
         by = self.by or SIGTERM
-        return Stopped(f"{NAMES[by]}: the run left after step {step}, which is saved.", by)
+        return Stopped(f"{NAMES[by]}: stopped after step {step}, which is saved.", by)
 
     async def listen_during(self, work: Coroutine[Any, Any, None]) -> None:
         """Do `work`; Stopped if a signal came, unless it ended well nevertheless. Only a main thread gets signals."""
@@ -89,7 +89,7 @@ class Stopping:
             told = self.by is not None or started
             if not told or self._raised or isinstance(error, Stopped | KeyboardInterrupt):
                 raise
-            raise Stopped(self._why(first_of(error)), self.by or SIGTERM) from first_of(error)
+            raise Stopped(self._why(first_error(error)), self.by or SIGTERM) from first_error(error)
         finally:
             for number, handler in before.items():
                 again = number == SIGHUP and self._hung_up  # the kernel and the shell send one each
@@ -115,12 +115,12 @@ class Stopping:
             self._loop.call_soon_threadsafe(self._announce, signal.Signals(number))
 
     def _announce(self, number: signal.Signals) -> None:
-        follows = f"{NAMES[number]}: a checkpoint follows step {self.step}"
+        follows = f"{NAMES[number]}: stopping with a checkpoint after step {self.step}"
         if number == SIGINT:
-            self._say(f"{follows}; press Ctrl-C again to end at once")
+            self._say(f"{follows}; press Ctrl-C again to stop immediately")
         elif self._limit is None:
             self._limited_by = number
-            self._say(f"{follows}, if that is over within trainer.preemption_grace_s={self.grace_s:g} s")
+            self._say(f"{follows}, if it ends within trainer.preemption_grace_s={self.grace_s:g} s")
             self._limit = self._loop.call_later(self.grace_s, self._task.cancel)
 
     def _why(self, error: BaseException) -> str:
@@ -132,7 +132,7 @@ class Stopping:
         if self._ending:
             return f"{NAMES[SIGINT]} again: step {self.step} was broken off, and what it did is lost."
         return (
-            f"{NAMES[self._limited_by]}: step {self.step} was not over and saved within "
+            f"{NAMES[self._limited_by]}: step {self.step} was not finished and saved within "
             f"trainer.preemption_grace_s={self.grace_s:g} s, so what it did is lost."
         )
 

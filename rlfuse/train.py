@@ -46,8 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run what `argv` describes; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--help" in argv or "-h" in argv:
-        return reported(lambda: show_help([word for word in argv if word not in ("--help", "-h")]))
-    return reported(lambda: launch(argv))
+        return run_command(lambda: show_help([word for word in argv if word not in ("--help", "-h")]))
+    return run_command(lambda: launch(argv))
 
 
 def launch(argv: list[str]) -> None:
@@ -61,7 +61,7 @@ def launch(argv: list[str]) -> None:
     from rlfuse.run.sweeps import Sweep
 
     command = read_command(argv)
-    command.tell()
+    command.print_notes()
     sweep = Sweep(command.overrides)
 
     def one(job) -> float | None:
@@ -106,7 +106,7 @@ def run_job(job, sweep) -> float | None:
         stem = job.trainer.experiment_name or job.trainer.job_name or "run"
         trial = sweep.begin(stem, list(hydra.overrides.task), hydra.sweeper)
         job.trainer.experiment_name = trial.name
-    status = reported(lambda: _run(job, trial, hydra.sweeper))
+    status = run_command(lambda: _run(job, trial, hydra.sweeper))
     ended = (PREEMPTED, INTERRUPTED)
     if trial is not None:
         trial.state = {OK: "finished", USER_ERROR: "refused"}.get(status, "stopped" if status in ended else "failed")
@@ -178,7 +178,7 @@ def check_sweeper(sweeper, config) -> None:
         raise ConfigError(problems)
 
 
-def reported(action: Callable[[], None]) -> int:
+def run_command(action: Callable[[], None]) -> int:
     """Do `action`; a known failure becomes one message on stderr and an exit status, a defect keeps its traceback."""
     prepare_streams()
     append_modules(os.getcwd())

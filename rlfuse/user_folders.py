@@ -93,6 +93,6 @@ def redirect_caches() -> str:
     for name in redirected:
         os.environ[name] = str(cache_folder() / FOLDERS[name])
     return (
-        f"HOME={home()} is not writable, so that caches are written to {cache_folder()}. Set HOME or RLFUSE_CACHE to a "
+        f"HOME={home()} is not writable; caches are written to {cache_folder()}. Set HOME or RLFUSE_CACHE to a "
         "writable folder to keep them elsewhere."
     )

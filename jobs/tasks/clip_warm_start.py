@@ -26,12 +26,12 @@ from rlfuse.video.towers import Tower
 from rlfuse.video.video_model import VideoModel
 
 VISUAL = VisualTokens(VIDEO, IMAGE)
-LIKE = {"green": "blue", "blue": "green", "red": "yellow", "yellow": "red"}
+CONFUSED_WITH = {"green": "blue", "blue": "green", "red": "yellow", "yellow": "red"}
 """What the writer of demonstrations takes for what."""
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class PreparedClip:
     """A clip or image as the model sees it."""
 
     plan: VideoPlan
@@ -46,7 +46,7 @@ class Watched:
 class Demonstrated:
     """One demonstration, as it is trained on."""
 
-    clip: Watched
+    clip: PreparedClip
     prompt: VideoPrompt
     answer: list[int]
 
@@ -62,13 +62,13 @@ def demonstration(question: Question, rng: np.random.Generator, settings: ClipWa
     seen = answer = question.answer
     confuses = settings.confuses_green_blue if seen in ("green", "blue") else settings.confuses_red_yellow
     if rng.random() < confuses:
-        answer = LIKE[seen]
+        answer = CONFUSED_WITH[seen]
     return f"{THINK} {seen} {THOUGHT} {answer}"
 
 
 def watch(
     folder: Path, clips: Clips, settings: ClipWarmStart, model: VideoModel, tokenizer: PreTrainedTokenizerBase
-) -> list[Watched]:
+) -> list[PreparedClip]:
     """What there is to train on in `folder`, planned, decoded and asked about."""
     watched, kind = [], clips.kinds[0]
     for file, scene, _ in draw_clips(clips, "train"):
@@ -81,12 +81,15 @@ def watch(
             row = verl_row(question := ask_end(scene, kind, end), scene, file, "train", 0)
             text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
             asked.append((question, assemble(tokenizer, text, [plan], VISUAL)))
-        watched.append(Watched(plan, asked, distinct, torch.tensor(order)))
+        watched.append(PreparedClip(plan, asked, distinct, torch.tensor(order)))
     return watched
 
 
 def draw_batch(
-    watched: Sequence[Watched], rng: np.random.Generator, tokenizer: PreTrainedTokenizerBase, settings: ClipWarmStart
+    watched: Sequence[PreparedClip],
+    rng: np.random.Generator,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: ClipWarmStart,
 ) -> list[Demonstrated]:
     """Demonstrations about clips and ends drawn evenly."""
     batch = []
@@ -121,9 +124,9 @@ def loss_of(model: VideoLlama3ForConditionalGeneration, tower: Tower, batch: Seq
 def clip_warm_start(folder: Path, task: Path, clips: Clips, settings: ClipWarmStart) -> list[float]:
     """Train on the clips under `task` and save the whole model into `folder`; returns the loss of every step."""
     kind = clips.kinds[0]
-    tokenizer = build_tokenizer([*kind.ends] if kind.still else ())
+    tokenizer = build_tokenizer([*kind.ends] if kind.is_image else ())
     write_small_video_llama3(folder, _sizes(settings), tokenizer)
-    watched = watch(task, clips, settings, VideoModel.at(str(folder)), tokenizer)
+    watched = watch(task, clips, settings, VideoModel.from_pretrained(str(folder)), tokenizer)
     with one_thread_and_seed(settings.seed):
         tower = Tower(folder, step=settings.batch * settings.sampling.budget, trainable=True)
         model = VideoLlama3ForConditionalGeneration.from_pretrained(folder)
@@ -139,7 +142,7 @@ def clip_warm_start(folder: Path, task: Path, clips: Clips, settings: ClipWarmSt
 
 
 def _seen(path: str, kind: Kind, settings: ClipWarmStart, model: VideoModel) -> tuple[VideoPlan, np.ndarray]:
-    if kind.still:
+    if kind.is_image:
         plan = images.plan_image(images.probe(path), *model.image_sizes(None))
         return plan, images.read(path, plan)
     plan = plan_video(decoding.probe(path), settings.sampling, kind.task)

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from rlfuse.rewards.thoughts import answer_of, answer_only
+from rlfuse.rewards.reasoning_tags import answer_after_reasoning, answer_only
 from rlfuse.rewards.verifiers import interval
 from rlfuse.video.plan import TaskKind
 
@@ -61,12 +61,12 @@ class Kind(StrEnum):
     PLACE = "place"
 
     @property
-    def still(self) -> bool:
+    def is_image(self) -> bool:
         return self is Kind.PLACE
 
     @property
     def folder(self) -> str:
-        return "images" if self.still else "clips"
+        return "images" if self.is_image else "clips"
 
     @property
     def data_source(self) -> str:
@@ -75,7 +75,7 @@ class Kind(StrEnum):
 
     @property
     def ends(self) -> dict[str, int]:
-        return SIDES if self.still else ENDS
+        return SIDES if self.is_image else ENDS
 
     @property
     def task(self) -> TaskKind:
@@ -91,19 +91,19 @@ class Clips:
     kinds: tuple[Kind, ...] = (Kind.COUNT, Kind.ORDER, Kind.LOCATE)
     shortest_s: float = 10.0
     longest_s: float = 600.0
-    most_events: int = 3
+    max_events: int = 3
     """In a clip; with three, the share of a colour's frames tells its count."""
-    ends_differ: bool = False
+    distinct_ends: bool = False
     """Whether no clip begins and ends with the same colour: who takes the one for the other is then always wrong."""
     seed: int = 1
 
     def __post_init__(self) -> None:
         if min(self.train, self.val) < 1 or not self.kinds:
             raise ValueError(f"Clips: got train={self.train}, val={self.val}, kinds={self.kinds}; give one at least")
-        if len({kind.still for kind in self.kinds}) > 1:
+        if len({kind.is_image for kind in self.kinds}) > 1:
             raise ValueError(f"Clips: got kinds={self.kinds}; valid are those of clips, or {Kind.PLACE}, of images")
-        if self.most_events not in EVENTS:
-            raise ValueError(f"Clips: got most_events={self.most_events}; valid are {EVENTS[0]} to {EVENTS[-1]}")
+        if self.max_events not in EVENTS:
+            raise ValueError(f"Clips: got most_events={self.max_events}; valid are {EVENTS[0]} to {EVENTS[-1]}")
         if not EVENTS[0] * PART_S <= self.shortest_s <= self.longest_s < math.inf:
             raise ValueError(
                 f"Clips: got shortest_s={self.shortest_s}, longest_s={self.longest_s}; valid are rising numbers from "
@@ -142,10 +142,10 @@ class Question:
     answer: str
 
 
-def draw_scene(rng: np.random.Generator, shortest_s: float, longest_s: float, most_events: int = EVENTS[-1]) -> Scene:
+def draw_scene(rng: np.random.Generator, shortest_s: float, longest_s: float, max_events: int = EVENTS[-1]) -> Scene:
     """A scene whose length is log-uniform and whose asked colour comes 0 to 3 times, each as likely."""
     frames = round(math.exp(rng.uniform(math.log(shortest_s), math.log(longest_s))) * FPS)
-    most = min(most_events, int(frames / FPS / PART_S + 1e-6))
+    most = min(max_events, int(frames / FPS / PART_S + 1e-6))
     count = int(rng.integers(EVENTS[0], most + 1))
     asked, *others = rng.permutation(list(COLOURS)).tolist()
     times = int(rng.choice(COUNTS))
@@ -209,7 +209,7 @@ def compute_score(
     `acc` is 1.0 for what is right, or overlaps by at least half. `format` says whether the text is an answer at all. A
     thought before the answer counts for nothing. Sources of what was blanked end in `_blind`.
     """
-    text, truth = answer_of(solution_str), str(ground_truth)
+    text, truth = answer_after_reasoning(solution_str), str(ground_truth)
     data_source = data_source.removesuffix(BLIND)
     if data_source == Kind.LOCATE.data_source:
         return interval.score(data_source, text, truth, threshold=FOUND_IOU, whole=True)
@@ -226,8 +226,8 @@ def compute_score(
 
 def verl_row(question: Question, scene: Scene, file: str, split: str, index: int) -> dict[str, Any]:
     """The question as a row in verl's shape; of a clip `extra_info.task` is the plan's kind of task."""
-    kind, shows = question.kind, "image" if question.kind.still else "video"
-    of_clip = {} if kind.still else {"task": str(kind.task), "duration_s": scene.duration_s}
+    kind, shows = question.kind, "image" if question.kind.is_image else "video"
+    of_clip = {} if kind.is_image else {"task": str(kind.task), "duration_s": scene.duration_s}
     return {
         "data_source": kind.data_source,
         "prompt": [{"role": "user", "content": f"<{shows}> {question.text}"}],
@@ -244,9 +244,9 @@ def draw_clips(settings: Clips, split: str) -> Iterator[tuple[str, Scene, tuple[
     for number in range(settings.val if split == "val" else settings.train):
         rng = np.random.default_rng((settings.seed, split == "val", number))
         scene = None
-        while scene is None or (settings.ends_differ and scene.events[0].colour == scene.events[-1].colour):
-            scene = draw_scene(rng, settings.shortest_s, settings.longest_s, settings.most_events)
-        file = f"{kind.folder}/{split}_{number:05}.{'png' if kind.still else 'mp4'}"
+        while scene is None or (settings.distinct_ends and scene.events[0].colour == scene.events[-1].colour):
+            scene = draw_scene(rng, settings.shortest_s, settings.longest_s, settings.max_events)
+        file = f"{kind.folder}/{split}_{number:05}.{'png' if kind.is_image else 'mp4'}"
         yield file, scene, tuple(ask(scene, kind, rng) for kind in settings.kinds)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlfuse.data.rows import raw_rows
+from rlfuse.data.rows import read_raw_rows
 from rlfuse.errors import DataError, UserError
 
 REPOSITORY = "openai/gsm8k"
@@ -20,7 +20,7 @@ SPLITS = ("train", "test")
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 """verl's, word for word, so that rows and results agree with those of its own script."""
 PATIENCE_S = 10
-MADE = {"train": 256, "test": 64}
+GENERATED = {"train": 256, "test": 64}
 TESTED_SHARE = 10
 """Of a copy that is one file, one row in so many is for testing."""
 SUFFIXES = (".parquet", ".jsonl", ".json")
@@ -28,7 +28,7 @@ _FINAL = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
 Pairs = Mapping[str, Sequence[tuple[str, str]]]
 
 
-class Unreachable(UserError):
+class HubUnreachable(UserError):
     """The hub does not answer, and nothing of it was kept here."""
 
 
@@ -50,7 +50,7 @@ def verl_row(question: str, answer: str, split: str, index: int) -> dict[str, An
     }
 
 
-def of_copy(source: Path) -> Pairs:
+def read_copy(source: Path) -> Pairs:
     """The rows of a folder as the hub has it, or of one file. Raises DataError."""
     source = source.expanduser()
     if source.is_file():
@@ -70,7 +70,7 @@ def of_copy(source: Path) -> Pairs:
 
 
 def _pairs(file: Path) -> Iterator[tuple[str, str]]:
-    for where, row in raw_rows(str(file)):
+    for where, row in read_raw_rows(str(file)):
         question, answer = row.get("question"), row.get("answer")
         if not isinstance(question, str) or not isinstance(answer, str):
             raise DataError(
@@ -82,7 +82,7 @@ def _pairs(file: Path) -> Iterator[tuple[str, str]]:
         yield question, answer
 
 
-def of_hub() -> Pairs:
+def download() -> Pairs:
     """The hub's rows, downloaded with a progress bar, or as an earlier download kept them. Raises Unreachable."""
     from huggingface_hub import HfApi, hf_hub_download
 
@@ -98,7 +98,7 @@ def of_hub() -> Pairs:
             file = hf_hub_download(REPOSITORY, name, repo_type="dataset", local_files_only=kept)
         except Exception as error:
             first = str(reason or error).strip().partition("\n")[0].partition(". ")[0]
-            raise Unreachable(f"{REPOSITORY} can't be reached ({first})") from error
+            raise HubUnreachable(f"{REPOSITORY} can't be reached ({first})") from error
         pairs[split] = list(_pairs(Path(file)))
     return pairs
 
@@ -131,16 +131,16 @@ KINDS = (
 _OPERATIONS = {"+": add, "-": sub, "*": mul, "/": floordiv}
 
 
-def made() -> Pairs:
+def generate_problems() -> Pairs:
     """Problems of the same shape, no two alike, the same ones each time."""
     rng, pairs = np.random.default_rng(0), {}
-    while len(pairs) < sum(MADE.values()):
+    while len(pairs) < sum(GENERATED.values()):
         question, ranges, steps = KINDS[len(pairs) % len(KINDS)]
         known = {name: int(rng.choice(values)) for name, values in ranges.items()}
         known["name"] = NAMES[rng.integers(len(NAMES))]
         pairs[question.format(**known)] = _worked(steps, known)
     drawn = list(pairs.items())
-    return {"train": drawn[: MADE["train"]], "test": drawn[MADE["train"] :]}
+    return {"train": drawn[: GENERATED["train"]], "test": drawn[GENERATED["train"] :]}
 
 
 def _worked(steps: Sequence[tuple[str, str]], known: Mapping[str, Any]) -> str:

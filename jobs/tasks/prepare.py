@@ -23,7 +23,7 @@ from typing import Any
 
 from rlfuse.config.prepared import FOLDERS
 from rlfuse.errors import UserError
-from rlfuse.files import claimed, is_claimed
+from rlfuse.files import is_write_locked, write_lock
 from rlfuse.progress import quiet_libraries
 from rlfuse.tasks.clips import Clips, write_blind, write_task
 from rlfuse.tasks.remainder import write_parquet
@@ -147,20 +147,20 @@ def prepare_gsm8k(root: Path = FOLDERS["gsm8k"], source: Path | None = None) -> 
         return _kept(root, contents, lambda folder: gsm8k.write_rows(folder, pairs))
 
     if source is not None:
-        return keep(str(source.expanduser().resolve()), gsm8k.of_copy(source))
+        return keep(str(source.expanduser().resolve()), gsm8k.read_copy(source))
     there = _settings_of(root)
-    if isinstance(there, dict) and there.get("gsm8k", MADE) != MADE and there.get("version") == VERSION:
+    if isinstance(there, dict) and there.get("gsm8k", GENERATED) != GENERATED and there.get("version") == VERSION:
         return PreparedTask(root)
     try:
-        return keep(gsm8k.REPOSITORY, gsm8k.of_hub())
-    except gsm8k.Unreachable as error:
-        rows = gsm8k.made()
+        return keep(gsm8k.REPOSITORY, gsm8k.download())
+    except gsm8k.HubUnreachable as error:
+        rows = gsm8k.generate_problems()
         counts = " and ".join(str(len(found)) for found in rows.values())
         print(f"{error}: {counts} made problems of the same shape instead, NOT GSM8K; --from FOLDER takes a copy of it")
-        return keep(MADE, rows)
+        return keep(GENERATED, rows)
 
 
-MADE = "made here, not GSM8K"
+GENERATED = "made here, not GSM8K"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,14 +236,14 @@ def listing() -> str:
 def _kept(root: Path, contents: dict[str, Any], build: Callable[[Path], None]) -> PreparedTask:
     wanted = json.loads(json.dumps({"version": VERSION} | contents))
     task = PreparedTask(root)
-    if is_claimed(root):
+    if is_write_locked(root):
         print(f"Waiting for another process that writes {root}", flush=True)
-        while is_claimed(root):
+        while is_write_locked(root):
             time.sleep(WAIT_S)
     if _settings_of(root) == wanted:
         return task
     _refuse_foreign(root)
-    with claimed(root), tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}-") as beside:
+    with write_lock(root), tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}-") as beside:
         built = Path(beside) / "built"
         built.mkdir()
         build(built)

@@ -88,5 +88,5 @@ class ClipWarmStart:
     confuses_red_yellow: float = 0.3
 
 
-CLIPS = Clips(train=256, val=32, kinds=(Kind.ORDER,), ends_differ=True)
+CLIPS = Clips(train=256, val=32, kinds=(Kind.ORDER,), distinct_ends=True)
 IMAGES = replace(CLIPS, kinds=(Kind.PLACE,))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlfuse.algorithms.losses import response_part
+from rlfuse.algorithms.losses import mask_response
 from rlfuse.algorithms.registry import Registry, call, parameters
 
 ESTIMATORS = Registry("algorithm.adv_estimator")
@@ -51,13 +51,15 @@ def advantages_and_returns(
             f"algorithm.adv_estimator={estimator} needs groups, received None: pass each row's group number."
         )
     # Token after token: the order of a plain sum, and so its last bit, depends on the width that rows are padded to.
-    scores = response_part(token_rewards, mask).double().cumsum(-1)[:, -1].float()
+    scores = mask_response(token_rewards, mask).double().cumsum(-1)[:, -1].float()
     columns, weights = dimensions or (scores[:, None], torch.ones(1))
     given = {"token_rewards": token_rewards, "scores": scores, "mask": mask, "groups": groups, "values": values}
     given |= {"dimensions": columns, "weights": weights, "gamma": gamma, "lam": lam, "by_std": by_std, "n": n}
     found = call(function, given)
     matrices = found if isinstance(found, tuple) and len(found) == 2 else (found, found)
-    advantages, returns = (response_part(ESTIMATORS.expect(estimator, each, mask), mask).float() for each in matrices)
+    advantages, returns = (
+        mask_response(ESTIMATORS.check_result(estimator, each, mask), mask).float() for each in matrices
+    )
     return advantages, returns
 
 
@@ -68,7 +70,7 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
     `values` [B, T]: the value of the state before each token; after the last response token it is 0. Returns
     (advantages, returns = advantages + values), each [B, T].
     """
-    rewards, values, keep = response_part(token_rewards, mask), response_part(values, mask), mask.bool()
+    rewards, values, keep = mask_response(token_rewards, mask), mask_response(values, mask), mask.bool()
     advantages = torch.zeros_like(values)
     next_value, next_advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
@@ -76,7 +78,7 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
         next_advantage = torch.where(keep[:, t], delta + gamma * lam * next_advantage, next_advantage)
         next_value = torch.where(keep[:, t], values[:, t], next_value)
         advantages[:, t] = next_advantage
-    return response_part(advantages, mask), response_part(advantages + values, mask)
+    return mask_response(advantages, mask), mask_response(advantages + values, mask)
 
 
 @ESTIMATORS.built_in()
@@ -126,13 +128,13 @@ def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> tu
     The return of a token is the discounted sum of the rewards from it on; advantages are the returns, to be whitened
     over the batch. No critic, no groups.
     """
-    rewards, keep = response_part(token_rewards, mask), mask.bool()
+    rewards, keep = mask_response(token_rewards, mask), mask.bool()
     returns = torch.zeros_like(rewards)
     running = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         running = torch.where(keep[:, t], rewards[:, t] + gamma * running, running)
         returns[:, t] = running
-    returns = response_part(returns, mask)
+    returns = mask_response(returns, mask)
     return returns, returns
 
 
@@ -152,7 +154,7 @@ def whiten(advantages: Tensor, mask: Tensor, by_response: bool = False) -> Tenso
             "raise data.train_batch_size, or use algorithm.adv_estimator=grpo or rloo."
         )
     white = (advantages.double() - counted.mean()) * (counted.var(unbiased=True) + 1e-8).rsqrt()
-    return response_part(white, mask).float()
+    return mask_response(white, mask).float()
 
 
 def place_at_end(scores: Tensor, mask: Tensor) -> Tensor:
@@ -167,7 +169,7 @@ def place_at_end(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def _over_tokens(per_row: Tensor, mask: Tensor) -> Tensor:
-    return response_part(per_row.float().unsqueeze(-1).expand(mask.shape), mask)
+    return mask_response(per_row.float().unsqueeze(-1).expand(mask.shape), mask)
 
 
 def _centred(scores: Tensor, groups: Tensor, by_std: bool, n: int) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from rlfuse.algorithms.losses import response_part
+from rlfuse.algorithms.losses import mask_response
 
 LOG_PROBS_DIFF_MEAN, LOG_PROBS_DIFF_MAX = (f"training/rollout_log_probs_diff_{kind}" for kind in ("mean", "max"))
 
@@ -25,7 +25,7 @@ class Bound:
     mean: float
     most: float
 
-    def broken_by(self, metrics: Mapping[str, float]) -> bool:
+    def is_exceeded_by(self, metrics: Mapping[str, float]) -> bool:
         """Whether these are further apart; also where one of them is no number. Not where nothing was measured."""
         limits = ((LOG_PROBS_DIFF_MEAN, self.mean), (LOG_PROBS_DIFF_MAX, self.most))
         return not all(metrics.get(name, 0.0) <= limit for name, limit in limits)
@@ -35,15 +35,15 @@ BOUNDS = {"float32": Bound(1e-3, 1e-3), "bfloat16": Bound(2**-4, 2.0)}
 """By `model.dtype`. bfloat16: 8 and 256 times the distance from 1 to the next number (`torch.finfo.eps`), as rounding
 adds up over layers and single tokens may be routed to other experts. float32, whose own rounding is far smaller, has
 room for sums in other orders and TF32."""
-COARSER = 8
+QUANTIZED_FACTOR = 8
 """How many times as far engines of 8 bits may be from the trainer. They round weights 16 times as coarsely as bfloat16
 does (`torch.finfo(float8_e4m3fn).eps`), but each by itself, in linear layers alone. A small random model was 0.02 apart
 with 16 bits and 0.25 with 8, in the mean."""
 
 
-def bound_of(dtype: str, quantization: str | None) -> Bound:
+def mismatch_bound(dtype: str, quantization: str | None) -> Bound:
     """What rounding explains, of model.dtype and rollout.quantization."""
-    bound, times = BOUNDS[dtype], COARSER if quantization else 1
+    bound, times = BOUNDS[dtype], QUANTIZED_FACTOR if quantization else 1
     return Bound(times * bound.mean, times * bound.most)
 
 
@@ -56,7 +56,7 @@ def truncated_importance_weights(
     fengyao.notion.site); truncation of importance weights is from Ionides 2008. Without a mismatch every weight is 1.
     """
     log_weights = (trainer_log_probs - engine_log_probs).detach().clamp(-20.0, 20.0)
-    return response_part(log_weights.exp().clamp(max=cap), mask)
+    return mask_response(log_weights.exp().clamp(max=cap), mask)
 
 
 def mismatch_metrics(

@@ -1,7 +1,7 @@
 """From scored samples to what the optimizer steps read: shaped rewards, KL, advantages, returns, corrections.
 
 Role: called while a step is carried out: `prepare` for each group that has all its scores, which makes trainable what
-depends on the group alone (`early`), and `complete` once all have, for what depends on the whole batch; scores that
+depends on the group alone (`can_train_before_batch_completes`), and `complete` once all have, for what depends on the whole batch; scores that
 only the loss reads (`deferred`) may come later, and `mismatch` when the step is over. Splitting a step into calls of
 `prepare` changes no number: a custom estimator gets the whole batch or, with `needs_batch=False`, one group per call.
 Pure but for the KL coefficient and the running normalisation of rewards, which it carries from step to step (and into
@@ -19,10 +19,10 @@ import torch
 from rlfuse.algorithms import registry
 from rlfuse.algorithms.advantages import advantages_and_returns, place_at_end, whiten
 from rlfuse.algorithms.corrections import mismatch_metrics, truncated_importance_weights
-from rlfuse.algorithms.kl import AdaptiveKl, coefficient_of, kl_estimate
-from rlfuse.algorithms.shaping import Normaliser, overlong_penalty, zero_spread
+from rlfuse.algorithms.kl import AdaptiveKl, kl_coefficient, kl_estimate
+from rlfuse.algorithms.shaping import Normaliser, has_zero_std, overlong_penalty
+from rlfuse.config.custom_functions import DECORATOR, traits_of
 from rlfuse.config.declare import names_function
-from rlfuse.config.own_functions import DECORATOR, traits_of
 from rlfuse.config.rewards import RewardEntry
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
@@ -40,7 +40,7 @@ class Experience:
 
     def __init__(self, config: Config, entries: Sequence[RewardEntry] = ()):
         self.config = config
-        registry.forget()  # a notebook's files may be others by now
+        registry.clear_cache()  # a notebook's files may be others by now
         self.traits = traits_of(config.algorithm.adv_estimator)
         self._group_by_group = names_function(config.algorithm.adv_estimator) and not self.traits.needs_batch
         self._unverified = self._group_by_group
@@ -53,7 +53,7 @@ class Experience:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of scoring that every sample needs, in the serial order."""
-        own = self._one_part and bool(self.by_update)
+        own = self._one_part and bool(self.fused_into_first_update)
         wanted = {
             "reward": True,
             "old_log_prob": self.config.algorithm.old_log_probs == "trainer" and not own,
@@ -63,7 +63,7 @@ class Experience:
         return tuple(kind for kind, needed in wanted.items() if needed)
 
     @property
-    def by_update(self) -> tuple[str, ...]:
+    def fused_into_first_update(self) -> tuple[str, ...]:
         """Kinds of scoring that the actor's first update does in its own forward pass.
 
         Old log-probs are of the weights before the step's first update, and so are its own: of the first mini-batch
@@ -100,25 +100,25 @@ class Experience:
         corrected = config.algorithm.rollout_is_threshold is not None  # its weights are made of old log-probs
         return tuple(kind for kind in self.kinds if kind == "ref" or (kind == "old_log_prob" and not corrected))
 
-    def with_spread(self, groups: Sequence[Group]) -> list[int]:
+    def groups_with_nonzero_std(self, groups: Sequence[Group]) -> list[int]:
         """Indices of the groups that dynamic sampling keeps: those whose rewards are not all equal."""
         rewards = [[s.reward.value for s in group.samples if isinstance(s.reward, Reward)] for group in groups]
-        return [i for i, flat in enumerate(zero_spread(rewards, self.config.rollout.n)) if not flat]
+        return [i for i, flat in enumerate(has_zero_std(rewards, self.config.rollout.n)) if not flat]
 
-    def early(self, model: str) -> bool:
+    def can_train_before_batch_completes(self, model: str) -> bool:
         """Whether a model's loss on a group can be computed before other groups are finished.
 
         Not where it reads the whole batch, nor in a step whose own rewards are the first that running normalisation can
         go by, or the first that a custom estimator is verified on.
         """
-        return not (self.reads_batch(model) or self.normaliser.fresh or self._unverified)
+        return not (self.requires_batch(model) or self.normaliser.lacks_statistics or self._unverified)
 
-    def reads_batch(self, model: str) -> bool:
+    def requires_batch(self, model: str) -> bool:
         """Whether a model's loss on a group depends on the other groups of the step, in every step."""
         chosen_late = self.config.algorithm.filter_groups.enable
         return chosen_late or self.traits.needs_batch or (model == "actor" and bool(self.traits.whitens))
 
-    def why_late(self) -> str:
+    def overlap_blocker(self) -> str:
         """Why some gradients have to wait for the end of generation; empty if none have to."""
         algorithm = self.config.algorithm
         if (stages := self.config.training.pipeline_parallel_size) > 1:
@@ -229,9 +229,9 @@ class Experience:
     def complete(self, groups: Sequence[Group]) -> dict[str, float]:
         """All groups of the step are prepared: compute what depends on all of them, steer the KL; returns metrics."""
         samples = [sample for group in groups for sample in group.samples]
-        first = self.normaliser.fresh
-        metrics = self.normaliser.learn([sample.reward for sample in samples])
-        if first:  # nothing was trained on yet (`early`), so that these rewards can be normalised by themselves
+        first = self.normaliser.lacks_statistics
+        metrics = self.normaliser.update([sample.reward for sample in samples])
+        if first:  # nothing was trained on yet (`can_train_before_batch_completes`), so that these rewards can be normalised by themselves
             self.prepare(groups)
         if self.traits.needs_batch:
             self._estimate(groups)
@@ -245,7 +245,10 @@ class Experience:
             return metrics
         kl, coefficient = self._kl(samples, mask).sum(-1), self._kl_coefficients(samples, self.kl.value)
         self.kl.update(float((kl / mask.sum(-1)).mean()), len(samples))
-        return metrics | {"critic/kl": float(kl.mean()), "critic/kl_coeff": float(coefficient.double().mean())}
+        return metrics | {
+            "actor/reward_kl_penalty": float(kl.mean()),
+            "actor/reward_kl_penalty_coeff": float(coefficient.double().mean()),
+        }
 
     def _scores(self, samples: Sequence[Sample]) -> torch.Tensor:
         """float32 [B]: rewards with DAPO's length penalty, which is also logged as a part of the reward."""
@@ -281,7 +284,7 @@ class Experience:
     def _kl_coefficients(self, samples: Sequence[Sample], otherwise: float) -> torch.Tensor:
         """float32 [B, 1]."""
         by_source = self.config.algorithm.kl_coef_by_source
-        found = [coefficient_of(sample.prompt.data_source, by_source, otherwise) for sample in samples]
+        found = [kl_coefficient(sample.prompt.data_source, by_source, otherwise) for sample in samples]
         return torch.tensor(found, dtype=torch.float32)[:, None]
 
     def _correct(self, samples: Sequence[Sample], mask: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, key: str | 
     expectation zero, that of k3 belongs to the reverse direction. k1 is for rewards.
     """
     found = call(KL_KINDS.find(kind, key), {"log_probs": log_probs, "ref_log_probs": ref_log_probs})
-    return KL_KINDS.expect(kind, found, log_probs, key)
+    return KL_KINDS.check_result(kind, found, log_probs, key)
 
 
 @KL_KINDS.built_in("k1", "kl")
@@ -57,7 +57,7 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return (torch.expm1(log_ratio) - log_ratio).clamp(-10.0, 10.0)
 
 
-def coefficient_of(source: str, by_source: Mapping[str, float], otherwise: float) -> float:
+def kl_coefficient(source: str, by_source: Mapping[str, float], otherwise: float) -> float:
     """The KL coefficient of a sample by its data_source: of the first name or pattern that fits, else `otherwise`.
 
     Seed1.5-VL (2025, arXiv 2505.07062) takes 1e-5 for general prompts and 0 for verifiable ones.

@@ -3,7 +3,7 @@
 Role: called by trainer ranks for each micro-batch. Pure functions of padded tensors: `[B, T]` float32, B whole
 responses of at most T tokens, `mask` [B, T] 1 on response tokens; log-probs in nats.
 Invariants:
-- loss functions give a matrix, never a mean. `loss_sum` adds it up unnormalised; the one division is by `loss_count`
+- loss functions give a matrix, never a mean. `loss_sum` adds it up unnormalised; the one division is by `loss_divisor`
   of the *whole* mini-batch. So micro-batches, ranks and pipelines may split rows as they like, with the same gradient;
 - diagnostics are unnormalised sums over response tokens: add them up and divide once by the number of tokens;
 - what stands at masked-out positions reaches neither a loss nor a gradient.
@@ -26,14 +26,14 @@ _CHUNK_ELEMENTS = 1 << 24  # vocabulary rows are upcast in pieces of at most thi
 
 
 def loss_sum(matrix: Tensor, mask: Tensor, mode: str, max_tokens: int | None = None) -> Tensor:
-    """Scalar: the micro-batch's part of the loss, to be divided by `loss_count` of the whole mini-batch.
+    """Scalar: the micro-batch's part of the loss, to be divided by `loss_divisor` of the whole mini-batch.
 
     token-mean weighs every token alike (DAPO, Yu et al. 2025, arXiv 2503.14476); seq-mean-token-mean every response
     alike (GRPO, Shao et al. 2024, arXiv 2402.03300); seq-mean-token-sum adds tokens up within a response;
     seq-mean-token-sum-norm also divides by the constant `max_tokens` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
     """
     _check_mode(mode, max_tokens)
-    sums = response_part(matrix, mask).sum(-1)
+    sums = mask_response(matrix, mask).sum(-1)
     if mode == "seq-mean-token-mean":
         sums = sums / mask.sum(-1).clamp(min=1)
     elif mode == "seq-mean-token-sum-norm":
@@ -41,7 +41,7 @@ def loss_sum(matrix: Tensor, mask: Tensor, mode: str, max_tokens: int | None = N
     return sums.sum()
 
 
-def loss_count(response_lengths: Sequence[int] | np.ndarray, mode: str, max_tokens: int | None = None) -> float:
+def loss_divisor(response_lengths: Sequence[int] | np.ndarray, mode: str, max_tokens: int | None = None) -> float:
     """What the `loss_sum`s of a mini-batch are divided by: its response tokens (token-mean), else its responses.
 
     `response_lengths` [samples of the whole mini-batch], in response tokens; rows of length 0 are padding, not counted.
@@ -56,7 +56,7 @@ def loss_count(response_lengths: Sequence[int] | np.ndarray, mode: str, max_toke
     return count
 
 
-def response_part(x: Tensor, mask: Tensor) -> Tensor:
+def mask_response(x: Tensor, mask: Tensor) -> Tensor:
     """`x` with 0 beside response tokens, whatever stood there."""
     return torch.where(mask.bool(), x, torch.zeros_like(x))
 
@@ -78,13 +78,13 @@ def policy_loss(
     (loss, sums). `is_weights` [B, T], constants, multiply the loss: see `corrections.truncated_importance_weights`.
     """
     function = LOSS_MODES.find(mode)
-    new, old, advantages = (response_part(each, mask) for each in (log_probs, old_log_probs, advantages))
+    new, old, advantages = (mask_response(each, mask) for each in (log_probs, old_log_probs, advantages))
     given = {"log_probs": new, "old_log_probs": old, "advantages": advantages, "mask": mask}
     found = call(function, given | {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c})
     loss, sums = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
-    loss = LOSS_MODES.expect(mode, loss, log_probs)
+    loss = LOSS_MODES.check_result(mode, loss, log_probs)
     if is_weights is not None:
-        loss = loss * response_part(is_weights.detach(), mask)
+        loss = loss * mask_response(is_weights.detach(), mask)
     kl = -(new - old).detach().clamp(-20.0, 20.0).sum()
     return loss, {name: each.detach().to(loss.device).float() for name, each in sums.items()} | {"ppo_kl": kl}
 
@@ -142,7 +142,7 @@ def _gspo_log_ratio(token_log_ratio: Tensor, mask: Tensor) -> Tensor:
     d s_i = s_i * mean over t of d log pi_it; with advantages that differ by token each token keeps its own.
     """
     mean = token_log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    return response_part(token_log_ratio - token_log_ratio.detach() + mean.detach(), mask)
+    return mask_response(token_log_ratio - token_log_ratio.detach() + mean.detach(), mask)
 
 
 def value_loss(
@@ -153,7 +153,7 @@ def value_loss(
     0.5 * max((new - returns)^2, (new clipped to old +- clip - returns)^2), the value clip of OpenAI's implementation of
     PPO (Schulman et al. 2017, arXiv 1707.06347, itself has none); values, returns and `clip` in reward units.
     """
-    new, old, target = (response_part(x, mask) for x in (values_new, values_old, returns))
+    new, old, target = (mask_response(x, mask) for x in (values_new, values_old, returns))
     free = (new - target).square()
     clipped = (torch.clamp(new, old - clip, old + clip) - target).square()
     return 0.5 * torch.maximum(free, clipped), (clipped > free).sum().float()
@@ -177,7 +177,7 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     return _Entropy.apply(logits)
 
 
-def share_log_probs(
+def vocab_parallel_log_probs(
     logits: Tensor, targets: Tensor, first: int, gather: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropy) [R] of whole rows from a share of their logits, [R, v] those of the tokens from `first` on.
@@ -189,7 +189,7 @@ def share_log_probs(
     return _ShareLogProbs.apply(logits, targets, first, gather)
 
 
-def share_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+def vocab_shard_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     """[4, R] of a share: highest logit, sum of exp(x) of x = logit - highest, sum of x exp(x), the target's logit.
 
     The last is 0 where another share has the target. Logits of -inf count for nothing.
@@ -219,7 +219,7 @@ class _ShareLogProbs(torch.autograd.Function):
         ctx, logits: Tensor, targets: Tensor, first: int, gather: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        highest, weights, products, target = gather(share_statistics(logits, targets, first)).unbind(1)
+        highest, weights, products, target = gather(vocab_shard_statistics(logits, targets, first)).unbind(1)
         top = highest.amax(0)
         below = highest - top
         scale = below.exp()

@@ -1,8 +1,8 @@
 """What an optimizer step minimises: the actor's and the critic's loss of one micro-batch, put together from config.
 
-Role: the objectives are called by trainer ranks between forward and backward, `means` by the trainer group after the
+Role: the objectives are called by trainer ranks between forward and backward, `mean_diagnostics` by the trainer group after the
 step; pure functions. Losses and diagnostics are unnormalised sums, so they simply add up over micro-batches and ranks,
-in any split and before anyone knows how many rows the mini-batch will have; `means` divides once, in the end.
+in any split and before anyone knows how many rows the mini-batch will have; `mean_diagnostics` divides once, in the end.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rlfuse.config.schema import ActorConfig
 _LOSSES = frozenset({"pg_loss", "kl_loss", "vf_loss"})
 
 
-def means(sums: Mapping[str, float], count: float, tokens: int) -> dict[str, float]:
-    """A mini-batch's diagnostics from their sums over all its rows; `count`: its `loss_count`."""
+def mean_diagnostics(sums: Mapping[str, float], count: float, tokens: int) -> dict[str, float]:
+    """A mini-batch's diagnostics from their sums over all its rows; `count`: its `loss_divisor`."""
     return {name: total / (count if name in _LOSSES else tokens) for name, total in sums.items()}
 
 

@@ -2,7 +2,7 @@
 
 Role: `advantages`, `losses` and `kl` each have a registry; the controller's process and trainer ranks look functions up
 there. Every function is given by name what it asks for. Invariant: a file is executed once in a process, until
-`forget`, whatever becomes of it meanwhile.
+`clear_cache`, whatever becomes of it meanwhile.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
+from rlfuse.config.custom_modules import load, load_module
 from rlfuse.config.declare import names_function
 from rlfuse.config.estimators import Traits
-from rlfuse.config.own_modules import load, module_of
 from rlfuse.errors import ConfigError
 
 Function = Callable[..., Any]
-_module = cache(module_of)
+_module = cache(load_module)
 
 
 def advantage_estimator(**traits: bool | str) -> Callable[[Function], Function]:
@@ -57,7 +57,7 @@ class Registry(dict[str, Function]):
             raise ValueError(f"{key}={name!r} is not known; use one of {', '.join(self)}, or path/file.py:name.")
         return load(key, name, _module)
 
-    def expect(self, name: str, found: Any, like: Tensor, key: str | None = None) -> Tensor:
+    def check_result(self, name: str, found: Any, like: Tensor, key: str | None = None) -> Tensor:
         """What a function returned, if it is a matrix as `like`; ConfigError otherwise."""
         if isinstance(found, Tensor) and found.shape == like.shape:
             return found
@@ -77,6 +77,6 @@ def parameters(function: Function) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
-def forget() -> None:
+def clear_cache() -> None:
     """Files that were executed: what is in them now is what is found from now on."""
     _module.cache_clear()

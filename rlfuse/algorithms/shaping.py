@@ -29,7 +29,7 @@ def overlong_penalty(
     return -factor * np.clip((lengths - (max_response_length - buffer_len)) / buffer_len, 0.0, 1.0)
 
 
-def zero_spread(rewards: Sequence[Sequence[float]], n: int) -> list[bool]:
+def has_zero_std(rewards: Sequence[Sequence[float]], n: int) -> list[bool]:
     """For each group of rewards, True if they are all equal, so that group estimators learn nothing from it.
 
     Dynamic sampling replaces these groups, and their share is `reward/frac_reward_zero_std`. `n`: responses that were
@@ -51,7 +51,7 @@ class Normaliser:
         """Function -> (values, their mean, sum of squared distances from it)."""
 
     @property
-    def fresh(self) -> bool:
+    def lacks_statistics(self) -> bool:
         """Some function's values have never been seen."""
         return any(count == 0 for count, _, _ in self._moments.values())
 
@@ -67,7 +67,7 @@ class Normaliser:
             return reward.dimensions
         return {name: self._normal(name, value) for name, value in reward.dimensions.items()}
 
-    def learn(self, rewards: Sequence[Reward]) -> dict[str, float]:
+    def update(self, rewards: Sequence[Reward]) -> dict[str, float]:
         """Take in the rewards of a whole step; returns reward/running_{mean,std}/{fn}."""
         metrics = {}
         for name in self._moments:

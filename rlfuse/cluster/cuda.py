@@ -32,7 +32,7 @@ STREAMS = (
     "TORCH_NCCL_BLOCKING_WAIT",
 )
 FIXED = (ALLOCATOR, "DS_ACCELERATOR", *DETERMINISTIC, *STREAMS)
-EVERYONE, RANKS, ENGINES = "all processes on GPUs", "trainer ranks", "rollout engines"
+ALL_PROCESSES, RANKS, ENGINES = "all processes on GPUs", "trainer ranks", "rollout engines"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Setting:
 def worker_settings() -> list[Setting]:
     """Variables of every process that may use a GPU, unless the kind of process has others."""
     return [
-        Setting("DS_ACCELERATOR", "cuda", "a node started with another one would train on its CPUs", EVERYONE),
-        Setting("NCCL_DEBUG", "WARN", "NCCL tells what failed; INFO: also what it chose", EVERYONE),
+        Setting("DS_ACCELERATOR", "cuda", "a node started with another one would train on its CPUs", ALL_PROCESSES),
+        Setting("NCCL_DEBUG", "WARN", "NCCL tells what failed; INFO: also what it chose", ALL_PROCESSES),
         Setting(
             ALLOCATOR,
             "expandable_segments:True",
@@ -137,7 +137,7 @@ def with_given(settings: Iterable[Setting], given: Mapping[str, str]) -> list[Se
     """Return the settings with the values of those variables that the environment overrides."""
     free = given.keys() - FIXED
     return [
-        replace(each, value=given[each.name], why="as set where the job is started") if each.name in free else each
+        replace(each, value=given[each.name], why="as set in the environment of the job") if each.name in free else each
         for each in settings
     ]
 
@@ -171,5 +171,5 @@ def shares() -> Setting:
         f"{SHARE:g} + {SHARE:g} + at most {ENCODER_SHARE:g} + {REWARD_SHARE:g}",
         f"rank, engine, encoder ranks, reward models: {2 * SHARE + ENCODER_SHARE + REWARD_SHARE:g} at most, or one of "
         "them waits for ever. Ray only counts: memory is shared by taking turns, and by rollout.gpu_memory_utilization",
-        EVERYONE,
+        ALL_PROCESSES,
     )

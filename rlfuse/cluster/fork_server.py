@@ -79,7 +79,7 @@ def _end(server: subprocess.Popen) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WorkerRequest:
     """A worker that Ray would start, see `forked_worker.request`."""
 
     streams: list[int]
@@ -89,7 +89,7 @@ class Wanted:
     oom_score_adj: str
     open_files: list[int]
 
-    def become(self) -> None:
+    def run(self) -> None:
         for number, stream in enumerate(self.streams):
             os.dup2(stream, number)
             os.close(stream)
@@ -101,7 +101,7 @@ class Wanted:
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environment)
-        _forget()
+        _reset_shared_state()
         sys.argv = self.words
         runpy.run_path(self.words[0], run_name="__main__")
 
@@ -119,14 +119,14 @@ class ForkServer:
             importlib.import_module(imports)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # none waits for forks: they leave no zombie
 
-    def serve(self) -> Wanted | None:
+    def serve(self) -> WorkerRequest | None:
         while sys.stdin not in (ready := select.select([self._listener, sys.stdin], [], [])[0]):
             if self._listener in ready and (wanted := self._answer()):
                 self._listener.close()
                 return wanted
         return None
 
-    def _answer(self) -> Wanted | None:
+    def _answer(self) -> WorkerRequest | None:
         asking, _ = self._listener.accept()
         streams: list[int] = []
         with asking, suppress(OSError, ValueError):  # it went away
@@ -137,7 +137,7 @@ class ForkServer:
             request = json.load(asking.makefile("rb"))
             changed = started_with(os.getpid()) | request.pop("environment")
             environment = {name: value for name, value in changed.items() if value is not None}
-            wanted = Wanted(streams, environment=environment, **request)
+            wanted = WorkerRequest(streams, environment=environment, **request)
             differing = _read_by_imports(wanted.environment).items() ^ self._imported_with.items()
             if differing:
                 print("declined for", sorted(dict(differing)), flush=True)
@@ -155,7 +155,7 @@ def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if READ_BY_IMPORTS.match(name)}
 
 
-def _forget() -> None:
+def _reset_shared_state() -> None:
     """Reset what forks would share: random state and some environment variables."""
     import numpy as np
     import torch._dynamo
@@ -172,7 +172,7 @@ def main(path: Path, imports: str) -> None:
     wanted = ForkServer(path, imports).serve()
     if wanted is None:
         os._exit(0)  # libraries have nothing to put in order
-    wanted.become()
+    wanted.run()
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class GarbageCollector:
         self._cause, self._grown = "python", {}
         self._began, self._looked, self._automatic, self._most_mib = 0.0, 0.0, 0, 0
         gc.callbacks.append(self._note)
-        recorder.heard.append(self._ended)
+        recorder.listeners.append(self._ended)
 
     def collect(self, cause: str = "step") -> None:
         """Now; from now on only when asked to, or to keep memory bounded."""
@@ -78,11 +78,11 @@ class GarbageCollector:
             self.planned = True
         self._most_mib = max(self._most_mib, self._held())
 
-    def keep(self) -> None:
+    def freeze(self) -> None:
         """What is there now is no garbage later. To look through what libraries leave takes half a second each time."""
         gc.freeze()
 
-    def let_go(self) -> None:
+    def collect_frozen(self) -> None:
         """Free what the first planned collection froze and is not needed any more."""
         if self.planned:
             gc.unfreeze()
@@ -90,7 +90,7 @@ class GarbageCollector:
         if self.planned:
             gc.freeze()
 
-    def guard(self) -> None:
+    def collect_if_grown(self) -> None:
         now = time.monotonic()
         if not self.planned or now - self._looked < LOOK_S:
             return
@@ -103,7 +103,7 @@ class GarbageCollector:
     def close(self) -> None:
         """Leave it to Python again; for a process that outlives its run."""
         gc.callbacks.remove(self._note)
-        self._recorder.heard.remove(self._ended)
+        self._recorder.listeners.remove(self._ended)
         gc.unfreeze()
         if self.planned:
             self.planned = False
@@ -112,7 +112,7 @@ class GarbageCollector:
 
     def _ended(self, event: str) -> None:
         if event.startswith("ended"):
-            self.guard()
+            self.collect_if_grown()
 
     def _note(self, phase: str, info: dict[str, Any]) -> None:
         if phase == "start":

@@ -38,7 +38,7 @@ def join_ray(address: str) -> None:
     try:
         head = services.canonicalize_bootstrap_address_or_die(address)
         _await_head(head)
-        with without_pages(), without_shadowing():
+        with without_error_pages(), without_path_shadowing():
             ray.init(address=head, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
     except (OSError, RayError, RuntimeError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
@@ -99,11 +99,11 @@ def request(function: Callable[[], T]) -> Future[T]:
     return answer
 
 
-def without_pages() -> AbstractContextManager:
+def without_error_pages() -> AbstractContextManager:
     """Ray prints a page on every worker that dies, wherever logs go; `remote` tells it shorter."""
     return mock.patch.object(ray._private.worker, "listen_error_messages", lambda *_: None)
 
 
-def without_shadowing() -> AbstractContextManager:
+def without_path_shadowing() -> AbstractContextManager:
     """Ray puts the driver's working folder before installed packages; `prepare_worker` appends it instead."""
     return mock.patch.object(JobConfig, "_runtime_env_has_working_dir", lambda _: True)

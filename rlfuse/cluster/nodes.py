@@ -23,8 +23,8 @@ from rlfuse.errors import NodeLost, WorkerLost
 LOOK_S, ANSWER_S, LOOKS = 2.0, 3.0, 3
 HEAD_S = 12.0
 """For the head to accept a connection again; it may be restarting."""
-ENOUGH_OF_AN_ID = 8
-OF_A_JOB = 8
+MIN_ID_PREFIX = 8
+JOB_ID_SUFFIX = 8
 """Letters of a job's id, with which those of its placement groups end."""
 SHOWN = 200
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Node:
         return f"{self.address} ({self.id[:8]})"
 
     def is_called(self, name: str) -> bool:
-        return name == self.address or (len(name) >= ENOUGH_OF_AN_ID and self.id.startswith(name))
+        return name == self.address or (len(name) >= MIN_ID_PREFIX and self.id.startswith(name))
 
 
 def device_of(setting: str, nodes: Sequence[Node]) -> tuple[str, str]:
@@ -83,13 +83,13 @@ def alive_nodes() -> list[Node]:
     ]
 
 
-def holders() -> dict[str, list[str]]:
+def jobs_per_node() -> dict[str, list[str]]:
     """Return the other jobs with placement groups or actors on each node, by its id: a job's id, driver and command."""
     mine, state = ray.get_runtime_context().get_job_id(), ray._private.state.state
     held = {(each["Address"]["NodeID"], each["JobID"]) for each in state.actor_table(None, None, "ALIVE").values()}
     for id, group in state.placement_group_table().items():
         if group["state"] == "CREATED":
-            held |= {(node, id[-OF_A_JOB:]) for node in group["bundles_to_node_id"].values()}
+            held |= {(node, id[-JOB_ID_SUFFIX:]) for node in group["bundles_to_node_id"].values()}
     drivers = {
         each["JobID"]: f"process {each['DriverPid']} of {each['DriverIPAddress']}: "
         f"{' '.join(each['Entrypoint'].split())[:SHOWN]}"
@@ -108,7 +108,7 @@ def this_node_id() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-async def watched(work: Coroutine[Any, Any, T], occupants: Mapping[Node, str]) -> T:
+async def fail_on_lost_node(work: Coroutine[Any, Any, T], occupants: Mapping[Node, str]) -> T:
     """Return the result of `work`; NodeLost names a lost node and its `occupants`, WorkerLost the cluster's head."""
     away = [node for node in occupants if node.id != this_node_id()]
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_watch(away))
@@ -177,7 +177,7 @@ async def from_head(function: Callable[[], T]) -> T:
     address, until = ray.get_runtime_context().gcs_address, time.monotonic() + HEAD_S
     while why := await asyncio.to_thread(_refusal, *parse_address(address)):
         if time.monotonic() > until:
-            raise WorkerLost(f"lost the head of the Ray cluster at {address}: it accepts no connection ({why}).")
+            raise WorkerLost(f"lost the head of the Ray cluster at {address}: it does not accept connections ({why}).")
         await asyncio.sleep(LOOK_S)
     return await asyncio.wrap_future(request(function))
 

@@ -28,8 +28,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlfuse.cluster import cuda, fork_server, forked_worker, scratch, watchdog
 from rlfuse.cluster.child_processes import preserve_sigterm, restore_child_signals
-from rlfuse.cluster.joining import join_ray, protected_token, without_pages, without_shadowing
-from rlfuse.cluster.nodes import Node, alive_nodes, answering_nodes, choose, device_of, from_head, holders, this_node_id
+from rlfuse.cluster.joining import join_ray, protected_token, without_error_pages, without_path_shadowing
+from rlfuse.cluster.nodes import (
+    Node,
+    alive_nodes,
+    answering_nodes,
+    choose,
+    device_of,
+    from_head,
+    jobs_per_node,
+    this_node_id,
+)
 from rlfuse.cluster.worker_environment import QUIET, clear_launcher_variables, job_environment, worker_environment
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
@@ -57,7 +66,7 @@ class Slots:
     """On a CPU host with enough of them: the core of each slot. Its engine and its rank are bound to it, so that a slot
     is a device of its own that changes hands."""
     nodes: tuple[Node, ...] = ()
-    told: str = ""
+    summary: str = ""
 
     @property
     def threads(self) -> int:
@@ -142,8 +151,8 @@ async def _reserve(config: Config, again: bool, without: Collection[str]) -> Slo
         absent = [name for name in needed if not any(node.is_called(name) for node in found)]
         taken = None if absent else choose(found, config.trainer.nnodes, per_node, bundle, this_node_id(), order)
         if taken and (group := await from_head(partial(_place, taken, per_node, bundle))):
-            told = f"{'GPUs' if device == 'cuda' else 'CPUs'} of {', '.join(map(str, taken))}: {why}"
-            return Slots(group, config.slots, device, _cores(config, device), tuple(taken), told)
+            summary = f"{'GPUs' if device == 'cuda' else 'CPUs'} of {', '.join(map(str, taken))}: {why}"
+            return Slots(group, config.slots, device, _cores(config, device), tuple(taken), summary)
         waited, nodes = time.monotonic() - began, await from_head(alive_nodes)
         limit = _patience(config, again, not absent and _have_enough(nodes, config, bundle))
         if waited > limit and absent:
@@ -152,11 +161,11 @@ async def _reserve(config: Config, again: bool, without: Collection[str]) -> Slo
                 "Correct the names, or leave them out"
             )
         if waited > limit:
-            raise EngineError(no_room(config, bundle, nodes, why, await from_head(holders), again))
+            raise EngineError(no_slots_message(config, bundle, nodes, why, await from_head(jobs_per_node), again))
         if waited > notice:
             notice = waited + NOTICE_S
             lacking = f"nodes called {', '.join(absent)} (cluster.node_order)"
-            lacking = lacking if absent else shortage(config, bundle, nodes, why, await from_head(holders))
+            lacking = lacking if absent else shortage(config, bundle, nodes, why, await from_head(jobs_per_node))
             watchdog.say(f"Waited {waited:.0f} of at most {limit:g} s for {lacking}")
         await asyncio.sleep(0.2)
 
@@ -209,7 +218,7 @@ def shortage(
     )
 
 
-def no_room(
+def no_slots_message(
     config: Config,
     bundle: Mapping[str, float],
     nodes: Sequence[Node],
@@ -253,9 +262,9 @@ def _start_ray(config: Config, worker_imports: str | None) -> None:
         try:
             with (
                 _loopback(),
-                without_pages(),
-                without_shadowing(),
-                _without_onlookers(),
+                without_error_pages(),
+                without_path_shadowing(),
+                _without_unused_processes(),
                 _forked_workers(config, worker_imports),
                 mock.patch.dict(os.environ, TMPDIR=folder),
             ):
@@ -310,7 +319,7 @@ def _forked_workers(config: Config, imports: str | None) -> AbstractContextManag
     return mock.patch.object(ray_constants, "SETUP_WORKER_FILENAME", forked_worker.__file__)
 
 
-def _without_onlookers() -> AbstractContextManager:
+def _without_unused_processes() -> AbstractContextManager:
     """Do without three Ray processes: dashboard server, log monitor and autoscaler."""
     unasked = ("start_api_server", "start_log_monitor", "start_monitor")
     return mock.patch.multiple(ray._private.node.Node, **{name: lambda *_, **__: None for name in unasked})

@@ -20,7 +20,7 @@ from pathlib import Path
 from rlfuse.config.secrets import hidden_text
 
 FOLDER = "RLFUSE_LOGS"
-MOST, KEPT = 10 << 20, 5 << 20
+MAX_BYTES, KEPT_BYTES = 10 << 20, 5 << 20
 """Bytes of a file, and of what is left where it had more."""
 LOOK_S = 5.0
 LAST = 1 << 16
@@ -41,7 +41,7 @@ def end() -> None:
 
 
 @contextmanager
-def kept_on_failure(folder: Path) -> Iterator[None]:
+def logs_kept_on_failure(folder: Path) -> Iterator[None]:
     """The same around work that leaves no run folder: what was written stays only where it fails."""
     begin(folder)
     try:
@@ -98,7 +98,7 @@ def last_output(where: str, pid: str) -> str | None:
     return content[beginnings[-1].end() :][-LAST:].decode(errors="replace") if beginnings else None
 
 
-def where_to_look(where: str) -> str:
+def log_hint(where: str) -> str:
     """The line for whoever reads of a failure; empty outside a run."""
     path = file_of(where)
     if path is None:
@@ -109,7 +109,7 @@ def where_to_look(where: str) -> str:
 def _bound(path: Path, began: bytes) -> None:
     while True:
         with suppress(OSError):  # the folder went, or the disk is full
-            if path.stat().st_size > MOST:
+            if path.stat().st_size > MAX_BYTES:
                 cut(path, began)
         time.sleep(LOOK_S)
 
@@ -118,9 +118,9 @@ def cut(path: Path, began: bytes) -> None:
     """Leave the newest KEPT bytes, in the same file: who writes appends, wherever that ends."""
     with path.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        if file.seek(0, os.SEEK_END) <= MOST:
+        if file.seek(0, os.SEEK_END) <= MAX_BYTES:
             return
-        file.seek(-KEPT, os.SEEK_END)
+        file.seek(-KEPT_BYTES, os.SEEK_END)
         kept = file.read()
         rest = kept.partition(b"\n")[2] or kept  # progress bars have no line's end
         file.truncate(0)

@@ -40,7 +40,7 @@ CRASHED = re.compile(r"(NCCL error|CUDA error|CUDA driver error|what\(\):|Fatal 
 """What a process wrote before it was ended by itself; the first of these says the most."""
 NO_PAGES = "mmap error: 12"
 """Of Ray's native code where the system gives it no memory, down to that for telling so."""
-UNTOLD = "connection error code 2. End of file"
+UNEXPECTED_END = "connection error code 2. End of file"
 """Ray of a process that ended before it could say so."""
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
@@ -93,29 +93,29 @@ def explain(error: BaseException, worker: str, action: str, timeout: float) -> B
         process_logs.append(worker, COLOUR.sub("", str(error)))
         return EngineError(_with_logs(f"{worker} could not be created: {_raised(error)}", worker))
     if isinstance(error, DEATHS):
-        return WorkerLost(f"{worker} died while it was asked to {action}: {why_it_ended(error, worker)}")
+        return WorkerLost(f"{worker} died during the call to {action}: {cause_of_death(error, worker)}")
     if isinstance(error, TimeoutError | GetTimeoutError):
-        text = f"{worker} did not {action} within {timeout:g} s. If that is a normal duration for this model, raise "
+        text = f"{worker} did not {action} within {timeout:g} s. If this duration is normal for the model, raise "
         return WorkerLost(_with_logs(f"{text}cluster.timeout_s.{watchdog.evidence(worker)}", worker))
     return EngineError(_with_logs(f"{worker} failed to {action}: {type(error).__name__}: {_first_line(error)}", worker))
 
 
-def why_it_ended(error: BaseException, worker: str) -> str:
+def cause_of_death(error: BaseException, worker: str) -> str:
     """What can be said of a death: by the process's own last words, by Ray's, and by what was seen of it before."""
     pid = found[1] if (found := re.search(r"pid: (\d+)", str(error))) else ""
     words = process_logs.last_output(worker, pid)
     if words is not None:
-        return _with_logs(_told(error, worker, pid, words), worker)
+        return _with_logs(_describe_death(error, worker, pid, words), worker)
     words, path = _words_for_ray(str(error), pid)
     where = f"\nlogs: Ray's of it, {path}" if path else ""
-    return f"{_told(error, worker, pid, words)}{where}"
+    return f"{_describe_death(error, worker, pid, words)}{where}"
 
 
-def _told(error: BaseException, worker: str, pid: str, words: str) -> str:
+def _describe_death(error: BaseException, worker: str, pid: str, words: str) -> str:
     cause, lacked = _cause(error, words), host_memory.oom_kills()
     own = " It is out of memory." if host_memory.NO_MEMORY.search(cause) or NO_PAGES in words else ""
     remedy = f" {MEMORY}" if own or lacked or isinstance(error, OutOfMemoryError) else ""
-    return f"{cause}{own}{lacked}{remedy}{watchdog.last_report(worker, pid)}{host_memory.free_memory()}"
+    return f"{cause}{own}{lacked}{remedy}{watchdog.last_event(worker, pid)}{host_memory.free_memory()}"
 
 
 def _cause(error: BaseException, words: str) -> str:
@@ -123,16 +123,16 @@ def _cause(error: BaseException, words: str) -> str:
         number, kind, milliseconds = found.groups()
         return (
             f"it ended itself when it had waited {int(milliseconds) / 1000:g} s (a share of cluster.timeout_s) in "
-            f"collective {number} ({kind}) for a rank that did not come: look at the others' stacks, and in "
+            f"collective {number} ({kind}) for a missing rank: look at the others' stacks, and in "
             "stacks/nccl_rank_* of the run folder, which `python -m torch.distributed.flight_recorder.fr_trace` reads. "
             "If a rank may take that long, raise cluster.timeout_s."
         )
     if found := CRASHED.search(words):
         return f"it crashed: {found[0][:300].strip()}."
-    if UNTOLD in str(error):
-        return "killed by signal 9 (SIGKILL); by whom is not known. Only that, or os._exit, ends one without a word."
+    if UNEXPECTED_END in str(error):
+        return "killed by signal 9 (SIGKILL); the sender is unknown. Only that, or os._exit, ends a process without a message."
     if "SIGTERM" in str(error):
-        return "killed by signal 15 (SIGTERM); by whom is not known."
+        return "killed by signal 15 (SIGTERM); the sender is unknown."
     return f"{_reason(error)}."
 
 
@@ -152,7 +152,7 @@ def _words_for_ray(death: str, pid: str) -> tuple[str, str]:
 
 
 def _with_logs(text: str, worker: str) -> str:
-    return "\n".join(filter(None, [text.rstrip(), process_logs.where_to_look(worker)]))
+    return "\n".join(filter(None, [text.rstrip(), process_logs.log_hint(worker)]))
 
 
 def _raised(error: BaseException) -> str:

@@ -10,7 +10,7 @@ FRAME = re.compile(r'File "([^"]+)", line \d+(?:, in .*)?$')
 RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Failure|Timeout)\b(?:: .*|:?$)")
 LIBRARY = re.compile(r"(?!.*-packages/rlfuse/).*(site-packages|dist-packages|/lib/python3)|<")
 """Matches the files of other code than a user's or ours."""
-MOST = 4
+MAX_FRAMES = 4
 LINES = 4
 WIDEST = 1000
 
@@ -27,7 +27,7 @@ class Traceback:
         """The frames of code that isn't a library's, and the innermost one whosever it is; else the innermost few."""
         *outer, innermost = self.frames
         shown = [frame for frame in outer if not LIBRARY.match(frame.split('"')[1])] or outer
-        return [f"  {frame}" for frame in [*shown, innermost][-MOST:]]
+        return [f"  {frame}" for frame in [*shown, innermost][-MAX_FRAMES:]]
 
     def short(self) -> str:
         return "\n".join([*self.own, self.error])

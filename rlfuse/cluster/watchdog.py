@@ -40,7 +40,7 @@ HEAD, LAST = 256, 128
 TRACEBACK = "RLFUSE_TRACEBACK"
 """Environment variable: 1 has errors shown with whole tracebacks."""
 ANSWER_S = 2.0
-LONG = 0.5
+WARN_AT_SHARE = 0.5
 """Of a wait's limit: then it is worth a look, and hours may be left in which to mend it."""
 SPACING_S = 5.0
 """Between dumps: what hangs together is seen together."""
@@ -71,7 +71,7 @@ def _show(where: str, recorder: Recorder | None, chain: bool = False) -> None:
     slate = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
     head = {"where": where, "pid": os.getpid(), "host": socket.gethostname(), "device": device}
-    head |= {"started": clock.started(os.getpid()), "at": clock.now()}
+    head |= {"started": clock.process_start_ticks(os.getpid()), "at": clock.now()}
     os.pwrite(slate, json.dumps(head).encode().ljust(HEAD), 0)
     _open[:] = [stacks, os.fdopen(slate, "r+b", 0)]
 
@@ -81,7 +81,7 @@ def _show(where: str, recorder: Recorder | None, chain: bool = False) -> None:
             os.pwrite(slate, told.encode().ljust(LAST)[:LAST], HEAD)
 
     if recorder is not None:
-        recorder.heard.append(hear)
+        recorder.listeners.append(hear)
         hear("started")
 
 
@@ -93,7 +93,7 @@ class _Process:
     pid: int
     host: str
     started: int
-    """As `clock.started`: its id alone may be another process's by now."""
+    """As `clock.process_start_ticks`: its id alone may be another process's by now."""
     at: float
     mib: int
     event: str
@@ -116,7 +116,7 @@ class _Process:
         if self.host != socket.gethostname():
             return "elsewhere"
         try:
-            same = clock.started(self.pid) == self.started
+            same = clock.process_start_ticks(self.pid) == self.started
             return psutil.Process(self.pid).status() if same else "gone"
         except (OSError, psutil.NoSuchProcess):
             return "gone"
@@ -148,12 +148,12 @@ class Watchdog:
 
     def overdue(self, worker: str, action: str, waited_s: float, limit_s: float) -> None:
         self._say(
-            f"{worker} has been at it for {waited_s:g} s of {limit_s:g} (cluster.timeout_s): to {action}. "
+            f"{worker} has taken {waited_s:g} s of {limit_s:g} (cluster.timeout_s): to {action}. "
             f"{self.evidence(worker)}"
         )
 
     def asked(self) -> None:
-        self._say(f"SIGUSR1: {self.dump('asked by SIGUSR1')}")
+        self._say(f"SIGUSR1: {self.dump('requested by SIGUSR1')}")
 
     def evidence(self, worker: str) -> str:
         told = [f"{each.where}: {each.told()}." for each in self._living() if each.where == worker]
@@ -279,7 +279,7 @@ def waiting(worker: str, action: str, limit_s: float) -> Iterator[None]:
         yield
         return
     timer = asyncio.get_running_loop().call_later(
-        LONG * limit_s, watchdog.overdue, worker, action, LONG * limit_s, limit_s
+        WARN_AT_SHARE * limit_s, watchdog.overdue, worker, action, WARN_AT_SHARE * limit_s, limit_s
     )
     try:
         yield
@@ -293,13 +293,13 @@ def evidence(worker: str) -> str:
     return f" {watchdog.evidence(worker)}" if watchdog else ""
 
 
-def last_report(worker: str, pid: str) -> str:
+def last_event(worker: str, pid: str) -> str:
     """What a process that has died last did, and its memory then, with a space before; may be empty."""
     watchdog = _current.get()
     for each in watchdog._processes() if watchdog else []:
         if (each.where, str(each.pid)) == (worker, pid) and each.mib:  # without a recorder it tells nothing
             ago = f"{clock.now() - each.at:.1f} s ago"
-            return f" The last that it told: {each.event} with {each.mib} MiB in memory, {ago}."
+            return f" Its last event: {each.event} with {each.mib} MiB in memory, {ago}."
     return ""
 
 

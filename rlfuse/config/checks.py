@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from rlfuse.config.custom_functions import METRICS
 from rlfuse.config.declare import CUSTOM, Key, as_typed
 from rlfuse.config.documentation import by_name, keys
 from rlfuse.config.estimators import ESTIMATORS, Traits
 from rlfuse.config.facts import Facts, reward_file
 from rlfuse.config.graph_checks import graph_problems
 from rlfuse.config.keys import did_you_mean
-from rlfuse.config.own_functions import METRICS
 from rlfuse.config.parallelism import activation_problems, divisors, pipelines, shares, slices, strategy, value_of
 from rlfuse.config.parallelism import problem as _problem
 from rlfuse.config.prepared import command_for
@@ -273,21 +273,25 @@ def _video(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def _tower(config: Config, facts: Facts) -> Iterator[str]:
-    if config.video.freeze_tower:
+    if config.video.freeze_vision_tower:
         return
     for name, off in (("video.disk_cache", "null"), ("video.encode_ahead", "false")):
         if value_of(config, name):
             valid = "keeps embeddings that a trained tower makes stale"
-            yield _problem(config, name, valid, f"set it to {off}, or video.freeze_tower=true")
+            yield _problem(config, name, valid, f"set it to {off}, or video.freeze_vision_tower=true")
     if config.training.pipeline_parallel_size > 1:
         valid = "can't be false in a pipeline, whose stages have no tower to train"
-        yield _problem(config, "video.freeze_tower", valid, "set it to true, or training.pipeline_parallel_size=1")
+        yield _problem(
+            config, "video.freeze_vision_tower", valid, "set it to true, or training.pipeline_parallel_size=1"
+        )
     if config.training.tensor_model_parallel_size > 1:
         valid = "can't be false where ranks share a model's layers: no rank has a tower of its own to train"
-        yield _problem(config, "video.freeze_tower", valid, "set it to true, or training.tensor_model_parallel_size=1")
+        yield _problem(
+            config, "video.freeze_vision_tower", valid, "set it to true, or training.tensor_model_parallel_size=1"
+        )
     if config.fusion.data in ("partial_rollout", "one_step_off"):
         valid = f"can't be false with fusion.data={config.fusion.data}, which trains on clips that older towers encoded"
-        yield _problem(config, "video.freeze_tower", valid, "set it to true, or fusion.data=exact")
+        yield _problem(config, "video.freeze_vision_tower", valid, "set it to true, or fusion.data=exact")
 
 
 def _reward(config: Config, facts: Facts) -> Iterator[str]:

@@ -27,7 +27,6 @@ from rlfuse.config.checks import check, value_of
 from rlfuse.config.declare import as_typed
 from rlfuse.config.documentation import by_name
 from rlfuse.config.facts import Facts, read_facts
-from rlfuse.config.foreign import is_verls
 from rlfuse.config.keys import (
     PRESET_GROUPS,
     REFERENCE,
@@ -43,6 +42,7 @@ from rlfuse.config.keys import (
     rename,
 )
 from rlfuse.config.options import as_own_group, explain_choice, own_groups, sort_out
+from rlfuse.config.other_frameworks import is_verls
 from rlfuse.config.presets import layered
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import remember
@@ -159,7 +159,7 @@ def _sweeps(word: str) -> bool:
 def compose_job(argv: list[str]) -> DictConfig:
     """The job that `argv` describes, typed but not yet checked."""
     command = read_command(argv)
-    command.tell()
+    command.print_notes()
     return _composed(command.overrides)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlfuse.config import own_functions
+from rlfuse.config import custom_functions
 from rlfuse.config.declare import names_function
 from rlfuse.config.estimators import Traits
 from rlfuse.config.rewards import names_code, read_entries
@@ -96,17 +96,17 @@ def _no_upload() -> str | None:
 
 
 def _of_functions(config: Config) -> dict[str, Any]:
-    own_functions.forget()  # a notebook's files may be others by now
+    custom_functions.forget()  # a notebook's files may be others by now
     problems, found, rewards = [], {}, reward_functions(config)
-    in_files = [each for each in rewards if names_function(each) and own_functions.split(each)[0].exists()]
-    named = [*own_functions.functions_named_by(config), *((own_functions.REWARDS, each) for each in in_files)]
+    in_files = [each for each in rewards if names_function(each) and custom_functions.split(each)[0].exists()]
+    named = [*custom_functions.functions_named_by(config), *((custom_functions.REWARDS, each) for each in in_files)]
     for key, value in named:
         try:
-            found[key] = own_functions.read(key, value)
+            found[key] = custom_functions.read(key, value)
         except ConfigError as error:
             problems += error.problems
     names = [value.rpartition(":")[2] for value in config.trainer.metrics]
-    problems += [f"{own_functions.METRICS}: two functions are called {name}, under which they are logged; rename one"
+    problems += [f"{custom_functions.METRICS}: two functions are called {name}, under which they are logged; rename one"
                  for name in dict.fromkeys(names) if names.count(name) > 1]  # fmt: skip
     return {
         "estimator": found.get("algorithm.adv_estimator"),
@@ -126,7 +126,7 @@ def _gpus(config: Config) -> int | None:
     return None if config.cluster.ray_address else len([*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")])
 
 
-def facts_of_a_plan(config: Config) -> Facts:
+def planning_facts(config: Config) -> Facts:
     """Return what the policy's config.json and custom files on this machine say; data may be elsewhere."""
     problems: dict[str, str] = {}
     model = _model_config(config.model.path, "model.path", problems, config.model.trust_remote_code, tokenizer=False)

@@ -43,7 +43,7 @@ def graph_sizes(config: Config) -> tuple[int, ...]:
     return tuple(1 << power for power in range(SMALLEST.bit_length() - 1, largest.bit_length()))
 
 
-def why_no_graphs(config: Config, layer_parameters: float) -> str | None:
+def no_graphs_reason(config: Config, layer_parameters: float) -> str | None:
     """Return why passes are not recorded, or None. `layer_parameters`: that a token is multiplied by in one layer."""
     if config.actor.cuda_graphs == "off":
         return f"{KEY}=off"

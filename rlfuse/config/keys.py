@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlfuse.config.declare import Key, as_typed
 from rlfuse.config.documentation import by_name, groups, keys
-from rlfuse.config.foreign import VERL_PREFIXES, Counterpart, counterpart, other_meanings, renamed
+from rlfuse.config.other_frameworks import VERL_PREFIXES, Counterpart, counterpart, other_meanings, renamed
 from rlfuse.config.schema import Config
 
 DEFAULT_PRESETS = {"algorithm": "ppo", "fusion": "adaptive", "experiment": "null"}

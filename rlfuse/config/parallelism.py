@@ -16,7 +16,7 @@ STATE = (
     "actor.zero_stage",
     "training.tensor_model_parallel_size",
     "model.dtype",
-    "video.freeze_tower",
+    "video.freeze_vision_tower",
 )
 """Keys that decide how a checkpoint divides the states of whole models."""
 
@@ -94,7 +94,7 @@ def strategy(config: Config, facts: Facts) -> Iterator[str]:
         ("training.ulysses_sequence_parallel_size", training.ulysses_sequence_parallel_size > 1, "1"),
         ("model.enable_activation_offload", model.enable_activation_offload, "false"),
         ("actor.offload_optimizer", config.actor.offload_optimizer, "false"),
-        ("video.freeze_tower", not config.video.freeze_tower, "true"),
+        ("video.freeze_vision_tower", not config.video.freeze_vision_tower, "true"),
         ("actor.grad_accum_dtype", config.actor.grad_accum_dtype != "float32", "float32"),
         ("model.trust_remote_code", model.trust_remote_code and config.trainer.task == "reward_model", "false"),
     ):

@@ -9,20 +9,20 @@ from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
 
 KEY = "rollout.quantization"
-ON_CPUS = "fp8_per_channel"
+CPU_METHOD = "fp8_per_channel"
 """The one for which vLLM has what it takes on any CPU, but for experts: others need its kernels for GPUs, or AMX."""
-EXPERTS_ALONE = "int8_per_channel_weight_only"
+EXPERTS_ONLY = "int8_per_channel_weight_only"
 """The one that leaves all other layers as they are."""
-KEPT = ("*.gate", "*visual.*")
+UNQUANTIZED_LAYERS = ("*.gate", "*visual.*")
 """Layers, by vLLM's names, that stay as they are: routers, which would choose other experts than are trained, and
 towers, which compute nothing in an engine and have sizes that vLLM's kernels refuse."""
-OF_VLLM = ("quantization", "quantization_config")
+VLLM_KEYS = ("quantization", "quantization_config")
 
 
 def quantized(config: Config, facts: Facts) -> Iterator[str]:
     """What is wrong with it, a line each."""
     given, arguments = config.rollout.quantization, config.rollout.engine_kwargs
-    for name in (name for name in OF_VLLM if arguments.get(name) is not None):
+    for name in (name for name in VLLM_KEYS if arguments.get(name) is not None):
         yield (
             f"rollout.engine_kwargs.{name}={arguments[name]}: other weights than those that are trained need "
             f"importance correction, and bounds of their own; set {KEY} in its place"
@@ -39,7 +39,7 @@ def quantized(config: Config, facts: Facts) -> Iterator[str]:
     if facts.cuda is False and facts.experts:
         valid = f"{config.model.path} is a mixture of experts, which vLLM quantizes on GPUs alone"
         yield f"{KEY}={given}: {valid}; set {KEY}=null"
-    elif facts.cuda is False and given != ON_CPUS:
-        yield f"{KEY}={given}: needs GPUs, for which alone vLLM has its kernels; set {KEY}={ON_CPUS}"
-    if facts.experts is False and given == EXPERTS_ALONE:
-        yield f"{KEY}={given}: {config.model.path} has no experts, and no other layers change; set {KEY}={ON_CPUS}"
+    elif facts.cuda is False and given != CPU_METHOD:
+        yield f"{KEY}={given}: needs GPUs, for which alone vLLM has its kernels; set {KEY}={CPU_METHOD}"
+    if facts.experts is False and given == EXPERTS_ONLY:
+        yield f"{KEY}={given}: {config.model.path} has no experts, and no other layers change; set {KEY}={CPU_METHOD}"

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlfuse.config.own_errors import headline, user_traceback
+from rlfuse.config.custom_errors import headline, user_traceback
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.errors import RewardError
 
 ONLY_LABEL = "LABEL_0"
-OWN_CLASS = "AutoModelForSequenceClassification"
+AUTO_MAP_CLASS = "AutoModelForSequenceClassification"
 """In config.json's auto_map: modelling code that ships with the weights."""
 
 
@@ -22,7 +22,7 @@ def read_config(path: str, key: str, trust_remote_code: bool) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    own = (getattr(config, "auto_map", None) or {}).get(OWN_CLASS)
+    own = (getattr(config, "auto_map", None) or {}).get(AUTO_MAP_CLASS)
     check_trust(path, key, own, trust_remote_code)
     if own is None:
         return config
@@ -51,14 +51,14 @@ def check_trust(path: str, key: str, own: str | None, trust_remote_code: bool) -
         )
 
 
-def saved(folder: Path) -> tuple[list[str], str | None]:
+def saved_labels(folder: Path) -> tuple[list[str], str | None]:
     """(labels, the class that ships with it) of a folder's config.json; no labels where transformers' defaults hold."""
     config = json.loads((folder / "config.json").read_text())
     names = config.get("id2label") or {}
-    return [names[number] for number in sorted(names, key=int)], (config.get("auto_map") or {}).get(OWN_CLASS)
+    return [names[number] for number in sorted(names, key=int)], (config.get("auto_map") or {}).get(AUTO_MAP_CLASS)
 
 
-def columns(path: str, labels: Sequence[str], asked: Sequence[str]) -> dict[str, int]:
+def label_columns(path: str, labels: Sequence[str], asked: Sequence[str]) -> dict[str, int]:
     """Of each entry's name, `reward_model` or `reward_model/LABEL`, the number of its label. RewardError otherwise."""
     found = {}
     for name in asked:

@@ -126,7 +126,7 @@ def names_code(path: Any) -> bool:
     return not (is_model(path) or path == JUDGE or is_url(path))
 
 
-def with_judges_at(functions: Sequence[Any], place: Callable[[str], str | None]) -> list[Any]:
+def map_judge_paths(functions: Sequence[Any], place: Callable[[str], str | None]) -> list[Any]:
     """reward.functions with `place` of each judge's model in place of it."""
 
     def moved(given: Any) -> Any:

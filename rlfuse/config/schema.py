@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from rlfuse.config.custom_functions import traits_of
 from rlfuse.config.declare import (
     ADVANTAGE,
     BATCH,
@@ -40,7 +41,6 @@ from rlfuse.config.declare import (
     key,
 )
 from rlfuse.config.estimators import in_words
-from rlfuse.config.own_functions import traits_of
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.rewards import RewardConfig
 
@@ -470,7 +470,7 @@ class VideoConfig:
     log_clips: int | None = key(None, LOGGING, at_least=0)
     """Clips of a step's logged samples whose frames are drawn with question, answers and rewards; null: all, 0:
     none."""
-    freeze_tower: bool = key(True, TRAINED)
+    freeze_vision_tower: bool = key(True, TRAINED)
     """false: the actor's updates train the vision tower too, on clips encoded again with gradients."""
 
 
@@ -558,7 +558,7 @@ class AlertsConfig:
     ppo_kl: float | None = key(0.1, LOGGING, above=0)
     """Change of the policy within a step (actor/ppo_kl)."""
     kl: float | None = key(None, LOGGING, above=0)
-    """KL to the reference (critic/kl, actor/kl_loss); sensible values depend on the estimator and on lengths."""
+    """KL to the reference (actor/reward_kl_penalty, actor/kl_loss); sensible values depend on the estimator and on lengths."""
     grad_norm_factor: float | None = key(10.0, LOGGING, above=1)
     """Gradient norm over the median of the last 20 steps."""
     zero_spread: float | None = key(0.95, LOGGING, at_least=0, at_most=1)

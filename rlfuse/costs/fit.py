@@ -138,7 +138,7 @@ def robust(columns: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, float]
     those that are kept."""
     kept = np.ones(len(seconds), bool)
     for _ in range(ROUNDS):
-        factors = non_negative(columns[kept], seconds[kept])
+        factors = fit_non_negative(columns[kept], seconds[kept])
         predicted = columns @ factors
         slower = seconds / np.maximum(predicted, 1e-9)
         before, kept = kept, slower <= np.quantile(slower, KEPT_SHARE)
@@ -153,7 +153,7 @@ def _mean(seconds: np.ndarray) -> float:
     return float(seconds[seconds <= OUTLIER * np.median(seconds)].mean())
 
 
-def non_negative(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+def fit_non_negative(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Return the least-squares factors of at least 0: the best of all subsets of the (few) columns."""
     count, best, least = columns.shape[1], np.zeros(columns.shape[1]), float((seconds**2).sum())
     scale = np.abs(columns).max(axis=0)

@@ -45,7 +45,7 @@ class Rates:
         self._measured = measured
         self.current = [1.0] * slots  # slot -> its rate, for plans
         self.drained: set[int] = set() if drained is None else drained
-        self.unheard: dict[int, int] = {}  # slow slot -> steps since its last observation
+        self.steps_since_measured: dict[int, int] = {}  # slow slot -> steps since its last observation
         self._last = [deque((1.0,) * OBSERVATIONS, OBSERVATIONS) for _ in range(slots)]
         self._returning: set[int] = set() if returning is None else returning
         for slot in self._returning:
@@ -70,13 +70,13 @@ class Rates:
             self._peers.clear()
         self._short.clear()
         slow = (slot for slot, rate in enumerate(self.current) if rate > 1 and slot not in self.drained)
-        self.unheard = {slot: self.unheard.get(slot, 0) + 1 for slot in slow}
+        self.steps_since_measured = {slot: self.steps_since_measured.get(slot, 0) + 1 for slot in slow}
 
     def observe(self, slot: int, kind: str, seconds: float, expected: float) -> None:
         """Record work of one kind that took `seconds`, where the costs predict `expected`."""
         if seconds <= 0 or expected <= 0 or not self._measured:
             return
-        self.unheard.pop(slot, None)
+        self.steps_since_measured.pop(slot, None)
         before = self._short.pop((slot, kind), (0.0, 0.0))
         seconds, expected = seconds + before[0], expected + before[1]
         if expected < MIN_EXPECTED_S:
@@ -105,10 +105,10 @@ class Rates:
         if not 1 / (1 + DEAD_BAND) <= now / rate <= 1 + DEAD_BAND:
             self.current[slot] = 1.0 if 1 / THRESHOLD < now < THRESHOLD else now
 
-    def drain(self, slot: int, until_well: bool = False) -> None:
+    def drain(self, slot: int, until_recovered: bool = False) -> None:
         self.drained.add(slot)
         self._returning.discard(slot)
-        if until_well:  # judged by probes alone: earlier observations may miss the reason for draining
+        if until_recovered:  # judged by probes alone: earlier observations may miss the reason for draining
             self._returning.add(slot)
             self._last[slot].clear()
 

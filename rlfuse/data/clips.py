@@ -1,7 +1,7 @@
 """Probe and plan the clips and images of rows. Unusable ones are `VideoError`s, so that only that row is left out.
 
 Images, clips given as bytes and frame lists are kept as files next to the runs, named by content, readable by all nodes
-and removed after `UNUSED_S` without use.
+and removed after `MAX_UNUSED_S` without use.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rlfuse.data.media import Media
 from rlfuse.data.rows import DataRow
 from rlfuse.errors import ConfigError, DataError, VideoError
 from rlfuse.samples import Visual
-from rlfuse.video.compression import compressed
+from rlfuse.video.compression import compress_tokens
 from rlfuse.video.decode_pool import Clip, DecodePool
-from rlfuse.video.frame_list import SUFFIX, packed
-from rlfuse.video.images import ImageFacts, plan_image
+from rlfuse.video.frame_list import SUFFIX, frame_list_bytes
+from rlfuse.video.images import ImageMetadata, plan_image
 from rlfuse.video.plan import (
     SEED_TIMES,
-    ClipFacts,
+    ClipMetadata,
     FixedSampling,
     Geometry,
     Sampling,
@@ -48,17 +48,17 @@ from rlfuse.video.processor_sampling import PixelBounds, ProcessorSampling
 from rlfuse.video.towers import Pixels
 from rlfuse.video.video_model import VideoModel
 
-UNUSED_S = 180 * 86400.0
+MAX_UNUSED_S = 180 * 86400.0
 """Longer than any run goes on: every start asks for all images of its data, but none is read that has an embedding."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeptImages:
+class MediaStore:
     """One folder of them."""
 
     folder: Path
 
-    def file_of(self, image: str | bytes, suffix: str = "") -> str:
+    def path_of(self, image: str | bytes, suffix: str = "") -> str:
         """Return the path of an image or clip, whose bytes are written once. DataError where they can't be."""
         if isinstance(image, str):
             return image
@@ -76,7 +76,7 @@ class KeptImages:
         for path in self.folder.glob("*"):
             with suppress(OSError):  # another job was faster, or the file is another user's
                 status = path.stat()
-                if time.time() - max(status.st_mtime, status.st_atime) > UNUSED_S:
+                if time.time() - max(status.st_mtime, status.st_atime) > MAX_UNUSED_S:
                     path.unlink()
 
     def _keep(self, path: Path, image: bytes) -> None:
@@ -100,7 +100,7 @@ BLOCK_BYTES = 16 << 20
 def sampling_of(video: VideoConfig, model: VideoModel) -> Sampling:
     """Return the sampling that the configuration asks for; ValueError where it contradicts itself."""
     if video.sampling == "family":
-        return model.sampling.told(_checked(video.mm_processor_kwargs, model.sampling))
+        return model.sampling.with_processor_settings(_checked(video.mm_processor_kwargs, model.sampling))
     if video.mm_processor_kwargs:
         raise ConfigError([f"{KWARGS}: has no effect with video.sampling={video.sampling}. Leave it out."])
     if video.sampling == "fixed":
@@ -127,7 +127,7 @@ def _checked(given: Mapping[str, Any], sampling: ProcessorSampling) -> Mapping[s
 
 
 class ClipReader:
-    """`look_at` rows, then `assemble` each. `images`: the folder for images that rows bring as bytes."""
+    """`probe_media` rows, then `assemble` each. `images`: the folder for images that rows bring as bytes."""
 
     def __init__(
         self, model: VideoModel, video: VideoConfig, tokenizer: PreTrainedTokenizerBase, workers: int, images: Path
@@ -135,13 +135,13 @@ class ClipReader:
         self._model, self._video, self._tokenizer = model, video, tokenizer
         self.max_failure_rate = video.max_failure_rate
         self._workers, self._sampling = workers, sampling_of(video, model)
-        self._kept = KeptImages(images)
+        self._kept = MediaStore(images)
         self._timestamps = SEED_TIMES if video.timestamps == "seed_vl" else model.family.timestamps
-        self._clips: dict[str, ClipFacts | VideoError] = {}
-        self._images: dict[str, ImageFacts | VideoError] = {}
+        self._clips: dict[str, ClipMetadata | VideoError] = {}
+        self._images: dict[str, ImageMetadata | VideoError] = {}
         self._compressed: dict[tuple[str, str], VideoPlan | VideoError] = {}
 
-    def look_at(self, rows: Sequence[DataRow]) -> None:
+    def probe_media(self, rows: Sequence[DataRow]) -> None:
         clips = list(dict.fromkeys(self._file(each) for row in rows for each in row.videos))
         images = list(dict.fromkeys(self._file(each) for row in rows for each in row.images))
         self._kept.prune()
@@ -168,7 +168,7 @@ class ClipReader:
         for key, clips in track(new.items(), "tokens", len(new), disable=len(new) < MANY):
             part = islice(frames, len(clips))
             try:
-                self._compressed[key] = compressed(clips[0].plan, map(_usable, part), pixels)
+                self._compressed[key] = compress_tokens(clips[0].plan, map(_usable, part), pixels)
             except VideoError as error:
                 self._compressed[key] = error
             deque(part, maxlen=0)  # the rest of a clip that can't be decoded
@@ -188,15 +188,17 @@ class ClipReader:
 
     def _file(self, media: Media) -> str:
         if not isinstance(media.source, tuple):
-            return self._kept.file_of(media.source)
-        frames = [self._kept.file_of(frame) for frame in media.source]
-        return self._kept.file_of(packed(frames, media.settings.sample_fps), SUFFIX)
+            return self._kept.path_of(media.source)
+        frames = [self._kept.path_of(frame) for frame in media.source]
+        return self._kept.path_of(frame_list_bytes(frames, media.settings.sample_fps), SUFFIX)
 
-    def _plan(self, path: str, facts: ClipFacts | ImageFacts | VideoError, media: Media, row: DataRow) -> VideoPlan:
+    def _plan(
+        self, path: str, facts: ClipMetadata | ImageMetadata | VideoError, media: Media, row: DataRow
+    ) -> VideoPlan:
         if isinstance(facts, VideoError):
             raise facts
         try:
-            if isinstance(facts, ImageFacts):
+            if isinstance(facts, ImageMetadata):
                 return plan_image(facts, *self._image_sizes, media.settings, self._video.max_image_tokens)
             task, times, geometry = row.task or self._video.task, self._timestamps, self._model.geometry
             return plan_video(facts, self._sampling, task, geometry, timestamps=times, settings=media.settings)

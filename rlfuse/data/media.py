@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from rlfuse.data.messages import Message, modality, short
+from rlfuse.data.messages import Message, modality, short_repr
 from rlfuse.errors import DataError
 from rlfuse.video.frame_list import SUFFIX
 from rlfuse.video.media_settings import ClipSettings, ImageSettings
@@ -66,28 +66,28 @@ class MediaFolder:
     is_root: bool = False
     """It is data.media_root: no path of a row may lead out of it."""
 
-    def file_of(self, where: str, given: Any, path: str) -> str:
+    def path_of(self, where: str, given: Any, path: str) -> str:
         """Return a path of a row, `given` there, as an absolute one. DataError where the row may not name it."""
         if "\0" in path:
-            raise DataError(f"{where}: {short(given)} is not a path: it contains a null character. Correct it.")
+            raise DataError(f"{where}: {short_repr(given)} is not a path: it contains a null character. Correct it.")
         file = str(self.path.absolute() / os.path.expanduser(path))
         if not self.is_root:
             return file
         root, file = os.path.realpath(self.path), os.path.realpath(file)
         if not Path(file).is_relative_to(root):
             raise DataError(
-                f"{where}: {short(given)} is {file}, outside of data.media_root={root}. Move the file into that folder "
+                f"{where}: {short_repr(given)} is {file}, outside of data.media_root={root}. Move the file into that folder "
                 "and correct the path, or leave the row out."
             )
         if file.endswith(SUFFIX):
             raise DataError(
-                f"{where}: {short(given)} is a file that names other files, which data.media_root={root} does not "
+                f"{where}: {short_repr(given)} is a file that names other files, which data.media_root={root} does not "
                 "allow. Give the list of frames in the row, as [{'video': ['0.png', '1.png']}]."
             )
         return file
 
 
-def media_of(
+def parse_media(
     where: str,
     row: Mapping[str, Any],
     prompt_key: str,
@@ -118,7 +118,7 @@ def content_parts(message: Message) -> list[Any]:
     return message["content"] if isinstance(message["content"], list) else []
 
 
-def in_front(messages: tuple[Message, ...], markers: str) -> tuple[Message, ...]:
+def prepend_markers(messages: tuple[Message, ...], markers: str) -> tuple[Message, ...]:
     """Return the messages with markers before the first one of the user, as in TRL."""
     place = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
     first = {**messages[place], "content": markers + messages[place]["content"]}
@@ -155,7 +155,7 @@ def _media(where: str, given: Sequence[Any], kind: str, folder: MediaFolder) -> 
         elif settings.get("sample_fps"):
             raise ValueError("sample_fps is the rate of a list of frames; a file has its own. Use fps")
     except ValueError as error:
-        raise DataError(f"{where}: {short(given[0])}: {error}.") from None
+        raise DataError(f"{where}: {short_repr(given[0])}: {error}.") from None
     if frames:
         return Media(tuple(_frame(where, frame, folder) for frame in frames), made)
     return Media(_source(where, held, given[0], kind, folder), made)
@@ -169,11 +169,11 @@ def _unwrapped(where: str, given: Any, kind: str) -> tuple[Any, dict[str, Any]]:
         names = SETTINGS[kind].names()
         if unknown := keys.keys() - {*NAMES[kind], *names, *OTHER_KEYS}:
             raise DataError(
-                f"{where}: {short(given)} where {WANTED[kind]}: the key {min(unknown)!r} is not known; valid are "
+                f"{where}: {short_repr(given)} where {WANTED[kind]}: the key {min(unknown)!r} is not known; valid are "
                 f"{', '.join((*NAMES[kind], *names))}. Correct or remove it."
             )
         if len(held) > 1 and held != ["bytes", "path"]:
-            raise DataError(f"{where}: {short(given)} has both {held[0]!r} and {held[1]!r}. Remove one.")
+            raise DataError(f"{where}: {short_repr(given)} has both {held[0]!r} and {held[1]!r}. Remove one.")
         settings = {name: keys[name] for name in names if name in keys} | settings
         given = keys[held[0]] if held else None
         if held[:1] == ["bytes"] and isinstance(given, str):
@@ -201,15 +201,15 @@ def _source(where: str, held: Any, given: Any, kind: str, folder: MediaFolder) -
     if isinstance(held, bytes):
         return held
     if not isinstance(held, str) or not held or held.startswith("data:"):
-        raise DataError(f"{where}: {short(given)} where {WANTED[kind]}.")
+        raise DataError(f"{where}: {short_repr(given)} where {WANTED[kind]}.")
     local = _LOCAL.match(held)
     path = unquote(held[local.end() :]) if local else held
     if remote := _SCHEME.match(path):
         raise DataError(
-            f"{where}: {short(given)} where {WANTED[kind]}: {remote[1]} is not read. Copy the file to a folder that "
+            f"{where}: {short_repr(given)} where {WANTED[kind]}: {remote[1]} is not read. Copy the file to a folder that "
             "all nodes see, and give its path."
         )
-    return folder.file_of(where, given, path)
+    return folder.path_of(where, given, path)
 
 
 def _decoded(text: str) -> str | bytes:

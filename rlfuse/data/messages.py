@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlfuse.errors import DataError
-from rlfuse.video.prompt import MARKERS, quoted, unquoted
+from rlfuse.video.prompt import MARKERS, escape_markers, unescape_markers
 
 MODALITIES = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 """Type of a message part -> modality that it shows."""
@@ -25,18 +25,20 @@ _CERTAIN = re.compile(r"""["']?\[?["']?\{\\?["'](?:role|content)\\?["']:""")
 Message = dict[str, Any]
 
 
-def chat_messages(where: str, given: Any, role: str) -> tuple[Message, ...]:
+def parse_messages(where: str, given: Any, role: str) -> tuple[Message, ...]:
     """Return the messages of a field, content as text; a string is one message of this role."""
-    return tuple(map_texts(unquoted, each) for each in marked_messages(where, decoded(where, given), role))
+    return tuple(
+        map_texts(unescape_markers, each) for each in parse_marked_messages(where, decode_messages(where, given), role)
+    )
 
 
-def marked_messages(where: str, given: Any, role: str) -> tuple[Message, ...]:
-    """As `chat_messages` of what `decoded` returned, but `<video>` and `<image>` that are text are `quoted`: those in
+def parse_marked_messages(where: str, given: Any, role: str) -> tuple[Message, ...]:
+    """As `parse_messages` of what `decode_messages` returned, but `<video>` and `<image>` that are text are `escape_markers`: those in
     text parts, names and tool calls. In content that is a string they are markers, as in verl."""
     if isinstance(given, str) and given:
         return ({"role": role, "content": given},)
     if not (isinstance(given, list) and given):
-        raise DataError(f"{where}: {short(given)} where a non-empty string or list of chat messages belongs.")
+        raise DataError(f"{where}: {short_repr(given)} where a non-empty string or list of chat messages belongs.")
     return tuple(_message(f"{where}[{i}]", each) for i, each in enumerate(given))
 
 
@@ -48,7 +50,7 @@ def conversation(messages: Sequence[Message], response: str) -> list[Message]:
     return [*before, last | {"content": f"{last['content']}{response}"}]
 
 
-def decoded(where: str, given: Any) -> Any:
+def decode_messages(where: str, given: Any) -> Any:
     """Return messages decoded from JSON text, other values unchanged. DataError for broken JSON."""
     if isinstance(given, str):
         found = _decoded_text(where, given)
@@ -57,7 +59,7 @@ def decoded(where: str, given: Any) -> Any:
             return given
         given = refuse_surrogates(where, messages)
     elif isinstance(given, list) and given and all(isinstance(each, str) for each in given):
-        entries = [decoded(f"{where}[{i}]", each) for i, each in enumerate(given)]
+        entries = [decode_messages(f"{where}[{i}]", each) for i, each in enumerate(given)]
         given = [message for entry in entries for message in (entry if isinstance(entry, list) else [entry])]
     return [_with_parts(each) for each in given] if isinstance(given, list) else given
 
@@ -74,7 +76,7 @@ def _decoded_text(where: str, given: str) -> Any:
             reason = ValueError("text follows the first message")
         if rest and _CERTAIN.match(rest):
             raise DataError(
-                f"{where}: {short(given)} looks like chat messages but is not JSON ({reason}). Store a list of "
+                f"{where}: {short_repr(given)} looks like chat messages but is not JSON ({reason}). Store a list of "
                 "messages or its JSON text, or set data.prompt_is_chat=false if it is the prompt itself."
             )
         if rest:
@@ -91,7 +93,7 @@ def _with_parts(message: Any) -> Any:
     return message | {"content": parts} if known else message
 
 
-def tools_of(where: str, given: Any) -> list[dict[str, Any]]:
+def parse_tools(where: str, given: Any) -> list[dict[str, Any]]:
     """Return the JSON schemas of a row's `tools` column, a list or JSON text; [] where it is null or empty."""
     if isinstance(given, str):
         given = _json(given) if given.strip() else None
@@ -99,7 +101,7 @@ def tools_of(where: str, given: Any) -> list[dict[str, Any]]:
         given = [_json(each) if isinstance(each, str) else without_nulls(each) for each in given]
     given = [given] if isinstance(given, dict) else given or []
     if not (isinstance(given, list) and all(isinstance(each, dict) and TOOL & each.keys() for each in given)):
-        raise DataError(f"{where}: {short(given)} where a list of JSON schemas, or its JSON text, belongs. Rename the "
+        raise DataError(f"{where}: {short_repr(given)} where a list of JSON schemas, or its JSON text, belongs. Rename the "
                         "column if it does not hold the tools of the chat template.")  # fmt: skip
     return refuse_surrogates(where, given)
 
@@ -142,7 +144,7 @@ def refuse_surrogates(where: str, value: Any) -> Any:
     return map_texts(encode, value)
 
 
-def short(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return the beginning of a value's repr, for a message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -154,12 +156,12 @@ def _message(where: str, given: Any) -> Message:
         message["content"] = ""
     known = isinstance(message, dict) and isinstance(message.get("role"), str)
     if not (known and isinstance(message.get("content"), str | list)):
-        raise DataError(f"{where}: {short(given)} is not a message with role and content.")
+        raise DataError(f"{where}: {short_repr(given)} is not a message with role and content.")
     if "tool_calls" in message:
         message["tool_calls"] = _with_arguments(message["tool_calls"])
     content = message["content"]
     text = content if isinstance(content, str) else "".join(_text(where, part) for part in content)
-    return map_texts(quoted, message) | {"content": text}
+    return map_texts(escape_markers, message) | {"content": text}
 
 
 def _text(where: str, part: Any) -> str:
@@ -167,8 +169,8 @@ def _text(where: str, part: Any) -> str:
         return MARKERS[shown]
     text = part.get("text", "" if part == {"type": "text"} else None) if isinstance(part, dict) else part
     if not isinstance(text, str):
-        raise DataError(f"{where}: {short(part)} is not a part with text, an image or a video. Remove it.")
-    return quoted(text)
+        raise DataError(f"{where}: {short_repr(part)} is not a part with text, an image or a video. Remove it.")
+    return escape_markers(text)
 
 
 def _with_arguments(calls: Any) -> Any:

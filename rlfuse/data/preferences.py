@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlfuse.config.reward_labels import ONLY_LABEL
 from rlfuse.config.schema import DataConfig
-from rlfuse.data.messages import chat_messages, conversation, decoded, tools_of
-from rlfuse.data.rows import raw_rows
-from rlfuse.data.templates import naming_refusals
+from rlfuse.data.messages import conversation, decode_messages, parse_messages, parse_tools
+from rlfuse.data.rows import read_raw_rows
+from rlfuse.data.templates import chat_template_errors
 from rlfuse.data.tokenizers import conversation_ids, without_padding
 from rlfuse.errors import DataError
 
@@ -43,7 +43,7 @@ def load_preferences(
     """Return all pairs and a summary line. `labels`: allowed dimensions, where known."""
     longest, pairs, dropped = data.max_prompt_length + data.max_response_length, [], 0
     for file in files:
-        for where, row in raw_rows(file):
+        for where, row in read_raw_rows(file):
             chosen, rejected = (
                 _tokenise(f"{file}, {where}", row, side, data.prompt_key, tokenizer) for side in ("chosen", "rejected")
             )
@@ -62,19 +62,19 @@ def load_preferences(
             if pairs and (dimension is None) != (pairs[0].dimension is None):
                 raise DataError(f"{file}, {where}, field dimension: {dimension}, but of the first row "
                                 f"{pairs[0].dimension}. Give all rows one, or none.")  # fmt: skip
-            pairs.append(pair_of(len(pairs), chosen, rejected, margin, dimension))
+            pairs.append(make_preference(len(pairs), chosen, rejected, margin, dimension))
     if not pairs:
         raise DataError(f"{', '.join(files)}: no pair is left, all {dropped} are longer than {longest} tokens.")
     note = f", {dropped} dropped (over {longest} tokens)" if dropped else ""
     return pairs, f"data  {len(pairs)} pairs from {', '.join(files)}{note}"
 
 
-def labels_of(pairs: Sequence[Preference]) -> list[str]:
+def dimension_labels(pairs: Sequence[Preference]) -> list[str]:
     """What a new head's labels are called: the pairs' dimensions in the order of their first row."""
     return list(dict.fromkeys(pair.dimension for pair in pairs if pair.dimension)) or [ONLY_LABEL]
 
 
-def pair_of(
+def make_preference(
     index: int, chosen: Sequence[int], rejected: Sequence[int], margin: float = 0.0, dimension: str | None = None
 ) -> Preference:
     """Two different sequences, what they begin with taken together; at least one token of each stays its own."""
@@ -88,17 +88,17 @@ def pair_of(
 def _tokenise(
     where: str, row: dict[str, Any], side: str, prompt_key: str, tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
-    given, prompt = decoded(f"{where}, field {side}", row.get(side)), row.get(prompt_key)
-    answer = chat_messages(f"{where}, field {side}", given, "assistant")
-    tools = tools_of(f"{where}, field tools", row.get("tools"))
+    given, prompt = decode_messages(f"{where}, field {side}", row.get(side)), row.get(prompt_key)
+    answer = parse_messages(f"{where}, field {side}", given, "assistant")
+    tools = parse_tools(f"{where}, field tools", row.get("tools"))
     if prompt is None and isinstance(given, str):  # a whole text, with whatever template it was written
         ids = without_padding(tokenizer(given).input_ids, tokenizer.pad_token_id)
     else:
-        before = () if prompt is None else chat_messages(f"{where}, field {prompt_key}", prompt, "user")
+        before = () if prompt is None else parse_messages(f"{where}, field {prompt_key}", prompt, "user")
         answer = answer[len(before) :] if answer[: len(before)] == before else answer
         first, *more = answer or [{}]
         whole = conversation(before, first["content"]) if first.get("role") == "assistant" else [*before, *answer[:1]]
-        with naming_refusals(f"{where}, field {side}"):
+        with chat_template_errors(f"{where}, field {side}"):
             ids = conversation_ids(tokenizer, [*whole, *more], tools)
     if not ids:
         raise DataError(f"{where}, field {side}: no token is left of {given!r:.60}.")

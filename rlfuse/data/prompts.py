@@ -14,10 +14,10 @@ from rlfuse.config.schema import DataConfig
 from rlfuse.data.clips import ClipReader
 from rlfuse.data.messages import map_texts
 from rlfuse.data.rows import DataRow, read_rows
-from rlfuse.data.templates import check_template, templated, tokenised, with_start
+from rlfuse.data.templates import apply_template, check_template, tokenize_prompt, with_bos
 from rlfuse.errors import DataError, VideoError
 from rlfuse.samples import Prompt, Visual
-from rlfuse.video.prompt import unquoted
+from rlfuse.video.prompt import unescape_markers
 
 SHOWN = 10
 
@@ -29,7 +29,7 @@ class LoadReport:
     files: list[str]
     kept: int = 0
     dropped: int = 0
-    cut: int = 0
+    truncated: int = 0
     limit: int = 0
     clips: int = 0
     images: int = 0
@@ -57,7 +57,7 @@ class LoadReport:
         counts = {"clips": self.clips, "images": self.images}
         notes = [f"{count} with {shown}" for shown, count in counts.items() if count]
         notes += [f"{self.dropped} dropped (over {self.limit} tokens)"] if self.dropped else []
-        notes += [f"{self.cut} cut to {self.limit} tokens"] if self.cut else []
+        notes += [f"{self.truncated} cut to {self.limit} tokens"] if self.truncated else []
         notes += [f"{len(self.unusable)} left out for their clips or images:"] if self.unusable else []
         first = f"data  {self.kept} prompts from {', '.join(self.files)}" + "".join(f", {note}" for note in notes)
         return "\n".join([first, *self._shown()])
@@ -74,7 +74,7 @@ def load_prompts(
     for file in files:
         rows = read_rows(file, data.prompt_key, data.prompt_is_chat, data.media_root)
         if clips is not None:
-            clips.look_at(rows)
+            clips.probe_media(rows)
         for number, row in enumerate(rows):
             where = f"{file}, row {number}"
             try:
@@ -89,8 +89,8 @@ def load_prompts(
                     report.dropped += 1
                     continue
                 ids, visual = _fit(ids, visual, spans, data, where)
-                report.cut += 1
-            index, source, messages = len(prompts), row.data_source, map_texts(unquoted, list(row.messages))
+                report.truncated += 1
+            index, source, messages = len(prompts), row.data_source, map_texts(unescape_markers, list(row.messages))
             columns = _columns(row, visual)
             prompts.append(Prompt(index, ids, text, tuple(messages), source, row.ground_truth, columns, tuple(visual)))
     report.kept = len(prompts)
@@ -104,15 +104,15 @@ def _assembled(
     row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, where: str, clips: ClipReader | None
 ) -> tuple[str, np.ndarray, list[Visual], list[tuple[int, int]]]:
     """Return text, ids, clips and images with their places and token spans; VideoError if one is unusable."""
-    if clips is None and row.shows:
-        columns = " and ".join(f"{modality}s" for modality in sorted(row.shows))
+    if clips is None and row.modalities:
+        columns = " and ".join(f"{modality}s" for modality in sorted(row.modalities))
         why = f"model.path has no visual part, so it can't be shown {columns}"
         raise DataError(f"{where}, field {columns}: {why}. Leave the row out.")
-    marked = templated(row, tokenizer, data, where)
-    text, is_templated = unquoted(marked), row.is_chat and tokenizer.chat_template is not None
+    marked = apply_template(row, tokenizer, data, where)
+    text, is_templated = unescape_markers(marked), row.is_chat and tokenizer.chat_template is not None
     if clips is not None:
-        return text, *clips.assemble(row, marked if is_templated else with_start(marked, tokenizer))
-    ids = tokenised(text, tokenizer, is_templated)
+        return text, *clips.assemble(row, marked if is_templated else with_bos(marked, tokenizer))
+    ids = tokenize_prompt(text, tokenizer, is_templated)
     return text, np.asarray(ids, dtype=np.int32), [], []
 
 
@@ -140,10 +140,10 @@ def _fit(
     if way == "error" or not intact:
         never = f", and data.truncation={way} would cut a clip or an image, which must be whole"
         fewer = f", show fewer frames or smaller pictures (keys of video; {shown} of the tokens are visual)"
-        cut = ", or cut them with data.truncation=left|right|middle"
+        truncated = ", or cut them with data.truncation=left|right|middle"
         raise DataError(
             f"{where}: the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}{never * (way != 'error')}. "
-            f"Raise it{fewer * bool(shown)}, drop such rows with data.filter_overlong_prompts=true{cut * intact}."
+            f"Raise it{fewer * bool(shown)}, drop such rows with data.filter_overlong_prompts=true{truncated * intact}."
         )
     moved = [
         replace(each, positions=each.positions - (tail - head if first >= tail else 0))

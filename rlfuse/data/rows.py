@@ -15,28 +15,28 @@ from typing import Any
 
 import pyarrow.parquet
 
-from rlfuse.data.media import Media, MediaFolder, content_parts, in_front, media_of
+from rlfuse.data.media import Media, MediaFolder, content_parts, parse_media, prepend_markers
 from rlfuse.data.messages import (
     Message,
-    chat_messages,
-    decoded,
+    decode_messages,
     map_texts,
-    marked_messages,
     modality,
+    parse_marked_messages,
+    parse_messages,
+    parse_tools,
     refuse_surrogates,
-    short,
-    tools_of,
+    short_repr,
 )
 from rlfuse.errors import DataError
 from rlfuse.parsing import parse_json
 from rlfuse.video.plan import TaskKind
-from rlfuse.video.prompt import MARKERS, unquoted
+from rlfuse.video.prompt import MARKERS, unescape_markers
 
 TRUTHS = ("ground_truth", "answer", "solution")
 PROMPTS = ("prompt", "messages", "conversation", "question", "problem", "instruction", "query", "input", "text")
 """What the column of prompts is called elsewhere, the most likely first."""
 COMPLETIONS = ("chosen", "rejected", "completion", "response")
-LARGEST, MOST_COMPRESSED = 256 << 20, 1000
+LARGEST, MAX_COMPRESSION = 256 << 20, 1000
 """Bytes of a parquet file's rows; above them, how many each byte of the file may stand for."""
 BATCH = 1000
 
@@ -46,15 +46,15 @@ class DataRow:
     """One usable row, in one shape whatever it came in."""
 
     messages: tuple[Message, ...]
-    """Chat messages as `messages.marked_messages` gives them; a string prompt becomes one user message."""
+    """Chat messages as `messages.parse_marked_messages` gives them; a string prompt becomes one user message."""
     data_source: str
     ground_truth: Any
     columns: dict[str, Any]
-    """The row as it stood in the file, its messages as `messages.chat_messages` gives them."""
+    """The row as it stood in the file, its messages as `messages.parse_messages` gives them."""
     videos: tuple[Media, ...] = ()
     images: tuple[Media, ...] = ()
     task: TaskKind | None = None
-    shows: frozenset[str] = frozenset()
+    modalities: frozenset[str] = frozenset()
     tools: tuple[dict[str, Any], ...] = ()
     is_chat: bool = True
     """False for a string that is the prompt itself, to be tokenised without a chat template."""
@@ -62,7 +62,7 @@ class DataRow:
 
 def read_rows(path: str, prompt_key: str, prompt_is_chat: bool = True, media_root: str | None = None) -> list[DataRow]:
     """Return all rows of a file, in order. `prompt_is_chat`: a string prompt is a user message or encoded messages."""
-    file, rows = Path(path).expanduser(), raw_rows(path)
+    file, rows = Path(path).expanduser(), read_raw_rows(path)
     if not any(prompt_key in row for _, row in rows):
         columns = sorted({name for _, row in rows for name in row})
         likely = _prompt_column(prompt_key, rows[0][1])
@@ -78,7 +78,7 @@ def _prompt_column(wanted: str, row: dict[str, Any]) -> str | None:
     usable, chats = [], []
     for name, value in row.items():
         with suppress(DataError):
-            chat_messages(name, value, "user")
+            parse_messages(name, value, "user")
             usable.append(name)
             chats += [name] if isinstance(value, list) else []
     near = difflib.get_close_matches(wanted, usable, 1, cutoff=0.75)
@@ -86,7 +86,7 @@ def _prompt_column(wanted: str, row: dict[str, Any]) -> str | None:
     return next(iter([*near, *named, *(name for name in chats if name not in COMPLETIONS)]), None)
 
 
-def raw_rows(path: str) -> list[tuple[str, dict[str, Any]]]:
+def read_raw_rows(path: str) -> list[tuple[str, dict[str, Any]]]:
     """(where, row) of each row as it stands in the file; at least one."""
     file = Path(path).expanduser()
     if not file.exists():
@@ -119,7 +119,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
         with pyarrow.parquet.ParquetFile(file) as opened:
             facts, size = opened.metadata, file.stat().st_size
             expanded = sum(facts.row_group(number).total_byte_size for number in range(facts.num_row_groups))
-            if facts.num_rows > size or expanded > max(LARGEST, MOST_COMPRESSED * size):
+            if facts.num_rows > size or expanded > max(LARGEST, MAX_COMPRESSION * size):
                 raise DataError(
                     f"{file}: its {size:,} bytes stand for {facts.num_rows:,} rows of {expanded:,} bytes, more than "
                     "data of different rows. Write it again from its source."
@@ -204,16 +204,18 @@ def _checked(
 ) -> DataRow:
     field, prompt = f"{where}, field {prompt_key}", row.get(prompt_key)
     is_chat = prompt_is_chat or not isinstance(prompt, str)
-    prompt = decoded(field, prompt) if is_chat else prompt
-    messages = marked_messages(field, prompt, "user")
+    prompt = decode_messages(field, prompt) if is_chat else prompt
+    messages = parse_marked_messages(field, prompt, "user")
     parts = [] if isinstance(prompt, str) else [part for each in prompt for part in content_parts(each)]
     shown: dict[str, tuple[Media, ...]] = {}
     for kind in ("image", "video"):
         marked = any(MARKERS[kind] in message["content"] for message in messages)
-        shown[kind] = media_of(where, row, prompt_key, parts, kind, folder, marked)
-        messages = messages if marked else in_front(messages, MARKERS[kind] * len(shown[kind]))
-    shows = {*(kind for kind, media in shown.items() if media), *filter(None, map(modality, parts))}
-    columns = row if isinstance(prompt, str) else row | {prompt_key: [map_texts(unquoted, each) for each in messages]}
+        shown[kind] = parse_media(where, row, prompt_key, parts, kind, folder, marked)
+        messages = messages if marked else prepend_markers(messages, MARKERS[kind] * len(shown[kind]))
+    modalities = {*(kind for kind, media in shown.items() if media), *filter(None, map(modality, parts))}
+    columns = (
+        row if isinstance(prompt, str) else row | {prompt_key: [map_texts(unescape_markers, each) for each in messages]}
+    )
     return DataRow(
         messages,
         str(row.get("data_source") or source),
@@ -222,8 +224,8 @@ def _checked(
         shown["video"],
         shown["image"],
         _task(where, row) if shown["video"] else None,
-        frozenset(shows),
-        tuple(tools_of(f"{where}, field tools", row.get("tools"))),
+        frozenset(modalities),
+        tuple(parse_tools(f"{where}, field tools", row.get("tools"))),
         is_chat,
     )
 
@@ -234,7 +236,7 @@ def _task(where: str, row: dict[str, Any]) -> TaskKind | None:
     if task is not None and task not in list(TaskKind):
         valid = ", ".join(TaskKind)
         raise DataError(
-            f"{where}, field extra_info.task: {short(task)} is no task of a clip; valid are {valid}. Correct it, or "
+            f"{where}, field extra_info.task: {short_repr(task)} is no task of a clip; valid are {valid}. Correct it, or "
             "remove the key: video.task decides then."
         )
     return None if task is None else TaskKind(task)
@@ -243,6 +245,6 @@ def _task(where: str, row: dict[str, Any]) -> TaskKind | None:
 def _ground_truth(where: str, row: dict[str, Any]) -> Any:
     reward_model = row.get("reward_model")
     if reward_model is not None and not isinstance(reward_model, dict):
-        raise DataError(f"{where}, field reward_model: {short(reward_model)} where style and ground_truth belong.")
+        raise DataError(f"{where}, field reward_model: {short_repr(reward_model)} where style and ground_truth belong.")
     truth = (reward_model or {}).get("ground_truth")
     return next((row[name] for name in TRUTHS if row.get(name) is not None), None) if truth is None else truth

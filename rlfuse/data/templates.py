@@ -14,7 +14,7 @@ from rlfuse.config.schema import DataConfig
 from rlfuse.data.messages import map_texts, refuse_surrogates
 from rlfuse.data.rows import DataRow
 from rlfuse.errors import ConfigError, DataError
-from rlfuse.video.prompt import quoted
+from rlfuse.video.prompt import escape_markers
 
 KEY = "data.apply_chat_template_kwargs"
 SET_HERE = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents", "kwargs"}
@@ -38,7 +38,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None
         raise ConfigError(problems)
 
 
-def templated(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, where: str) -> str:
+def apply_template(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, where: str) -> str:
     """Return the prompt as text with markers; a final assistant message stays open as a prefill."""
     field = f"{where}, field {data.prompt_key}"
     if not row.is_chat or tokenizer.chat_template is None:
@@ -64,10 +64,10 @@ def templated(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig
         )
     if prefill and not last["content"].strip():
         raise DataError(f"{field}: the final assistant message is empty, so there is nothing to continue. Remove it.")
-    with naming_refusals(field):
+    with chat_template_errors(field):
         text = tokenizer.apply_chat_template(
             list(row.messages),
-            tools=map_texts(quoted, list(row.tools)) or None,
+            tools=map_texts(escape_markers, list(row.tools)) or None,
             tokenize=False,
             add_generation_prompt=not prefill,
             continue_final_message=prefill,
@@ -77,7 +77,7 @@ def templated(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig
 
 
 @contextmanager
-def naming_refusals(field: str) -> Iterator[None]:
+def chat_template_errors(field: str) -> Iterator[None]:
     """Turn what a chat template raises, which may be anything, into a DataError about `field`."""
     try:
         yield
@@ -88,12 +88,12 @@ def naming_refusals(field: str) -> Iterator[None]:
         ) from error
 
 
-def tokenised(text: str, tokenizer: PreTrainedTokenizerBase, is_templated: bool) -> list[int]:
+def tokenize_prompt(text: str, tokenizer: PreTrainedTokenizerBase, is_templated: bool) -> list[int]:
     """Return a prompt's tokens; special ones are added unless a chat template or the text has them."""
     return tokenizer(text, add_special_tokens=not (is_templated or _has_start(text, tokenizer)))["input_ids"]
 
 
-def with_start(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def with_bos(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return text without a chat template with the start token (BOS) written out, if the tokenizer adds one.
 
     For prompts with clips or images, which are tokenised in parts.

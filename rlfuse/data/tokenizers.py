@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rlfuse.config.model_files import copy_files
 from rlfuse.config.schema import ModelConfig
-from rlfuse.data.messages import tools_of
+from rlfuse.data.messages import parse_tools
 from rlfuse.errors import ConfigError
 
 PLACEHOLDERS = ("image_token", "video_token", "audio_token")
@@ -36,14 +36,14 @@ def load_tokenizer(model: ModelConfig, others: Mapping[str, str | None] | None =
         problem
         for key, path in models.items()
         if path
-        for problem in beyond_embedding(tokenizer, key, path, model.trust_remote_code)
+        for problem in check_vocabulary_size(tokenizer, key, path, model.trust_remote_code)
     ]
     if problems:
         raise ConfigError(problems)
     return tokenizer
 
 
-def beyond_embedding(tokenizer: PreTrainedTokenizerBase, key: str, path: str, trusts: bool) -> Iterator[str]:
+def check_vocabulary_size(tokenizer: PreTrainedTokenizerBase, key: str, path: str, trusts: bool) -> Iterator[str]:
     """One line if the model at `path` (the value of `key`) has no embedding for some of the tokenizer's tokens."""
     try:
         text = AutoConfig.from_pretrained(path, trust_remote_code=trusts).get_text_config()
@@ -90,7 +90,7 @@ def conversation_text(
     if tokenizer.chat_template is None:
         *before, answer = (message.get("content") or "" for message in messages)
         return "\n".join(before) + answer, True
-    schemas = tools_of("field tools", tools) or None
+    schemas = parse_tools("field tools", tools) or None
     return tokenizer.apply_chat_template(list(messages), tools=schemas, tokenize=False), False
 
 

@@ -10,9 +10,7 @@ import heapq
 from collections.abc import Iterable
 from itertools import islice
 
-from rlfuse.fusion.decisions import TUNABLE, Decision, Generate, Move, Slot, Snapshot, fusion_policy
-from rlfuse.fusion.serial import serial, train
-from rlfuse.fusion.sharing import (
+from rlfuse.fusion.assignment import (
     REWARD,
     Capacity,
     accumulate_gradients,
@@ -28,12 +26,14 @@ from rlfuse.fusion.sharing import (
     switch_idle_slots_to_rollout,
     switch_idle_slots_to_trainer,
 )
+from rlfuse.fusion.decisions import TUNABLE, Decision, Generate, Move, Slot, Snapshot, fusion_policy
+from rlfuse.fusion.serial import serial, train
 from rlfuse.fusion.states import SampleRecord, SampleState
 
 RELEASE_CHECKS = 32  # moves are considered each time this part of the unfinished samples is done
 HYSTERESIS = 1.25  # samples are moved when so many times more slots hold them than need to
-OVERDUE = 8  # steps without any news of a slow slot, after which it is tried though it will be late
-MARGIN = 1.3  # samples are admitted as if they would be so many times longer than expected: some will be
+PROBE_AFTER_STEPS = 8  # steps without any news of a slow slot, after which it is tried though it will be late
+LENGTH_MARGIN = 1.3  # samples are admitted as if they would be so many times longer than expected: some will be
 
 
 @fusion_policy(tuned=TUNABLE, trains_early=True)
@@ -80,13 +80,13 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
 
 def probe_slow_slots(view: Snapshot, capacities: Iterable[Capacity]) -> set[int]:
     """Give a group to each slow slot without work, to measure it again; if that would be late, every OVERDUE steps."""
-    slow = [capacity for capacity in capacities if not capacity.load and view.slots[capacity.slot].unheard]
+    slow = [capacity for capacity in capacities if not capacity.load and view.slots[capacity.slot].steps_since_measured]
     if not slow:
         return set()
     groups = (group for group in view.shortest_first or view.waiting if group in view.waiting)
     tried = set()
     for capacity, group in zip(slow, islice(groups, len(view.waiting) - 1), strict=False):
-        if capacity.in_time(group) or view.slots[capacity.slot].unheard >= OVERDUE:
+        if capacity.in_time(group) or view.slots[capacity.slot].steps_since_measured >= PROBE_AFTER_STEPS:
             capacity.take(group)
             tried.add(group)
     return tried
@@ -99,7 +99,7 @@ def longest_on(view: Snapshot, slot: Slot) -> float:
 
 def joins_in_time(view: Snapshot, capacity: Capacity, group: int, remaining: float) -> bool:
     """Whether the group can join one that needs so many tokens, and the longer of both ends by the deadline."""
-    count, longest = view.waiting[group], MARGIN * max(remaining, view.expected(group)[1])
+    count, longest = view.waiting[group], LENGTH_MARGIN * max(remaining, view.expected(group)[1])
     return not capacity.load or capacity.load + count <= batch_in_time(view, longest, capacity)
 
 
@@ -110,7 +110,7 @@ def batch_in_time(view: Snapshot, remaining: float, capacity: Capacity) -> int:
     return max(within, view.costs.flat_batch)
 
 
-def look_is_due(view: Snapshot) -> bool:
+def release_check_is_due(view: Snapshot) -> bool:
     """Whether the unfinished samples have become a multiple of their RELEASE_CHECKS-th; several may finish at once."""
     rhythm = max(1, view.unfinished // RELEASE_CHECKS)
     return -view.unfinished % rhythm < max(1, view.finished)
@@ -121,10 +121,10 @@ def free_slots(view: Snapshot) -> list[Move]:
     if not view.settings.cost_gated:
         return consolidate(view)
     limit = view.settings.threshold * view.settings.samples
-    if view.waiting or not 0 < view.unfinished <= limit or not look_is_due(view):
+    if view.waiting or not 0 < view.unfinished <= limit or not release_check_is_due(view):
         return []
     count = slots_needed(view, view.unfinished)
-    if len(view.generating) <= HYSTERESIS * count or not freeing_pays(view):
+    if len(view.generating) <= HYSTERESIS * count or not freeing_is_worth_it(view):
         return []
     generating = (slot for slot in view.slots if slot.samples and slot.alive and not slot.drained)
     longest = {slot.index: longest_on(view, slot) for slot in generating}
@@ -134,17 +134,17 @@ def free_slots(view: Snapshot) -> list[Move]:
     )
     order = sorted(longest, key=lambda index: (index in typical, longest[index]))  # the longest stay where they are
     targets = [MoveTarget(view, view.slots[index], horizon) for index in order[-count:]]
-    return as_moves(view, spread_in_time((view.slots[index] for index in order[:-count]), targets))
+    return as_moves(view, spread_by_deadline((view.slots[index] for index in order[:-count]), targets))
 
 
 def offload_slow_slots(view: Snapshot) -> list[Move]:
     """Take samples off slow slots that would end sooner elsewhere, the last ones first."""
-    if view.waiting or not view.slow_engines or not look_is_due(view):
+    if view.waiting or not view.slow_engines or not release_check_is_due(view):
         return []
     able = (view.slots[slot] for slot in view.engines_with_room if slot not in view.slow_engines)
     targets = [MoveTarget(view, slot) for slot in able if slot.load]  # the others turn to what waits to be scored
     heapq.heapify(targets)
-    slow = [view.slots[slot] for slot in view.slow_engines if not view.slots[slot].unheard]
+    slow = [view.slots[slot] for slot in view.slow_engines if not view.slots[slot].steps_since_measured]
     held = [
         (slot.remaining(sample, view.now, view.costs) * slot.pace(view.costs), sample, slot)
         for slot in slow
@@ -175,7 +175,7 @@ class MoveTarget:
         """Reserve room for a sample and return True, unless it would end too late here."""
         costs, now = self.view.costs, self.view.now
         arrival = self.arrival + costs.carry(sample.group.prompt_tokens + source.tokens(sample, now, costs))[1]
-        pace = costs.decode_step(self.load + 1, self.slot.context) * self.slot.measured
+        pace = costs.decode_step(self.load + 1, self.slot.context) * self.slot.measured_rate
         late = arrival + source.remaining(sample, now, costs) * pace > self.horizon
         if late or sample.state is SampleState.LEAVING or self.load >= costs.max_sequences:
             return False
@@ -183,7 +183,7 @@ class MoveTarget:
         return True
 
 
-def spread_in_time(sources: Iterable[Slot], targets: list[MoveTarget]) -> list[tuple[SampleRecord, Slot, int]]:
+def spread_by_deadline(sources: Iterable[Slot], targets: list[MoveTarget]) -> list[tuple[SampleRecord, Slot, int]]:
     """Every sample goes to the target with the fewest, until a slot can't be emptied: (sample, from, to)."""
     heapq.heapify(targets)
     moved: list[tuple[SampleRecord, Slot, int]] = []
@@ -198,7 +198,7 @@ def spread_in_time(sources: Iterable[Slot], targets: list[MoveTarget]) -> list[t
     return moved
 
 
-def freeing_pays(view: Snapshot) -> bool:
+def freeing_is_worth_it(view: Snapshot) -> bool:
     """Whether what waits for a free slot takes longer than freeing one, and generation lasts that long."""
     costs = view.costs
     passes_now = sum(tokens for kind, tokens in view.backlog.items() if kind != REWARD)

@@ -39,7 +39,7 @@ from rlfuse.samples import Group, Partial, Response, Reward, RewardFailure, Samp
 class Board:
     """`kinds`: scoring that every sample needs; `models`: models to train, in order; `passes`: epochs; `purpose`: cause
     of its events; `draw`: how many groups must finish, if not all; `deferred`: kinds that can wait for their
-    mini-batch; `by_update`: kinds that the first mini-batch does not need."""
+    mini-batch; `fused_into_first_update`: kinds that the first mini-batch does not need."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Board:
         lengths: Lengths | None = None,
         draw: Draw | None = None,
         deferred: Sequence[str] = (),
-        by_update: Sequence[str] = (),
+        fused_into_first_update: Sequence[str] = (),
         now: float = 0.0,
     ):
         self.slot_table, self.purpose, self.kinds = slot_table, purpose, tuple(kinds)
@@ -65,7 +65,7 @@ class Board:
         self.records: dict[str, SampleRecord] = {}
         self.group_records = slot_table.groups
         self.mini_batches = {model: MiniBatchProgress(passes) for model in models}
-        self._mini_batch_groups, self._by_update = mini_batch_groups, frozenset(by_update)
+        self._mini_batch_groups, self._fused_into_first_update = mini_batch_groups, frozenset(fused_into_first_update)
         self._eligible, self._needed_groups, deferred = inf, inf, tuple(deferred) if "actor" in models else ()
         if draw is not None and draw.needed < len(groups):
             self._eligible, self._needed_groups, deferred = draw.eligible, draw.needed, ()
@@ -73,9 +73,9 @@ class Board:
         self.needed, self._deferred = self._queue.needed, frozenset(deferred)
         self._passes_left = dict.fromkeys(kinds, 0)
         self._complete, self._generated, self._surplus = list[int](), list[int](), list[tuple[int, list[str]]]()
-        self._to_score, self._siblings_together, self._decided = 0.0, False, False
+        self._tokens_to_score, self._prompts_dominate, self._decided = 0.0, False, False
         """Which groups the step learns from was decided by `keep` or by which of them finished first."""
-        self._held_back: dict[str, list[int]] = {}
+        self._prepared_early: dict[str, list[int]] = {}
         self.extend(groups, now)
 
     def extend(self, groups: Sequence[Group], now: float) -> None:
@@ -85,18 +85,22 @@ class Board:
             record.chosen = record.number < self._eligible
         for group in groups:
             self._add(group)
-        self._siblings_together = sum(record.prompt_tokens - record.expected for record in self.group_records) > 0
+        self._prompts_dominate = sum(record.prompt_tokens - record.expected for record in self.group_records) > 0
         known = all(self.lengths.knows(group.prompt.index) for group in self.groups)
-        self.slot_table.know_lengths(known, self.settings.max_sequences)
-        self._divide()
+        self.slot_table.set_lengths_known(known, self.settings.max_sequences)
+        self._assign_mini_batches()
         for sample in (sample for group in groups for sample in group.samples if sample.response is not None):
-            self._note_finished(self.records[sample.id], now)
+            self._record_finished(self.records[sample.id], now)
 
     def _add(self, group: Group) -> None:
         number, size, prompt_tokens = len(self.groups), len(group.samples), len(group.prompt.token_ids)
         expected, next_step = self.lengths.expect(group.prompt.index), number >= self._eligible
         record = GroupRecord(number, group, prompt_tokens, expected, size, size, not next_step, next_step=next_step)
-        kinds = [kind for kind in self.kinds if number >= self._mini_batch_groups or kind not in self._by_update]
+        kinds = [
+            kind
+            for kind in self.kinds
+            if number >= self._mini_batch_groups or kind not in self._fused_into_first_update
+        ]
         for sample in group.samples:
             state = SampleState.WAITING if sample.response is None else SampleState.FINISHED
             begun = len(self.partials[sample.id].token_ids) if sample.id in self.partials else 0
@@ -109,7 +113,7 @@ class Board:
         self._unfinished += size
         for kind in kinds:
             self._passes_left[kind] += size
-        self._to_score += size * len({*kinds} - {"reward"}) * (prompt_tokens + expected)
+        self._tokens_to_score += size * len({*kinds} - {"reward"}) * (prompt_tokens + expected)
 
     def start(self, decision: Decision, now: float) -> None:
         if isinstance(decision, Generate):
@@ -140,40 +144,42 @@ class Board:
         record = self.records[name]
         self.slot_table.finish(record, len(response.token_ids), now)
         record.sample.response = response
-        self._note_finished(record, now)
+        self._record_finished(record, now)
 
-    def _note_finished(self, record: SampleRecord, now: float) -> None:
+    def _record_finished(self, record: SampleRecord, now: float) -> None:
         group, sample = record.group, record.sample
         if group.unneeded:
             return
         self._unfinished -= 1
-        self._to_score += len(record.missing - {"reward"}) * (sample.tokens - (group.prompt_tokens + group.expected))
-        awaited = self._siblings_together and group.unfinished > 1
+        self._tokens_to_score += len(record.missing - {"reward"}) * (
+            sample.tokens - (group.prompt_tokens + group.expected)
+        )
+        awaited = self._prompts_dominate and group.unfinished > 1
         self._queue.finish(record, sample.tokens, now, awaited)
         last = group.finish()
         if record.missing <= self._deferred:
-            self._note_scored(record)
+            self._record_scored(record)
         if last and not group.next_step:
             self._generated.append(group.number)
             if len(self._generated) == self._needed_groups:
                 self._drop_the_rest()
 
     def _drop_the_rest(self) -> None:
-        late, self._decided, chosen = self._late, True, set(self._generated)
+        late, self._decided, chosen = self._awaits_first_finished, True, set(self._generated)
         for group in self.group_records:
             group.chosen = group.number in chosen
         rest = [group for group in self.group_records if not group.chosen]
         for group in rest:
-            group.become(GroupState.UNNEEDED)
+            group.transition_to(GroupState.UNNEEDED)
             self._unfinished -= group.unfinished
             for kind in self.kinds:
                 self._passes_left[kind] -= sum(kind in sample.missing for sample in group.samples)
                 self._queue.drop(kind, [sample.id for sample in group.samples])
         self._surplus = self.slot_table.drop(rest)
-        self._to_score = float(sum(tokens for kind, tokens in self._queue.tokens.items() if kind != "reward"))
+        self._tokens_to_score = float(sum(tokens for kind, tokens in self._queue.tokens.items() if kind != "reward"))
         if late:
-            self._divide()
-            for model, held_back in self._held_back.items():
+            self._assign_mini_batches()
+            for model, held_back in self._prepared_early.items():
                 self.prepared(model, held_back)
 
     def take_surplus(self) -> list[tuple[int, list[str]]]:
@@ -204,7 +210,7 @@ class Board:
     def _start_scoring(self, kind: str, names: Iterable[str]) -> int:
         self._queue.begin(kind)
         tokens = sum(self._queue.take(kind, name, self.records[name].group.number) for name in names)
-        self._to_score -= 0 if kind == "reward" else tokens
+        self._tokens_to_score -= 0 if kind == "reward" else tokens
         return tokens
 
     def scored(self, decision: Score, now: float) -> None:
@@ -227,10 +233,10 @@ class Board:
                 if record.prepared and not record.missing:
                     self.mini_batches["actor"].prepare({name: (group.number, record.sample.tokens)})
             elif record.missing <= self._deferred:
-                self._note_scored(record)
+                self._record_scored(record)
 
-    def _note_scored(self, record: SampleRecord) -> None:
-        record.become(SampleState.SCORED)
+    def _record_scored(self, record: SampleRecord) -> None:
+        record.transition_to(SampleState.SCORED)
         if record.group.score():
             self._complete.append(record.group.number)
 
@@ -240,8 +246,8 @@ class Board:
 
     def prepared(self, model: str, groups: Iterable[int]) -> None:
         """Record that the losses of these groups can be computed, once deferred scores are there."""
-        if self._late:
-            self._held_back.setdefault(model, []).extend(groups)
+        if self._awaits_first_finished:
+            self._prepared_early.setdefault(model, []).extend(groups)
             return
         chosen = (group for number in groups if (group := self.group_records[number]).chosen)
         for record in (record for group in chosen for record in group.samples):
@@ -271,14 +277,14 @@ class Board:
         self._decided, chosen = True, set(groups[:at_most])
         for record in self.group_records:
             record.chosen = record.number in chosen
-        self._divide()
+        self._assign_mini_batches()
 
     @property
-    def _late(self) -> bool:
+    def _awaits_first_finished(self) -> bool:
         """Whether the groups to train on are still undecided: the first of `_eligible` to finish."""
         return not self._decided and self._needed_groups < self._eligible
 
-    def _divide(self) -> None:
+    def _assign_mini_batches(self) -> None:
         chosen = [group for group in self.group_records if group.chosen]
         of = {group.number: position // self._mini_batch_groups for position, group in enumerate(chosen)}
         count = -(-len(chosen) // self._mini_batch_groups)
@@ -288,15 +294,15 @@ class Board:
             sizes[of[group.number]] += live
             tokens[of[group.number]] += live * (group.prompt_tokens + group.expected)
         for progress in self.mini_batches.values():
-            progress.divide(of, sizes, tokens)
+            progress.set_mini_batches(of, sizes, tokens)
 
     def snapshot(self, now: float) -> Snapshot:
         """Return the snapshot for a policy; O(1), except when the plan is due."""
         slot_table, costs = self.slot_table, self.slot_table.costs
         self._queue.add_due(now)
-        to_score = max(0.0, self._to_score)
-        to_train = sum(max(0.0, progress.left_tokens) for progress in self.mini_batches.values())
-        slot_table.plan(now, to_score / costs.score_tokens_per_s + to_train / costs.train_tokens_per_s)
+        tokens_to_score = max(0.0, self._tokens_to_score)
+        tokens_to_train = sum(max(0.0, progress.remaining_tokens) for progress in self.mini_batches.values())
+        slot_table.plan(now, tokens_to_score / costs.score_tokens_per_s + tokens_to_train / costs.train_tokens_per_s)
         return Snapshot(
             now=now,
             slots=slot_table.slots,
@@ -309,29 +315,31 @@ class Board:
             unscored=self._queue.unscored,
             deferred=self._queue.deferred,
             backlog=self._queue.tokens,
-            oldest=self._queue.oldest,
+            waiting_since=self._queue.waiting_since,
             ready={model: progress.ready for model, progress in self.mini_batches.items()},
-            steppable=[model for model, progress in self.mini_batches.items() if self._steppable(model, progress)],
+            ready_to_step=[
+                model for model, progress in self.mini_batches.items() if self._is_ready_to_step(model, progress)
+            ],
             scoring=self._queue.under_way(),
-            to_score=to_score,
-            to_train=to_train,
+            tokens_to_score=tokens_to_score,
+            tokens_to_train=tokens_to_train,
             in_flight=slot_table.in_flight,
             context=slot_table.context,
             busy=slot_table.busy,
             idle_trainers=slot_table.idle_trainers,
-            together=slot_table.together,
+            all_ranks_idle=slot_table.all_ranks_idle,
             idle_engines=slot_table.idle_engines,
             engines_with_room=slot_table.engines_with_room,
             generating=slot_table.generating,
             slow_engines=slot_table.slow_engines,
-            power=slot_table.power,
+            effective_slots=slot_table.effective_slots,
             ends=slot_table.ends,
-            siblings_together=self._siblings_together,
+            prompts_dominate=self._prompts_dominate,
             costs=costs,
             settings=self.settings,
         )
 
-    def _steppable(self, model: str, progress: MiniBatchProgress) -> bool:
+    def _is_ready_to_step(self, model: str, progress: MiniBatchProgress) -> bool:
         return progress.accumulated and not any(map(self._passes_left.get, ("reward", PASS_BEFORE_STEP[model])))
 
     @property

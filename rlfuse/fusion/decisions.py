@@ -106,13 +106,13 @@ class Slot:
     samples: dict[str, SampleRecord] = field(default_factory=dict)  # on its engine
     arriving: int = 0  # samples on their way here; room is kept for them
     reserved: float = 0.0  # tokens that its KV cache will hold when its samples are as long as expected
-    context: float = 0.0  # tokens in its KV cache, as of `seen`
-    steps: float = 0.0  # decoding steps done, as of `seen`
-    stall: float = 0.0  # seconds of prefill that costs foresee before its next decoding step, as of `seen`
-    seen: float = 0.0
+    context: float = 0.0  # tokens in its KV cache, as of `updated_at`
+    steps: float = 0.0  # decoding steps done, as of `updated_at`
+    stall: float = 0.0  # seconds of prefill that costs foresee before its next decoding step, as of `updated_at`
+    updated_at: float = 0.0
     rate: float = 1.0  # seconds its work takes for each that a typical slot's takes, for plans (`rates`)
-    measured: float = 1.0  # seconds per predicted second of its engine, by what finished last
-    unheard: int = 0  # steps since a slow slot was last measured
+    measured_rate: float = 1.0  # seconds per predicted second of its engine, by what finished last
+    steps_since_measured: int = 0  # steps since a slow slot was last measured
     busy: bool = False  # scoring, training or changing roles
     alive: bool = True  # whether its engine still runs
     drained: bool = False  # it gets no work of its own; its rank still takes part where all ranks work together
@@ -127,11 +127,11 @@ class Slot:
 
     def pace(self, costs: Costs, more: int = 0) -> float:
         """Return the seconds of its next decoding step with `more` samples."""
-        return costs.decode_step(len(self.samples) + more, self.context) * self.measured
+        return costs.decode_step(len(self.samples) + more, self.context) * self.measured_rate
 
     def decoding(self, now: float) -> float:
-        """Return the approximate seconds of decoding since `seen`."""
-        return max(0.0, now - self.seen - self.stall * self.measured)
+        """Return the approximate seconds of decoding since `updated_at`."""
+        return max(0.0, now - self.updated_at - self.stall * self.measured_rate)
 
     def steps_by(self, now: float, costs: Costs) -> float:
         return self.steps + self.decoding(now) / self.pace(costs)
@@ -195,24 +195,24 @@ class Snapshot:
     unscored: Mapping[str, Mapping[str, int]]  # kind -> finished samples without it -> tokens
     deferred: Mapping[str, Mapping[int, Mapping[str, int]]]  # kind -> mini-batch -> samples -> tokens
     backlog: Mapping[str, int]  # kind -> tokens of its unscored samples
-    oldest: Mapping[str, float]  # kind -> when its last scoring began or its backlog was empty
+    waiting_since: Mapping[str, float]  # kind -> when its last scoring began or its backlog was empty
     ready: Mapping[str, Mapping[str, int]]  # model -> samples whose gradients can be accumulated -> tokens
-    steppable: Sequence[str]  # models whose optimizer step can be taken now
+    ready_to_step: Sequence[str]  # models whose optimizer step can be taken now
     scoring: frozenset[str]  # kinds under way, on slots or (`reward`) beside them
-    to_score: float  # tokens of passes still to be done, unfinished samples as expected
-    to_train: float  # tokens of present mini-batches still to be taken up, counted in the same way
+    tokens_to_score: float  # tokens of passes still to be done, unfinished samples as expected
+    tokens_to_train: float  # tokens of present mini-batches still to be taken up, counted in the same way
     in_flight: int  # samples on engines or between them
     context: float  # tokens in all KV caches, about
     busy: int  # slots that score, train or change roles
     idle_trainers: Collection[int]  # slots in role `trainer` that do nothing, and may get work
-    together: bool  # whether every slot, drained ones too, is an idle trainer
+    all_ranks_idle: bool  # whether every slot, drained ones too, is an idle trainer
     idle_engines: Collection[int]  # slots in role `rollout` that hold nothing
     engines_with_room: Collection[int]  # of slots that are not drained
     generating: Collection[int]  # slots that hold samples or are about to, but for drained ones
     slow_engines: Collection[int]  # slots that hold samples and are slow, but for drained ones
-    power: float  # typical slots that all slots make up which are not drained
+    effective_slots: float  # typical slots that all slots make up which are not drained
     ends: Callable[[], list[float]]  # when the calls under way on slots are over, if they take what is foreseen
-    siblings_together: bool  # whether prompts are most of the tokens
+    prompts_dominate: bool  # whether prompts are most of the tokens
     costs: Costs
     settings: Settings
 
@@ -240,7 +240,7 @@ class Traits:
     trains_early: bool = False  # accumulates gradients while samples are still generated
 
 
-REGISTERED: dict[Policy, Traits] = {}
+_TRAITS: dict[Policy, Traits] = {}
 
 
 def fusion_policy(tuned: tuple[str, ...] = (), trains_early: bool = False) -> Callable[[Policy], Policy]:
@@ -249,7 +249,7 @@ def fusion_policy(tuned: tuple[str, ...] = (), trains_early: bool = False) -> Ca
         raise ValueError(f"tuned={unknown}: no settings that are tuned; those are {', '.join(TUNABLE)}")
 
     def register(policy: Policy) -> Policy:
-        REGISTERED[policy] = Traits(tuple(tuned), trains_early)
+        _TRAITS[policy] = Traits(tuple(tuned), trains_early)
         return policy
 
     return register
@@ -257,4 +257,4 @@ def fusion_policy(tuned: tuple[str, ...] = (), trains_early: bool = False) -> Ca
 
 def traits_of(policy: Policy) -> Traits:
     """Those it was registered with; none, if it was not."""
-    return REGISTERED.get(getattr(policy, "function", policy), Traits())
+    return _TRAITS.get(getattr(policy, "function", policy), Traits())

@@ -12,25 +12,25 @@ from collections.abc import Iterable, Iterator
 from rlfuse.fusion.decisions import Decision, Generate, Move, Slot, Snapshot
 from rlfuse.fusion.states import SampleRecord, SampleState
 
-LOOK_S = 0.25  # prompts that take less than this are read together: policies look about so often
+MAX_PREFILL_S = 0.25  # prompts that take less than this are read together: policies look about so often
 
 
-def readers_and_decoders(view: Snapshot) -> tuple[list[Slot], list[Slot]]:
+def prefill_and_decode_engines(view: Snapshot) -> tuple[list[Slot], list[Slot]]:
     """Engines that read prompts, the quickest ones, and those that only decode; none read where caches can't move."""
     engines = [s for s in view.slots if s.alive and not s.drained and not s.busy and s.role == "rollout"]
     if view.costs.link_bytes_per_s <= 0 or len(engines) < 2 or view.settings.prefill_share <= 0:
         return [], engines
     engines.sort(key=lambda slot: (slot.rate, slot.index))
-    count = count_of(view.settings.prefill_share, len(engines))
+    count = prefill_engine_count(view.settings.prefill_share, len(engines))
     return engines[:count], engines[count:]
 
 
-def count_of(share: float, engines: int) -> int:
+def prefill_engine_count(share: float, engines: int) -> int:
     """How many engines that share is: one at least, and one is left."""
     return max(1, min(engines - 1, round(share * engines)))
 
 
-def hand_on(view: Snapshot, readers: Iterable[Slot], decoders: Iterable[Slot]) -> list[Decision]:
+def move_prefilled_groups(view: Snapshot, readers: Iterable[Slot], decoders: Iterable[Slot]) -> list[Decision]:
     """Groups whose prompts are read go to the decoding engine with the shortest steps, and the next ones are read."""
     rooms, decisions, waiting = {slot.index: _Room(view, slot) for slot in decoders}, list[Decision](), _in_order(view)
     for slot in readers:
@@ -62,7 +62,7 @@ def _in_order(view: Snapshot) -> list[int]:
 def _next(view: Snapshot, room: _Room, waiting: list[int]) -> Iterator[int]:
     """Yield groups to prefill together; an empty engine takes any group."""
     seconds = 0.0
-    while waiting and seconds < LOOK_S:
+    while waiting and seconds < MAX_PREFILL_S:
         prompt_tokens, expected = view.expected(waiting[-1])
         count = view.waiting[waiting[-1]]
         size = count * (prompt_tokens + expected)

@@ -20,9 +20,9 @@ class MiniBatchProgress:
         self._prepared: dict[int, dict[str, int]] = {}
         self._done: list[str] = []
         self.ready: OrderedDict[str, int] = OrderedDict()  # samples that can be accumulated now -> tokens
-        self.left_tokens = 0.0  # of the present mini-batch, not yet taken up; by expectation where unknown
+        self.remaining_tokens = 0.0  # of the present mini-batch, not yet taken up; by expectation where unknown
 
-    def divide(self, mini_batch_of: Mapping[int, int], sizes: Sequence[int], tokens: Sequence[float]) -> None:
+    def set_mini_batches(self, mini_batch_of: Mapping[int, int], sizes: Sequence[int], tokens: Sequence[float]) -> None:
         """Set the mini-batch of each group, and samples and expected tokens of each mini-batch, before any is ready."""
         self.mini_batch_of, self._sizes, self._tokens, self.completed = mini_batch_of, list(sizes), list(tokens), 0
         self._open()
@@ -44,7 +44,7 @@ class MiniBatchProgress:
 
     def start(self, names: Iterable[str]) -> int:
         tokens = sum(map(self.ready.pop, names))
-        self.left_tokens -= tokens
+        self.remaining_tokens -= tokens
         return tokens
 
     def finish(self, names: Sequence[str]) -> None:
@@ -78,27 +78,29 @@ class MiniBatchProgress:
         part = self.completed % len(self._sizes) if self._sizes else 0
         self.ready = OrderedDict() if self.done else OrderedDict(self._prepared.get(part, {}))
         if self.done:
-            self.left_tokens = 0.0
+            self.remaining_tokens = 0.0
         else:
             whole = len(self.ready) == self._sizes[part]
-            self.left_tokens = sum(self.ready.values()) if whole else self._tokens[part]
+            self.remaining_tokens = sum(self.ready.values()) if whole else self._tokens[part]
 
 
-MARGIN = 1.5  # copies that others' work runs beside take so many times as long as those that nothing ran beside
-LOOK_S = 0.5  # from one look at the forecast to the next, at the most, and for a call to arrive
+COPY_MARGIN = 1.5  # copies that others' work runs beside take so many times as long as those that nothing ran beside
+FORECAST_SLACK_S = 0.5  # from one look at the forecast to the next, at the most, and for a call to arrive
 
 
-def due(away: Mapping[int, float], seconds: float) -> list[int]:
+def optimizers_to_fetch(away: Mapping[int, float], seconds: float) -> list[int]:
     """Slots whose optimizers have to set out now; `away`: slot -> seconds they take, `seconds`: to the first step."""
-    return [slot for slot, takes in away.items() if MARGIN * takes + LOOK_S >= seconds]
+    return [slot for slot, takes in away.items() if COPY_MARGIN * takes + FORECAST_SLACK_S >= seconds]
 
 
-def seconds_to_step(view: Snapshot, models: Iterable[MiniBatchProgress]) -> float:
+def seconds_until_step(view: Snapshot, models: Iterable[MiniBatchProgress]) -> float:
     """Until one of these models' next optimizer step at the earliest; infinite where none comes."""
-    left = [progress.left_tokens for progress in models if not progress.done]
+    left = [progress.remaining_tokens for progress in models if not progress.done]
     if not left:
         return inf
     later = [parts for kind, parts in view.deferred.items() if kind not in PASS_BEFORE_STEP.values()]
-    scored = view.to_score - sum(tokens for parts in later for part in parts.values() for tokens in part.values())
+    scored = view.tokens_to_score - sum(
+        tokens for parts in later for part in parts.values() for tokens in part.values()
+    )
     work = max(0.0, scored) / view.costs.score_tokens_per_s + min(left) / view.costs.train_tokens_per_s
-    return max(view.deadline - view.now if view.unfinished else 0.0, work / max(1.0, view.power))
+    return max(view.deadline - view.now if view.unfinished else 0.0, work / max(1.0, view.effective_slots))

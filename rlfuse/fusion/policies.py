@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from rlfuse.fusion.adaptive import adaptive
-from rlfuse.fusion.decisions import Decision, Policy, Snapshot, fusion_policy
-from rlfuse.fusion.serial import serial, train
-from rlfuse.fusion.sharing import (
+from rlfuse.fusion.assignment import (
     admit,
     consolidate,
     prefetch_passes,
@@ -13,6 +11,8 @@ from rlfuse.fusion.sharing import (
     score_rewards,
     switch_idle_slots_to_trainer,
 )
+from rlfuse.fusion.decisions import Decision, Policy, Snapshot, fusion_policy
+from rlfuse.fusion.serial import serial, train
 
 
 @fusion_policy()

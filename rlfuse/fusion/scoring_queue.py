@@ -18,7 +18,7 @@ class ScoringQueue:
         self.unscored: dict[str, OrderedDict[str, int]] = {kind: OrderedDict() for kind in kinds}
         """Kind -> finished samples that lack it, none of them under way -> tokens."""
         self.tokens = dict.fromkeys(kinds, 0)
-        self.oldest = dict.fromkeys(kinds, now)  # when the wait began that now stands
+        self.waiting_since = dict.fromkeys(kinds, now)  # when the wait began that now stands
         self.needed = frozenset(kinds) - frozenset(deferred)  # kinds needed to prepare a group
         self.deferred: dict[str, dict[int, dict[str, int]]] = {kind: {} for kind in deferred}
         """Kind -> mini-batch after the present one -> finished samples that lack it -> tokens."""
@@ -43,7 +43,7 @@ class ScoringQueue:
 
     def add(self, kind: str, samples: Mapping[str, int], now: float) -> None:
         if not self.unscored[kind]:
-            self.oldest[kind] = now
+            self.waiting_since[kind] = now
         self.unscored[kind].update(samples)
         self.tokens[kind] += sum(samples.values())
 
@@ -73,7 +73,7 @@ class ScoringQueue:
 
     def end(self, kind: str, now: float) -> None:
         self._calls[kind] -= 1
-        self.oldest[kind] = now
+        self.waiting_since[kind] = now
 
     def under_way(self, kinds: Iterable[str] | None = None) -> frozenset[str]:
         return frozenset(kind for kind in (self._calls if kinds is None else kinds) if self._calls[kind])

@@ -82,7 +82,7 @@ class Source(Protocol):
 
 
 class Selection:
-    """`batch`: prompts that a step learns from; `draw` and `give_back` alternate."""
+    """`batch`: prompts that a step learns from; `draw` and `return_unused` alternate."""
 
     def __init__(self, data: str, excess: float, batch: int, source: Source):
         self.data, self.excess, self.batch, self._source = data, excess, batch, source
@@ -109,7 +109,7 @@ class Selection:
         """Return the prompts that the next step will draw if none are given back until then."""
         return (self._new or self._source.upcoming())[: self.batch]
 
-    def give_back(self, groups: Sequence[Group], partials: dict[str, Partial]) -> None:
+    def return_unused(self, groups: Sequence[Group], partials: dict[str, Partial]) -> None:
         if self.data in CARRY_OVER:
             self._carried, self._partials = list(groups), partials
             for sample in (sample for group in groups for sample in group.samples):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rlfuse.fusion.decisions import Decision, Snapshot, fusion_policy
-from rlfuse.fusion.sharing import (
+from rlfuse.fusion.assignment import (
     accumulate_gradients,
     admission_paused,
     admit,
@@ -16,6 +15,7 @@ from rlfuse.fusion.sharing import (
     step_optimizer,
     switch_idle_slots_to_trainer,
 )
+from rlfuse.fusion.decisions import Decision, Snapshot, fusion_policy
 
 
 @fusion_policy()

@@ -29,10 +29,12 @@ class SlotTable:
         self.rates = rates or Rates(count)
         self.rates.begin(costs)
         self.slots = [
-            Slot(index, rate=rate, measured=rate, unheard=self.rates.unheard.get(index, 0))
+            Slot(
+                index, rate=rate, measured_rate=rate, steps_since_measured=self.rates.steps_since_measured.get(index, 0)
+            )
             for index, rate in enumerate(self.rates.current)
         ]
-        self.power = 0.0  # typical slots that those make up which are not drained
+        self.effective_slots = 0.0  # typical slots that those make up which are not drained
         self.generating, self.slow_engines = dict[int, None](), dict[int, None]()
         self._stopwatch = Stopwatch(count, costs, self.rates, self._changed)
         self._drained, self._shortest_first = set[int](), list[int]()
@@ -44,8 +46,8 @@ class SlotTable:
         self.idle_trainers, self._idle_ranks = dict[int, None](), dict[int, None]()
         self.idle_engines, self.engines_with_room = dict[int, None](), dict[int, None]()
         self._until_plan = self._finished = 0
-        self.know_lengths(False, costs.max_sequences)
-        self._sum_power()
+        self.set_lengths_known(False, costs.max_sequences)
+        self._sum_effective_slots()
         self._apply_drained()
 
     def queue(self, group: GroupRecord, samples: Iterable[SampleRecord]) -> None:
@@ -71,7 +73,7 @@ class SlotTable:
         return [name for group in groups for name in self.groups[group].waiting]
 
     def _enter(self, sample: SampleRecord, index: int, now: float, with_cache: bool = False) -> None:
-        sample.become(SampleState.GENERATING)
+        sample.transition_to(SampleState.GENERATING)
         slot, prompt_tokens = self.slots[index], sample.group.prompt_tokens
         self._advance(slot, now)
         if not slot.samples:
@@ -91,7 +93,7 @@ class SlotTable:
     def finish(self, sample: SampleRecord, tokens: int, now: float) -> None:
         """Remove a finished sample; correct the pace of its slot and the expectations of its siblings."""
         self._exit(sample, tokens, now, whole=True)
-        sample.become(SampleState.FINISHED)
+        sample.transition_to(SampleState.FINISHED)
         self._until_plan -= 1
         self._finished += 1
         self._release_target(sample)  # it was asked to move, too late
@@ -123,11 +125,11 @@ class SlotTable:
         self._refresh(slot)
 
     def _advance(self, slot: Slot, now: float) -> None:
-        if slot.samples and now > slot.seen:
+        if slot.samples and now > slot.updated_at:
             steps = self._stopwatch.advance(slot, now)
             slot.steps += steps
             self._add_context(slot, steps * len(slot.samples))
-        slot.seen = now
+        slot.updated_at = now
 
     def _add_context(self, slot: Slot, tokens: float) -> None:
         slot.context += tokens
@@ -138,7 +140,7 @@ class SlotTable:
         for group in groups:
             self.waiting.pop(group.number, None)
             for sample in group.waiting.values():
-                sample.become(SampleState.UNNEEDED)
+                sample.transition_to(SampleState.UNNEEDED)
             group.waiting.clear()
         held = {slot.index: [name for name, s in slot.samples.items() if s.group.unneeded] for slot in self.slots}
         return [(slot, names) for slot, names in held.items() if names]
@@ -146,7 +148,7 @@ class SlotTable:
     def start_move(self, names: Iterable[str], source: int, target: int) -> None:
         for name in names:
             sample = self.slots[source].samples[name]
-            sample.become(SampleState.LEAVING)
+            sample.transition_to(SampleState.LEAVING)
             sample.target = target
             self.slots[target].arriving += 1
             self.in_flight += 1
@@ -158,7 +160,7 @@ class SlotTable:
         sample.carried = tokens
         target = None if sample.target is None else self.slots[sample.target]
         if target is not None and target.alive and not target.drained and not sample.group.unneeded:
-            sample.become(SampleState.MOVING)
+            sample.transition_to(SampleState.MOVING)
             return target.index
         self._wait(sample)
         return None
@@ -178,9 +180,9 @@ class SlotTable:
     def _wait(self, sample: SampleRecord) -> None:
         self._release_target(sample)
         if sample.group.unneeded:
-            sample.become(SampleState.UNNEEDED)
+            sample.transition_to(SampleState.UNNEEDED)
         else:
-            sample.become(SampleState.WAITING)
+            sample.transition_to(SampleState.WAITING)
             self.queue(sample.group, (sample,))
 
     def lose_engine(self, slot: int, now: float) -> None:
@@ -202,10 +204,10 @@ class SlotTable:
             for slot in map(self.slots.__getitem__, changed):
                 slot.drained = slot.index in drained
                 self._refresh(slot)
-            self._sum_power()
+            self._sum_effective_slots()
             self.replan()
 
-    def leave_drained(self, now: float) -> list[tuple[int, list[str], str]]:
+    def start_leaving_drained(self, now: float) -> list[tuple[int, list[str], str]]:
         """Return (slot, samples, how to carry them) to evict from drained slots. Samples stay that would finish before
         they could leave; caches are carried only if another engine has room."""
         self._apply_drained()
@@ -218,7 +220,7 @@ class SlotTable:
             carry, seconds = self.costs.carry(sample.group.prompt_tokens + slot.tokens(sample, now, self.costs))
             ends = slot.remaining(sample, now, self.costs) * slot.pace(self.costs) <= seconds
             if sample.state is SampleState.GENERATING and not ends:
-                sample.become(SampleState.LEAVING)
+                sample.transition_to(SampleState.LEAVING)
                 chosen.setdefault(carry if self.engines_with_room else "tokens", []).append(sample.id)
         return [(slot.index, names, carry) for carry, names in chosen.items()]
 
@@ -253,28 +255,28 @@ class SlotTable:
         if call.slot is not None:
             self._stopwatch.begin_call(self.slots[call.slot], call, tokens, now)
 
-    def silent(self, now: float) -> list[int]:
-        return self._stopwatch.silent(self.slots, now)
+    def silent_engines(self, now: float) -> list[int]:
+        return self._stopwatch.silent_engines(self.slots, now)
 
-    def answered(self, slot: int, load: Load, now: float) -> None:
+    def record_load(self, slot: int, load: Load, now: float) -> None:
         place = self.slots[slot]
         if place.samples and load.running:
             self._advance(place, now)
-            self._stopwatch.answered(place, load.steps)
+            self._stopwatch.record_load(place, load.steps)
 
     def _changed(self, slot: Slot) -> None:
-        self._sum_power()
+        self._sum_effective_slots()
         self._refresh(slot)
 
-    def _sum_power(self) -> None:
-        self.power = sum(1 / slot.rate for slot in self.slots if not slot.drained)
+    def _sum_effective_slots(self) -> None:
+        self.effective_slots = sum(1 / slot.rate for slot in self.slots if not slot.drained)
 
     def ends(self) -> list[float]:
         """Return when the calls in progress will end as predicted."""
         return self._stopwatch.ends()
 
     @property
-    def together(self) -> bool:
+    def all_ranks_idle(self) -> bool:
         return len(self._idle_ranks) == len(self.slots)
 
     def _refresh(self, slot: Slot) -> None:
@@ -291,7 +293,7 @@ class SlotTable:
     def replan(self) -> None:
         self._until_plan = 0
 
-    def know_lengths(self, known: bool, most: int) -> None:
+    def set_lengths_known(self, known: bool, most: int) -> None:
         """Set whether lengths are known: then the longest start first, at most `most` samples per slot."""
         self.lengths_known = known
         self.costs = replace(self.costs, max_sequences=min(self._room, most) if known else self._room)
@@ -308,8 +310,8 @@ class SlotTable:
         waiting = [(self.groups[group].expected, count) for group, count in self.waiting.items()]
         remaining = [tokens for slot in self.slots for tokens in slot.all_remaining(now, self.costs)]
         remaining += [max(1.0, expected) for expected, count in waiting for _ in range(count)]
-        power = sum(1 / slot.rate for slot in self.slots if slot.alive and not slot.drained)
-        self.deadline = now + seconds_to_generate(np.array(remaining), power or 1.0, other_s, self.costs)
+        effective_slots = sum(1 / slot.rate for slot in self.slots if slot.alive and not slot.drained)
+        self.deadline = now + seconds_to_generate(np.array(remaining), effective_slots or 1.0, other_s, self.costs)
         if self.lengths_known:
             records = sorted(map(self.groups.__getitem__, self.waiting), key=lambda g: (not g.next_step, g.expected))
             self._shortest_first = [group.number for group in records]

@@ -70,7 +70,7 @@ class SampleRecord:
     reserved: float = 0.0  # tokens of KV cache that room was made for
     prepared: bool = False  # its advantage is computed; deferred passes may be missing
 
-    def become(self, state: SampleState) -> None:
+    def transition_to(self, state: SampleState) -> None:
         if state not in _NEXT_OF_SAMPLE[self.state]:
             raise RuntimeError(f"sample {self.id} can't become {state}: it is {self.state}")
         self.state = state
@@ -97,7 +97,7 @@ class GroupRecord:
     def unneeded(self) -> bool:
         return self.state is GroupState.UNNEEDED
 
-    def become(self, state: GroupState) -> None:
+    def transition_to(self, state: GroupState) -> None:
         if state not in _NEXT_OF_GROUP[self.state]:
             raise RuntimeError(f"group {self.number} can't become {state}: it is {self.state}")
         self.state = state
@@ -106,12 +106,12 @@ class GroupRecord:
         """Count a finished sample; return whether it was the last one."""
         self.unfinished -= 1
         if not self.unfinished:
-            self.become(GroupState.GENERATED)
+            self.transition_to(GroupState.GENERATED)
         return not self.unfinished
 
     def score(self) -> bool:
         """Count a scored sample; return whether the group is complete."""
         self.unscored -= 1
         if not self.unscored:
-            self.become(GroupState.COMPLETE)
+            self.transition_to(GroupState.COMPLETE)
         return not self.unscored

@@ -10,9 +10,9 @@ from rlfuse.costs.model import Costs
 from rlfuse.costs.rates import Rates
 from rlfuse.fusion.decisions import Accumulate, Score, Slot
 
-STEPS_TO_MEASURE = 16  # decoding steps after which a sample tells how fast its engine is
-SILENCE_S = 1.0  # an engine of which nothing was heard for so long is asked how far it is
-MOST_ASKED = 64  # engines that are asked at a time, so that a large cluster's don't keep its driver busy
+MIN_MEASURED_STEPS = 16  # decoding steps after which a sample tells how fast its engine is
+POLL_AFTER_S = 1.0  # an engine of which nothing was heard for so long is asked how far it is
+MAX_POLLED = 64  # engines that are asked at a time, so that a large cluster's don't keep its driver busy
 
 
 @dataclass(slots=True)
@@ -53,35 +53,35 @@ class Stopwatch:
         """Slot -> what it was doing when it was asked, and steps of its engine by then."""
 
     def begin_stretch(self, slot: Slot, steps: float) -> None:
-        self._stretches[slot.index] = Stretch(steps, slot.seen)
+        self._stretches[slot.index] = Stretch(steps, slot.updated_at)
 
     def advance(self, slot: Slot, now: float) -> float:
-        """Advance to `now`; return the approximate decoding steps of the slot since `seen`."""
-        stretch, elapsed, decoding = self._stretches[slot.index], now - slot.seen, slot.decoding(now)
+        """Advance to `now`; return the approximate decoding steps of the slot since `updated_at`."""
+        stretch, elapsed, decoding = self._stretches[slot.index], now - slot.updated_at, slot.decoding(now)
         foreseen, prefill = decoding / self._costs.decode_step(len(slot.samples), slot.context), elapsed - decoding
         stretch.seconds += elapsed
         stretch.decoding += decoding
         stretch.foreseen += foreseen
-        stretch.prefill += prefill / slot.measured
-        slot.stall -= prefill / slot.measured
-        return foreseen / slot.measured
+        stretch.prefill += prefill / slot.measured_rate
+        slot.stall -= prefill / slot.measured_rate
+        return foreseen / slot.measured_rate
 
     def measure(self, slot: Slot, steps: float) -> bool:
         """Update the slot's pace from the decoding steps done in all; return whether they were enough."""
         stretch = self._stretches[slot.index]
-        if stretch.foreseen < STEPS_TO_MEASURE or steps <= stretch.steps:
+        if stretch.foreseen < MIN_MEASURED_STEPS or steps <= stretch.steps:
             return False
         expected = stretch.expected(steps)
-        slot.measured = stretch.seconds / expected
+        slot.measured_rate = stretch.seconds / expected
         self.begin_stretch(slot, steps)
         self._observe(slot, "decode", stretch.seconds, expected)
         return True
 
-    def silent(self, slots: Iterable[Slot], now: float) -> list[int]:
+    def silent_engines(self, slots: Iterable[Slot], now: float) -> list[int]:
         waited = [(self._stretches[slot.index].since, slot.index) for slot in slots if slot.samples]
-        return [slot for since, slot in nsmallest(MOST_ASKED, waited) if now - since >= SILENCE_S]
+        return [slot for since, slot in nsmallest(MAX_POLLED, waited) if now - since >= POLL_AFTER_S]
 
-    def answered(self, slot: Slot, steps: int) -> None:
+    def record_load(self, slot: Slot, steps: int) -> None:
         """Record an engine's own count of decoding steps, higher than at its last answer."""
         stretch, (asked, before) = self._stretches[slot.index], self._answers.get(slot.index, (None, 0))
         if asked is not stretch:  # a sample told of it meanwhile
@@ -112,9 +112,9 @@ class Stopwatch:
 
     def _observe(self, slot: Slot, kind: str, seconds: float, expected: float) -> None:
         self._rates.observe(slot.index, kind, seconds, expected)
-        slot.unheard = 0
+        slot.steps_since_measured = 0
         if (rate := self._rates.current[slot.index]) != slot.rate:
             if kind != "decode":
-                slot.measured *= rate / slot.rate
+                slot.measured_rate *= rate / slot.rate
             slot.rate = rate
             self._changed(slot)

@@ -22,8 +22,10 @@ from rlfuse.health.series import Window
 from rlfuse.health.signals import SIGNALS, SLOWNESS, Signal
 
 SIMILARITY = 4.0  # score above the peers', in units of scatter, that makes a candidate
-OWN = 1.5  # thresholds from which one of two workers is the odd one, whatever it was like before
-CONTINUED = 0.5  # of the threshold: what a candidate has to stay above, and since when it is said to have begun
+TWO_WORKER_FACTOR = 1.5  # thresholds from which one of two workers is the odd one, whatever it was like before
+CONTINUATION_SHARE = (
+    0.5  # of the threshold: what a candidate has to stay above, and since when it is said to have begun
+)
 SMOOTHING = 0.15  # of the exponential average, for a window with usual work
 CONTINUITY_S = 240.0  # the paper's: jitters of healthy machines are shorter
 STEPS = 12  # in a row are enough where steps are short
@@ -32,12 +34,12 @@ WINDOWS, FRESHLY = 12, 8
 an average remembers one long jitter. Scaled down for a shorter time."""
 SHARE = 2 / 3
 AGAIN_SHARE, REST = 0.3, 8  # of a machine that is slow again and again: windows far off, and between
-MANY = 8  # workers from which on thresholds grow
-CHANCE = 6.0  # standard deviations above what chance makes of as many windows of its peers
+MANY_WORKERS = 8  # workers from which on thresholds grow
+CHANCE_SIGMAS = 6.0  # standard deviations above what chance makes of as many windows of its peers
 BEGINNING = 6  # windows of a worker that tell what it was like at first; none is judged before
 FRESH = 10  # windows for which a worker without work remains a peer
-SCATTER = 512  # latest changes from one window to the next that tell the scatter of a role
-FEW = 6  # workers below which the scatter of their scores tells nothing
+MAX_CHANGES = 512  # latest changes from one window to the next that tell the scatter of a role
+MIN_WORKERS_FOR_SCATTER = 6  # workers below which the scatter of their scores tells nothing
 MAD = 1.4826  # from a median of absolute deviations to a standard deviation
 
 
@@ -89,7 +91,7 @@ class _Streak:
 
 
 @dataclass(slots=True)
-class _Again:
+class _Intermittent:
     began: float
     step: int
     windows: int = 0
@@ -98,7 +100,7 @@ class _Again:
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
+class _Verdict:
     distance: float
     threshold: float
     now: float  # distance of its value in this window alone
@@ -111,9 +113,9 @@ class _Group:
     def __init__(self, signal: Signal):
         self.signal = signal
         self.workers: dict[str, _Worker] = {}
-        self._changes: deque[float] = deque(maxlen=SCATTER)
+        self._changes: deque[float] = deque(maxlen=MAX_CHANGES)
 
-    def judge(self, number: int, values: Mapping[str, tuple[float, float]]) -> dict[str, _Judged]:
+    def judge(self, number: int, values: Mapping[str, tuple[float, float]]) -> dict[str, _Verdict]:
         """Add a window; return each worker's distance from its peers."""
         usual_weight = median(weight for _, weight in values.values()) if values else 0.0
         for name, (value, weight) in values.items():
@@ -129,19 +131,19 @@ class _Group:
             return {}
         scatter = MAD * median(self._changes) / sqrt(2)
         names, levels = tuple(known), self._levels(known)
-        apart, limit = _apart(levels, scatter * sqrt(SMOOTHING / (2 - SMOOTHING)), self.signal)
-        far = _limit(len(levels), max(self.signal.least, scatter))
+        apart, limit = _distances(levels, scatter * sqrt(SMOOTHING / (2 - SMOOTHING)), self.signal)
+        far = _limit(len(levels), max(self.signal.min_distance, scatter))
         found = {}
         for name in judged:
             at, others = names.index(name), tuple(other for other in names if other != name)
             distance, worker = float(apart[at]), known[name]
             if not self.signal.from_start:  # what others lost is no change of its own
                 distance = min(distance, float(levels[at]))
-            elif len(names) == 2 and distance < OWN * limit:
+            elif len(names) == 2 and distance < TWO_WORKER_FACTOR * limit:
                 distance = min(distance, worker.smooth - worker.began)
             together = [known[other].ahead for other in judged if other != name]
             now = distance + worker.ahead - (median(together) if together else 0.0)
-            found[name] = _Judged(
+            found[name] = _Verdict(
                 distance, limit, now, self.signal.from_start and now >= max(far, limit), worker.smooth, others
             )
         return found
@@ -164,11 +166,13 @@ class _Group:
         if self.signal.from_start and len(self.workers) > 1:
             return smooth
         beginnings = [worker.began for worker in known.values()]
-        return smooth - np.minimum(beginnings, median_low(beginnings) + CONTINUED * SIMILARITY * self.signal.least)
+        return smooth - np.minimum(
+            beginnings, median_low(beginnings) + CONTINUATION_SHARE * SIMILARITY * self.signal.min_distance
+        )
 
 
-def _apart(levels: np.ndarray, scatter: float, signal: Signal) -> tuple[np.ndarray, float]:
-    count, least = len(levels), max(signal.least, scatter)
+def _distances(levels: np.ndarray, scatter: float, signal: Signal) -> tuple[np.ndarray, float]:
+    count, least = len(levels), max(signal.min_distance, scatter)
     if count == 1:
         return levels, _limit(1, least)
     if count == 2:
@@ -176,13 +180,13 @@ def _apart(levels: np.ndarray, scatter: float, signal: Signal) -> tuple[np.ndarr
     # One odd worker adds its distance to the score of each peer, too: scaled so that it counts as far as it is.
     scores = np.abs(levels[:, None] - levels[None, :]).sum(axis=1) / (count - 2)
     above, worse = scores - median(scores), np.sign(levels - median(levels))
-    spread = MAD * median(np.abs(above)) if count >= FEW else 0.0
+    spread = MAD * median(np.abs(above)) if count >= MIN_WORKERS_FOR_SCATTER else 0.0
     return above * worse, _limit(count, max(least, spread))
 
 
 def _limit(count: int, scatter: float) -> float:
     """Return the threshold among `count` workers: means of few peers scatter, and of many some differ by chance."""
-    by_chance = sqrt(max(1.0, log(count) / log(MANY)))  # as the largest of so many normal numbers
+    by_chance = sqrt(max(1.0, log(count) / log(MANY_WORKERS)))  # as the largest of so many normal numbers
     return SIMILARITY * scatter * by_chance * (2 if count == 1 else sqrt(count / (count - 1)))
 
 
@@ -191,32 +195,32 @@ class Detector:
 
     def __init__(self, continuity_s: float = CONTINUITY_S, machine: Callable[[str], str] = lambda worker: worker):
         self.continuity_s, self._machine = continuity_s, machine
-        self.standing: dict[tuple[str, str], Alarm] = {}  # (worker, metric) -> its alarm
+        self.active_alarms: dict[tuple[str, str], Alarm] = {}  # (worker, metric) -> its alarm
         share = min(1.0, continuity_s / CONTINUITY_S)
         self._windows, self._freshly = max(3, round(WINDOWS * share)), max(2, round(FRESHLY * share))
         self._groups: dict[tuple[str, str], _Group] = {}
         self._streaks: dict[tuple[str, str], _Streak] = {}
-        self._again: dict[str, _Again] = {}
-        self._far: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self._intermittent: dict[str, _Intermittent] = {}
+        self._far_counts: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
         """Machine -> windows in which it was judged, and those in which it was far off."""
         self._number = 0
-        self._latest: dict[tuple[str, str], _Judged] = {}
+        self._latest: dict[tuple[str, str], _Verdict] = {}
 
-    def look(self, window: Window, homes: Mapping[str, str] | None = None) -> list[Alarm]:
+    def add_window(self, window: Window, homes: Mapping[str, str] | None = None) -> list[Alarm]:
         """Return the alarms that begin and end with this window. `homes`: worker -> its node."""
         self._number += 1
-        judged: dict[tuple[str, str], _Judged] = {}
+        judged: dict[tuple[str, str], _Verdict] = {}
         for name, values in window.values.items():
             for role in {role_of(worker) for worker in values}:
                 group = self._groups.setdefault((name, role), _Group(SIGNALS[name]))
                 mine = {worker: value for worker, value in values.items() if role_of(worker) == role}
                 judged |= {(worker, name): found for worker, found in group.judge(self._number, mine).items()}
         self._latest |= judged
-        again = list(self._follow_again(window, judged))
+        again = list(self._follow_intermittent(window, judged))
         ended = list(self._follow(window, judged))
         return ended + list(self._raised(window, homes or {}, again))
 
-    def farthest(self, metric: str) -> dict[str, float]:
+    def max_distances(self, metric: str) -> dict[str, float]:
         """Return role -> the largest distance of a worker from its peers in its latest window."""
         found: dict[str, float] = {}
         for (worker, name), judged in self._latest.items():
@@ -227,25 +231,27 @@ class Detector:
     def forget(self, worker: str) -> None:
         for group in self._groups.values():
             group.workers.pop(worker, None)
-        self._again.pop(self._machine(worker), None)
+        self._intermittent.pop(self._machine(worker), None)
         for key in [key for key in self._latest if key[0] == worker]:
             del self._latest[key]
             self._streaks.pop(key, None)
 
-    def _follow(self, window: Window, judged: Mapping[tuple[str, str], _Judged]) -> Iterator[Alarm]:
+    def _follow(self, window: Window, judged: Mapping[tuple[str, str], _Verdict]) -> Iterator[Alarm]:
         for key, found in judged.items():
             streak = self._streaks.pop(key, None) or _Streak(window.start, window.step)
-            streak.candidate = found.distance >= (CONTINUED if streak.candidate else 1.0) * found.threshold
+            streak.candidate = found.distance >= (CONTINUATION_SHARE if streak.candidate else 1.0) * found.threshold
             streak.windows = streak.windows + 1 if streak.candidate else 0
-            fresh = found.now >= CONTINUED * found.threshold
+            fresh = found.now >= CONTINUATION_SHARE * found.threshold
             streak.freshly = streak.freshly + fresh if streak.candidate else 0
-            if found.distance >= CONTINUED * found.threshold:
+            if found.distance >= CONTINUATION_SHARE * found.threshold:
                 self._streaks[key] = streak
-            resting = self._machine(key[0]) not in self._again or key[1] != SLOWNESS
-            if key in self.standing and not streak.candidate and resting:
-                yield replace(self.standing.pop(key), ended=window.start)
+            resting = self._machine(key[0]) not in self._intermittent or key[1] != SLOWNESS
+            if key in self.active_alarms and not streak.candidate and resting:
+                yield replace(self.active_alarms.pop(key), ended=window.start)
 
-    def _follow_again(self, window: Window, judged: Mapping[tuple[str, str], _Judged]) -> Iterator[tuple[str, str]]:
+    def _follow_intermittent(
+        self, window: Window, judged: Mapping[tuple[str, str], _Verdict]
+    ) -> Iterator[tuple[str, str]]:
         """Follow machines that are slow repeatedly; yield the worker once it has lasted."""
         machines: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for key in judged:
@@ -253,31 +259,33 @@ class Detector:
                 machines[self._machine(key[0])].append(key)
         for machine, keys in machines.items():
             far = [key for key in keys if judged[key].far]
-            again = self._again.pop(machine, None) or _Again(window.start, window.step)
+            again = self._intermittent.pop(machine, None) or _Intermittent(window.start, window.step)
             again.windows, again.rested = again.windows + 1, 0 if far else again.rested + 1
             again.far += bool(far)
-            self._far[machine][0] += 1
-            self._far[machine][1] += bool(far)
+            self._far_counts[machine][0] += 1
+            self._far_counts[machine][1] += bool(far)
             if again.far and again.rested < REST:
-                self._again[machine] = again
+                self._intermittent[machine] = again
             least = max(self._freshly, AGAIN_SHARE * again.windows, self._by_chance(machine, again.windows))
             if far and again.far >= least and self._long(again, window):
                 yield far[0]
 
     def _by_chance(self, machine: str, windows: int) -> float:
         """Return in how many of these windows the machine may differ by chance, given its peers' spikes."""
-        others = [counts for other, counts in self._far.items() if other != machine]
+        others = [counts for other, counts in self._far_counts.items() if other != machine]
         share = sum(far for _, far in others) / max(1, sum(judged for judged, _ in others))
-        return windows * share + CHANCE * sqrt(windows * share * (1 - share))
+        return windows * share + CHANCE_SIGMAS * sqrt(windows * share * (1 - share))
 
     def _raised(self, window: Window, homes: Mapping[str, str], again: Sequence[tuple[str, str]]) -> Iterator[Alarm]:
         steady = [key for name in SIGNALS for key in self._streaks if key[1] == name and self._lasted(key, window)]
         for key in dict.fromkeys((*steady, *again)):
             worker, name = key
-            if key in self.standing or (name != SLOWNESS and any(other == worker for other, _ in self.standing)):
+            if key in self.active_alarms or (
+                name != SLOWNESS and any(other == worker for other, _ in self.active_alarms)
+            ):
                 continue
-            since = self._streaks[key] if key in steady else self._again[self._machine(worker)]
-            self.standing[key] = alarm = self._alarm(key, since, window, homes)
+            since = self._streaks[key] if key in steady else self._intermittent[self._machine(worker)]
+            self.active_alarms[key] = alarm = self._alarm(key, since, window, homes)
             yield alarm
 
     def _lasted(self, key: tuple[str, str], window: Window) -> bool:
@@ -285,13 +293,15 @@ class Detector:
         enough = streak.windows >= self._windows and streak.freshly >= max(self._freshly, SHARE * streak.windows)
         return streak.candidate and enough and self._long(streak, window)
 
-    def _long(self, since: _Streak | _Again, window: Window) -> bool:
+    def _long(self, since: _Streak | _Intermittent, window: Window) -> bool:
         return window.end - since.began >= self.continuity_s or window.step - since.step >= STEPS
 
-    def _alarm(self, key: tuple[str, str], since: _Streak | _Again, window: Window, homes: Mapping[str, str]) -> Alarm:
+    def _alarm(
+        self, key: tuple[str, str], since: _Streak | _Intermittent, window: Window, homes: Mapping[str, str]
+    ) -> Alarm:
         worker, name = key
         found, signal = self._latest[key], SIGNALS[name]
-        more = max(0.0, found.now - found.distance) if isinstance(since, _Again) else 0.0
+        more = max(0.0, found.now - found.distance) if isinstance(since, _Intermittent) else 0.0
         level, distance = found.level + more, found.distance + more
         places = (worker, homes.get(worker, worker))
         beside = tuple(

@@ -19,7 +19,7 @@ from rlfuse.costs.model import Costs
 from rlfuse.events import Span
 from rlfuse.files import RowFile, read_rows
 from rlfuse.health.detection import Alarm, Detector, told
-from rlfuse.health.series import Expected, Sample, Series, Settled
+from rlfuse.health.series import ExpectedSeconds, Sample, Series, WarmUpFilter
 from rlfuse.health.signals import LOGGED, SIGNALS, SLOWNESS
 from rlfuse.observe.alerts import Alert
 
@@ -93,17 +93,17 @@ class Monitor:
         self.agents, self._width = agents, width
         self.detector = Detector(continuity_s, self._machine)
         self._folder, self._alert, self._say = folder, alert, say
-        self._expected, self._settled = Expected(), Settled()
+        self._expected, self._settled = ExpectedSeconds(), WarmUpFilter()
         self._since, self._warm = clock.now(), False
         self._homes: dict[str, str] = {}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
-    async def look(self, step: int, spans: Sequence[Span], costs: Costs) -> dict[str, float]:
+    async def check_step(self, step: int, spans: Sequence[Span], costs: Costs) -> dict[str, float]:
         """Check all workers after a step, raise alarms, and return its `health/*` metrics."""
         try:
             return await self._look(step, spans, costs)
         except Exception as error:
-            self._tell_once(f"workers were not looked at in step {step}: {type(error).__name__}: {error}")
+            self._warn_once(f"workers were not looked at in step {step}: {type(error).__name__}: {error}")
             return {}
 
     def close(self) -> None:
@@ -123,8 +123,8 @@ class Monitor:
         self._expected.learn(work, costs)
         series.add_spans(work, self._expected)
         series.add_samples(samples)
-        alarms = [alarm for window in series.windows(step) for alarm in self.detector.look(window, self._homes)]
-        self._tell(step, alarms)
+        alarms = [alarm for window in series.windows(step) for alarm in self.detector.add_window(window, self._homes)]
+        self._report(step, alarms)
         return self._metrics(series) | {"health/agents": float(answered)}
 
     async def _drain(self) -> tuple[list[Sample], int]:
@@ -137,10 +137,10 @@ class Monitor:
             answered += bool(samples)
             self._homes |= {sample.worker: agent.node for sample in samples}
             if failure:
-                self._tell_once(f"{agent.node} is not looked at as a whole: {failure}")
+                self._warn_once(f"{agent.node} is not looked at as a whole: {failure}")
         return found, answered
 
-    def _tell(self, step: int, alarms: Sequence[Alarm]) -> None:
+    def _report(self, step: int, alarms: Sequence[Alarm]) -> None:
         for alarm in alarms:
             if alarm.ended is None:
                 self._alert(step, alert_of(alarm, self._slot(alarm.worker)))
@@ -160,8 +160,8 @@ class Monitor:
         return worker if slot is None else f"slot/{slot}"
 
     def _metrics(self, series: Series) -> dict[str, float]:
-        values = {"health/alarms": float(len({worker for worker, _ in self.detector.standing}))}
-        for role, distance in self.detector.farthest(SLOWNESS).items():
+        values = {"health/alarms": float(len({worker for worker, _ in self.detector.active_alarms}))}
+        for role, distance in self.detector.max_distances(SLOWNESS).items():
             values[f"health/slowness/{role}/max"] = math.exp(distance)
         for name in (*SIGNALS, *LOGGED):
             means = [mean for worker in series.workers(name) if (mean := series.mean(name, worker)) is not None]
@@ -170,8 +170,8 @@ class Monitor:
                 values[f"health/{name}/{'min' if low else 'max'}"] = min(means) if low else max(means)
         return values
 
-    def _tell_once(self, text: str) -> None:
+    def _warn_once(self, text: str) -> None:
         kind = text.partition(":")[0].partition(" in step")[0]
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             self._say(text)

@@ -19,7 +19,7 @@ from rlfuse.health.series import Sample
 
 PROC = Path("/proc")
 TICK, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-FAMILY_S = 10.0  # between two looks at which processes belong to which worker: it goes through all of the host
+TREES_EVERY_S = 10.0  # between two looks at which processes belong to which worker: it goes through all of the host
 PROBE_EVERY_S, PROBE_S = 5.0, 0.5  # between two probes of the network, and what one takes at most
 
 Counters = dict[str, float]
@@ -37,28 +37,28 @@ class Sampler:
     ):
         self.node, self._probe, self._workers = node, probe, workers
         self._gpus = open_gpus() if gpus is None else gpus
-        self._families: dict[Registered, list[int]] = {}
-        self._looked = self._probed = -FAMILY_S
+        self._process_trees: dict[Registered, list[int]] = {}
+        self._looked = self._probed = -TREES_EVERY_S
         self._at = clock.now()
         self._before: dict[int, Counters] = {}
         self._node_before: Counters = {}
 
     def sample(self) -> list[Sample]:
-        if (now := time.monotonic()) - self._looked >= FAMILY_S:
-            self._looked, self._families = now, families(self._workers())
+        if (now := time.monotonic()) - self._looked >= TREES_EVERY_S:
+            self._looked, self._process_trees = now, process_trees(self._workers())
         before, self._at = self._at, clock.now()
         seconds = self._at - before
         if seconds <= 0:
             return []
-        found = [Sample(each.where, self._at, seconds, self._worker(each, seconds)) for each in self._families]
+        found = [Sample(each.where, self._at, seconds, self._worker(each, seconds)) for each in self._process_trees]
         found.append(Sample(self.node, self._at, seconds, self._node(seconds)))
-        alive = {pid for pids in self._families.values() for pid in pids}
+        alive = {pid for pids in self._process_trees.values() for pid in pids}
         self._before = {pid: counters for pid, counters in self._before.items() if pid in alive}
         return [sample for sample in found if sample.amounts]
 
     def _worker(self, worker: Registered, seconds: float) -> Counters:
         used: Counters = defaultdict(float)
-        for pid in self._families[worker]:
+        for pid in self._process_trees[worker]:
             with suppress(OSError):  # it has ended
                 now = process_counters(pid)
                 used["memory_gb"] += now.pop("memory_gb")
@@ -84,7 +84,7 @@ class Sampler:
         return told
 
 
-def families(workers: Sequence[Registered]) -> dict[Registered, list[int]]:
+def process_trees(workers: Sequence[Registered]) -> dict[Registered, list[int]]:
     """The processes of each worker: its own, and their children down to the last."""
     children: dict[int, list[int]] = defaultdict(list)
     for process in psutil.process_iter(["ppid"]):

@@ -20,8 +20,8 @@ from rlfuse.events import Span
 from rlfuse.health.signals import SIGNALS, SLOWNESS, Signal
 
 STARTED = ("start", "restart")  # spans after which a worker is another one
-LEARNED = 128  # pieces of a class from each worker, the first ones, that its factor is made of
-LEAST = 5  # pieces below which a class has no factor
+MAX_RATIOS = 128  # pieces of a class from each worker, the first ones, that its factor is made of
+MIN_RATIOS = 5  # pieces below which a class has no factor
 
 Class = tuple[str, ...]
 
@@ -34,7 +34,7 @@ def class_of(span: Span) -> Class:
     return (span.kind, str(int(size).bit_length()), *map(str, shape))
 
 
-class Settled:
+class WarmUpFilter:
     """Workers whose first step is over: in it they compile, fill caches, and are slower than they will be."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Settled:
         return settled, started
 
 
-class Expected:
+class ExpectedSeconds:
     """Of one run, from its warm-up on."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Expected:
         for span in spans:
             if is_work(span) and (by_costs := predicted(span, self._costs)) > 0:
                 kept = self._ratios[group := class_of(span)][span.where]
-                if len(kept) < LEARNED:
+                if len(kept) < MAX_RATIOS:
                     kept.append(span.seconds / by_costs)
                     self._factors.pop(group, None)
 
@@ -77,7 +77,7 @@ class Expected:
     def _factor(self, group: Class) -> float | None:
         if group not in self._factors:
             ratios = self._ratios.get(group, {})
-            enough = sum(map(len, ratios.values())) >= LEAST
+            enough = sum(map(len, ratios.values())) >= MIN_RATIOS
             self._factors[group] = median(map(median, ratios.values())) if enough else None
         return self._factors[group]
 
@@ -133,7 +133,7 @@ class Series:
             cell[0, second] += amount * covered / (end - begin)
             cell[1, second] += covered
 
-    def add_spans(self, spans: Sequence[Span], expected: Expected) -> None:
+    def add_spans(self, spans: Sequence[Span], expected: ExpectedSeconds) -> None:
         for span in spans:
             if is_work(span) and (seconds := expected.seconds(span)):
                 self.add(SLOWNESS, span.where, span.start, span.end, span.seconds)

@@ -16,7 +16,7 @@ class Signal:
     name: str
     told: str  # what it is, for a person
     per: Literal["work", "busy", "time"]  # divided by expected work, or averaged over busy or all seconds
-    least: float  # smallest meaningful distance, times `detection.SIMILARITY`
+    min_distance: float  # smallest meaningful distance, times `detection.SIMILARITY`
     unit: float = 0.0  # 0: compared by ratio
     worse: int = 1  # 1: high is bad, -1: low is
     from_start: bool = False  # compared as it is, not by its change since the beginning

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlfuse.algorithms.corrections import LOG_PROBS_DIFF_MAX, Bound, bound_of
+from rlfuse.algorithms.corrections import LOG_PROBS_DIFF_MAX, Bound, mismatch_bound
 from rlfuse.config.schema import AlertsConfig
 from rlfuse.fusion.selection import CARRY_OVER
 from rlfuse.observe.idle import CAUSES
 
 SCORE, PPO_KL, ZERO_SPREAD = "critic/score/mean", "actor/ppo_kl", "reward/frac_reward_zero_std"
 ENTROPY = ("response/entropy", "actor/entropy")
-REFERENCE_KL = ("critic/kl", "actor/kl_loss")
+REFERENCE_KL = ("actor/reward_kl_penalty", "actor/kl_loss")
 GRADIENTS = ("actor/grad_norm", "critic/grad_norm", "reward_model/grad_norm")
 METRICS = {
     "reward_drop": (SCORE,),
@@ -50,7 +50,7 @@ def bound_in_steps(
 ) -> Bound:
     """Return what rounding explains in a step; infinity if engine log-probs are not comparable."""
     comparable = (top_p, top_k, min_p, old_log_probs) == (1, -1, 0, "trainer") and data not in CARRY_OVER
-    return bound_of(dtype, quantization) if comparable else Bound(math.inf, math.inf)
+    return mismatch_bound(dtype, quantization) if comparable else Bound(math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Alerts:
         self._missing: dict[str, int] = defaultdict(int)
         self._standing: set[str] = set()
 
-    def recall(self, rows: Iterable[Mapping[str, float]]) -> None:
+    def restore(self, rows: Iterable[Mapping[str, float]]) -> None:
         """Take in the steps before a resume, of which nothing is told again."""
         for row in rows:
             self.check(row)

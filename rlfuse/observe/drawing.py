@@ -27,7 +27,7 @@ from typing import Any
 
 DRAWING_S = 120.0
 ENDED_S = 10.0
-MOST = 8
+MAX_QUEUED = 8
 ENDED = "the run ended first"
 
 
@@ -49,24 +49,24 @@ class Drawing:
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say
-        self._asked: deque[_Asked] = deque()
+        self._requests: deque[_Asked] = deque()
         self._thread = ThreadPoolExecutor(1, "drawing")
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
         self._closed = False
 
-    def ask(self, what: str, then: Callable[[], None], target: str, *arguments: Any) -> None:
-        """Have `target` ("module:function") draw; `tell` calls `then` once it was tried. `what`: for messages."""
-        if len(self._asked) < MOST:
+    def submit(self, what: str, then: Callable[[], None], target: str, *arguments: Any) -> None:
+        """Have `target` ("module:function") draw; `report_finished` calls `then` once it was tried. `what`: for messages."""
+        if len(self._requests) < MAX_QUEUED:
             future = self._thread.submit(self._draw, target, arguments)
         else:
             future = Future()
-            future.set_exception(NotDrawn(f"{MOST} others wait; draw less often"))
-        self._asked.append(_Asked(what, then, future))
+            future.set_exception(NotDrawn(f"{MAX_QUEUED} others are queued; draw less often"))
+        self._requests.append(_Asked(what, then, future))
 
-    def tell(self) -> None:
-        while self._asked and self._asked[0].future.done():
-            asked = self._asked.popleft()
+    def report_finished(self) -> None:
+        while self._requests and self._requests[0].future.done():
+            asked = self._requests.popleft()
             error = ENDED if asked.future.cancelled() else asked.future.exception()
             if error is not None:
                 self._say(f"{asked.what} was not drawn: {error}")
@@ -75,15 +75,15 @@ class Drawing:
     def close(self, wait_s: float) -> None:
         """Tell of all that is drawn within `wait_s` and of what is not, and end the process."""
         try:
-            wait([asked.future for asked in self._asked], wait_s)
+            wait([asked.future for asked in self._requests], wait_s)
         finally:  # also where a person interrupts: the interpreter would wait for the thread
             self._closed = True
             self._thread.shutdown(wait=False, cancel_futures=True)
             if self._process is not None:
                 self._process.kill()
                 self._process.wait()
-        wait([asked.future for asked in self._asked if not asked.future.cancelled()], ENDED_S)
-        self.tell()
+        wait([asked.future for asked in self._requests if not asked.future.cancelled()], ENDED_S)
+        self.report_finished()
 
     def _draw(self, target: str, arguments: tuple) -> None:
         if self._process is None or self._process.poll() is not None:

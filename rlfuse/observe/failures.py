@@ -36,7 +36,7 @@ class FailureBudget:
         ).rstrip()
         if step >= self._next_table:
             self._next_table = step + self._table_freq
-            self._loggers.tell(lambda sink: sink.reward_failures(step, rows))
+            self._loggers.for_each_sink(lambda sink: sink.reward_failures(step, rows))
         if len(failed) > self.max_failure_rate * scored:
             raise RewardError(
                 f"{detail}\nThat is more than reward.max_failure_rate={self.max_failure_rate}, so the run stops. Mend "

@@ -35,7 +35,7 @@ WORK = {
 }
 """Spans in which a slot's own engine or rank is busy, and what with."""
 _KINDS = tuple(dict.fromkeys(WORK.values()))
-WORKS = {
+WORK_LABELS = {
     "generate": "generating",
     "encode": "encoding clips",
     "old_log_prob": "log-probs before the update",
@@ -66,7 +66,7 @@ CALLS = ("gen", "old_log_prob", "ref", "values", "update_actor", "update_critic"
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class TimeAccount:
     """Seconds of a window, as means over slots; busy and idle together are `seconds`."""
 
     seconds: float
@@ -86,17 +86,19 @@ class Account:
         }
 
 
-def account(spans: Sequence[Span], start: float, end: float, slots: int, width: int = 1) -> Account:
-    """The window's seconds by what slots did; arguments as of `divide`."""
+def account(spans: Sequence[Span], start: float, end: float, slots: int, width: int = 1) -> TimeAccount:
+    """The window's seconds by what slots did; arguments as of `intervals_by_slot`."""
     totals: dict[str, dict[str, float]] = {"busy": defaultdict(float), "idle": defaultdict(float)}
-    for slot in divide(spans, start, end, slots, width):
+    for slot in intervals_by_slot(spans, start, end, slots, width):
         for name, intervals in slot.items():
             side, _, what = name.partition("/")
             totals[side][what] += sum(b - a for a, b in intervals) / slots
-    return Account(end - start, dict(totals["busy"]), dict(totals["idle"]))
+    return TimeAccount(end - start, dict(totals["busy"]), dict(totals["idle"]))
 
 
-def divide(spans: Sequence[Span], start: float, end: float, slots: int, width: int = 1) -> list[dict[str, Intervals]]:
+def intervals_by_slot(
+    spans: Sequence[Span], start: float, end: float, slots: int, width: int = 1
+) -> list[dict[str, Intervals]]:
     """Return per slot `busy/{work}` and `idle/{cause}` -> times. `width`: ranks that share an engine."""
     driver: dict[str, list[Span]] = defaultdict(list)
     late: dict[str, list[Span]] = defaultdict(list)
@@ -123,7 +125,7 @@ def divide(spans: Sequence[Span], start: float, end: float, slots: int, width: i
     start_up, divided = _start_up(spans, start), []
     for slot, work in enumerate(own):
         engine = slot // width
-        claims = [("busy/testing", cut(union(work), testing)[0])]
+        claims = [("busy/testing", split_by(union(work), testing)[0])]
         claims += [(f"busy/{kind}", union(s for s in work if WORK[s.kind] == kind)) for kind in _KINDS]
         claims += [("busy/save_checkpoint", saving), ("idle/start_up", start_up)]
         claims += [("idle/switch", union([*switches[engine], *late[f"trainer/{slot}"]])), *before]
@@ -164,13 +166,13 @@ def _claimed(window: tuple[float, float], claims: Iterable[tuple[str, Intervals]
     """Give each claim what earlier ones left of the window."""
     left, given = [window] if window[1] > window[0] else [], defaultdict(list)
     for name, claim in claims:
-        taken, left = cut(left, claim)
+        taken, left = split_by(left, claim)
         if taken:
             given[name] += taken
     return {name: sorted(intervals) for name, intervals in given.items()}
 
 
-def cut(intervals: Intervals, by: Intervals) -> tuple[Intervals, Intervals]:
+def split_by(intervals: Intervals, by: Intervals) -> tuple[Intervals, Intervals]:
     """The parts of `intervals` inside `by`, and those outside."""
     inside: Intervals = []
     outside: Intervals = []

@@ -12,7 +12,7 @@ from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.events import EventLog, Recorder, Span
 from rlfuse.protocols import Recorded
 
-ON_THEIR_WAY_S = 0.005
+SEND_WAIT_S = 0.005
 """For calls of other processes to leave this one."""
 
 
@@ -62,7 +62,7 @@ class Journal:
 
     async def _collect_own(self, due: bool) -> None:
         if due and self._garbage is not None:
-            await asyncio.sleep(ON_THEIR_WAY_S)
+            await asyncio.sleep(SEND_WAIT_S)
             self._garbage.collect()
 
     def sync(self) -> None:

@@ -56,8 +56,8 @@ class View:
     name: str
     step: int
     total: int
-    gone_s: float
-    left_s: float | None
+    elapsed_s: float
+    remaining_s: float | None
     phase: str
     stages: Sequence[Stage]
     slots: Sequence[tuple[str, int]]
@@ -91,7 +91,7 @@ def read_board(board: Board | None, spans: Iterable[Span]) -> tuple[str, list[St
     return phase, stages, slots, board.slot_table.in_flight
 
 
-def under_way(spans: Iterable[Span]) -> list[tuple[str, float]]:
+def starting_parts(spans: Iterable[Span]) -> list[tuple[str, float]]:
     """Parts of the run that start at this moment, and for how many seconds already; `spans`: the driver's open ones."""
     now = epoch_now()
     return [(span.cause, now - span.start) for span in spans if span.kind == "start" and span.cause != "run"]
@@ -101,7 +101,7 @@ def log_line(view: View) -> str:
     """A line of it, for a log that would be silent."""
     parts = [f"{name} {seconds:.0f} s" for name, seconds in view.starting[:ROWS]]
     parts += [f"{stage.name} {stage.done}/{stage.total}" for stage in view.stages]
-    return f"… {view.phase}, {clock(view.gone_s)} gone{': ' if parts else ''}{', '.join(parts)}"
+    return f"… {view.phase}, {clock(view.elapsed_s)} gone{': ' if parts else ''}{', '.join(parts)}"
 
 
 def _doing(place: Slot, spans: Sequence[Span]) -> str:
@@ -116,7 +116,7 @@ def _doing(place: Slot, spans: Sequence[Span]) -> str:
 
 def render(view: View) -> RenderableType:
     """What the terminal shows."""
-    left = "" if view.left_s is None else f", about {clock(view.left_s)} left"
+    left = "" if view.remaining_s is None else f", about {clock(view.remaining_s)} left"
     head = Table.grid(expand=True, padding=(0, 2))
     head.add_column(no_wrap=True)
     head.add_column(ratio=1)
@@ -124,7 +124,7 @@ def render(view: View) -> RenderableType:
     head.add_row(
         Text(f"step {view.step}/{view.total}", "bold"),
         ProgressBar(max(view.total, 1), view.step, complete_style="green3"),
-        Text(f"{clock(view.gone_s)} gone{left}"),
+        Text(f"{clock(view.elapsed_s)} gone{left}"),
     )
     body = Table.grid(padding=(0, 4))
     body.add_row(_stages(view), _slots(view))

@@ -19,10 +19,10 @@ from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden_text
 from rlfuse.errors import ConfigError
 from rlfuse.events import Recorder
-from rlfuse.files import write_whole
+from rlfuse.files import write_atomically
 from rlfuse.observe.alerts import Alert
 from rlfuse.observe.terminal import Terminal
-from rlfuse.observe.tracking import FAILURE
+from rlfuse.observe.tracking import FAILURE_FIELDS
 
 Row = dict[str, Any]
 AXIS = "training/global_step"
@@ -78,7 +78,7 @@ class Wandb:
 
         identity = folder / "wandb_id.txt"
         if not (resumed and identity.exists()):
-            write_whole(identity, secrets.token_hex(4))
+            write_atomically(identity, secrets.token_hex(4))
         self._wandb, self._folder = wandb, folder
         mode = config.trainer.wandb_mode
         try:
@@ -130,7 +130,9 @@ class Wandb:
         self._run.alert(title=alert.title, text=f"step {step}: {alert.text}", level=self._wandb.AlertLevel.WARN)
 
     def reward_failures(self, step: int, rows: Sequence[Row]) -> None:
-        table = self._wandb.Table(columns=list(FAILURE), data=[[row[name] for name in FAILURE] for row in rows[:SHOWN]])
+        table = self._wandb.Table(
+            columns=list(FAILURE_FIELDS), data=[[row[name] for name in FAILURE_FIELDS] for row in rows[:SHOWN]]
+        )
         self.log(step, {"reward_failures": table})
 
     def failure(self, where: str, text: str) -> None:
@@ -197,13 +199,13 @@ class Loggers:
         self.terminal.say(hidden_text(text))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.tell(lambda sink: sink.log(step, dict(values)))
+        self.for_each_sink(lambda sink: sink.log(step, dict(values)))
 
     def alert(self, step: int, alert: Alert) -> None:
         self.say(f"step {step}: {alert.title}: {alert.text}")
-        self.tell(lambda sink: sink.alert(step, alert))
+        self.for_each_sink(lambda sink: sink.alert(step, alert))
 
-    def tell(self, told: Callable[[Sink], None]) -> None:
+    def for_each_sink(self, told: Callable[[Sink], None]) -> None:
         """Tell every sink; one that fails (its process ended, its disk is full) is left out from then on."""
         for sink in list(self._sinks):
             try:
@@ -216,8 +218,8 @@ class Loggers:
     def close(self, error: BaseException | None) -> None:
         if error is not None:
             text = hidden_text(f"{type(error).__name__}: {error}")
-            self.tell(lambda sink: sink.failure("run", text))
+            self.for_each_sink(lambda sink: sink.failure("run", text))
         try:
-            self.tell(lambda sink: sink.close(exit_code=int(error is not None)))
+            self.for_each_sink(lambda sink: sink.close(exit_code=int(error is not None)))
         finally:
             self.terminal.close()

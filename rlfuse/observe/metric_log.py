@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from rlfuse import clock
-from rlfuse.algorithms.corrections import bound_of
+from rlfuse.algorithms.corrections import mismatch_bound
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
@@ -19,14 +19,14 @@ from rlfuse.fusion.board import Board
 from rlfuse.fusion.selection import CARRY_OVER, EXACT, MISMATCHED, choice, label, labels_in, weakest
 from rlfuse.observe import metrics as figures
 from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps
+from rlfuse.observe.custom_metrics import HELD_OUT, CustomMetrics
 from rlfuse.observe.drawing import Drawing
 from rlfuse.observe.idle import account
 from rlfuse.observe.journal import Journal, fault_metrics
 from rlfuse.observe.loggers import Loggers
-from rlfuse.observe.own_metrics import HELD_OUT, OwnMetrics
 from rlfuse.observe.sample_log import SampleLog
 from rlfuse.observe.tracking import StepFile, last_validation, read_metrics
-from rlfuse.progress import due
+from rlfuse.progress import is_due
 from rlfuse.samples import Group, Sample
 from rlfuse.step.agreement import Agreement
 
@@ -44,12 +44,12 @@ class MetricLog:
         samples: SampleLog,
         loggers: Loggers,
         drawing: Drawing,
-        own_metrics: OwnMetrics,
+        custom_metrics: CustomMetrics,
         label: str = EXACT,
     ):
         self.config, self.folder, self.total_steps = config, folder, total_steps
         self.journal, self.samples, self.loggers, self.drawing = journal, samples, loggers, drawing
-        self._own_metrics = own_metrics
+        self._custom_metrics = custom_metrics
         self.facts: Mapping[str, Any] = {}
         self.epoch: Callable[[], int] = lambda: 0
         self._accounted = journal.began  # no second between is left out
@@ -64,11 +64,11 @@ class MetricLog:
         self._recall(read_metrics(folder / "metrics.jsonl"))
 
     def _recall(self, rows: Sequence[Mapping[str, float]]) -> None:
-        self._alerts.recall(row for row in rows if row["step"] > 0)
+        self._alerts.restore(row for row in rows if row["step"] > 0)
         for row in rows:
             self._continue(row)
 
-    def note(self, values: Mapping[str, float]) -> None:
+    def add(self, values: Mapping[str, float]) -> None:
         """Scalars of the present step; several of a name are averaged (one per mini-batch)."""
         for name, value in values.items():
             self._notes[name].append(value)
@@ -79,11 +79,11 @@ class MetricLog:
     def log_step(self, step: int, board: Board, spans: Sequence[Span]) -> None:
         self._log(step, self._scalars(step, board, spans))
         self.samples.log_step(step, board.needed_samples())
-        if due(self.config.trainer.timeline_freq, step, self.total_steps):
+        if is_due(self.config.trainer.timeline_freq, step, self.total_steps):
             path = self.folder / "timelines" / f"step_{step}.png"
             events = (self.journal.path, *self.journal.last_step)
-            note = choice(asdict(self.config.fusion))
-            self.draw(step, "timeline", path, "rlfuse.observe.step_picture:draw_step", *events, note)
+            add = choice(asdict(self.config.fusion))
+            self.draw(step, "timeline", path, "rlfuse.observe.step_picture:draw_step", *events, add)
         self._notes.clear()
 
     def log(self, step: int, values: Mapping[str, float], spans: Sequence[Span]) -> None:
@@ -95,11 +95,11 @@ class MetricLog:
         """Results on the held-out prompts: kept for the step's row, or a row of their own before the first step."""
         answers = _samples(board.groups)
         values = figures.validation_metrics(board.groups, self._validated)
-        values |= self._own_metrics.of(answers, HELD_OUT)
+        values |= self._custom_metrics.of(answers, HELD_OUT)
         main = [name for name in values if name.startswith(("val-core", HELD_OUT))]
         self.loggers.say("validation  " + "  ".join(_with_coverage(name, values) for name in main))
         if step:
-            self.note(values)
+            self.add(values)
         else:
             self._write(0, values)
         self.samples.log_validation(step, answers)
@@ -113,8 +113,8 @@ class MetricLog:
     def log_agreement(self, step: int, agreement: Agreement) -> None:
         """Engines and trainer scored the same tokens. Raises EngineError if they disagree, unless told to go on."""
         dtype, small = self.config.model.dtype, self.config.rollout.quantization
-        bound = bound_of(dtype, small)
-        if not bound.broken_by(agreement.metrics):
+        bound = mismatch_bound(dtype, small)
+        if not bound.is_exceeded_by(agreement.metrics):
             self.loggers.say(agreement.text)
             return
         made = f"model.dtype={dtype}" + (f" and rollout.quantization={small}" if small else "")
@@ -144,7 +144,7 @@ class MetricLog:
 
     def label(self, values: Mapping[str, float]) -> str:
         """What fusion changes; `MISMATCHED` where this step, or the first weights, show engines with another model."""
-        if self._disagreed or self._bound.broken_by(values):
+        if self._disagreed or self._bound.is_exceeded_by(values):
             return MISMATCHED
         rollout, fusion = self.config.rollout, self.config.fusion
         return label(fusion.data, fusion.tail_speculation, rollout.quantization)
@@ -191,7 +191,7 @@ class MetricLog:
             values["train/num_gen_batches"] = board.batches
         generated = _samples(groups)
         scored = [sample for sample in generated if sample.reward is not None]
-        values |= self._own_metrics.of(scored)
+        values |= self._custom_metrics.of(scored)
         values |= figures.failure_metrics(board.failures()) | figures.latency_metrics(spans)
         values["reward/failure_rate"] = len(board.failures()) / len(scored)
         values |= figures.time_metrics(spans, figures.tokens_of(whole, generated, _samples(trained)), slots)

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from rlfuse.algorithms.shaping import zero_spread
-from rlfuse.engines.trainer.activation_places import Place
+from rlfuse.algorithms.shaping import has_zero_std
+from rlfuse.engines.trainer.activation_placement import Place
 from rlfuse.engines.trainer.micro_batches import balance
 from rlfuse.events import Span, covered, union
-from rlfuse.observe.idle import account, cut
+from rlfuse.observe.idle import account, split_by
 from rlfuse.samples import Group, Partial, Reward, RewardFailure, Sample, flattened
 from rlfuse.step.scoring import PASSES
 
@@ -72,14 +72,14 @@ def _flat(groups: Sequence[Group], n: int) -> dict[str, float]:
     scored = [each for each in scored if None not in each]  # what was aborted can't be compared
     rewards = [[reward for reward in each if isinstance(reward, Reward)] for each in scored]
     rewards = [each for each in rewards if each]
-    flat = zero_spread([[reward.value for reward in each] for each in rewards], n)
+    flat = has_zero_std([[reward.value for reward in each] for each in rewards], n)
     metrics = {"reward/frac_reward_zero_std": float(np.mean(flat))} if flat else {}
     if n > 1:
-        metrics["reward/groups_of_one"] = float(sum(len(each) == 1 for each in rewards))
+        metrics["reward/groups_with_one_reward"] = float(sum(len(each) == 1 for each in rewards))
     names = dict.fromkeys(name for each in rewards for reward in each for name in reward.dimensions)
     for name in names if len(names) > 1 else ():
         asked = [[r.dimensions[name] for r in each if name in r.dimensions] for each in rewards]
-        flat = zero_spread([values for values in asked if values], n)
+        flat = has_zero_std([values for values in asked if values], n)
         metrics[f"reward/frac_reward_zero_std/{name}"] = float(np.mean(flat))
     return metrics
 
@@ -195,25 +195,25 @@ def logged_parts(logged: Iterable[str], prefix: str, suffix: str) -> list[str]:
 
 
 def repetition(spans: Sequence[Span], samples: Mapping[str, Sample]) -> dict[str, float]:
-    """Return perf/tokens_run_over_unique of passes without gradients: 1 if each prompt ran once; padding counts."""
+    """Return perf/computed_over_unique_tokens of passes without gradients: 1 if each prompt ran once; padding counts."""
     run = unique = 0
     for kind in PASSES:
         ran = [span for span in spans if span.kind == kind and "run" in span.attributes and span.samples]
         mine = [span for span in ran if samples.keys() >= set(span.samples)]
         run += sum(span.attributes["run"] for span in mine)
         unique += _tokens_run([samples[name] for name in {name for span in mine for name in span.samples}])[0]
-    return {"perf/tokens_run_over_unique": run / unique} if unique else {}
+    return {"perf/computed_over_unique_tokens": run / unique} if unique else {}
 
 
 def balance_metrics(spans: Sequence[Span]) -> dict[str, float]:
     """Return balance/makespan_over_bound/{mean,max,min} (predicted time over `makespan.bounds`), and
-    balance/frac_bound_by_longest, the share of passes that long rows prolong."""
+    balance/frac_limited_by_longest, the share of passes that long rows prolong."""
     told = [span.attributes for span in spans if span.kind == "plan" and "makespan" in span.attributes]
     if not told:
         return {}
     ratios = [each["makespan"] / max(each["even"], each["longest"]) for each in told]
     longest = float(np.mean([each["longest"] > each["even"] for each in told]))
-    return _spread("balance/makespan_over_bound", ratios) | {"balance/frac_bound_by_longest": longest}
+    return _spread("balance/makespan_over_bound", ratios) | {"balance/frac_limited_by_longest": longest}
 
 
 TIMED = ("gen", "reward", *PASSES, "adv", "update_critic", "update_actor", "update_weights")
@@ -242,7 +242,7 @@ def time_metrics(spans: Sequence[Span], tokens: dict[str, int], slots: int) -> d
 
 
 def video_metrics(spans: Sequence[Span]) -> dict[str, float]:
-    """video/prefill_s: seconds in which an engine read prompts, the most of any; video/degree of the passes."""
+    """video/prefill_s: seconds in which an engine read prompts, the most of any; video/sequence_parallel_degree of the passes."""
     prefill: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.kind == "decode" and span.attributes.get("prefill_tokens"):
@@ -250,7 +250,7 @@ def video_metrics(spans: Sequence[Span]) -> dict[str, float]:
     degrees = [span.attributes["degree"] for span in spans if "degree" in span.attributes]
     return {
         "video/prefill_s": max(map(covered, prefill.values()), default=0.0),
-        "video/degree": float(np.mean(degrees)) if degrees else 1.0,
+        "video/sequence_parallel_degree": float(np.mean(degrees)) if degrees else 1.0,
     }
 
 
@@ -292,7 +292,7 @@ def utilisation(
         flops[model, f"update_{model}"] = sum(6 * _products(*parameters[model], *_tokens_run(each)) for each in rows)
     if not quantized:
         generating = union(_on_driver(spans, "gen"))
-        steps = [span for span in spans if span.kind == "decode" and cut([(span.start, span.end)], generating)[0]]
+        steps = [span for span in spans if span.kind == "decode" and split_by([(span.start, span.end)], generating)[0]]
         tokens, read = sum(span.tokens for span in steps), sum(span.attributes["prefill_tokens"] for span in steps)
         flops["actor_infer", "gen"] = 2 * _products(*parameters["actor"], read + tokens, tokens)
     return {

@@ -18,12 +18,12 @@ from typing import Any
 from rlfuse.config.schema import Config
 from rlfuse.errors import NotWritten
 from rlfuse.fusion.selection import EXACT
+from rlfuse.observe.custom_metrics import CustomMetrics
 from rlfuse.observe.drawing import Drawing
 from rlfuse.observe.failures import FailureBudget
 from rlfuse.observe.journal import Journal
 from rlfuse.observe.loggers import Loggers
 from rlfuse.observe.metric_log import MetricLog
-from rlfuse.observe.own_metrics import OwnMetrics
 from rlfuse.observe.sample_log import SampleLog
 from rlfuse.progress import timed
 from rlfuse.protocols import Recorded
@@ -47,18 +47,18 @@ class RunLog:
         check_folder: Callable[[], None] = lambda: None,
     ):
         """`resolved`: the configuration as shown; `faults`, `label`: of earlier attempts and steps."""
-        own_metrics = OwnMetrics(config, self.say)  # first: a file that can't be executed cuts off no row
+        custom_metrics = CustomMetrics(config, self.say)  # first: a file that can't be executed cuts off no row
         self.folder, self.total_steps = folder, total_steps
         faults = Counter() if faults is None else faults
         self.journal = Journal(folder, faults, config.trainer.gc_freq, check_folder)
         self.loggers = Loggers(config, resolved, folder, total_steps, start, self.journal.recorder)
         try:
-            self._make_parts(config, start, own_metrics, label)
+            self._make_parts(config, start, custom_metrics, label)
         except BaseException as error:  # a damaged file, a full disk: nobody else would end what draws
             self.loggers.close(error)
             raise
 
-    def _make_parts(self, config: Config, start: int, own_metrics: OwnMetrics, label: str) -> None:
+    def _make_parts(self, config: Config, start: int, custom_metrics: CustomMetrics, label: str) -> None:
         folder, total_steps = self.folder, self.total_steps
         self.drawing = Drawing(self.say)
         self.samples = SampleLog(config, folder, start, self.loggers, self.drawing, total_steps)
@@ -71,7 +71,7 @@ class RunLog:
             samples=self.samples,
             loggers=self.loggers,
             drawing=self.drawing,
-            own_metrics=own_metrics,
+            custom_metrics=custom_metrics,
             label=label,
         )
         self.failures = FailureBudget(

@@ -13,8 +13,8 @@ from rlfuse.errors import VideoError
 from rlfuse.observe.drawing import Drawing
 from rlfuse.observe.loggers import VALIDATION, Loggers
 from rlfuse.observe.tracking import StepFile, sample_row
-from rlfuse.progress import due
-from rlfuse.samples import Sample, prompt_of
+from rlfuse.progress import is_due
+from rlfuse.samples import Sample, prompt_id
 from rlfuse.video.contact_sheet import Answer, Caption, contact_sheet, shown_frames
 from rlfuse.video.decode_pool import Clip, DecodePool
 
@@ -43,7 +43,7 @@ class SampleLog:
         def tell() -> None:
             drawn = {name for name in sheets.values() if (self._folder / name).exists()}
             table = [row | {"contact_sheet": name if (name := row["contact_sheet"]) in drawn else None} for row in rows]
-            if table and due(self._config.trainer.log_samples_freq, step, self._total_steps):
+            if table and is_due(self._config.trainer.log_samples_freq, step, self._total_steps):
                 self._loggers.tell(lambda sink: sink.samples(step, table))
 
         if not sheets:
@@ -74,9 +74,9 @@ def _pool(timeout_s: float) -> DecodePool:
 def sheets_of(samples: Sequence[Sample], most: int | None) -> dict[str, str]:
     """Sample id -> where in the run folder the sheet of its prompt will be, for the first `most` clips (None: all)."""
     shown = [sample for sample in samples if sample.prompt.visual and sample.response is not None]
-    prompts = list(dict.fromkeys(prompt_of(sample.id) for sample in shown))[:most]
+    prompts = list(dict.fromkeys(prompt_id(sample.id) for sample in shown))[:most]
     paths = {prompt: f"{FOLDER}/{prompt.replace('/', '-')}.png" for prompt in prompts}
-    return {sample.id: paths[name] for sample in shown if (name := prompt_of(sample.id)) in paths}
+    return {sample.id: paths[name] for sample in shown if (name := prompt_id(sample.id)) in paths}
 
 
 def light(sample: Sample) -> Sample:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from rlfuse.files import replacing, write_whole
+from rlfuse.files import atomic_write, write_atomically
 from rlfuse.fusion.schedules.problem import Problem
 from rlfuse.fusion.schedules.schedule import Timed
 
@@ -94,7 +94,7 @@ def legend(figure: Figure, handles: Sequence[Artist], columns: int, side: str = 
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG or, by the name's end, a self-contained HTML page; a reader never sees half of it."""
     if path.suffix != ".html":
-        with replacing(path) as aside:
+        with atomic_write(path) as aside:
             figure.savefig(aside, format=path.suffix[1:], dpi=150)
         return
     drawing = io.StringIO()
@@ -104,4 +104,4 @@ def save(figure: Figure, path: Path) -> None:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(path.stem)}</title>'
         f"<body>{svg[svg.index('<svg') :]}</body></html>\n"
     )
-    write_whole(path, page)
+    write_atomically(path, page)

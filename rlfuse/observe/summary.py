@@ -11,10 +11,10 @@ from typing import Any
 
 from rlfuse import version_of
 from rlfuse.config.schema import Config
-from rlfuse.files import write_whole
+from rlfuse.files import write_atomically
 from rlfuse.fusion.selection import EXACT, SET_ASIDE, choice, label, labels_in, weakest
 from rlfuse.observe.live import figure
-from rlfuse.observe.proxy import draw_proxy
+from rlfuse.observe.overoptimization import draw_overoptimization
 from rlfuse.observe.tracking import last_validation, read_metrics
 from rlfuse.run_folder import checkpoints
 from rlfuse.run_folder.reader import RunFolder
@@ -55,9 +55,9 @@ def summarise(
         "prompts_set_aside": next((int(row[SET_ASIDE]) for row in reversed(rows) if SET_ASIDE in row), 0),
         **outcome(rows, name, seconds),
     }
-    write_whole(folder / "summary.json", json.dumps(summary, indent=2))
+    write_atomically(folder / "summary.json", json.dumps(summary, indent=2))
     _draw(folder, rows, name)
-    draw_proxy(folder, rows)
+    draw_overoptimization(folder, rows)
     print(summary_text(summary, folder))
     return summary
 
@@ -132,9 +132,9 @@ def summary_text(summary: Mapping[str, Any], folder: Path) -> str:
     weights = [path / "actor" / "huggingface" for path in checkpoints.complete(folder)]
     lines += [
         f"  run folder    {folder}",
-        "  look at       reward_curve.png, metrics.jsonl, events.jsonl, summary.json",
+        "  results       reward_curve.png, metrics.jsonl, events.jsonl, summary.json",
     ]
-    lines += [f"  as a page     rlfuse report {folder}", f"  in Perfetto   rlfuse trace {folder}"]
+    lines += [f"  HTML report   rlfuse report {folder}", f"  Perfetto      rlfuse trace {folder}"]
     lines += [f"  curves        wandb leet {folder / 'wandb'}"] if (folder / "wandb").exists() else []
     if any(folder.glob("wandb/offline-run-*")):  # a resumed run has several, which wandb puts one after the other
         lines.append(f"  upload        wandb sync {folder / 'wandb'}/offline-run-*")

@@ -21,12 +21,12 @@ from rich.live import Live
 from rlfuse.config.schema import Config
 from rlfuse.events import Recorder
 from rlfuse.fusion.board import Board
-from rlfuse.observe.live import BETWEEN, SHOWN_STEPS, View, figure, log_line, read_board, render, under_way
-from rlfuse.observe.own_metrics import TRAINING
-from rlfuse.progress import SILENT_S, Console, say, watched
+from rlfuse.observe.custom_metrics import TRAINING
+from rlfuse.observe.live import BETWEEN, SHOWN_STEPS, View, figure, log_line, read_board, render, starting_parts
+from rlfuse.progress import SILENT_S, Console, is_live_terminal, print_line
 
 FILE = "live.json"
-LOOK_S = 1.0
+REFRESH_S = 1.0
 SHARE = 0.002
 """Of a core at most, for looking: a large step is looked at less often."""
 
@@ -46,7 +46,7 @@ class Terminal:
         self._fields: dict[str, str] = {}
         self._held_out: dict[str, str] = {}
         self._file, self._closed = folder / FILE, threading.Event()
-        drawn = not self.console.quiet and watched(self.console)
+        drawn = not self.console.quiet and is_live_terminal(self.console)
         self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=1) if drawn else None
         if self._live:
             self._live.start()
@@ -62,7 +62,7 @@ class Terminal:
         if self._seconds:
             rest = (self._total - self._step) * sum(self._seconds) / len(self._seconds)
             left = max(0.0, rest - (now - self._step_ended))
-        more = (phase, stages, slots, in_flight, self._rewards, self._fields | self._held_out, under_way(spans))
+        more = (phase, stages, slots, in_flight, self._rewards, self._fields | self._held_out, starting_parts(spans))
         return View(self._name, self._step, self._total, now - self._since, left, *more)
 
     def render(self) -> RenderableType:
@@ -84,7 +84,7 @@ class Terminal:
 
     def say(self, text: str) -> None:
         self._spoke = time.monotonic()
-        say(self.console, text)
+        print_line(self.console, text)
 
     def close(self) -> None:
         self._closed.set()
@@ -94,13 +94,13 @@ class Terminal:
         self._publish()
 
     def _look_on(self) -> None:
-        pause = LOOK_S
+        pause = REFRESH_S
         while not self._closed.wait(pause):
             began = time.thread_time()
             self._publish()
             if self._live is None and time.monotonic() - self._spoke > SILENT_S:
                 self.say(log_line(self.view()))
-            pause = max(LOOK_S, (time.thread_time() - began) / SHARE)
+            pause = max(REFRESH_S, (time.thread_time() - began) / SHARE)
 
     def _publish(self) -> None:
         aside = self._file.with_name(f".{self._file.name}.part")
@@ -124,14 +124,16 @@ def fields(metrics: Mapping[str, float]) -> dict[str, str]:
     length, longest = (figure(metrics.get(f"response_length/{name}"), ".0f") for name in ("mean", "max"))
     found = {
         "reward": figure(metrics.get("critic/score/mean")),
-        "kl": figure(metrics.get("critic/kl", metrics.get("actor/kl_loss", metrics.get("actor/ppo_kl"))), ".4f"),
+        "kl": figure(
+            metrics.get("actor/reward_kl_penalty", metrics.get("actor/kl_loss", metrics.get("actor/ppo_kl"))), ".4f"
+        ),
     }
     if "actor/entropy" in metrics:
         found["entropy"] = figure(metrics["actor/entropy"])
     found["length"] = f"{length} tokens (most {longest})"
     own = {name: value for name, value in metrics.items() if name.startswith(f"{TRAINING}/")}
     found |= {name.partition("/")[2]: figure(value, ".4g") for name, value in own.items()}
-    found["speed"] = f"{figure(metrics.get('perf/throughput'), ',.0f')} tokens/s a slot"
+    found["speed"] = f"{figure(metrics.get('perf/throughput'), ',.0f')} tokens/s per slot"
     return found
 
 

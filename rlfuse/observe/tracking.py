@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlfuse.files import RowFile, as_numbers, finite, read_rows
+from rlfuse.files import RowFile, json_safe, parse_non_finite, read_rows
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 
 
@@ -20,12 +20,12 @@ class StepFile(RowFile):
         super().__init__(path, keep=lambda row: row["step"] <= after)
 
     def write(self, step: int, *rows: dict[str, Any]) -> None:
-        self.append({"step": step, **finite(row)} for row in rows)
+        self.append({"step": step, **json_safe(row)} for row in rows)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a run folder's `metrics.jsonl`, oldest first; none when there is no file."""
-    return [as_numbers(row) for row in read_rows(path)]
+    return [parse_non_finite(row) for row in read_rows(path)]
 
 
 def last_validation(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -34,15 +34,15 @@ def last_validation(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return [name for name in validated[-1] if name.startswith("val-")] if validated else []
 
 
-FAILURE = ("sample", "data_source", "function", "message", "traceback", "prompt", "response")
-LONGEST = 20_000
+FAILURE_FIELDS = ("sample", "data_source", "function", "message", "traceback", "prompt", "response")
+MAX_TEXT_CHARS = 20_000
 
 
 def failure_row(sample: Sample, failure: RewardFailure) -> dict[str, str]:
     """A failed reward as a row: which sample, whose function, what it raised where."""
     texts = (failure.function, failure.message, failure.traceback, sample.prompt.text, sample.response.text)
-    values = (sample.id, sample.prompt.data_source, *(text[:LONGEST] for text in texts))
-    return dict(zip(FAILURE, values, strict=True))
+    values = (sample.id, sample.prompt.data_source, *(text[:MAX_TEXT_CHARS] for text in texts))
+    return dict(zip(FAILURE_FIELDS, values, strict=True))
 
 
 def write_failures(path: Path, rows: Sequence[dict[str, str]]) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.cluster import placement
-from rlfuse.cluster.nodes import watched
+from rlfuse.cluster.nodes import fail_on_lost_node
 from rlfuse.config.model_files import copy_files
 from rlfuse.config.schema import Config
 from rlfuse.costs.model import Costs
@@ -26,19 +26,19 @@ from rlfuse.costs.rates import Rates
 from rlfuse.data.prompts import PromptSource, load_prompts
 from rlfuse.data.tokenizers import load_tokenizer, save_tokenizer
 from rlfuse.engines.rollout.engine_actor import engine_actor
-from rlfuse.engines.trainer.families import untrainable
+from rlfuse.engines.trainer.families import training_problems
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
-from rlfuse.engines.vllm.support import unserved_judges
+from rlfuse.engines.vllm.support import unsupported_judge_reasons
 from rlfuse.engines.weights.staging import stagings
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.engines.weights.tower_push import TowerPush
-from rlfuse.errors import ConfigError, DataError, Mistakes
+from rlfuse.errors import ConfigError, DataError, ErrorCollector
+from rlfuse.fusion.custom_policies import load_policy, loaded_policy
 from rlfuse.fusion.decisions import Policy, Settings, traits_of
 from rlfuse.fusion.lengths import Lengths
-from rlfuse.fusion.own_policies import load_policy, loaded_policy
 from rlfuse.fusion.selection import EXACT, Selection, drawn_at_most
 from rlfuse.fusion.tuning import Tuning
-from rlfuse.observe.own_metrics import OwnMetrics
+from rlfuse.observe.custom_metrics import CustomMetrics
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.summary import summarise
 from rlfuse.progress import part
@@ -47,13 +47,13 @@ from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.run import WORKER_IMPORTS, inference
 from rlfuse.run.checkpointing import Checkpointing
 from rlfuse.run.inference import VideoParts
-from rlfuse.run.job import Job, looked_after, recovered, starting, training_steps
-from rlfuse.run.slot_desk import SlotDesk
-from rlfuse.run.starting import Facts, SharedDevices, Start, end_all, start_parts, within
+from rlfuse.run.job import Job, run_with_restarts, start_health_monitor, training_steps, worker_startup
+from rlfuse.run.slot_requests import SlotRequests
+from rlfuse.run.starting import Facts, SharedDevices, Start, end_all, start_parts, with_progress
 from rlfuse.samples import Prompt
-from rlfuse.simulate.learning import Learning
+from rlfuse.simulate.online_tuning import OnlineTuning
 from rlfuse.step.advantages import Advantages
-from rlfuse.step.colocation import all_to, to_ranks
+from rlfuse.step.colocation import hand_over_all, to_ranks
 from rlfuse.step.controller import Controller
 from rlfuse.step.draining import Draining
 from rlfuse.step.groups import GroupSource
@@ -80,31 +80,31 @@ class JobInputs:
 
 def run(config: Config, run_controller: RunController = Controller.run) -> Path:
     """Run the job and return its folder. Raises ConfigError, DataError, RewardError or EngineError."""
-    return recovered(config, lambda job: _attempt(job, run_controller))
+    return run_with_restarts(config, lambda job: _attempt(job, run_controller))
 
 
 def _attempt(job: Job, run_controller: RunController) -> Path:
     config, trainer = job.config, job.config.trainer
-    mistakes = Mistakes()
-    with mistakes.noted():
+    errors = ErrorCollector()
+    with errors.collect():
         load_policy(config.fusion.policy)
-    with mistakes.noted():
-        OwnMetrics(config, print)  # executes their files, which the run's log then finds executed
-    with mistakes.noted():
+    with errors.collect():
+        CustomMetrics(config, print)  # executes their files, which the run's log then finds executed
+    with errors.collect():
         reward = inference.reward_pool(config)
-    with mistakes.noted(), part("data", quiet="console" not in trainer.logger):
+    with errors.collect(), part("data", quiet="console" not in trainer.logger):
         video_model = inference.video_model_of(config)
         if problems := [
-            *untrainable(config),
-            *engine_actor(config.rollout.name).unserved(config),
-            *unserved_judges(config),
+            *training_problems(config),
+            *engine_actor(config.rollout.name).unsupported_reasons(config),
+            *unsupported_judge_reasons(config),
         ]:
             raise ConfigError(problems)
         others = {"critic.path": config.critic.path} if config.uses_critic else {}
         others |= {"ref.path": config.ref.path} if config.uses_reference else {}
         tokenizer = load_tokenizer(config.model, others)
         prompts, held_out, report = _load_data(config, tokenizer, video_model)
-    mistakes.tell()
+    errors.raise_all()
     reward.check_prompts([*prompts.prompts, *held_out], config.reward.max_failure_rate)
     total = training_steps(trainer, prompts.steps_per_epoch)
     log = job.begin(total)
@@ -118,7 +118,7 @@ def _attempt(job: Job, run_controller: RunController) -> Path:
         video_model=video_model,
         total_steps=total,
     )
-    seconds = job.carry_out(_run(inputs, job, log, run_controller), log)
+    seconds = job.run_until_done(_run(inputs, job, log, run_controller), log)
     summarise(job.folder, config, seconds, job.faults, job.resumed_after, job.label)
     return job.folder
 
@@ -126,26 +126,26 @@ def _attempt(job: Job, run_controller: RunController) -> Path:
 async def _run(inputs: JobInputs, job: Job, log: RunLog, run_controller: RunController) -> None:
     with log.part("Ray"):
         slots = await placement.start(inputs.config, WORKER_IMPORTS, job.restart is not None, job.without)
-    log.say(slots.told)
+    log.say(slots.summary)
     config = inference.with_transfer(inputs.config, slots.device)
     rollouts = inference.rollout_handles(config, slots, log.journal.recorder, log.say)
     video = inference.video_parts(config, inputs.video_model, slots, log.say) if inputs.video_model else None
-    health = looked_after(config, slots, log)
+    health = start_health_monitor(config, slots, log)
     try:
         start_trainer, shared = _trainer_start(config, slots, video, log), SharedDevices(config, log.say)
         occupants = slots.occupants(config.rollout.tensor_model_parallel_size)
-        with starting(log):
+        with worker_startup(log):
             nodes = stagings(rollouts, slots, config.cluster.timeout_s)
             folder = log.folder.absolute()
             await asyncio.gather(*(each.need(folder, "trainer.default_local_dir") for each in nodes))
             gpu = slots.device == "cuda"
-            started = await watched(
+            started = await fail_on_lost_node(
                 start_parts(
                     slots.device,
                     trainer=partial(shared.start, start_trainer) if gpu else lambda _: start_trainer(),
                     engines=inference.engine_starts(rollouts, config, slots, log.part, lambda: shared.rollout),
-                    towers=[within(log.part("encoder ranks"), video.clips.start)] if video else [],
-                    rewards=[within(log.part("rewards"), inputs.reward.start, slots)],
+                    towers=[with_progress(log.part("encoder ranks"), video.clips.start)] if video else [],
+                    rewards=[with_progress(log.part("rewards"), inputs.reward.start, slots)],
                     part=log.part,
                 ),
                 occupants,
@@ -158,7 +158,7 @@ async def _run(inputs: JobInputs, job: Job, log: RunLog, run_controller: RunCont
             stagings=nodes,
             tower=_tower_push(config, started.trainer, video, log),
         )
-        controller = await wired(
+        controller = await build_controller(
             replace(inputs, config=config),
             job,
             log,
@@ -167,8 +167,8 @@ async def _run(inputs: JobInputs, job: Job, log: RunLog, run_controller: RunCont
             facts=started.trainer_facts,
             health=health,
         )
-        desk = SlotDesk(log, slots, controller.draining, config.rollout.tensor_model_parallel_size)
-        await desk.attended(watched(run_controller(controller, job.state["step"]), occupants))
+        desk = SlotRequests(log, slots, controller.draining, config.rollout.tensor_model_parallel_size)
+        await desk.serve(fail_on_lost_node(run_controller(controller, job.state["step"]), occupants))
     finally:
         health.close()
         encoders = [video.clips.close()] if video else []
@@ -180,13 +180,13 @@ def _trainer_start(config: Config, slots: placement.Slots, video: VideoParts | N
     if config.training.pipeline_parallel_size > 1:
         from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer  # loads Numba: 3 % of the imports
 
-        return within(log.part(name), PipelineTrainer.start, config, slots, slots.cores)
+        return with_progress(log.part(name), PipelineTrainer.start, config, slots, slots.cores)
     tower = video.towers if video else None
-    return within(log.part(name), TrainerGroup.start, config, slots, slots.cores, tower)
+    return with_progress(log.part(name), TrainerGroup.start, config, slots, slots.cores, tower)
 
 
 def _tower_push(config: Config, trainer: TrainerGroup, video: VideoParts | None, log: RunLog) -> TowerPush | None:
-    if video is None or config.video.freeze_tower:
+    if video is None or config.video.freeze_vision_tower:
         return None
     return TowerPush(trainer, video.clips.encoder, log.folder)
 
@@ -220,7 +220,7 @@ def check_enough(config: Config, source: PromptSource) -> None:
         )
 
 
-async def wired(
+async def build_controller(
     inputs: JobInputs, job: Job, log: RunLog, *, engines: Engines, costs: Costs, facts: Facts, health: Health
 ) -> Controller:
     """Build the controller, load the checkpoint. `costs`: until the run has measured its own; `facts`: for the log."""
@@ -263,10 +263,10 @@ async def wired(
         say=log.say,
     )
     with log.part("trial checkpoint"):
-        await controller.checkpoints.rehearse()
+        await controller.checkpoints.write_trial()
     if job.checkpoint is not None:
         with log.part("loading the checkpoint"):
-            await all_to(to_ranks, engines.rollout, engines.trainer)  # the push that follows gives engines the devices
+            await hand_over_all(to_ranks, engines.rollout, engines.trainer)  # the next push returns the devices
             await engines.trainer.load(job.checkpoint)
         log.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
     return controller
@@ -291,7 +291,7 @@ def _tuning(
 ) -> Tuning:
     slots = len(engines.rollout)
     rates = Rates(slots, job.drained, job.returning, measured=not config.trainer.deterministic)
-    return Tuning(costs, lengths, _settings(config, engines.trainer), rates, Learning(config, slots, say))
+    return Tuning(costs, lengths, _settings(config, engines.trainer), rates, OnlineTuning(config, slots, say))
 
 
 def _checkpointing(
@@ -305,7 +305,7 @@ def _checkpointing(
     model = inputs.video_model
 
     async def save(folder: Path, weights: bool) -> None:
-        await (trainer.save if weights else trainer.describe)(folder)
+        await (trainer.save if weights else trainer.save_metadata)(folder)
         save_tokenizer(inputs.tokenizer, folder / "actor" / "huggingface")
         if model is not None and weights:
             await asyncio.to_thread(model.complete, folder / "actor" / "huggingface")
@@ -324,7 +324,7 @@ def _checkpointing(
 
 def _policy(config: Config, experience: Experience, log: RunLog) -> Policy:
     policy = loaded_policy(config.fusion.policy)
-    if traits_of(policy).trains_early and (why := experience.why_late()):
+    if traits_of(policy).trains_early and (why := experience.overlap_blocker()):
         log.say(why)
     return policy
 

@@ -13,7 +13,7 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import NotSaved
 from rlfuse.observe.alerts import Alert
 from rlfuse.observe.run_log import RunLog
-from rlfuse.progress import due
+from rlfuse.progress import is_due
 from rlfuse.run_folder import checkpoints
 from rlfuse.run_folder.checkpoints import MIB
 
@@ -60,24 +60,26 @@ class Checkpointing:
     def folder(self, step: int) -> Path | None:
         return checkpoints.folder_of(self._log.folder, step) if step == self.step else None
 
-    async def rehearse(self) -> None:
+    async def write_trial(self) -> None:
         """Try at startup what each save will do, so that none fails after hours. NotSaved with the cause."""
-        self.check_room(self.step)
-        await checkpoints.rehearse(self._log.folder, self._state(self.step), lambda folder: self._save(folder, False))
+        self.check_disk_space(self.step)
+        await checkpoints.write_trial(
+            self._log.folder, self._state(self.step), lambda folder: self._save(folder, False)
+        )
 
     def remember(self, step: int) -> None:
         """Keep the state after this step, so that it can be saved even when the next one has begun."""
         self._remembered = {step: self._state(step)}
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether to write one after this step: by trainer.save_freq, or since it would not fit later."""
-        if self._every <= 0 or due(self._every, step, self._log.total_steps):
+        if self._every <= 0 or is_due(self._every, step, self._log.total_steps):
             return self._every > 0
         needed, free = self._room()
         taken, self._free = max(0, (self._free or free) - free), free
         return self._decide(needed, free, taken, step) == "save"
 
-    def check_room(self, step: int) -> None:
+    def check_disk_space(self, step: int) -> None:
         """Raise NotSaved if the next checkpoint will not fit and nothing is lost yet, else alert."""
         if self._every <= 0 or step >= self._log.total_steps:
             return
@@ -96,7 +98,7 @@ class Checkpointing:
                     f"The next checkpoint does not fit any more: {lacking}. Free disk space, or steps after "
                     f"{self.step} may be lost; one is written as soon as there is room."
                 )
-                self._log.loggers.alert(step, Alert("no room for a checkpoint", text))
+                self._log.loggers.alert(step, Alert("no disk space for a checkpoint", text))
 
     def _room(self) -> tuple[int, int]:
         return checkpoints.room(self._log.folder, self.step, self._keep, self._first_bytes)

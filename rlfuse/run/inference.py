@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlfuse.cluster import cuda, placement
 from rlfuse.cluster.worker_environment import worker_environment
-from rlfuse.config.own_functions import replaced
+from rlfuse.config.custom_functions import with_values
 from rlfuse.config.schema import Config, RolloutConfig
 from rlfuse.costs.model import Costs
 from rlfuse.data.clips import ClipReader
@@ -25,14 +25,14 @@ from rlfuse.engines.weights.sync import resolve_transfer
 from rlfuse.errors import ConfigError, VideoError
 from rlfuse.events import Recorder
 from rlfuse.rewards.workers.pool import RewardPool
-from rlfuse.run.starting import Start, within
-from rlfuse.simulate.learning import CALL_S
+from rlfuse.run.starting import Start, with_progress
+from rlfuse.simulate.online_tuning import CALL_S
 from rlfuse.video.cache import CacheSettings
 from rlfuse.video.decode_pool import DecodePool
 from rlfuse.video.encoder_handle import EncoderPlacement
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import SequenceParallelEncoder
-from rlfuse.video.models.base import Route, bring_along
+from rlfuse.video.models.base import Route, register_custom_family
 from rlfuse.video.step_clips import StepClips
 from rlfuse.video.video_model import VideoModel
 
@@ -43,7 +43,7 @@ def with_transfer(config: Config, device: str) -> Config:
     """With the one way that weights take in this run, for both ends of it."""
     stages = config.training.pipeline_parallel_size
     transfer = resolve_transfer(config.rollout.weight_transfer, device, stages)
-    return replaced(config, {"rollout.weight_transfer": transfer})
+    return with_values(config, {"rollout.weight_transfer": transfer})
 
 
 def rollout_handles(
@@ -65,7 +65,7 @@ def rollout_handles(
             cluster.timeout_s,
             cluster.heartbeat_s,
             cluster.max_restarts,
-            beside=slots.device == "cpu",
+            starts_immediately=slots.device == "cpu",
             recorder=recorder,
             say=say,
         )
@@ -93,7 +93,7 @@ def engine_starts(
         return await handle.start(config.model, rollout() if rollout else config.rollout, *what, core)
 
     return [
-        within(part(f"engine {number} of {len(handles)}"), start, handle, core)
+        with_progress(part(f"engine {number} of {len(handles)}"), start, handle, core)
         for number, (handle, core) in enumerate(zip(handles, cores, strict=False), 1)
     ]
 
@@ -113,7 +113,7 @@ def starting_costs(config: Config, facts: Sequence[Mapping[str, Any]], slots: pl
 
 def _link_speed(config: Config, device: str) -> float:
     """Return bytes per second between engines of one host; 0: KV caches are not transferred."""
-    if config.trainer.nnodes > 1 or not engine_actor(config.rollout.name).capabilities.kv_move:
+    if config.trainer.nnodes > 1 or not engine_actor(config.rollout.name).capabilities.can_move_kv:
         return 0.0
     speed = placement.shared_memory_speed()
     return speed if device == "cpu" else speed / 2  # from and to the device besides: a guess, not measured
@@ -127,16 +127,18 @@ def reward_pool(config: Config) -> RewardPool:
 
 def video_model_of(config: Config) -> VideoModel | None:
     """The model, if it is shown clips. Raises ConfigError for one that can't be."""
-    bring_along(config.model.video_family)
+    register_custom_family(config.model.video_family)
     try:
-        model = VideoModel.at(config.model.path, config.model.trust_remote_code)
+        model = VideoModel.from_pretrained(config.model.path, config.model.trust_remote_code)
     except VideoError as error:
         raise ConfigError([f"model.path={config.model.path}: {error}"]) from error
-    if model is not None and not engine_actor(config.rollout.name).capabilities.embeds:
+    if model is not None and not engine_actor(config.rollout.name).capabilities.accepts_embeddings:
         why = f"its prompts cannot contain clips or images, and {config.model.path} is shown some"
         raise ConfigError([f"rollout.name={config.rollout.name}: {why}; set rollout.name=vllm"])
-    if model is None and not config.video.freeze_tower:
-        raise ConfigError([f"video.freeze_tower=false: {config.model.path} has no tower to train; set it to true"])
+    if model is None and not config.video.freeze_vision_tower:
+        raise ConfigError(
+            [f"video.freeze_vision_tower=false: {config.model.path} has no tower to train; set it to true"]
+        )
     if model is not None and model.family.route is Route.VIDEO_EMBEDS and config.video.timestamps == "seed_vl":
         why = f"engines write clips of {config.model.path} into the prompt itself, as the model's own processor does"
         raise ConfigError([f"video.timestamps=seed_vl: {why}; set it to family"])
@@ -156,8 +158,8 @@ def with_served_models(config: Config, folder: Path) -> Config:
 
     for group in ("model", "critic", "ref"):
         path = getattr(config, group).path
-        if path and (whole := VideoModel.at(path)):
-            config = replaced(config, {f"{group}.path": whole.served(folder / "text_parts" / group)})
+        if path and (whole := VideoModel.from_pretrained(path)):
+            config = with_values(config, {f"{group}.path": whole.servable_folder(folder / "text_parts" / group)})
     return config
 
 

@@ -24,9 +24,9 @@ from rlfuse.cluster.remote import is_death
 from rlfuse.cluster.watchdog import watching
 from rlfuse.config.schema import Config, TrainerConfig
 from rlfuse.config.secrets import hidden_text
-from rlfuse.errors import EngineError, NodeLeft, WorkerLost, first_of
+from rlfuse.errors import EngineError, NodeLeft, WorkerLost, first_error
 from rlfuse.events import Span
-from rlfuse.files import write_whole
+from rlfuse.files import write_atomically
 from rlfuse.fusion.selection import EXACT
 from rlfuse.health.agent import agents
 from rlfuse.health.monitor import Monitor
@@ -83,7 +83,7 @@ class Job:
         name = f"{self.config.trainer.project_name}/{self.config.trainer.experiment_name}"
         status.begin(self.folder, name, self.started, total_steps, self.state.get("label", ""))
         record(self.folder, self.state["step"], self.changes, self.inputs)
-        write_whole(self.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+        write_atomically(self.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
         log = RunLog(self.config, settings, self.folder, total_steps, self.state["step"], self.faults, self.label,
                      self.lock.check)  # fmt: skip
         if self.restart is not None:
@@ -110,14 +110,14 @@ class Job:
                 "run the command again to go on from the newest."
             )
 
-    def carry_out(self, work: Coroutine[Any, Any, None], log: RunLog) -> float:
+    def run_until_done(self, work: Coroutine[Any, Any, None], log: RunLog) -> float:
         """Run `work`, then clean up; return seconds since the start. Stopped on a signal."""
         error: BaseException | None = None
         try:
             with watching(self.folder, log.journal.recorder, log.say):
                 asyncio.run(log.stopping.listen_during(work))
         except BaseException as caught:
-            error = first_of(caught)
+            error = first_error(caught)
             if isinstance(error, WorkerLost):
                 error.before_first_step = log.stopping.step is None
             raise error from error.__cause__
@@ -128,7 +128,9 @@ class Job:
             with kept, ExitStack() as ending:  # all of them, the last first, also where a person interrupts one
                 ending.callback(log.close, None if isinstance(error, NodeLeft) else error)
                 ending.callback(placement.stop, self.folder / "logs" if ended == "failed" and is_there else None)
-            if error is not None and is_there and not isinstance(error, WorkerLost):  # then `recovered` says how
+            if (
+                error is not None and is_there and not isinstance(error, WorkerLost)
+            ):  # then `run_with_restarts` says how
                 print(how_to_resume(self), flush=True)
                 if ended == "failed" and "\nlogs: " not in str(error) and (self.folder / "logs").is_dir():
                     print(f"logs: {self.folder / 'logs'}", flush=True)
@@ -136,7 +138,7 @@ class Job:
 
 
 @contextmanager
-def noting_the_end(job: Job) -> Iterator[None]:
+def record_final_status(job: Job) -> Iterator[None]:
     """Write the final status and release the lock after all attempts. RunError if the folder was lost."""
 
     def end(error: BaseException | None = None) -> None:
@@ -184,7 +186,7 @@ def training_steps(trainer: TrainerConfig, steps_per_epoch: int) -> int:
     return min((limit for limit in limits if limit is not None), default=steps_per_epoch)
 
 
-def looked_after(config: Config, slots: placement.Slots, log: RunLog) -> Monitor | NoHealth:
+def start_health_monitor(config: Config, slots: placement.Slots, log: RunLog) -> Monitor | NoHealth:
     """To be closed; nobody, where alerts.slow_worker_s is null."""
     continuity = config.alerts.slow_worker_s
     if continuity is None:
@@ -204,11 +206,11 @@ def how_to_resume(job: Job) -> str:
     return f"The last checkpoint is {whole[-1]}; the same command with {named} {auto} goes on from there"
 
 
-def recovered(config: Config, attempt: Callable[[Job], Path]) -> Path:
+def run_with_restarts(config: Config, attempt: Callable[[Job], Path]) -> Path:
     """Return what `attempt` returns, repeated when a worker was lost."""
     try:
         job = open_job(config)
-        with noting_the_end(job):
+        with record_final_status(job):
             return _recovered(job, attempt)
     except NothingToDo as end:
         print(end, flush=True)
@@ -221,16 +223,16 @@ def _recovered(job: Job, attempt: Callable[[Job], Path]) -> Path:
         try:
             return attempt(job)
         except NodeLeft as left:
-            job = again(job, left)
+            job = next_attempt(job, left)
             print(hidden_text(f"{left}\nThe run goes on {_from(job)} on other nodes; nothing failed."), flush=True)
         except WorkerLost as error:
             rows = read_metrics(job.folder / "metrics.jsonl")
             last = max((row["step"] for row in rows), default=0)
             reached.append(None if error.before_first_step else last)
-            if why := futile(reached, job.config.cluster.max_restarts):
+            if why := no_restart_reason(reached, job.config.cluster.max_restarts):
                 print(how_to_resume(job), flush=True)
                 raise EngineError(f"{error}\n{why}") from error
-            job = again(job, error)
+            job = next_attempt(job, error)
             count = f"restart {len(reached)} of at most {job.config.cluster.max_restarts}"
             print(hidden_text(f"lost: {error}\nThe run goes on {_from(job)} ({count})."), flush=True)
 
@@ -240,7 +242,7 @@ def _from(job: Job) -> str:
 
 
 @contextmanager
-def starting(log: RunLog) -> Iterator[None]:
+def worker_startup(log: RunLog) -> Iterator[None]:
     """The start of workers: one that is late or out of memory here would be so again, one that was killed need not."""
     with timed("all workers", log.say), log.journal.recorder.span("start", cause="run"):
         try:
@@ -251,7 +253,7 @@ def starting(log: RunLog) -> Iterator[None]:
             raise EngineError(str(error)) from error
 
 
-def futile(reached: Sequence[int | None], limit: int) -> str | None:
+def no_restart_reason(reached: Sequence[int | None], limit: int) -> str | None:
     """Return why no other attempt is made. `reached`: the last step done at each loss, None before any."""
     made, steps = len(reached) - 1, [step for step in reached if step is not None]
     if made >= limit:
@@ -263,7 +265,7 @@ def futile(reached: Sequence[int | None], limit: int) -> str | None:
     return None
 
 
-def again(job: Job, error: WorkerLost) -> Job:
+def next_attempt(job: Job, error: WorkerLost) -> Job:
     """The next attempt: from the newest checkpoint that this run wrote, else from where it began."""
     written = [path for path, at in checkpoints.written(job.folder).items() if job.found.get(path) != at]
     checkpoint = written[-1] if written else job.checkpoint

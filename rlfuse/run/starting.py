@@ -20,12 +20,12 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import Budget, Memory, memory_of
 from rlfuse.engines.memory.model_sizes import served_shapes, shapes_of
 from rlfuse.engines.memory.remedies import problems, remedies
-from rlfuse.engines.memory.sharing import sharing_of, sharing_words
+from rlfuse.engines.memory.sharing import describe_sharing, device_sharing
 from rlfuse.engines.rollout.engine_actor import engine_actor
 from rlfuse.engines.trainer.rank_group import RankGroup
 from rlfuse.errors import ConfigError
-from rlfuse.protocols import Sharing
-from rlfuse.step.colocation import leave
+from rlfuse.protocols import DeviceSharing
+from rlfuse.step.colocation import vacate_device
 
 Facts = dict[str, Any]
 MEASURING = "speed of the ranks"
@@ -38,11 +38,11 @@ FORCED = (
 class Ranks(Protocol):
     """Of a trainer."""
 
-    sharing: Sharing
+    sharing: DeviceSharing
 
     async def measure(self) -> Facts: ...
 
-    async def leave_device(self, slot: int) -> None: ...
+    async def release_device(self, slot: int) -> None: ...
 
 
 Start = Callable[..., Awaitable[Any]]
@@ -83,7 +83,7 @@ async def start_parts(
             return ranks, facts, None
         measured = await measure(ranks)
         with part("ranks leave the devices"):
-            await asyncio.gather(*(leave(ranks, slot) for slot in range(len(engines))))
+            await asyncio.gather(*(vacate_device(ranks, slot) for slot in range(len(engines))))
         can_start.set()
         return ranks, facts, measured
 
@@ -97,7 +97,7 @@ async def start_parts(
     return Started(ranks, facts | (await measure(ranks) if measured is None else measured), engine_facts)
 
 
-def within(part: AbstractContextManager[None], start: Callable[..., Awaitable[Any]], *arguments: Any) -> Start:
+def with_progress(part: AbstractContextManager[None], start: Callable[..., Awaitable[Any]], *arguments: Any) -> Start:
     """`start` with these arguments; by `part` the person sees that it is under way, and how long it took."""
 
     async def started(*more: Any) -> Any:
@@ -135,14 +135,14 @@ class SharedDevices:
             nonlocal memory
             if memory := await self._plan(sizes, ranks):
                 rollout = self._config.rollout
-                self.rollout, together = engine_actor(rollout.name).sized(rollout, memory)
-                self._say("; ".join(sharing_words(self._config, memory)))
+                self.rollout, together = engine_actor(rollout.name).apply_memory_plan(rollout, memory)
+                self._say("; ".join(describe_sharing(self._config, memory)))
                 if together:
                     let_engines_start()
 
         ranks, facts = await trainer(decide)
         if memory:
-            await ranks.share(sharing_of(memory))
+            await ranks.share(device_sharing(memory))
         return ranks, facts
 
     async def _plan(self, sizes: asyncio.Task, ranks: RankGroup) -> Memory | None:

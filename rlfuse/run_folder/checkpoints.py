@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rlfuse.errors import ConfigError, NotSaved, RlfuseError
-from rlfuse.files import sync, sync_all, write_whole
+from rlfuse.files import sync, sync_all, write_atomically
 from rlfuse.parsing import parse_json
 
 MARKER = "COMPLETE"
@@ -37,9 +37,9 @@ async def write(
     first if room lacks. NotSaved with the cause."""
     partial = _new_partial(run, step)
     for old in _outdated(run, last, keep):
-        if lacks_room(run):
+        if lacks_disk_space(run):
             _remove(old)
-    if lacks_room(run):
+    if lacks_disk_space(run):
         raise _not_saved(run, step, None)
     try:
         await _fill(partial, {"step": step, **state}, fill)
@@ -54,7 +54,7 @@ async def write(
             shutil.rmtree(partial, ignore_errors=True)
 
 
-async def rehearse(run: Path, state: dict[str, Any], describe: Fill) -> None:
+async def write_trial(run: Path, state: dict[str, Any], describe: Fill) -> None:
     """Write all that a checkpoint has except weights (`describe`) and remove it. NotSaved with what failed, and why."""
     partial = _new_partial(run, 0)
     try:
@@ -99,7 +99,7 @@ def publish(run: Path, step: int, keep: int | None) -> None:
     sync(run)
     for old in complete(run)[:-keep] if keep else []:
         _remove(old)
-    write_whole(run / LATEST, str(step))
+    write_atomically(run / LATEST, str(step))
 
 
 def _remove(checkpoint: Path) -> None:
@@ -108,7 +108,7 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint)
 
 
-def lacks_room(run: Path) -> bool:
+def lacks_disk_space(run: Path) -> bool:
     """Whether the disk has less free space than the last checkpoint takes."""
     return shutil.disk_usage(run).free < _size(complete(run)[-1:])
 

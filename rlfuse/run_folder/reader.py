@@ -16,7 +16,7 @@ import yaml
 
 from rlfuse.errors import RlfuseError, RunError
 from rlfuse.events import Span, read_spans
-from rlfuse.files import as_numbers, read_rows
+from rlfuse.files import parse_non_finite, read_rows
 from rlfuse.parsing import parse_json, parse_yaml
 
 MOST_SLOTS = 1_000_000
@@ -42,10 +42,10 @@ class RunFolder:
         return self.config["rollout"]["tensor_model_parallel_size"]
 
     def rows(self) -> list[dict[str, float]]:
-        return list(self.each_row())
+        return list(self.iter_rows())
 
-    def each_row(self) -> Iterator[dict[str, float]]:
-        return map(as_numbers, read_rows(self.path / "metrics.jsonl"))
+    def iter_rows(self) -> Iterator[dict[str, float]]:
+        return map(parse_non_finite, read_rows(self.path / "metrics.jsonl"))
 
     def phases(self, steps: int) -> list[tuple[int, dict[str, Any]]]:
         """Return (first step, configuration) of each part of the run: a resume may have changed settings."""
@@ -64,7 +64,7 @@ class RunFolder:
     def samples(self) -> Iterator[dict[str, Any]]:
         yield from read_rows(self.path / "samples.jsonl")
 
-    def validated(self) -> Iterator[dict[str, Any]]:
+    def validation_rows(self) -> Iterator[dict[str, Any]]:
         yield from read_rows(self.path / "validation.jsonl")
 
     def summary(self) -> dict[str, Any]:

@@ -160,11 +160,11 @@ def is_written(folder: Path) -> bool:
 
 
 def last_write(folder: Path) -> float:
-    """As `last_sign`, heartbeats included; commands that take the lock for a moment count, too."""
-    return max(last_sign(folder), _written(folder / FILE))
+    """As `last_log_write`, heartbeats included; commands that take the lock for a moment count, too."""
+    return max(last_log_write(folder), _written(folder / FILE))
 
 
-def last_sign(folder: Path) -> float:
+def last_log_write(folder: Path) -> float:
     """When a run last wrote something, in seconds since the epoch; 0 where there is nothing."""
     return max(_written(folder / sign) for sign in SIGNS)
 

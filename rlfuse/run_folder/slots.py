@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlfuse.errors import RunError, SlotRefused
-from rlfuse.files import write_whole
+from rlfuse.files import write_atomically
 from rlfuse.parsing import parse_json
 
 FOLDER = "slots"
@@ -50,17 +50,17 @@ class Request:
     do: str
     slot: int
     until: float
-    until_well: bool = False
+    until_recovered: bool = False
     """Of `drain`: the slot is to work again once it is as fast as the others."""
 
 
-def ask(folder: Path, do: str, slot: int, until_well: bool = False, patience: float = ANSWER_S) -> str:
+def ask(folder: Path, do: str, slot: int, until_recovered: bool = False, patience: float = ANSWER_S) -> str:
     """Have the run do it; its answer. SlotRefused if it doesn't, or doesn't say."""
     desk, name = folder / FOLDER, uuid.uuid4().hex[:12]
     request, answer = desk / f"{name}{REQUEST}", desk / f"{name}{ANSWER}"
     try:
         desk.mkdir(exist_ok=True)
-        write_whole(request, json.dumps(asdict(Request(name, do, slot, time.time() + patience, until_well))))
+        write_atomically(request, json.dumps(asdict(Request(name, do, slot, time.time() + patience, until_recovered))))
     except OSError as error:
         raise RunError(f"{desk}: nothing can be asked of the run there ({error}); give it room, or rights") from error
     try:
@@ -123,7 +123,7 @@ def begin(folder: Path) -> None:
 
 def publish(folder: Path, states: Sequence[SlotState]) -> None:
     """How the slots are from now on. OSError where there is no room."""
-    write_whole(folder / FOLDER / STATE, json.dumps([asdict(each) for each in states], indent=1))
+    write_atomically(folder / FOLDER / STATE, json.dumps([asdict(each) for each in states], indent=1))
 
 
 def take(folder: Path) -> list[Request]:
@@ -140,4 +140,4 @@ def take(folder: Path) -> list[Request]:
 def answer(folder: Path, request: Request, told: str, done: bool) -> None:
     """OSError where there is no room; then the command says that it heard nothing."""
     content: dict[str, Any] = {"done": done, "told": told}
-    write_whole(folder / FOLDER / f"{request.id}{ANSWER}", json.dumps(content))
+    write_atomically(folder / FOLDER / f"{request.id}{ANSWER}", json.dumps(content))

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rlfuse.config.secrets import hidden, hidden_command, hidden_text
-from rlfuse.files import not_written, sync, write_whole
+from rlfuse.files import not_written, sync, write_atomically
 from rlfuse.parsing import parse_json
 from rlfuse.run_folder import run_lock
 
@@ -45,7 +45,7 @@ class Status:
     label: str = ""
 
     def seconds(self, heard: float) -> float:
-        """Of all processes of the run so far; `heard`: the `last_sign` of one that could not say how it ended."""
+        """Of all processes of the run so far; `heard`: the `last_log_write` of one that could not say how it ended."""
         return self.earlier_s + max(0.0, (self.ended or heard) - self.started)
 
 
@@ -75,7 +75,7 @@ def begin(folder: Path, name: str, started: float, total: int = 0, label: str = 
 def _seconds_before(folder: Path, started: float) -> float:
     if (before := read(folder)) is None:
         return 0.0
-    return before.earlier_s if before.started == started else before.seconds(run_lock.last_sign(folder))
+    return before.earlier_s if before.started == started else before.seconds(run_lock.last_log_write(folder))
 
 
 def release_reserve(folder: Path) -> None:
@@ -106,7 +106,7 @@ def read(folder: Path) -> Status | None:
 
 
 def _write(folder: Path, status: Status) -> None:
-    write_whole(folder / FILE, json.dumps(hidden(asdict(status)), indent=2))
+    write_atomically(folder / FILE, json.dumps(hidden(asdict(status)), indent=2))
 
 
 def typed_command() -> str:

@@ -58,7 +58,7 @@ class Batch:
         grown = self.context + size * (steps - 1) / 2
         return steps * self.costs.decode_step(size, grown)
 
-    def steps_begun(self, seconds: float) -> int:
+    def steps_after(self, seconds: float) -> int:
         """Return the steps done when the one in progress after `seconds` of cost ends."""
         size, per_token = len(self.running), self.costs.step_per_context_token_s
         curve = per_token * size / 2
@@ -66,7 +66,7 @@ class Batch:
         root = math.sqrt(slope * slope + 4 * curve * seconds)
         return max(0, math.ceil(2 * seconds / (slope + root) - EPSILON))
 
-    def steps_ahead(self) -> int:
+    def steps_until_change(self) -> int:
         """Return the steps until the first sequence is whole or the cache is full; at least 1."""
         while self._ends[0][2].ends != self._ends[0][0]:  # left or pre-empted since
             heapq.heappop(self._ends)

@@ -38,10 +38,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlfuse.fusion.decisions import PASS_BEFORE_STEP
-from rlfuse.simulate.speed import Speed, together
+from rlfuse.simulate.speed import Speed, combined_speed
 from rlfuse.simulate.workload import Workload
 
-NEAR = 1e-8  # share of the bound by which it may be below the crossing that it is searched by
+BOUND_TOLERANCE = 1e-8  # share of the bound by which it may be below the crossing that it is searched by
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def lower_bound(workload: Workload) -> Bound:
     generation, rest = _Generation(workload), _Rest(workload)
     speeds, earliest = workload.speeds(), float(generation.ends.max())
     least, switch_s, after_s = sum(speed.least for speed in speeds), workload.switch_s, rest.after_first_s
-    total, switch, steps = together(speeds), least * workload.switch_s, least * rest.optimizer_s
+    total, switch, steps = combined_speed(speeds), least * workload.switch_s, least * rest.optimizer_s
 
     def rising(end: float) -> float:
         whole = total.end(end + switch_s, rest.later_work + steps)
@@ -110,7 +110,7 @@ def _crossing(earliest: float, rising: Callable[[float], float], falling: Callab
     low, high = earliest, max(earliest, falling(earliest))  # `rising` is no less than G
     if falling(low) <= rising(low):
         return low
-    while high - low > NEAR * high:
+    while high - low > BOUND_TOLERANCE * high:
         middle = (low + high) / 2
         low, high = (middle, high) if falling(middle) > rising(middle) else (low, middle)
     return low
@@ -172,7 +172,7 @@ class _Rest:
     def __init__(self, workload: Workload):
         scoring, training, speeds = workload.scoring, workload.training, workload.speeds()
         costs = workload.costs()
-        fastest, power = max(speed.most for speed in speeds), together(speeds).most
+        fastest, power = max(speed.most for speed in speeds), combined_speed(speeds).most
         tokens = workload.lengths() + float(workload.prompt_tokens)
         part = np.arange(workload.samples) // (workload.mini_batch_prompts * workload.group)
         one_pass, one_training = tokens / costs.score_tokens_per_s, tokens / costs.train_tokens_per_s

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlfuse.costs.model import Costs
 from rlfuse.events import Span
-from rlfuse.protocols import PassResult, Sharing
+from rlfuse.protocols import DeviceSharing, PassResult
 from rlfuse.samples import Reward, Row, Sample
 from rlfuse.simulate.batching import SimulationError
 from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
@@ -28,7 +28,7 @@ class SimulatedTrainer:
     """One rank per device. `scored` and `trained` count passes over each sample, per kind and model."""
 
     pipelined = False
-    optimizers_away: Mapping[int, float] = {}  # none: in the costs of switch and step
+    offloaded_optimizers: Mapping[int, float] = {}  # none: in the costs of switch and step
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class SimulatedTrainer:
         lockstep_backward: bool = False,
         by_update: bool = False,
     ):
-        self.sharing = Sharing()  # what stays on its device is moved in no time: see `Costs.switch_s`
+        self.sharing = DeviceSharing()  # what stays on its device is moved in no time: see `Costs.switch_s`
         self.devices, self.costs, self._zeros, self._by_update = list(devices), costs, zeros, by_update
         self.lockstep, self.lockstep_backward = lockstep, lockstep_backward
         self.scored: dict[str, Counter[str]] = defaultdict(Counter)
@@ -136,10 +136,10 @@ class SimulatedTrainer:
 
     async def fetch_optimizers(self, slot: int) -> None: ...
 
-    async def take_device(self, slot: int) -> None:
+    async def acquire_device(self, slot: int) -> None:
         await self._switch(self.devices[slot], "rollout", "trainer")
 
-    async def leave_device(self, slot: int) -> None:
+    async def release_device(self, slot: int) -> None:
         await self._switch(self.devices[slot], "trainer", "rollout")
 
     async def _switch(self, device: Device, before: str, after: str) -> None:
@@ -162,9 +162,9 @@ class SimulatedTrainer:
 
     async def save(self, folder: Path) -> None: ...
 
-    async def describe(self, folder: Path) -> None: ...
+    async def save_metadata(self, folder: Path) -> None: ...
 
-    def drop_gradients(self) -> None: ...
+    def discard_gradients(self) -> None: ...
 
     async def load(self, folder: Path) -> None: ...
 
@@ -254,6 +254,6 @@ class SimulatedWeights:
 
     async def restart_engine(self, slot: int) -> None:
         """Start another engine within `restart_s`, once all are lost."""
-        await self._trainer.leave_device(slot)
+        await self._trainer.release_device(slot)
         await asyncio.sleep(self._restart_s)
         self._rollouts[slot].replace()

@@ -17,7 +17,7 @@ from rlfuse.costs.model import Costs
 from rlfuse.costs.spans import lengths_of
 from rlfuse.events import Span
 from rlfuse.samples import PASSES
-from rlfuse.simulate.workload import Scoring, Training, Workload, of_costs
+from rlfuse.simulate.workload import Scoring, Training, Workload, workload_from_costs
 
 
 def workload_of(
@@ -31,15 +31,15 @@ def workload_of(
         mini_batches=-(-prompts // actor.ppo_mini_batch_size),
         models=("critic", "actor") if config.uses_critic else ("actor",),
         epochs=actor.ppo_epochs,
-        early=not experience.reads_batch("actor"),
-        critic_early=not experience.reads_batch("critic"),
+        early=not experience.requires_batch("actor"),
+        critic_early=not experience.requires_batch("critic"),
         bubbles=_bubbles(config, lengths, prompt_tokens),
     )
     kinds = tuple(kind for kind in experience.kinds if kind in PASSES)
-    own = any(kind in kinds for kind in experience.by_update)
+    own = any(kind in kinds for kind in experience.fused_into_first_update)
     scoring = Scoring(kinds=kinds, deferred=bool(experience.deferred), by_update=own)
     limit = max(costs.kv_tokens, prompt_tokens + max(lengths))
-    return of_costs(
+    return workload_from_costs(
         replace(costs, kv_tokens=limit),
         engines,
         tuple(lengths),
@@ -74,7 +74,7 @@ def micro_batches(config: Config, prompts: int, context: float) -> int:
     return max(1, ceil(rows * context / filled))
 
 
-def whole_samples(spans: Sequence[Span]) -> tuple[tuple[int, ...], int]:
+def finished_lengths(spans: Sequence[Span]) -> tuple[tuple[int, ...], int]:
     """Return response lengths by prompt and sibling, and the mean number of prompt tokens."""
     found = {tuple(map(int, name.split("/")[1:])): lengths for name, lengths in lengths_of(spans).items()}
     prompts, responses = zip(*(found[key] for key in sorted(found)), strict=True)

@@ -126,7 +126,7 @@ class SimulatedRollout:
 
     async def load(self) -> Load:
         batch, now = self.batch, asyncio.get_running_loop().time()
-        begun = batch.steps_begun(self.device.decoding.done(self._start, now)) if self._steps else 0
+        begun = batch.steps_after(self.device.decoding.done(self._start, now)) if self._steps else 0
         steps = batch.step + min(self._steps, begun)
         return Load(len(batch.running), len(batch.waiting), batch.context / batch.costs.kv_tokens, steps)
 
@@ -214,7 +214,7 @@ class SimulatedRollout:
         when = loop.time()
         if self._timer is not None:
             speed = self.device.decoding
-            steps = self.batch.steps_begun(speed.done(self._start, when)) if self._steps else 0
+            steps = self.batch.steps_after(speed.done(self._start, when)) if self._steps else 0
             if steps >= self._steps:
                 return
             self._steps, when = steps, speed.end(self._start, self.batch.seconds(steps))
@@ -236,7 +236,7 @@ class SimulatedRollout:
             self._begin(now, 0, batch.costs.prefill(prefill))
         elif batch.running:
             self.preempted += batch.preempt()
-            steps = batch.steps_ahead()
+            steps = batch.steps_until_change()
             self._begin(now, steps, batch.seconds(steps))
         elif self._prefill:
             self._record(now)

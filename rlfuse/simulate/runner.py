@@ -21,9 +21,9 @@ from rlfuse.config.schema import Config
 from rlfuse.costs.rates import Rates
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
+from rlfuse.fusion.custom_policies import PolicyError, load_policy
 from rlfuse.fusion.decisions import Policy, Settings
 from rlfuse.fusion.lengths import Lengths
-from rlfuse.fusion.own_policies import PolicyError, load_policy
 from rlfuse.fusion.selection import Selection
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.protocols import Engines, Recorded
@@ -33,7 +33,7 @@ from rlfuse.simulate.bound import Bound, lower_bound
 from rlfuse.simulate.clock import run_virtual
 from rlfuse.simulate.devices import SimulatedReward, SimulatedStages, SimulatedTrainer, SimulatedWeights
 from rlfuse.simulate.rollout import Device, SimulatedRollout, Zeros
-from rlfuse.simulate.workload import LONGEST_S, Workload, WorkloadError
+from rlfuse.simulate.workload import MAX_SECONDS, Workload, WorkloadError
 from rlfuse.step.advantages import Advantages
 from rlfuse.step.agreement import Agreement
 from rlfuse.step.controller import Controller
@@ -84,9 +84,9 @@ def simulate(
     """
     began = time.process_time()
     bound = lower_bound(workload)
-    if bound.seconds > LONGEST_S:
+    if bound.seconds > MAX_SECONDS:
         raise WorkloadError(
-            f"the step takes {bound.seconds:.3g} s at least (bound by {bound.bound_by}): at most {LONGEST_S:,} s: "
+            f"the step takes {bound.seconds:.3g} s at least (bound by {bound.bound_by}): at most {MAX_SECONDS:,} s: "
             "raise rates (tokens_per_s, slot_speed) or lower times (..._s)"
         )
     machine, policy = Machine(workload), load_policy(policy) if isinstance(policy, str) else policy
@@ -98,12 +98,12 @@ def simulate(
     return Simulated(_result(workload, policy.__name__, machine, bound, spans, cpu_s), spans)
 
 
-def later_step(
-    workload: Workload, policy: str | Policy, settings: Settings | None = None, by_rates: bool = True
+def simulate_later_step(
+    workload: Workload, policy: str | Policy, settings: Settings | None = None, use_measured_rates: bool = True
 ) -> Simulated:
-    """Run a step after others that measured `slot_speed`; `by_rates=False` ignores what they measured."""
+    """Run a step after others that measured `slot_speed`; `use_measured_rates=False` ignores what they measured."""
     rates = Rates(workload.slots, measured=False)
-    if by_rates:
+    if use_measured_rates:
         rates = Rates.of(workload.slot_speed) if workload.slot_speed else Rates(workload.slots)
     return simulate(workload, policy, settings, rates)
 
@@ -179,7 +179,7 @@ class Machine:
         return SimulatedTrainer(devices, self.costs, zeros, lockstep == "all", lockstep != "none", by_update)
 
     def _length_of(self, sample: Sample) -> int:
-        return self.lengths[sample.prompt.index * self.workload.group + sample.sibling]
+        return self.lengths[sample.prompt.index * self.workload.group + sample.rollout_index]
 
     async def run(self, policy: Policy, settings: Settings, rates: Rates) -> list[Span]:
         loop = asyncio.get_running_loop()
@@ -220,7 +220,7 @@ class Machine:
     def _config(self, policy: str) -> Config:
         workload, config = self.workload, Config()
         config.data.train_batch_size, config.rollout.n = workload.prompts, workload.group
-        config.data.max_response_length = workload.most_tokens
+        config.data.max_response_length = workload.max_response_tokens
         config.actor.ppo_mini_batch_size = workload.mini_batch_prompts
         config.actor.ppo_epochs = workload.training.epochs
         config.algorithm.adv_estimator = "gae" if "critic" in workload.training.models else "grpo"
@@ -231,7 +231,7 @@ class Machine:
 
     def _expectations(self) -> Lengths:
         """Return the lengths known from earlier steps: each prompt's history, or the mean over all."""
-        lengths, history = Lengths(self.workload.most_tokens), self.workload.history()
+        lengths, history = Lengths(self.workload.max_response_tokens), self.workload.history()
         if history is None:
             lengths.learn({-1: [float(np.mean(self.lengths))]})
         else:
@@ -286,7 +286,7 @@ class _Log:
             self.spans += await engine.drain()
         return self.spans
 
-    def note(self, values: Mapping[str, float]) -> None: ...
+    def add(self, values: Mapping[str, float]) -> None: ...
 
     def watch(self, board: Board) -> None: ...
 
@@ -305,10 +305,10 @@ class _NoCheckpoints:
     def folder(self, step: int) -> Path | None:
         return None
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         return False
 
-    def check_room(self, step: int) -> None: ...
+    def check_disk_space(self, step: int) -> None: ...
 
     def remember(self, step: int) -> None: ...
 
@@ -325,17 +325,17 @@ class _Experience:
         self.actor_tensors: tuple[str, ...] = ()
         deferred = workload.scoring.kinds if workload.scoring.deferred else ()
         self.deferred = tuple(kind for kind in deferred if kind != "values")
-        self.by_update = ("old_log_prob",) if workload.scoring.by_update else ()
+        self.fused_into_first_update = ("old_log_prob",) if workload.scoring.by_update else ()
         self._training = workload.training
 
-    def early(self, model: str) -> bool:
+    def can_train_before_batch_completes(self, model: str) -> bool:
         return self._training.early if model == "actor" else self._training.critic_early
 
     def prepare(self, groups: Sequence[Group]) -> None:
         if "critic" in self._training.models:
             for group in groups:
                 for sample in group.samples:
-                    sample.tensors |= dict.fromkeys(("values", "returns"), sample.finished.log_probs)
+                    sample.tensors |= dict.fromkeys(("values", "returns"), sample.require_response().log_probs)
 
     def complete(self, groups: Sequence[Group]) -> dict[str, float]:
         return {}
@@ -343,7 +343,7 @@ class _Experience:
     def mismatch(self, groups: Sequence[Group]) -> dict[str, float]:
         return {}
 
-    def with_spread(self, groups: Sequence[Group]) -> list[int]:
+    def groups_with_nonzero_std(self, groups: Sequence[Group]) -> list[int]:
         return list(range(len(groups)))
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def some_of(speeds: Sequence[T], count: int) -> tuple[T, ...]:
+def evenly_spaced(speeds: Sequence[T], count: int) -> tuple[T, ...]:
     """Speeds of `count` slots that stand for all, from every part of them; none where none are given."""
     return tuple(speeds[number * len(speeds) // count] for number in range(count)) if speeds else ()
 
@@ -53,7 +53,7 @@ class Speed:
         return Speed([(time + seconds, speed) for time, speed in self.changes])
 
 
-def together(speeds: Iterable[Speed]) -> Speed:
+def combined_speed(speeds: Iterable[Speed]) -> Speed:
     """What all of them do in a second."""
     starts = [[(0.0, 0.0), *speed.changes] for speed in speeds]  # each begins from nothing
     changes = sorted((time, after - before) for each in starts for (_, before), (time, after) in pairwise(each))

@@ -12,29 +12,31 @@ from statistics import fmean
 import numpy as np
 
 from rlfuse.costs.fit import Fit
+from rlfuse.fusion.custom_policies import loaded_policy
 from rlfuse.fusion.decisions import TUNABLE, Settings, traits_of
-from rlfuse.fusion.disaggregation import count_of
-from rlfuse.fusion.own_policies import loaded_policy
+from rlfuse.fusion.disaggregation import prefill_engine_count
 from rlfuse.simulate.bound import lower_bound
-from rlfuse.simulate.runner import later_step
-from rlfuse.simulate.speed import some_of
+from rlfuse.simulate.runner import simulate_later_step
+from rlfuse.simulate.speed import evenly_spaced
 from rlfuse.simulate.workload import Workload
 
 CONSOLIDATIONS = [(0.0, 1.0), *product((0.1, 0.2, 0.35, 0.6), (1.0, 1.25, 1.6, 2.0))]
 """(Below which share of the samples, 0: never, the tail is consolidated; how much slower decoding may get by it)."""
 SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)  # of the samples that a slot could hold, and of engines that only prefill
-SUREST = Settings(threshold=0.0, longest_first=False)  # of what is tuned: as `stream`, but that it trains early
-MOST_SLOTS, MOST_SAMPLES = 16, 2048  # of the scaled-down machine; half the slots for more samples
+BASELINE_SETTINGS = Settings(
+    threshold=0.0, longest_first=False
+)  # of what is tuned: as `stream`, but that it trains early
+MAX_SLOTS, MAX_SAMPLES = 16, 2048  # of the scaled-down machine; half the slots for more samples
 RISK = 0.1  # gain required per part by which decoding may get slower: lengths to come differ
-HELD_BACK = 0.005  # gain required for giving slots fewer samples at once
-EQUAL = 1e-6  # part of a step by which two that are the same may differ
-LOST = 0.02  # part of a step that one draw may lose if all together gain
-LOST_OF_GAIN = 0.25
+SMALLER_BATCH_PENALTY = 0.005  # gain required for giving slots fewer samples at once
+EQUAL_TOLERANCE = 1e-6  # part of a step by which two that are the same may differ
+MAX_LOSS = 0.02  # part of a step that one draw may lose if all together gain
+MAX_LOSS_OVER_GAIN = 0.25
 """What draws may lose beyond that, over what the others gain. With 0.5, settings were accepted that lost 4 to 6 % on
 three draws."""
 DRAWS = 2
-FEW = 64  # samples of a scaled-down step up to which it is worth simulating more than one draw
-PROOFS, PROVED = 8, 1024  # more draws to verify on, and their samples in all
+MAX_SAMPLES_OF_TWO_DRAWS = 64  # samples of a scaled-down step up to which it is worth simulating more than one draw
+MAX_VERIFICATION_DRAWS, MAX_VERIFICATION_SAMPLES = 8, 1024  # more draws to verify on, and their samples in all
 
 
 def tune(workload: Workload, policy: str, given: Settings | None = None) -> Settings:
@@ -47,24 +49,24 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
     given, function = given or Settings(), loaded_policy(policy)
     if not (tuned := traits_of(function).tuned):
         return given
-    draws, proofs = tuple(draws_of(workload)), tuple(proofs_of(workload))
-    bound = fmean(lower_bound(draw).seconds for draw in draws) * (1 - EQUAL)
-    serial = cache(lambda draw: later_step(draw, "serial", given).result.step_s)
-    taken = cache(lambda settings, draw: later_step(draw, function, settings).result.step_s)
+    draws, proofs = tuple(tuning_draws(workload)), tuple(verification_draws(workload))
+    bound = fmean(lower_bound(draw).seconds for draw in draws) * (1 - EQUAL_TOLERANCE)
+    serial = cache(lambda draw: simulate_later_step(draw, "serial", given).result.step_s)
+    taken = cache(lambda settings, draw: simulate_later_step(draw, function, settings).result.step_s)
 
     @cache
     def seconds(settings: Settings, draws: tuple[Workload, ...] = draws) -> float:
         """Infinite where some draws lose much against `serial`, for what others gain."""
         changes = [(taken(settings, draw) - serial(draw), draw) for draw in draws]
-        lost = sum(max(0.0, change - LOST * serial(draw) - draw.switch_s) for change, draw in changes)
-        if lost > LOST_OF_GAIN * sum(max(0.0, -change) for change, _ in changes):
+        lost = sum(max(0.0, change - MAX_LOSS * serial(draw) - draw.switch_s) for change, draw in changes)
+        if lost > MAX_LOSS_OVER_GAIN * sum(max(0.0, -change) for change, _ in changes):
             return inf
-        return at_risk(fmean(taken(settings, draw) for draw in draws), settings)
+        return risk_adjusted(fmean(taken(settings, draw) for draw in draws), settings)
 
     def surely(settings: Settings) -> float:
         """The same on more draws; inf, too, where all of them together lose."""
         found, every = seconds(settings, draws + proofs), draws + proofs
-        lost = found < inf and sum(taken(settings, draw) - serial(draw) * (1 + EQUAL) for draw in every) > 0
+        lost = found < inf and sum(taken(settings, draw) - serial(draw) * (1 + EQUAL_TOLERANCE) for draw in every) > 0
         return inf if lost else found
 
     def surer(settings: Settings) -> Settings:
@@ -72,12 +74,12 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
         tried = (True, False) if "early_training" in tuned else (True,)
         return min((replace(settings, early_training=early) for early in tried), key=surely)
 
-    surest = replace(given, **{name: getattr(SUREST, name) for name in TUNABLE})
+    surest = replace(given, **{name: getattr(BASELINE_SETTINGS, name) for name in TUNABLE})
     known = "longest_first" in tuned and workload.length_history_sigma is not None
     first = min((replace(surest, longest_first=True), surest), key=seconds) if known else surest
-    best = fastest(consolidating(first, tuned), seconds, bound)
+    best = fastest_settings(consolidation_candidates(first, tuned), seconds, bound)
     if known and "max_sequences" in tuned:  # with small batches the tail may need no moves
-        best = min((best, *holding_fewer((best, first), workload)), key=surely)
+        best = min((best, *smaller_batch_candidates((best, first), workload)), key=surely)
     others = [replace(best, longest_first=not best.longest_first)] * known
     best = min(map(surer, (best, *others)), key=surely)
     for each in (best, surer(first), surer(surest)):
@@ -86,22 +88,22 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
     return replace(surest, overlapping=False) if "overlapping" in tuned else surest
 
 
-def fastest(candidates: Iterable[Settings], seconds: Callable[[Settings], float], bound: float) -> Settings:
+def fastest_settings(candidates: Iterable[Settings], seconds: Callable[[Settings], float], bound: float) -> Settings:
     """The first of equals. Which is slower than the best before it even in the least time is not simulated."""
     best, *others = candidates
     for each in others:
-        if at_risk(bound, each) < seconds(best) and seconds(each) < seconds(best):
+        if risk_adjusted(bound, each) < seconds(best) and seconds(each) < seconds(best):
             best = each
     return best
 
 
-def at_risk(step_s: float, settings: Settings) -> float:
+def risk_adjusted(step_s: float, settings: Settings) -> float:
     """With what a gain on a few draws has to be at least, for the risk to be taken."""
-    held_back = HELD_BACK * (settings.max_sequences < Settings().max_sequences)
+    held_back = SMALLER_BATCH_PENALTY * (settings.max_sequences < Settings().max_sequences)
     return round(step_s * (1 + RISK * (settings.max_decode_slowdown - 1) + held_back), 6)
 
 
-def consolidating(first: Settings, tuned: Collection[str]) -> list[Settings]:
+def consolidation_candidates(first: Settings, tuned: Collection[str]) -> list[Settings]:
     """`first` with each way of moving the tail."""
     tried = [replace(first, threshold=below, max_decode_slowdown=by) for below, by in CONSOLIDATIONS]
     if "cost_gated" in tuned:
@@ -109,7 +111,7 @@ def consolidating(first: Settings, tuned: Collection[str]) -> list[Settings]:
     return tried
 
 
-def holding_fewer(found: Iterable[Settings], workload: Workload) -> list[Settings]:
+def smaller_batch_candidates(found: Iterable[Settings], workload: Workload) -> list[Settings]:
     """Each with fewer samples on a slot at once than it could hold, the longest first."""
     slots, samples = _scaled(workload)
     held = min(workload.engine.max_sequences, samples // slots)
@@ -117,21 +119,21 @@ def holding_fewer(found: Iterable[Settings], workload: Workload) -> list[Setting
     return [replace(each, longest_first=True, max_sequences=most) for each, most in product(found, limits)]
 
 
-def draws_of(workload: Workload) -> list[Workload]:
+def tuning_draws(workload: Workload) -> list[Workload]:
     """Steps like this one, scaled down."""
-    count = DRAWS if _scaled(workload)[1] <= FEW else 1
+    count = DRAWS if _scaled(workload)[1] <= MAX_SAMPLES_OF_TWO_DRAWS else 1
     return _drawn(workload, range(1, 1 + count))
 
 
-def proofs_of(workload: Workload) -> list[Workload]:
+def verification_draws(workload: Workload) -> list[Workload]:
     """More of them."""
-    count = min(PROOFS, PROVED // _scaled(workload)[1])
+    count = min(MAX_VERIFICATION_DRAWS, MAX_VERIFICATION_SAMPLES // _scaled(workload)[1])
     return _drawn(workload, range(1 + DRAWS, 1 + DRAWS + count))
 
 
 def _drawn(workload: Workload, seeds: Iterable[int]) -> list[Workload]:
     slots, samples = _scaled(workload)
-    speeds, decoding = some_of(workload.slot_speed, slots), some_of(workload.decode_speed, slots)
+    speeds, decoding = evenly_spaced(workload.slot_speed, slots), evenly_spaced(workload.decode_speed, slots)
     small = replace(workload, slots=slots, slot_speed=speeds, decode_speed=decoding, slowdowns=(), failures=())
     lengths = workload.lengths().tolist()
     return [replace(small, response_tokens=resample(lengths, workload.group, samples, seed)) for seed in seeds]
@@ -139,7 +141,7 @@ def _drawn(workload: Workload, seeds: Iterable[int]) -> list[Workload]:
 
 def _scaled(workload: Workload) -> tuple[int, int]:
     per_slot = workload.samples / workload.slots
-    slots = min(workload.slots, MOST_SLOTS if per_slot * MOST_SLOTS <= MOST_SAMPLES else MOST_SLOTS // 2)
+    slots = min(workload.slots, MAX_SLOTS if per_slot * MAX_SLOTS <= MAX_SAMPLES else MAX_SLOTS // 2)
     return slots, max(1, round(per_slot * slots))
 
 
@@ -151,54 +153,54 @@ def resample(lengths: Sequence[int], group: int, samples: int, seed: int) -> tup
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PrefillChoice:
     """The share of the engines that reads prompts, 0 where all do, and why."""
 
     share: float
     why: str
 
 
-def find(workload: Workload, policy: str, settings: Settings, mode: str, error: float) -> Found:
+def choose_prefill_share(workload: Workload, policy: str, settings: Settings, mode: str, error: float) -> PrefillChoice:
     """`mode`: rollout.disaggregate; `error`: part of a step that the costs may be wrong by."""
     whole = replace(settings, prefill_share=0.0)
     if mode == "off":
-        return Found(0.0, "all engines read prompts and decode")
+        return PrefillChoice(0.0, "all engines read prompts and decode")
     if workload.slots < 2:
-        return Found(0.0, "prefill and decoding stay together: there is one engine")
+        return PrefillChoice(0.0, "prefill and decoding stay together: there is one engine")
     if workload.link_bytes_per_s <= 0:
         unknown = "KV caches don't travel between engines, or nobody knows how fast"
-        return Found(0.0, f"prefill and decoding stay together: {unknown}")
-    draws = draws_of(workload)
+        return PrefillChoice(0.0, f"prefill and decoding stay together: {unknown}")
+    draws = tuning_draws(workload)
     together = fmean(_seconds(draw, policy, whole) for draw in draws)
     reading = workload.prompts * workload.prompt_tokens / workload.costs().prefill_tokens_per_s / workload.slots
     if mode == "auto" and reading <= error * together:
         told = f"reading prompts is {reading / together:.1%} of a step of {together:.3g} s"
-        return Found(0.0, f"prefill and decoding stay together: {told}, the costs may be wrong by {error:.0%}")
+        return PrefillChoice(0.0, f"prefill and decoding stay together: {told}, the costs may be wrong by {error:.0%}")
     steps = {share: fmean(_seconds(d, policy, replace(whole, prefill_share=share)) for d in draws)
              for share in _shares(draws[0].slots)}  # fmt: skip
     share = min(steps, key=steps.__getitem__)
-    count, ratio = count_of(share, workload.slots), steps[share] / together
+    count, ratio = prefill_engine_count(share, workload.slots), steps[share] / together
     told = f"with {count} of {workload.slots} engines for prompts the simulated step takes {ratio:.3f} times as long"
     if mode == "on" or ratio < 1 - error:
-        return Found(share, f"prefill and decoding are apart: {told}")
-    return Found(0.0, f"prefill and decoding stay together: {told}, the costs may be wrong by {error:.0%}")
+        return PrefillChoice(share, f"prefill and decoding are apart: {told}")
+    return PrefillChoice(0.0, f"prefill and decoding stay together: {told}, the costs may be wrong by {error:.0%}")
 
 
-def error_of(fitted: Fit) -> float:
+def cost_error(fitted: Fit) -> float:
     """Part of a step that costs may be wrong by: that of the kind of work which they tell worst; all, if untold."""
     kinds = ("decoding", "scoring", "training")
     return max((fitted.accuracy[kind].typical for kind in kinds if kind in fitted.accuracy), default=1.0)
 
 
 def _shares(engines: int) -> Sequence[float]:
-    return list({count_of(share, engines): share for share in SHARES}.values())
+    return list({prefill_engine_count(share, engines): share for share in SHARES}.values())
 
 
 def _seconds(workload: Workload, policy: str, settings: Settings) -> float:
     """Of a step, with the copies that stall the engines that make or take them, whichever are fewer."""
-    result = later_step(workload, policy, settings).result
+    result = simulate_later_step(workload, policy, settings).result
     if not settings.prefill_share:
         return result.step_s
-    readers = count_of(settings.prefill_share, workload.slots)
+    readers = prefill_engine_count(settings.prefill_share, workload.slots)
     copied = result.moved_bytes / workload.link_bytes_per_s / min(readers, workload.slots - readers)
     return result.step_s + copied

@@ -29,18 +29,18 @@ from rlfuse.simulate.speed import Speed
 BETWEEN_PROMPTS = 0.7
 """Share of the variance of log-lengths that lies between prompts; the rest between siblings of one prompt."""
 
-MOST_SLOTS, MOST_SAMPLES, MOST_TOKENS, MOST_EPOCHS = 10_000, 1_000_000, 10_000_000, 1_000
+MAX_SLOTS, MAX_SAMPLES, MAX_TOKENS, MAX_EPOCHS = 10_000, 1_000_000, 10_000_000, 1_000
 """Of a workload: what memory holds and minutes simulate. Tokens are those of one prompt or response."""
-LONGEST_S = 1_000_000_000  # of a time: half a minute of decoding still counts beside it when floats are added up
-Seconds = Annotated[float, number(most=LONGEST_S)]
-Tokens = Annotated[int, number(1, whole=True, most=MOST_TOKENS)]
+MAX_SECONDS = 1_000_000_000  # of a time: half a minute of decoding still counts beside it when floats are added up
+Seconds = Annotated[float, number(most=MAX_SECONDS)]
+Tokens = Annotated[int, number(1, whole=True, most=MAX_TOKENS)]
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
     """One rollout engine; the terms of a decoding step are those of `Costs`."""
 
-    step_base_s: Annotated[float, number(above=True, most=LONGEST_S)] = 0.02
+    step_base_s: Annotated[float, number(above=True, most=MAX_SECONDS)] = 0.02
     step_per_sequence_s: Seconds = 1e-4
     step_per_context_token_s: Seconds = 2e-8
     flat_batch: Count = 64
@@ -72,7 +72,7 @@ class Training:
     call_s: Seconds = 0.0
     optimizer_s: Seconds = 0.0
     models: tuple[Annotated[str, one_of("critic", "actor")], ...] = ("actor",)
-    epochs: Annotated[int, number(1, whole=True, most=MOST_EPOCHS)] = 1
+    epochs: Annotated[int, number(1, whole=True, most=MAX_EPOCHS)] = 1
     early: Annotated[bool, FLAG] = True
     """Whether the actor may learn from a group before all are finished: not where advantages are normalised over the
     batch."""
@@ -87,7 +87,7 @@ class Training:
 class Lognormal:
     """Lengths with this median; sigma of their natural logarithm."""
 
-    median: Annotated[float, number(1, most=MOST_TOKENS)]
+    median: Annotated[float, number(1, most=MAX_TOKENS)]
     sigma: Annotated[float, number(most=10)]
 
 
@@ -96,7 +96,7 @@ class Drawn:
     """`count` lengths from a distribution, none above `cap`."""
 
     lognormal: Lognormal
-    count: Annotated[int, number(1, whole=True, most=MOST_SAMPLES)]
+    count: Annotated[int, number(1, whole=True, most=MAX_SAMPLES)]
     cap: Tokens | None = None
 
     def draw(self, group: int, seed: int) -> np.ndarray:
@@ -106,7 +106,7 @@ class Drawn:
         siblings = rng.normal(0.0, sigma * (1 - BETWEEN_PROMPTS) ** 0.5, self.count)
         with np.errstate(over="ignore"):
             lengths = np.rint(self.lognormal.median * np.exp(prompts + siblings))
-        return np.clip(lengths, 1, self.cap or MOST_TOKENS).astype(np.int64)
+        return np.clip(lengths, 1, self.cap or MAX_TOKENS).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Slowdown:
 class Workload:
     """One training step on one machine. Raises WorkloadError where fields don't go together."""
 
-    slots: Annotated[int, number(1, whole=True, most=MOST_SLOTS)]
+    slots: Annotated[int, number(1, whole=True, most=MAX_SLOTS)]
     response_tokens: tuple[Tokens, ...] | Drawn
     """A length for each sample, or the distribution to draw them from."""
     seed: Index = 0
@@ -175,8 +175,8 @@ class Workload:
     def _problems(self) -> Iterator[str]:
         if not self.samples:
             yield "response_tokens=[]: needs a length for at least one sample"
-        if self.samples > MOST_SAMPLES:
-            yield f"response_tokens has {self.samples:,} lengths: at most {MOST_SAMPLES:,} can be simulated"
+        if self.samples > MAX_SAMPLES:
+            yield f"response_tokens has {self.samples:,} lengths: at most {MAX_SAMPLES:,} can be simulated"
         if not self.training.models:
             yield "training.models=[]: a step trains at least one model; leave it out for ['actor']"
         if self.training.bubbles is not None and self.lockstep != "all":
@@ -225,7 +225,7 @@ class Workload:
         return int(self.lengths().max())
 
     @property
-    def most_tokens(self) -> int:
+    def max_response_tokens(self) -> int:
         """What a response can't exceed, as far as anybody knows before it is generated."""
         drawn = self.response_tokens
         return (drawn.cap if isinstance(drawn, Drawn) else None) or self.longest
@@ -276,7 +276,7 @@ class Workload:
     def costs(self) -> Costs:
         parts = ((self.engine, ENGINE), (self.scoring, SCORING), (self.training, TRAINING), (self, MACHINE))
         terms = {term: getattr(part, name) for part, names in parts for name, term in names.items()}
-        return Costs(max_tokens=self.most_tokens, **terms)
+        return Costs(max_tokens=self.max_response_tokens, **terms)
 
 
 ENGINE = {entry.name: entry.name for entry in fields(Engine)}
@@ -296,7 +296,7 @@ def _speed(speed: float, slowdowns: Iterable[Slowdown]) -> Speed:
     return Speed(list(changes.items()))
 
 
-def of_costs(costs: Costs, slots: int, response_tokens: tuple[int, ...], **more: Any) -> Workload:
+def workload_from_costs(costs: Costs, slots: int, response_tokens: tuple[int, ...], **more: Any) -> Workload:
     """Return a workload on a machine with these costs and `more` fields. Raises WorkloadError."""
 
     def given(names: Mapping[str, str]) -> dict[str, Any]:

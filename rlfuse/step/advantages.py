@@ -30,7 +30,7 @@ class Advantages:
 
     def scored(self, board: Board, step: int) -> None:
         """Samples gained scores: make what is complete trainable; the whole step, when all is scored."""
-        early = [model for model in board.mini_batches if self.experience.early(model)]
+        early = [model for model in board.mini_batches if self.experience.can_train_before_batch_completes(model)]
         if complete := board.take_complete():
             if groups := board.groups_to_train(complete):
                 with self.recorder.span("adv", step=step, cause="scored"):
@@ -39,7 +39,7 @@ class Advantages:
                 board.prepared(model, complete)
         if self.complete(board, step):
             with self.recorder.span("adv", step=step, cause="scored"):
-                self.metrics.note(self.experience.complete(board.groups_to_train()))
+                self.metrics.add(self.experience.complete(board.groups_to_train()))
             for model in set(board.mini_batches) - set(early):
                 board.prepared(model, range(len(board.groups)))
 
@@ -59,12 +59,12 @@ class Advantages:
         """Train on a batch of groups with unequal rewards, or add prompts; DataError where no more may be added."""
         config = self.groups.config
         needed, limit = config.data.train_batch_size, config.algorithm.filter_groups.max_num_gen_batches
-        board.train_on(self.experience.with_spread(board.groups), at_most=needed)
+        board.train_on(self.experience.groups_with_nonzero_std(board.groups), at_most=needed)
         if (found := len(board.groups_to_train())) == needed:
             return
         if board.batches == limit:
             raise self._too_few(step, board, found, f"algorithm.filter_groups.max_num_gen_batches={limit} is reached")
-        if not (more := self.groups.more(step, board.samples)):
+        if not (more := self.groups.more_groups(step, board.samples)):
             raise self._too_few(step, board, found, "a pass over data.train_files brings no further prompts")
         board.extend(more, self.clock())
 

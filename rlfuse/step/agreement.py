@@ -19,13 +19,13 @@ from rlfuse.algorithms.corrections import LOG_PROBS_DIFF_MAX, LOG_PROBS_DIFF_MEA
 from rlfuse.errors import EngineLost
 from rlfuse.protocols import Engines, RolloutEngine, Sampling
 from rlfuse.samples import Group, Prompt, Response, Sample
-from rlfuse.step.colocation import all_to, to_engine, to_ranks
+from rlfuse.step.colocation import hand_over_all, to_engine, to_ranks
 
-SAMPLES, TOKENS = 4, 32
+SAMPLES_PER_ENGINE, MAX_COMPARED_TOKENS = 4, 32
 """Of one prompt for each engine, and of a response at most: the check costs next to nothing."""
-LONGEST = 2048
+PREFERRED_PROMPT_TOKENS = 2048
 """Tokens of a prompt that is preferred: windows slide within it, and one engine reads it in no time."""
-TRIED = 8
+MAX_TRIED_PROMPTS = 8
 """Prompts whose clips are looked at until one can be read."""
 
 
@@ -39,10 +39,10 @@ class Agreement:
     """How far they are apart, and where most."""
 
 
-def telling(prompt: Prompt) -> tuple[bool, bool, int]:
-    """Sorts prompts by how much they tell: with a clip, then long ones, then those above `LONGEST`, shortest first."""
+def comparison_priority(prompt: Prompt) -> tuple[bool, bool, int]:
+    """Sorts prompts by how much they tell: with a clip, then long ones, then those above `PREFERRED_PROMPT_TOKENS`, shortest first."""
     tokens = len(prompt.token_ids)
-    return not prompt.visual, tokens > LONGEST, tokens if tokens > LONGEST else -tokens
+    return not prompt.visual, tokens > PREFERRED_PROMPT_TOKENS, tokens if tokens > PREFERRED_PROMPT_TOKENS else -tokens
 
 
 async def compare(engines: Engines, group: Group, sampling: Sampling) -> Agreement | None:
@@ -53,10 +53,10 @@ async def compare(engines: Engines, group: Group, sampling: Sampling) -> Agreeme
     count = len(engines.rollout)
     shares = [group.samples[number::count] for number in range(count)]
     await asyncio.gather(*(_draw(each, share, sampling) for each, share in zip(engines.rollout, shares, strict=True)))
-    await all_to(to_ranks, engines.rollout, engines.trainer)
+    await hand_over_all(to_ranks, engines.rollout, engines.trainer)
     drawn = [sample for sample in group.samples if sample.response is not None]
     scored = (await engines.trainer.score(("actor",), [each.row() for each in drawn]))["actor"].arrays if drawn else []
-    await all_to(to_engine, engines.rollout, engines.trainer)
+    await hand_over_all(to_engine, engines.rollout, engines.trainer)
     return _agreement(drawn, scored, count) if drawn else None
 
 
@@ -69,7 +69,10 @@ async def _draw(engine: RolloutEngine, samples: Sequence[Sample], sampling: Samp
 
 
 def _agreement(samples: Sequence[Sample], scored: Sequence[np.ndarray], engines: int) -> Agreement:
-    engine, trainer = np.concatenate([sample.finished.log_probs for sample in samples]), np.concatenate(scored)
+    engine, trainer = (
+        np.concatenate([sample.require_response().log_probs for sample in samples]),
+        np.concatenate(scored),
+    )
     metrics = mismatch_metrics(engine, trainer)
     worst = int(np.nan_to_num(np.abs(engine - trainer), nan=np.inf).argmax())
     starts = np.cumsum([0, *(len(each) for each in scored)])
@@ -79,6 +82,6 @@ def _agreement(samples: Sequence[Sample], scored: Sequence[np.ndarray], engines:
     text = (
         f"log-probs of {len(engine)} tokens by rollout engines and trainer are at most {most:.2g} apart, {mean:.2g} in "
         f"the mean; most at token {position} of a response to row {sample.prompt.index}: {engine[worst]:.6g} by "
-        f"rollout/{sample.sibling % engines}, {trainer[worst]:.6g} by the trainer"
+        f"rollout/{sample.rollout_index % engines}, {trainer[worst]:.6g} by the trainer"
     )
     return Agreement(metrics, text)

@@ -10,7 +10,7 @@ Invariants: nobody takes a device before the other has left it, but for the engi
 from the ranks' memory to the engine's on the same device (an engine that was killed a moment ago may still hold some:
 ranks try again for a while); a turn that somebody has already is no error. What lies on a device in each phase is in
 `engines.memory.residency`. On CPU hosts nothing moves: the same calls only change who may work. Where both sides fit on
-the device (`Sharing.hands_over` is False), both stay there and no call is made.
+the device (`DeviceSharing.alternates` is False), both stay there and no call is made.
 Waits: for the engine and the ranks, each bounded by its own limits.
 """
 
@@ -20,7 +20,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from rlfuse.protocols import Part, Sharing
+from rlfuse.protocols import DeviceSharing, Part
 
 
 class Sleeper(Protocol):
@@ -34,11 +34,11 @@ class Sleeper(Protocol):
 class Ranks(Protocol):
     """The trainer's ranks, by slot."""
 
-    sharing: Sharing
+    sharing: DeviceSharing
 
-    async def take_device(self, slot: int) -> None: ...
+    async def acquire_device(self, slot: int) -> None: ...
 
-    async def leave_device(self, slot: int) -> None: ...
+    async def release_device(self, slot: int) -> None: ...
 
 
 class PushingRanks(Ranks, Protocol):
@@ -52,14 +52,14 @@ async def to_ranks(engine: Sleeper, ranks: Ranks, slot: int, discard: bool = Fal
 
     `discard`: nothing is generated before the next push, so the engine's weights need not be kept until then.
     """
-    if ranks.sharing.hands_over:
+    if ranks.sharing.alternates:
         await engine.sleep(discard)
-        await ranks.take_device(slot)
+        await ranks.acquire_device(slot)
 
 
 async def to_push(engine: Sleeper, ranks: PushingRanks, slot: int) -> None:
     """The slot's ranks and its engine's weights share the device when this returns."""
-    if ranks.sharing.hands_over:
+    if ranks.sharing.alternates:
         await to_ranks(engine, ranks, slot, discard=True)
         await ranks.make_room(slot)
         await engine.wake("weights")
@@ -67,17 +67,17 @@ async def to_push(engine: Sleeper, ranks: PushingRanks, slot: int) -> None:
 
 async def to_engine(engine: Sleeper, ranks: Ranks, slot: int) -> None:
     """The slot's engine has its device when this returns, all of what it had put to sleep."""
-    await leave(ranks, slot)
-    if ranks.sharing.hands_over:
+    await vacate_device(ranks, slot)
+    if ranks.sharing.alternates:
         await engine.wake()
 
 
-async def leave(ranks: Ranks, slot: int) -> None:
+async def vacate_device(ranks: Ranks, slot: int) -> None:
     """An engine can start on the slot's device when this returns."""
-    if ranks.sharing.hands_over:
-        await ranks.leave_device(slot)
+    if ranks.sharing.alternates:
+        await ranks.release_device(slot)
 
 
-async def all_to(give: Callable, engines: Sequence[Sleeper], ranks: Ranks) -> None:
+async def hand_over_all(give: Callable, engines: Sequence[Sleeper], ranks: Ranks) -> None:
     """Every device at once; `give` is `to_ranks` or `to_engine`."""
     await asyncio.gather(*(give(engine, ranks, slot) for slot, engine in enumerate(engines)))

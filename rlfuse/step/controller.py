@@ -22,11 +22,11 @@ from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Policy
 from rlfuse.fusion.selection import EXACT
 from rlfuse.fusion.tuning import Tuning
-from rlfuse.progress import due, timed
+from rlfuse.progress import is_due, timed
 from rlfuse.protocols import Engines, Sampling
 from rlfuse.step.advantages import Advantages
-from rlfuse.step.agreement import TOKENS, compare
-from rlfuse.step.colocation import all_to, to_engine, to_ranks
+from rlfuse.step.agreement import MAX_COMPARED_TOKENS, compare
+from rlfuse.step.colocation import hand_over_all, to_engine, to_ranks
 from rlfuse.step.draining import Draining
 from rlfuse.step.executor import Executor, StepContext
 from rlfuse.step.groups import GroupSource
@@ -71,9 +71,9 @@ class Controller:
         Engines have the devices; `step`: the version of the weights.
         """
         rollout, longest = self.config.rollout, self.config.data.max_response_length
-        drawn = Sampling(rollout.temperature, 1.0, -1, min(TOKENS, longest))
+        drawn = Sampling(rollout.temperature, 1.0, -1, min(MAX_COMPARED_TOKENS, longest))
         with self.groups.recorder.span("testing", step=step, cause="weights"):
-            while (group := await self.groups.comparison(step)) is not None:
+            while (group := await self.groups.comparison_group(step)) is not None:
                 if (agreement := await compare(self.engines, group, drawn)) is not None:
                     self.metrics.log_agreement(step, agreement)
                     break
@@ -84,7 +84,7 @@ class Controller:
         """The steps after this one; the engines have its weights."""
         total = self.total_steps
         while step < total:
-            self.checkpoints.check_room(step)
+            self.checkpoints.check_disk_space(step)
             step += 1
             self.stopping.step = step
             with self.journal.recorder.span("step", step=step):
@@ -94,19 +94,19 @@ class Controller:
             ended, saved = await self._validated(step), False
             if ended:
                 await self._save_at_end(step)
-            elif saved := self.checkpoints.due(step):
+            elif saved := self.checkpoints.is_due(step):
                 await self.save(step)
             spans = await self.journal.collect(step)
-            self.metrics.note(await self.health.look(step, spans, self.tuning.costs))
+            self.metrics.add(await self.health.check_step(step, spans, self.tuning.costs))
             self.metrics.log_step(step, board, spans)
             self.checkpoints.publish()
             if ended:
                 raise ended
             self.tuning.learn(board, spans)
-            if step < total and not self.stopping.asked:
+            if step < total and not self.stopping.is_requested:
                 await self.replan(step, saved)
-            if step < total and self.stopping.asked:
-                await self.leave(step)
+            if step < total and self.stopping.is_requested:
+                await self.stop_after(step)
 
     async def learn(self, step: int) -> Board:
         """Generate, score and train on one batch of prompts, in the order the policy decides."""
@@ -115,7 +115,7 @@ class Controller:
         actor, trained = self.config.actor, ["actor"] if step >= self.config.trainer.critic_warmup else []
         board = Board(
             draw.groups,
-            await self.draining.table(),
+            await self.draining.slot_table(),
             experience.kinds,
             ["critic", *trained] if self.config.uses_critic else trained,
             actor.ppo_epochs,
@@ -124,22 +124,22 @@ class Controller:
             lengths=self.tuning.lengths,
             draw=draw,
             deferred=experience.deferred,
-            by_update=experience.by_update,
+            fused_into_first_update=experience.fused_into_first_update,
             now=self.clock(),
         )
         try:
             await self.execute(board, step, sampling.training(self.config), self.advantages.scored)
         except Exception as error:
             if error is self.executor.reward_error and not self.executor.has_updated:
-                self.engines.trainer.drop_gradients()
+                self.engines.trainer.discard_gradients()
                 await self._save_at_end(step - 1)
                 self.checkpoints.publish()
             raise
         if kept := board.groups_to_train():
-            self.metrics.note(experience.mismatch(kept))
-        self.groups.selection.give_back(*board.unneeded_groups())
-        self.metrics.note(self.groups.selection.metrics())
-        self.metrics.note(await self.engines.clips.release("training"))
+            self.metrics.add(experience.mismatch(kept))
+        self.groups.selection.return_unused(*board.unneeded_groups())
+        self.metrics.add(self.groups.selection.metrics())
+        self.metrics.add(await self.engines.clips.release("training"))
         return board
 
     async def _save_at_end(self, step: int) -> None:
@@ -153,7 +153,7 @@ class Controller:
     async def _validated(self, step: int) -> Exception | None:
         """Validate if that is due; with what rewards ended it, once this step is saved."""
         try:
-            if due(self.config.trainer.test_freq, step, self.total_steps) and self.stopping.by is None:
+            if is_due(self.config.trainer.test_freq, step, self.total_steps) and self.stopping.by is None:
                 await self.validate(step)
         except Exception as error:
             if error is not self.executor.reward_error:
@@ -163,9 +163,9 @@ class Controller:
 
     async def validate(self, step: int) -> None:
         """Generate and score the held-out prompts; nothing is trained."""
-        if groups := await self.groups.validation(step):
+        if groups := await self.groups.validation_groups(step):
             self._prefetch(step, "testing")
-            board = Board(groups, await self.draining.table(), ("reward",), purpose="testing", now=self.clock())
+            board = Board(groups, await self.draining.slot_table(), ("reward",), purpose="testing", now=self.clock())
             with self.journal.recorder.span("testing", step=step):
                 await self.execute(board, step, sampling.validation(self.config), self.advantages.complete)
             self.metrics.log_validation(step, board)
@@ -174,7 +174,7 @@ class Controller:
     def _prefetch(self, step: int, beside: str) -> None:
         """The clips of what comes next: of the validation behind this step, where that shows any, else of a step."""
         held_out, clips = self.groups.held_out, self.engines.clips
-        validates = beside == "training" and due(self.config.trainer.test_freq, step, self.total_steps)
+        validates = beside == "training" and is_due(self.config.trainer.test_freq, step, self.total_steps)
         if validates and any(prompt.visual for prompt in held_out):
             clips.prefetch(held_out, beside)
         elif step < self.total_steps:
@@ -187,16 +187,16 @@ class Controller:
             step=step,
             sampling=drawn,
             row_tensors={"actor": self.advantages.experience.actor_tensors, "critic": ("values", "returns")},
-            by_update=self.advantages.experience.by_update,
+            fused_into_first_update=self.advantages.experience.fused_into_first_update,
             lr_factors=lr_factors(self.config, step, self.total_steps),
             on_scored=lambda: scored(board, step),
-            can_discard=self._pushes_after(board),
-            note=self.metrics.note,
+            can_discard=self._push_follows(board),
+            note=self.metrics.add,
         )
         self.executor = Executor(board, self.engines, self.policy, context, self.journal.recorder, self.clock)
         await self.executor.run()
 
-    def _pushes_after(self, board: Board) -> bool:
+    def _push_follows(self, board: Board) -> bool:
         """Whether a push follows the board's samples: none are added to it, nor left over for the next step."""
         more = self.config.algorithm.filter_groups.enable or self.config.fusion.data != EXACT
         return bool(board.mini_batches) and not more
@@ -208,7 +208,7 @@ class Controller:
 
     async def save(self, step: int, required: bool = False) -> None:
         """Write a checkpoint from the devices, which the ranks keep. NotSaved if it is `required` or the last."""
-        await all_to(to_ranks, self.engines.rollout, self.engines.trainer)
+        await hand_over_all(to_ranks, self.engines.rollout, self.engines.trainer)
         with self.journal.recorder.span("save_checkpoint", step=step, cause="step"):
             await self.checkpoints.write(step, required)
 
@@ -216,15 +216,15 @@ class Controller:
         """Work goes by how slow slots are, layers too where the step is saved; then the engines have the devices."""
         await self.engines.trainer.replan(self.tuning.rates.current, self.checkpoints.folder(step))
         if saved:
-            await all_to(to_engine, self.engines.rollout, self.engines.trainer)
+            await hand_over_all(to_engine, self.engines.rollout, self.engines.trainer)
 
-    async def leave(self, step: int) -> None:
+    async def stop_after(self, step: int) -> None:
         """Raise Stopped; the step is saved. Where it could not be, a job that was to go on elsewhere stays."""
         if self.checkpoints.step != step:
             await self.save(step)
             self.checkpoints.publish()
         if self.checkpoints.step != step and self.stopping.by is None:
             self.say(f"step {step} could not be saved, so no node leaves: make room, then ask again")
-            self.stopping.elsewhere = None
-            return await all_to(to_engine, self.engines.rollout, self.engines.trainer)
-        raise self.stopping.stopped_after(step)
+            self.stopping.relocation = None
+            return await hand_over_all(to_engine, self.engines.rollout, self.engines.trainer)
+        raise self.stopping.stop_error(step)

@@ -38,12 +38,12 @@ from rlfuse.fusion.decisions import (
     Switch,
     Train,
 )
-from rlfuse.fusion.mini_batches import due, seconds_to_step
-from rlfuse.fusion.stopwatch import SILENCE_S
+from rlfuse.fusion.mini_batches import optimizers_to_fetch, seconds_until_step
+from rlfuse.fusion.stopwatch import POLL_AFTER_S
 from rlfuse.protocols import Engines, PassResult, Sampling, Stages, WholeModels
 from rlfuse.samples import Partial, Row, Sample
 from rlfuse.step.colocation import to_engine, to_ranks
-from rlfuse.step.scoring import PASSES, keep, model_of
+from rlfuse.step.scoring import PASSES, model_of, store_scores
 
 PULSE_S = 0.25
 PULSE_SHARE = 0.05
@@ -61,7 +61,7 @@ class StepContext:
     """Called each time samples gained scores, to prepare what is complete."""
     row_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Model -> the per-token arrays that its loss reads."""
-    by_update: tuple[str, ...] = ()
+    fused_into_first_update: tuple[str, ...] = ()
     """Kinds of scoring that the actor's first update does in its own forward pass."""
     lr_factors: Mapping[str, float] = field(default_factory=dict)
     """Model -> share of its full learning rate in this step."""
@@ -85,14 +85,14 @@ class Executor:
     ):
         self.board, self.engines, self.policy, self.context = board, engines, policy, context
         self.recorder, self.clock = recorder, clock
-        self._changed, self._happened = asyncio.Event(), 0.0
+        self._changed, self._last_change = asyncio.Event(), 0.0
         self.reward_error: Exception | None = None
         """What rewards raised, or what is computed of them; no other call was broken off for it."""
         self.has_updated = False
         """A model took an optimizer step."""
         self._scoring: list[asyncio.Task] = []
         self._restarting = False
-        self._asked, self._asking = clock(), set[int]()
+        self._polled_at, self._polling = clock(), set[int]()
 
     async def run(self) -> None:
         """Ask the policy, start what it decides, wait until something changed; until the board is done.
@@ -106,9 +106,9 @@ class Executor:
                     self._restarting = True
                     self.board.slot_table.occupy(slot)
                     self._tasks.create_task(self._restart_engine(slot))
-                for slot, names, carry in self.board.slot_table.leave_drained(self.clock()):
-                    self._tasks.create_task(self._leave(slot, names, carry))
-                self._ask_silent()
+                for slot, names, carry in self.board.slot_table.start_leaving_drained(self.clock()):
+                    self._tasks.create_task(self._evict_from_drained(slot, names, carry))
+                self._poll_silent_engines()
                 view = self.board.snapshot(self.clock())
                 self._fetch_optimizers(view)
                 decisions = self.policy(view)
@@ -116,7 +116,7 @@ class Executor:
                     self._start(decision)
                 if not decisions and self.board.idle:
                     raise RuntimeError(f"the fusion policy {self.policy.__name__} decided nothing and nothing runs")
-                await self._change()
+                await self._wait_for_change()
             if self.reward_error is not None:
                 for task in self._scoring:
                     task.cancel()
@@ -128,36 +128,36 @@ class Executor:
     def _fetch_optimizers(self, view: Snapshot) -> None:
         """In time for the first step, where there is one."""
         models = self.board.mini_batches.values()
-        if models and (away := self.engines.trainer.optimizers_away):
-            for slot in due(away, seconds_to_step(view, models)):
+        if models and (away := self.engines.trainer.offloaded_optimizers):
+            for slot in optimizers_to_fetch(away, seconds_until_step(view, models)):
                 self._tasks.create_task(self.engines.trainer.fetch_optimizers(slot))
 
-    async def _change(self) -> None:
+    async def _wait_for_change(self) -> None:
         """Something happened, or the pulse."""
         loop = asyncio.get_running_loop()
-        self._happened = self._happened or loop.time()
-        idle, step = loop.time() - self._happened, self.board.slot_table.costs.step_base_s
+        self._last_change = self._last_change or loop.time()
+        idle, step = loop.time() - self._last_change, self.board.slot_table.costs.step_base_s
         pulse = loop.call_later(max(PULSE_S, step, PULSE_SHARE * idle), self._changed.set)
         await self._changed.wait()
         pulse.cancel()
         if loop.time() < pulse.when():
-            self._happened = loop.time()
+            self._last_change = loop.time()
 
-    def _ask_silent(self) -> None:
+    def _poll_silent_engines(self) -> None:
         """Now and then, how far the engines are of which nothing was heard."""
-        if (now := self.clock()) - self._asked >= SILENCE_S:
-            self._asked = now
-            for slot in self.board.slot_table.silent(now):
-                if slot not in self._asking:
-                    self._asking.add(slot)
-                    self._tasks.create_task(self._ask(slot))
+        if (now := self.clock()) - self._polled_at >= POLL_AFTER_S:
+            self._polled_at = now
+            for slot in self.board.slot_table.silent_engines(now):
+                if slot not in self._polling:
+                    self._polling.add(slot)
+                    self._tasks.create_task(self._poll_engine(slot))
 
-    async def _ask(self, slot: int) -> None:
+    async def _poll_engine(self, slot: int) -> None:
         with suppress(EngineLost):  # then its samples' own `_generate` says so
             load = await self.engines.rollout[slot].load()
-            self.board.slot_table.answered(slot, load, self.clock())
+            self.board.slot_table.record_load(slot, load, self.clock())
             self._changed.set()
-        self._asking.discard(slot)
+        self._polling.discard(slot)
 
     def _start(self, decision: Decision) -> None:
         names = self.board.slot_table.waiting_samples(decision.groups) if isinstance(decision, Generate) else ()
@@ -231,7 +231,7 @@ class Executor:
         with suppress(EngineLost):  # then its samples' own `_generate` says so
             await self.engines.rollout[slot].evict(names, carry)
 
-    async def _leave(self, slot: int, names: Sequence[str], carry: str) -> None:
+    async def _evict_from_drained(self, slot: int, names: Sequence[str], carry: str) -> None:
         """Samples of a drained slot: each waits again with what it has, once it has left."""
         with self._span("drain", samples=tuple(names), attributes={"slot": slot, "carry": carry}):
             await self._evict(slot, names, carry)
@@ -269,9 +269,9 @@ class Executor:
             else:
                 models, rows = tuple(map(model_of, decision.kinds)), [sample.row() for sample in samples]
                 work = self.engines.trainer.score(models, rows, decision.slot)
-                found = await self._spanned(decision.kinds, decision, work)
+                found = await self._run_with_spans(decision.kinds, decision, work)
                 for kind, model in zip(decision.kinds, models, strict=True):
-                    keep(kind, samples, found[model].arrays)
+                    store_scores(kind, samples, found[model].arrays)
             self.board.scored(decision, self.clock())
             if not self.board.needed.isdisjoint(decision.kinds):
                 of_rewards = True
@@ -285,25 +285,29 @@ class Executor:
     async def _accumulate(self, decision: Accumulate) -> None:
         samples, trainer = self._samples(decision.samples), cast(WholeModels, self.engines.trainer)
         work = trainer.accumulate(decision.models, self._rows(decision.models, samples), decision.slot)
-        found = await self._spanned([f"update_{model}" for model in decision.models], decision, work)
+        found = await self._run_with_spans([f"update_{model}" for model in decision.models], decision, work)
         for model in decision.models:
-            self._keep_gained(model, samples, found[model].arrays)
+            self._store_fused_scores(model, samples, found[model].arrays)
         self.board.accumulated(decision, self.clock())
         self._changed.set()
 
     def _rows(self, models: Iterable[str], samples: Sequence[Sample]) -> list[Row]:
         """Rows with the arrays that the models' losses read, except those that this update computes."""
         names = dict.fromkeys(name for model in models for name in self.context.row_tensors[model])
-        given = [PASSES[kind][1] for model in models for kind in self._by_update(model)]
+        given = [PASSES[kind][1] for model in models for kind in self._kinds_fused_into(model)]
         return [sample.row(*(name for name in names if name not in given)) for sample in samples]
 
-    def _by_update(self, model: str) -> tuple[str, ...]:
+    def _kinds_fused_into(self, model: str) -> tuple[str, ...]:
         """Kinds of scoring that the present update of the model does itself."""
-        return self.context.by_update if model == "actor" and not self.board.mini_batches[model].completed else ()
+        return (
+            self.context.fused_into_first_update
+            if model == "actor" and not self.board.mini_batches[model].completed
+            else ()
+        )
 
-    def _keep_gained(self, model: str, samples: Sequence[Sample], arrays: Sequence[np.ndarray]) -> None:
-        for kind in self._by_update(model):
-            keep(kind, samples, arrays)
+    def _store_fused_scores(self, model: str, samples: Sequence[Sample], arrays: Sequence[np.ndarray]) -> None:
+        for kind in self._kinds_fused_into(model):
+            store_scores(kind, samples, arrays)
 
     async def _train(self, decision: Train) -> None:
         trained = {model: self._samples(names) for model, names in decision.samples.items()}
@@ -317,9 +321,9 @@ class Executor:
             metrics, scores, gained = await trainer.train(rows, scored)
         self.context.note(metrics)
         for kind, samples in passes.items():
-            keep(kind, samples, scores[model_of(kind)])
+            store_scores(kind, samples, scores[model_of(kind)])
         for model, samples in trained.items():
-            self._keep_gained(model, samples, gained)
+            self._store_fused_scores(model, samples, gained)
         self.board.trained(decision, self.clock())
         self._changed.set()
 
@@ -327,7 +331,7 @@ class Executor:
         for model in decision.models:
             samples = self._samples(self.board.mini_batches[model].accumulated_samples)
             with self._span(f"update_{model}", cause="scored", attributes={"step": True}):
-                lengths = [sample.finished.length for sample in samples]
+                lengths = [sample.require_response().length for sample in samples]
                 self.has_updated = True
                 self.context.note(await self.engines.trainer.step(model, lengths, self.context.lr_factors[model]))
         self.board.stepped(decision)
@@ -336,7 +340,7 @@ class Executor:
     def _span(self, kind: str, **fields: Any) -> AbstractContextManager[Span]:
         return self.recorder.span(kind, **{"step": self.context.step, "cause": self.board.purpose} | fields)
 
-    async def _spanned(
+    async def _run_with_spans(
         self, kinds: Sequence[str], decision: Score | Accumulate, work: Awaitable[dict[str, PassResult]]
     ) -> dict[str, PassResult]:
         """Await a call with one pass of each kind; each pass's span ends where that of the next begins."""

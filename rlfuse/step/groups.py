@@ -15,7 +15,7 @@ from rlfuse.events import Recorder
 from rlfuse.fusion.selection import Draw, Selection, Source
 from rlfuse.protocols import Engines
 from rlfuse.samples import Group, Prompt, make_groups
-from rlfuse.step.agreement import SAMPLES, TRIED, telling
+from rlfuse.step.agreement import MAX_TRIED_PROMPTS, SAMPLES_PER_ENGINE, comparison_priority
 
 
 @dataclass(kw_only=True)
@@ -33,39 +33,39 @@ class GroupSource:
     async def draw(self, step: int) -> Draw:
         """What the step generates; without groups whose clips can't be encoded."""
         with self.recorder.span("data", step=step):
-            draw = self.selection.draw(lambda prompts: self.of(prompts, step))
+            draw = self.selection.draw(lambda prompts: self.training_groups(prompts, step))
             groups = await self._encoded(draw.groups, step, "training")
         kept = {id(group) for group in groups}
         eligible = sum(id(group) in kept for group in draw.groups[: draw.eligible])
         return replace(draw, groups=groups, eligible=eligible, needed=min(draw.needed, eligible))
 
-    async def validation(self, step: int) -> list[Group]:
+    async def validation_groups(self, step: int) -> list[Group]:
         """Of the held-out prompts."""
         groups = make_groups(self.held_out, self.config.rollout.val_kwargs.n, self.config.data.seed, step)
         return await self._encoded(groups, step, "testing")
 
-    async def comparison(self, step: int) -> Group | None:
-        """Of the prompt that tells most, if its clip can be read, else of the next; None if none of `TRIED` can be."""
-        count = SAMPLES * len(self.engines.rollout)
-        for prompt in sorted(self.prompts.prompts, key=telling)[:TRIED]:
+    async def comparison_group(self, step: int) -> Group | None:
+        """Of the prompt that tells most, if its clip can be read, else of the next; None if none of `MAX_TRIED_PROMPTS` can be."""
+        count = SAMPLES_PER_ENGINE * len(self.engines.rollout)
+        for prompt in sorted(self.prompts.prompts, key=comparison_priority)[:MAX_TRIED_PROMPTS]:
             groups = make_groups([prompt], count, self.config.data.seed, step)
             if groups := await self.engines.clips.encode(groups, "testing", check_failures=False):
                 return groups[0]
-        self.say(f"engines and trainer are not compared: none of {TRIED} clips can be read")
+        self.say(f"engines and trainer are not compared: none of {MAX_TRIED_PROMPTS} clips can be read")
         return None
 
-    def more(self, step: int, drawn: Container[str]) -> list[Group]:
+    def more_groups(self, step: int, drawn: Container[str]) -> list[Group]:
         """Of the next batch with prompts that the step lacks, for dynamic sampling; none after a pass over the data.
 
         `drawn`: ids of the step's samples.
         """
         for _ in range(len(self.prompts.prompts) // self.config.data.train_batch_size + 1):
-            groups = self.of(self.prompts.next_batch(), step)
+            groups = self.training_groups(self.prompts.next_batch(), step)
             if new := [group for group in groups if group.samples[0].id not in drawn]:
                 return new
         return []
 
-    def of(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
+    def training_groups(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
         """Unfinished, seeded samples of these prompts."""
         return make_groups(prompts, self.config.rollout.n, self.config.data.seed, step)
 

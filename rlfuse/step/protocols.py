@@ -32,13 +32,13 @@ class Experience(Protocol):
         """Of `kinds`, those that may fill the bubbles of pipelines."""
 
     @property
-    def by_update(self) -> tuple[str, ...]:
+    def fused_into_first_update(self) -> tuple[str, ...]:
         """Kinds of scoring that the actor's first update does in its own forward pass."""
 
-    def early(self, model: str) -> bool:
+    def can_train_before_batch_completes(self, model: str) -> bool:
         """Whether the model's loss on a group can be computed before other groups are finished."""
 
-    def with_spread(self, groups: Sequence[Group]) -> list[int]:
+    def groups_with_nonzero_std(self, groups: Sequence[Group]) -> list[int]:
         """Indices of the groups that dynamic sampling keeps: those whose rewards are not all equal."""
 
     def prepare(self, groups: Sequence[Group]) -> None:
@@ -65,7 +65,7 @@ class Journal(Protocol):
 class Metrics(Protocol):
     """Keeps the scalars of steps and shows them (`rlfuse.observe.metric_log.MetricLog`)."""
 
-    def note(self, values: Mapping[str, float]) -> None:
+    def add(self, values: Mapping[str, float]) -> None:
         """Scalars of the present step; several of a name are averaged."""
 
     def watch(self, board: Board) -> None:
@@ -84,14 +84,14 @@ class Metrics(Protocol):
 class Health(Protocol):
     """Looks for slow and faulty workers (`rlfuse.health.monitor.Monitor`)."""
 
-    async def look(self, step: int, spans: Sequence[Span], costs: Costs) -> dict[str, float]:
+    async def check_step(self, step: int, spans: Sequence[Span], costs: Costs) -> dict[str, float]:
         """The step is over, and these are its spans; `health/*`."""
 
 
 class NoHealth:
     """The `Health` of workers that nobody looks after: simulated ones, or where alerts.slow_worker_s is null."""
 
-    async def look(self, step: int, spans: Sequence[Span], costs: Costs) -> dict[str, float]:
+    async def check_step(self, step: int, spans: Sequence[Span], costs: Costs) -> dict[str, float]:
         """Nothing is known."""
         return {}
 
@@ -116,10 +116,10 @@ class Checkpoints(Protocol):
     def folder(self, step: int) -> Path | None:
         """Where it is, if it is that of this step."""
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether to write one after this step."""
 
-    def check_room(self, step: int) -> None:
+    def check_disk_space(self, step: int) -> None:
         """After this step, which is saved or not, and before the next. NotSaved where no later one can be saved."""
 
     def remember(self, step: int) -> None:

@@ -16,7 +16,7 @@ def model_of(kind: str) -> str:
     return PASSES[kind][0]
 
 
-def keep(kind: str, samples: Sequence[Sample], arrays: Sequence[np.ndarray]) -> None:
+def store_scores(kind: str, samples: Sequence[Sample], arrays: Sequence[np.ndarray]) -> None:
     """Write what a pass gave, in the order of the samples, to them."""
     for sample, array in zip(samples, arrays, strict=True):
         sample.tensors[PASSES[kind][1]] = array

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from rlfuse.run_folder.reader import RunError, open_run
-from rlfuse.samples import prompt_of
+from rlfuse.samples import prompt_id
 
 PART = "rewards/"
 
@@ -30,7 +30,7 @@ def sample_table(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
     first = ("data_source", "prompt", "response", "finish", "prompt_tokens", "response_tokens", "reward")
     return pd.DataFrame(
         [
-            {"step": row["step"], "id": row["id"], "group": prompt_of(row["id"])}
+            {"step": row["step"], "id": row["id"], "group": prompt_id(row["id"])}
             | {name: row[name] for name in first}
             | {f"{PART}{name}": row["parts"].get(name) for name in parts}
             | {name: row.get(name) for name in ("note", "ground_truth", "columns")}

@@ -17,14 +17,14 @@ from typing import Any
 import yaml
 
 from rlfuse.cluster.worker_environment import SUBMITTED
+from rlfuse.config.custom_functions import map_functions, map_model_paths, with_values
 from rlfuse.config.facts import reward_file
-from rlfuse.config.own_functions import replaced, with_functions_at, with_models_at
 from rlfuse.config.rewards import names_code
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import by_name
 from rlfuse.errors import ConfigError
 
-LARGEST = 50 << 20
+MAX_BYTES = 50 << 20
 CODE = Path(__file__).resolve().parents[1]
 
 
@@ -44,25 +44,25 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
     root, folder = folder, folder / SUBMITTED
     folder.mkdir(parents=True, exist_ok=True)
     functions = [_entry(given, folder, here, problems) for given in config.reward.functions]
-    sent = with_functions_at(config, lambda key, function: _function(key, function, folder, here, problems))
+    sent = map_functions(config, lambda key, function: _function(key, function, folder, here, problems))
     for path in include:
         _include(path, folder, here, problems)
     if with_code:
         shutil.copytree(CODE, root / CODE.name, ignore=shutil.ignore_patterns("__pycache__"))
     size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-    if size > LARGEST:
+    if size > MAX_BYTES:
         problems.append(
-            f"--include: {size >> 20} MiB in all, at most {LARGEST >> 20}; put large files where nodes share"
+            f"--include: {size >> 20} MiB in all, at most {MAX_BYTES >> 20}; put large files on shared storage"
         )
     if problems:
         raise ConfigError(problems)
-    sent = replaced(sent, {"reward.functions": functions, "cluster.ray_address": "auto"})
+    sent = with_values(sent, {"reward.functions": functions, "cluster.ray_address": "auto"})
     sent = _with_absolute_paths(sent, here, shared)
     (folder / "job.yaml").write_text(job := yaml.safe_dump(by_name(dataclasses.asdict(sent)), sort_keys=False))
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     notes = [f"sending {size / 1024:,.0f} KiB and the job: {', '.join(files)}{' and rlfuse' if with_code else ''}"]
     if shared:
-        notes.append(f"every node has to see: {', '.join(dict.fromkeys(shared))}")
+        notes.append(f"must exist on every node: {', '.join(dict.fromkeys(shared))}")
     if named := sorted(set(re.findall(r"\$\{oc\.env:(\w+)\}", job))):
         notes.append(f"not sent but by name: {', '.join(named)}; the job needs --env {' --env '.join(named)}")
     trainer = config.trainer
@@ -121,8 +121,8 @@ def _with_absolute_paths(config: Config, here: Path, shared: list[str]) -> Confi
 
     data, trainer = config.data, config.trainer
     files = {"data.train_files": data.train_files, "data.val_files": data.val_files}
-    config = replaced(config, {key: [absolute(path) for path in paths] for key, paths in files.items()})
-    config = with_models_at(config, model)
+    config = with_values(config, {key: [absolute(path) for path in paths] for key, paths in files.items()})
+    config = map_model_paths(config, model)
     resume = trainer.resume_mode
     optional = {"data.media_root": data.media_root, "video.disk_cache": config.video.disk_cache}
     others = {
@@ -130,4 +130,4 @@ def _with_absolute_paths(config: Config, here: Path, shared: list[str]) -> Confi
         "trainer.default_local_dir": absolute(trainer.default_local_dir),
         "trainer.resume_mode": resume if resume in ("auto", "disable") else absolute(resume),
     }
-    return replaced(config, others)
+    return with_values(config, others)

@@ -38,14 +38,14 @@ class Leftover:
         return cls(path, why, sum(map(_size, (path, *path.rglob("*"), *scratch.attached(path)))))
 
 
-def everywhere(runs: Iterable[Path]) -> list[Leftover]:
+def find_leftovers(runs: Iterable[Path]) -> list[Leftover]:
     """In these runs' folders, and outside them on this host."""
-    return [*(each for run in runs for each in of_run(run)), *of_machine()]
+    return [*(each for run in runs for each in leftovers_of_run(run)), *leftovers_of_machine()]
 
 
-def of_run(folder: Path) -> Iterator[Leftover]:
+def leftovers_of_run(folder: Path) -> Iterator[Leftover]:
     """In a run's folder, unless it goes on: what its next start would remove or make again."""
-    if may_live(folder):
+    if may_be_running(folder):
         return
     for path in sorted(folder.iterdir()):
         if path.is_symlink() or path.lstat().st_uid != os.getuid():
@@ -62,7 +62,7 @@ def of_run(folder: Path) -> Iterator[Leftover]:
         yield Leftover.of(slates, "where processes stood that have ended")
 
 
-def may_live(folder: Path) -> bool:
+def may_be_running(folder: Path) -> bool:
     """Whether its run goes on here, or may do so elsewhere, or nobody can tell."""
     if (found := status.read(folder)) is not None:
         return status.state_now(folder, found) == "running"
@@ -70,16 +70,16 @@ def may_live(folder: Path) -> bool:
     return (folder / status.FILE).exists() or time.time() - newest < UNKNOWN_S
 
 
-def of_machine() -> Iterator[Leftover]:
+def leftovers_of_machine() -> Iterator[Leftover]:
     """Outside run folders, on this host."""
     for kind in scratch.KINDS:
         for folder in scratch.abandoned(kind):
             yield Leftover.of(folder, "its process has ended")
     for folder in scratch.abandoned(scratch.RUN, scratch.temporary_root()):
         yield Leftover.of(folder, "its driver has ended")
-    from rlfuse.engines.deepspeed.deepspeed_ops import left_over  # imports Ray, which only this needs
+    from rlfuse.engines.deepspeed.deepspeed_ops import stale_locks  # imports Ray, which only this needs
 
-    for lock in left_over():
+    for lock in stale_locks():
         yield Leftover.of(lock, "whoever compiled there has ended")
 
 

@@ -28,7 +28,7 @@ from rlfuse.parsing import parse_json
 from rlfuse.progress import Console
 from rlfuse.run_folder import status
 from rlfuse.run_folder.reader import check_files
-from rlfuse.run_folder.run_lock import RunLock, last_sign
+from rlfuse.run_folder.run_lock import RunLock, last_log_write
 
 MARKS = (status.FILE, "metrics.jsonl")
 DEEPEST = 4
@@ -57,7 +57,7 @@ class Run:
     seconds: float | None = None
     """Of all its processes: each until its end, or its last sign of life."""
     started: float | None = None
-    heard: float = 0.0
+    last_seen: float = 0.0
     size: int = 0
     checkpoints: int = 0
     """Bytes, which `size` leaves out."""
@@ -67,7 +67,7 @@ class Run:
 
 
 ORDERS: dict[str, Callable[[Run], Any]] = {
-    "started": lambda run: run.started or run.heard,
+    "started": lambda run: run.started or run.last_seen,
     "name": lambda run: run.name,
     "state": lambda run: STATES.index(run.state),
     "step": lambda run: run.step or 0,
@@ -122,7 +122,7 @@ def clean(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     folders = arguments.folders or [path for path in (Path("runs"),) if path.is_dir()]
     runs = [run for folder in folders for run in find(folder)]
-    found = leftovers.everywhere(runs)
+    found = leftovers.find_leftovers(runs)
     with ExitStack() as held:
         for run in runs if arguments.yes else ():
             held.callback((lock := RunLock()).release)
@@ -134,7 +134,7 @@ def clean(argv: Sequence[str]) -> None:
             kept = arguments.yes and not leftovers.remove(each.path)
             print(f"{size(each.bytes):>10}  {each.path}  ({each.why}{'; could not be removed' if kept else ''})")
     total = f"{len(found)} leftovers, {size(sum(each.bytes for each in found))}"
-    print(f"{total}{' removed' if arguments.yes else '; --yes removes them'}" if found else "nothing is left over")
+    print(f"{total}{' removed' if arguments.yes else '; --yes removes them'}" if found else "no leftovers")
 
 
 def find(top: Path) -> Iterator[Path]:
@@ -161,7 +161,7 @@ def read(path: Path, top: Path | None = None) -> Run:
     """What the folder says of its run, named from `top` on."""
     name = path.relative_to(top).as_posix() if top is not None and path != top else path.name
     run = Run(str(path), name)
-    run.heard = last_sign(path)
+    run.last_seen = last_log_write(path)
     try:
         check_files(path)
     except RunError as error:
@@ -205,7 +205,7 @@ def _from_status(run: Run, path: Path) -> None:
     run.started, run.total = found.started, found.total or None
     run.label = found.label
     run.host = found.host if found.host != socket.gethostname() else ""
-    run.seconds = found.seconds(run.heard)
+    run.seconds = found.seconds(run.last_seen)
 
 
 def _from_summary(run: Run, path: Path) -> None:
@@ -260,7 +260,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 def _cells(run: Run) -> tuple[str, ...]:
     state, figure = run.state, "-" if run.step is None else str(run.step)
     if state == "running":
-        state += f", heard {duration(max(0.0, time.time() - run.heard))} ago"
+        state += f", heard {duration(max(0.0, time.time() - run.last_seen))} ago"
     return (
         run.name,
         state + (f" on {run.host}" if run.host else ""),
@@ -269,7 +269,7 @@ def _cells(run: Run) -> tuple[str, ...]:
         "-" if run.validation is None else f"{run.validation:.3f}",
         run.label or "-",
         "-" if run.seconds is None else duration(run.seconds),
-        time.strftime("%m-%d %H:%M", time.localtime(run.started or run.heard)),
+        time.strftime("%m-%d %H:%M", time.localtime(run.started or run.last_seen)),
         size(run.size),
         size(run.checkpoints) if run.checkpoints else "-",
         run.sweep or "-",

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlfuse.config.custom_functions import FAMILY
 from rlfuse.config.declare import names_function
-from rlfuse.config.own_functions import FAMILY
 from rlfuse.config.rewards import JUDGE, is_model
 from rlfuse.errors import RunError
 

@@ -17,7 +17,7 @@ COLUMNS = ("slot", "node", "device", "rate", "state", "does")
 HELP = """\
 rlfuse slots [RUN_DIR]               which slots there are, and what they do
 rlfuse slots drain SLOT [RUN_DIR]    the slot gets no more work; its samples go on elsewhere, no number changes;
-                                     with --until-well it works again once it is as fast as the others
+                                     with --until-recovered it works again once it is as fast as the others
 rlfuse slots restore SLOT [RUN_DIR]  the slot gets work again
 rlfuse slots leave SLOT [RUN_DIR]    its node may go: once the step under way is saved, another takes its place
 
@@ -35,23 +35,25 @@ def main(argv: Sequence[str]) -> None:
     if do:
         parser.add_argument("slot", type=int, metavar="SLOT", help="its number, as rlfuse slots lists it")
     if do == "drain":
-        parser.add_argument("--until-well", action="store_true", help="it works again once it is as fast as the others")
+        parser.add_argument(
+            "--until-recovered", action="store_true", help="it works again once it is as fast as the others"
+        )
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN_DIR", help="default: the one that goes on in runs/")
     arguments = parser.parse_args(argv[1:] if do else argv)
-    folder = running(arguments.run)
+    folder = find_running(arguments.run)
     if do:
-        print(disk.ask(folder, do, arguments.slot, do == "drain" and arguments.until_well))
+        print(disk.send_request(folder, do, arguments.slot, do == "drain" and arguments.until_recovered))
     else:
-        print(table(disk.read(folder), doing(folder)))
+        print(table(disk.read(folder), read_activity(folder)))
 
 
-def running(folder: Path | None, top: Path = Path("runs")) -> Path:
+def find_running(folder: Path | None, top: Path = Path("runs")) -> Path:
     """The folder of a run that goes on: this one, or the only one below `top`. RunError where there is none."""
     if folder is None:
         found = [path for path in find(top) if _goes_on(path)]
         if len(found) == 1:
             return found[0]
-        told = f"{len(found)} runs go on there: {', '.join(map(str, found))}" if found else "no run goes on there"
+        told = f"{len(found)} runs go on there: {', '.join(map(str, found))}" if found else "no running job"
         raise RunError(f"{top}: {told}; give the folder of one")
     if (run := status.read(folder)) is None:
         raise RunError(f"{folder}: is no run's folder, as there is no {status.FILE}; rlfuse runs lists those there are")
@@ -65,7 +67,7 @@ def _goes_on(folder: Path) -> bool:
     return run is not None and status.state_now(folder, run) == "running"
 
 
-def doing(folder: Path) -> list[tuple[str, int]]:
+def read_activity(folder: Path) -> list[tuple[str, int]]:
     """What each slot does and how many samples it has, as the live view says; empty between steps."""
     try:
         return [(str(what), int(samples)) for what, samples in read_view(folder / FILE)[1].slots]

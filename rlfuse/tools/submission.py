@@ -23,7 +23,7 @@ from rlfuse.cluster.worker_environment import MODULES, SUBMITTED
 from rlfuse.config.compose import compose_job, read_command, to_config
 from rlfuse.config.facts import Facts
 from rlfuse.errors import ConfigError, UserError
-from rlfuse.run.resume.acceptance import named
+from rlfuse.run.resume.acceptance import with_run_name
 from rlfuse.tools.job_package import Package, pack
 from rlfuse.user_folders import home
 
@@ -32,8 +32,8 @@ OUTAGE_S = 600.0
 STOP_S = 60.0
 GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
 """Ray's own variable: seconds from the SIGTERM of a stop to SIGKILL; 3 where a job says nothing."""
-LOOK_S = 10.0
-AGAIN_S = 2.0
+POLL_S = 10.0
+RETRY_S = 2.0
 PORT = 8265
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 ENTRYPOINT = f"cd {SUBMITTED} && python -P -m rlfuse.train job.yaml"
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     arguments, words = _parser().parse_known_args(argv)
     if read_command(words).options:
         raise ConfigError([f"{' '.join(read_command(words).options)}: rlfuse submit takes files and key=value only"])
-    config = named(to_config(compose_job(words), lambda _: Facts()))  # files and devices are the cluster's
+    config = with_run_name(to_config(compose_job(words), lambda _: Facts()))  # files and devices are the cluster's
     variables = _variables(arguments.env)
     with tempfile.TemporaryDirectory(prefix="rlfuse-job-") as folder:
         package = pack(config, Path(folder), Path.cwd(), arguments.include, arguments.with_code)
@@ -203,7 +203,7 @@ async def follow(client: Any, job: str, show: Callable[[str], None]) -> None:
         except (SubmitError, RuntimeError, OSError, ClientError) as error:
             if time.monotonic() - reached > OUTAGE_S:
                 raise SubmitError(f"lost the cluster for {OUTAGE_S:g} s while following {job}: {error}") from error
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(RETRY_S)
 
 
 class _Log:
@@ -228,7 +228,7 @@ async def _tail(client: Any, job: str, log: _Log) -> None:
     upcoming = asyncio.ensure_future(anext(stream, None))
     try:
         while True:
-            done, _ = await asyncio.wait({upcoming}, timeout=LOOK_S)
+            done, _ = await asyncio.wait({upcoming}, timeout=POLL_S)
             if not done:
                 if await _ended(client, job):
                     return

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlfuse.events import Span
-from rlfuse.files import replacing
+from rlfuse.files import atomic_write
 from rlfuse.run_folder.reader import RunError, RunFolder, open_run, reading
 
 STEPS = 50
@@ -178,7 +178,7 @@ def main(argv: Sequence[str]) -> None:
         spans, said = _chosen(run, arguments.steps)
         text = json.dumps(trace(spans, run.width), separators=(",", ":"))
     out = arguments.out or run.path / "trace.json.gz"
-    with replacing(out) as aside, gzip.open(aside, "wt") if out.suffix == ".gz" else aside.open("w") as file:
+    with atomic_write(out) as aside, gzip.open(aside, "wt") if out.suffix == ".gz" else aside.open("w") as file:
         file.write(text)
     print(f"{said}: {len(spans):,} events in {out}; open it at https://ui.perfetto.dev")
 

@@ -14,12 +14,12 @@ from typing import Any
 from rich.live import Live
 
 from rlfuse.errors import RunError
-from rlfuse.files import as_numbers
+from rlfuse.files import parse_non_finite
 from rlfuse.observe.live import Stage, View, clock, log_line, render
 from rlfuse.observe.summary import summary_text
-from rlfuse.observe.terminal import FILE, LOOK_S, step_line
+from rlfuse.observe.terminal import FILE, REFRESH_S, step_line
 from rlfuse.parsing import parse_json
-from rlfuse.progress import SILENT_S, Console, watched
+from rlfuse.progress import SILENT_S, Console, is_live_terminal
 from rlfuse.run_folder import status
 from rlfuse.run_folder.reader import check_files, open_run, reading
 from rlfuse.run_folder.status import Status
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
         with reading(folder):
             watch(folder, now, console)
     except KeyboardInterrupt:
-        console.print(f"Left; the run goes on. Again: rlfuse watch {folder}", highlight=False)
+        console.print(f"View closed; the run continues. Again: rlfuse watch {folder}", highlight=False)
 
 
 def watch(folder: Path, now: Status, console: Console) -> None:
@@ -54,7 +54,7 @@ def watch(folder: Path, now: Status, console: Console) -> None:
     total = view.total if view else 0
     for row in [row for row in lines.more() if row["step"] > 0][-STEPS:]:
         say(step_line(row["step"], total, row))
-    live = Live(console=console, auto_refresh=False) if watched(console) else None
+    live = Live(console=console, auto_refresh=False) if is_live_terminal(console) else None
     with live or nullcontext():
         while status.state_now(folder, now) == "running":
             if (view := _view(folder, now)) is not None:
@@ -64,7 +64,7 @@ def watch(folder: Path, now: Status, console: Console) -> None:
                 elif time.monotonic() - spoke > SILENT_S:
                     say(log_line(view))
                     spoke = time.monotonic()
-            time.sleep(LOOK_S)
+            time.sleep(REFRESH_S)
             for row in lines.more():
                 if row["step"] > 0:
                     say(step_line(row["step"], total, row))
@@ -94,7 +94,7 @@ def _view(folder: Path, now: Status) -> View | None:
 
 def _end(folder: Path, now: Status) -> str:
     if (state := status.state_now(folder, now)) == "crashed":
-        return f"The process of {now.name} is gone, and did not say why: it was killed. The same command resumes it."
+        return f"The process of {now.name} was killed: its process ended without an error: it was killed. The same command resumes it."
     if state == "finished":
         summary = open_run(folder).summary()
         return summary_text(summary, folder) if "reward_first" in summary else f"{now.name} finished"
@@ -122,7 +122,7 @@ class _Rows:
             try:
                 row = parse_json(line)
                 if isinstance(row, dict) and isinstance(row.get("step"), int):
-                    yield as_numbers(row)
+                    yield parse_non_finite(row)
             except ValueError:
                 if start:  # it went back and on between two looks, so that this began within a row
                     self._read = 0

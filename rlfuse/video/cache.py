@@ -251,7 +251,7 @@ class DiskTier:
         self.problems.append(message)
 
 
-COPYING = 2
+MAX_CONCURRENT_COPIES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ class EmbeddingStore:
     def __init__(self, settings: CacheSettings, timeout_s: float, environment: dict[str, str]):
         self.settings, self.timeout_s, self.environment = settings, timeout_s, environment
         self._caches: dict[str, Any] = {}
-        self._copying = asyncio.Semaphore(COPYING)
+        self._copying = asyncio.Semaphore(MAX_CONCURRENT_COPIES)
 
     async def start(self, nodes: Mapping[str, str]) -> None:
         settings = self.settings
@@ -309,7 +309,7 @@ class EmbeddingStore:
         await self._ask(node, "write", key, row, data)
         await self.abandon(source, part)
 
-    async def spread(self, key: str, tokens: int, hidden: int, holder: str) -> Embedding:
+    async def replicate(self, key: str, tokens: int, hidden: int, holder: str) -> Embedding:
         """The handle of an entry that some node has, once all have it, held for `holder`; EngineError without room."""
         entry = (key, tokens, hidden, holder)
         found = dict(zip(self._caches, await self._all("lookup", *entry), strict=True))

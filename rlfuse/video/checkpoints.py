@@ -17,10 +17,10 @@ def join_checkpoint(text_folder: str | Path, whole_folder: str | Path, out: str 
     """Join the trained text part with the rest of the model at `whole_folder`, tensor by tensor; return `out`.
     ValueError, and nothing written, if they do not fit."""
     text_folder, whole_folder, out = Path(text_folder), Path(whole_folder), Path(out)
-    trained = {_bare(name): (file, name) for name, file in tensor_places(text_folder).items()}
+    trained = {_bare(name): (file, name) for name, file in locate_tensors(text_folder).items()}
     if (tied := AutoConfig.from_pretrained(whole_folder).tie_word_embeddings) and _EMBEDDING in trained:
         trained[_HEAD] = trained[_EMBEDDING]
-    places = tensor_places(whole_folder)
+    places = locate_tensors(whole_folder)
     sources = {name: trained.get(_bare(name), (file, name)) for name, file in places.items()}
     own = {_bare(name) for name in places}
     missing = sorted(name for name in own - trained.keys() if name.startswith(_TEXT))
@@ -52,7 +52,7 @@ def _bare(name: str) -> str:
     return name
 
 
-def tensor_places(folder: Path) -> dict[str, Path]:
+def locate_tensors(folder: Path) -> dict[str, Path]:
     """Tensor -> the file that has it."""
     found = {}
     for file in sorted(folder.glob("*.safetensors")):

@@ -15,7 +15,7 @@ THRESHOLD = 0.1
 """Mean change of a token's normalised pixels, in 255ths, above which it is kept."""
 
 
-def compressed(plan: VideoPlan, blocks: Iterable[np.ndarray], pixels: Pixels) -> VideoPlan:
+def compress_tokens(plan: VideoPlan, blocks: Iterable[np.ndarray], pixels: Pixels) -> VideoPlan:
     """Return the plan without repeated tokens. `blocks`: uint8 [frames, height, width, 3], in order."""
     before, kept, cell = None, [], plan.geometry.cell
     for block in blocks:

@@ -1,6 +1,6 @@
 """Draw a contact sheet: the frames that the model saw with their times, the question, and all answers. Pure.
 
-What does not fit (frames beyond `MOST_FRAMES`, long texts, answers beyond `MOST_ANSWERS`) is left out and counted.
+What does not fit (frames beyond `MOST_FRAMES`, long texts, answers beyond `MAX_ANSWERS`) is left out and counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_FRAMES = 640
 GRID = (1120, 760)
 THUMB = range(60, 281)
 PANEL = 420
-MOST_ANSWERS = 32
+MAX_ANSWERS = 32
 GAP, MARGIN, LABEL = 6, 24, 15
 PAPER, INK, PALE, LINE = "#ffffff", "#22262b", "#7d858e", "#e3e6ea"
 GOOD, BAD, FAILED = "#1f8a4c", "#c2385a", "#b87503"
@@ -51,7 +51,9 @@ class Caption:
 
 def shown_frames(plans: Sequence[VideoPlan]) -> list[list[int]]:
     """Return per plan the indices of shown frames: `MOST_FRAMES` in all, at least one of each."""
-    frames = [(place, index) for place, plan in enumerate(plans) for index in range(1 if plan.still else plan.frames)]
+    frames = [
+        (place, index) for place, plan in enumerate(plans) for index in range(1 if plan.is_image else plan.frames)
+    ]
     shown: list[list[int]] = [[] for _ in plans]
     for choice in np.linspace(0, len(frames) - 1, min(len(frames), MOST_FRAMES)).round().astype(int):
         place, index = frames[choice]
@@ -83,7 +85,7 @@ def contact_sheet(seen: Sequence[tuple[np.ndarray, VideoPlan]], caption: Caption
 
 def _grid(seen: Sequence[tuple[np.ndarray, VideoPlan]], places: Sequence[Sequence[int]]) -> Image.Image:
     pictures = [
-        (pixels, "image" if plan.still else f"{plan.times[index]:.1f} s")
+        (pixels, "image" if plan.is_image else f"{plan.times[index]:.1f} s")
         for (frames, plan), shown in zip(seen, places, strict=True)
         for pixels, index in zip(frames, shown, strict=True)
     ]
@@ -118,7 +120,7 @@ def _thumbnail(count: int, shape: float) -> tuple[int, int]:
 def _facts(plans: Sequence[VideoPlan], shown: int) -> Iterator[str]:
     for plan in plans:
         size, count = f"{plan.width} x {plan.height}", f"{plan.tokens:,} visual tokens"
-        if plan.still:
+        if plan.is_image:
             yield f"an image of {size}, {count}"
             continue
         patch = "a frame" if plan.temporal_patch == 1 else f"for {plan.temporal_patch} frames"
@@ -128,7 +130,7 @@ def _facts(plans: Sequence[VideoPlan], shown: int) -> Iterator[str]:
 
 
 def _answers(answers: Sequence[Answer]) -> Iterator[Paragraph]:
-    for number, answer in enumerate(answers[:MOST_ANSWERS]):
+    for number, answer in enumerate(answers[:MAX_ANSWERS]):
         reward = answer.reward
         if isinstance(reward, Reward):
             parts = ", ".join(f"{name} {part:.3g}" for name, part in reward.parts.items())
@@ -140,8 +142,8 @@ def _answers(answers: Sequence[Answer]) -> Iterator[Paragraph]:
             colour, told = FAILED, f"failed: {reward.function}: {reward.message}" if reward else "not scored"
         yield f"\nAnswer {number}: {told}", colour, 4
         yield answer.text or "(empty)", INK, 8
-    if len(answers) > MOST_ANSWERS:
-        yield f"\nand {len(answers) - MOST_ANSWERS} more answers", PALE, 2
+    if len(answers) > MAX_ANSWERS:
+        yield f"\nand {len(answers) - MAX_ANSWERS} more answers", PALE, 2
 
 
 def _text(paragraphs: Iterable[Paragraph], width: int) -> Image.Image:

@@ -27,8 +27,8 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 from rlfuse.cluster.child_processes import PoolContext, end_with_parent, kill_stopped_workers, restore_child_signals
 from rlfuse.errors import EngineError, VideoError
 from rlfuse.video import decoding, images
-from rlfuse.video.clip_facts import ClipFacts
-from rlfuse.video.images import ImageFacts
+from rlfuse.video.clip_metadata import ClipMetadata
+from rlfuse.video.images import ImageMetadata
 from rlfuse.video.plan import VideoPlan
 
 START_S = 120.0
@@ -66,7 +66,7 @@ class _Request:
 
     path: str
     clip: Clip | None = None
-    still: bool = False
+    is_image: bool = False
 
     @property
     def bytes(self) -> int:
@@ -136,11 +136,11 @@ class DecodePool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def probe(self, paths: Iterable[str]) -> Iterator[ClipFacts | VideoError]:
+    def probe(self, paths: Iterable[str]) -> Iterator[ClipMetadata | VideoError]:
         return self._in_order(_Request(path) for path in paths)
 
-    def probe_images(self, paths: Iterable[str]) -> Iterator[ImageFacts | VideoError]:
-        return self._in_order(_Request(path, still=True) for path in paths)
+    def probe_images(self, paths: Iterable[str]) -> Iterator[ImageMetadata | VideoError]:
+        return self._in_order(_Request(path, is_image=True) for path in paths)
 
     def stream(self, clips: Iterable[Clip]) -> Iterator[np.ndarray | VideoError]:
         """The frames of each clip, in order: uint8 [frames, height, width, 3]. Decodes ahead within the bounds."""
@@ -200,7 +200,7 @@ class DecodePool:
         if shared is not None:
             function, arguments = _decode_into, (shared.path, request.clip)
         else:
-            function, arguments = (images if request.still else decoding).probe, (request.path,)
+            function, arguments = (images if request.is_image else decoding).probe, (request.path,)
         problem: Exception | None = None
         for _ in range(2):
             if self._pool is None:
@@ -233,7 +233,7 @@ class DecodePool:
         error = call.future.exception() if call.future.done() and not call.future.cancelled() else None
         return error.exitcode if isinstance(error, ProcessExpired) else call.exit_code
 
-    def _result(self, call: _Call) -> ClipFacts | ImageFacts | np.ndarray | VideoError | None:
+    def _result(self, call: _Call) -> ClipMetadata | ImageMetadata | np.ndarray | VideoError | None:
         """Return the result of the oldest call; None if it is to be repeated."""
         limit, future = self.timeout_s, call.future
         if call.pool is self._pool:
@@ -276,7 +276,7 @@ def _start_worker() -> None:
 def _decode_into(memory: str, clip: Clip) -> None:
     with open(memory, "r+b") as file:
         out = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8).reshape(clip.shape)
-    if clip.plan.still:
+    if clip.plan.is_image:
         out[:] = images.read(clip.path, clip.plan)
     else:
         decoding.decode(clip.path, clip.plan, clip.first, clip.last, out)

@@ -18,19 +18,19 @@ from av.video.reformatter import VideoReformatter
 
 from rlfuse.errors import VideoError
 from rlfuse.video import display, images
-from rlfuse.video.clip_facts import ROUNDING_S, STILL_S, ClipFacts
-from rlfuse.video.frame_list import FrameList, frame_list
+from rlfuse.video.clip_metadata import MIN_STATIC_S, ROUNDING_S, ClipMetadata
+from rlfuse.video.frame_list import FrameList
 from rlfuse.video.plan import VideoPlan
 from rlfuse.video.timeline import AVI, FETCH_AGAIN, REWRITE, STAMPLESS, open_container, timeline_of
 
 REPLACE = "Replace the file, or drop the row"
-MOST_SQUEEZED = 0.02
+MAX_ASPECT_CHANGE = 0.02
 """Share by which the shape of frames may differ from the first's: a plan has one size for all."""
 T = TypeVar("T")
 Neighbours = tuple[av.VideoFrame | None, av.VideoFrame, av.VideoFrame | None]
 
 
-def probe(path: str) -> ClipFacts:
+def probe(path: str) -> ClipMetadata:
     """What the clip is. Its first frame is decoded, so that what can't be decoded at all is found here."""
     if listed := frame_list(path):
         return _probe_list(listed)
@@ -38,9 +38,11 @@ def probe(path: str) -> ClipFacts:
         frame = next(video.frames(), None)
         if frame is None:
             raise VideoError("has no frame", REPLACE)
-        height, width = display.sides(frame, float(video.stream.sample_aspect_ratio or 1))
+        height, width = display.displayed_size(frame, float(video.stream.sample_aspect_ratio or 1))
         timeline = video.timeline
-        return ClipFacts(timeline.duration_s, timeline.fps, height, width, timeline.frames, timeline.stills)
+        return ClipMetadata(
+            timeline.duration_s, timeline.fps, height, width, timeline.frames, timeline.static_intervals
+        )
 
 
 def decode(
@@ -60,17 +62,17 @@ def decode(
             if frame.is_corrupt:
                 raise VideoError(f"the frame at {times[place]:g} s is corrupt", REPLACE)
             if frame.interlaced_frame:
-                frame = display.deinterlaced(before, frame, after)
-            pixels[place] = display.shown(frame, plan.height, plan.width, reformatter)
+                frame = display.deinterlace(before, frame, after)
+            pixels[place] = display.to_displayed_rgb(frame, plan.height, plan.width, reformatter)
     return pixels
 
 
-def _probe_list(listed: FrameList) -> ClipFacts:
+def _probe_list(listed: FrameList) -> ClipMetadata:
     facts = [_of_frame(frame, images.probe) for frame in listed.frames]
     first, count = facts[0], len(facts)
     for each in facts:
         _check_shape((first.width, first.height), (each.width, each.height))
-    return ClipFacts(count / listed.fps, listed.fps, first.height, first.width, count, is_list=True)
+    return ClipMetadata(count / listed.fps, listed.fps, first.height, first.width, count, is_list=True)
 
 
 def _of_frame(path: str, read: Callable[..., T], *arguments: Any) -> T:
@@ -82,7 +84,7 @@ def _of_frame(path: str, read: Callable[..., T], *arguments: Any) -> T:
 
 def _check_shape(first: tuple[int, int], size: tuple[int, int]) -> None:
     (width, height), (across, down) = first, size
-    if abs(across * height - width * down) > MOST_SQUEEZED * width * down:
+    if abs(across * height - width * down) > MAX_ASPECT_CHANGE * width * down:
         shapes = f"{width} x {height} pixels to {across} x {down}"
         raise VideoError(f"changes its shape on the way, from {shapes}", "Cut it there, or drop the row")
 
@@ -205,7 +207,7 @@ class _Video:
         return self._seconds(frame.pts) + max(frame.duration * self._tick_s, self._frame_s)
 
     def _covers(self, last: av.VideoFrame, tick: int) -> bool:
-        slack = STILL_S if self.timeline.stills else self._frame_s
+        slack = MIN_STATIC_S if self.timeline.static_intervals else self._frame_s
         missing = self._seconds(self.timeline.last) - self._seconds(last.pts)
         return missing <= slack and self._seconds(tick) <= self.timeline.duration_s + slack
 

@@ -28,13 +28,13 @@ TO_BT709 = np.array(
 )  # ITU-R BT.2087, from BT.2020
 
 
-def sides(frame: av.VideoFrame, aspect: float) -> tuple[int, int]:
+def displayed_size(frame: av.VideoFrame, aspect: float) -> tuple[int, int]:
     """Height and width as displayed, with pixels `aspect` times as wide as high made square."""
     height, width = frame.height, max(1, round(frame.width * aspect))
     return (width, height) if _turn(frame)[0] else (height, width)
 
 
-def deinterlaced(before: av.VideoFrame | None, frame: av.VideoFrame, after: av.VideoFrame | None) -> av.VideoFrame:
+def deinterlace(before: av.VideoFrame | None, frame: av.VideoFrame, after: av.VideoFrame | None) -> av.VideoFrame:
     """The frame as of its first field's instant: its other rows are made from these and from its neighbours' rows."""
     shape = (frame.width, frame.height, frame.format.name)
     graph = Graph()
@@ -48,7 +48,7 @@ def deinterlaced(before: av.VideoFrame | None, frame: av.VideoFrame, after: av.V
     return [graph.vpull() for _ in run][run.index(frame)]
 
 
-def shown(frame: av.VideoFrame, height: int, width: int, reformatter: VideoReformatter) -> np.ndarray:
+def to_displayed_rgb(frame: av.VideoFrame, height: int, width: int, reformatter: VideoReformatter) -> np.ndarray:
     """Return the frame as displayed, uint8 [height, width, 3] (RGB), converted before resizing, as processors do."""
     turned, right_to_left, upside_down = _turn(frame)
     if turned:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlfuse.samples import FramePlan
-from rlfuse.video.frame_list import frame_list
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,7 @@ from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.events import Recorder, Span
 from rlfuse.samples import FramePlan
 from rlfuse.video.embedding import write_rows
-from rlfuse.video.models.base import bring_along
+from rlfuse.video.models.base import register_custom_family
 from rlfuse.video.towers import Tower, TowerShape
 
 FrameReader = Callable[[str, FramePlan, int, int], np.ndarray]
@@ -124,7 +124,7 @@ class EncoderRank:
         self.settings, self.frames = settings, frames
         self.recorder = Recorder(f"encoder/{rank}")
         self.garbage = GarbageCollector(self.recorder)
-        self.garbage.keep()
+        self.garbage.freeze()
         watchdog.register(self.recorder.where, self.recorder)
         self._decoder = ThreadPoolExecutor(1, "decoder")
         self._ahead: dict[tuple, _Ahead] = {}
@@ -133,7 +133,7 @@ class EncoderRank:
     def start(self) -> tuple[str, TowerShape, str]:
         """Load the tower; its version and shape, and the node this rank is on."""
         settings = self.settings
-        bring_along(settings.family)
+        register_custom_family(settings.family)
         if settings.device == "cpu":
             torch.set_num_threads(1)  # ranks share a host's cores; equal thread counts also give equal bits
         self.tower = Tower(settings.model_path, settings.device, settings.dtype, settings.step)

@@ -28,7 +28,7 @@ from rlfuse.video.cache import CacheSettings, EmbeddingStore
 from rlfuse.video.embedding import content_hash, embedding_key
 from rlfuse.video.encoder_handle import EncoderHandle, EncoderPlacement
 from rlfuse.video.encoder_rank import Encoded, EncoderSettings, FrameReader, Frames, Part, PartFailure
-from rlfuse.video.sharding import Load, Run, cost, pool_size, shard
+from rlfuse.video.sharding import ClipLoad, UnitRange, cost, pool_size, shard
 
 READERS = 4
 """Files hashed at a time; fewer than the event loop has threads, so that none waits for one while its time runs."""
@@ -124,7 +124,7 @@ class SequenceParallelEncoder:
             self._tally.hits += len(unique) - len(missing)
             self._tally.misses += len(missing)
             await self._encode(missing, self.ranks, holder)
-            await asyncio.gather(*(self._spread(job, holder) for job in unique.values()))
+            await asyncio.gather(*(self._replicate(job, holder) for job in unique.values()))
             results = [job if isinstance(job, ClipFailure) else _named(unique[job.key], job.clip) for job in jobs]
             self._tally.failed += sum(isinstance(result, ClipFailure) for result in results)
             return results
@@ -157,7 +157,7 @@ class SequenceParallelEncoder:
                 self._tally.pool = size
                 await self._encode(few, pool, holder)
                 for job in few:
-                    await self._spread(job, holder)
+                    await self._replicate(job, holder)
                 self._tally.ahead += sum(job.tokens for job in few if isinstance(job.outcome, Embedding))
 
     async def release(self, holder: str) -> None:
@@ -184,13 +184,13 @@ class SequenceParallelEncoder:
         if tally.executed:
             self._token_s = (tally.seconds["encode_s"] + tally.seconds["decode_wait_s"]) / tally.executed
         return {
-            "video/encode_once_factor": tally.executed / unique if unique else 1.0,
+            "video/encoded_over_unique_tokens": tally.executed / unique if unique else 1.0,
             "video/encoded_tokens": float(tally.executed),
             "video/prefetched_frames": float(tally.prefetched),
-            "video/tokens_ahead": float(tally.ahead),
-            "video/encoder_pool": float(tally.pool),
+            "video/encoded_ahead_tokens": float(tally.ahead),
+            "video/encode_ahead_ranks": float(tally.pool),
             "video/failed_clips": float(tally.failed),
-            "video/shard_balance": tally.heaviest / tally.mean if tally.mean else 1.0,
+            "video/shard_imbalance": tally.heaviest / tally.mean if tally.mean else 1.0,
             **{f"video/{name}": tally.seconds[name] for name in ("decode_s", "decode_wait_s", "encode_s")},
             "video/cache_hits": float(tally.hits),
             "video/cache_misses": float(tally.misses),
@@ -235,9 +235,9 @@ class SequenceParallelEncoder:
     async def _look_up(self, job: _Job, holder: str) -> None:
         job.outcome = await self.store.lookup(job.key, job.tokens, self.shape.hidden, holder)
 
-    async def _spread(self, job: _Job, holder: str) -> None:
+    async def _replicate(self, job: _Job, holder: str) -> None:
         if isinstance(job.outcome, Embedding):
-            job.outcome = await self.store.spread(job.key, job.tokens, self.shape.hidden, holder)
+            job.outcome = await self.store.replicate(job.key, job.tokens, self.shape.hidden, holder)
 
     async def _encode(self, jobs: list[_Job], ranks: Sequence[EncoderHandle], holder: str) -> None:
         loads = [self._load(job.clip.plan) for job in jobs]
@@ -259,11 +259,11 @@ class SequenceParallelEncoder:
             left_over = [entry for job in jobs for entry in job.reserved]
             await asyncio.gather(*(self.store.abandon(*entry) for entry in left_over))
 
-    def _load(self, plan: FramePlan) -> Load:
+    def _load(self, plan: FramePlan) -> ClipLoad:
         patches = self.shape.unit_patches(plan.height, plan.width, plan.merge)
-        return Load(self.shape.units(len(plan.times)), self.shape.cost.unit(patches))
+        return ClipLoad(self.shape.units(len(plan.times)), self.shape.cost.unit(patches))
 
-    def _choose_homes(self, jobs: list[_Job], shares: list[tuple[EncoderHandle, list[Run]]]) -> None:
+    def _choose_homes(self, jobs: list[_Job], shares: list[tuple[EncoderHandle, list[UnitRange]]]) -> None:
         units: list[Counter[str]] = [Counter() for _ in jobs]
         for rank, runs in shares:
             for run in runs:
@@ -272,7 +272,7 @@ class SequenceParallelEncoder:
         for job, of_memory in zip(jobs, units, strict=True):
             job.home = of_memory.most_common(1)[0][0]
 
-    async def _serve(self, rank: EncoderHandle, runs: list[Run], jobs: list[_Job], holder: str) -> None:
+    async def _serve(self, rank: EncoderHandle, runs: list[UnitRange], jobs: list[_Job], holder: str) -> None:
         for run, after in zip_longest(runs, runs[1:]):
             job = jobs[run.clip]
             if job.outcome is not None:
@@ -292,7 +292,7 @@ class SequenceParallelEncoder:
                 self._tally.unique[job.key] = job.tokens
 
     async def _encode_away(
-        self, rank: EncoderHandle, run: Run, job: _Job, first_row: int, upcoming: Frames | None, holder: str
+        self, rank: EncoderHandle, run: UnitRange, job: _Job, first_row: int, upcoming: Frames | None, holder: str
     ) -> None:
         entry = f"{job.key}-{run.first}"
         tokens = self.shape.row(job.clip.plan, run.last) - first_row
@@ -312,7 +312,7 @@ class SequenceParallelEncoder:
         self._tally.prefetched += done.prefetched
         self._tally.seconds.update(decode_s=done.decode_s, decode_wait_s=done.wait_s, encode_s=done.encode_s)
 
-    def _frames(self, run: Run, job: _Job) -> Frames:
+    def _frames(self, run: UnitRange, job: _Job) -> Frames:
         clip, size = job.clip, self.shape.temporal_patch
         last = min(run.last * size, len(clip.plan.times))
         return Frames(clip.id, clip.path, job.content, clip.plan, run.first * size, last)

@@ -19,7 +19,7 @@ class FrameList(NamedTuple):
     fps: float
 
 
-def packed(frames: Sequence[str], fps: float) -> bytes:
+def frame_list_bytes(frames: Sequence[str], fps: float) -> bytes:
     """What the file holds."""
     return json.dumps({"frames": list(frames), "fps": fps}).encode()
 

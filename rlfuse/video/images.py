@@ -21,27 +21,27 @@ from rlfuse.video.processor_sampling import PixelBounds
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 """What Pillow may decode; others, as PostScript, start programs or are seldom tested."""
-MOST_PIXELS = 2**26
+MAX_PIXELS = 2**26
 """Of a file, 8192 x 8192: a small file may hold many times as many, which take 1 GiB to decode."""
 REPLACE = "Replace the file, or drop the row"
 
 
 @dataclass(frozen=True, slots=True)
-class ImageFacts:
+class ImageMetadata:
     """What is known of an image before it is shown: pixels, upright."""
 
     height: int
     width: int
 
 
-def probe(path: str) -> ImageFacts:
+def probe(path: str) -> ImageMetadata:
     """What the image is. All of it is decoded, so that what can't be is found here."""
     image = _opened(path)
-    return ImageFacts(image.height, image.width)
+    return ImageMetadata(image.height, image.width)
 
 
 def plan_image(
-    facts: ImageFacts,
+    facts: ImageMetadata,
     bounds: PixelBounds,
     geometry: Geometry,
     settings: ImageSettings | None = None,
@@ -55,7 +55,7 @@ def plan_image(
     if most_tokens is not None and tokens > most_tokens:
         problem = f"is {tokens} visual tokens by the settings of its row, and video.max_image_tokens is {most_tokens}"
         raise VideoError(problem, "Correct the settings, or raise video.max_image_tokens")
-    return VideoPlan(times, height, width, 1.0, tokens, geometry, timestamps=None, still=True)
+    return VideoPlan(times, height, width, 1.0, tokens, geometry, timestamps=None, is_image=True)
 
 
 def read(path: str, plan: VideoPlan) -> np.ndarray:
@@ -68,9 +68,9 @@ def _opened(path: str) -> Image.Image:
         raise VideoError("there is no such file", "Correct the row's path", path)
     try:
         with Image.open(path, formats=FORMATS) as file:
-            if file.width * file.height <= MOST_PIXELS:
+            if file.width * file.height <= MAX_PIXELS:
                 return ImageOps.exif_transpose(file).convert("RGB")
-            problem = f"is {file.width} x {file.height} pixels; at most {MOST_PIXELS:,} are decoded"
+            problem = f"is {file.width} x {file.height} pixels; at most {MAX_PIXELS:,} are decoded"
     except Exception as error:  # decoders raise anything for a damaged file
         raise VideoError(f"can't be read as an image ({error})", REPLACE, path) from error
     raise VideoError(problem, "Make it smaller, or drop the row", path)

@@ -9,16 +9,16 @@ from typing import Any, ClassVar, Self
 
 from rlfuse.errors import VideoError
 
-THINNEST = 200
+MAX_ASPECT_RATIO = 200
 """Largest ratio of a picture's sides."""
 
 
-def within(
+def smart_resize(
     height: int, width: int, cell: int, min_pixels: int, max_pixels: int, frames: int = 1, unit: int = 1
 ) -> tuple[int, int]:
     """Return the multiple of `cell` nearest to the size and within the bounds (`smart_resize`)."""
-    if max(height, width) > THINNEST * min(height, width):
-        problem = f"is {width} x {height} pixels; the longer side may be {THINNEST} times the shorter at most"
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        problem = f"is {width} x {height} pixels; the longer side may be {MAX_ASPECT_RATIO} times the shorter at most"
         raise VideoError(problem, "Crop it, or drop the row")
     rows, columns, counted = round(height / cell), round(width / cell), round(frames / unit) * unit
     if counted * rows * columns * cell**2 > max_pixels:
@@ -55,9 +55,9 @@ def _neighbours(number: float) -> set[int]:
     return {max(1, math.floor(number)), max(1, math.ceil(number))}
 
 
-FEWEST_CELLS, MOST_CELLS = 4, 16384
+MIN_RESIZED_CELLS, MAX_RESIZED_CELLS = 4, 16384
 """Tokens between which qwen-vl-utils resizes to `resized_height` and `resized_width`."""
-MOST_FRAME_CELLS, MOST_CLIP_CELLS = 768, 0.9 * 128_000
+MAX_FRAME_CELLS, MAX_CLIP_CELLS = 768, 0.9 * 128_000
 """Tokens of a frame, and of all pairs of frames of a clip, that `max_pixels` can't exceed in qwen-vl-utils."""
 FLOATS = ("video_start", "video_end", "fps", "sample_fps")
 
@@ -100,9 +100,11 @@ class ImageSettings:
         and of what the run decides."""
         least, most, limit = bounds
         if self.resized_height is not None:
-            return within(self.resized_height, self.resized_width, cell, FEWEST_CELLS * cell**2, MOST_CELLS * cell**2)
+            return smart_resize(
+                self.resized_height, self.resized_width, cell, MIN_RESIZED_CELLS * cell**2, MAX_RESIZED_CELLS * cell**2
+            )
         low = min(least, self.max_pixels or least) if self.min_pixels is None else self.min_pixels
-        return within(height, width, cell, low, max(low, min(self.max_pixels or most, limit)))
+        return smart_resize(height, width, cell, low, max(low, min(self.max_pixels or most, limit)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +173,7 @@ class ClipSettings(ImageSettings):
         """
         least, most, limit = bounds
         floor = int(1.05 * (self.min_pixels or min(least, self.max_pixels or least)))
-        total = self.total_pixels or MOST_CLIP_CELLS * cell**2
+        total = self.total_pixels or MAX_CLIP_CELLS * cell**2
         limit = max(min(limit * cell**2, total / frames * unit), floor)
         most = limit if self.total_pixels else max(most, floor)
         return self.picture_size(height, width, cell, (least, most, limit))

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from rlfuse.errors import VideoError
-from rlfuse.video.clip_facts import STILL_S, ClipFacts
+from rlfuse.video.clip_metadata import MIN_STATIC_S, ClipMetadata
 from rlfuse.video.media_settings import ClipSettings, fit_size
 
 
@@ -62,7 +62,7 @@ class Geometry:
         return self.patch * self.merge
 
 
-class Choice(NamedTuple):
+class SampledFrames(NamedTuple):
     """What a sampling shows of a clip."""
 
     times: list[float]
@@ -78,7 +78,7 @@ class Choice(NamedTuple):
 class Sampling(Protocol):
     """A rule by which clips are sampled."""
 
-    def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> Choice:
+    def choose(self, clip: ClipMetadata, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> SampledFrames:
         """Times, their rate, and the size of every frame; `settings`: of its row, whose part of it `clip` is."""
 
 
@@ -111,15 +111,15 @@ class SeedSampling:
             task
         ]
 
-    def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> Choice:
+    def choose(self, clip: ClipMetadata, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> SampledFrames:
         most = {level: self.budget // level * geometry.temporal_patch for level in self.levels}
         longest = most[self.levels[-1]]
         if settings.has_frames or clip.is_list:
             times, fps = requested_times(clip, geometry, settings, (self.fps(task), 1, longest, longest))
-        elif clip.stills:
-            times, fps = clip.spread(longest, self.fps(task))
+        elif clip.static_intervals:
+            times, fps = clip.sample_times(longest, self.fps(task))
         else:  # no frame is shown twice
-            times, fps = clip.spread(min(longest, clip.distinct_frames), min(self.fps(task), clip.fps))
+            times, fps = clip.sample_times(min(longest, clip.distinct_frames), min(self.fps(task), clip.fps))
         level = next((level for level in self.levels if len(times) <= most[level]), self.levels[-1])
         choice = _sized(clip, times, fps, level, geometry, settings)
         if (tokens := math.ceil(len(times) / geometry.temporal_patch) * choice.tokens(geometry)) > self.budget:
@@ -143,13 +143,13 @@ class FixedSampling:
     def budget(self) -> int:
         return self.frames * self.tokens_per_frame
 
-    def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> Choice:
+    def choose(self, clip: ClipMetadata, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> SampledFrames:
         if settings.has_frames or clip.is_list:
             bounds = self.frames / clip.duration_s, 1, self.frames, math.inf
             times, fps = requested_times(clip, geometry, settings, bounds)
         else:
-            highest = 1 / STILL_S if clip.stills else clip.distinct_frames / clip.duration_s
-            times, fps = clip.spread(self.frames, highest)
+            highest = 1 / MIN_STATIC_S if clip.static_intervals else clip.distinct_frames / clip.duration_s
+            times, fps = clip.sample_times(self.frames, highest)
         return _sized(clip, times, fps, self.tokens_per_frame, geometry, settings)
 
 
@@ -175,7 +175,7 @@ class VideoPlan:
     timestamps: Timestamps | None = SEED_TIMES
     """How the prompt says the time before every frame; None where it does not."""
 
-    still: bool = False
+    is_image: bool = False
     """Of an image, whose frame is repeated to fill a temporal patch."""
     kept: bytes | None = None
     """A byte for each token of all frames, 1 for those that are visual tokens, see `compressed`; None: all are."""
@@ -192,7 +192,7 @@ class VideoPlan:
 
     @property
     def modality(self) -> str:
-        return "image" if self.still else "video"
+        return "image" if self.is_image else "video"
 
     @property
     def merge(self) -> int:
@@ -250,12 +250,12 @@ class VideoPlan:
         """Hash what the tower's output depends on, in 32 hexadecimal digits."""
         microseconds = [round(time * 1e6) for time in self.times]
         shape = (self.height, self.width, self.geometry.patch, self.geometry.merge, self.geometry.temporal_patch)
-        seen = (microseconds, shape, *["still"] * self.still, *[self.kept] * (self.kept is not None))
+        seen = (microseconds, shape, *["still"] * self.is_image, *[self.kept] * (self.kept is not None))
         return hashlib.blake2b(repr(seen).encode(), digest_size=16).hexdigest()
 
 
 def plan_video(
-    clip: ClipFacts,
+    clip: ClipMetadata,
     sampling: Sampling,
     task: TaskKind | str = TaskKind.GENERAL,
     geometry: Geometry | None = None,
@@ -265,33 +265,33 @@ def plan_video(
 ) -> VideoPlan:
     """The plan of one clip; `settings`: of its row."""
     geometry, settings = geometry or Geometry(), settings or ClipSettings()
-    seen = (clip if timestamps else clip.steady()).part(settings.video_start, settings.video_end)
+    seen = (clip if timestamps else clip.with_constant_rate()).trim(settings.video_start, settings.video_end)
     times, fps, level, height, width = sampling.choose(seen, _task(task), geometry, settings)
     times += times[-1:] * (-len(times) % geometry.temporal_patch)
     return VideoPlan(tuple(times), height, width, fps, level, geometry, timestamps)
 
 
 def requested_times(
-    clip: ClipFacts, geometry: Geometry, settings: ClipSettings, bounds: tuple[float, int, int, float]
+    clip: ClipMetadata, geometry: Geometry, settings: ClipSettings, bounds: tuple[float, int, int, float]
 ) -> tuple[list[float], float]:
     """Times and rate of the frames that settings ask for; `bounds`: as of `ClipSettings.frames`."""
     total, unit = clip.distinct_frames, 1 if clip.is_list else geometry.temporal_patch
     bounds = (clip.fps, 1, total, bounds[3]) if clip.is_list else bounds
     frames = settings.frames(clip.first_frame, total, clip.fps, unit, bounds)
-    if clip.stills:
-        return clip.spread(len(frames), len(frames) / clip.duration_s)
+    if clip.static_intervals:
+        return clip.sample_times(len(frames), len(frames) / clip.duration_s)
     return [clip.time_of(frame) for frame in frames], len(frames) / total * clip.fps
 
 
 def _sized(
-    clip: ClipFacts, times: list[float], fps: float, level: int, geometry: Geometry, settings: ClipSettings
-) -> Choice:
+    clip: ClipMetadata, times: list[float], fps: float, level: int, geometry: Geometry, settings: ClipSettings
+) -> SampledFrames:
     if not settings.has_size:
-        return Choice(times, fps, level, *fit_size(clip.height, clip.width, level, geometry.cell))
+        return SampledFrames(times, fps, level, *fit_size(clip.height, clip.width, level, geometry.cell))
     cell, unit = geometry.cell, geometry.temporal_patch
     bounds = cell**2, level * cell**2, level
     size = settings.frame_size(clip.height, clip.width, len(times), cell, unit, bounds)
-    choice = Choice(times, fps, level, *size)
+    choice = SampledFrames(times, fps, level, *size)
     return choice._replace(level=max(level, choice.tokens(geometry)))
 
 

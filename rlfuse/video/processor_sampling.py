@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from rlfuse.video.clip_facts import ClipFacts
-from rlfuse.video.media_settings import MOST_FRAME_CELLS, ClipSettings, within
-from rlfuse.video.plan import Choice, Geometry, TaskKind, requested_times
+from rlfuse.video.clip_metadata import ClipMetadata
+from rlfuse.video.media_settings import MAX_FRAME_CELLS, ClipSettings, smart_resize
+from rlfuse.video.plan import Geometry, SampledFrames, TaskKind, requested_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class PixelBounds:
     min_pixels: int
     max_pixels: int
 
-    def told(self, settings: Mapping[str, Any]) -> Self:
+    def with_processor_settings(self, settings: Mapping[str, Any]) -> Self:
         size = settings.get("size") or {}
         named = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
         named |= {each.name: settings[each.name] for each in fields(self) if settings.get(each.name) is not None}
@@ -38,14 +38,14 @@ class ProcessorSampling(PixelBounds):
     min_frames: int
     max_frames: int
 
-    def most_pixels(self, frames: int) -> int:
+    def frame_pixel_limit(self, frames: int) -> int:
         return self.max_pixels
 
     def frame_bounds(self, frames: int, geometry: Geometry) -> tuple[int, int]:
-        return self.min_pixels, self.most_pixels(frames)
+        return self.min_pixels, self.frame_pixel_limit(frames)
 
-    def choose(self, clip: ClipFacts, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> Choice:
-        """Whatever the task. Pictures that vary in length are spread as `ClipFacts.spread` says."""
+    def choose(self, clip: ClipMetadata, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> SampledFrames:
+        """Whatever the task. Pictures that vary in length are spread as `ClipMetadata.sample_times` says."""
         total = clip.distinct_frames
         if clip.is_list or not settings.is_empty:
             times, fps = requested_times(
@@ -54,15 +54,15 @@ class ProcessorSampling(PixelBounds):
         else:
             frames = self.frames(total, clip.fps, geometry.temporal_patch)
             times, fps = [frame / clip.fps for frame in frames], len(frames) / total * clip.fps
-            if clip.stills:
-                times, fps = clip.spread(len(frames), len(frames) / clip.duration_s)
+            if clip.static_intervals:
+                times, fps = clip.sample_times(len(frames), len(frames) / clip.duration_s)
         if settings.has_size:
-            bounds = *self.frame_bounds(len(times), geometry), MOST_FRAME_CELLS
+            bounds = *self.frame_bounds(len(times), geometry), MAX_FRAME_CELLS
             cell, unit = geometry.cell, geometry.temporal_patch
             height, width = settings.frame_size(clip.height, clip.width, len(times), cell, unit, bounds)
         else:
             height, width = self.size(clip.height, clip.width, len(times), geometry)
-        return Choice(times, fps, height * width // geometry.cell**2, height, width)
+        return SampledFrames(times, fps, height * width // geometry.cell**2, height, width)
 
     def frames(self, total: int, fps: float, unit: int) -> list[int]:
         """Which frames of a clip that has so many, `fps` a second; as many as fill units where it has as many."""
@@ -73,4 +73,4 @@ class ProcessorSampling(PixelBounds):
         return torch.arange(0, total, total / count).int().tolist()
 
     def size(self, height: int, width: int, frames: int, geometry: Geometry) -> tuple[int, int]:
-        return within(height, width, geometry.cell, self.min_pixels, self.most_pixels(frames))
+        return smart_resize(height, width, geometry.cell, self.min_pixels, self.frame_pixel_limit(frames))

@@ -85,15 +85,15 @@ def assemble(
     return VideoPrompt(np.asarray(ids, dtype=np.int32), *in_order)
 
 
-def quoted(text: str) -> str:
+def escape_markers(text: str) -> str:
     """Return `text` with its markers spelled so that `assemble` reads them as text."""
     for marker, spelled in _QUOTED.items():
         text = text.replace(marker, spelled)
     return text
 
 
-def unquoted(text: str) -> str:
-    """Undo `quoted`."""
+def unescape_markers(text: str) -> str:
+    """Undo `escape_markers`."""
     for marker, spelled in _QUOTED.items():
         text = text.replace(spelled, marker)
     return text
@@ -111,7 +111,7 @@ def _check_count(text: str, modality: str, markers: int, plans: int) -> None:
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, visual: VisualTokens) -> list[int]:
     """Ids of a text, none of them visual; other special tokens, such as those of a chat template, are read as such."""
-    parts = [unquoted(text)]
+    parts = [unescape_markers(text)]
     for word in (visual.video, visual.image):
         half = len(word) // 2
         parts = [cut for part in parts for cut in _split(part, word, (word[:half], word[half:]))]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-IN_TIME = 0.8
+USABLE_TIME_SHARE = 0.8
 """Of the time that there is, in which clips are encoded ahead: clips and steps differ."""
 
 
@@ -27,7 +27,7 @@ class CostModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ClipLoad:
     """A clip as the sharding sees it."""
 
     units: int
@@ -42,7 +42,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class UnitRange:
     """Units `first` to `last` (exclusive) of the batch's clip number `clip`."""
 
     clip: int
@@ -54,7 +54,7 @@ class Run:
         return self.last - self.first
 
 
-def shard(loads: Sequence[Load], ranks: int, step: int = 1) -> list[list[Run]]:
+def shard(loads: Sequence[ClipLoad], ranks: int, step: int = 1) -> list[list[UnitRange]]:
     """Return one list of runs per rank, in the order of the clips, with the smallest possible maximum load. A rank
     closed at total / ranks + heaviest step holds more than total / ranks, so `ranks` of them always suffice."""
     if ranks < 1 or step < 1:
@@ -74,7 +74,7 @@ def shard(loads: Sequence[Load], ranks: int, step: int = 1) -> list[list[Run]]:
     return shards + [[] for _ in range(ranks - len(shards))]
 
 
-def cost(runs: Sequence[Run], loads: Sequence[Load]) -> int:
+def cost(runs: Sequence[UnitRange], loads: Sequence[ClipLoad]) -> int:
     """Of one shard."""
     return sum(run.units * loads[run.clip].unit_cost for run in runs)
 
@@ -84,12 +84,12 @@ def pool_size(work_s: float, within_s: float, ranks: int) -> int:
     beside steps of 5 s: 3 ranks."""
     if not work_s or not within_s:
         return ranks
-    return min(ranks, math.ceil(work_s / (IN_TIME * within_s)))
+    return min(ranks, math.ceil(work_s / (USABLE_TIME_SHARE * within_s)))
 
 
-def _fill(loads: Sequence[Load], limit: int, step: int) -> list[list[Run]]:
+def _fill(loads: Sequence[ClipLoad], limit: int, step: int) -> list[list[UnitRange]]:
     """Fill shards of at most `limit` (at least the heaviest step), one after the other."""
-    shards: list[list[Run]] = [[]]
+    shards: list[list[UnitRange]] = [[]]
     room = limit
     for clip, load in enumerate(loads):
         first = 0
@@ -100,7 +100,7 @@ def _fill(loads: Sequence[Load], limit: int, step: int) -> list[list[Run]]:
                 shards.append([])
                 room = limit
                 continue
-            shards[-1].append(Run(clip, first, first + units))
+            shards[-1].append(UnitRange(clip, first, first + units))
             room -= units * load.unit_cost
             first += units
     return shards

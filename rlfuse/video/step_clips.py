@@ -110,4 +110,4 @@ class StepClips:
 
 
 def _clip(prompt: int, seen: Visual) -> Clip:
-    return Clip(f"{'image' if seen.plan.still else 'clip'} of prompt {prompt}", seen.path, seen.plan)
+    return Clip(f"{'image' if seen.plan.is_image else 'clip'} of prompt {prompt}", seen.path, seen.plan)

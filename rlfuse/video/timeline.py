@@ -24,7 +24,7 @@ from av.stream import Disposition
 from av.video.stream import VideoStream
 
 from rlfuse.errors import VideoError
-from rlfuse.video.clip_facts import ROUNDING_S, STILL_S
+from rlfuse.video.clip_metadata import MIN_STATIC_S, ROUNDING_S
 
 COVERS = {"mjpeg", "png", "bmp", "gif", "webp", "tiff"}
 """Codecs of cover pictures; some are also those of cameras."""
@@ -37,7 +37,7 @@ or addresses (playlists, concat lists, numbered images, MLV), and many are seldo
 MP4, AVI = "mov,mp4,m4a,3gp,3g2,mj2", "avi"
 STORES_LENGTH = (MP4, AVI, "matroska,webm", "flv")
 """Containers whose header says how long they are; of others FFmpeg estimates it from time stamps."""
-GUESSED_BEHIND_SEEKS = (AVI, "mpeg")
+UNRELIABLE_AFTER_SEEK = (AVI, "mpeg")
 """Containers that don't say when each picture is shown. From the start they can be counted; from a keyframe FFmpeg
 can't know how many B-frames stored behind it are shown before it."""
 TS = "mpegts"
@@ -47,7 +47,7 @@ RATE_OFF = 0.01
 """Share by which a header's rate may differ from that of its packets."""
 LONGEST_JUMP_S = 10.0
 """In other containers; a longer one may not outlast the rest of the clip."""
-MOST_REORDERED = 32
+MAX_REORDERED = 32
 """Places between a frame's order of decoding and of showing: 16 frames of two fields in H.264 and H.265."""
 EDITED = "is put together from several parts by its edit list, and FFmpeg misplaces frames between such parts"
 UNDECIDED = "has B-frames and {}, and AVI doesn't say when each picture is shown"
@@ -68,7 +68,7 @@ class Timeline:
     duration_s: float
     fps: float
     frames: int
-    stills: tuple[tuple[float, float], ...]
+    static_intervals: tuple[tuple[float, float], ...]
     keyframes: list[int]
     """Ticks where decoding can start, besides the clip's start; rising."""
     ticks: tuple[int, ...] = ()
@@ -199,7 +199,7 @@ def _timeline(container: InputContainer, stream: VideoStream, packets: list[_Pac
     order = np.argsort(presented, kind="stable")
     ticks = presented[order]
     gaps = np.diff(ticks)
-    if counted and len(gaps) and np.ptp(gaps) * tick_s > STILL_S:
+    if counted and len(gaps) and np.ptp(gaps) * tick_s > MIN_STATIC_S:
         raise VideoError(UNDECIDED.format("pauses"), REWRITE)
     # AVI has no length of packets, and its rate may be that of its clock: a lone picture stays as long as the stream.
     lone = stream.duration if len(ticks) == 1 and container.format.name == AVI and not cut else None
@@ -208,7 +208,7 @@ def _timeline(container: InputContainer, stream: VideoStream, packets: list[_Pac
     stays = lone or packets[order[-1]].duration  # which not every container says
     end = ticks[-1] + (stays or (np.median(gaps) if gaps.any() else 1 / fps / tick_s))
     astray = int(np.argmax(np.abs(order - np.arange(len(order)))))
-    if abs(order[astray] - astray) > MOST_REORDERED:
+    if abs(order[astray] - astray) > MAX_REORDERED:
         problem = f"has a frame stamped {(ticks[astray] - ticks[0]) * tick_s:g} s among others of quite another time"
         raise VideoError(f"{problem}: a time stamp is damaged", REWRITE)
     in_mp4 = container.format.name == MP4  # there headers count times of decoding or of showing
@@ -216,13 +216,13 @@ def _timeline(container: InputContainer, stream: VideoStream, packets: list[_Pac
     _check_length(container, stream, clocks, end - ticks[-1], cut)
     if in_mp4 and (said := ticks[0] + (stream.duration or 0)) > ticks[-1]:
         end = min(end, said)  # a packet lasts until the next is decoded
-    stills = _stills(ticks, end, tick_s)
-    if stills and not in_mp4:  # where none lasts as said, nor does the last
+    static_intervals = _stills(ticks, end, tick_s)
+    if static_intervals and not in_mp4:  # where none lasts as said, nor does the last
         end = max(end, _header_s(container) / tick_s or 2 * ticks[-1] - ticks[-2])
-        stills = _stills(ticks, end, tick_s)
+        static_intervals = _stills(ticks, end, tick_s)
     duration = float(end - ticks[0]) * tick_s
     keyframes = sorted(packet.tick for packet in packets if packet.is_keyframe)
-    if container.format.name in GUESSED_BEHIND_SEEKS and stream.codec_context.has_b_frames:
+    if container.format.name in UNRELIABLE_AFTER_SEEK and stream.codec_context.has_b_frames:
         keyframes = []
     shown = tuple(ticks.tolist())
     return Timeline(
@@ -232,7 +232,7 @@ def _timeline(container: InputContainer, stream: VideoStream, packets: list[_Pac
         duration,
         fps,
         len(shown),
-        stills,
+        static_intervals,
         keyframes,
         ticks=shown if counted else (),
         damaged=_damaged(packets) if container.format.name == TS else (),
@@ -243,8 +243,8 @@ def _decodable(packets: list[_Packet]) -> list[_Packet]:
     """Return packets from the first keyframe on that are shown; all if none is marked as a keyframe."""
     first = next((place for place, packet in enumerate(packets) if packet.is_keyframe), 0)
     decoded, begin = packets[first:], packets[first].tick
-    following = [packet for packet in decoded[:MOST_REORDERED] if packet.tick >= begin]
-    return [packet for packet in following + decoded[MOST_REORDERED:] if not packet.is_discard]
+    following = [packet for packet in decoded[:MAX_REORDERED] if packet.tick >= begin]
+    return [packet for packet in following + decoded[MAX_REORDERED:] if not packet.is_discard]
 
 
 def _damaged(packets: list[_Packet]) -> tuple[tuple[float, float], ...]:
@@ -277,13 +277,13 @@ def _stills(ticks: np.ndarray, end: float, tick_s: float) -> tuple[tuple[float, 
     begins = (ticks - ticks[0]) * tick_s
     ends = np.append(begins[1:], (end - ticks[0]) * tick_s)
     stays = ends - begins
-    if len(ticks) == 1 or not (stays > STILL_S).any():
+    if len(ticks) == 1 or not (stays > MIN_STATIC_S).any():
         return ()
     usual = stays[:-1].mean()
     astray = np.abs(begins - usual * np.arange(len(ticks))).max()  # one short stay moves all that follow
     if max(astray, stays[-1] - usual) <= 2 * ROUNDING_S:
         return ()
-    listed = (stays > STILL_S) | (stays.mean() > STILL_S)
+    listed = (stays > MIN_STATIC_S) | (stays.mean() > MIN_STATIC_S)
     return tuple(zip(begins[listed].tolist(), ends[listed].tolist(), strict=True))
 
 
@@ -303,12 +303,12 @@ def _check_length(
     # Only some say how long the video is of its own: others begin to count before it, and go on with the sound.
     own = (stream.duration or 0) * tick_s if container.format.name in (MP4, AVI) else 0.0
     said = own or (header if cut or len(container.streams) == 1 else 0.0)
-    if said - reached > (STILL_S if cut else min(1.0, 0.1 * said) + longest):
+    if said - reached > (MIN_STATIC_S if cut else min(1.0, 0.1 * said) + longest):
         raise VideoError(f"ends at {length:g} s, and its header says {said:g} s: it is truncated", FETCH_AGAIN)
 
 
 def _too_long(length_s: float, header_s: float) -> bool:
-    return header_s > 0 and length_s > 1.1 * header_s + STILL_S
+    return header_s > 0 and length_s > 1.1 * header_s + MIN_STATIC_S
 
 
 def _header_s(container: InputContainer) -> float:

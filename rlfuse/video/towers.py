@@ -218,7 +218,7 @@ def _own(name: str) -> str:
 
 def _load(family: type[VideoFamily], config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> VideoFamily:
     module = family(config).to(dtype)
-    found = {_own(name): tensor for name, tensor in _tensors(folder, family.prefixes)}
+    found = {_own(name): tensor for name, tensor in _tensors(folder, family.tower_prefixes)}
     wanted = module.state_dict().keys()
     if found.keys() != wanted:
         missing, extra = sorted(wanted - found.keys()), sorted(found.keys() - wanted)

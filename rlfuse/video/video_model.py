@@ -13,20 +13,20 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from rlfuse.errors import VideoError
 from rlfuse.video.checkpoints import join_checkpoint
-from rlfuse.video.handover import unknown
 from rlfuse.video.models.base import Route, VideoFamily, family_of, known_families
 from rlfuse.video.plan import Geometry, VideoPlan
 from rlfuse.video.processor_sampling import PixelBounds, ProcessorSampling
 from rlfuse.video.prompt import VideoPrompt, VisualTokens, assemble
 from rlfuse.video.towers import image_settings, processor_settings
+from rlfuse.video.vllm_route import unknown_family_message
 
 
-def usable_family(config: PreTrainedConfig) -> type[VideoFamily] | None:
+def supported_family(config: PreTrainedConfig) -> type[VideoFamily] | None:
     """The family of the model; None if it has no visual part. VideoError for a model that can't be used."""
     if getattr(config, "vision_config", None) is None:
         return None
     if (family := family_of(config)) is None:
-        why = unknown(config.model_type)
+        why = unknown_family_message(config.model_type)
         raise VideoError(f"a {config.model_type} model can't be used: {why}", f"Take one of {known_families()}")
     return family
 
@@ -43,10 +43,10 @@ class VideoModel:
     family: type[VideoFamily]
 
     @classmethod
-    def at(cls, folder: str, trust_remote_code: bool = False) -> VideoModel | None:
+    def from_pretrained(cls, folder: str, trust_remote_code: bool = False) -> VideoModel | None:
         """Return the model of this folder or hub name; None without a visual part. VideoError if unusable."""
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        if (family := usable_family(config)) is None:
+        if (family := supported_family(config)) is None:
             return None
         if not Path(folder).is_dir():
             folder = snapshot_download(folder)
@@ -67,19 +67,19 @@ class VideoModel:
 
     @property
     def sampling(self) -> ProcessorSampling:
-        return self.family.sampling.told(processor_settings(Path(self.folder)))
+        return self.family.sampling.with_processor_settings(processor_settings(Path(self.folder)))
 
     def image_sizes(self, most_tokens: int | None) -> tuple[PixelBounds, Geometry]:
         """How the model's own processor sizes images and cuts them, to at most so many tokens each."""
         settings = image_settings(Path(self.folder))
         geometry = replace(self.geometry, merge=settings.get("merge_size", self.family.image_merge))
-        bounds = self.family.image_bounds.told(settings)
+        bounds = self.family.image_bounds.with_processor_settings(settings)
         if most_tokens is not None:
             most = min(bounds.max_pixels, most_tokens * geometry.cell**2)
             bounds = PixelBounds(min_pixels=min(bounds.min_pixels, most), max_pixels=most)
         return bounds, geometry
 
-    def served(self, folder: Path, head: torch.nn.Linear | None = None) -> str:
+    def servable_folder(self, folder: Path, head: torch.nn.Linear | None = None) -> str:
         """Return what engines and trainers load: the whole model, or its text part written to `folder`."""
         if self.family.route is Route.VIDEO_EMBEDS:
             return self.folder

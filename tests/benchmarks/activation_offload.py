@@ -27,7 +27,7 @@ from memory_peaks import SECONDS, Case, _peak, _reset_peak, _warm_up, config_of
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import GIB, MIB, Budget, memory_of
 from rlfuse.engines.memory.model_sizes import shapes_of
-from rlfuse.engines.trainer.rank_group import HOST_MEMORY
+from rlfuse.engines.trainer.rank_group import MALLOC_SETTINGS
 from rlfuse.samples import MicroBatch, Row
 
 MODEL = dict(
@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS))
     arguments = parser.parse_args()
-    os.environ |= HOST_MEMORY | {"OMP_NUM_THREADS": str(arguments.threads)}
+    os.environ |= MALLOC_SETTINGS | {"OMP_NUM_THREADS": str(arguments.threads)}
     with tempfile.TemporaryDirectory() as folder:
         configs = {way: _config(Path(folder), arguments.tokens, WAYS[way]) for way in arguments.ways}
         planned = {way: _planned(config) for way, config in configs.items()}

@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlfuse.costs.spans import spans_within
 from rlfuse.events import read_events
-from rlfuse.simulate.job_step import whole_samples, workload_of
+from rlfuse.simulate.job_step import finished_lengths, workload_of
 from rlfuse.simulate.runner import simulate
-from rlfuse.tools.planning.calibrate import read_works
-from rlfuse.tools.planning.calibration import fitted, totals
+from rlfuse.tools.planning.calibrate import read_work
+from rlfuse.tools.planning.calibration import fit_hardware, totals
 from rlfuse.tools.planning.costs import costs_of
 from rlfuse.tools.planning.features import Work
 from rlfuse.tools.planning.hardware import KINDS, Hardware
@@ -53,14 +53,14 @@ def main() -> None:
     for name, words in JOBS.items():
         if not (runs / name / "summary.json").exists():
             make(arguments.folder, name, words, arguments.steps)
-    works = {name: read_works(runs / name, name)[0] for name in JOBS}
+    works = {name: read_work(runs / name, name)[0] for name in JOBS}
     print(
         f"| predicted from the others | {' | '.join(KINDS)} | step, mean | step, worst |\n|{'---|' * (len(KINDS) + 3)}"
     )
     every = []
     for name in JOBS:
         others = [work for other in JOBS if other != name for work in works[other]]
-        errors, steps = _errors(runs / name, works[name], fitted(others))
+        errors, steps = _errors(runs / name, works[name], fit_hardware(others))
         every += steps
         kinds = " | ".join(f"{errors[kind]:.1%}" for kind in KINDS)
         print(f"| {name} | {kinds} | {np.mean(steps):.1%} | {max(steps):.1%} |")
@@ -92,7 +92,7 @@ def _errors(folder: Path, works: list[Work], hardware: Hardware) -> tuple[dict[s
     config, spans = config_of(folder / "config.yaml"), read_events(folder / "events.jsonl")
     shapes, errors = shapes_of(config), []
     for step in [span for span in spans if span.kind == "step"][1:]:
-        lengths, prompt = whole_samples(spans_within(spans, step))
+        lengths, prompt = finished_lengths(spans_within(spans, step))
         costs = costs_of(config, shapes, hardware, prompt + float(np.mean(lengths)))
         workload = workload_of(config, costs, config.slots, lengths, prompt)
         errors.append(abs(simulate(workload, config.fusion.policy).result.step_s / step.seconds - 1))

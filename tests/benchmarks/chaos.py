@@ -197,7 +197,7 @@ class Chaos:
         files = [
             *(path for path in self.files if path.exists()),
             # Every run of a video model keeps text_parts.
-            *(each.path for each in leftovers.of_run(self.folder) if each.path.name != "text_parts"),
+            *(each.path for each in leftovers.leftovers_of_run(self.folder) if each.path.name != "text_parts"),
         ]
         return living + [str(path) for path in files]
 

@@ -99,7 +99,7 @@ def prepared(folder: Path, size: str, options: argparse.Namespace) -> Path:
     if not (model := folder / "models" / size).exists():
         model.mkdir(parents=True)
         dtype = "bfloat16" if options.device == "cuda" else "float32"
-        code = f"import sys, pathlib, card_profile as c; c.make_model(pathlib.Path(sys.argv[1]), {size!r}, {dtype!r})"
+        code = f"import sys, pathlib, gpu_profile as c; c.make_model(pathlib.Path(sys.argv[1]), {size!r}, {dtype!r})"
         subprocess.run([sys.executable, "-c", code, str(model)], cwd=Path(__file__).parent, check=True)
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -113,7 +113,7 @@ def prepared(folder: Path, size: str, options: argparse.Namespace) -> Path:
 
 def measure(name: str, folder: Path, model: Path, options: argparse.Namespace) -> list[float]:
     """Return the seconds of each step of a run in processes of its own."""
-    from beside_trl import STEPS, seconds_of, steps_of_ours
+    from compare_trl import STEPS, seconds_of, steps_of_ours
 
     folder.mkdir(parents=True)
     if name == OURS:
@@ -164,7 +164,7 @@ def train(model: Path, folder: Path, options: argparse.Namespace) -> None:
     """TRL's process."""
     import pyarrow.parquet as pq
     import torch
-    from beside_trl import train_by_trl
+    from compare_trl import train_by_trl
     from transformers import AutoModelForCausalLM
     from trl import GRPOConfig
 

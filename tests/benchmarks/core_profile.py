@@ -1,4 +1,4 @@
-"""The engine core's step by part, and the kernels of a step: imported by vLLM's workers for `card_profile.py`.
+"""The engine core's step by part, and the kernels of a step: imported by vLLM's workers for `gpu_profile.py`.
 
 With one device they are in the engine core's process, whose parts are not made yet.
 """

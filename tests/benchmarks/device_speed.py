@@ -88,11 +88,12 @@ class Rlfuse:
     ) -> list[tuple[list[int], list[float]]]:
         import numpy as np
 
-        from rlfuse.engines.rollout.engine_actor import NOTHING, Request
+        from rlfuse.engines.rollout.engine_actor import EMPTY_PARTIAL, Request
         from rlfuse.protocols import Sampling
 
         requests = [
-            Request(f"{name}/{i}", 1, 1000 + i, np.asarray(prompt, np.int32), NOTHING) for i, prompt in enumerate(ids)
+            Request(f"{name}/{i}", 1, 1000 + i, np.asarray(prompt, np.int32), EMPTY_PARTIAL)
+            for i, prompt in enumerate(ids)
         ]
         found = {}
         async for some in self.worker.generate(requests, Sampling(1.0, 1.0, -1, tokens, stop=tuple(STOP))):

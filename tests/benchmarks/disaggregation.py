@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 
 from rlfuse.fusion.decisions import Settings
-from rlfuse.simulate.tuning import find
+from rlfuse.simulate.tuning import choose_prefill_share
 from rlfuse.simulate.workload import Drawn, Engine, Lognormal, Scoring, Training, Workload
 
 PROMPTS, RESPONSES, ENGINES = (500, 20_000, 80_000), (300, 2_000), (2, 8)
@@ -47,7 +47,7 @@ def workload(engines: int, prompt: int, median: int, group: int, history: float 
 
 def ratio(engines: int, prompt: int, median: int, group: int, history: float | None) -> float:
     """`on` over `off`, as the reason says."""
-    why = find(workload(engines, prompt, median, group, history), "adaptive", Settings(), "on", 0.0).why
+    why = choose_prefill_share(workload(engines, prompt, median, group, history), "adaptive", Settings(), "on", 0.0).why
     return float(re.search(r"takes ([\d.]+) times", why)[1])
 
 

@@ -162,7 +162,7 @@ def run_job(folder: Path, settings: dict[str, object], algorithm: str) -> str:
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 0]
     if min(row["actor/grad_norm"] for row in rows) <= 0 or len(rows) != 3:
         return f"nothing was learned in {len(rows)} steps"
-    first = re.search(r"by rollout engines and trainer are at most (\S+) apart", done.stdout)
+    first = re.search(r"by rollout engines and trainer differ by at most (\S+)", done.stdout)
     apart = max(*(row[APART] for row in rows), float(first[1]) if first else float("nan"))
     return f"{apart:.0e}" if apart < BOUND else f"**{apart:.0e}**"
 

@@ -95,7 +95,7 @@ def planned(stages: int, order: str, count: int) -> Plan:
     work = {"actor": count}, dict.fromkeys(PASSES, count)
     first = planner.plan(*work)
     for each in (each for row in first.rows for each in row):
-        planner.learn(first.timed_as(each), FIXED[each.kind] + (FIXED["W"] if each.kind == "B" else 0.0))
+        planner.learn(first.planned_operation(each), FIXED[each.kind] + (FIXED["W"] if each.kind == "B" else 0.0))
     return planner.plan(*work)
 
 

@@ -37,9 +37,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, Qwen2Config
 
 from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.micro_batch_losses import actor_loss, log_probs
 from rlfuse.engines.trainer.model_inputs import collate
-from rlfuse.engines.trainer.models import trainer_ready
-from rlfuse.engines.trainer.passes import actor_loss, log_probs
+from rlfuse.engines.trainer.models import prepare_for_training
 from rlfuse.samples import Row
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "gpu"))
@@ -230,7 +230,7 @@ def measure_training(folder: str, settings: Settings, watch: Stopwatch, checkpoi
     config.model.enable_gradient_checkpointing = checkpointing
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=_dtype(device))
-    model = trainer_ready(model, config.model).train()
+    model = prepare_for_training(model, config.model).train()
 
     def work(rows: list[Row], training: bool) -> None:
         batch = collate(rows, True, device)

@@ -26,9 +26,9 @@ from worlds.emulated_graphs import Count, EmulatedRecording, Graph
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.deepspeed.optimizer import trainable
 from rlfuse.engines.trainer import cuda_graphs
+from rlfuse.engines.trainer.micro_batch_losses import actor_loss, log_probs
 from rlfuse.engines.trainer.model_inputs import collate
-from rlfuse.engines.trainer.models import trainer_ready
-from rlfuse.engines.trainer.passes import actor_loss, log_probs
+from rlfuse.engines.trainer.models import prepare_for_training
 from rlfuse.events import Recorder
 from rlfuse.samples import Row
 
@@ -49,7 +49,7 @@ def model_of(hidden_size: int, layers: int, heads: int) -> Qwen2ForCausalLM:
         vocab_size=32, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=heads // 2, max_position_embeddings=256,
     )  # fmt: skip
-    return trainer_ready(Qwen2ForCausalLM(config), ModelConfig())
+    return prepare_for_training(Qwen2ForCausalLM(config), ModelConfig())
 
 
 def rows() -> list[Row]:

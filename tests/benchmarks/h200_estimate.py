@@ -81,12 +81,12 @@ CHANGES = {
         "scheduling and the model runner overlap; messages between the two take the core 0.13 ms a step (CPUs)",
     ),
     "logits": Change(
-        "rlfuse/engines/trainer/passes.py",
+        "rlfuse/engines/trainer/micro_batch_losses.py",
         "temperature == 1.0",
         "bytes: float32 logits are neither copied forward nor backward at temperature 1",
     ),
     "fused log probs": Change(
-        "rlfuse/engines/trainer/passes.py",
+        "rlfuse/engines/trainer/micro_batch_losses.py",
         "is_fused",
         "20 % of a pass: 43 of the 55 ms that logits take of 215 ms; three passes over bfloat16 logits take 3 ms",
     ),
@@ -102,15 +102,17 @@ CHANGES = {
     ),
     "sharing": Change(
         "rlfuse/step/colocation.py",
-        "sharing.hands_over",
+        "sharing.alternates",
         "both sides fit: the memory plan counts 43 of 141 GB; no sleep, wake, copy, or emptied cache",
     ),
     "KV cap": Change(
         "rlfuse/engines/vllm/kv_cache.py",
-        "def most_used",
+        "def max_kv_cache_bytes",
         "mapping and resets scale with the cache's bytes",
     ),
-    "pinned ahead": Change("rlfuse/engines/trainer/offloading.py", "def pin_ahead", "pinning ends before it is needed"),
+    "pinned ahead": Change(
+        "rlfuse/engines/trainer/offloading.py", "def start_pinning", "pinning ends before it is needed"
+    ),
     "reserve": Change("rlfuse/engines/trainer/offloading.py", "def release_cached", "the plan has room for it"),
     "packed push": Change(
         "rlfuse/engines/vllm/rollout_worker.py",

@@ -121,9 +121,11 @@ def report(run: Path, peaks: dict[str, float]) -> None:
     for kind in ("encode_clips", "gen", "old_log_prob", "ref", "update_actor", "step"):
         mine = [span for span in spans[kind] if span.where == "driver"]
         print(f"{kind:<14} {covered(mine):8.1f} s")
-    print(f"prefill on the engine {row['video/prefill_s']:.1f} s; encoded {row['video/encode_once_factor']:.2f} times")
     print(
-        f"tokens run over unique in passes {row['perf/tokens_run_over_unique']:.4f}, degree {row['video/degree']:.0f}"
+        f"prefill on the engine {row['video/prefill_s']:.1f} s; encoded {row['video/encoded_over_unique_tokens']:.2f} times"
+    )
+    print(
+        f"tokens run over unique in passes {row['perf/computed_over_unique_tokens']:.4f}, degree {row['video/sequence_parallel_degree']:.0f}"
     )
     for name in ("driver", "EncoderRank", "decoder", "RolloutWorker", "vLLM", "TrainerRank", "EmbeddingCache"):
         print(f"peak memory  {name:<15} {peaks.get(name, float('nan')):8.0f} MiB")

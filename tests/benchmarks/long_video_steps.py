@@ -55,7 +55,7 @@ from rlfuse.cluster import placement
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
-from rlfuse.engines.trainer.degrees import Share
+from rlfuse.engines.trainer.sequence_parallel_packing import Share
 from rlfuse.engines.vllm.rollout_worker import RolloutWorker
 from rlfuse.engines.vllm.setup import rollout_env
 from rlfuse.observe.metrics import repetition
@@ -214,7 +214,9 @@ class Bench:
             "bytes": sent,
             "tokens": rows[0].tokens,
             "encoded / unique": video["video/encoded_tokens"] / self.plans[frames].tokens,
-            "run / unique": repetition(spans, {sample.id: sample for sample in samples})["perf/tokens_run_over_unique"],
+            "run / unique": repetition(spans, {sample.id: sample for sample in samples})[
+                "perf/computed_over_unique_tokens"
+            ],
             "needed": needed,
             "padding": sum(span.attributes["run"] for span in scoring) - needed,
             "degrees": [max(s.attributes["degree"] for s in spans if s.kind == kind) for kind in ("ref", "backward")],

@@ -28,8 +28,8 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.memory.activations import worst
 from rlfuse.engines.memory.estimate import GIB, MIB, Budget, Memory, memory_of
 from rlfuse.engines.memory.model_sizes import shapes_of
-from rlfuse.engines.memory.tracing import Texts
-from rlfuse.engines.trainer.rank_group import HOST_MEMORY
+from rlfuse.engines.memory.tracing import SequenceLengths
+from rlfuse.engines.trainer.rank_group import MALLOC_SETTINGS
 from rlfuse.samples import MicroBatch, Row
 
 WIDTHS = dict(
@@ -50,8 +50,8 @@ SECONDS = 3600
 STEPS = 3
 """That a rank goes through: blocks that stay lie otherwise in its heap after each, and the next leaves other holes."""
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
-"""With which glibc gives the system back what is freed; ranks of a run keep it (`rank_group.HOST_MEMORY`)."""
-HOLES = "holes between activations"
+"""With which glibc gives the system back what is freed; ranks of a run keep it (`rank_group.MALLOC_SETTINGS`)."""
+HOLES = "heap fragmentation"
 """That the plan counts of a heap that keeps it."""
 
 
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true", help="also what the plan counts")
     parser.add_argument("--returned", action="store_true", help="ranks give back what is freed: no holes")
     arguments = parser.parse_args()
-    heap = RETURNED if arguments.returned else HOST_MEMORY
+    heap = RETURNED if arguments.returned else MALLOC_SETTINGS
     print("| | model | planned MiB | measured MiB | off by |\n|---|---|---|---|---|", flush=True)
     for name in arguments.names or CASES:
         with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +142,7 @@ def measured(config: Config, case: Case, heap: Mapping[str, str]) -> float:
     context = multiprocessing.get_context("spawn")
     told, meeting = context.Queue(), context.Queue()
     work = _engine if case.roles == ("engine",) else _rank
-    for key in HOST_MEMORY:
+    for key in MALLOC_SETTINGS:
         os.environ.pop(key, None)
     os.environ |= heap if work is _rank else {}  # which engines of a run do not have, either
     processes = [context.Process(target=_told, args=(work, config, i, told, meeting)) for i in range(case.ranks)]
@@ -181,7 +181,7 @@ def _rank(config: Config, number: int, meeting: Any) -> float:
     _warm_up()
     before = _reset_peak()
     rank.setup()
-    _step(rank, [], [_micro_batch(Texts(((8, 8),)))])
+    _step(rank, [], [_micro_batch(SequenceLengths(((8, 8),)))])
     large = [[_micro_batch(texts) for texts in worst(config, False, learns)] for learns in (False, True)]
     large[1].append(large[1][0])  # the most logits, before there are gradients and, as a plan has it, beside them
     for _ in range(STEPS):
@@ -204,7 +204,7 @@ def _step(rank: Any, passed: list[MicroBatch], learned: list[MicroBatch]) -> Non
         rank.step(name, 1.0)
 
 
-def _micro_batch(texts: Texts) -> MicroBatch:
+def _micro_batch(texts: SequenceLengths) -> MicroBatch:
     draw = np.random.default_rng(0)
     names = ("old_log_probs", "advantages", "ref_log_probs", "values", "returns")
     rows = [

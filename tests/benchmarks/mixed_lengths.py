@@ -30,7 +30,7 @@ from sequence_parallel import Forced, model_folder, row
 
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.degrees import degrees_up_to
+from rlfuse.engines.trainer.sequence_parallel_packing import degrees_up_to
 from rlfuse.observe.metrics import balance_metrics
 from rlfuse.samples import Row
 

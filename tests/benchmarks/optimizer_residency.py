@@ -33,7 +33,7 @@ from rlfuse.engines.memory.model_sizes import shapes_of
 from rlfuse.engines.memory.residency import Item
 from rlfuse.engines.trainer import offloading
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
-from rlfuse.fusion.mini_batches import due
+from rlfuse.fusion.mini_batches import optimizers_to_fetch
 from rlfuse.samples import MicroBatch, Row
 
 WAYS = ("training", "forecast", "step")
@@ -51,9 +51,9 @@ class MovingRank(TrainerRank):
             return super().switch(role)
 
     @contextmanager
-    def optimizer_there(self, model: str) -> Iterator[None]:
+    def optimizer_on_device(self, model: str) -> Iterator[None]:
         """The update itself is a CPU's."""
-        with self._elsewhere(), super().optimizer_there(model):
+        with self._elsewhere(), super().optimizer_on_device(model):
             self.device = "cpu"
             yield
             self.device = "cuda"
@@ -145,14 +145,16 @@ def _step(rank: MovingRank, way: str, tokens: int, each_s: float) -> dict[str, f
     rank.drain()
     start = time.perf_counter()
     rank.switch("rollout")
-    left, all_of_it = time.perf_counter(), offloading.bytes_away(engine)
+    left, all_of_it = time.perf_counter(), offloading.offloaded_bytes(engine)
     takes = rank.switch("trainer")
     came = time.perf_counter()
     gradients, there = 0.0, 0
     for update in range(UPDATES):
         began = time.perf_counter()
         for number in range(MICRO_BATCHES):
-            if takes and due({0: takes}, (MICRO_BATCHES - 1 - number) * each_s):  # what is under way counts as done
+            if takes and optimizers_to_fetch(
+                {0: takes}, (MICRO_BATCHES - 1 - number) * each_s
+            ):  # what is under way counts as done
                 rank.fetch_optimizers()
                 takes = 0.0
             rank.accumulate(("actor",), [_micro_batch(tokens, number)])

@@ -1,4 +1,4 @@
-"""Seconds by part of what a process does, for `card_profile.py`."""
+"""Seconds by part of what a process does, for `gpu_profile.py`."""
 
 from __future__ import annotations
 

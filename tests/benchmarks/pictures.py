@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from rlfuse.observe.proxy import draw_proxies
+from rlfuse.observe.overoptimization import draw_overoptimization_panels
 from rlfuse.run_folder.reader import open_run
 
 QWEN_7B = {
@@ -51,7 +51,7 @@ def sheet(path: str, out: str) -> None:
 def proxy(out: str, *runs: str) -> None:
     """Titles with their runs; the truth of each at its best and at its end."""
     rows = {title: open_run(Path(path)).rows() for title, _, path in (run.rpartition("=") for run in runs)}
-    draw_proxies(rows, Path(out))
+    draw_overoptimization_panels(rows, Path(out))
     for title, each in rows.items():
         name = next(name for row in each for name in row if name.startswith("val-core/") and "/acc/" in name)
         truth = {int(row["step"]): row[name] for row in each if name in row}

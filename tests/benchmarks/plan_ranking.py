@@ -28,12 +28,12 @@ from rlfuse.costs.spans import spans_within
 from rlfuse.engines.memory.model_sizes import shapes_of
 from rlfuse.engines.memory.remedies import Setting
 from rlfuse.events import read_events
-from rlfuse.simulate.job_step import whole_samples
-from rlfuse.tools.planning.calibrate import read_works
-from rlfuse.tools.planning.calibration import errors_of, fitted, held_out
+from rlfuse.simulate.job_step import finished_lengths
+from rlfuse.tools.planning.calibrate import read_work
+from rlfuse.tools.planning.calibration import fit_hardware, held_out, mean_errors
 from rlfuse.tools.planning.cluster_file import Cluster
 from rlfuse.tools.planning.hardware import Hardware, Links
-from rlfuse.tools.planning.search import search, settled
+from rlfuse.tools.planning.search import refine, search
 from rlfuse.tools.planning.searched_job import Job
 from rlfuse.tools.planning.space import axes_of
 from rlfuse.tools.simulate.recorded import config_of
@@ -99,9 +99,9 @@ def main() -> None:
     every = []
     for name in TASKS:
         others = [path for other, paths in known.items() if other != name for path in paths]
-        works = [work for path in others for work in read_works(path, path.name)[0]]
-        errors = {kind: error for kind, error in asdict(errors_of(held_out(works)[0])).items() if error is not None}
-        hardware = fitted(works)
+        works = [work for path in others for work in read_work(path, path.name)[0]]
+        errors = {kind: error for kind, error in asdict(mean_errors(held_out(works)[0])).items() if error is not None}
+        hardware = fit_hardware(works)
         links = replace(LINKS, within_bytes_per_s=hardware.sent_bytes_per_s or LINKS.within_bytes_per_s)
         hardware = replace(hardware, links=links, errors=errors)
         plans = [
@@ -129,7 +129,7 @@ def _calibrating(folder: Path, name: str, steps: int) -> list[Path]:
 def _plans(folder: Path, hardware: Hardware, others: tuple[str, ...]) -> Iterator[Tried]:
     """The job as it is, the search's first if it is another, and others."""
     job, facts, steps = _job(folder, hardware)
-    found, _ = settled(job, search(job, facts, SECONDS), facts)
+    found, _ = refine(job, search(job, facts, SECONDS), facts)
     changes = tuple((key, value) for key, value in found.plans[0].settings if value != value_of(job.config, key))
     first = BEST if changes else AS_IT_IS
     plans = {AS_IT_IS: (), first: changes} | {each: OTHERS[each] for each in others}
@@ -143,7 +143,7 @@ def _job(folder: Path, hardware: Hardware) -> tuple[Job, Facts, list[Job]]:
     """The job with the lengths of its middle step, what it can be, and the job with the lengths of each step."""
     config, spans = config_of(folder / "config.yaml"), read_events(folder / "events.jsonl")
     shapes = shapes_of(config)
-    steps = [whole_samples(spans_within(spans, span)) for span in spans if span.kind == "step"][1:]
+    steps = [finished_lengths(spans_within(spans, span)) for span in spans if span.kind == "step"][1:]
     axes = axes_of(config, shapes["actor"], CLUSTER)
     facts = Facts(attention_heads=shapes["actor"].heads, layers=len(shapes["actor"].layers))
     jobs = [

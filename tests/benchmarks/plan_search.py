@@ -21,8 +21,8 @@ from rlfuse.engines.memory.estimate import GIB
 from rlfuse.engines.memory.model_sizes import Shape, read_shape
 from rlfuse.tools.planning.cluster_file import Cluster
 from rlfuse.tools.planning.forecast import lengths_of
-from rlfuse.tools.planning.search import search, settled
-from rlfuse.tools.planning.search_command import LOOKING, PATIENCE, SECONDS, SETTLING, name_of
+from rlfuse.tools.planning.search import refine, search
+from rlfuse.tools.planning.search_command import PATIENCE, REFINE_SHARE, SEARCH_SHARE, SECONDS, name_of
 from rlfuse.tools.planning.searched_job import Job
 from rlfuse.tools.planning.space import axes_of
 
@@ -122,10 +122,10 @@ def row(name: str, devices: int, job: Job, seconds: float) -> str:
     shape, clock = job.shapes["actor"], time.process_time
     began = clock()
     facts = Facts(attention_heads=shape.heads, layers=len(shape.layers), video=shape.tower > 0, cuda=True)
-    found = search(job, facts, LOOKING * seconds, patience=PATIENCE, clock=clock)
+    found = search(job, facts, SEARCH_SHARE * seconds, patience=PATIENCE, clock=clock)
     if not found.plans:
         return f"| {name} | {devices} | none fits: {found.nearest[1][0]} |"
-    found, _ = settled(job, found, facts, SETTLING * seconds - (clock() - began), clock)
+    found, _ = refine(job, found, facts, REFINE_SHARE * seconds - (clock() - began), clock)
     took, best = clock() - began, found.plans[0]
     tokens = sum(job.lengths) + len(job.lengths) * job.prompt_tokens
     used = dict(best.settings)

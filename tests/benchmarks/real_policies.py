@@ -29,8 +29,8 @@ from rlfuse.fusion.policies import POLICIES
 from rlfuse.observe.metrics import fusion_metrics
 from rlfuse.observe.step_picture import Timeline, draw
 from rlfuse.run.build import run
-from rlfuse.simulate.job_step import whole_samples, workload_of
-from rlfuse.simulate.learning import measured, tuned
+from rlfuse.simulate.job_step import finished_lengths, workload_of
+from rlfuse.simulate.online_tuning import fit_costs, tune_settings
 from rlfuse.simulate.runner import simulate
 from rlfuse.step.controller import Controller
 
@@ -70,9 +70,9 @@ class Benchmark:
         taught += await self._step(controller, "serial", 0, 2 * EARLIER, learn=True)  # how well these lengths are known
         for policy in POLICIES:
             taught += (last := await self._step(controller, policy, 0, 3 * EARLIER, learn=False))
-        tuning.costs = measured(taught, tuning.costs).costs
+        tuning.costs = fit_costs(taught, tuning.costs).costs
         config, engines = controller.config, len(controller.engines.rollout)
-        settings = {policy: tuned(tuning, policy, engines, config, last) for policy in POLICIES}
+        settings = {policy: tune_settings(tuning, policy, engines, config, last) for policy in POLICIES}
         print(f"costs     {tuning.costs}")
         for policy, chosen in settings.items():
             admission = f"longest_first {chosen.longest_first}, max_sequences {chosen.max_sequences}"
@@ -95,7 +95,7 @@ class Benchmark:
         costs = fit([span for spans in self.spans.values() for span in spans], controller.tuning.costs).costs
         for step in self.steps:
             policy, spans = step["policy"], self.spans[step["repeat"], step["policy"]]
-            lengths = whole_samples(spans)
+            lengths = finished_lengths(spans)
             workload = workload_of(controller.config, costs, 2, *lengths, history=controller.tuning.lengths.error)
             result = simulate(workload, policy, settings[policy]).result
             step |= {"simulated_s": result.step_s, "bound_s": result.oracle_s}

@@ -27,7 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.cluster import placement
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.degrees import degrees_up_to
+from rlfuse.engines.trainer.sequence_parallel_packing import degrees_up_to
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.samples import Row
 

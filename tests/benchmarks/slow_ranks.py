@@ -48,7 +48,7 @@ from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.run.build import run
 from rlfuse.samples import Row
-from rlfuse.step.colocation import all_to, to_ranks
+from rlfuse.step.colocation import hand_over_all, to_ranks
 from rlfuse.step.controller import Controller
 
 PARTS = ("ranks", "pipeline", "step")
@@ -230,11 +230,11 @@ async def whole_steps(controller: Controller, options: argparse.Namespace) -> No
             board = await controller.learn(number)
             await controller.update_weights(number)
         tuning.learn(board, await controller.journal.collect(number))
-    await all_to(to_ranks, engines.rollout, engines.trainer)
+    await hand_over_all(to_ranks, engines.rollout, engines.trainer)
     await engines.trainer.save(saved)
 
     async def take(rates: Sequence[float]) -> Turn:
-        await all_to(to_ranks, engines.rollout, engines.trainer)
+        await hand_over_all(to_ranks, engines.rollout, engines.trainer)
         await engines.trainer.load(saved)
         await controller.update_weights(2)
         tuning.rates.current = list(rates)

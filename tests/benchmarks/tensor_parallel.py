@@ -47,7 +47,7 @@ from rlfuse.engines.trainer.rank_group import RankGroup
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.fusion.schedules.baselines import serial_1f1b
 from rlfuse.samples import Row
-from rlfuse.tools.planning.calibration import fitted
+from rlfuse.tools.planning.calibration import fit_hardware
 from rlfuse.tools.planning.costs import costs_of
 from rlfuse.tools.planning.features import Work
 from rlfuse.tools.planning.hardware import Hardware, Links
@@ -151,7 +151,9 @@ def probe(rank, folder: str | None) -> list[Work]:
 async def device_of(group: RankGroup, folder: str | None) -> Hardware:
     """A rank's, while the others are as busy."""
     works = await asyncio.gather(*(rank.__ray_call__.remote(probe, folder) for rank in group.ranks))
-    return replace(fitted([work for each in works for work in each]), links=await links_of(group, len(group.ranks)))
+    return replace(
+        fit_hardware([work for each in works for work in each]), links=await links_of(group, len(group.ranks))
+    )
 
 
 async def in_turns(

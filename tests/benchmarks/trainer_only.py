@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from card_profile import one_rank
+from gpu_profile import one_rank
 
 PEAK_FLOPS = 989e12
 PUBLISHED = {("rl", 16_384): (11.9e3, 0.11), ("rl", 65_536): (10.2e3, 0.27), ("sft", 8_192): (26e3, 0.17)}
@@ -99,13 +99,13 @@ class Trainer:
         import torch
 
         from rlfuse.engines.deepspeed.optimizer import take_step
+        from rlfuse.engines.trainer.micro_batch_losses import actor_loss, weighted_loss
         from rlfuse.engines.trainer.model_inputs import collate
-        from rlfuse.engines.trainer.passes import actor_loss, weighed
 
         began = time.perf_counter()
         batch = collate([row], True, self.device, None, True)
         value, _ = actor_loss(self.config, self.engine, batch)
-        self.engine.backward(weighed(value, 1.0), scale_wrt_gas=False)
+        self.engine.backward(weighted_loss(value, 1.0), scale_wrt_gas=False)
         take_step(self.engine, float(len(row.response_ids)), 1)
         if self.device == "cuda":
             torch.cuda.synchronize()

@@ -80,8 +80,8 @@ async def on_ranks(ranks: int, model: Path, folder: Path, arguments: argparse.Na
         await encoder.release("step")
     metrics = await encoder.metrics()
     await encoder.close()
-    assert metrics["video/encode_once_factor"] == 1.0 and metrics["video/failed_clips"] == 0
-    return statistics.median(seconds[1:]), metrics["video/shard_balance"]  # the first warms up
+    assert metrics["video/encoded_over_unique_tokens"] == 1.0 and metrics["video/failed_clips"] == 0
+    return statistics.median(seconds[1:]), metrics["video/shard_imbalance"]  # the first warms up
 
 
 def of_steps(model: Path, arguments: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from interrupted_steps import Steps
 from rlfuse.config.compose import load
 from rlfuse.errors import SlotRefused
 from rlfuse.run import build as running
-from rlfuse.run import slot_desk
+from rlfuse.run import slot_requests
 from rlfuse.step.controller import Controller
 from rlfuse.tools import slots
 
@@ -78,7 +78,7 @@ def perform(words):
     """What was found."""
     config = load([*words, "trainer.experiment_name=drained"])
     drainer = Drainer(config.run_folder.parent)
-    running.wired = drainer.wired
-    with mock.patch.object(slot_desk, "LOOK_S", 0.02):
+    running.build_controller = drainer.build_controller
+    with mock.patch.object(slot_requests, "LOOK_S", 0.02):
         running.run(config, drainer.drive)
     return drainer.found

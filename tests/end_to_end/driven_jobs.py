@@ -18,7 +18,7 @@ def main():
     import kept_engines
     from ray import cloudpickle
 
-    from rlfuse.files import write_whole
+    from rlfuse.files import write_atomically
     from rlfuse.run import build as running
 
     cloudpickle.register_pickle_by_value(kept_engines)  # workers need not import it with all that it imports
@@ -29,12 +29,14 @@ def main():
             try:
                 module = importlib.import_module(script)
                 cloudpickle.register_pickle_by_value(module)
-                with mock.patch.object(running, "wired", running.wired):  # a script may have its own
+                with mock.patch.object(
+                    running, "build_controller", running.build_controller
+                ):  # a script may have its own
                     answer["found"] = module.perform(words)
             except BaseException:
                 answer["failed"] = traceback.format_exc()
                 engines.end()
-            write_whole(Path(out), json.dumps(answer))
+            write_atomically(Path(out), json.dumps(answer))
 
 
 if __name__ == "__main__":

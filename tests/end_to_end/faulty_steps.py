@@ -155,7 +155,7 @@ def perform(words):
     """The folders of both runs."""
     config = load([*words, "trainer.experiment_name=faulty"])
     saboteur = Saboteur(config.run_folder.parent)
-    running.wired = saboteur.wired
+    running.build_controller = saboteur.build_controller
     faulty = running.run(config, saboteur.drive)
     assert not saboteur.faults
     return str(faulty.with_name("calm")), str(faulty)

@@ -59,7 +59,7 @@ class Steps:
         self.controller = controller
         controller.tuning.rates = Rates(2, measured=False)  # under free costs a slot that seems slow would get nothing
         await controller.engines.trainer.save(self.folder)
-        moves = engine_actor(controller.config.rollout.name).capabilities.kv_move
+        moves = engine_actor(controller.config.rollout.name).capabilities.can_move_kv
         for case in CASES if moves else OF_EVERY_BACKEND:
             policy, settings, data = CASES[case]
             await controller.engines.trainer.load(self.folder)

@@ -17,7 +17,7 @@ import psutil
 from rlfuse.cluster.watchdog import _current as watching
 from rlfuse.config.compose import load
 from rlfuse.data.prompts import PromptSource
-from rlfuse.errors import EngineError, NotSaved, RewardError, first_of
+from rlfuse.errors import EngineError, NotSaved, RewardError, first_error
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.run import build as running
@@ -43,10 +43,10 @@ class Steps:
     def __init__(self, folder: Path):
         self.folder, self.found = folder, {"rows": {}, "times": {}}
 
-    async def wired(self, *given, **named):
+    async def build_controller(self, *given, **named):
         """In place of the run's own: remembers what a controller is made of."""
         self.given = given, named
-        return await wired(*given, **named)
+        return await build_controller(*given, **named)
 
     async def controller(self, name: str):
         """A new one, from what the folder of the job `name` has, and the step after which it goes on."""
@@ -60,12 +60,12 @@ class Steps:
             if rows:
                 await engines.trainer.step(model, list(rows))
         for slot, engine in enumerate(engines.rollout):  # and its engine has the device
-            await engines.trainer.leave_device(slot)
+            await engines.trainer.release_device(slot)
             await engine.wake()
         if job.checkpoint is None:
             await engines.trainer.load(self.folder / "start")
         self.log, self.lock, loaded = log, job.lock, replace(loaded, prompts=prompts, config=job.config)
-        return await wired(loaded, job, log, **named), job.state["step"]
+        return await build_controller(loaded, job, log, **named), job.state["step"]
 
     async def go_on(self, name: str, prepare=lambda controller: None) -> bool:
         """Run the job `name` to its end; False if it was killed."""
@@ -74,7 +74,7 @@ class Steps:
         try:
             await controller.run(step)
         except BaseException as error:
-            if not isinstance(first_of(error), Killed):
+            if not isinstance(first_error(error), Killed):
                 raise
             return False
         finally:
@@ -132,12 +132,12 @@ class Steps:
             assert folder.is_dir()
             raise NotSaved("trainer/1: PermissionError")
 
-        trainer.describe = refuse
+        trainer.save_metadata = refuse
         try:
             await self.controller("refused")
         except NotSaved as error:
             self.found["refused at startup"] = str(error), [each.name for each in self.folder.glob("refused/global_*")]
-        del trainer.describe
+        del trainer.save_metadata
         self.log.close()
         shutil.rmtree(self.folder / "refused")
 
@@ -243,13 +243,13 @@ def kill_in(controller, kind: str) -> None:
         push.engines[0].receive = receives_half
 
 
-wired = running.wired
+build_controller = running.build_controller
 
 
 def perform(words):
     """What was found of each case."""
     config = load(words)
     steps = Steps(config.run_folder.parent)
-    running.wired = steps.wired
+    running.build_controller = steps.build_controller
     running.run(config, steps.drive)
     return steps.found

@@ -59,7 +59,7 @@ def begin_anew(rank, config, core):
     """What a rank's new process does once it has imported what it needs, and before it meets the others."""
     rank.garbage.close()
     rank.__init__(config, rank.rank, rank.world, rank.device, core)
-    rank.progress.calls_come_here()
+    rank.progress.set_call_thread()
 
 
 def fit(trainer, config, count):
@@ -108,10 +108,10 @@ class Kept:
                 ray.kill(rank)
         return await start_ranks(kind, config, slots, cores)
 
-    async def wired(self, *given, engines, **named):
+    async def build_controller(self, *given, engines, **named):
         """In place of the run's own: remembers the trainer."""
         self.trainers.append(engines.trainer)
-        return await wired(*given, engines=engines, **named)
+        return await build_controller(*given, engines=engines, **named)
 
     def end_engines(self):
         if ended := [engine.end.remote() for engine in self.engines.values()]:
@@ -159,7 +159,12 @@ class Kept:
         return KeptHandle
 
 
-start, stop, wired, start_ranks = placement.start, placement.stop, running.wired, rank_group.start_ranks
+start, stop, build_controller, start_ranks = (
+    placement.start,
+    placement.stop,
+    running.build_controller,
+    rank_group.start_ranks,
+)
 rollout_handles = inference.rollout_handles
 
 
@@ -170,7 +175,7 @@ def kept() -> Iterator[Kept]:
     hooks = {
         (placement, "start"): all_of_them.start,
         (placement, "stop"): all_of_them.stop,
-        (running, "wired"): all_of_them.wired,
+        (running, "build_controller"): all_of_them.build_controller,
         (trainer_group, "start_ranks"): all_of_them.start_ranks,
         (pipeline_group, "start_ranks"): all_of_them.start_ranks,
         (inference, "rollout_handles"): all_of_them.rollout_handles,

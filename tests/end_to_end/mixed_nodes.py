@@ -27,7 +27,7 @@ async def slots_of(address: str, device: str, nodes: int, timeout_s: float) -> l
         return ["none", str(error)]
     finally:
         ray.shutdown()
-    return [slots.device, slots.told, [node.total.get("GPU", 0) for node in slots.nodes]]
+    return [slots.device, slots.summary, [node.total.get("GPU", 0) for node in slots.nodes]]
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ async def hold(address):
     slots = await placement.start(config)
     print("held", flush=True)
     try:
-        await nodes.watched(ended(joining.request(sys.stdin.read)), slots.occupants())
+        await nodes.fail_on_lost_node(ended(joining.request(sys.stdin.read)), slots.occupants())
     except EngineError as error:
         print(error)
 

@@ -9,14 +9,14 @@ from rlfuse.run import build as running
 
 def perform(words):
     """As `rlfuse_command`; weights stay as they are."""
-    wired = running.wired
+    build_controller = running.build_controller
 
-    async def wired_otherwise(*given, **named):
-        controller = await wired(*given, **named)
+    async def build_with_other_model(*given, **named):
+        controller = await build_controller(*given, **named)
         await asyncio.gather(*(rank.__ray_call__.remote(change) for rank in controller.engines.trainer.ranks))
         return controller
 
-    running.wired = wired_otherwise
+    running.build_controller = build_with_other_model
     return rlfuse_command.perform(words)
 
 

@@ -83,7 +83,7 @@ class Sleeping:
 
     def __init__(self, pipelines, stage, seconds):
         self.pipelines, self.stage, self.seconds = pipelines, stage, seconds
-        self.before_head, self.behind_head = {}, {}
+        self.head_input, self.head_gradient = {}, {}
 
     head_shape = lambda self, micro_batch: self.shape(micro_batch)  # noqa: E731
 
@@ -95,7 +95,7 @@ class Sleeping:
         time.sleep(self.seconds["F"])
         last, passed = self.stage == self.pipelines.depth - 1, torch.full(self.shape(micro_batch), self.stage + 1.0)
         if last:
-            self.before_head[micro_batch] = passed
+            self.head_input[micro_batch] = passed
         return None if last else passed
 
     def head(self, micro_batch, hidden, training, gather, answers):
@@ -107,7 +107,7 @@ class Sleeping:
     def backward(self, micro_batch, gradient, whole):
         assert gradient is None or (gradient == -self.stage - 1.0).all()
         if self.pipelines.vocabulary and self.stage == self.pipelines.depth - 1:
-            assert float(self.behind_head.pop(micro_batch)[0, 0]) == self.pipelines.stages
+            assert float(self.head_gradient.pop(micro_batch)[0, 0]) == self.pipelines.stages
         time.sleep(self.seconds["B"] + (self.seconds["W"] if whole else 0))
         return None if self.stage == 0 else torch.full(self.shape(micro_batch), -float(self.stage))
 

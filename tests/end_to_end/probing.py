@@ -65,7 +65,7 @@ class Probe(PipelineGroup):
                 name += f"/{shares.index}" if name == "lm_head.weight" and shares else ""
                 tensor = torch.zeros_like(parameter) if tensor is None else tensor.detach()
                 if rank.tensor and hasattr(parameter, "partition_dim"):
-                    tensor = rank.tensor.whole(tensor, parameter.partition_dim)
+                    tensor = rank.tensor.gather_whole(tensor, parameter.partition_dim)
                 whole[name] = tensor
             return whole
 

@@ -19,6 +19,6 @@ if __name__ == "__main__":
     assert deepspeed_ops.load(ShareMemCommBuilder().load) is None
     config = Config()
     config.cluster.device, config.trainer.n_gpus_per_node = "cpu", 1
-    slots = asyncio.run(placement.start(config)).told
+    slots = asyncio.run(placement.start(config)).summary
     placement.stop()
     print(json.dumps([told, os.environ["TORCH_EXTENSIONS_DIR"], slots]))

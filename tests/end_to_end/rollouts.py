@@ -18,7 +18,7 @@ from rlfuse.engines.vllm.rollout_worker import RolloutWorker
 from rlfuse.engines.vllm.setup import rollout_env
 from rlfuse.engines.weights.sync import plan_buckets
 from rlfuse.events import Span
-from rlfuse.protocols import Sampling, Sharing
+from rlfuse.protocols import DeviceSharing, Sampling
 from rlfuse.samples import Prompt, Sample, sample_seed
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import from tests
@@ -122,13 +122,13 @@ class Exporter:
     async def bucket_plan(self):
         return plan_buckets(await call(self.actor.sizes.remote(), "trainer", "list", 240), self.bucket_bytes)
 
-    sharing = Sharing()
+    sharing = DeviceSharing()
 
     async def make_room(self, slot): ...
 
-    async def take_device(self, slot): ...
+    async def acquire_device(self, slot): ...
 
-    async def leave_device(self, slot): ...
+    async def release_device(self, slot): ...
 
     async def export_bucket(self, names, path):
         await call(self.actor.export.remote(names, path), "trainer", f"write weights to {path}", 240)

@@ -11,12 +11,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rlfuse.algorithms.losses import loss_count
+from rlfuse.algorithms.losses import loss_divisor
 from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.micro_batch_losses import actor_loss, critic_loss, log_probs
 from rlfuse.engines.trainer.micro_batches import split_evenly
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import load_critic, load_policy, response_values
-from rlfuse.engines.trainer.passes import actor_loss, critic_loss, log_probs
 from rlfuse.engines.trainer.rank_group import step_metrics
 from rlfuse.samples import Row
 
@@ -87,7 +87,7 @@ class Whole:
 
     def step(self, rows):
         """The gradient before clipping, and the mini-batch's mean diagnostics."""
-        count = loss_count(lengths(rows), self.config.actor.loss_agg_mode, self.config.data.max_response_length)
+        count = loss_divisor(lengths(rows), self.config.actor.loss_agg_mode, self.config.data.max_response_length)
         loss, sums = actor_loss if self.name == "actor" else critic_loss, {}
         for part in split_evenly([row.tokens for row in rows], 1, 4)[0]:
             summed, found = loss(self.config, self.model, collate([rows[i] for i in part], packed=True))

@@ -17,8 +17,8 @@ from chaos import EXACT, differences
 
 STEPS = 4
 KILLED = (
-    r"killed by signal 9 \(SIGKILL\); by whom is not known\. Only that, or os\._exit, ends one without a word\."
-    r"( The last that it told: .+ with \d+ MiB in memory, \d+\.\d s ago\.)? Free memory now: .* in /dev/shm\."
+    r"killed by signal 9 \(SIGKILL\); the sender is unknown\. Only that, or os\._exit, ends a process without a message\."
+    r"( Its last event: .+ with \d+ MiB in memory, \d+\.\d s ago\.)? Free memory now: .* in /dev/shm\."
 )
 
 
@@ -70,7 +70,7 @@ def test_every_loss_is_counted_explained_and_repaired(runs):
     lost = [span for span in spans if span.kind == "lost"]
     assert sorted((span.step, span.where) for span in lost) == [(1, "rollout/0"), (2, "rollout/0"), (2, "rollout/1")]
     killed, *stopped = [span.cause for span in lost]
-    asked = "rollout/0 died while it was asked to [^:]+: "
+    asked = "rollout/0 died during the call to [^:]+: "
     assert re.fullmatch(f"{asked}{KILLED}\nlogs: {runs[1]}/logs \\(rollout-0.log has the error\\)", killed), killed
     silent, still = sorted(stopped)
     assert re.search("rollout/0: it did not answer for 6 s .*; the last that was heard of it is", silent)
@@ -78,17 +78,17 @@ def test_every_loss_is_counted_explained_and_repaired(runs):
     for span in lost:  # all of its step, and all of them generated elsewhere
         assert span.samples and all(int(name.split("/")[0]) == span.step for name in span.samples)
     hung, dead, starved = [span.cause for span in spans if span.kind == "restart" and span.where == "driver"]
-    assert re.match(r"trainer/1 hangs: asked to update the actor it has stood still for \d\.\d s \(cluster\.", hung)
-    assert re.search(
-        r'It stands in, the innermost call first:\n  File ".*faulty_steps\.py", line \d+ in asleep_for_e', hung
+    assert re.match(
+        r"trainer/1 hangs in the call to update the actor: it has made no progress for \d\.\d s \(cluster\.", hung
     )
-    assert "For it trainer/0 waited." in hung and "Stacks of all processes: " in hung
-    assert re.match(r"trainer/[01] died while it was asked to", dead), dead
+    assert re.search(r'Its stack, innermost call first:\n  File ".*faulty_steps\.py", line \d+ in asleep_for_e', hung)
+    assert "Ranks waiting for it: trainer/0." in hung and "Stacks of all processes: " in hung
+    assert re.match(r"trainer/[01] died during the call to", dead), dead
     assert "trainer/1" in starved and "It is out of memory. Lower actor.ppo_max" in starved
     for cause in (hung, starved):
         assert f"logs: {runs[1]}/logs (trainer-1.log has the error)" in cause
     (reward,) = [span.cause for span in spans if span.kind == "restart" and span.where == "reward/0"]
-    assert re.fullmatch(f"the process of .* ended while it scored this sample: {KILLED}", reward), reward
+    assert re.fullmatch(f"the process of .* died while scoring this sample: {KILLED}", reward), reward
     last = read_metrics(runs[1] / "metrics.jsonl")[-1]
     assert last["fault/restarts"] == 3 and last["fault/engines_lost"] == 3
     assert not (runs[1] / "reward_failures.jsonl").exists()

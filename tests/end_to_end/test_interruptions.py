@@ -83,7 +83,7 @@ def test_without_the_switch_sums_differ_in_their_last_bits_at_most(found):
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(found):
     alert, on_disk, later = found["told of a full disk"]
     assert "step 2 could not be written" in alert and "global_step_2.partial" in alert and "MiB free" in alert
-    assert "global_step_1 is still there" in alert and "The run continues" in alert
+    assert "global_step_1. Free disk space" in alert and "The run continues" in alert
     assert on_disk == ["global_step_1"] and sorted(later) == ["global_step_1", "global_step_3"]
 
 
@@ -92,7 +92,7 @@ def test_a_worker_that_hangs_is_shown_with_its_last_event_and_all_stacks(found):
     for text in (early, error):
         assert "trainer/0: last event: " in text and "time fixed work" in text and "/stacks/" in text
     assert "stopped" in early and "did not time fixed work within 3 s" in error and "SIGUSR1" in asked
-    hung, _, whole = "".join(found["stacks"]).partition("asked by SIGUSR1")
+    hung, _, whole = "".join(found["stacks"]).partition("requested by SIGUSR1")
     assert hung.index("== trainer/0") < hung.index("== driver") and "no answer" in hung
     for where in ("trainer/0", "trainer/1", "rollout/0", "rollout/1", "reward/0", "driver"):
         assert f"== {where} (process " in whole

@@ -112,7 +112,7 @@ def test_run_folder_holds_what_the_readme_promises(serial):
     assert list((run / "wandb").glob("offline-run-*/files/media/images/timeline*"))
     assert list((run / "wandb").glob("offline-run-*/*.wandb"))
     assert list((run / "wandb").glob("offline-run-*/files/media/table/samples*"))
-    for name in ("actor/pg_loss", "critic/vf_loss", "critic/kl", "response_length/mean", "timing_s/gen", "timing_s/ref",
+    for name in ("actor/pg_loss", "critic/vf_loss", "actor/reward_kl_penalty", "response_length/mean", "timing_s/gen", "timing_s/ref",
                  "perf/throughput", "rewards/even/words/mean", "reward/running_std/even",
                  "reward/latency_s/even/mean", "training/rollout_probs_diff_max"):  # fmt: skip
         assert name in summary["metrics"], name
@@ -319,9 +319,9 @@ def test_a_lock_that_a_killed_job_left_is_removed_and_told_of(resumed):
 def test_a_job_that_is_told_to_stop_saves_where_it_is_and_leaves(resumed):
     run, text = resumed
     left = read_metrics(run / "metrics.jsonl")[-1]["step"]
-    assert f"Ctrl-C: a checkpoint follows step {left}; press Ctrl-C again to end at once" in text
-    assert f"SIGTERM: a checkpoint follows step {left}, if that is over within" in text
-    assert f"Ctrl-C: the run left after step {left}, which is saved" in text and "Traceback" not in text
+    assert f"Ctrl-C: stopping with a checkpoint after step {left}; press Ctrl-C again to stop immediately" in text
+    assert f"SIGTERM: stopping with a checkpoint after step {left}, if it ends within" in text
+    assert f"Ctrl-C: stopped after step {left}, which is saved" in text and "Traceback" not in text
     assert (run / LATEST).read_text() == str(left) and f"global_step_{left}; the same command" in text
     assert json.loads((run / "status.json").read_text())["state"] == "stopped"
     assert " died" not in text, "SIGHUP ends no process before its checkpoint"
@@ -397,7 +397,7 @@ def test_a_finished_run_is_left_as_it_is_whatever_is_asked_of_it(command, serial
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     asked = {
         ("fusion=serial",): (0, f"{run} finished after {STEPS} steps", "trainer.experiment_name=serial-2"),
-        ("fusion=serial", "trainer.resume_mode=disable"): (2, "holds a run already", "trainer.resume_mode=auto"),
+        ("fusion=serial", "trainer.resume_mode=disable"): (2, "already has a run", "trainer.resume_mode=auto"),
         ("fusion=serial", "actor.optim.lr=1"): (2, "actor.optim.lr", f"trainer.total_training_steps={2 * STEPS}"),
         ("fusion=serial", "algorithm=grpo"): (2, "algorithm.adv_estimator  gae -> grpo", "serial-2"),
     }

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from driven_job import settings_of
 
-from rlfuse.config.own_modules import module_of
+from rlfuse.config.custom_modules import load_module
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
 
-async_rewards = module_of(Path(__file__).parents[1] / "unit" / "async_rewards.py")
+async_rewards = load_module(Path(__file__).parents[1] / "unit" / "async_rewards.py")
 HANGS = "first_call_hangs"
 
 

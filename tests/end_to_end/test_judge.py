@@ -84,7 +84,7 @@ async def test_a_judge_and_a_pooled_model_score_as_transformers_would_whoever_as
     expected = {
         "judge": (first + 1 - second) / 2,
         "judge/position": (first + second) / 2,
-        "judge/said": (mass + mass_too) / 2,
+        "judge/verdict_mass": (mass + mass_too) / 2,
         "judge/consistency": (first > 0.5) == (second < 0.5),
     }
     assert expected["judge"].std() > 0.01 and 0 < expected["judge/consistency"].mean() < 1
@@ -101,7 +101,7 @@ async def test_a_judge_and_a_pooled_model_score_as_transformers_would_whoever_as
     for where in ("reward/judge", "reward/model"):
         sizes = [len(span.samples) for span in spans if span.where == where]
         assert sum(sizes) == len(batch) and len(sizes) <= 4 and max(sizes) == 32
-    for failure, words in zip(results[len(batch) :], ("no column 'reference'", "takes 1023"), strict=True):
+    for failure, words in zip(results[len(batch) :], ("no column 'reference'", "accepts 1023"), strict=True):
         assert isinstance(failure, RewardFailure) and failure.function == "judge" and words in failure.message
 
 

@@ -32,4 +32,4 @@ async def test_a_function_that_leaks_gets_another_process_and_every_sample_its_r
     await pool.close()
     assert [getattr(result, "value", None) for result in results] == [2.0, 4.0, 6.0, None, 8.0, 10.0]
     assert "MemoryError" in results[3].message and 3 <= len(restarts) <= 8
-    assert all("ran out of memory that earlier calls kept" in span.cause for span in restarts)
+    assert all("ran out of memory: earlier calls did not free theirs" in span.cause for span in restarts)

@@ -221,7 +221,7 @@ async def test_a_kv_cache_that_is_gone_or_too_old_is_prefilled(engines):
     samples, expected = await long_ones(first, 230, 3)
     partials = await begun(first, samples, WARM, 20, "kv")
     keys = [partials[one.id].kv_key for one in samples]
-    Path(f"{keys[0].partition('@')[2]}.0").unlink(missing_ok=True)  # with nixl there is no such file: it is taken
+    Path(f"{keys[0].partition('@')[2]}.0").unlink(missing_ok=True)  # with nixl does not exist: it is taken
     for file in Path(keys[1].partition("@")[2]).parent.glob(f"{Path(keys[1]).name}.*"):
         file.unlink()
     partials[samples[2].id] = replace(partials[samples[2].id], kv_key="7@" + keys[2].partition("@")[2])

@@ -47,7 +47,7 @@ def test_a_reward_model_is_extended_trained_and_looked_at(tmp_path):
 
 def test_a_judge_is_trained_read_in_both_orders_and_put_into_a_job(tmp_path):
     text, pictures = shown(runner().execute(FOLDER / "03_generative_judge.ipynb", tmp_path))
-    assert pictures == 3 and "0 failures" in text and "template: lacks {b}" in text
+    assert pictures == 3 and "0 failures" in text and "template: {b} is missing" in text
     [(first, second, mean)] = re.findall(r"^all +([\d.]+) +([\d.]+) +([\d.]+)$", text, re.MULTILINE)
     assert float(mean) > 0.65 and float(mean) >= min(float(first), float(second))
     assert re.search(r"judge +weight 1, sees the answer only\ncompute_score +weight 0, sees all", text)

@@ -33,7 +33,7 @@ def test_ray_schedules_and_deepspeed_start_for_a_user_who_owns_nothing(tmp_path)
     done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     told, extensions, slots = json.loads(done.stdout.splitlines()[-1])
-    assert told.startswith(f"HOME=/ is not writable, so that caches are written to {cache}.")
+    assert told.startswith(f"HOME=/ is not writable; caches are written to {cache}.")
     copied = Path(extensions) / "deepspeed_shm_comm" / compiled.name
     assert copied.is_relative_to(cache) and copied.stat().st_mtime == compiled.stat().st_mtime, "not compiled again"
     assert slots.startswith("CPUs of 127.0.0.1")

@@ -56,7 +56,7 @@ def test_a_job_learns_with_the_readmes_family(driven, tmp_path):
         "video.sampling": "seed_vl",
         "video.levels": "[4]",
         "video.max_tokens": 64,
-        "video.freeze_tower": "false",
+        "video.freeze_vision_tower": "false",
         "trainer.n_gpus_per_node": 1,
         "trainer.total_training_steps": 2,
         "trainer.experiment_name": "run",

@@ -21,9 +21,9 @@ from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.engines.trainer.micro_batch_losses import actor_loss, log_probs
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import load_policy
-from rlfuse.engines.trainer.passes import actor_loss, log_probs
 from rlfuse.errors import EngineError
 from rlfuse.fusion.schedules.planning import Planner
 
@@ -316,10 +316,10 @@ async def test_what_does_not_fit_says_so(two, folders, tmp_path):
     with pytest.raises(EngineError, match=r"layers=\(1, 2\) are 3, but .* has 4 layers"):
         await two.take(config, (Pipelines("actor", 2, layers=(1, 2)),))
     await two.take(config, OPPOSITE)
-    with pytest.raises(ValueError, match="Nothing was accumulated for the actor"):
+    with pytest.raises(ValueError, match="No gradients of the actor were accumulated"):
         await two.step("actor", [3])
     await two.run(schedule("serial", OPPOSITE, False), {name: BATCHES[0] for name in COUNTS})
-    with pytest.raises(ValueError, match=r"saved now: the actor holds gradients of 11 rows.*Step first"):
+    with pytest.raises(ValueError, match=r"saved: the actor has accumulated gradients of 11 rows.*Take the step"):
         await two.save("/nowhere")
     for model in COUNTS:
         await two.step(model, lengths(BATCHES[0]))
@@ -364,6 +364,6 @@ async def test_a_rank_killed_within_a_schedule_is_one_clear_error(two, folders):
     await asyncio.sleep(0.5)
     ray.kill(two.ranks[1])
     began = time.perf_counter()
-    with pytest.raises(EngineError, match=r"trainer/1 died while it was asked to run its part of the schedule"):
+    with pytest.raises(EngineError, match=r"trainer/1 died during the call to run its part of the schedule"):
         await busy
     assert time.perf_counter() - began < config.cluster.timeout_s

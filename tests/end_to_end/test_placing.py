@@ -44,7 +44,7 @@ def test_a_job_takes_the_cluster_s_gpus_from_a_head_without_any():
     found = {name: rest for name, *rest in lines}
     device, told, gpus = found["one GPU"]
     assert (device, gpus) == ("cuda", [1.0])
-    assert told.startswith("GPUs of ") and "cluster.device=auto, and GPUs are on 1 of 2 nodes" in told
+    assert told.startswith("GPUs of ") and "cluster.device=auto, and 1 of 2 Ray nodes have GPUs" in told
     refused = found["two GPUs"][1]
     assert "1 of 1 slot, 1 of 1 CPU, 0 of 0 GPU" in refused and "cluster.device=cpu" in refused
     assert found["CPUs"][0] == "cpu" and sorted(found["CPUs"][2]) == [0, 1]
@@ -337,7 +337,7 @@ class Rank:
     [
         (TIMED_OUT, ["waited 1440 s", "collective 412 (ALLREDUCE)", "fr_trace", "raise cluster.timeout_s"]),
         (UNHANDLED, ["it crashed: what():  NCCL error in: x.hpp:3.", "logs: Ray's of it, /", ".err"]),
-        (b"", ["killed by signal 9 (SIGKILL); by whom is not known", "Free memory now", "logs: Ray's of it, /"]),
+        (b"", ["killed by signal 9 (SIGKILL); the sender is unknown", "Free memory now", "logs: Ray's of it, /"]),
     ],
 )
 async def test_a_worker_that_ended_itself_is_told_by_its_last_words(ray_cluster, words, told):

@@ -1,14 +1,14 @@
 """A job whose engines have weights of 8 bits: pushed, corrected for, and told of."""
 
-from rlfuse.algorithms.corrections import LOG_PROBS_DIFF_MEAN, bound_of
-from rlfuse.config.quantization import ON_CPUS
+from rlfuse.algorithms.corrections import LOG_PROBS_DIFF_MEAN, mismatch_bound
+from rlfuse.config.quantization import CPU_METHOD
 from rlfuse.observe.tracking import read_metrics
 
 
 def test_what_engines_draw_differs_by_rounding_is_corrected_for_and_logged(driven, tmp_path):
     settings = {
         "model.dtype": "bfloat16", "algorithm.rollout_is_threshold": 2, "data.max_response_length": 24,
-        "data.train_batch_size": 6, "actor.ppo_mini_batch_size": 3, "rollout.quantization": ON_CPUS,
+        "data.train_batch_size": 6, "actor.ppo_mini_batch_size": 3, "rollout.quantization": CPU_METHOD,
         "trainer.n_gpus_per_node": 1, "trainer.total_training_steps": 2, "trainer.val_before_train": "false",
         "trainer.experiment_name": "small",
     }  # fmt: skip
@@ -18,4 +18,4 @@ def test_what_engines_draw_differs_by_rounding_is_corrected_for_and_logged(drive
     assert len(rows) == 2 and all(row["training/rollout_is_weight_mean"] > 0 for row in rows)
     assert all(row["fusion/off-policy"] == 1 for row in rows)
     for apart in [row[LOG_PROBS_DIFF_MEAN] for row in rows]:
-        assert bound_of("bfloat16", None).mean < apart < bound_of("bfloat16", ON_CPUS).mean
+        assert mismatch_bound("bfloat16", None).mean < apart < mismatch_bound("bfloat16", CPU_METHOD).mean

@@ -26,7 +26,7 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from rlfuse.config.own_modules import module_of
+from rlfuse.config.custom_modules import load_module
 from rlfuse.config.rewards import RewardConfig
 from rlfuse.errors import EngineError, RewardError
 from rlfuse.observe.metrics import latency_metrics
@@ -38,7 +38,7 @@ from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 from rlfuse.tools.evaluation.reward_table import score_items
 
 UNIT = Path(__file__).parents[1] / "unit"
-hostile, async_rewards = (module_of(UNIT / f"{kind}_rewards.py") for kind in ("hostile", "async"))
+hostile, async_rewards = (load_module(UNIT / f"{kind}_rewards.py") for kind in ("hostile", "async"))
 
 # A response says what to do: `pattern` hangs inside one C call that never gives the interpreter lock back.
 FUNCTIONS = """
@@ -123,7 +123,7 @@ async def test_each_mistake_costs_only_its_sample(ray_cluster, functions):
     failures = dict(zip(texts, results, strict=True))
     for text in ("crash", "segfault"):
         assert isinstance(failures[text], RewardFailure) and failures[text].function == "single"
-        assert "the process of single ended" in failures[text].message
+        assert "the process of single died" in failures[text].message
     for text in ("hang", "pattern"):
         assert failures[text].message == "single took longer than 6 s (reward.timeout_s) and was stopped"
     assert failures["raise"].message == "KeyError: 'what the user wrote'"
@@ -142,9 +142,9 @@ async def test_two_hundred_odd_rewards_are_as_many_named_failures(ray_cluster, f
     entries.append({"path": f"{hostile.__file__}:later", "sources": ["hostile"]})
     pool = RewardPool(RewardConfig(entries, timeout_s=20, memory_mb=500))
     expected = {
-        "nan": "returned nan; a reward has to be finite",
-        "none": "returned None (NoneType); a reward has to be a number",
-        "dict": "returned a dict with the keys ['reward']; it needs `score`",
+        "nan": "returned nan; a reward must be finite",
+        "none": "returned None (NoneType); a reward must be a number",
+        "dict": "returned a dict with the keys ['reward']; the key `score` is required",
         "hog": "MemoryError: (no message)",
     }
     ways = [text for number in range(len(hostile.WAYS)) for text in (f"way {number}", "good")]
@@ -161,7 +161,7 @@ async def test_two_hundred_odd_rewards_are_as_many_named_failures(ray_cluster, f
         assert isinstance(failure, RewardFailure) and failure.message == f"{message} (also failed: short)", text
     assert "bytearray(10 * 2**30)" in results[3].traceback
     assert results[4].function == "short" and results[4].message.startswith("returned 0 rewards for 1 samples")
-    assert len(restarts) == 1 and "what it ran left it unusable" in restarts[0].cause
+    assert len(restarts) == 1 and "the function left the process unusable" in restarts[0].cause
     failed = [(s, r) for s, r in zip(batch[5:], results[5:], strict=True) if s.response.text not in ("good", "break")]
     assert len(failed) > 200 and sum(getattr(result, "value", None) == 1.0 for result in results) == len(failed) + 1
     write_failures(tmp_path / "reward_failures.jsonl", [failure_row(*each) for each in failed])
@@ -198,7 +198,7 @@ async def test_gates_sources_and_thoughts_ask_only_what_they_must(ray_cluster, f
 async def test_a_batch_that_raises_or_crashes_is_repeated_one_by_one(ray_cluster, functions):
     results, spans = await scored(RewardPool(RewardConfig([f"{functions}:batched"])), "good", "raise", "crash", "fine")
     assert results[0] == results[3] == Reward(4.0, {"batched": 4.0}, None, {"batched": 4.0})
-    assert "KeyError" in results[1].message and "ended" in results[2].message
+    assert "KeyError" in results[1].message and "died" in results[2].message
     # The one that took its process with it has a second call: the process may have been killed from outside.
     assert [len(span.samples) for span in spans if span.kind == "reward"] == [4, 1, 1, 1, 1, 1]
 
@@ -388,12 +388,14 @@ def test_reward_model_uses_its_own_chat_template(reward_model, tmp_path):
 
 
 async def test_a_model_that_is_no_reward_model_is_refused(ray_cluster, tiny_model, tmp_path):
-    with pytest.raises(RewardError, match="no folder"):
+    with pytest.raises(RewardError, match="does not exist"):
         RewardPool(RewardConfig(model_path=str(tmp_path / "absent")))
     headless = tmp_path / "headless"
     shutil.copytree(tiny_model, headless)
     AutoConfig.from_pretrained(headless, num_labels=1).save_pretrained(headless)
-    with pytest.raises(RewardError, match=r"\['score.weight'\], which would be random"):
+    with pytest.raises(RewardError, match=r"\['score.weight'\], so they would be random"):
         Classifier(str(headless)).start()
-    with pytest.raises(EngineError, match=r"reward/model could not start(.|\n)*2 labels, whose scores are no reward"):
+    with pytest.raises(
+        EngineError, match=r"reward/model could not start(.|\n)*2 labels. Select those to use as rewards"
+    ):
         await RewardPool(RewardConfig(model_path=str(tiny_model))).start()

@@ -41,7 +41,7 @@ from rlfuse.files import read_rows
 from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.protocols import Engines, Load, Sampling
 from rlfuse.samples import Partial, make_groups
-from rlfuse.tools.evaluation.answering import carry_out
+from rlfuse.tools.evaluation.answering import run_until_done
 from rlfuse.tools.evaluation.display import Display
 from rlfuse.tools.evaluation.responses import Responses
 
@@ -175,7 +175,7 @@ async def test_prompts_are_answered_into_a_file_that_was_cut_short(engine, tmp_p
         left, display = responses.begin({"model": "tiny"}, groups), Display()
         assert len(left) == (most if most == 2 else 1)
         engines = Engines([engine], None, None, None)
-        await carry_out(config, left, engines, SlotTable(1, Costs()), Recorder("driver"), responses, display)
+        await run_until_done(config, left, engines, SlotTable(1, Costs()), Recorder("driver"), responses, display)
         responses.close()
     rows = {row["id"]: row for row in read_rows(path)}
     assert {name: row["response"] for name, row in rows.items()} == {name: r.text for name, r in expected.items()}
@@ -354,7 +354,7 @@ async def test_an_error_of_the_engine_s_own_is_told_with_the_frames_that_led_the
     with pytest.raises(EngineLost) as failure:
         await collect(drafting, [sample(0)])
     first, *frames, last = str(failure.value).splitlines()
-    assert first == "rollout/9: vLLM's engine process ended by an error of its own."
+    assert first == "rollout/9: vLLM's engine process failed with an exception."
     assert last.startswith("RuntimeError: Unsupported CPU attention configuration: head_dim=16")
     assert any("cpu_attn.py" in frame for frame in frames) or "_custom_ops.py" in "".join(frames)
 
@@ -363,7 +363,7 @@ async def test_full_shared_memory_stops_the_push_with_figures(engine, trainer, m
     sync = WeightPush(Exporter(trainer, 200_000), [engine], bucket_mb=1)
     await sync.push(4)
     monkeypatch.setattr(weight_staging.WeightStaging, "free", lambda self: 1000)
-    with pytest.raises(EngineError, match=r"needs up to 1 MiB, 0 MiB are free.*rollout.update_weights_bucket_mb"):
+    with pytest.raises(EngineError, match=r"up to 1 MiB needed, 0 MiB free.*rollout.update_weights_bucket_mb"):
         await sync.push(5)
     monkeypatch.undo()
     assert await engine.version() == 4
@@ -384,7 +384,7 @@ async def test_a_killed_engine_process_is_named_at_once_and_the_engine_lost(engi
 
     killing = asyncio.create_task(kill_after_start(*children(pid)))
     began = time.perf_counter()
-    killed = r"rollout/0: vLLM's engine process was killed by signal 9 \(SIGKILL\); by whom is not known\. Free memory"
+    killed = r"rollout/0: vLLM's engine process was killed by signal 9 \(SIGKILL\); the sender is unknown\. Free memory"
     with pytest.raises(EngineLost, match=killed) as failure:
         while True:
             await collect(engine, [one], Sampling(1.0, 1.0, -1, 500))

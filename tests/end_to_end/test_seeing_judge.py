@@ -21,7 +21,7 @@ from rlfuse.tasks.small_video_models import write_small_qwen25_vl, write_small_v
 from rlfuse.video import decoding, images
 from rlfuse.video.models.base import m_rope
 from rlfuse.video.plan import FixedSampling, plan_video
-from rlfuse.video.prompt import quoted, unquoted
+from rlfuse.video.prompt import escape_markers, unescape_markers
 from rlfuse.video.towers import Tower
 from rlfuse.video.video_model import VideoModel
 
@@ -29,7 +29,7 @@ WRITERS = {"qwen": write_small_qwen25_vl, "llama": write_small_video_llama3}
 ROWS = [
     ("<video>Which is last?", "red", "blue"),
     ("<image>Which?", "a <video>", "blue"),
-    (quoted("Is <image> a tag?"), "2", "3"),
+    (escape_markers("Is <image> a tag?"), "2", "3"),
 ]
 """Question, response, reference; no marker in a response stands for a clip, nor one in a row that shows nothing."""
 
@@ -113,7 +113,7 @@ class Scores:
 
 
 def sample(number: int, name: str, row, visual) -> Sample:
-    question, response, reference = unquoted(row[0]), *row[1:]
+    question, response, reference = unescape_markers(row[0]), *row[1:]
     messages = ({"role": "user", "content": question},)
     prompt = Prompt(number, np.array([3], np.int32), question, messages, name, reference, visual=visual)
     said = Response(np.array([5], np.int32), np.zeros(1, np.float32), "stop", 0, response)
@@ -128,7 +128,7 @@ def last_hidden(whole, model, text, visual, light=1.0) -> torch.Tensor:
     ids = torch.from_numpy(made.token_ids.astype(np.int64))
     rows, placed = whole.get_input_embeddings()(ids), []
     for each, places in zip(visual, made.positions, strict=True):
-        frames = (images.read if each.plan.still else decoding.decode)(each.path, each.plan)
+        frames = (images.read if each.plan.is_image else decoding.decode)(each.path, each.plan)
         pixels = tower.pixels.normalise(torch.from_numpy(frames.copy()))
         pixels = pixels.repeat_interleave(each.plan.frames // len(pixels), 0)
         patches, grid = tower._patches(pixels, each.plan.merge)
@@ -155,7 +155,7 @@ async def test_judges_and_classifiers_see_clips_and_images_as_hugging_face_does(
 ):
     """Their processes know a family of the user's own. And a judge that can't, of another family than the policy or of
     text, says so before anything starts."""
-    models = {name: VideoModel.at(str(folder)) for name, folder in folders.items()}
+    models = {name: VideoModel.from_pretrained(str(folder)) for name, folder in folders.items()}
     kwargs = {"reference": "ground_truth", "dtype": "float32", "max_model_len": 2048}
     entries = [
         {"path": "judge", "name": name, "sources": [name], "kwargs": {"model": str(folder)} | kwargs}
@@ -170,7 +170,7 @@ async def test_judges_and_classifiers_see_clips_and_images_as_hugging_face_does(
     batch = [sample(number, *each) for number, each in enumerate(asked)]
     pool.check_prompts([each.prompt for each in batch])
     other = replace(batch[0].prompt, data_source="llama")
-    with pytest.raises(RewardError, match=r"llama, asked for row 0: model=.* can't see .*clip\.mp4: it takes frames"):
+    with pytest.raises(RewardError, match=r"llama, row 0: model=.* can't process .*clip\.mp4: it expects frames"):
         pool.check_prompts([other])
     await pool.start()
     try:
@@ -182,7 +182,7 @@ async def test_judges_and_classifiers_see_clips_and_images_as_hugging_face_does(
     load = AutoModelForImageTextToText.from_pretrained
     wholes = {name: load(folder, dtype=torch.float32).eval() for name, folder in folders.items()}
     for (name, (question, response, reference), visual), found in zip(asked, results, strict=True):
-        answers = quoted(response), reference
+        answers = escape_markers(response), reference
         p, q = (first(wholes[name], models[name], question, *order, visual) for order in (answers, answers[::-1]))
         assert found.value == pytest.approx((p + 1 - q) / 2, abs=1e-4), (name, question, found)
         unseen = first(wholes[name], models[name], question, *answers, visual, light=0.0)

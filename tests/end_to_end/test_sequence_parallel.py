@@ -11,7 +11,7 @@ import torch
 from trainer_probe import VOCABULARY, Probe, distance, lengths, make_rows, scores_of, settings
 from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
-from rlfuse.engines.trainer.degrees import Costs, Overhead
+from rlfuse.engines.trainer.sequence_parallel_packing import Costs, Overhead
 from rlfuse.samples import Embedding, Visual
 from rlfuse.tasks.small_video_models import write_small_qwen3_vl, write_small_qwen25_vl
 from rlfuse.video.embedding import write_rows
@@ -251,5 +251,5 @@ async def test_a_slot_alone_takes_whole_rows_only(group, folder):
     scores = await asyncio.gather(*(scores_of(group, "actor", [short], slot) for slot in range(4)))
     for one, other in itertools.pairwise(scores):
         np.testing.assert_equal(one, other)
-    with pytest.raises(ValueError, match=r"77 tokens must be cut over ranks .*len_per_gpu=20.*slot 2 alone"):
+    with pytest.raises(ValueError, match=r"77 tokens exceeds .*len_per_gpu=20 and must be split.*slot 2 alone"):
         await scores_of(group, "actor", [long], slot=2)

@@ -36,8 +36,8 @@ def found(driven, tmp_path_factory):
 
 def test_the_commands_say_what_they_did(found):
     drained, last, listed, restored = found["told"]
-    assert drained.startswith("slot 1 is drained: it gets no work until it is restored"), drained
-    assert last.startswith("refused: slot 0 is the last of 2 that works"), last
+    assert drained.startswith("slot 1 is drained until it is restored"), drained
+    assert last.startswith("refused: slot 0 is the last working slot of 2"), last
     assert restored == "slot 1 works again\n"
     first, second = (line.split() for line in listed.splitlines()[1:])
     assert (first[0], second[0]) == ("0", "1") and "working" in first and "drained" in second, listed

@@ -54,6 +54,6 @@ def test_it_is_learned_above_what_is_known_blind(rows, task):
 
 def test_images_are_encoded_once_and_engine_and_trainer_agree(rows):
     steps = [row for row in rows if row["step"]]
-    assert all(row["video/encode_once_factor"] == 1.0 for row in steps)
+    assert all(row["video/encoded_over_unique_tokens"] == 1.0 for row in steps)
     assert all(row["video/frames"] == 1.0 and row["video/tokens"] == 48.0 for row in steps)
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in steps)

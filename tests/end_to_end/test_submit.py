@@ -165,7 +165,7 @@ def test_a_job_outlives_the_terminal_that_sent_it_until_it_is_stopped(submit, jo
     status, out = finish(submit("stop", name))
     assert status == 0 and f"{name} stopped" in out, out
     status, out = finish(reader)
-    assert status != 0 and "SIGTERM: the run left after step" in out and f"{name} stopped" in out, out
+    assert status != 0 and "SIGTERM: stopped after step" in out and f"{name} stopped" in out, out
     assert 0 <= read_metrics(metrics)[0]["critic/score/mean"] <= 1, "the helpers' code scored on the cluster"
     assert not shadows.exists(), shadows.read_text()
     status, out = finish(submit("status"))

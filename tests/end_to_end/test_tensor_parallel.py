@@ -57,7 +57,7 @@ class Shared(Probe):
                 else:
                     moment = safe_get_full_optimizer_state(parameter, "exp_avg")
                 if rank.tensor and hasattr(parameter, "partition_dim"):
-                    moment = rank.tensor.whole(moment, parameter.partition_dim)
+                    moment = rank.tensor.gather_whole(moment, parameter.partition_dim)
                 found[name] = moment / (1 - BETA)
             return found
 
@@ -190,5 +190,5 @@ async def test_a_slot_that_has_a_whole_model_works_alone(group, folders):
     )
     config.rollout.tensor_model_parallel_size = 1
     assert config.lockstep
-    with pytest.raises(ValueError, match="2 ranks share each layer, slot 0 alone would wait"):
+    with pytest.raises(ValueError, match="2 ranks share each layer, a call on slot 0 alone"):
         await scores_of(group, "actor", rows, 0)

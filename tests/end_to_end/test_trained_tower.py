@@ -14,7 +14,7 @@ from trainer_probe import Probe, distance, lengths, make_rows, scores_of, settin
 from transformers import AutoModelForCausalLM, VideoLlama3ForConditionalGeneration
 
 from rlfuse.cluster.worker_environment import worker_environment
-from rlfuse.engines.trainer.degrees import Costs, Overhead
+from rlfuse.engines.trainer.sequence_parallel_packing import Costs, Overhead
 from rlfuse.engines.trainer.vision_tower import TowerSettings
 from rlfuse.errors import EngineError
 from rlfuse.samples import Visual
@@ -26,7 +26,7 @@ from rlfuse.video.decoding import decode
 from rlfuse.video.encoder_handle import EncoderPlacement
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.encoding import Clip, SequenceParallelEncoder
-from rlfuse.video.images import ImageFacts, plan_image, read
+from rlfuse.video.images import ImageMetadata, plan_image, read
 from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.placeholders import placeholder_ids
 from rlfuse.video.plan import FixedSampling, Geometry, plan_video
@@ -69,7 +69,7 @@ def trained(folder, tmp_path_factory):
 
     def make(stage=1, budget=64, degree=1, alone=True, **more):
         config = settings(text, stage, budget=budget, alone=alone, **more)
-        config.video.freeze_tower, config.training.ulysses_sequence_parallel_size = False, degree
+        config.video.freeze_vision_tower, config.training.ulysses_sequence_parallel_size = False, degree
         return config
 
     return make
@@ -106,7 +106,7 @@ def clips(tmp_path_factory):
         found.append(Clip(str(number), path, plan_video(facts, FixedSampling(frames, 4))))
     pool.close()
     write_image(draw_scene(np.random.default_rng(2), 10.0, 12.0), image := files / "2.png")
-    plan = plan_image(ImageFacts(28, 28), PixelBounds(min_pixels=1, max_pixels=10**6), Geometry(merge=1))
+    plan = plan_image(ImageMetadata(28, 28), PixelBounds(min_pixels=1, max_pixels=10**6), Geometry(merge=1))
     found.append(Clip("2", str(image), plan))
     assert [clip.plan.tokens for clip in found] == [*(4 * frames for frames in FRAMES), 4]
     return found
@@ -147,7 +147,7 @@ def log_probs_of(model, tower, row):
     ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64))[None]
     embedded = model.get_input_embeddings()(ids)
     for visual in row.visual:
-        frames = torch.from_numpy((read if visual.plan.still else decode)(visual.path, visual.plan).copy())
+        frames = torch.from_numpy((read if visual.plan.is_image else decode)(visual.path, visual.plan).copy())
         patches, grid = tower._patches(tower.pixels.normalise(frames), visual.plan.merge)
         merge = torch.tensor([visual.plan.merge])
         seen = {"pixel_values_videos": patches, "video_grid_thw": grid, "video_merge_sizes": merge}
@@ -247,7 +247,7 @@ async def test_a_tower_goes_on_after_being_handed_over_and_resumed(started, trai
     updates = await group.save_tower(tmp_path / "tower")
     assert updates == 1
     for call in (group.score(("ref",), rows), group.score(("critic",), rows), group.accumulate(("actor",), rows)):
-        with pytest.raises(EngineError, match="after 0 updates, rows must bring those of the tower after 1 updates"):
+        with pytest.raises(EngineError, match="after 0 updates, but rows need those of the tower after 1 updates"):
             await call
     group._accumulated["actor"] = []
     await encoder.update_tower(tmp_path / "tower", updates)
@@ -267,6 +267,6 @@ async def test_a_tower_goes_on_after_being_handed_over_and_resumed(started, trai
     await group.take(trained(alone=False))
     await group.load(tmp_path / "checkpoint")
     np.testing.assert_equal(await more(), expected)
-    group.config.video.freeze_tower = True
-    with pytest.raises(EngineError, match=r"'video\.freeze_tower': False"):
+    group.config.video.freeze_vision_tower = True
+    with pytest.raises(EngineError, match=r"'video\.freeze_vision_tower': False"):
         await group.load(tmp_path / "checkpoint")

@@ -261,12 +261,12 @@ async def test_models_move_to_host_memory_and_back_with_their_gradients(group, p
             to_device(model)
 
     def optimizers_later(rank):
-        from rlfuse.engines.trainer.offloading import bytes_away, to_device, to_host
+        from rlfuse.engines.trainer.offloading import offloaded_bytes, to_device, to_host
 
         for model in rank.engines.values():
             to_host(model)
             to_device(model, optimizer=False)
-        return [bytes_away(rank.engines[name]) for name in ("actor", "critic", "ref")]
+        return [offloaded_bytes(rank.engines[name]) for name in ("actor", "critic", "ref")]
 
     def moved(how=there_and_back):
         return asyncio.gather(*(rank.__ray_call__.remote(how) for rank in group.ranks))
@@ -285,11 +285,11 @@ async def test_slots_work_side_by_side_and_tell_of_it(group, policy_folder):
     rows = make_rows()
     await group.take(settings(policy_folder))
     await group.drain()
-    await group.take_device(1)
+    await group.acquire_device(1)
     await asyncio.gather(*(group.accumulate(("actor",), rows * 16, slot) for slot in (0, 1)))
     await group.accumulate(("actor",), rows[:2], slot=1)
     await scores_of(group, "critic", rows[:2], slot=1)
-    await group.leave_device(1)
+    await group.release_device(1)
     await group.step("actor", lengths(rows * 32 + rows[:2]))
     spans = await group.drain()
     by_rank = [[span for span in spans if span.where == f"trainer/{rank}"] for rank in (0, 1)]
@@ -319,12 +319,12 @@ async def test_what_needs_all_ranks_says_so(group, policy_folder):
 async def test_steps_and_checkpoints_know_what_was_accumulated(group, policy_folder, tmp_path):
     rows = make_rows()
     await group.take(settings(policy_folder))
-    with pytest.raises(ValueError, match="Nothing was accumulated for the actor"):
+    with pytest.raises(ValueError, match="No gradients of the actor were accumulated"):
         await group.step("actor", lengths(rows))
     await group.accumulate(("critic",), rows, slot=0)
-    with pytest.raises(ValueError, match=r"step of the critic over 6 rows .* 7 .* accumulate every row"):
+    with pytest.raises(ValueError, match=r"Step of the critic over 6 rows .* 7 .*Accumulate each row"):
         await group.step("critic", lengths(rows[1:]))
-    with pytest.raises(ValueError, match=r"saved now: the critic holds gradients of 7 rows.*Step first"):
+    with pytest.raises(ValueError, match=r"saved: the critic has accumulated gradients of 7 rows.*Take the step"):
         await group.save(tmp_path / "checkpoint")
     await group.step("critic", lengths(rows))
     await group.save(tmp_path / "checkpoint")

@@ -95,7 +95,7 @@ def clip(tmp_path):
         tokens = kept.count(1) if kept else frames * height * width // 28**2
         plan = SimpleNamespace(
             times=times, height=height, width=width, temporal_patch=1, merge=2, tokens=tokens, hash=seen,
-            frames=frames, level=6, still=False, kept=kept,
+            frames=frames, level=6, is_image=False, kept=kept,
         )  # fmt: skip
         return Clip(name, str(path), plan)
 
@@ -126,12 +126,12 @@ async def test_a_mixed_batch_is_bitwise_the_unsharded_tower_and_encoded_once(enc
         assert torch.equal(handle.read(), unsharded(tower, one))
     assert handles[-1] == handles[0]
     metrics = await encoder.metrics()
-    assert metrics["video/encode_once_factor"] == 1.0
+    assert metrics["video/encoded_over_unique_tokens"] == 1.0
     assert metrics["video/encoded_tokens"] == sum(one.plan.tokens for one in clips)
     assert (metrics["video/cache_misses"], metrics["video/cache_hits"]) == (5, 0)
     whole = sum(one.plan.tokens for one in clips) * TEXT_HIDDEN * 2
     assert metrics["video/cache_bytes"] == 2 * whole, "every node has all of them"
-    assert metrics["video/shard_balance"] < 1.2
+    assert metrics["video/shard_imbalance"] < 1.2
     spans = await encoder.drain()
     assert {span.where for span in spans} == {"encoder/0", "encoder/1", "encoder/2"}
     assert sum(span.tokens for span in spans) == metrics["video/encoded_tokens"]
@@ -200,14 +200,14 @@ async def test_clips_that_fail_are_named_and_the_others_go_on(encoder, model, cl
     for name, said in {
         "broken": "moov atom not found",
         "hang": "decoding frames .* took longer than 2 s",
-        "die": "encoder/. died while it was asked to encode frames",
+        "die": "encoder/. died during the call to encode frames",
         "missing": "No such file",
         "short": r"instead of uint8 \[\d, 56, 84, 3\]",
         "unfit": "the plan expects 19 tokens .* the tower gives 18",
     }.items():
         assert re.search(said, outcomes[name].message) and f"{name} (" in outcomes[name].message
     metrics = await encoder.metrics()
-    assert (metrics["video/failed_clips"], metrics["video/encode_once_factor"]) == (6, 1.0)
+    assert (metrics["video/failed_clips"], metrics["video/encoded_over_unique_tokens"]) == (6, 1.0)
     assert count_faults(await encoder.drain())["encoder_ranks_replaced"] >= 1, "the one that died"
     ray.kill(encoder.ranks[0]._actor)  # while it is idle
     while not (faults := count_faults(await encoder.drain())):
@@ -279,13 +279,17 @@ async def test_as_few_ranks_as_are_done_in_time_encode_ahead_while_there_is_room
     await encoder.encode_ahead([other], "ahead", 1e6, lambda: True)
     assert {(span.where, span.tokens) for span in await encoder.drain()} == {("encoder/0", one.plan.tokens)}
     told = await encoder.metrics()
-    assert (told["video/encoder_pool"], told["video/tokens_ahead"], told["video/cache_misses"]) == (1, 9 * 6, 0)
+    assert (told["video/encode_ahead_ranks"], told["video/encoded_ahead_tokens"], told["video/cache_misses"]) == (
+        1,
+        9 * 6,
+        0,
+    )
     (handle,) = await encoder.encode([one], "now")
     assert torch.equal(handle.read(), unsharded(Tower(model), one)) and await encoder.drain() == []
 
     with pytest.raises(EngineError, match="are held by ahead, now, "):
         await encoder.encode_ahead(halves, "ahead", 1e6, lambda: False)
-    assert (await encoder.metrics())["video/tokens_ahead"] == 2 * 1600
+    assert (await encoder.metrics())["video/encoded_ahead_tokens"] == 2 * 1600
     await encoder.release("ahead")
     assert all(isinstance(one, Embedding) for one in await encoder.encode(halves[1:], "now"))
     assert (await encoder.metrics())["video/encoded_tokens"] == 1600, "which had found no room"
@@ -311,14 +315,14 @@ async def test_a_steps_clips_are_encoded_while_the_step_before_goes_on(encoder, 
     clips.prefetch(prompts, "training")
     await encoded(0)  # before any other was begun
     told = await clips.release("training")
-    assert (told["video/tokens_ahead"], told["video/encoded_tokens"]) == (0, 5 * 6)
+    assert (told["video/encoded_ahead_tokens"], told["video/encoded_tokens"]) == (0, 5 * 6)
 
     clips.prefetch(prompts, "training")
     clips.prefetch(prompts[:1], "training")  # the former is still to come
     await asyncio.wait_for(clips._coming, 120)
     told = await clips.release("training")
-    assert told["video/encoder_pool"] in (1, 2, 3) and told["video/encode_once_factor"] == 1
-    assert told["video/tokens_ahead"] == told["video/encoded_tokens"] == 3 * 5 * 6
+    assert told["video/encode_ahead_ranks"] in (1, 2, 3) and told["video/encoded_over_unique_tokens"] == 1
+    assert told["video/encoded_ahead_tokens"] == told["video/encoded_tokens"] == 3 * 5 * 6
     assert (told["video/failed_clips"], told["video/dropped_groups"]) == (0, 0), "nobody has asked for it"
     for number in range(5):
         await encoded(number)

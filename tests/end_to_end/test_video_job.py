@@ -98,7 +98,7 @@ def run(driven, tmp_path_factory):
 
 def test_bad_clips_cost_their_rows_and_groups_only_and_are_named(run):
     folder, printed = run
-    assert "14 prompts" in printed and "7 with clips, 7 with images, 2 left out for their clips or images" in printed
+    assert "14 prompts" in printed and "7 with clips, 7 with images, 2 skipped for unusable clips or images" in printed
     assert "train_00005.mp4" in printed and "train_00005.png" in printed
     assert "train_00003.mp4" in printed and "prompts have clips or images that can't be used" in printed
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
@@ -112,14 +112,18 @@ def test_bad_clips_cost_their_rows_and_groups_only_and_are_named(run):
 def test_clips_are_encoded_once_and_prompts_run_once(run):
     folder, _ = run
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
-    assert all(row["video/encode_once_factor"] == 1.0 for row in rows)
-    run_again = [row["perf/tokens_run_over_unique"] - 1 for row in rows]
+    assert all(row["video/encoded_over_unique_tokens"] == 1.0 for row in rows)
+    run_again = [row["perf/computed_over_unique_tokens"] - 1 for row in rows]
     assert min(run_again) == 0 and max(run_again) < 1, "above 0 only where a group was scored before all had finished"
     later = {name: sum(row[f"video/cache_{name}"] for row in rows[2:]) for name in ("misses", "hits")}
     assert later == {"misses": 1, "hits": 14}, "only the clip that can't be used"
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)
     assert {"video/frames", "video/tokens", "video/level", "video/decode_s", "video/encode_s"} <= rows[0].keys()
-    assert rows[0]["video/prefill_s"] > 0 and rows[0]["video/degree"] == 1.0 and rows[0]["video/cache_bytes"] > 0
+    assert (
+        rows[0]["video/prefill_s"] > 0
+        and rows[0]["video/sequence_parallel_degree"] == 1.0
+        and rows[0]["video/cache_bytes"] > 0
+    )
 
 
 def test_clips_of_what_comes_next_are_decoded_while_this_step_goes_on(run):

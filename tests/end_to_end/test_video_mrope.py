@@ -22,7 +22,7 @@ from rlfuse.samples import Embedding, Partial, Prompt, Sample, Visual, sample_se
 from rlfuse.tasks.small_video_models import SmallModel, write_small_qwen3_vl, write_small_qwen25_vl
 from rlfuse.video.checkpoints import join_checkpoint
 from rlfuse.video.embedding import write_rows
-from rlfuse.video.images import ImageFacts, plan_image
+from rlfuse.video.images import ImageMetadata, plan_image
 from rlfuse.video.models.base import embedding_width, m_rope
 from rlfuse.video.plan import SEED_TIMES, VideoPlan
 from rlfuse.video.processor_sampling import PixelBounds
@@ -52,7 +52,7 @@ async def engine(ray_cluster, folder):
 
 @pytest.fixture(scope="module")
 def ask(folder, model, tmp_path_factory):
-    at, video = tmp_path_factory.mktemp("embeddings"), VideoModel.at(str(folder))
+    at, video = tmp_path_factory.mktemp("embeddings"), VideoModel.from_pretrained(str(folder))
     tokenizer, geometry = AutoTokenizer.from_pretrained(folder), video.geometry
 
     def shown(key: str, plan: VideoPlan, seed: int) -> Visual:
@@ -71,13 +71,13 @@ def ask(folder, model, tmp_path_factory):
         sizes, visual = itertools.cycle([(2, 3), (4, 2), (1, 1)]), []
         for kind in re.findall("<(image|video)>", prompt):
             if kind == "video":
-                before = sum(not each.plan.still for each in visual)
+                before = sum(not each.plan.is_image for each in visual)
                 times = tuple(i / fps for i in range(8 - 2 * before))
                 height, width = 4 * geometry.cell, 2 * geometry.cell
                 plan = VideoPlan(times, height, width, fps, 8, geometry, video.family.timestamps)
                 visual.append(shown(f"{number}-{fps}-{version}{before or ''}", plan, number + len(version) + before))
             else:
-                facts = ImageFacts(*(side * geometry.cell for side in next(sizes)))
+                facts = ImageMetadata(*(side * geometry.cell for side in next(sizes)))
                 plan = plan_image(facts, PixelBounds(min_pixels=1, max_pixels=10**6), geometry)
                 visual.append(shown(f"image-{plan.tokens}", plan, plan.tokens))
         words = ("".join(np.random.default_rng(number + half).choice(list("abcdefgh?"), 20)) for half in (0, 100))
@@ -136,7 +136,7 @@ async def test_log_probs_of_several_clips_are_those_of_the_model(engine, ask, mo
     ]
     responses = await collect(engine, [*samples, ask(55)], WARM)
     for one in samples:
-        assert sum(not each.plan.still for each in one.prompt.visual) > 1
+        assert sum(not each.plan.is_image for each in one.prompt.visual) > 1
         found = responses[one.id]
         np.testing.assert_allclose(found.log_probs, expected(model, one, found.token_ids), atol=1e-4)
 
@@ -160,7 +160,9 @@ async def test_a_plan_with_other_timestamps_is_refused(engine, ask):
     one = ask(20)
     [clip] = one.prompt.visual
     visual = (replace(clip, plan=replace(clip.plan, timestamps=SEED_TIMES)),)
-    with pytest.raises(EngineError, match=r"video\.of can't go to vLLM: .* into the prompt itself: plan the clip with"):
+    with pytest.raises(
+        EngineError, match=r"video\.of can't be passed to vLLM: .* into the prompt itself: plan the clip with"
+    ):
         await collect(engine, [replace(one, prompt=replace(one.prompt, visual=visual))], WARM)
 
 

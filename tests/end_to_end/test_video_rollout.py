@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, VideoLlama3ForConditionalGeneration
 from rlfuse.cluster.remote import call
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.models import load_policy
-from rlfuse.engines.vllm.support import unserved
+from rlfuse.engines.vllm.support import unsupported_reasons
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.errors import EngineError
 from rlfuse.protocols import Sampling
@@ -144,7 +144,7 @@ async def test_placeholders_are_never_drawn_though_they_are_likeliest(engine, as
 
 async def test_log_probs_of_several_images_beside_a_clip_are_those_of_the_model(engine, ask, clips, folder, whole):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    plan = VideoPlan((0.0,), 56, 84, 1.0, 6, timestamps=None, still=True)
+    plan = VideoPlan((0.0,), 56, 84, 1.0, 6, timestamps=None, is_image=True)
     one, question = ask(31), "<image>or<video>or<image>?"
     prompt = assemble(tokenizer, question, [PLAN, plan, plan], VISUAL)
     rows = [torch.randn(plan.tokens, 128, generator=torch.Generator().manual_seed(100 + i)) for i in range(2)]
@@ -279,13 +279,13 @@ async def test_what_does_not_fit_is_refused_before_anything_runs(engine, ask, cl
     bare = replace(one, prompt=replace(one.prompt, visual=()))
     for refused, reason in (
         (long, rf"{size} prompt tokens \(40 of them visual\), the engine holds 512"),
-        (changed(one, source=None), "clip.mp4 has no embedding yet"),
-        (changed(one, source=narrow), "of width 64, the model's is 128"),
+        (changed(one, source=None), "clip.mp4 has no embedding"),
+        (changed(one, source=narrow), "of width 64, but the model's is 128"),
         (changed(one, source=short), "embedding of 39 tokens, a plan of 40 at 40 places"),
         (changed(one, positions=one.prompt.visual[0].positions[1:]), "a plan of 40 at 39 places"),
         (changed(one, source=gone), "is not at /nowhere"),
         (changed(one, source=broken), r"the embedding of clip.mp4 \(broken\) holds NaN"),
-        (bare, "40 visual placeholders in its prompt, its clips stand at 0 places"),
+        (bare, "40 visual placeholders in its prompt, but its clips have 0 positions"),
     ):
         with pytest.raises(EngineError, match=reason):
             await collect(engine, [refused], GREEDY)
@@ -295,4 +295,4 @@ async def test_what_does_not_fit_is_refused_before_anything_runs(engine, ask, cl
 def test_drafting_is_refused_where_placeholders_could_be_drawn(folder):
     config = Config()
     config.model.path, config.fusion.tail_speculation = str(folder), 2
-    assert any("can't keep visual placeholders" in each for each in unserved(config))
+    assert any("can't exclude visual placeholder tokens" in each for each in unsupported_reasons(config))

@@ -150,7 +150,7 @@ async def test_buckets_hold_whole_tensors_as_checkpoints_name_them(groups, folde
 async def test_a_schedule_in_which_a_device_does_not_come_to_the_head_reaches_no_rank(groups, folders):
     config = settings(folders)
     await groups[2].take(config, shared(2))
-    with pytest.raises(EngineError, match=r"No rank was given the schedule.*H of actor.* is computed by 1 devices"):
+    with pytest.raises(EngineError, match=r"The schedule was not started.*H of actor.* is computed by 1 devices"):
         first, second = fused(shared(2), COUNTS, lambda *_: 1.0)
         second = tuple(each for each in second if each.kind != "H")
         await groups[2].run((first, second), {name: [] for name in COUNTS})

@@ -10,9 +10,9 @@ import torch
 from small import make_rows, policy_folder, settings
 
 from rlfuse.engines.trainer.cuda_graphs import PassGraphs
+from rlfuse.engines.trainer.micro_batch_losses import actor_loss, log_probs
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import load_policy
-from rlfuse.engines.trainer.passes import actor_loss, log_probs
 from rlfuse.events import Recorder
 
 SIZES = (512, 1024)

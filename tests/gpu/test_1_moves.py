@@ -18,11 +18,11 @@ from rlfuse.config.schema import ActorConfig
 from rlfuse.engines.deepspeed.optimizer import freeze, take_step
 from rlfuse.engines.trainer import activation_offloading
 from rlfuse.engines.trainer.activation_offloading import ActivationOffloading, Budget
-from rlfuse.engines.trainer.activation_places import Place, Room
-from rlfuse.engines.trainer.activation_stores import PIECE, Disk, HostMemory
+from rlfuse.engines.trainer.activation_placement import Place, TierCapacity
+from rlfuse.engines.trainer.activation_stores import PIECE_BYTES, Disk, HostMemory
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import load_policy, response_logits
-from rlfuse.engines.trainer.offloading import bytes_away, fetch_optimizer, on_device, to_device, to_host
+from rlfuse.engines.trainer.offloading import fetch_optimizer, offloaded_bytes, on_device, to_device, to_host
 
 WIDTH = {"cuda": 2048, "cpu": 16}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -82,7 +82,7 @@ def _late(device, stage, dtype, residency):
     for count in range(4):
         to_host(mover)
         to_device(mover, optimizer=False)
-        weights, away = allocated(device) - before, bytes_away(mover)
+        weights, away = allocated(device) - before, offloaded_bytes(mover)
         for each in (mover, twin):
             accumulate(each, device, width, range(3 * count, 3 * count + 2))
         if residency == "forecast":
@@ -144,17 +144,17 @@ def test_activations_wait_off_the_device(device, tmp_path, place):
     cuda = device == "cuda"
     rows, hidden = (make_rows(16, longest=400), 1024) if cuda else (make_rows(6), 32)  # on a GPU about 1 GB a layer
     model = load_policy(policy_folder(tmp_path, hidden, layers=6), settings(tmp_path).model).to(device).train()
-    batch, room = collate(rows, True, device), (2**34 if cuda else 256 * PIECE)
+    batch, room = collate(rows, True, device), (2**34 if cuda else 256 * PIECE_BYTES)
     store = HostMemory(room, cuda) if place == "host" else Disk(room, cuda, tmp_path)
-    budget = Budget(0, {Place(place): Room(room, 1e15)}, {Place(place): store})
-    offloading = ActivationOffloading(model, budget, 1e12, again=False)
-    found, smallest = [], activation_offloading.SMALLEST
-    activation_offloading.SMALLEST = 1
+    budget = Budget(0, {Place(place): TierCapacity(room, 1e15)}, {Place(place): store})
+    offloading = ActivationOffloading(model, budget, 1e12, recompute_all=False)
+    found, smallest = [], activation_offloading.MIN_STORAGE_BYTES
+    activation_offloading.MIN_STORAGE_BYTES = 1
     try:
         for _ in range(3):  # run again, as nothing is known yet; away; and away in memory that is used again
             found.append(_gradients(model, batch, offloading))
     finally:
-        activation_offloading.SMALLEST = smallest
+        activation_offloading.MIN_STORAGE_BYTES = smallest
     assert offloading.places.layers == (Place(place),) * 5 + (Place.DEVICE,)
     expected, peak = _gradients(model, batch)
     print(f"bytes at most: {peak} where all stays, {[most for _, most in found]} run again, away, away")
@@ -162,7 +162,7 @@ def test_activations_wait_off_the_device(device, tmp_path, place):
         for name, gradient in expected.items():  # what is computed again on a GPU may be summed in another order
             assert (gradients[name] - gradient).norm() <= (1e-4 if cuda else 0.0) * gradient.norm(), name
         assert most < 0.7 * peak or not cuda
-    assert store.has_room(room // PIECE * PIECE)
+    assert store.has_room(room // PIECE_BYTES * PIECE_BYTES)
 
 
 def _gradients(model, batch, offloading=None):
@@ -170,7 +170,7 @@ def _gradients(model, batch, offloading=None):
     model.zero_grad()
     if batch.predict.is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    with offloading.leaving(batch, None) if offloading else nullcontext():
+    with offloading.offloaded(batch, None) if offloading else nullcontext():
         total = response_logits(model, batch).logsumexp(-1).sum()
     total.backward()
     most = torch.cuda.max_memory_allocated() if batch.predict.is_cuda else 0

@@ -17,9 +17,9 @@ from rlfuse.engines.pipeline.loading import load_stage
 from rlfuse.engines.pipeline.partition import parts
 from rlfuse.engines.pipeline.schedule_executor import ScheduleExecutor
 from rlfuse.engines.pipeline.stages import Stage
+from rlfuse.engines.trainer.micro_batch_losses import actor_loss
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import load_policy
-from rlfuse.engines.trainer.passes import actor_loss
 from rlfuse.fusion.schedules.operations import Operation
 from rlfuse.samples import MicroBatch
 

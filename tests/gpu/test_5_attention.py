@@ -13,9 +13,9 @@ from processes import in_ranks
 from small import make_rows, policy_folder, settings
 from transformers import Qwen2ForCausalLM
 
+from rlfuse.engines.trainer.micro_batch_losses import log_probs
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import load_policy
-from rlfuse.engines.trainer.passes import log_probs
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
@@ -84,12 +84,12 @@ def test_flash_attention_of_its_own_package_agrees(device, folder, dtype):
 def _ulysses(device, folder):
     import deepspeed
 
-    from rlfuse.engines.trainer.sequence_parallel import Part
+    from rlfuse.engines.trainer.sequence_parallel import SequenceSlice
 
     deepspeed.init_distributed(torch.distributed.get_backend(), verbose=False)  # takes the group that is there
     config, model = _loaded(device, folder, "float32")
     rows = make_rows(4)
-    part = Part(1, 0, torch.distributed.group.WORLD)
+    part = SequenceSlice(1, 0, torch.distributed.group.WORLD)
     whole, cut = (_ours(config, model, rows, device, packed=True, part=each) for each in (None, part))
     return float(np.abs(whole[0] - cut[0]).max()), _apart(cut[1], whole[1])
 

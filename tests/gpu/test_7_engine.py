@@ -17,13 +17,13 @@ from small import VOCABULARY, served_folder
 from transformers import AutoModelForCausalLM
 
 from rlfuse.config.schema import ModelConfig, RolloutConfig
-from rlfuse.engines.rollout.engine_actor import NOTHING, Request
+from rlfuse.engines.rollout.engine_actor import EMPTY_PARTIAL, Request
 from rlfuse.engines.trainer.offloading import release_cached, to_device, to_host
 from rlfuse.engines.vllm.rollout_worker import RolloutWorker
 from rlfuse.engines.vllm.setup import rollout_env
 from rlfuse.engines.weights.cuda_ipc import collect, share_ipc
 from rlfuse.engines.weights.sync import WeightPush, plan_buckets, resolve_transfer
-from rlfuse.protocols import Sampling, Sharing
+from rlfuse.protocols import DeviceSharing, Sampling
 
 DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 APART = {"cuda": 0.06, "cpu": 1e-4}
@@ -52,17 +52,17 @@ class Ranks:
         self.model = copy.deepcopy(loaded).to(device)  # in memory of its own: a mapped file's can't be given up
         self.device, self.engine, self.there, self.seen, self.kept = device, engine, True, [], []
 
-    sharing = Sharing()
+    sharing = DeviceSharing()
 
     async def make_room(self, slot):
         release_cached(0)
 
-    async def take_device(self, slot):
+    async def acquire_device(self, slot):
         if not self.there:
             to_device(self.model)
         self.there = True
 
-    async def leave_device(self, slot):
+    async def release_device(self, slot):
         if self.there:
             to_host(self.model)
             release_cached(0)
@@ -108,7 +108,7 @@ class Ranks:
 
 async def generated(engine, prompts, name):
     """Prompt -> response."""
-    requests = [Request(f"{name}/{i}", 1, i, prompt, NOTHING) for i, prompt in enumerate(prompts)]
+    requests = [Request(f"{name}/{i}", 1, i, prompt, EMPTY_PARTIAL) for i, prompt in enumerate(prompts)]
     found = {}
     async for part in engine.generate(requests, Sampling(1.0, 1.0, -1, 32)):
         found |= dict(part)
@@ -140,7 +140,7 @@ async def test_engine_and_trainer_take_turns(device, tmp_path):
             await generated(engine, prompts, "asleep")
         push = WeightPush(ranks, [engine], 1, resolve_transfer("auto", device))
         for version in (1, 2):
-            await ranks.take_device(0)
+            await ranks.acquire_device(0)
             ranks.change()
             old = ranks.seen = []
             await push.push(version)
@@ -148,7 +148,7 @@ async def test_engine_and_trainer_take_turns(device, tmp_path):
             assert not ranks.there and await engine.version() == version
             places[f"push {version}"] = before - min(left for *_, left in ranks.seen)
             places[f"after push {version}"] = before - free(device)
-            await ranks.take_device(0)  # beside the engine, to compare: a small model
+            await ranks.acquire_device(0)  # beside the engine, to compare: a small model
             responses = await generated(engine, prompts, f"version {version}")
             assert {response.weight_version for response in responses} == {version}
             places[f"log-probs {version}"] = apart(ranks, prompts, responses)

@@ -12,8 +12,8 @@ from pathlib import Path
 from rlfuse.errors import RlfuseError
 from rlfuse.rewards.api.functions import load_function
 from rlfuse.rewards.api.items import item_of_row
-from rlfuse.rewards.thoughts import answer_of, format_gate, split_thought
-from rlfuse.rewards.verifiers.answers import fenced, unwrapped
+from rlfuse.rewards.reasoning_tags import answer_after_reasoning, format_gate, split_reasoning
+from rlfuse.rewards.verifiers.answers import fenced_blocks, strip_wrapping
 from rlfuse.rewards.verifiers.code_blocks import blocks
 
 LONG = 200_000
@@ -123,7 +123,10 @@ def main(folder: Path) -> None:
     for name, text in RESPONSES.items():
         if name in programs():
             text = text.format(marker=folder / "marker", secret=folder / "secret")
-        read = [function(text) for function in (answer_of, split_thought, unwrapped, fenced, blocks)]
+        read = [
+            function(text)
+            for function in (answer_after_reasoning, split_reasoning, strip_wrapping, fenced_blocks, blocks)
+        ]
         format_gate([item_of_row({"prompt": "p", "response": text})])
         found = {verifier: outcome(verifier, text) for verifier in VERIFIERS}
         print(json.dumps({"name": name, "read": len(read), "found": found}), flush=True)

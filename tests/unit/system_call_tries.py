@@ -1,7 +1,7 @@
 """What a confined process does of each family of system calls: `test_calls` runs these and looks what went wrong."""
 
 TRIES = {
-    "descriptors it holds": """
+    "its open descriptors": """
         reader, writer = os.pipe()
         copy = os.dup2(os.dup(writer), 40)
         os.writev(copy, [b"a", b"b"])
@@ -13,7 +13,7 @@ TRIES = {
         with open("three", "rb+") as two:
             assert os.pread(two.fileno(), 9, 0) == b"text" and os.lseek(two.fileno(), 0, os.SEEK_END) == 4
         os.closerange(40, 42)""",
-    "files by path or descriptor; Landlock decides which": """
+    "files by path or descriptor; Landlock restricts which": """
         with open("here", "wb") as file:
             file.write(b"12345")
             file.flush()
@@ -22,13 +22,13 @@ TRIES = {
         os.rename("here", "there")
         open("there", "wb").close()
         os.unlink("there")""",
-    "where files are, and that they are; Python looks for modules so": """
+    "existence and location of files, as Python needs to find modules": """
         assert os.stat(".").st_mode and os.path.exists(os.__file__) and os.access(".", os.W_OK)
         assert os.statvfs(".").f_bsize and "lib" in os.listdir(sys.base_prefix + "/lib") + ["lib"]
         os.chdir(os.getcwd())
         os.umask(os.umask(0o22))
         assert os.path.realpath("/lib")""",
-    "its own memory; RLIMIT_AS bounds it": """
+    "its own memory, limited by RLIMIT_AS": """
         memory = mmap.mmap(-1, 1 << 24, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_DONTNEED)
         memory.resize(1 << 25)
@@ -39,7 +39,7 @@ TRIES = {
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             assert sorted(pool.map(lambda n: n * n, range(64)))[-1] == 63 * 63
         assert threading.get_native_id()""",
-    "waiting for descriptors it holds": """
+    "waiting for its open descriptors": """
         reader, writer = os.pipe()
         os.write(writer, b"1")
         for kind in (selectors.SelectSelector, selectors.PollSelector, selectors.EpollSelector):
@@ -47,7 +47,7 @@ TRIES = {
                 selector.register(reader, selectors.EVENT_READ)
                 assert selector.select(1)
         assert os.eventfd_read(os.eventfd(3)) == 3""",
-    "time: telling it, sleeping": """
+    "reading clocks and sleeping": """
         time.sleep(0.001)
         assert time.time() and time.monotonic() and time.process_time() and time.clock_getres(time.CLOCK_REALTIME)
         assert os.times()""",
@@ -58,13 +58,13 @@ TRIES = {
         signal.pause()
         signal.alarm(0)
         assert heard and not signal.sigpending() and not signal.pthread_sigmask(signal.SIG_BLOCK, [])""",
-    "a pair of sockets' two ends": """
+    "both ends of a socket pair": """
         left, right = socket.socketpair()
         left.setblocking(False)
         left.send(b"x")
         assert right.recv(1) == b"x" and right.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
         left.shutdown(socket.SHUT_RDWR)""",
-    "who it is, what it may use and has used; limits can only fall": """
+    "its identity, limits and resource usage; limits can only be lowered": """
         assert os.getpid() and os.getppid() and os.getpgid(0) and os.getsid(0) and os.getresuid() and os.getresgid()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -74,12 +74,12 @@ TRIES = {
             raise AssertionError("a limit rose")
         except (PermissionError, ValueError):
             pass""",
-    "how it is scheduled, asked": """
+    "reading its scheduling": """
         assert os.sched_getaffinity(0) and os.cpu_count() and os.getpriority(os.PRIO_PROCESS, 0) is not None
         assert os.sched_getscheduler(0) is not None and os.sched_get_priority_max(os.SCHED_FIFO)""",
-    "the machine: name, memory, random numbers": """
+    "machine name, memory and random numbers": """
         assert os.uname().sysname == "Linux" and os.sysconf("SC_PHYS_PAGES") and os.urandom(4) and random.random()""",
-    "its end, and that of children, of which it has none": """
+    "exit and wait": """
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from rlfuse.config.compose import compose_job, conf_folder
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
-from rlfuse.run.job import open_job, recovered
+from rlfuse.run.job import open_job, run_with_restarts
 from rlfuse.run.resume.acceptance import NothingToDo, RunRefused, accept
 from rlfuse.run_folder import checkpoints, run_lock, status
 from rlfuse.run_folder.run_lock import RunLock
@@ -94,7 +94,7 @@ def test_the_same_settings_of_a_finished_run_leave_nothing_to_do(config, untouch
     assert first == f"{folder} finished after 4 steps on {time.strftime('%Y-%m-%d %H:%M')}: nothing to do."
     assert longer.endswith("trainer.experiment_name=mine trainer.total_training_steps=8")
     assert another.endswith("trainer.experiment_name=mine-2")
-    assert recovered(config, lambda job: pytest.fail("begun")) == folder and first in capsys.readouterr().out
+    assert run_with_restarts(config, lambda job: pytest.fail("begun")) == folder and first in capsys.readouterr().out
     with pytest.raises(NothingToDo, match=r"mine trainer\.total_training_steps=8 trainer\.total_epochs=null\n"):
         accept(changed(config, trainer__total_epochs=1))
 
@@ -121,7 +121,7 @@ def test_epochs_are_judged_once_the_data_is_there(config):
         accept(by_epochs)
     job = open_job(changed(by_epochs, trainer__total_epochs=2))
     before = (job.folder / "config.yaml").read_text()
-    with pytest.raises(NothingToDo, match="has completed 4 steps already, and the job has 3"):
+    with pytest.raises(NothingToDo, match="has already completed 4 steps, and the job has 3"):
         job.begin(3)
     assert (job.folder / "config.yaml").read_text() == before
     begin_and_end(job, 8)
@@ -131,7 +131,7 @@ def test_epochs_are_judged_once_the_data_is_there(config):
 def test_a_run_that_died_at_its_end_is_closed_by_the_same_command(config):
     leave(config, 4, state="failed")
     assert accept(config).checkpoint.name == "global_step_4"
-    with pytest.raises(NothingToDo, match="has completed 4 steps already, and the job has 3"):
+    with pytest.raises(NothingToDo, match="has already completed 4 steps, and the job has 3"):
         accept(changed(config, trainer__total_training_steps=3))
 
 
@@ -143,7 +143,10 @@ def test_what_may_not_change_is_refused_with_the_command_for_either(config, unto
     with pytest.raises(RunRefused) as error:
         accept(changed(config, algorithm__adv_estimator="gae", data__seed=3, actor__optim__lr=1.0))
     lines = str(error.value).splitlines()
-    assert lines[0] == f"{folder} holds a run with other settings, with which it can't resume. Nothing was changed."
+    assert (
+        lines[0]
+        == f"{folder} has a run whose fixed settings differ from this job, so it can't resume. Nothing was changed."
+    )
     assert [" ".join(line.split()[:4]) for line in lines[1:7] if "->" in line] == [
         "algorithm.adv_estimator grpo -> gae",
         "data.seed 1 -> 3",
@@ -176,9 +179,9 @@ def test_accepted_changes_are_told_kept_and_recorded(config, capsys):
     folder = leave(config, 2, state="stopped")
     job = open_job(changed(config, actor__optim__lr=1e-3, data__train_batch_size=32))
     said = capsys.readouterr().out
-    assert f"resumes from {folder}/global_step_2 with settings that differ" in said
-    assert "  take effect, but before and after are then no longer one experiment:\n    data.train_batch_size" in said
-    assert "start another run: rlfuse train ... trainer.experiment_name=mine-2" in said
+    assert f"resumes from {folder}/global_step_2 with changed settings" in said
+    assert "  take effect, but results before and after are not comparable:\n    data.train_batch_size" in said
+    assert "start a new run: rlfuse train ... trainer.experiment_name=mine-2" in said
     assert not (folder / "changes.jsonl").exists()
     begin_and_end(job, 4)
     rows = [json.loads(line) for line in (folder / "changes.jsonl").read_text().splitlines()]
@@ -238,7 +241,7 @@ def test_a_checkpoint_of_another_run_does_not_write_over_the_run_of_a_folder(con
     path = source / "global_step_2"
     with pytest.raises(RunRefused, match="global_step_2 is of another run") as error:
         accept(changed(other, trainer__resume_mode=str(path)))
-    assert error.match(f"{folder} holds a run already(.|\n)*=other trainer.resume_mode=auto(.|\n)*=other-2")
+    assert error.match(f"{folder} already has a run(.|\n)*=other trainer.resume_mode=auto(.|\n)*=other-2")
     assert accept(changed(config, trainer__resume_mode=f"{source}/../mine/global_step_2")).checkpoint, "its own"
 
 
@@ -300,7 +303,7 @@ def test_of_two_that_begin_at_once_one_does(config):
             job.begin(4)
             told.put("begun")
         except RunRefused as error:
-            told.put("in use" if "a run in progress" in str(error) else str(error))
+            told.put("in use" if "a running job" in str(error) else str(error))
         both.wait()  # neither has ended before
 
     processes = [multiprocessing.get_context("fork").Process(target=begin, args=(job,)) for job in jobs]
@@ -337,7 +340,7 @@ def test_without_a_name_the_last_run_of_the_same_configuration_goes_on(config, c
     other = leave(changed(config, trainer__experiment_name="later", actor__optim__lr=1e-3), 2, state="stopped")
     accepted = accept(changed(unnamed, trainer__save_freq=7))
     assert accepted.config.run_folder == folder and accepted.checkpoint == folder / "global_step_2"
-    assert f"{folder} is the last run of this configuration and resumes" in capsys.readouterr().out
+    assert f"{folder} the last run of this configuration" in capsys.readouterr().out
     assert accept(changed(unnamed, actor__optim__lr=1e-3)).config.run_folder == other
     another_job = accept(changed(unnamed, trainer__job_name="another")).config
     assert another_job.trainer.experiment_name.startswith("another-grpo-")

@@ -29,16 +29,16 @@ from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.deepspeed.optimizer import take_step, trainable
 from rlfuse.engines.trainer import activation_offloading
 from rlfuse.engines.trainer.activation_offloading import ActivationOffloading, Budget, decoder_layers
-from rlfuse.engines.trainer.activation_places import Layer, Place, Room, places
-from rlfuse.engines.trainer.activation_stores import PIECE, Disk, HostMemory, speed_of
+from rlfuse.engines.trainer.activation_placement import Layer, Place, TierCapacity, place_activations
+from rlfuse.engines.trainer.activation_stores import PIECE_BYTES, Disk, HostMemory, measure_speed
 from rlfuse.engines.trainer.model_inputs import collate
-from rlfuse.engines.trainer.models import response_logits, trainer_ready
+from rlfuse.engines.trainer.models import prepare_for_training, response_logits
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.errors import EngineError
 from rlfuse.observe.metrics import memory_metrics
 from rlfuse.samples import MicroBatch, Row
 
-DEVICE, HOST, DISK, AGAIN = Place
+DEVICE, HOST, DISK, RECOMPUTE = Place
 SMALL = dict(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
@@ -55,7 +55,7 @@ ROOM = 64 << 20
 
 @pytest.fixture(autouse=True)
 def every_storage_is_worth_a_copy(monkeypatch):
-    monkeypatch.setattr(activation_offloading, "SMALLEST", 1)
+    monkeypatch.setattr(activation_offloading, "MIN_STORAGE_BYTES", 1)
 
 
 def layer(activations=10.0, inputs=1.0, seconds=1.0):
@@ -63,41 +63,54 @@ def layer(activations=10.0, inputs=1.0, seconds=1.0):
 
 
 def test_short_rows_are_left_alone_and_of_long_ones_the_last_layers_stay():
-    tiers = {DISK: Room(100, FAST)}
-    assert places(4, layer(), 40, tiers).layers == (DEVICE,) * 4
-    assert places(4, layer(), 39, tiers).layers == (DISK, DEVICE, DEVICE, DEVICE)
-    assert places(4, layer(), 20, tiers).layers == (DISK, DISK, DEVICE, DEVICE)
-    assert places(4, layer(), 0, {}).layers == (AGAIN, AGAIN, AGAIN, DEVICE)
-    assert places(4, layer(), 0, tiers, again=True).layers == (AGAIN,) * 4
-    assert places(4, layer(math.inf), 1e30, tiers).layers == (AGAIN, AGAIN, AGAIN, DEVICE)
+    tiers = {DISK: TierCapacity(100, FAST)}
+    assert place_activations(4, layer(), 40, tiers).layers == (DEVICE,) * 4
+    assert place_activations(4, layer(), 39, tiers).layers == (DISK, DEVICE, DEVICE, DEVICE)
+    assert place_activations(4, layer(), 20, tiers).layers == (DISK, DISK, DEVICE, DEVICE)
+    assert place_activations(4, layer(), 0, {}).layers == (RECOMPUTE, RECOMPUTE, RECOMPUTE, DEVICE)
+    assert place_activations(4, layer(), 0, tiers, recompute_all=True).layers == (RECOMPUTE,) * 4
+    assert place_activations(4, layer(math.inf), 1e30, tiers).layers == (RECOMPUTE, RECOMPUTE, RECOMPUTE, DEVICE)
 
 
 def test_as_many_layers_are_copied_as_computing_hides():
     slow = layer(activations=100.0, seconds=1.0)
-    assert places(9, slow, 100, {HOST: Room(1e9, 25.0)}).layers == (AGAIN, AGAIN, AGAIN, HOST) * 2 + (DEVICE,)
-    both = places(9, slow, 100, {HOST: Room(1e9, 50.0), DISK: Room(1e9, 25.0)}).layers
-    assert both == (AGAIN, HOST, AGAIN, HOST, DISK, HOST, AGAIN, HOST, DEVICE)
-    assert places(3, slow, 100, {HOST: Room(1e9, 70.0)}).layers == (HOST, HOST, DEVICE)  # late by less than a layer
+    assert place_activations(9, slow, 100, {HOST: TierCapacity(1e9, 25.0)}).layers == (
+        RECOMPUTE,
+        RECOMPUTE,
+        RECOMPUTE,
+        HOST,
+    ) * 2 + (DEVICE,)
+    both = place_activations(9, slow, 100, {HOST: TierCapacity(1e9, 50.0), DISK: TierCapacity(1e9, 25.0)}).layers
+    assert both == (RECOMPUTE, HOST, RECOMPUTE, HOST, DISK, HOST, RECOMPUTE, HOST, DEVICE)
+    assert place_activations(3, slow, 100, {HOST: TierCapacity(1e9, 70.0)}).layers == (
+        HOST,
+        HOST,
+        DEVICE,
+    )  # late by less than a layer
     # Four times the tokens: four times the bytes, and as attention goes more than that to compute.
-    assert places(9, layer(400.0, 4.0, 16.0), 400, {HOST: Room(1e9, 25.0)}).layers == (HOST,) * 8 + (DEVICE,)
+    assert place_activations(9, layer(400.0, 4.0, 16.0), 400, {HOST: TierCapacity(1e9, 25.0)}).layers == (HOST,) * 8 + (
+        DEVICE,
+    )
 
 
 def test_inputs_of_layers_that_are_run_again_leave_where_many_would_not_fit():
-    assert places(5, layer(), 14, {}).inputs is DEVICE
-    assert places(5, layer(), 13, {HOST: Room(4, FAST)}).inputs is HOST
-    assert places(5, layer(), 13, {HOST: Room(3, FAST), DISK: Room(4, FAST)}).inputs is DISK
-    assert places(5, layer(), 5, {HOST: Room(9, FAST)}, again=True).inputs is DEVICE
+    assert place_activations(5, layer(), 14, {}).inputs is DEVICE
+    assert place_activations(5, layer(), 13, {HOST: TierCapacity(4, FAST)}).inputs is HOST
+    assert place_activations(5, layer(), 13, {HOST: TierCapacity(3, FAST), DISK: TierCapacity(4, FAST)}).inputs is DISK
+    assert place_activations(5, layer(), 5, {HOST: TierCapacity(9, FAST)}, recompute_all=True).inputs is DEVICE
 
 
 def test_no_tier_is_ever_given_more_than_it_has_room_for():
     draw = np.random.default_rng(0)
     for _ in range(300):
         size, count = float(draw.integers(1, 50)), int(draw.integers(1, 20))
-        tiers = {tier: Room(float(draw.integers(0, 300)), float(draw.choice([1, 10, FAST]))) for tier in (HOST, DISK)}
+        tiers = {
+            tier: TierCapacity(float(draw.integers(0, 300)), float(draw.choice([1, 10, FAST]))) for tier in (HOST, DISK)
+        }
         device = float(draw.integers(0, 400))
-        found = places(count, layer(size, size / 10), device, tiers)
+        found = place_activations(count, layer(size, size / 10), device, tiers)
         for tier, room in tiers.items():
-            inputs = found.layers.count(AGAIN) * size / 10 if found.inputs is tier else 0
+            inputs = found.layers.count(RECOMPUTE) * size / 10 if found.inputs is tier else 0
             assert found.layers.count(tier) * size + inputs <= room.bytes
         assert len(found.layers) == count and found.layers[-1] is DEVICE
         assert found.layers.count(DEVICE) * size <= max(device, size)
@@ -106,7 +119,7 @@ def test_no_tier_is_ever_given_more_than_it_has_room_for():
 def model_of(family, seed=0):
     kind, config, sizes = FAMILIES[family]
     torch.manual_seed(seed)
-    return trainer_ready(kind(config(**sizes)), ModelConfig(path="", dtype="float32")).train()
+    return prepare_for_training(kind(config(**sizes)), ModelConfig(path="", dtype="float32")).train()
 
 
 def batch_of(model, *lengths, seed=0):
@@ -121,18 +134,18 @@ def gradients(model, batch, offloading=None):
     if offloading is None:
         response_logits(model, batch).logsumexp(-1).sum().backward()
     else:
-        with offloading.leaving(batch, None):
+        with offloading.offloaded(batch, None):
             loss = response_logits(model, batch).logsumexp(-1).sum()
         loss.backward()
     return {name: each.grad.clone() for name, each in model.named_parameters()}
 
 
-def offloaded(model, tmp_path, device=0.0, host=0, disk=0, again=False):
+def offloaded(model, tmp_path, device=0.0, host=0, disk=0, recompute_all=False):
     """`model`'s, and its stores; rooms in bytes."""
     stores = {HOST: HostMemory(host, False)} if host else {}
     stores |= {DISK: Disk(disk, False, tmp_path)} if disk else {}
-    tiers = {HOST: Room(host, FAST), DISK: Room(disk, FAST)}
-    return ActivationOffloading(model, Budget(device, tiers, stores), 1e9, again), stores
+    tiers = {HOST: TierCapacity(host, FAST), DISK: TierCapacity(disk, FAST)}
+    return ActivationOffloading(model, Budget(device, tiers, stores), 1e9, recompute_all), stores
 
 
 def same(ours, theirs):
@@ -145,14 +158,14 @@ def test_gradients_are_those_of_activations_that_stay_to_the_last_bit(tmp_path, 
     model = model_of(family)
     batches = [batch_of(model, 20, 30, seed=0), batch_of(model, 60, 50, 9, seed=1)]
     plain = [gradients(model, each) for each in batches]
-    overflowing = {"host": 40 * PIECE, "disk": ROOM}
+    overflowing = {"host": 40 * PIECE_BYTES, "disk": ROOM}
     for rooms in ({"host": ROOM}, {"disk": ROOM}, {}, {"host": ROOM, "again": True}, overflowing):
         offloading, stores = offloaded(model, tmp_path, **rooms)
         for _ in range(2):
             assert all(same(gradients(model, batches[i], offloading), plain[i]) for i in range(2))
             assert not any(each.gradient_checkpointing for each in decoder_layers(model)) or "again" in rooms
         moved = set(offloading.places.layers) - {DEVICE}
-        assert moved == ({AGAIN} if not rooms or "again" in rooms else {HOST} if "host" in rooms else {DISK})
+        assert moved == ({RECOMPUTE} if not rooms or "again" in rooms else {HOST} if "host" in rooms else {DISK})
         gc.collect()
         assert all(store.has_room(rooms[place]) for place, store in stores.items())
         assert DISK not in stores or stores[DISK].written > 0 == os.fstat(stores[DISK]._file.fileno()).st_size
@@ -183,17 +196,17 @@ def test_short_rows_see_no_hook(tmp_path, monkeypatch):
 def test_a_pass_that_is_given_up_leaves_nothing_behind(tmp_path):
     model = model_of("qwen2")
     batch = batch_of(model, 60)
-    offloading, stores = offloaded(model, tmp_path, host=64 * PIECE, disk=ROOM)
+    offloading, stores = offloaded(model, tmp_path, host=64 * PIECE_BYTES, disk=ROOM)
     gradients(model, batch, offloading)
-    with offloading.leaving(batch, None):
+    with offloading.offloaded(batch, None):
         loss = response_logits(model, batch).sum()
-    assert not stores[HOST].has_room(64 * PIECE)
+    assert not stores[HOST].has_room(64 * PIECE_BYTES)
     del loss
-    with pytest.raises(ZeroDivisionError), offloading.leaving(batch, None):
+    with pytest.raises(ZeroDivisionError), offloading.offloaded(batch, None):
         response_logits(model, batch)
         raise ZeroDivisionError
     gc.collect()
-    assert stores[HOST].has_room(64 * PIECE) and stores[DISK].has_room(ROOM)
+    assert stores[HOST].has_room(64 * PIECE_BYTES) and stores[DISK].has_room(ROOM)
     expected = gradients(model, batch)
     assert same(gradients(model, batch, offloading), expected)
 
@@ -212,13 +225,13 @@ def test_a_full_disk_is_told_with_bytes_and_what_to_change(tmp_path, monkeypatch
 
 
 def test_pinned_memory_is_made_within_its_room_and_used_again():
-    store, data = HostMemory(5 * PIECE, False), torch.arange(3 * PIECE, dtype=torch.int64).to(torch.uint8)
+    store, data = HostMemory(5 * PIECE_BYTES, False), torch.arange(3 * PIECE_BYTES, dtype=torch.int64).to(torch.uint8)
     for _ in range(3):
         pieces, back = store.write(data), torch.empty_like(data)
-        assert store.has_room(2 * PIECE) and not store.has_room(2 * PIECE + 1)
+        assert store.has_room(2 * PIECE_BYTES) and not store.has_room(2 * PIECE_BYTES + 1)
         store.read(pieces, back)()
         store.free(pieces)
-        assert torch.equal(back, data) and store.has_room(5 * PIECE) and len(store._free) <= 5
+        assert torch.equal(back, data) and store.has_room(5 * PIECE_BYTES) and len(store._free) <= 5
     assert 0 < free_bytes() <= psutil.virtual_memory().total
 
 
@@ -241,7 +254,7 @@ def test_what_can_not_be_is_told_before_a_job_starts():
     assert len([each for each in check(config, Facts(cuda=True)) if "activation" in each]) == 1
     config.training.pipeline_parallel_size, config.training.tensor_model_parallel_size = 1, 2
     [found] = [each for each in check(config, Facts(cuda=True)) if "activation" in each]
-    assert "can run a layer only together" in found
+    assert "which layers it recomputes" in found
 
 
 def rank_of(stage, tmp_path, dtype="float32", **model):
@@ -274,7 +287,7 @@ def micro_batch(*lengths):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_updates_are_the_same_under_every_stage(tmp_path, monkeypatch, stage):
     """And the log tells where activations were; layers as small as these are computed before a disk has begun."""
-    monkeypatch.setattr(activation_offloading, "speed_of", lambda *store: FAST * speed_of(*store))
+    monkeypatch.setattr(activation_offloading, "measure_speed", lambda *store: FAST * measure_speed(*store))
     away = {"enable_activation_offload": True, "activation_device_mb": 0, "activation_disk_mb": 64}
     for dtype in {1: ["bfloat16"], 2: ["float32"]}.get(stage, ["float32", "bfloat16"]):
         norms = []

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlfuse.engines.rollout.engine_actor import NOTHING, Request
+from rlfuse.engines.rollout.engine_actor import EMPTY_PARTIAL, Request
 from rlfuse.engines.vllm.setup import sampling_params
 from rlfuse.protocols import Sampling
 
@@ -57,7 +57,7 @@ def test_the_core_s_requests_are_those_of_vllm_s_own_way_and_are_checked_once(
     ids = [np.arange(10, 20 + n, dtype=np.int32) for n in range(4)]
     found = []
     for number, prompt in enumerate(ids):
-        request = Request(f"s{number}", 1, 100 + number, prompt, NOTHING)
+        request = Request(f"s{number}", 1, 100 + number, prompt, EMPTY_PARTIAL)
         parameters = sampling_params(request, sampling, ROOM - number, {"save": f"/{number}"}, logit_bias)
         prompts.check(request.id, prompt, ())
         shown = prompts.prompt(request.ids(), ())

@@ -11,9 +11,9 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError, EngineLost
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.summary import summarise
-from rlfuse.protocols import Engines, NoClips, PassResult, Sampling, Sharing
+from rlfuse.protocols import DeviceSharing, Engines, NoClips, PassResult, Sampling
 from rlfuse.samples import Prompt, Response, make_groups
-from rlfuse.step.agreement import SAMPLES, compare
+from rlfuse.step.agreement import SAMPLES_PER_ENGINE, compare
 from rlfuse.step.groups import GroupSource
 
 SAMPLING = Sampling(1.0, 1.0, -1, 5)
@@ -44,12 +44,12 @@ class Ranks:
     def __init__(self, calls):
         self.calls = calls
 
-    sharing = Sharing()
+    sharing = DeviceSharing()
 
-    async def take_device(self, slot):
+    async def acquire_device(self, slot):
         self.calls.append("take")
 
-    async def leave_device(self, slot):
+    async def release_device(self, slot):
         self.calls.append("leave")
 
     async def score(self, models, rows, slot=None):
@@ -101,11 +101,13 @@ async def test_the_prompt_that_tells_most_is_compared():
 
     prompts = [prompt(0, 10, False), prompt(1, 2000, False), prompt(2, 9000, True), prompt(3, 80, True)]
     clips, said = Clips({3}), []
-    group = await groups_of(prompts, clips, said).comparison(0)
-    assert clips.seen == [3, 2] and group.prompt.index == 2 and len(group.samples) == 2 * SAMPLES
-    assert await groups_of(prompts[2:], Clips({2, 3}), said).comparison(0) is None
+    group = await groups_of(prompts, clips, said).comparison_group(0)
+    assert clips.seen == [3, 2] and group.prompt.index == 2 and len(group.samples) == 2 * SAMPLES_PER_ENGINE
+    assert await groups_of(prompts[2:], Clips({2, 3}), said).comparison_group(0) is None
     assert "not compared" in said[0]
-    assert (await groups_of(prompts[:2], NoClips(), said).comparison(0)).prompt.index == 1, "windows slide within it"
+    assert (await groups_of(prompts[:2], NoClips(), said).comparison_group(0)).prompt.index == 1, (
+        "windows slide within it"
+    )
 
 
 async def test_a_run_whose_engines_disagree_stops_or_is_labelled(tmp_path, capsys):

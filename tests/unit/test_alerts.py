@@ -21,7 +21,7 @@ QUIET = {
     "critic/score/mean": 0.5,
     "response/entropy": 1.0,
     "actor/ppo_kl": 0.0,
-    "critic/kl": 0.0,
+    "actor/reward_kl_penalty": 0.0,
     "actor/grad_norm": 1.0,
     "reward/frac_reward_zero_std": 0.0,
     "training/rollout_log_probs_diff_max": 0.0,
@@ -54,7 +54,9 @@ def test_entropy_kl_and_gradients():
     entropies = (1, 1, 1, 0.5, 0.05, 0.05, 0.05)
     assert told([{"response/entropy": v, "actor/entropy": 1} for v in entropies]) == [(7, "entropy collapse")]
     assert told([{"actor/ppo_kl": v} for v in (0.05, 0.2, 0.2, 0.01)]) == [(2, "KL: actor/ppo_kl")]
-    assert told([{"critic/kl": 5.0}]) == [] and told([{"critic/kl": 5.0}], kl=2.0) == [(1, "KL: critic/kl")]
+    assert told([{"actor/reward_kl_penalty": 5.0}]) == [] and told([{"actor/reward_kl_penalty": 5.0}], kl=2.0) == [
+        (1, "KL: actor/reward_kl_penalty")
+    ]
     norms = [{"actor/grad_norm": v} for v in (1, 2, 1, 2, 1, 9, 30, 1)]
     assert told(norms) == [(7, "gradient spike: actor/grad_norm")]
     assert told([{"actor/grad_norm": 30.0}]) == [], "nothing is usual yet"
@@ -78,7 +80,9 @@ def test_engines_that_sample_another_model():
     assert not told(rows[:4], log_probs_diff=None) and not told(rows[:4], log_probs_diff=200)
     assert bound_in_steps("bfloat16", 1.0, -1, "exact") == BOUNDS["bfloat16"]
     for sampled in ((0.9, -1, "exact"), (1.0, 50, "exact"), (1.0, -1, "one_step_off")):
-        assert not bound_in_steps("float32", *sampled).broken_by(rows[1]), "of another distribution, or older weights"
+        assert not bound_in_steps("float32", *sampled).is_exceeded_by(rows[1]), (
+            "of another distribution, or older weights"
+        )
 
 
 @pytest.mark.parametrize("known", [0, 4, 6])
@@ -103,8 +107,8 @@ WARM_UP = {"actor/ppo_kl", "actor/grad_norm"}
         ({"reward/frac_reward_zero_std"}, {}, 1, {}, []),
         ({"reward/frac_reward_zero_std"}, {}, 4, {"zero_spread": None}, []),
         (set(), {"critic/score/mean": float("nan")}, 4, {}, ["reward_drop"]),
-        ({"critic/kl"}, {}, 4, {}, []),
-        ({"critic/kl"}, {}, 4, {"kl": 2.0}, ["kl"]),
+        ({"actor/reward_kl_penalty"}, {}, 4, {}, []),
+        ({"actor/reward_kl_penalty"}, {}, 4, {"kl": 2.0}, ["kl"]),
         (WARM_UP, {}, 4, {}, ["ppo_kl", "grad_norm_factor"]),
         (WARM_UP, {"critic/grad_norm": 1.0}, 4, {}, []),
         (set(QUIET), {"reward_model/loss": 0.5, "reward_model/grad_norm": 1.0}, 4, {}, []),

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rlfuse.rewards.verifiers import box, choice, exact, interval, numeric, pattern
 from rlfuse.rewards.verifiers import math as symbolic
-from rlfuse.rewards.verifiers.answers import fenced, parts_of, unwrapped
-from rlfuse.rewards.verifiers.units import factor_between
+from rlfuse.rewards.verifiers.answers import fenced_blocks, parts_of, strip_wrapping
+from rlfuse.rewards.verifiers.units import conversion_factor
 
 
 def forms():
@@ -79,7 +79,7 @@ def test_math_evaluates_nothing_that_is_large(expression):
 
 @pytest.mark.parametrize("truth", ["", " ", "$$", None, float("nan"), [1]])
 def test_only_a_truth_without_any_text_is_refused_by_math(truth):
-    with pytest.raises(ValueError, match=r"ground_truth: got .*valid is an expression"):
+    with pytest.raises(ValueError, match=r"ground_truth: got .*must be an expression"):
         symbolic.score("", "1", truth)
 
 
@@ -107,7 +107,7 @@ def test_math_judges_any_text(answer, truth):
     ],
 )
 def test_unwrapped(text, inner):
-    assert unwrapped(text) == inner
+    assert strip_wrapping(text) == inner
 
 
 def test_a_truncated_response_states_nothing():
@@ -118,7 +118,7 @@ def test_a_truncated_response_states_nothing():
 
 def test_code_blocks_are_paired():
     text = "```python\na\n```\noutput\n```\nb\n```\n  ~~~json\n  {}\n  ~~~\n```c\nopen"
-    assert fenced(text) == [("python", "a"), ("", "b"), ("json", "  {}")]
+    assert fenced_blocks(text) == [("python", "a"), ("", "b"), ("json", "  {}")]
 
 
 @pytest.mark.parametrize(
@@ -127,4 +127,4 @@ def test_code_blocks_are_paired():
      ("cm", "cm^2", None), ("J", "N m", 1), ("N*m", "joules", 1), ("apples", "apple", 1), ("apples", "oranges", None)],
 )  # fmt: skip
 def test_units(one, other, factor):
-    assert factor_between(one, other) == (factor if factor is None else pytest.approx(factor))
+    assert conversion_factor(one, other) == (factor if factor is None else pytest.approx(factor))

@@ -8,7 +8,7 @@ import transformers
 from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.model_inputs import collate
-from rlfuse.engines.trainer.models import packs_exactly, response_logits, trainer_ready
+from rlfuse.engines.trainer.models import packs_exactly, prepare_for_training, response_logits
 from rlfuse.samples import Row
 
 SMALL = dict(
@@ -54,7 +54,7 @@ def pair(family: str, settings: dict):
         if "sinks" in name or ".gate." in name or "router" in name:
             torch.nn.init.normal_(parameter)
     model.load_state_dict(plain.state_dict())
-    return trainer_ready(model, ModelConfig(path="", enable_gradient_checkpointing=False)), plain
+    return prepare_for_training(model, ModelConfig(path="", enable_gradient_checkpointing=False)), plain
 
 
 def answers() -> list[Row]:

@@ -1,8 +1,8 @@
 import random
 from statistics import mean
 
-from rlfuse.engines.trainer.degrees import Unit, plan
 from rlfuse.engines.trainer.micro_batches import balance, pack, split_evenly
+from rlfuse.engines.trainer.sequence_parallel_packing import Unit, plan
 
 
 def micro_batches(lengths, ranks, token_budget, most=None, lockstep=False):

@@ -9,12 +9,12 @@ from worlds.playing import prompts
 from worlds.random_engines import partial, response
 
 from rlfuse.costs.model import Costs
+from rlfuse.fusion.assignment import admit, divide_work, sibling_groups, unassigned
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Accumulate, Generate, Move, OptimizerStep, Score, Settings, Switch
 from rlfuse.fusion.lengths import Lengths, seconds_to_generate, with_sibling
 from rlfuse.fusion.mini_batches import MiniBatchProgress
 from rlfuse.fusion.selection import Draw
-from rlfuse.fusion.sharing import admit, families, share, unassigned
 from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.samples import Reward, RewardFailure, make_groups
 
@@ -55,9 +55,9 @@ def test_failed_samples_leave_their_group_and_mini_batches_keep_prompt_order():
     b.prepared("actor", [3, 2, 1, 0])
     assert sorted(ready(b)) == ["1/0/1", "1/1/0", "1/1/1"]
     b.start(Accumulate("actor", tuple(ready(b))), 0.0)
-    assert ready(b) == [] and b.snapshot(0.0).steppable == []
+    assert ready(b) == [] and b.snapshot(0.0).ready_to_step == []
     b.accumulated(Accumulate("actor", ("1/0/1", "1/1/0", "1/1/1")), 0.0)
-    assert b.snapshot(0.0).steppable == ["actor"]
+    assert b.snapshot(0.0).ready_to_step == ["actor"]
     b.start(OptimizerStep("actor"), 0.0)
     b.stepped(OptimizerStep("actor"))
     assert sorted(ready(b)) == ["1/3/0", "1/3/1"]
@@ -66,7 +66,7 @@ def test_failed_samples_leave_their_group_and_mini_batches_keep_prompt_order():
 
 def test_a_mini_batch_that_fails_as_a_whole_gives_way_to_the_next_even_if_that_was_ready_before():
     progress = MiniBatchProgress(passes=2)
-    progress.divide({0: 0, 1: 1}, sizes=[1, 1], tokens=[5.0, 5.0])
+    progress.set_mini_batches({0: 0, 1: 1}, sizes=[1, 1], tokens=[5.0, 5.0])
     progress.prepare({"b": (1, 5)})
     assert not progress.ready
     progress.drop(0)
@@ -93,10 +93,10 @@ def test_the_actor_waits_for_all_old_log_probs_before_it_changes():
     work = Accumulate("actor", ("1/0/0",), 0)
     b.start(work, 0.0)
     b.accumulated(work, 0.0)
-    assert b.snapshot(0.0).steppable == []
+    assert b.snapshot(0.0).ready_to_step == []
     b.start(passes[1], 0.0)
     b.scored(passes[1], 0.0)
-    assert b.snapshot(0.0).steppable == ["actor"]
+    assert b.snapshot(0.0).ready_to_step == ["actor"]
 
 
 def test_groups_added_by_dynamic_sampling_are_open_to_choice_like_the_first():
@@ -161,9 +161,9 @@ def test_what_begins_ahead_is_no_reason_to_wait():
     b.mini_batches["actor"].finish(work.samples)
     b.finished("1/1/0", response(), 0.0)
     assert ready(b) == [], "the first is not accumulated again"
-    assert b.snapshot(0.0).steppable == [], "a reward that is missing may end the run"
+    assert b.snapshot(0.0).ready_to_step == [], "a reward that is missing may end the run"
     reward(b, 1)
-    assert b.snapshot(0.0).steppable == ["actor"]
+    assert b.snapshot(0.0).ready_to_step == ["actor"]
     assert [group.prompt.index for group in b.unneeded_groups()[0]] == [2, 3]
 
 
@@ -250,8 +250,8 @@ def test_work_of_all_ranks_together_leaves_no_slot_free():
 def test_shares_are_nearly_equal_and_leave_work_for_slots_that_come_later():
     view = board(made(1), slots=4).snapshot(0.0)
     sizes = {"a": 9, "b": 8, "c": 7, "d": 6, "e": 5, "f": 5}
-    assert share(view, sizes, 40, [0, 3], call_s=0, tokens_per_s=1) == {0: ("a",), 3: ("b", "e")}
-    assert set(share(view, sizes, 40, [2], call_s=100, tokens_per_s=1)[2]) == sizes.keys()
+    assert divide_work(view, sizes, 40, [0, 3], call_s=0, tokens_per_s=1) == {0: ("a",), 3: ("b", "e")}
+    assert set(divide_work(view, sizes, 40, [2], call_s=100, tokens_per_s=1)[2]) == sizes.keys()
 
 
 def test_seeds_belong_to_the_sample():
@@ -305,14 +305,21 @@ def test_where_prompts_are_most_of_it_siblings_are_scored_in_one_call():
     for sample in others:
         b.finished(sample.id, response(), 0.0)
     view = b.snapshot(0.0)
-    assert len(view.unscored["ref"]) == 6 and view.siblings_together
-    calls = share(view, view.unscored["ref"], view.backlog["ref"], [0, 1], call_s=0, tokens_per_s=1)
+    assert len(view.unscored["ref"]) == 6 and view.prompts_dominate
+    calls = divide_work(view, view.unscored["ref"], view.backlog["ref"], [0, 1], call_s=0, tokens_per_s=1)
     assert sorted(calls.values()) == [("1/0/0", "1/0/1", "1/0/2"), ("1/1/0", "1/1/1", "1/1/2")]
     # Of four slots two would do nothing; of three the third part of a prompt would be one more than slots can take.
     parts = [("1/0/0", "1/0/2"), ("1/0/1",), ("1/1/0", "1/1/2"), ("1/1/1",)]
-    assert [len([*families(view, view.unscored["ref"], slots)]) for slots in (1, 2, 3, 4, 6, 9)] == [2, 2, 2, 4, 6, 6]
-    assert [*families(view, view.unscored["ref"], 4)] == parts
-    assert len([*families(replace(view, unfinished=1), view.unscored["ref"], 4)]) == 2
+    assert [len([*sibling_groups(view, view.unscored["ref"], slots)]) for slots in (1, 2, 3, 4, 6, 9)] == [
+        2,
+        2,
+        2,
+        4,
+        6,
+        6,
+    ]
+    assert [*sibling_groups(view, view.unscored["ref"], 4)] == parts
+    assert len([*sibling_groups(replace(view, unfinished=1), view.unscored["ref"], 4)]) == 2
 
 
 def test_a_sample_and_its_group_pass_through_their_states_and_a_change_that_can_not_be_is_told():

@@ -23,8 +23,8 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9))
 JOBS = {
-    LAUGHS: "aliases (*name) stand for more than 100,000 values",
-    MERGES: "aliases (*name) stand for more than 100,000 values",
+    LAUGHS: "aliases (*name) expand to more than 100,000 values",
+    MERGES: "aliases (*name) expand to more than 100,000 values",
     f"reward: {{functions: &f [1, 2, 3]}}\n{LAUGHS}": "aliases",
     "a: &a [*a]": "nested too deep",
     "a: &a {b: *a}": "nested too deep",
@@ -54,7 +54,7 @@ def test_a_preset_is_refused_at_once(tmp_path, capsys):
     (tmp_path / "lengths").mkdir()
     (tmp_path / "lengths" / "long.yaml").write_text(LAUGHS)
     assert rlfuse(["plan", "--config-dir", str(tmp_path), "experiment=quickstart", "+lengths=long"]) == 2
-    assert f"{tmp_path}/lengths/long.yaml: its aliases (*name) stand for more" in capsys.readouterr().err
+    assert f"{tmp_path}/lengths/long.yaml: its aliases (*name) expand to more" in capsys.readouterr().err
 
 
 def test_aliases_that_repeat_little_are_read(tmp_path):

@@ -19,22 +19,22 @@ from rlfuse.events import Span, read_events
 from rlfuse.simulate.job_step import micro_batches
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import parse
-from rlfuse.tools.planning.calibrate import read_works
-from rlfuse.tools.planning.calibration import ACROSS_DEVICES, errors_of, fitted, held_out, scaled
+from rlfuse.tools.planning.calibrate import read_work
+from rlfuse.tools.planning.calibration import CROSS_DEVICE_ERROR, fit_hardware, held_out, mean_errors, scaled
 from rlfuse.tools.planning.costs import costs_of
-from rlfuse.tools.planning.exchanges import moved_in_step
-from rlfuse.tools.planning.features import Work, forward_flops, seconds_of, works_of
+from rlfuse.tools.planning.exchanges import step_traffic
+from rlfuse.tools.planning.features import Work, forward_flops, predicted_seconds, work_of_run
 from rlfuse.tools.planning.hardware import (
-    ENDS,
+    END_LAYERS,
     Calibration,
     CalibrationError,
     Coefficients,
     Errors,
     Hardware,
     Source,
-    coefficients_of,
     read_calibration,
-    read_file,
+    read_calibration_file,
+    rounded_coefficients,
     write,
 )
 from rlfuse.tools.planning.probe import Probe
@@ -89,11 +89,11 @@ def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0,
                     begun, flops = times * batches, times * 2 * weights * tokens * (1 + draw.random() / 4)
                     hid, sent = times * layers * hidden * tokens * 4, gathered * begun * 2 * weights
                     modules = gathered * begun * (9 * layers + 2)
-                    begun *= layers + ENDS
+                    begun *= layers + END_LAYERS
                     works.append(Work(kind, *common, 1, begun, hid, flops, sent=sent, gathers=modules))
-        beside = sharded * (number % 2)
-        works = [replace(work, beside=beside) if work.source == common[0] else work for work in works]
-    timed = [replace(work, seconds=seconds_of(work, hardware)) for work in works]
+        busy_peers = sharded * (number % 2)
+        works = [replace(work, busy_peers=busy_peers) if work.source == common[0] else work for work in works]
+    timed = [replace(work, seconds=predicted_seconds(work, hardware)) for work in works]
     return [replace(work, seconds=work.seconds * max(0.2, 1 + noise * draw.standard_normal())) for work in timed]
 
 
@@ -104,7 +104,7 @@ def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0,
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_a_devices_numbers_come_out_of_its_work_again(overlaps):
     device = replace(TRUE, decode_overlaps=overlaps)
-    found = fitted(made(device, sharded=overlaps))
+    found = fit_hardware(made(device, sharded=overlaps))
     unseen = {"errors", "links", "host_bytes_per_s"}
     if not overlaps:
         unseen |= {"crowding", "gather_s", "sent_bytes_per_s"}
@@ -116,13 +116,13 @@ def test_a_devices_numbers_come_out_of_its_work_again(overlaps):
 @pytest.mark.slow
 def test_noise_is_told_as_such_and_does_not_bend_what_is_predicted():
     """Coefficients may trade places; what they predict of other work may not."""
-    errors = errors_of(held_out(made(noise=0.1))[0])
+    errors = mean_errors(held_out(made(noise=0.1))[0])
     assert all(0.01 < error < 0.2 for error in asdict(errors).values()), errors
-    found = fitted(made(noise=0.1))
+    found = fit_hardware(made(noise=0.1))
     other = made(sizes=((4, 384),), seed=1)
     for kind in ("generating", "scoring", "training"):
         mine = [work for work in other if work.kind == kind]
-        measured, predicted = sum(w.seconds for w in mine), sum(seconds_of(w, found) for w in mine)
+        measured, predicted = sum(w.seconds for w in mine), sum(predicted_seconds(w, found) for w in mine)
         assert predicted == pytest.approx(measured, rel=0.08), kind
 
 
@@ -133,7 +133,7 @@ def test_work_that_the_form_does_not_tell_has_a_large_error():
     sources = list(dict.fromkeys(work.source for work in works))
     odd = [replace(work, seconds=work.seconds * 3.0 ** sources.index(work.source)) for work in works]
     found, words = held_out(odd)
-    errors = errors_of(found)
+    errors = mean_errors(found)
     assert all(error > 0.3 for error in asdict(errors).values()), errors
     assert words == "each of 3 in turn, predicted from the others"
 
@@ -147,26 +147,30 @@ def test_steps_of_one_run_are_held_out_in_shares():
     with pytest.raises(CalibrationError, match="one step after the first: nothing can be held out"):
         held_out([work for work in works if work.part == 0])
     with pytest.raises(CalibrationError, match=r"too few pieces .*: generating \(0\); give a run of more steps"):
-        fitted([work for work in works if work.kind != "generating"])
+        fit_hardware([work for work in works if work.kind != "generating"])
 
 
 @pytest.mark.slow
 def test_devices_that_were_always_as_many_tell_nothing_of_each_other():
-    works = [replace(work, beside=1) for work in made(replace(TRUE, crowding=0.0))]
-    found = fitted(works)
+    works = [replace(work, busy_peers=1) for work in made(replace(TRUE, crowding=0.0))]
+    found = fit_hardware(works)
     assert found.crowding == 0 and found.train_flops == pytest.approx(TRUE.train_flops, rel=0.01)
 
 
 def test_a_crowded_device_is_slower_in_all_that_it_does():
-    crowded = TRUE.crowded(3)
+    with_busy_peers = TRUE.with_busy_peers(3)
     longer = 1 + 3 * TRUE.crowding
-    assert crowded.train_flops == TRUE.train_flops / longer and crowded.layer_s == TRUE.layer_s * longer
-    assert crowded.step_s == TRUE.step_s and crowded.crowded(3) == crowded and TRUE.crowded(0) == TRUE
+    assert with_busy_peers.train_flops == TRUE.train_flops / longer and with_busy_peers.layer_s == TRUE.layer_s * longer
+    assert (
+        with_busy_peers.step_s == TRUE.step_s
+        and with_busy_peers.with_busy_peers(3) == with_busy_peers
+        and TRUE.with_busy_peers(0) == TRUE
+    )
 
 
 @pytest.mark.slow
 def test_scoring_that_was_never_seen_is_as_fast_as_training():
-    found = fitted([work for work in made(sizes=((2, 128), (6, 256))) if work.kind != "scoring"])
+    found = fit_hardware([work for work in made(sizes=((2, 128), (6, 256))) if work.kind != "scoring"])
     assert found.pass_flops == found.train_flops == pytest.approx(TRUE.train_flops, rel=0.05)
 
 
@@ -175,7 +179,7 @@ def test_another_device_scales_and_is_less_certain():
     far = scaled(near, 10.0, 4.0)
     assert far.train_flops == 10 * TRUE.train_flops and far.bytes_per_s == 4 * TRUE.bytes_per_s
     assert far.decode_step_s == TRUE.decode_step_s, "what the host does is as it was"
-    assert far.errors["training"] == pytest.approx((0.08**2 + ACROSS_DEVICES**2) ** 0.5)
+    assert far.errors["training"] == pytest.approx((0.08**2 + CROSS_DEVICE_ERROR**2) ** 0.5)
     with pytest.raises(CalibrationError, match="flops_ratio=0: needs a number above 0"):
         scaled(near, 0.0, 1.0)
 
@@ -203,7 +207,7 @@ def test_a_sample_that_moved_is_as_long_as_its_last_span_says():
 @pytest.fixture
 def calibration():
     return Calibration(
-        "runs", "a core", 2, "0.1", coefficients_of(TRUE), Errors(0.1, None, 0.2), "each in turn",
+        "runs", "a core", 2, "0.1", rounded_coefficients(TRUE), Errors(0.1, None, 0.2), "each in turn",
         (Source("one", 1000, 2, 8, 4.0, 80.5, 164, 2, 10, 0, 20),), ("links",),
     )  # fmt: skip
 
@@ -211,7 +215,7 @@ def calibration():
 def test_a_file_comes_back_as_it_was(calibration, tmp_path):
     path = tmp_path / "calibration.yaml"
     write(calibration, path)
-    assert read_file(path) == calibration
+    assert read_calibration_file(path) == calibration
     assert read_calibration(path) == replace(TRUE, errors={"generating": 0.1, "training": 0.2})
 
 
@@ -245,12 +249,12 @@ def test_what_can_not_be_calibrated_is_told(tmp_path, capsys):
     assert "No such file" in told(tmp_path / "none") and "none/config.yaml" in told(tmp_path / "none")
     assert "training.pipeline_parallel_size=2" in told(RECORDED / "pipelines")
     assert "named twice" in told(tmp_path, tmp_path)
-    assert "--picture a.pdf: needs a name that ends in .png" in told("--probe", "--picture", "a.pdf")
+    assert "--picture a.pdf: the name must end in .png" in told("--probe", "--picture", "a.pdf")
     assert "the folder does not exist" in told("--probe", "--out", tmp_path / "no/c.yaml")
     assert "no config.json there" in told("--probe", "--model", tmp_path)
 
 
-@pytest.mark.parametrize("read", [read_run, lambda folder: read_works(folder, "run")])
+@pytest.mark.parametrize("read", [read_run, lambda folder: read_work(folder, "run")])
 def test_a_run_that_trains_a_reward_model_says_what_it_lacks(tmp_path, read):
     """As `rlfuse plan --from` and `rlfuse calibrate` read it."""
     (tmp_path / "config.yaml").write_text("{data: {train_files: [a]}, model: {path: m}, trainer: {task: reward_model}}")
@@ -295,11 +299,11 @@ WORKLOAD = {
 def test_a_run_becomes_a_file_that_plans_read(run, capsys):
     out, picture = run / "c.yaml", run / "c.png"
     assert main(["calibrate", str(run), "--out", str(out), "--picture", str(picture), "--device", "a slot"]) == 0
-    hardware, calibration = read_calibration(out), read_file(out)
+    hardware, calibration = read_calibration(out), read_calibration_file(out)
     assert calibration.device == "a slot" and calibration.count == 2
     assert calibration.fitted_on[0].layers == 2 and calibration.fitted_on[0].prompt_tokens == 20
     assert any("models of other sizes" in line for line in calibration.not_measured)
-    own = moved_in_step(config_of(run / "config.yaml"), calibration.fitted_on[0].parameters, calibration.count)
+    own = step_traffic(config_of(run / "config.yaml"), calibration.fitted_on[0].parameters, calibration.count)
     assert own.seconds(hardware) == pytest.approx(0.07, rel=0.1)
     assert max(hardware.errors.values()) < 0.15, "equal steps predict one another"
     assert picture.stat().st_size > 10_000 and "generating" in capsys.readouterr().out
@@ -345,8 +349,8 @@ def test_what_a_micro_batch_takes_beside_its_tokens_is_told_by_a_run_and_slows_p
             spans.append(Span("update_actor", "driver", began, at))
     assert at < 4 * lasts, "all within the steps"
     shapes = {"actor": shapes_of(config)["actor"]}
-    hardware = fitted(works_of("one", config, shapes, spans))
-    assert 3 * (2 + ENDS) * hardware.layer_s == pytest.approx(begun, rel=0.02)
+    hardware = fit_hardware(work_of_run("one", config, shapes, spans))
+    assert 3 * (2 + END_LAYERS) * hardware.layer_s == pytest.approx(begun, rel=0.02)
     assert hardware.train_call_s == pytest.approx(call_s, rel=0.02)
     config.data.train_batch_size = config.actor.ppo_mini_batch_size = 128
     steps = {}
@@ -364,14 +368,14 @@ def test_a_probe_measures_a_model_here_and_leaves_the_threads_alone(run, monkeyp
     lines, before = [], torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        probe = Probe(lines.append, enough_s=0.0, tokens=(16, 64))
+        probe = Probe(lines.append, min_measure_s=0.0, tokens=(16, 64))
         probe.measure(str(run / "model"))
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-    hardware = fitted(probe.works)
+    hardware = fit_hardware(probe.works)
     assert hardware.pass_flops > 1e6 and hardware.decode_step_s < 1
     assert {"generating", "scoring", "training"} <= {work.kind for work in probe.works}
     assert [len(shape.layers) for shape in probe.shapes.values()] == [2, 4]
     assert probe.copy_bytes_per_s > 1e8 and probe.product_flops > 1e8 and lines[0].startswith("matrix products")
-    assert set(asdict(errors_of(held_out(probe.works)[0])).values()).isdisjoint({None})
+    assert set(asdict(mean_errors(held_out(probe.works)[0])).values()).isdisjoint({None})

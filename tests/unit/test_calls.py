@@ -24,7 +24,7 @@ from rlfuse.rewards.sandbox.seccomp import (
     KILL,
     LOAD,
     RETURN,
-    answers,
+    actions,
     program,
 )
 from rlfuse.rewards.sandbox.system_calls import ABSENT, ALLOWED, CONDITIONAL, MACHINES, WORD
@@ -38,12 +38,12 @@ HIGH = 1 << 32
 @pytest.fixture(scope="module")
 def attempts():
     """What went otherwise than it should for each of TRIES; the error of each call that is denied or absent."""
-    denied = [name for name in NUMBERS if answers().get(name, EPERM) in (EPERM, ENOSYS)]
+    denied = [name for name in NUMBERS if actions().get(name, EPERM) in (EPERM, ENOSYS)]
     # Two which only the kernel's own probes make are shown to no filter; from elsewhere they are SIGILL.
     test = [NUMBERS, TRIES, [name for name in denied if name not in ("uprobe", "uretprobe")]]
     report = run_code(TRYING, Kind.CALLS, [test], fn_name="f", limits=LIMITS)
-    if report.missing:
-        pytest.skip(report.missing)
+    if report.missing_isolation:
+        pytest.skip(report.missing_isolation)
     assert report.outcomes[0].reason is None, report.outcomes[0]
     return report.outcomes[0].value
 
@@ -110,7 +110,7 @@ VALUES = st.one_of(
 @pytest.mark.parametrize("machine", MACHINES)
 def test_each_number_of_each_machine_gets_its_answer(machine):
     architecture, calls = MACHINES[machine]
-    known = answers()
+    known = actions()
     for number in range(1024):
         said = decide(PROGRAMS[machine], architecture, number, [0] * 6)
         expected = known.get(calls[number], EPERM) if number in calls else ENOSYS
@@ -154,7 +154,7 @@ def f():
     return ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(memory)))()
 """
     outcome = run_code(source, Kind.CALLS, [[]], fn_name="f", limits=LIMITS).outcomes[0]
-    assert (outcome.reason, outcome.text) == ("crash", "died of SIGSYS")
+    assert (outcome.reason, outcome.text) == ("crash", "was killed by SIGSYS")
 
 
 SIGNALS = """
@@ -207,7 +207,7 @@ def test_nothing_is_emptied_whatever_landlock_governs(attempts, monkeypatch, tmp
     monkeypatch.setattr(bare_python, "START", bare_python.START.replace("main = ", older + "main = "))
     source = TRUNCATION.replace("NUMBER", str(NUMBERS["openat"]))
     report = run_code(source, Kind.CALLS, [[str(path)] for path in victims], fn_name="f", limits=LIMITS)
-    assert not report.missing and [outcome.value for outcome in report.outcomes] == ["kept", "hidden"]
+    assert not report.missing_isolation and [outcome.value for outcome in report.outcomes] == ["kept", "hidden"]
     assert [victim.read_text() for victim in victims] == ["kept", "kept"]
 
 

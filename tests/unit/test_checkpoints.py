@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlfuse.errors import ConfigError, NotSaved, WorkerLost
-from rlfuse.files import write_whole
+from rlfuse.files import write_atomically
 from rlfuse.run_folder import checkpoints
 
 
@@ -41,7 +41,7 @@ async def test_one_that_fails_half_way_leaves_the_one_before(tmp_path):
         await fill(folder)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    told = r"step 2 .*No space.* needs 0\.0 MiB, as global_step_1 has, and has .* MiB free.*_1 is still there"
+    told = r"step 2 .*No space.* 0\.0 MiB \(like global_step_1\) needed, .* MiB free .* The last checkpoint is .*_1\."
     with pytest.raises(NotSaved, match=told):
         await checkpoints.write(tmp_path, 2, {}, fails)
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
@@ -69,7 +69,7 @@ async def test_what_else_keeps_a_checkpoint_from_being_written_is_not_blamed_on_
     async def fails(folder):
         raise error
 
-    for attempt in (checkpoints.write(tmp_path, 2, {}, fails), checkpoints.rehearse(tmp_path, {}, fails)):
+    for attempt in (checkpoints.write(tmp_path, 2, {}, fails), checkpoints.write_trial(tmp_path, {}, fails)):
         with pytest.raises(NotSaved, match=told) as found:
             await attempt
         assert "MiB" not in str(found.value) and "\n" not in str(found.value)
@@ -80,16 +80,16 @@ async def test_a_lost_worker_is_no_problem_of_the_checkpoint(tmp_path):
     async def fails(folder):
         raise WorkerLost("trainer/1 died")
 
-    for attempt in (checkpoints.write(tmp_path, 2, {}, fails), checkpoints.rehearse(tmp_path, {}, fails)):
+    for attempt in (checkpoints.write(tmp_path, 2, {}, fails), checkpoints.write_trial(tmp_path, {}, fails)):
         with pytest.raises(WorkerLost):
             await attempt
 
 
 async def test_a_rehearsal_leaves_nothing_and_finds_state_that_can_not_be_written(tmp_path):
     await save(tmp_path, 1, {}, fill, keep=None)
-    await checkpoints.rehearse(tmp_path, {"kl": 0.1}, fill)
+    await checkpoints.write_trial(tmp_path, {"kl": 0.1}, fill)
     with pytest.raises(NotSaved, match=r"at startup.*weights|TypeError: Object of type set"):
-        await checkpoints.rehearse(tmp_path, {"rewards": {1}}, fill)
+        await checkpoints.write_trial(tmp_path, {"rewards": {1}}, fill)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", checkpoints.LATEST]
 
 
@@ -146,12 +146,12 @@ async def test_a_run_that_went_back_keeps_what_it_writes_and_abandons_what_came_
 def test_a_small_file_that_finds_no_room_is_what_it_was(tmp_path):
     """The limit on a file's size stands for a full disk."""
     path = tmp_path / "config.yaml"
-    write_whole(path, "before")
+    write_atomically(path, "before")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
-            write_whole(path, "after" * 10)
+            write_atomically(path, "after" * 10)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]

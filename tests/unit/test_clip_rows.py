@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from clip_files import steady, write_sound, write_video
 
-from rlfuse.config.own_functions import replaced
+from rlfuse.config.custom_functions import with_values
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.data.clips import ClipReader, sampling_of
 from rlfuse.data.prompts import load_prompts
@@ -18,7 +18,7 @@ from rlfuse.errors import ConfigError, DataError
 from rlfuse.run.inference import video_model_of
 from rlfuse.samples import Embedding, Response, Sample
 from rlfuse.tasks.small_video_models import VIDEO, SmallModel, write_small_qwen25_vl, write_small_video_llama3
-from rlfuse.video.compression import compressed
+from rlfuse.video.compression import compress_tokens
 from rlfuse.video.decoding import decode
 from rlfuse.video.prompt import tokenise
 from rlfuse.video.towers import Pixels
@@ -45,13 +45,13 @@ def folder(tmp_path_factory):
 
 def load(folder, *rows, data=(), **video):
     """Prompts and report of rows that are (question, clips...)."""
-    config = replaced(Config(), {f"data.{name}": value for name, value in dict(data).items()})
+    config = with_values(Config(), {f"data.{name}": value for name, value in dict(data).items()})
     config.model.path, config.data.max_prompt_length = str(folder / "model"), 300
     config.video.sampling = "seed_vl"
     config.video.levels, config.video.max_tokens, config.video.decode_timeout_s = [4], 256, 20.0
     for name, value in video.items():
         setattr(config.video, name, value)
-    tokenizer, model = load_tokenizer(config.model), VideoModel.at(config.model.path)
+    tokenizer, model = load_tokenizer(config.model), VideoModel.from_pretrained(config.model.path)
     lines = [{"prompt": text, "videos": [{"video": clip} for clip in clips], "answer": "1"} for text, *clips in rows]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     clips = ClipReader(model, config.video, tokenizer, 1, folder / "images")
@@ -90,7 +90,7 @@ def test_a_clip_that_cant_be_used_costs_its_row_and_is_named(folder):
         line = report.unusable[number]
         assert f"rows.jsonl, row {number}" in line and words in line, line
         assert len(clips) != 1 or clips[0] in line, line
-    assert f"{len(UNUSABLE)} left out for their clips or images" in str(report)
+    assert f"{len(UNUSABLE)} skipped for unusable clips or images" in str(report)
 
 
 @pytest.mark.slow
@@ -103,11 +103,11 @@ def test_too_many_bad_clips_stop_the_run_with_the_first(folder):
 @pytest.mark.parametrize(
     ("rate", "overlong", "words"),
     [
-        (1.0, 0, "no prompt is left of 16 rows: 16 have clips or images that can't be used:"),
+        (1.0, 0, "none of 16 rows is usable: 16 have clips or images that can't be used:"),
         (
             1.0,
             2,
-            "of 18 rows: 16 have clips or images that can't be used; 2 are longer than data.max_prompt_length",
+            "of 18 rows is usable: 16 have clips or images that can't be used; 2 are longer than data.max_prompt_length",
         ),
         (0.1, 0, "16 of 16 rows have clips or images that can't be used, more than video.max_failure_rate=0.1:"),
     ],
@@ -127,7 +127,7 @@ def test_a_response_that_spells_a_placeholder_is_text(folder):
     (prompt,), _ = load(folder, ("see <video>", "good.mp4"))
     config = Config()
     config.model.path = str(folder / "model")
-    tokenizer, model = load_tokenizer(config.model), VideoModel.at(config.model.path)
+    tokenizer, model = load_tokenizer(config.model), VideoModel.from_pretrained(config.model.path)
     said = f"it shows {VIDEO}{VIDEO}"
     ids = np.asarray(tokenise(tokenizer, said, model.visual), np.int32)
     assert tokenizer.decode(ids) == said and not set(ids) & set(model.visual.ids(tokenizer).values())
@@ -166,7 +166,7 @@ def test_frames_and_times_are_the_familys_unless_the_job_says_otherwise(folder):
 def test_times_that_the_engine_does_not_write_are_refused(tmp_path):
     config = Config()
     config.model.path, config.video.timestamps = str(write_small_qwen25_vl(tmp_path / "model")), "seed_vl"
-    with pytest.raises(ConfigError, match=r"seed_vl: engines write clips of .*model into the prompt itself.*to family"):
+    with pytest.raises(ConfigError, match=r"seed_vl: engines insert clips of .*model into the prompt.*to family"):
         video_model_of(config)
 
 
@@ -190,7 +190,7 @@ def test_repeated_tokens_are_no_part_of_the_prompt_where_the_processor_leaves_th
     assert len(report.unusable) == 1 and "sound.mp4" in report.unusable[0]
     for prompt, every in zip(prompts, whole, strict=True):
         plan, path = prompt.visual[0].plan, prompt.visual[0].path
-        assert plan == compressed(every.visual[0].plan, [decode(path, plan)], Pixels.of(folder / "model"))
+        assert plan == compress_tokens(every.visual[0].plan, [decode(path, plan)], Pixels.of(folder / "model"))
         assert len(prompt.visual[0].positions) == plan.tokens
         assert len(every.token_ids) - len(prompt.token_ids) == every.visual[0].plan.tokens - plan.tokens
     assert prompts[0].visual[0].plan.tokens < whole[0].visual[0].plan.tokens, "some of its bars never change"
@@ -225,7 +225,7 @@ WRITE = {"llama": write_small_video_llama3, "qwen25": write_small_qwen25_vl}
 @pytest.mark.slow
 def test_settings_of_a_processor_are_those_that_it_has(tmp_path, kind, sampling, given, words):
     small = SmallModel(heads=2, layers=1, tower_heads=1, tower_layers=1)
-    model = VideoModel.at(str(WRITE[kind](tmp_path / "model", small)))
+    model = VideoModel.from_pretrained(str(WRITE[kind](tmp_path / "model", small)))
     video = replace(Config().video, sampling=sampling)
     if words is None:
         found = sampling_of(replace(video, mm_processor_kwargs=given), model)

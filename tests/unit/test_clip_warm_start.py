@@ -27,7 +27,7 @@ from rlfuse.video.towers import Tower
 from rlfuse.video.video_model import VideoModel
 
 TINY = ClipWarmStart(heads=2, layers=1, tower_heads=1, tower_layers=1, steps=6, batch=3, lr=1e-2)
-FEW = Clips(train=4, val=2, kinds=(Kind.ORDER,), longest_s=20.0, ends_differ=True)
+FEW = Clips(train=4, val=2, kinds=(Kind.ORDER,), longest_s=20.0, distinct_ends=True)
 FEW_IMAGES = replace(FEW, kinds=(Kind.PLACE,))
 
 
@@ -119,7 +119,10 @@ def test_images_show_what_is_asked_and_blanked_ones_nothing(image_task):
 def test_the_experiment_of_images_shows_the_model_what_it_was_trained_on(image_task):
     """Plans as the job makes them; the model as it was saved."""
     config = compose_job(["experiment=images", f"model.path={image_task.model_path}"])
-    model, tokenizer = VideoModel.at(config.model.path), AutoTokenizer.from_pretrained(image_task.model_path)
+    model, tokenizer = (
+        VideoModel.from_pretrained(config.model.path),
+        AutoTokenizer.from_pretrained(image_task.model_path),
+    )
     reader = ClipReader(model, config.video, tokenizer, 1, image_task.root)
     prompts, _ = load_prompts([str(image_task.train_file)], tokenizer, config.data, reader)
     for prompt, watched in zip(prompts, watch(image_task.root, FEW_IMAGES, TINY, model, tokenizer), strict=True):
@@ -140,7 +143,7 @@ def test_tower_and_text_part_load_and_are_the_trained_ones(task, tmp_path):
     tower = Tower(task.model_path)
     VideoLlama3.export(task.model_path, tmp_path / "text")
     model, tokenizer = (kind.from_pretrained(tmp_path / "text") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    clip = watch(task.root, FEW, TINY, VideoModel.at(str(task.model_path)), tokenizer)[0]
+    clip = watch(task.root, FEW, TINY, VideoModel.from_pretrained(str(task.model_path)), tokenizer)[0]
     frames = tower.encode(clip.pictures).unflatten(0, (len(clip.pictures), -1))
     assert frames.shape[1:] == (4, model.config.hidden_size)
     _, prompt = clip.asked[0]

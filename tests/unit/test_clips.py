@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rlfuse.tasks import clips
 from rlfuse.tasks.clips import COLOURS, FPS, Clips, Kind, ask, compute_score, draw_scene, write_task
 from rlfuse.video.decoding import decode, probe
-from rlfuse.video.plan import ClipFacts, FixedSampling, SeedSampling, plan_video
+from rlfuse.video.plan import ClipMetadata, FixedSampling, SeedSampling, plan_video
 
-SMALL = Clips(train=3, val=2, shortest_s=10.0, longest_s=40.0, most_events=6)
+SMALL = Clips(train=3, val=2, shortest_s=10.0, longest_s=40.0, max_events=6)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def runs(shown):
 @given(st.integers(0, 2**32), st.floats(10, 600), st.sampled_from(["general", "detail", "motion"]))
 def test_every_event_and_pause_is_seen_by_the_plans_it_says(seed, longest, task):
     scene = draw_scene(np.random.default_rng(seed), 10.0, longest)
-    facts = ClipFacts(scene.duration_s, FPS, 56, 56)
+    facts = ClipMetadata(scene.duration_s, FPS, 56, 56)
     for sampling in (SeedSampling(), SeedSampling(budget=20, levels=(1,)), FixedSampling(20, 1)):
         plan = plan_video(facts, sampling, task)
         shown = [
@@ -111,9 +111,7 @@ def test_the_same_settings_give_the_same_task(written, tmp_path):
     again = [pq.read_table(file).to_pylist() for file in write_task(tmp_path, SMALL)]
     assert again == [train, val]
     (tmp_path / "other").mkdir()
-    other = write_task(
-        tmp_path / "other", Clips(train=3, val=2, shortest_s=10.0, longest_s=40.0, most_events=6, seed=2)
-    )
+    other = write_task(tmp_path / "other", Clips(train=3, val=2, shortest_s=10.0, longest_s=40.0, max_events=6, seed=2))
     assert pq.read_table(other[0]).to_pylist() != train
 
 
@@ -165,7 +163,7 @@ def test_rows_of_other_tasks_are_refused(source, truth):
         {"kinds": (Kind.ORDER, Kind.PLACE)},
         {"shortest_s": 5.0},
         {"longest_s": math.inf},
-        {"most_events": 7},
+        {"max_events": 7},
     ],
 )
 def test_settings_are_checked(bad):

@@ -18,7 +18,7 @@ from rlfuse.engines.vllm.setup import engine_step as step_of
 from rlfuse.events import Recorder
 from rlfuse.health.sampling import Sampler
 from rlfuse.rewards.workers.pool import RewardPool
-from rlfuse.run.job import again, open_job, recovered
+from rlfuse.run.job import next_attempt, open_job, run_with_restarts
 from rlfuse.run_folder import checkpoints, status
 
 PACKAGE = Path(clock.__file__).parent
@@ -33,7 +33,7 @@ DATES = {
     "run/job.py": "date of the start",
     "tools/leftovers.py": "age of a file",
     "tools/listing.py": "age of a file",
-    "run/slot_desk.py": "a date that another host wrote",
+    "run/slot_requests.py": "a date that another host wrote",
     "tools/submission.py": "dates of the cluster",
     "run_folder/run_lock.py": "age of a file",
     "run_folder/slots.py": "a date for another host",
@@ -81,7 +81,7 @@ def engine_step(tmp_path):
 
 
 def silence(tmp_path):
-    return Liveness(lambda: 0.0).judge(busy=True).still_s
+    return Liveness(lambda: 0.0).check_progress(busy=True).stalled_s
 
 
 def sample(tmp_path):
@@ -100,7 +100,7 @@ def run(tmp_path):
         job.begin(8)
         return job.folder
 
-    found = status.read(recovered(config, attempt))
+    found = status.read(run_with_restarts(config, attempt))
     return found.seconds(0.0)
 
 
@@ -130,9 +130,9 @@ def test_a_run_knows_its_checkpoints_whatever_their_dates(tmp_path):
     write(2, time.time() + 3600)
     config.trainer.resume_mode = "disable"
     job = open_job(config)
-    assert again(job, RuntimeError()).checkpoint is None, "an earlier run's, however late its date"
+    assert next_attempt(job, RuntimeError()).checkpoint is None, "an earlier run's, however late its date"
     write(4, time.time() - 3600)
-    assert again(job, RuntimeError()).checkpoint.name == "global_step_4"
+    assert next_attempt(job, RuntimeError()).checkpoint.name == "global_step_4"
 
 
 @pytest.mark.slow
@@ -147,6 +147,6 @@ def test_processes_of_a_run_share_its_clock_also_those_that_start_after_it_was_s
 
 
 def test_a_process_is_known_by_its_start_in_ticks():
-    assert clock.started(os.getpid()) == clock.started(os.getpid()) > 0
+    assert clock.process_start_ticks(os.getpid()) == clock.process_start_ticks(os.getpid()) > 0
     with pytest.raises(OSError, match="No such"):
-        clock.started(2**22 + 1)
+        clock.process_start_ticks(2**22 + 1)

@@ -22,14 +22,14 @@ from rlfuse.config.checks import check
 from rlfuse.config.declare import Effect
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.passes import RankCall
+from rlfuse.engines.trainer.micro_batch_losses import RankCall
 from rlfuse.engines.vllm.setup import rollout_env
 from rlfuse.errors import ConfigError, EngineError, EngineLost
 from rlfuse.events import Span
 from rlfuse.run.job import open_job
 from rlfuse.run.resume.changes import differences
 from rlfuse.tools.planning.tables import placements
-from rlfuse.train import reported
+from rlfuse.train import run_command
 
 
 def raised(error):
@@ -85,11 +85,11 @@ logs: {tmp_path}/logs (trainer-1.log has the error)"""
 @pytest.mark.parametrize("kind, headline", [(ZeroDivisionError, "ZeroDivisionError: no"), (EngineError, "no")])
 def test_a_failure_in_a_call_with_several_passes_names_its_pass(kind, headline):
     span = Span("values", "trainer/1", 0.0)
-    with pytest.raises(kind) as found, RankCall(("ref", "critic"), "cpu").of("critic", span):
+    with pytest.raises(kind) as found, RankCall(("ref", "critic"), "cpu").timed("critic", span):
         raise kind("no")
     error = RayTaskError("f", "tb", pickle.loads(pickle.dumps(found.value)))
     told = str(explain(error, "trainer/1", "compute log-probs of the ref and values of the critic", 5))
-    assert f"{headline}\nIt happened in the values pass of the critic." in told
+    assert f"{headline}\nRaised in the values pass of the critic." in told
 
 
 def test_the_whole_traceback_of_a_worker_is_shown_where_it_is_asked_for(monkeypatch, capsys):
@@ -99,7 +99,7 @@ def test_the_whole_traceback_of_a_worker_is_shown_where_it_is_asked_for(monkeypa
 
     for asked in ("0", "1"):
         monkeypatch.setenv("RLFUSE_TRACEBACK", asked)
-        assert reported(act) == 1
+        assert run_command(act) == 1
         told = capsys.readouterr().err
         assert ("function_manager.py" in told) == (asked == "1")
         assert "trainer/1 failed to update the actor: ZeroDivisionError: division by zero" in told
@@ -292,7 +292,7 @@ def test_too_few_gpus_are_told_rather_than_replaced_by_cpus():
     _, why = device_of("auto", [CPU_HEAD, BUSY, IDLE])
     assert choose([CPU_HEAD, BUSY, IDLE], 1, 8, bundle, "head") == [IDLE]
     assert choose([CPU_HEAD, BUSY, IDLE], 2, 8, bundle, "head") is None
-    text = placement.no_room(config, bundle, [CPU_HEAD, BUSY, IDLE], why, {"busy": ["job 07"]})
+    text = placement.no_slots_message(config, bundle, [CPU_HEAD, BUSY, IDLE], why, {"busy": ["job 07"]})
     for words in (
         "trainer.n_gpus_per_node=8 slots",
         "trainer.nnodes=2 nodes (cluster.device=auto, and GPUs are on 2 of 3 nodes that Ray has)",
@@ -302,10 +302,10 @@ def test_too_few_gpus_are_told_rather_than_replaced_by_cpus():
     ):
         assert words in text
     assert "--resources" not in text, "the cluster has enough slots"
-    text = placement.no_room(config, bundle, [CPU_HEAD, IDLE], why, {})
+    text = placement.no_slots_message(config, bundle, [CPU_HEAD, IDLE], why, {})
     assert "--num-gpus=N --resources='{\"slot\": N}', or run on CPUs (cluster.device=cpu)" in text
     config.cluster.ray_address = None
-    assert "GPUs on this machine" in placement.no_room(config, bundle, [CPU_HEAD], "cluster.device=cuda", {})
+    assert "GPUs on this machine" in placement.no_slots_message(config, bundle, [CPU_HEAD], "cluster.device=cuda", {})
 
 
 def test_a_node_is_there_while_somebody_listens_at_its_port():
@@ -339,7 +339,7 @@ def test_after_the_loss_of_a_node_only_what_works_is_recommended(nodes, slots, w
     assert "as many slots as before (trainer.nnodes * trainer.n_gpus_per_node), on any nodes" in lost
     config = Config()
     config.cluster.ray_address = "auto"
-    told = placement.no_room(config, {"slot": 1}, [node("b", "10.0.0.2", slots=0)], "", {}, again=True)
+    told = placement.no_slots_message(config, {"slot": 1}, [node("b", "10.0.0.2", slots=0)], "", {}, again=True)
     assert "to what is there" not in told and told.endswith("Start the nodes with --resources='{\"slot\": N}'.")
 
 

@@ -192,7 +192,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("truth", "why"), REFUSED)
 def test_other_forms_of_ground_truths_are_refused_by_name(truth, why):
-    with pytest.raises(ValueError, match=rf"(?s)ground_truth: got .*valid is .*{why}"):
+    with pytest.raises(ValueError, match=rf"(?s)ground_truth: got .*must be .*{why}"):
         read_tests(truth)
 
 

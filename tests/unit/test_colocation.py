@@ -10,7 +10,7 @@ from rlfuse.engines.rollout.liveness import Liveness
 from rlfuse.engines.trainer import rank_group
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.engines.vllm.rollout_worker import RolloutWorker
-from rlfuse.protocols import Sharing
+from rlfuse.protocols import DeviceSharing
 
 
 @pytest.mark.parametrize("kind", [TrainerGroup, PipelineTrainer])
@@ -24,12 +24,12 @@ async def test_all_ranks_of_a_slot_move_and_no_others(kind, monkeypatch):
     monkeypatch.setattr(rank_group, "call", call)
     ranks = [SimpleNamespace(switch=SimpleNamespace(remote=lambda role, i=i: told.append((i, role)))) for i in range(6)]
     group = kind(config, ranks)
-    await group.take_device(1)
-    await group.leave_device(2)
+    await group.acquire_device(1)
+    await group.release_device(2)
     assert told == [(2, "trainer"), (3, "trainer"), (4, "rollout"), (5, "rollout")]
-    await group.take_device(1)
+    await group.acquire_device(1)
     assert len(told) == 4, "they have it already"
-    await group.leave_device(1)
+    await group.release_device(1)
     assert told[4:] == [(2, "rollout"), (3, "rollout")]
 
 
@@ -45,8 +45,11 @@ async def test_ranks_share_their_devices_as_the_plan_has_it(monkeypatch):
         return SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
 
     monkeypatch.setattr(rank_group, "call", call)
-    group, sharing = TrainerGroup(Config(), [rank(i) for i in range(2)]), Sharing(hands_over=False, most=10)
-    assert group.sharing.hands_over and await group.device_bytes() == 99
+    group, sharing = (
+        TrainerGroup(Config(), [rank(i) for i in range(2)]),
+        DeviceSharing(alternates=False, max_rank_bytes=10),
+    )
+    assert group.sharing.alternates and await group.device_bytes() == 99
     await group.share(sharing)
     assert group.sharing == sharing and told == [(0, sharing), (1, sharing)]
     await group.make_room(1)
@@ -68,14 +71,14 @@ async def test_optimizers_set_out_once_after_the_weights_of_their_slot(monkeypat
 
     monkeypatch.setattr(rank_group, "call", call)
     group = TrainerGroup(config, [rank(i) for i in range(4)])
-    assert group.optimizers_away == {}
-    await group.take_device(0)
-    await group.take_device(1)
-    assert group.optimizers_away == {0: 1.0, 1: 3.0}, "as long as the slower of its ranks takes"
+    assert group.offloaded_optimizers == {}
+    await group.acquire_device(0)
+    await group.acquire_device(1)
+    assert group.offloaded_optimizers == {0: 1.0, 1: 3.0}, "as long as the slower of its ranks takes"
     await group.fetch_optimizers(1)
-    assert told == [2, 3] and group.optimizers_away == {0: 1.0}
-    await group.leave_device(0)
-    assert group.optimizers_away == {}
+    assert told == [2, 3] and group.offloaded_optimizers == {0: 1.0}
+    await group.release_device(0)
+    assert group.offloaded_optimizers == {}
 
 
 class Engine:
@@ -118,13 +121,13 @@ def worker():
 async def test_an_engine_wakes_part_by_part_and_generates_when_all_is_awake(worker):
     for _ in range(2):
         await worker.sleep()
-    with pytest.raises(RuntimeError, match="rollout/0 has its weights asleep: wake them before new ones are pushed"):
+    with pytest.raises(RuntimeError, match="rollout/0 has its weights asleep; wake them before pushing new ones"):
         await worker.begin_update()
     for _ in range(2):
         await worker.wake("weights")
     assert worker._engine.asleep == {"kv_cache"}
     await worker.begin_update()
-    with pytest.raises(RuntimeError, match="rollout/0 is asleep: wake it before 0 samples"):
+    with pytest.raises(RuntimeError, match="rollout/0 is asleep; wake it before submitting 0 samples"):
         worker._admit([])
     await worker.wake()
     assert not worker._engine.asleep
@@ -152,7 +155,9 @@ async def test_weights_that_the_next_push_overwrites_are_not_saved(worker):
         await worker.wake()
         await worker.sleep()
     await worker.wake()
-    with pytest.raises(RuntimeError, match="rollout/0 discarded its weights: push new ones before 0 samples come"):
+    with pytest.raises(
+        RuntimeError, match="rollout/0 has discarded its weights; push new ones before submitting 0 samples"
+    ):
         worker._admit([])
     await worker.begin_update()
     await worker.finish_update(1)

@@ -26,8 +26,8 @@ def test_the_same_reward_agrees_with_itself():
     one = table([0.0, 1.0, 0.5, 0.5], ["a", "a", "b", "b"])
     row = compare(one, one).agreement.loc[ALL]
     assert row["pearson"] == row["spearman"] == pytest.approx(1.0)
-    assert (row["pairs"], row["flipped"], row["parted"], row["tied"], row["turned"]) == (2, 0, 0, 0, 0)
-    assert (row["groups"], row["flat_before"], row["flat_after"]) == (2, 1, 1)
+    assert (row["pairs"], row["flipped"], row["untied"], row["tied"], row["advantage_flipped"]) == (2, 0, 0, 0, 0)
+    assert (row["groups"], row["zero_std_before"], row["zero_std_after"]) == (2, 1, 1)
 
 
 def test_flips_are_counted_between_siblings_only():
@@ -35,8 +35,8 @@ def test_flips_are_counted_between_siblings_only():
     after = table([9.0, 8.0, 1.0, 2.0, 2.0], ["a", "a", "b", "b", "b"])
     row = compare(before, after).agreement.loc[ALL]
     assert row["pairs"] == 1 + 3
-    assert (row["flipped"], row["parted"], row["tied"]) == (1, 1, 1)
-    assert row["turned"] == 3  # both of a; of b the one that both rewards tell from the mean
+    assert (row["flipped"], row["untied"], row["tied"]) == (1, 1, 1)
+    assert row["advantage_flipped"] == 3  # both of a; of b the one that both rewards tell from the mean
 
 
 def test_spearman_knows_only_the_order():
@@ -53,7 +53,7 @@ def test_each_source_has_its_row_and_ranks_of_its_own():
     assert found.agreement.loc["math", "pearson"] == pytest.approx(-1.0)
     assert found.agreement.loc["code", "pearson"] == pytest.approx(1.0)
     assert list(found.agreement.index) == ["code", "math", ALL]
-    assert list(found.disagreements(2).index) == [0, 1] and list(found.samples["shift"]) == [0.5, -0.5, 0, 0]
+    assert list(found.disagreements(2).index) == [0, 1] and list(found.samples["rank_shift"]) == [0.5, -0.5, 0, 0]
 
 
 def test_what_has_no_reward_is_left_out_and_counted_and_a_constant_has_no_correlation():
@@ -71,7 +71,7 @@ def test_a_table_without_groups_goes_by_prompts():
 
 def test_tables_that_do_not_belong_together_are_refused():
     one = table([0.0, 1.0], ["a", "a"])
-    with pytest.raises(ValueError, match="has 1 rows that are not the 2 rows of before"):
+    with pytest.raises(ValueError, match="its 1 rows differ from the 2 rows of before"):
         compare(one, one[:1])
     with pytest.raises(ValueError, match="after: the table has no column `reward`"):
         compare(one, one.drop(columns="reward"))

@@ -65,12 +65,12 @@ def test_wrong_names_in_a_job_file_are_reported_together_with_their_lines(job):
         ("lengths@data=long", "lengths@data=long: unknown key"),
         ("data.levels=1", "data.levels=1: unknown key"),
         ("video.levels=1", "video.levels=[1]"),
-        ("rollout.n=[1", "rollout.n=[1: the value can't be read"),
-        ("rollout.n=2,3", "rollout.n=2,3: several values; to run one job for each add --multirun"),
-        ("data.val_files=a,b", "for a list write data.val_files=[a,b], to run one job for each add --multirun"),
-        ("algorithm=grop", "algorithm=grop: there is no such preset"),
-        ("fusion=", "fusion=: there is no such preset; presets: adaptive, "),
-        ("trainer.experiment_name=${absent}", "correct what stands in"),
+        ("rollout.n=[1", "rollout.n=[1: the value can't be parsed"),
+        ("rollout.n=2,3", "rollout.n=2,3: several values; add --multirun to run one job for each"),
+        ("data.val_files=a,b", "for a list write data.val_files=[a,b], add --multirun to run one job for each"),
+        ("algorithm=grop", "algorithm=grop: preset not found"),
+        ("fusion=", "fusion=: preset not found; presets: adaptive, "),
+        ("trainer.experiment_name=${absent}", "correct the expression in"),
         ("rollout.val_kwargs={m: 3}", "rollout.val_kwargs.m: unknown key"),
     ],
 )
@@ -147,17 +147,17 @@ def test_options_settings_and_the_file_come_in_any_order(job, option):
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["-m", "--cfg", "job"], "--multirun --cfg: are different things to do"),
+        (["-m", "--cfg", "job"], "--multirun --cfg: can't be combined"),
         (["--resolve"], "write --cfg job --resolve"),
         (["--multi-run"], "unrecognized arguments: --multi-run"),
         (["--cfg", "jobs"], "invalid choice: 'jobs' (choose from"),
-        (["--config-path", "x"], "name your folder with --config-dir"),
-        (["a.yaml", "b.yaml"], "a job has one job file"),
-        (["hydra/launcher=joblib"], "comes in a package that is not installed; pip install hydra-joblib-launcher"),
+        (["--config-path", "x"], "give your folder with --config-dir"),
+        (["a.yaml", "b.yaml"], "only one job file is allowed"),
+        (["hydra/launcher=joblib"], "needs a package that is not installed; pip install hydra-joblib-launcher"),
         (["hydra/sweeper=ax"], "pip install hydra-ax-sweeper"),
         (
             ["hydra/launcher=slurm"],
-            "there is no such plugin; plugins: basic, joblib (pip install hydra-joblib-launcher)",
+            "plugin not found; plugins: basic, joblib (pip install hydra-joblib-launcher)",
         ),
     ],
 )
@@ -192,7 +192,7 @@ def test_rewards_are_composed_in_a_job_file_and_on_the_command_line(job):
     composed = """\
 reward:
   functions:
-    - {{path: "rlfuse.rewards.thoughts:format_gate", gate: true}}
+    - {{path: "rlfuse.rewards.reasoning_tags:format_gate", gate: true}}
     - {{path: "{}/rewards.py:score", sources: [openai/gsm8k, "math.v1*"], kwargs: {{a.b: 1}}}}
   num_workers: 2
 actor.use_kl_loss: true
@@ -201,7 +201,7 @@ algorithm.kl_coef_by_source: {{"math.v1*": 0, openai/gsm8k: 1e-5}}
     text = job.read_text().replace(functions.format(folder), composed.format(folder))
     job.write_text(text.replace("algorithm: grpo\n", "defaults: [{override /algorithm: grpo}]\n"))
     config = load([str(job)])
-    assert config.reward.functions[0] == {"path": "rlfuse.rewards.thoughts:format_gate", "gate": True}
+    assert config.reward.functions[0] == {"path": "rlfuse.rewards.reasoning_tags:format_gate", "gate": True}
     assert config.reward.functions[1]["sources"] == ["openai/gsm8k", "math.v1*"]
     assert config.reward.functions[1]["kwargs"] == {"a.b": 1}
     assert config.algorithm.kl_coef_by_source == {"math.v1*": 0.0, "openai/gsm8k": 1e-5}
@@ -211,7 +211,7 @@ algorithm.kl_coef_by_source: {{"math.v1*": 0, openai/gsm8k: 1e-5}}
     assert changed.algorithm.kl_coef_by_source["chat"] == 0.1
     with pytest.raises(ConfigError, match=r"functions\.wieght: unknown key of an entry; did you mean weight"):
         load([str(job), typed.replace("weight", "wieght")])
-    with pytest.raises(ConfigError, match=r"kl_coef_by_source\.chat=much: is no value of this dictionary"):
+    with pytest.raises(ConfigError, match=r"kl_coef_by_source\.chat=much: invalid value for this dictionary"):
         load([str(job), "algorithm.kl_coef_by_source.chat=much"])
 
 

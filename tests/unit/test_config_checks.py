@@ -10,7 +10,7 @@ from rlfuse.config.checks import check
 from rlfuse.config.documentation import keys
 from rlfuse.config.facts import Facts, read_facts
 from rlfuse.config.schema import Config
-from rlfuse.errors import ConfigError, DataError, Mistakes
+from rlfuse.errors import ConfigError, DataError, ErrorCollector
 
 
 def sound(**changes):
@@ -46,17 +46,20 @@ def test_the_defaults_are_sound():
         ({"rollout__tensor_model_parallel_size": 3, "trainer__n_gpus_per_node": 3}, ["16 attention heads"]),
         ({"rollout__temperature": 0.0}, ["rollout.temperature=0.0: must be above 0", "val_kwargs.temperature=0"]),
         ({"algorithm__gamma": float("nan")}, ["algorithm.gamma=nan: must be 0 or more and 1 or less"]),
-        ({"trainer__deterministic": True}, ["fusion.policy=adaptive: what is added up first", "fusion.policy=serial"]),
-        ({"reward__functions": []}, ["nothing scores the responses"]),
+        (
+            {"trainer__deterministic": True},
+            ["fusion.policy=adaptive: depends on measured times", "fusion.policy=serial"],
+        ),
+        ({"reward__functions": []}, ["no reward; give at least one function"]),
         ({"reward__functions": ["rewards.py"]}, ["has no function name; write it as path/file.py:function"]),
         ({"reward__functions": ["absent.py:f"]}, ["the file `absent.py` does not exist"]),
-        ({"reward__functions": ["absent_package.m:f"]}, ["Python finds no package `absent_package`"]),
-        ({"reward__weights": [1.0, 2.0]}, ["has 2 entries, must have 1"]),
+        ({"reward__functions": ["absent_package.m:f"]}, ["no Python package `absent_package`"]),
+        ({"reward__weights": [1.0, 2.0]}, ["has 2 entries but needs 1"]),
         ({"reward__functions": [{"path": "absent.py:f", "gate": True}, "a.py:f"]}, ["`absent.py` does not exist"]),
         ({"reward__functions": [{"path": "a.py:f", "wieght": 2}]}, ["did you mean weight?"]),
-        ({"reward__functions": ["https://:80/x"]}, ["is no URL of a service"]),
-        ({"reward__functions": [3]}, ["got 3; an entry is a text or a dictionary with a path"]),
-        ({"algorithm__kl_coef_by_source": {"math": 0.0}}, ["there is no KL to weigh", "actor.use_kl_loss=true"]),
+        ({"reward__functions": ["https://:80/x"]}, ["is not the URL of a service"]),
+        ({"reward__functions": [3]}, ["got 3; an entry must be a string or a dictionary with a path"]),
+        ({"algorithm__kl_coef_by_source": {"math": 0.0}}, ["has no effect without a KL", "actor.use_kl_loss=true"]),
         (
             {"algorithm__kl_coef_by_source": {"math": -1.0}, "actor__use_kl_loss": True},
             ["kl_coef_by_source.math=-1.0: must be 0 or more"],
@@ -67,7 +70,7 @@ def test_the_defaults_are_sound():
                 "algorithm__use_kl_in_reward": True,
                 "algorithm__kl_ctrl__type": "adaptive",
             },
-            ["kl_ctrl.type=adaptive: steers one coefficient"],
+            ["kl_ctrl.type=adaptive: adapts one coefficient"],
         ),
         (
             {"algorithm__adv_estimator": "gdpo", "algorithm__use_kl_in_reward": True, "rollout__n": 2},
@@ -79,7 +82,10 @@ def test_the_defaults_are_sound():
         ({"data__train_files": []}, ["data.train_files: is required"]),
         ({"model__path": ""}, ["model.path: is required"]),
         ({"actor__offload_optimizer": True}, ["needs GPUs", "actor.offload_optimizer=false"]),
-        ({"actor__optimizer_residency": "step"}, ["actor.optimizer_residency=step: needs GPUs", "set training"]),
+        (
+            {"actor__optimizer_residency": "step"},
+            ["actor.optimizer_residency=step: needs GPUs", "set actor.optimizer_residency=training"],
+        ),
         ({"rollout__weight_transfer": "ipc"}, ["needs GPUs", "rollout.weight_transfer=auto"]),
         *(
             ({"rollout__engine_kwargs": {name: value}}, [f"rollout.engine_kwargs.{name}={value}: must be {valid}"])
@@ -91,10 +97,13 @@ def test_the_defaults_are_sound():
             )
             for value in values
         ),
-        ({"rollout__weight_transfer": "nccl"}, ["NCCL refuses two ranks on one GPU", "take one of auto, shm, ipc"]),
+        ({"rollout__weight_transfer": "nccl"}, ["NCCL rejects two ranks on one GPU", "use one of auto, shm, ipc"]),
         (
-            {"video__freeze_tower": False, "training__pipeline_parallel_size": 2, "trainer__n_gpus_per_node": 2},
-            ["freeze_tower=false: can't be false in a pipeline", "training.pipeline_parallel_size=1"],
+            {"video__freeze_vision_tower": False, "training__pipeline_parallel_size": 2, "trainer__n_gpus_per_node": 2},
+            [
+                "freeze_vision_tower=false: can't be false with pipeline parallelism",
+                "training.pipeline_parallel_size=1",
+            ],
         ),
         (
             {"training__virtual_pipeline_model_parallel_size": 2},
@@ -106,22 +115,28 @@ def test_the_defaults_are_sound():
         ),
         (
             {
-                "video__freeze_tower": False,
+                "video__freeze_vision_tower": False,
                 "fusion__data": "one_step_off",
                 "algorithm__rollout_is_threshold": 2.0,
             },
-            ["trains on clips that older towers encoded"],
+            ["trains on clips encoded by older towers"],
         ),
-        ({"video__freeze_tower": False, "video__disk_cache": "/tmp"}, ["embeddings that a trained tower makes stale"]),
-        ({"video__freeze_tower": False, "video__encode_ahead": True}, ["video.encode_ahead=true", "set it to false"]),
-        ({"video__levels": [4, 8]}, ["video.levels=[4,8]: must be whole numbers from 1 up, largest first"]),
+        (
+            {"video__freeze_vision_tower": False, "video__disk_cache": "/tmp"},
+            ["embeddings, which become stale when the vision tower is trained"],
+        ),
+        (
+            {"video__freeze_vision_tower": False, "video__encode_ahead": True},
+            ["video.encode_ahead=true", "set it to false"],
+        ),
+        ({"video__levels": [4, 8]}, ["video.levels=[4,8]: must be whole numbers of at least 1 in descending order"]),
         (
             {"video__sampling": "seed_vl", "video__levels": [8], "video__max_tokens": 4},
-            ["video.max_tokens=4: must hold a frame", "8"],
+            ["video.max_tokens=4: must be at least the smallest", "8"],
         ),
-        ({"trainer__logger": ["tensorboard"]}, ["needs its package", "rlfuse[tensorboard]"]),
+        ({"trainer__logger": ["tensorboard"]}, ["is not installed", "rlfuse[tensorboard]"]),
         ({"alerts__grad_norm_factor": 1.0}, ["alerts.grad_norm_factor=1.0: must be above 1, or null"]),
-        ({"trainer__resume_mode": "atuo"}, ["there is no such folder; did you mean auto?"]),
+        ({"trainer__resume_mode": "atuo"}, ["that folder does not exist; did you mean auto?"]),
         ({"trainer__critic_warmup": 2, "algorithm__adv_estimator": "reinforce_plus_plus"}, ["which has no critic"]),
         ({"algorithm__kl_ctrl__type": "adaptive"}, ["only with algorithm.use_kl_in_reward=true"]),
         (
@@ -138,21 +153,21 @@ def test_the_defaults_are_sound():
         ({"rollout__val_kwargs__n": 4}, ["all responses to a prompt are equal"]),
         ({"algorithm__old_log_probs": "engine", "rollout__top_p": 0.9}, ["must be 1.0 with algorithm.old_log_probs"]),
         ({"algorithm__old_log_probs": "engine", "rollout__min_p": 0.1}, ["must be 0.0 with algorithm.old_log_probs"]),
-        ({"rollout__stop": ["a", ""]}, ["rollout.stop=[a,]", "an empty text would end every response"]),
-        ({"rollout__stop": ["\\n\\n"]}, ["a backslash and a letter here, not a line break", "job file"]),
+        ({"rollout__stop": ["a", ""]}, ["rollout.stop=[a,]", "an empty string would stop every response"]),
+        ({"rollout__stop": ["\\n\\n"]}, ["a backslash and a letter, not as a line break", "job file"]),
         (
             {"algorithm__old_log_probs": "engine", "algorithm__rollout_is_threshold": 2.0},
-            ["needs algorithm.old_log_probs=trainer"],
+            ["requires algorithm.old_log_probs=trainer"],
         ),
-        ({"fusion__data": "one_step_off"}, ["under older weights", "set algorithm.rollout_is_threshold=2"]),
-        ({"fusion__data": "partial_rollout"}, ["under older weights", "set algorithm.rollout_is_threshold=2"]),
+        ({"fusion__data": "one_step_off"}, ["with older weights", "set algorithm.rollout_is_threshold=2"]),
+        ({"fusion__data": "partial_rollout"}, ["with older weights", "set algorithm.rollout_is_threshold=2"]),
         (
             {
                 "fusion__data": "tail_batching",
                 "algorithm__filter_groups__enable": True,
                 "rollout__n": 2,
             },
-            ["decides itself which groups", "filter_groups.enable=false"],
+            ["selects the groups of a step itself", "filter_groups.enable=false"],
         ),
         ({"fusion__credit_samples": 0}, ["must be 1 or more, or null"]),
         (
@@ -169,13 +184,13 @@ def test_the_defaults_are_sound():
                 "training__pipeline_parallel_size": 2,
                 "trainer__n_gpus_per_node": 2,
             },
-            ["training.pipeline_parallel_size=1"],
+            ["training.pipeline_parallel_size to 1"],
         ),
         (
             {"training__tensor_model_parallel_size": 4, "trainer__n_gpus_per_node": 6},
             [
                 "must divide the 16 attention heads",
-                "and the 6 slots of a node, which",
+                "and the 6 slots of a node",
                 "set training.tensor_model_parallel_size=2",
             ],
         ),
@@ -185,7 +200,7 @@ def test_the_defaults_are_sound():
                 "trainer__n_gpus_per_node": 2,
                 "actor__zero_stage": 3,
             },
-            ["actor.zero_stage=3: ZeRO 3 divides what ranks", "set actor.zero_stage=1"],
+            ["actor.zero_stage=3: ZeRO 3 can't shard weights", "set actor.zero_stage=1"],
         ),
         (
             {
@@ -202,7 +217,7 @@ def test_the_defaults_are_sound():
                 "training__vocabulary_parallel": True,
                 "trainer__n_gpus_per_node": 4,
             },
-            ["training.vocabulary_parallel=true: stages share the heads of whole layers", "set it to false, or"],
+            ["training.vocabulary_parallel=true: can't be combined", "set it to false, or"],
         ),
         (
             {
@@ -216,20 +231,23 @@ def test_the_defaults_are_sound():
             {
                 "training__tensor_model_parallel_size": 2,
                 "trainer__n_gpus_per_node": 2,
-                "video__freeze_tower": False,
+                "video__freeze_vision_tower": False,
             },
-            ["video.freeze_tower=false: can't be false where ranks share a model's layers"],
+            ["video.freeze_vision_tower=false: can't be false with tensor parallelism"],
         ),
         ({"fusion__policy": "streem"}, ["did you mean stream?"]),
         (
             {"cluster__drain": [2], "trainer__n_gpus_per_node": 4, "rollout__tensor_model_parallel_size": 2},
-            ["cluster.drain=[2]: must name slots of this job, 0 to 1, none twice; leave the others out"],
+            ["cluster.drain=[2]: must list slots of this job, 0 to 1, without duplicates; remove the others"],
         ),
-        ({"cluster__drain": [1, 1], "trainer__n_gpus_per_node": 4}, ["none twice"]),
-        ({"cluster__drain": [0]}, ["cluster.drain=[0]: must leave one of 1 slots that works; leave it empty"]),
+        ({"cluster__drain": [1, 1], "trainer__n_gpus_per_node": 4}, ["without duplicates"]),
+        (
+            {"cluster__drain": [0]},
+            ["cluster.drain=[0]: must leave at least one of the 1 slots undrained; leave it empty"],
+        ),
         (
             {"cluster__drain": [0, 1], "trainer__n_gpus_per_node": 2},
-            ["must leave one of 2 slots that works; name 1 of them at most"],
+            ["must leave at least one of the 2 slots undrained; list at most 1 slots"],
         ),
     ],
 )
@@ -290,7 +308,7 @@ def test_facts_of_a_model_folder(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     facts = read_facts(config)
     assert (facts.context_length, facts.attention_heads, facts.cuda) == (64, 4, False)
-    assert facts.model_problems == {"critic.path": "there is no such folder"}
+    assert facts.model_problems == {"critic.path": "the folder does not exist"}
     assert facts.missing == {"train.parquet", f"{tmp_path}/r.py"}
     assert facts.unknown_modules == {"no_such_package_1"}
     (tmp_path / "config.json").write_text("{")
@@ -309,7 +327,7 @@ def test_a_folder_that_nothing_can_be_written_to(tmp_path):
     (tmp_path / "file").touch()
     config = sound(trainer__default_local_dir=str(tmp_path / "file" / "runs"))
     [problem] = [p for p in check(config, read_facts(config)) if p.startswith("trainer.default_local_dir")]
-    assert f"{tmp_path}/file can't be written to (Not a directory)" in problem
+    assert f"{tmp_path}/file is not writable (Not a directory)" in problem
     config = sound(trainer__default_local_dir=str(tmp_path / "new"))
     assert read_facts(config).unwritable is None and not (tmp_path / "new").exists()
 
@@ -346,16 +364,16 @@ def test_models_of_a_hub_are_asked_for_at_once(tmp_path):
 
 
 def test_mistakes_of_several_parts_are_told_together():
-    mistakes = Mistakes()
-    mistakes.tell()
-    with mistakes.noted():
+    mistakes = ErrorCollector()
+    mistakes.raise_all()
+    with mistakes.collect():
         raise DataError("a row is wrong")
     with pytest.raises(DataError, match="a row is wrong"):
-        mistakes.tell()
-    with mistakes.noted():
+        mistakes.raise_all()
+    with mistakes.collect():
         raise ConfigError(["one key", "another"])
     with pytest.raises(ConfigError) as error:
-        mistakes.tell()
+        mistakes.raise_all()
     assert error.value.problems == ["a row is wrong", "one key", "another"]
-    with pytest.raises(ValueError, match="a defect"), mistakes.noted():
+    with pytest.raises(ValueError, match="a defect"), mistakes.collect():
         raise ValueError("a defect")

@@ -13,8 +13,8 @@ from rlfuse.config import job_file
 from rlfuse.config.compose import explain_failure, load, read_command, to_config
 from rlfuse.config.documentation import by_name, groups
 from rlfuse.config.facts import Facts, read_facts
-from rlfuse.config.foreign import counterpart
 from rlfuse.config.keys import explain_override
+from rlfuse.config.other_frameworks import counterpart
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 
@@ -120,11 +120,11 @@ def test_any_value_makes_a_configuration_or_one_line_that_names_the_key(name, va
     ("word", "part"),
     [
         ("actor.clip_ratio=[1]", "actor.clip_ratio=[1]: needs a number"),
-        ("actor.clip_ratio=1" + "0" * 330, "actor.clip_ratio: needs whole numbers of at most 64 bits"),
-        ("rollout.n=" + "9" * 5000, "the value can't be read"),
+        ("actor.clip_ratio=1" + "0" * 330, "actor.clip_ratio: must be a 64-bit whole number"),
+        ("rollout.n=" + "9" * 5000, "the value can't be parsed"),
         ("trainer.logger=" + "[" * 90 + "]" * 90, "brackets are nested too deep"),
         ("trainer.logger=" + "[" * 300 + "]" * 300, "brackets are nested too deep"),
-        ('rollout.n="a', "the value can't be read; brackets must close"),
+        ('rollout.n="a', "the value can't be parsed; close all brackets"),
         ("data.truncation=${model}", "data.truncation: needs a text"),
     ],
     ids=lambda text: text[:24],
@@ -148,28 +148,28 @@ def test_values_on_the_command_line_end_in_the_same_words(word, part):
         ("1: 2", "unknown key"),
         ("null: 2", "Incompatible key type"),
         ("loger: wandb", "did you mean trainer.logger"),
-        ("rollout: {n: 1" + "0" * 40 + "}", "rollout.n: needs whole numbers of at most 64 bits"),
-        ("rollout: 5", "job.yaml:1: rollout=5: `rollout` is a group; set a key in it: rollout.name"),
+        ("rollout: {n: 1" + "0" * 40 + "}", "rollout.n: must be a 64-bit whole number"),
+        ("rollout: 5", "job.yaml:1: rollout=5: `rollout` is a group; set one of its keys: rollout.name"),
         ("algorithm: [grpo]", "job.yaml:1: algorithm=[grpo]: `algorithm` is a group"),
         ("\0", "is not valid YAML"),
         ("algorithm: null", "job.yaml:1: algorithm=null: `algorithm` is a group"),
         ("algorithm: grpo\nalgorithm: ppo", "is not valid YAML"),
         ("---\nfusion: serial\n---\nfusion: stream", "is not valid YAML"),
         ("fusion: true", "job.yaml:1: fusion=true: `fusion` is a group"),
-        ("experiment: ''", "experiment=: there is no such preset"),
+        ("experiment: ''", "experiment=: preset not found"),
         ("algorithm: 'grpo '", "did you mean grpo?"),
         ("defaults: [{algorithm: [grpo, ppo]}]", "is not `group: preset`"),
         ("defaults: [{algorithm: null}]", "is not `group: preset`"),
-        ("defaults: [{algorithm: 3}]", "algorithm=3: there is no such preset"),
+        ("defaults: [{algorithm: 3}]", "algorithm=3: preset not found"),
         ("defaults: [{a: b, c: d}]", "is not `group: preset`"),
         ("defaults: [null]", "is not `group: preset`"),
         ("defaults: [algorithm/grpo]", "is not `group: preset`"),
         ("job_file: given", "job_file: unknown key"),
         ("rollout: {n: .nan}", "rollout.n=nan: needs a whole number"),
-        ("hydra: 3", "job.yaml:1: hydra: must hold settings of Hydra"),
-        ("hydra: null", "hydra: must hold settings of Hydra"),
-        ("# a job\nhydra: {sweeper: 3}", "job.yaml:2: hydra: must hold settings of Hydra"),
-        ("hydra: {sweeper: {params: [fusion]}}", "hydra: must hold settings of Hydra"),
+        ("hydra: 3", "job.yaml:1: hydra: must be Hydra settings"),
+        ("hydra: null", "hydra: must be Hydra settings"),
+        ("# a job\nhydra: {sweeper: 3}", "job.yaml:2: hydra: must be Hydra settings"),
+        ("hydra: {sweeper: {params: [fusion]}}", "hydra: must be Hydra settings"),
     ],
     ids=lambda text: text[:24],
 )

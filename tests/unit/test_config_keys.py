@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from rlfuse.config import foreign
+from rlfuse.config import other_frameworks
 from rlfuse.config.compose import compose_job, read_command
 from rlfuse.config.declare import SAVING, declared
 from rlfuse.config.declare import key as declare
@@ -51,9 +51,9 @@ def test_a_key_without_documentation_or_effect_on_resume_cannot_be_declared():
     with pytest.raises(TypeError, match="resume"):
         declare(1)
     bare = dataclasses.make_dataclass("Bare", [("k", int, declare(1, SAVING))])
-    with pytest.raises(TypeError, match=r"^k has no documentation; add a string below the field"):
+    with pytest.raises(TypeError, match=r"^k has no help text; add a string below the field"):
         declared(bare)
-    with pytest.raises(TypeError, match=r"^k is no declared key; write it as key\("):
+    with pytest.raises(TypeError, match=r"^k is not a declared key; declare it as key\("):
         declared(dataclasses.make_dataclass("Plain", [("k", int, 1)]))
 
 
@@ -115,9 +115,12 @@ def test_keys_of_other_trainers_print_ours(theirs, ours):
         ("init_kl_coef=0.1", "algorithm.kl_ctrl.kl_coef"),
         ("actor_rollout_ref.rollout.enforce_eager=true", "rollout.engine_kwargs.enforce_eager"),
         ("actor_rollout_ref.actor.strategy=fsdp", "deepspeed, sharded by actor.zero_stage"),
-        ("actor_rollout_ref.actor.megatron.context_parallel_size=2", "no counterpart here: DeepSpeed trains"),
+        (
+            "actor_rollout_ref.actor.megatron.context_parallel_size=2",
+            "without a counterpart in rlfuse: training uses DeepSpeed",
+        ),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2", "actor.ppo_max_token_len_per_gpu"),
-        ("actor_rollout_ref.actor.something_new=2", "no counterpart here"),
+        ("actor_rollout_ref.actor.something_new=2", "without a counterpart in rlfuse"),
     ],
 )
 def test_keys_whose_value_changes_or_that_have_no_counterpart_say_so(theirs, part):
@@ -126,13 +129,18 @@ def test_keys_whose_value_changes_or_that_have_no_counterpart_say_so(theirs, par
 
 def test_tables_of_other_trainers_lead_to_existing_keys():
     known = frozenset(by_name())
-    targets = {key for table in (foreign.VERL, foreign.TRL, foreign.OPENRLHF) for key, _ in table.values() if key}
+    targets = {
+        key
+        for table in (other_frameworks.VERL, other_frameworks.TRL, other_frameworks.OPENRLHF)
+        for key, _ in table.values()
+        if key
+    }
     assert targets <= known
-    assert [name for name in foreign.VERL if name in known] == [], "a key of ours needs no translation"
-    for name, (key, _) in foreign.VERL.items():
-        assert foreign.counterpart(name, known).keys == ((key,) if key else ())
-    for name, _ in foreign.NO_COUNTERPART:
-        assert foreign.counterpart(name, known).keys == () and name not in known
+    assert [name for name in other_frameworks.VERL if name in known] == [], "a key of ours needs no translation"
+    for name, (key, _) in other_frameworks.VERL.items():
+        assert other_frameworks.counterpart(name, known).keys == ((key,) if key else ())
+    for name, _ in other_frameworks.NO_COUNTERPART:
+        assert other_frameworks.counterpart(name, known).keys == () and name not in known
 
 
 @pytest.mark.parametrize(
@@ -141,7 +149,7 @@ def test_tables_of_other_trainers_lead_to_existing_keys():
         ("+new.key=1", "`+` adds keys only below free dictionaries such as rollout.engine_kwargs"),
         ("+actor.optim.lr=1", "write it without the plus: actor.optim.lr=1"),
         ("~rollout.n", "can't be removed"),
-        ("actor=3", "is a group; set a key in it: actor."),
+        ("actor=3", "is a group; set one of its keys: actor."),
         ("rollout.n", "write rollout.n=VALUE"),
         ("quickstart", "experiment=quickstart"),
         ("zzqqxx=1", "Groups: data, model"),

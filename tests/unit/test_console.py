@@ -17,15 +17,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rlfuse.config.own_errors import headline, user_traceback
+from rlfuse.config.custom_errors import headline, user_traceback
 from rlfuse.console import plain, prepare_streams
 from rlfuse.errors import ConfigError, RewardError
 from rlfuse.observe.live import Stage, View, render
-from rlfuse.progress import Console, part, say
+from rlfuse.progress import Console, part, print_line
 from rlfuse.tools import listing
 from rlfuse.tools.evaluation.comparison import compare
 from rlfuse.tools.evaluation.replay import show
-from rlfuse.train import OK, USER_ERROR, reported
+from rlfuse.train import OK, USER_ERROR, run_command
 
 ENCODINGS = ["ascii", "latin-1", "cp1252", "cp437", "iso8859-15", "koi8-r", "shift_jis", "gbk", "utf-16", "utf-8"]
 ENCODINGS += ["ascii:strict", "latin-1:surrogateescape"]
@@ -53,7 +53,7 @@ def test_a_console_of_any_encoding_shows_what_it_can(encoding, action, status, m
     monkeypatch.setattr(sys, "stdout", streams[0])
     monkeypatch.setattr(sys, "stderr", streams[1])
     monkeypatch.setenv("PYTHONIOENCODING", "as it was")
-    assert reported(action) == status
+    assert run_command(action) == status
     shown = "".join(stream.buffer.getvalue().decode(encoding) for stream in streams)
     if status == USER_ERROR:
         assert "größe→中" in shown if encoding in ("utf-8", "utf-16") else "does not exist" in shown
@@ -135,7 +135,7 @@ def function(text):
 
 
 def line(text):
-    say(Console(force_terminal=True), text)
+    print_line(Console(force_terminal=True), text)
     warnings.warn(text, stacklevel=1)
     sys.stdout.writelines([text, "\n"])
 
@@ -148,7 +148,7 @@ def test_no_text_of_others_reaches_the_terminal_as_a_command(action, text, monke
     monkeypatch.setattr(sys, "stdout", streams[0])
     monkeypatch.setattr(sys, "stderr", streams[1])
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_: print(message, file=sys.stderr))
-    reported(lambda: action(text))
+    run_command(lambda: action(text))
     shown = "".join(stream.buffer.getvalue().decode() for stream in streams)
     own = re.sub(r"\r?\x1b\[(?:[\d;]*m|1A|2K|\?25[lh])", "", shown)  # Rich's styles and its live view
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", own)

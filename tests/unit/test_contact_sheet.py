@@ -9,7 +9,7 @@ from rlfuse.observe.sample_log import draw_sheets, light, sheets_of
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample, Visual
 from rlfuse.video.contact_sheet import (
     MARGIN,
-    MOST_ANSWERS,
+    MAX_ANSWERS,
     MOST_FRAMES,
     PANEL,
     Answer,
@@ -17,12 +17,12 @@ from rlfuse.video.contact_sheet import (
     contact_sheet,
     shown_frames,
 )
-from rlfuse.video.images import ImageFacts, plan_image
-from rlfuse.video.plan import ClipFacts, FixedSampling, Geometry, SeedSampling, plan_video
+from rlfuse.video.images import ImageMetadata, plan_image
+from rlfuse.video.plan import ClipMetadata, FixedSampling, Geometry, SeedSampling, plan_video
 from rlfuse.video.processor_sampling import PixelBounds
 
 RED = (255, 0, 0)
-IMAGE = plan_image(ImageFacts(56, 84), PixelBounds(min_pixels=28**2, max_pixels=56 * 84), Geometry(temporal_patch=2))
+IMAGE = plan_image(ImageMetadata(56, 84), PixelBounds(min_pixels=28**2, max_pixels=56 * 84), Geometry(temporal_patch=2))
 CAPTION = Caption("step 1 · prompt 0", "How many?", (Answer("3", Reward(0.5, {"acc": 0.0})),), "4")
 
 
@@ -37,10 +37,10 @@ def sheet_of(plan, caption=CAPTION):
 @pytest.mark.parametrize(
     ("clip", "sampling"),
     [
-        (ClipFacts(1.0, 1.0, 480, 640), SeedSampling()),
-        (ClipFacts(30.0, 24.0, 56, 56), SeedSampling(budget=64, levels=(4, 1))),
-        (ClipFacts(60.0, 24.0, 1920, 1080), SeedSampling(levels=(16,), budget=2048)),
-        (ClipFacts(900.0, 24.0, 90, 160), FixedSampling(200, 4)),
+        (ClipMetadata(1.0, 1.0, 480, 640), SeedSampling()),
+        (ClipMetadata(30.0, 24.0, 56, 56), SeedSampling(budget=64, levels=(4, 1))),
+        (ClipMetadata(60.0, 24.0, 1920, 1080), SeedSampling(levels=(16,), budget=2048)),
+        (ClipMetadata(900.0, 24.0, 90, 160), FixedSampling(200, 4)),
     ],
 )
 def test_every_frame_is_shown_once_in_order(clip, sampling):
@@ -55,7 +55,7 @@ def test_every_frame_is_shown_once_in_order(clip, sampling):
 
 @pytest.mark.slow
 def test_a_plan_of_more_frames_shows_some_evenly():
-    plan = plan_video(ClipFacts(4000.0, 24.0, 28, 28), SeedSampling(budget=2000, levels=(1,)))
+    plan = plan_video(ClipMetadata(4000.0, 24.0, 28, 28), SeedSampling(budget=2000, levels=(1,)))
     sheet, shades = sheet_of(plan)
     assert plan.frames == 2000 and len(shades) == MOST_FRAMES and sheet.shape[0] < 4000
 
@@ -81,16 +81,16 @@ def test_shown_frames_of_several_plans():
     ids=["empty", "no spaces", "long", "many lines", "scripts"],
 )
 def test_any_text_fits(answer, reward):
-    plan = plan_video(ClipFacts(2.0, 24.0, 56, 56), SeedSampling())
+    plan = plan_video(ClipMetadata(2.0, 24.0, 56, 56), SeedSampling())
     sheet, _ = sheet_of(plan, Caption("t" * 500, answer, (Answer(answer, reward),) * 5, answer))
     assert (sheet[:, -MARGIN:] == 255).all() and (sheet[-MARGIN:] == 255).all()
     assert (sheet[:, -MARGIN - PANEL : -MARGIN] != 255).any()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [0, 1, 7, MOST_ANSWERS, 500])
+@pytest.mark.parametrize("count", [0, 1, 7, MAX_ANSWERS, 500])
 def test_all_answers_stand_below_the_frames(count):
-    plan = plan_video(ClipFacts(2.0, 24.0, 56, 56), SeedSampling())
+    plan = plan_video(ClipMetadata(2.0, 24.0, 56, 56), SeedSampling())
     answers = tuple(Answer(f"answer {number}", Reward(float(number % 2))) for number in range(count))
     sheet, _ = sheet_of(plan, Caption("step 1 · prompt 0", "How many?", answers))
     rewards = [(np.abs(sheet.astype(int) - colour).max(axis=2) < 8).any() for colour in ((194, 56, 90), (31, 138, 76))]

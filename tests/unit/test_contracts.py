@@ -292,13 +292,15 @@ def test_a_special_token_may_be_a_stop_text():
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-    from rlfuse.engines.rollout.engine_actor import NOTHING, Request
+    from rlfuse.engines.rollout.engine_actor import EMPTY_PARTIAL, Request
     from rlfuse.engines.vllm.setup import sampling_params
     from rlfuse.protocols import Sampling
     from rlfuse.tasks.vocabulary import PAD, build_tokenizer
 
     tokenizer, ids = build_tokenizer(), np.arange(3, 6, dtype=np.int32)
-    params = sampling_params(Request("a", 0, 1, ids, NOTHING), Sampling(1.0, 1.0, -1, 8, stop=(PAD,)), 8, {}, None)
+    params = sampling_params(
+        Request("a", 0, 1, ids, EMPTY_PARTIAL), Sampling(1.0, 1.0, -1, 8, stop=(PAD,)), 8, {}, None
+    )
     given = {"request_id": "a", "prompt_token_ids": ids.tolist(), "sampling_params": params}
     request = EngineCoreRequest(**dict.fromkeys(EngineCoreRequest.__struct_fields__) | given)
     reader = IncrementalDetokenizer.from_new_request(tokenizer, request)

@@ -92,5 +92,5 @@ def test_arrays_that_do_not_match_are_refused(engine, trainer):
 )
 def test_what_rounding_explains(dtype, mean, most, broken):
     metrics = {"training/rollout_log_probs_diff_mean": mean, "training/rollout_log_probs_diff_max": most}
-    assert BOUNDS[dtype].broken_by(metrics) is broken
-    assert not BOUNDS[dtype].broken_by({}), "nothing was measured"
+    assert BOUNDS[dtype].is_exceeded_by(metrics) is broken
+    assert not BOUNDS[dtype].is_exceeded_by({}), "nothing was measured"

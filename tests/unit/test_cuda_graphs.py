@@ -14,7 +14,7 @@ from worlds.emulated_graphs import EmulatedRecording, Graph
 from rlfuse.cluster import watchdog
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
-from rlfuse.config.graph_checks import BLOCKERS, graph_sizes, why_no_graphs
+from rlfuse.config.graph_checks import BLOCKERS, graph_sizes, no_graphs_reason
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.deepspeed.optimizer import take_step, trainable
@@ -22,9 +22,9 @@ from rlfuse.engines.trainer import cuda_graphs
 from rlfuse.engines.trainer.cuda_graphs import CudaRecording, PassGraphs
 from rlfuse.engines.trainer.families import value_class
 from rlfuse.engines.trainer.model_inputs import collate
-from rlfuse.engines.trainer.models import response_logits, trainer_ready
+from rlfuse.engines.trainer.models import prepare_for_training, response_logits
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
-from rlfuse.protocols import Sharing
+from rlfuse.protocols import DeviceSharing
 from rlfuse.samples import MicroBatch, Row
 
 SIZES = (32, 64)
@@ -62,7 +62,7 @@ def rank_of(stage, dtype, how, checkpointing=False, tied=True):
         model = pair("Qwen2", sizes)[0] if kind is None else kind(Qwen2Config(**sizes))
         if kind:
             torch.nn.init.normal_(model.score.weight)
-        model = trainer_ready(model.to(DTYPES[dtype]), ModelConfig(enable_gradient_checkpointing=checkpointing))
+        model = prepare_for_training(model.to(DTYPES[dtype]), ModelConfig(enable_gradient_checkpointing=checkpointing))
         rank.engines[name] = DeepSpeedModel(trainable(model, config.actor, 1e-2, "cpu"), 1)
     rank.tower, rank.sums, rank.ropes, rank.tensor = None, {}, {"actor": None, "critic": None}, None
     rank.packed, rank.shares, rank.parallel = True, True, SimpleNamespace(part=lambda degree: None)
@@ -209,10 +209,10 @@ def torch_cuda(monkeypatch):
 def test_torch_is_asked_to_rehearse_and_record_in_this_order(torch_cuda):
     calls, streams = torch_cuda
     recording = CudaRecording()
-    with recording.rehearsed():
+    with recording.warm_up():
         assert streams == ["main", "rehearsal"] and calls.pop() == ("set_sync_debug_mode", "error")
     assert calls == [("synchronize",), ("set_sync_debug_mode", "default"), ("synchronize",)] and streams == ["main"]
-    with recording.recorded():
+    with recording.capture():
         assert streams == ["main", "capture"] and calls[-1] == ("begin", "pool", "thread_local")
     assert calls[-1] == ("end",) and streams == ["main"]
 
@@ -223,7 +223,7 @@ def test_a_recording_that_fails_leaves_the_stream_that_was_current(torch_cuda, m
 
     _, streams = torch_cuda
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", fails)
-    with pytest.raises(RuntimeError, match="previous error"), CudaRecording().recorded():
+    with pytest.raises(RuntimeError, match="previous error"), CudaRecording().capture():
         raise RuntimeError("operation not permitted")
     assert streams == ["main"]
 
@@ -232,10 +232,10 @@ def test_models_that_leave_their_device_are_not_recorded(said, monkeypatch):
     rank = TrainerRank(Config(), 0, 1, "cpu")
     rank.graphs = PassGraphs({}, SIZES, rank.recorder)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    rank.share(Sharing(hands_over=False))
+    rank.share(DeviceSharing(alternates=False))
     assert rank.graphs.sizes == SIZES
-    rank.share(Sharing(hands_over=True))
-    assert rank.graphs.sizes == () and "give their device up" in said[0]
+    rank.share(DeviceSharing(alternates=True))
+    assert rank.graphs.sizes == () and "are offloaded for the engine" in said[0]
 
 
 def job(**changed):
@@ -258,7 +258,7 @@ BLOCKED = {
 def test_a_setting_that_rules_graphs_out_is_named(name):
     assert set(BLOCKED) == {*BLOCKERS, "actor.zero_stage"}
     changed = {name.replace(".", "__"): BLOCKED[name]}
-    why = why_no_graphs(job(**changed), 1.0)
+    why = no_graphs_reason(job(**changed), 1.0)
     assert why.startswith(f"{name}={BLOCKED[name]}: ")
     [problem] = [x for x in check(job(**changed, actor__cuda_graphs="on"), Facts(cuda=True)) if "cuda_graphs" in x]
     assert why in problem
@@ -266,13 +266,15 @@ def test_a_setting_that_rules_graphs_out_is_named(name):
 
 
 def test_small_models_with_small_micro_batches_are_recorded():
-    assert why_no_graphs(job(), 1e6) is None and graph_sizes(job()) == (256, 512, 1024)
+    assert no_graphs_reason(job(), 1e6) is None and graph_sizes(job()) == (256, 512, 1024)
     assert graph_sizes(job(actor__ppo_max_token_len_per_gpu=1200)) == (256, 512, 1024, 2048)
     assert graph_sizes(job(actor__ppo_max_token_len_per_gpu=16384))[-1] == 2048
-    assert "launches up to 2048 tokens" in why_no_graphs(job(actor__ppo_max_token_len_per_gpu=16384), 1e6)
-    assert "launches up to 500 tokens" in why_no_graphs(job(), 1e8)
-    assert why_no_graphs(job(actor__cuda_graphs="on"), 1e8) is None
-    assert why_no_graphs(job(actor__cuda_graphs="off"), 1e6) == "actor.cuda_graphs=off"
-    assert why_no_graphs(job(model__dtype="float32"), 1e7) and not why_no_graphs(job(model__dtype="bfloat16"), 1e7)
+    assert "launches only up to 2048 tokens" in no_graphs_reason(job(actor__ppo_max_token_len_per_gpu=16384), 1e6)
+    assert "launches only up to 500 tokens" in no_graphs_reason(job(), 1e8)
+    assert no_graphs_reason(job(actor__cuda_graphs="on"), 1e8) is None
+    assert no_graphs_reason(job(actor__cuda_graphs="off"), 1e6) == "actor.cuda_graphs=off"
+    assert no_graphs_reason(job(model__dtype="float32"), 1e7) and not no_graphs_reason(
+        job(model__dtype="bfloat16"), 1e7
+    )
     [problem] = [x for x in check(job(actor__cuda_graphs="on"), Facts(cuda=False)) if "cuda_graphs" in x]
     assert "needs GPUs" in problem

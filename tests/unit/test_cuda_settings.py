@@ -174,7 +174,7 @@ def test_vllm_knows_every_argument_and_says_of_each_why():
     rollout = replace(Config().rollout, max_num_seqs=1024)
     arguments = gpu.gpu_arguments(rollout, 4096)
     assert arguments.keys() <= known
-    assert arguments.keys() == gpu.WHY.keys()
+    assert arguments.keys() == gpu.REASONS.keys()
     assert arguments["cudagraph_capture_sizes"][-1] == 1024, "a full batch decodes by CUDA graphs"
 
 
@@ -192,7 +192,7 @@ def test_what_is_shown_is_what_this_job_gets():
     config.rollout.gpu_memory_utilization, config.cluster.timeout_s = 0.61, 100.0
     shown = {each.name: each for each in gpu.gpu_settings(config, {}) if each.where == cuda.ENGINES}
     assert shown["gpu_memory_utilization"].value == "0.61"
-    assert (shown["enforce_eager"].value, shown["enforce_eager"].why) == ("True", "as rollout.engine_kwargs says")
+    assert (shown["enforce_eager"].value, shown["enforce_eager"].why) == ("True", "set by rollout.engine_kwargs")
     assert "async_scheduling" not in shown, "vLLM decides where the job brings its own way of drafting"
     ranks = {each.name: each.value for each in gpu.gpu_settings(config, {}) if each.where == cuda.RANKS}
     assert ranks["time limit of a collective"] == "80 s" and ranks["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "100"
@@ -238,7 +238,7 @@ def test_a_variable_that_is_set_where_the_job_is_started_wins_but_for_the_fixed(
     assert variables["NCCL_DEBUG"] == "INFO" and variables["OMP_NUM_THREADS"] == "8" and "OTHER" not in variables
     assert variables[cuda.ALLOCATOR].startswith("expandable_segments:False,"), "or the first push would fail"
     (shown,) = (asdict(each) for each in gpu.gpu_settings(Config(), given) if each.name == "NCCL_DEBUG")
-    assert shown["value"] == "INFO" and shown["why"] == "as set where the job is started"
+    assert shown["value"] == "INFO" and shown["why"] == "as set in the environment of the job"
 
 
 @pytest.mark.parametrize(("slots", "encoders", "models"), list(product((1, 3, 8), (0, 1, 3, 8, 20), (0, 1, 2, 7))))
@@ -260,7 +260,9 @@ def test_few_encoder_ranks_are_on_all_nodes():
 def test_cuda_graphs_of_few_sizes_cover_every_batch(sequences):
     sizes = gpu.graph_sizes(sequences)
     assert sizes == sorted(set(sizes)) and {1, sequences} <= set(sizes)
-    assert sizes[-1] == max(sequences, min(2 * sequences, gpu.GRAPHS)), "steps that also prefill have graphs as well"
+    assert sizes[-1] == max(sequences, min(2 * sequences, gpu.MAX_GRAPH_TOKENS)), (
+        "steps that also prefill have graphs as well"
+    )
     wider = [next(size for size in sizes if size >= batch) for batch in range(1, sequences + 1)]
     assert all(size <= max(2 * batch, batch + 127) for batch, size in enumerate(wider, 1))
     own = [1, 2, 4, *range(8, 256, 8), *range(256, max(513, sequences + 1), 16)]

@@ -32,7 +32,7 @@ def test_b_frames_in_avi_are_refused_where_counting_does_not_tell_when_they_are_
     within = write_packets(tmp_path / "within.avi", write_video(tmp_path / "whole.mkv", steady(60), **MPEG4), first=5)
     for path, what in ((pauses, "pauses"), (within, "no keyframe at its start")):
         with pytest.raises(
-            VideoError, match=rf"{path}: has B-frames and {what}, and AVI doesn't say when each picture"
+            VideoError, match=rf"{path}: has B-frames and {what}, but AVI does not store presentation times"
         ):
             probe(path)
 
@@ -153,9 +153,7 @@ BARE = {"h264": PYRAMID, "hevc": X265, "m1v": MPEG2 | {"codec": "mpeg1video"}, "
 @pytest.mark.parametrize("kind", BARE)
 def test_streams_without_a_container_are_refused(tmp_path, kind):
     path = write_video(tmp_path / f"bare.{kind}", steady(10), **BARE[kind])
-    with pytest.raises(
-        VideoError, match=f"bare.{kind}: is a bare stream, which doesn't say when .* Put the stream into"
-    ):
+    with pytest.raises(VideoError, match=f"bare.{kind}: is a raw stream without time stamps.* Put the stream into"):
         probe(path)
 
 
@@ -191,7 +189,9 @@ def test_shapes_that_change_on_the_way_are_refused_and_sizes_are_not(tmp_path, k
 def test_several_edits_are_refused(tmp_path, parts):
     path = write_edited(tmp_path / "edited.mp4", write_video(tmp_path / "whole.mp4", steady(60), **PYRAMID), parts)
     for read in (probe, lambda path: decode(path, plan_of([0.0]))):
-        with pytest.raises(VideoError, match=r"edited.mp4: is put together from several parts .* Write it again with"):
+        with pytest.raises(
+            VideoError, match=r"edited.mp4: has an edit list with several segments .* Write it again with"
+        ):
             read(path)
 
 
@@ -199,7 +199,7 @@ def test_pictures_that_are_single_fields_are_refused(tmp_path):
     options = {"codec": "libx265", "x265-params": "interlace=tff:log-level=none", "fps": 50}
     path = write_video(tmp_path / "fields.ts", steady(6, 50), **options)
     for read in (probe, lambda path: decode(path, plan_of([0.0]))):
-        with pytest.raises(VideoError, match=r"fields.ts: stores each field as a picture of its own.* Deinterlace it"):
+        with pytest.raises(VideoError, match=r"fields.ts: stores each field as a separate picture.* Deinterlace it"):
             read(path)
 
 
@@ -229,7 +229,7 @@ LISTS = {
 @pytest.mark.parametrize("kind", LISTS)
 def test_lists_of_other_files_are_refused_before_one_of_these_is_opened(tmp_path, kind, name):
     (tmp_path / name).write_text(LISTS[kind].format("absent.ts"))
-    refused = r"has a damaged header, or a format that is not read|can't be read as a video \(Invalid data"
+    refused = r"has a damaged header or an unsupported format|can't be read as a video \(Invalid data"
     for read in (probe, lambda path: decode(path, plan_of([0.0]))):
         with pytest.raises(VideoError, match=rf"{name}: ({refused})"):
             read(str(tmp_path / name))

@@ -231,7 +231,7 @@ def test_overlong_prompts(tmp_path, tokenizer):
         prompts, report = load(truncation=way)
         assert tokenizer.decode(prompts[1].token_ids) == words
         assert "1 cut" in str(report)
-    with pytest.raises(DataError, match=r"no prompt is left of 2 rows: 2 are longer than data\.max_prompt_length=1"):
+    with pytest.raises(DataError, match=r"none of 2 rows is usable: 2 are longer than data\.max_prompt_length=1"):
         load_prompts([file], tokenizer, settings(max_prompt_length=1, filter_overlong_prompts=True))
 
 

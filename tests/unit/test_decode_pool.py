@@ -101,7 +101,7 @@ def test_a_file_that_hangs_or_is_bad_costs_only_its_sample(pool, folder, good):
     results = list(pool.stream(clips))
     for place in (0, 2, 5):
         assert numbers(results[place]) == [0, 5, 10, 15, 20, 25]
-    for place, problem in ((1, "took longer than 3 s"), (3, "can't be read as a video"), (4, "there is no such file")):
+    for place, problem in ((1, "took longer than 3 s"), (3, "can't be read as a video"), (4, "does not exist")):
         assert isinstance(results[place], VideoError)
         assert str(results[place]).startswith(f"{clips[place].path} (sample 7/{place}/0): {problem}")
     assert isinstance(next(pool.probe([str(folder / "text.mp4")])), VideoError)
@@ -174,7 +174,7 @@ def test_a_pool_that_breaks_where_the_file_lost_a_decoder_before_costs_its_sampl
 
     with DecodePool() as pool:
         assert "lost its decoder 3 times (exit code -9)" in str(pool._result(broken(-9)))
-        with pytest.raises(EngineError, match="can't be used: All workers expired"):
+        with pytest.raises(EngineError, match="the decode workers failed: All workers expired"):
             pool._result(broken(None))
 
 
@@ -199,7 +199,7 @@ def test_a_slow_consumer_pauses_the_decoders(pool, good, monkeypatch, bound, val
 def test_a_clip_that_never_fits_is_an_error_with_numbers(pool, good, monkeypatch):
     monkeypatch.setattr(pool, "max_bytes", BYTES - 1)
     error, part = pool.stream([Clip(good, PLAN), Clip(good, PLAN, 1)])
-    assert f"{BYTES} bytes (6 x 28 x 224 x 3), and the pool may hold {BYTES - 1}" in str(error)
+    assert f"{BYTES} bytes (6 x 28 x 224 x 3), but the pool's limit is {BYTES - 1}" in str(error)
     assert len(part) == 5
 
 
@@ -265,7 +265,7 @@ def test_workers_end_with_a_killed_parent_also_in_the_middle_of_a_file(tmp_path)
 
 @pytest.mark.parametrize("setting", ["workers", "timeout_s", "max_clips", "max_bytes"])
 def test_settings_are_checked(setting):
-    with pytest.raises(ValueError, match=rf"DecodePool.{setting}: got 0; valid"):
+    with pytest.raises(ValueError, match=rf"DecodePool.{setting}: got 0; it must be positive"):
         DecodePool(**{setting: 0})
 
 

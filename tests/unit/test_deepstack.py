@@ -19,7 +19,7 @@ from rlfuse.engines.vllm.prompts import Prompts
 from rlfuse.samples import Embedding, Row, Visual
 from rlfuse.tasks.small_video_models import SmallModel, write_small_qwen3_vl
 from rlfuse.video.embedding import write_rows
-from rlfuse.video.images import ImageFacts, plan_image
+from rlfuse.video.images import ImageMetadata, plan_image
 from rlfuse.video.models.base import m_rope
 from rlfuse.video.models.qwen3_vl import Qwen3VL
 from rlfuse.video.plan import VideoPlan
@@ -59,12 +59,12 @@ PICTURES = [pixels(1, 64, 32), pixels(7, 96, 64), pixels(1, 32, 96), pixels(4, 6
 @pytest.fixture(scope="module")
 def shown(folder):
     """The prompt, its images and clips with their features by the tower, in float32."""
-    model, tower = VideoModel.at(str(folder)), Tower(folder)
+    model, tower = VideoModel.from_pretrained(str(folder)), Tower(folder)
     bounds, geometry = PixelBounds(min_pixels=1, max_pixels=10**6), model.geometry
     times = tuple(i / 2 for i in (*range(7), 6))
     clip = VideoPlan(times, 96, 64, 2.0, 6, geometry, Qwen3VL.timestamps)
     other = VideoPlan((0.0, 0.5, 1.0, 1.5), 64, 128, 2.0, 8, geometry, Qwen3VL.timestamps)
-    images = [plan_image(ImageFacts(*sides), bounds, geometry) for sides in ((64, 32), (32, 96))]
+    images = [plan_image(ImageMetadata(*sides), bounds, geometry) for sides in ((64, 32), (32, 96))]
     plans = [images[0], clip, images[1], other]
     prompt = model.prompt(AutoTokenizer.from_pretrained(folder), TEXT, plans)
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_positions_of_several_clips_are_vllms(whole, shown):
     from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration as Served
 
     ids, visual = shown
-    features = [as_in_vllm(each, Qwen3VL.written_by_engine(whole.config, ids, each)[0]) for each in visual]
+    features = [as_in_vllm(each, Qwen3VL.engine_written_span(whole.config, ids, each)[0]) for each in visual]
     expected, _ = Served._get_mrope_input_positions(ids.tolist(), features, whole.config)
     np.testing.assert_array_equal(m_rope(whole.config).positions(len(ids), visual), expected)
 
@@ -207,7 +207,7 @@ def test_features_of_too_few_layers_are_refused(policy, shown):
     ids, visual = shown
     narrow = replace(visual[0], source=Clip("narrow", visual[0].source.rows[:, :128]))
     [row, *_] = rows_of((ids, (narrow, *visual[1:])))
-    with pytest.raises(ValueError, match=r"shape \[2, 128\] for 2 positions of a model that takes 384 numbers each"):
+    with pytest.raises(ValueError, match=r"shape \[2, 128\] do not fit 2 positions of width 384"):
         response_logits(policy, collate([row], True, rope=m_rope(policy.config)))
 
 
@@ -230,5 +230,5 @@ def test_the_engine_gets_one_placeholder_for_what_it_writes_itself(whole, shown,
     assert clips["video_embeds"].shape == (40, 384) and clips["video_grid_thw"].tolist() == [[4, 6, 4], [2, 4, 8]]
     assert [each.tolist() for each in clips["timestamps"]] == [[0.25, 1.25, 2.25, 3.0], [0.25, 1.25]]
     assert found["multi_modal_data"]["image"].keys() == {"image_embeds", "image_grid_thw"}
-    with pytest.raises(ValueError, match=r"an embedding of width 128, the model's is 384"):
+    with pytest.raises(ValueError, match=r"an embedding of width 128, but the model's is 384"):
         prompts.check("1/2/3", ids, [replace(each, source=replace(each.source, hidden=128)) for each in cached])

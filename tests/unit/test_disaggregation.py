@@ -19,9 +19,9 @@ from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.tuning import Tuning
-from rlfuse.simulate.learning import Learning
-from rlfuse.simulate.runner import later_step, simulate
-from rlfuse.simulate.tuning import draws_of, find
+from rlfuse.simulate.online_tuning import OnlineTuning
+from rlfuse.simulate.runner import simulate, simulate_later_step
+from rlfuse.simulate.tuning import choose_prefill_share, tuning_draws
 from rlfuse.simulate.workload import Drawn, Engine, Lognormal, Scoring, Training, Workload
 from rlfuse.tools.simulate.recorded import config_of, read_run
 
@@ -75,34 +75,34 @@ def test_where_caches_do_not_move_or_one_engine_is_left_all_read_and_decode():
 
 
 def test_long_prompts_are_read_apart_where_that_gains_more_than_costs_may_be_wrong_by():
-    found = find(LONG, "adaptive", Settings(), "auto", 0.05)
-    assert found.share > 0 and "are apart: with" in found.why and "of 4 engines" in found.why
-    unsure = find(LONG, "adaptive", Settings(), "auto", 0.3)
-    assert unsure.share == 0 and "stay together" in unsure.why and "wrong by 30%" in unsure.why
-    assert find(LONG, "adaptive", Settings(), "off", 0.0).share == 0
+    found = choose_prefill_share(LONG, "adaptive", Settings(), "auto", 0.05)
+    assert found.share > 0 and "disaggregated: with" in found.why and "of 4 engines" in found.why
+    unsure = choose_prefill_share(LONG, "adaptive", Settings(), "auto", 0.3)
+    assert unsure.share == 0 and "no disaggregation" in unsure.why and "error of the costs (30%)" in unsure.why
+    assert choose_prefill_share(LONG, "adaptive", Settings(), "off", 0.0).share == 0
 
 
 def test_steps_that_are_compared_know_which_slots_are_slow():
     """As later steps do: one that has to find it out takes longer than they will."""
     slow = replace(LONG, slot_speed=(1.0, 0.2, *[1.0] * (LONG.slots - 2)))
-    known = fmean(later_step(draw, "rlhfuse", Settings()).result.step_s for draw in draws_of(slow))
-    assert f"of a step of {known:.3g} s" in find(slow, "rlhfuse", Settings(), "auto", 1.0).why
+    known = fmean(simulate_later_step(draw, "rlhfuse", Settings()).result.step_s for draw in tuning_draws(slow))
+    assert f"of a step of {known:.3g} s" in choose_prefill_share(slow, "rlhfuse", Settings(), "auto", 1.0).why
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_short_prompts_stay_and_the_reason_has_its_figures(policy):
     short = replace(LONG, prompt_tokens=100)
-    found = find(short, policy, Settings(), "auto", 0.1)
-    assert found.share == 0 and "reading prompts is 0." in found.why and "wrong by 10%" in found.why
-    assert find(short, policy, Settings(), "on", 0.1).share > 0
+    found = choose_prefill_share(short, policy, Settings(), "auto", 0.1)
+    assert found.share == 0 and "prefill is 0." in found.why and "costs (10%)" in found.why
+    assert choose_prefill_share(short, policy, Settings(), "on", 0.1).share > 0
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"), [({"slots": 1}, "there is one engine"), ({"link_bytes_per_s": 0.0}, "don't travel")]
+    ("changes", "told"), [({"slots": 1}, "there is only one engine"), ({"link_bytes_per_s": 0.0}, "cannot be copied")]
 )
 def test_what_can_not_be_apart_says_why(changes, told):
     for mode in ("auto", "on"):
-        found = find(replace(LONG, **changes), "adaptive", Settings(), mode, 0.0)
+        found = choose_prefill_share(replace(LONG, **changes), "adaptive", Settings(), mode, 0.0)
         assert found.share == 0 and told in found.why
 
 
@@ -121,10 +121,10 @@ def test_auto_is_never_slower_than_off_in_what_it_simulated(engines, prompt, med
     step = replace(
         LONG, slots=engines, response_tokens=lengths, prompt_tokens=prompt, group=group, length_history_sigma=history
     )
-    found = find(step, "adaptive", Settings(), "auto", error)
+    found = choose_prefill_share(step, "adaptive", Settings(), "auto", error)
 
     def seconds(share):
-        return sum(simulate(d, "adaptive", Settings(prefill_share=share)).result.step_s for d in draws_of(step))
+        return sum(simulate(d, "adaptive", Settings(prefill_share=share)).result.step_s for d in tuning_draws(step))
 
     if found.share:
         assert seconds(found.share) <= (1 - error) * seconds(0.0)
@@ -132,7 +132,8 @@ def test_auto_is_never_slower_than_off_in_what_it_simulated(engines, prompt, med
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "apart", "told"), [("auto", False, "stay together"), ("on", True, "are apart"), ("off", False, None)]
+    ("mode", "apart", "told"),
+    [("auto", False, "no disaggregation"), ("on", True, "disaggregated"), ("off", False, None)],
 )
 def test_a_run_decides_by_what_it_measured_and_says_why(mode, apart, told):
     folder, said = Path(__file__).parent / "recorded_runs/video", []
@@ -141,18 +142,18 @@ def test_a_run_decides_by_what_it_measured_and_says_why(mode, apart, told):
     lengths = Lengths(config.data.max_response_length)
     lengths.learn({-1: recording.steps[-1].workload.lengths().tolist()})
     costs = replace(recording.fit.costs, link_bytes_per_s=1e9, kv_bytes_per_token=1e4)
-    tuning = Tuning(costs, lengths, Settings(), Rates(2), Learning(config, 2, said.append))
+    tuning = Tuning(costs, lengths, Settings(), Rates(2), OnlineTuning(config, 2, said.append))
     step = recording.steps[-1]
     spans = read_events(folder / "events.jsonl")
     tuning.relearn(tuning, [span for span in spans if step.start <= span.start <= step.start + step.seconds])
     assert (tuning.fixed.prefill_share > 0) == apart
-    assert said == [] if told is None else f"rollout.disaggregate={mode}: prefill and decoding {told}" in said[0]
+    assert said == [] if told is None else f"rollout.disaggregate={mode}: {told}" in said[0]
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"n_gpus_per_node": 1}, "two engines or more"),
+        ({"n_gpus_per_node": 1}, "at least two engines"),
         ({"n_gpus_per_node": 2, "nnodes": 2}, "within a node"),
         ({"n_gpus_per_node": 2, "deterministic": True}, "measured times"),
     ],

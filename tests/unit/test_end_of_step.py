@@ -9,7 +9,7 @@ import pytest
 
 from rlfuse.config.schema import Config
 from rlfuse.errors import NodeLeft, NotSaved
-from rlfuse.protocols import Sharing
+from rlfuse.protocols import DeviceSharing
 from rlfuse.step.controller import Controller
 from rlfuse.stopping import Stopped, Stopping
 
@@ -41,12 +41,12 @@ class Parts:
     async def wake(self, *_):
         self.did("awake")
 
-    sharing = Sharing()
+    sharing = DeviceSharing()
 
-    async def take_device(self, slot):
+    async def acquire_device(self, slot):
         self.did("ranks on")
 
-    async def leave_device(self, slot):
+    async def release_device(self, slot):
         self.did("ranks off")
 
     async def push(self, version):
@@ -62,10 +62,10 @@ class Parts:
         assert spans is self.spans
         self.did(f"rows {step}")
 
-    def due(self, step):
+    def is_due(self, step):
         return step in self.due_at
 
-    def check_room(self, step):
+    def check_disk_space(self, step):
         if step == self.full_after:
             raise NotSaved(f"no room after step {step}")
 
@@ -130,14 +130,14 @@ def test_rows_come_before_the_checkpoint_counts_and_engines_wake_only_for_more(t
     if left is None:
         asyncio.run(controller.train(0))
     else:
-        with pytest.raises(Stopped, match=f"SIGTERM: the run left after step {left}, which is saved"):
+        with pytest.raises(Stopped, match=f"SIGTERM: stopped after step {left}, which is saved"):
             asyncio.run(controller.train(0))
     assert ", ".join(parts.order) == order
 
 
 def test_a_job_that_goes_on_elsewhere_validates_and_saves_before_it_leaves():
     parts, left = Parts(""), NodeLeft("node b leaves", ("b",))
-    parts.stopping.elsewhere = left
+    parts.stopping.relocation = left
     parts.step = 1
     with pytest.raises(NodeLeft) as raised:
         asyncio.run(played(parts).train(1))
@@ -179,13 +179,13 @@ class Full(Parts):
 
 def test_a_job_whose_step_could_not_be_saved_stays_where_it_is(capsys):
     parts = Full("")
-    parts.stopping.elsewhere = NodeLeft("node b leaves", ("b",))
+    parts.stopping.relocation = NodeLeft("node b leaves", ("b",))
     asyncio.run(played(parts).train(0))
     order = ", ".join(parts.order)
     failed = "asleep, ranks on, no room 1, ranks off, awake, learn 2, push 2, validate 2, asleep, ranks on, no room 2"
     assert order.startswith(f"{ROWS_1}, {failed}, rows 2, replan None, ranks off, awake, learn 3")
-    assert not parts.stopping.asked and parts.step == 3
-    assert "step 1 could not be saved, so no node leaves: make room, then ask again" in capsys.readouterr().out
+    assert not parts.stopping.is_requested and parts.step == 3
+    assert "Checkpoint of step 1 failed; node drain cancelled. Free disk space and retry." in capsys.readouterr().out
 
 
 def played(parts):

@@ -13,12 +13,12 @@ from rlfuse.cli import main as rlfuse
 from rlfuse.config.compose import compose_job
 from rlfuse.config.documentation import keys
 from rlfuse.errors import ConfigError
-from rlfuse.files import claimed, read_rows
+from rlfuse.files import read_rows, write_lock
 from rlfuse.samples import Reward, RewardFailure, make_groups
 from rlfuse.tools.evaluation import scores
-from rlfuse.tools.evaluation.arguments import checkpoint_among, made_from, own_job, read
+from rlfuse.tools.evaluation.arguments import made_from, read, run_config_of, split_checkpoint
 from rlfuse.tools.evaluation.display import Display
-from rlfuse.tools.evaluation.evaluate import FIGURES, RESPONSES, folder_of, report_of
+from rlfuse.tools.evaluation.evaluate import REPORT_FILE, RESPONSES_FILE, folder_of, report_of
 from rlfuse.tools.evaluation.responses import Responses
 from rlfuse.tools.evaluation.source import Source, find
 
@@ -67,10 +67,10 @@ def test_what_is_no_model_is_told(run, tmp_path):
 
 def test_a_word_is_a_checkpoint_setting_or_job_file(run):
     words = ["my_job.yaml", "rollout.n=4", str(run), "experiment=quickstart"]
-    assert checkpoint_among(words) == (str(run), [word for word in words if word != str(run)])
-    assert checkpoint_among(["my_job.yaml"]) == (None, ["my_job.yaml"])
+    assert split_checkpoint(words) == (str(run), [word for word in words if word != str(run)])
+    assert split_checkpoint(["my_job.yaml"]) == (None, ["my_job.yaml"])
     with pytest.raises(ConfigError, match="one CHECKPOINT at a time"):
-        checkpoint_among(["a/b", "c/d"])
+        split_checkpoint(["a/b", "c/d"])
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_a_job_without_a_name_means_its_last_run(job, run):
 
 def test_a_run_brings_its_own_job(job, run):
     (run / "config.yaml").write_text(job.read_text())
-    assert own_job(str(run / "global_step_2")) == [str(run / "config.yaml")]
+    assert run_config_of(str(run / "global_step_2")) == [str(run / "config.yaml")]
     config, source = read([str(run / "global_step_2")], scored=False)
     assert source.step == 2 and config.trainer.experiment_name == run.name
 
@@ -144,7 +144,7 @@ def test_wrong_words_end_in_one_message_before_anything_heavy(job, run, tmp_path
     cases = {
         ("eval", str(job), "./nothing"): "CHECKPOINT ./nothing: there is no such folder",
         ("eval", str(job), "trainer.task=reward_model"): "give the job of a policy",
-        ("eval", str(job), "~critic.path"): "keys of a job can't be removed",
+        ("eval", str(job), "~critic.path"): "keys can't be removed",
         ("eval", str(job), "~algorithm=ppo"): "write algorithm=ppo",
         ("eval", str(job), "~nobody.here/run"): "CHECKPOINT ~nobody.here/run: there is no such folder",
         ("eval", "--config-dir", "~nobody.here", str(job)): "--config-dir ~nobody.here: there is no such folder",
@@ -176,7 +176,7 @@ def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path):
 
     again = make_groups(prompts_of("sums", "words"), 2, 0, 3)
     responses = Responses(responses.path, scored=True)
-    with pytest.warns(match="was cut short"):
+    with pytest.warns(match="skipping the last row"):
         left = responses.begin(settings, again)
     assert [sample.id for group in left for sample in group.samples] == ["3/1/0", "3/1/1"]
     restored = again[0].samples
@@ -212,7 +212,7 @@ def test_no_evaluation_is_written_over_and_one_cut_short_is_found_again(job, run
     settings = made_from(config, source, scored=True)
     first = run / "eval" / "global_step_4"
     assert folder_of(source, config, settings) == first
-    responses = Responses(first / RESPONSES, scored=True)
+    responses = Responses(first / RESPONSES_FILE, scored=True)
     responses.begin(settings, make_groups(prompts_of("sums"), 1, 0, 4))
     responses.close()
     assert folder_of(source, config, settings) == first
@@ -222,7 +222,7 @@ def test_no_evaluation_is_written_over_and_one_cut_short_is_found_again(job, run
     for setting in (*others, f"model.video_family={family}:Mine"):
         other, _ = read([str(job), setting], scored=False)
         assert len(responses.differs(made_from(other, source, scored=True))) == 1, setting
-    (first / FIGURES).write_text("{}")
+    (first / REPORT_FILE).write_text("{}")
     assert folder_of(source, config, settings) == run / "eval" / "global_step_4-2"
     assert folder_of(Source("org/name"), config, settings) == run.parent / "eval" / "name"
 
@@ -234,22 +234,22 @@ def test_what_another_process_writes_to_is_refused_before_anything_heavy_and_an_
     reward = "reward.functions=[rlfuse.rewards.verifiers.exact:score]"
     places = {
         tmp_path / "x.jsonl": ["generate", str(job), "--out", f"{tmp_path}/x.jsonl"],
-        tmp_path / "eval" / RESPONSES: ["eval", str(job), reward, "--out", f"{tmp_path}/eval"],
+        tmp_path / "eval" / RESPONSES_FILE: ["eval", str(job), reward, "--out", f"{tmp_path}/eval"],
     }
     for path, words in places.items():
-        with claimed(path):
+        with write_lock(path):
             assert rlfuse(words) == 2
         assert capsys.readouterr().err.startswith(f"{path}: process {os.getpid()} on ")
         assert not path.exists()
     config, source = read([str(job)], scored=False)
-    with claimed(run / "eval" / "global_step_4" / RESPONSES):
+    with write_lock(run / "eval" / "global_step_4" / RESPONSES_FILE):
         assert folder_of(source, config, {}) == run / "eval" / "global_step_4-2"
 
 
 def test_a_report_is_valid_json_and_names_what_it_is_of(job):
     config, source = read([str(job)], scored=False)
     groups = answered(make_groups(prompts_of("sums"), 2, 0, 4), [Reward(1.0), RewardFailure("f", "gone")])
-    report = report_of(config, source, groups, scores.by_source(groups, 0.5), 0.5, 1.0)
+    report = report_of(config, source, groups, scores.statistics_by_source(groups, 0.5), 0.5, 1.0)
     again = json.loads(json.dumps(report), parse_constant=lambda name: pytest.fail(name))
     assert again["made_from"]["model"] == source.path and again["passed"] == "reward above 0.5"
     assert again["metrics"]["val-core/sums/reward/mean@2"] == 1.0

@@ -38,7 +38,7 @@ def test_pass_at_k_is_the_share_of_all_choices_with_one_that_passes(n):
 def test_pass_at_k_keeps_its_precision_for_many_answers():
     expected = 1 - math.comb(9900, 256) / math.comb(10_000, 256)
     assert scores.pass_at_k(10_000, 100, 256) == pytest.approx(expected, rel=1e-9)
-    assert scores.ks(1) == [1] and scores.ks(6) == [1, 2, 4, 6] and scores.ks(8) == [1, 2, 4, 8]
+    assert scores.k_values(1) == [1] and scores.k_values(6) == [1, 2, 4, 6] and scores.k_values(8) == [1, 2, 4, 8]
     with pytest.raises(ValueError, match="k=3: must be 1 to n=2"):
         scores.pass_at_k(2, 1, 3)
 
@@ -47,7 +47,7 @@ def test_figures_are_by_source_and_in_all_and_failures_have_no_score():
     groups = make_groups(prompts_of("sums", "sums", "words"), 2, 0, 0)
     acc = [Reward(value - 0.25, {"f/acc": value}) for value in (1.0, 0.0, 1.0, 1.0, 0.0)]
     answered(groups, [*acc, RewardFailure("f", "timed out")])
-    found = scores.by_source(groups, 0.5)
+    found = scores.statistics_by_source(groups, 0.5)
     assert list(found) == ["sums", "words", scores.ALL]
     assert found["sums"]["score"] == 0.75 and found["sums"]["reward"] == 0.5 and scores.score_name(groups) == "acc"
     assert found["sums"]["pass@k"] == {1: 0.75, 2: 1.0} and found["sums"]["stderr"] == pytest.approx(0.25)
@@ -63,7 +63,7 @@ def test_figures_are_by_source_and_in_all_and_failures_have_no_score():
 def test_of_several_accuracies_the_score_is_the_mean_as_in_validation_and_each_is_told():
     groups = make_groups(prompts_of("sums"), 2, 0, 0)
     answered(groups, [Reward(2.0, {"f/acc": 1.0, "g/acc": 0.0}), Reward(1.0, {"f/acc": 1.0, "g/acc": 1.0})])
-    found = scores.by_source(groups, 0.5)
+    found = scores.statistics_by_source(groups, 0.5)
     assert found["sums"]["score"] == 0.75 == validation_metrics(groups)["val-core/sums/acc/mean@2"]
     assert found["sums"]["pass@k"] == {1: 0.5, 2: 1.0}
     assert found["sums"]["parts"] == {"f/acc": 1.0, "g/acc": 0.5}
@@ -78,15 +78,15 @@ def test_of_several_accuracies_the_score_is_the_mean_as_in_validation_and_each_i
 def test_one_accuracy_for_each_source_is_no_mean():
     groups = make_groups(prompts_of("sums", "words"), 1, 0, 0)
     answered(groups, [Reward(1.0, {"f/acc": 1.0}), Reward(0.0, {"g/acc": 0.0})])
-    assert scores.score_name(groups) == "acc" and scores.averaged(groups) == []
-    assert [each["score"] for each in scores.by_source(groups, 0.5).values()] == [1.0, 0.0, 0.5]
+    assert scores.score_name(groups) == "acc" and scores.averaged_parts(groups) == []
+    assert [each["score"] for each in scores.statistics_by_source(groups, 0.5).values()] == [1.0, 0.0, 0.5]
 
 
 def test_a_missing_accuracy_counts_as_0_and_its_coverage_is_shown():
     groups = make_groups(prompts_of("sums", "sums", "sums", "sums", "words"), 1, 0, 0)
     gated = Reward(0.0, {"gate": 0.0})
     answered(groups, [Reward(1.0, {"gate": 1.0, "f/acc": 1.0}), gated, gated, Reward(0.5, {"gate": 1.0}), Reward(0.75)])
-    found = scores.by_source(groups, 0.25)
+    found = scores.statistics_by_source(groups, 0.25)
     assert [each["score"] for each in found.values()] == [0.25, 0.75, 0.35]
     assert found["sums"]["pass@k"] == {1: 0.25} and validation_metrics(groups)["val-core/sums/acc/mean@1"] == 0.25
     assert found["sums"]["parts"] == found[scores.ALL]["parts"] == {"gate": 0.5, "f/acc": 0.25}, "words has no parts"
@@ -98,15 +98,15 @@ def test_a_missing_accuracy_counts_as_0_and_its_coverage_is_shown():
 
 def test_a_source_that_is_called_all_stays_beside_the_total():
     groups = answered(make_groups(prompts_of("all", "sums"), 1, 0, 0), [Reward(1.0), Reward(0.0)])
-    found = scores.by_source(groups, 0.5)
+    found = scores.statistics_by_source(groups, 0.5)
     assert {name: each["score"] for name, each in found.items()} == {"all": 1.0, "sums": 0.0, "all sources": 0.5}
-    alone = scores.by_source(groups[:1], 0.5)
+    alone = scores.statistics_by_source(groups[:1], 0.5)
     assert list(alone) == ["all"]
 
 
 def test_answers_without_any_score_have_no_mean():
     groups = answered(make_groups(prompts_of("sums"), 1, 0, 0), [RewardFailure("f", "gone")], finish="length")
-    found = scores.by_source(groups, 0.5)
+    found = scores.statistics_by_source(groups, 0.5)
     assert found["sums"]["score"] is None and found["sums"]["pass@k"] == {} and found["sums"]["failed"] == 1
     console = Console(record=True, width=200)
     show(found, groups, 0.5, console)
@@ -120,6 +120,6 @@ def test_answers_without_any_score_have_no_mean():
 def test_a_table_has_a_row_for_each_source_and_a_column_for_each_k():
     groups = answered(make_groups(prompts_of("sums", "[b]words"), 2, 0, 0), [Reward(float(i % 2)) for i in range(4)])
     console = Console(record=True, width=200)
-    show(scores.by_source(groups, 0.5), groups, 0.5, console)
+    show(scores.statistics_by_source(groups, 0.5), groups, 0.5, console)
     told = console.export_text()
     assert all(word in told for word in ("pass@1", "pass@2", "[b]words", "0.500 ±0.000", "reward is above 0.5"))

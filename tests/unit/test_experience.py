@@ -55,7 +55,7 @@ def test_kl_in_the_reward_reaches_every_token_and_the_score_the_last():
     first = batch[0].samples[0].tensors
     np.testing.assert_allclose(first["token_rewards"], [-0.05, -0.05, 0.95], atol=1e-6)
     np.testing.assert_allclose(first["returns"], [0.85, 0.9, 0.95], atol=1e-6)  # gamma = lambda = 1, values 0
-    assert metrics["critic/kl"] == pytest.approx((1.5 + 1.0) / 2)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx((1.5 + 1.0) / 2)
     raw = [0.85, 0.9, 0.95, -0.1, -0.05]
     mean = sum(raw) / 5
     deviation = math.sqrt(sum((x - mean) ** 2 for x in raw) / 4)
@@ -102,7 +102,9 @@ def test_engine_log_probs_as_old_ones_need_no_pass_of_the_trainer():
 def test_dynamic_sampling_keeps_groups_whose_rewards_differ():
     batch = groups([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]], [[1, 1]] * 3)
     batch[2].samples[1].reward = RewardFailure("f", "boom")
-    assert Experience(config(rollout__n=2)).with_spread(batch) == [0]  # one reward has nothing to differ from
+    assert Experience(config(rollout__n=2)).groups_with_nonzero_std(batch) == [
+        0
+    ]  # one reward has nothing to differ from
 
 
 def test_adaptive_kl_coefficient_survives_a_checkpoint():
@@ -169,7 +171,9 @@ def test_only_what_is_normalised_over_the_batch_waits_for_it(estimator):
     changed = {name for a, b in zip(before, tensors(batch), strict=True) for name in a if (a[name] != b[name]).any()}
     over = TRAITS[estimator].whitens
     assert changed == ({"advantages"} if over else set())
-    assert experience.early("actor") == (not over) and experience.early("critic")
+    assert experience.can_train_before_batch_completes("actor") == (
+        not over
+    ) and experience.can_train_before_batch_completes("critic")
     if over:
         counted = [each["advantages"][:1] if over == "responses" else each["advantages"] for each in tensors(batch)]
         advantages = np.concatenate(counted)
@@ -178,7 +182,9 @@ def test_only_what_is_normalised_over_the_batch_waits_for_it(estimator):
 
 def test_nothing_is_learned_early_while_dynamic_sampling_still_chooses():
     experience = Experience(config(algorithm__adv_estimator="grpo", algorithm__filter_groups__enable=True))
-    assert not experience.early("actor") and not experience.early("critic")
+    assert not experience.can_train_before_batch_completes("actor") and not experience.can_train_before_batch_completes(
+        "critic"
+    )
 
 
 PIPELINES = {
@@ -205,7 +211,7 @@ PIPELINES = {
     ],
 )
 def test_it_says_which_setting_makes_training_wait_for_the_last_response(changes, key):
-    assert re.search(key, Experience(config(**changes)).why_late())
+    assert re.search(key, Experience(config(**changes)).overlap_blocker())
 
 
 @pytest.mark.parametrize(
@@ -227,13 +233,13 @@ def test_the_first_updates_own_log_probs_are_the_old_ones_unless_they_are_needed
     one = {"algorithm__adv_estimator": "grpo", "data__train_batch_size": 64, "actor__ppo_mini_batch_size": 64}
     experience = Experience(config(**one | changes))
     assert experience.kinds == ("reward", *passes)
-    assert experience.by_update == (() if "old_log_prob" in passes else ("old_log_prob",))
+    assert experience.fused_into_first_update == (() if "old_log_prob" in passes else ("old_log_prob",))
     assert "old_log_probs" in experience.actor_tensors  # which later epochs read
     several = Experience(config(**one | changes | {"actor__ppo_mini_batch_size": 63}))
     assert several.kinds == ("reward", "old_log_prob", *(kind for kind in passes if kind != "old_log_prob"))
     late = "algorithm__filter_groups__enable" in changes  # which samples are in the first is not known
-    assert several.by_update == (() if "old_log_prob" in passes or late else ("old_log_prob",))
-    assert Experience(config(**one | changes | {"algorithm__old_log_probs": "engine"})).by_update == ()
+    assert several.fused_into_first_update == (() if "old_log_prob" in passes or late else ("old_log_prob",))
+    assert Experience(config(**one | changes | {"algorithm__old_log_probs": "engine"})).fused_into_first_update == ()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.utils import cpp_extension
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.deepspeed import deepspeed_ops
-from rlfuse.engines.deepspeed.deepspeed_ops import load, load_everywhere
+from rlfuse.engines.deepspeed.deepspeed_ops import load, load_on_all_ranks
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ async def test_compilation_is_reported_where_something_is_compiled(
     monkeypatch.setattr(deepspeed_ops, "call", AsyncMock(return_value=None))
     config = Config()
     config.actor.offload_optimizer = offload_optimizer
-    await load_everywhere([MagicMock()], config, device)
+    await load_on_all_ranks([MagicMock()], config, device)
     assert [line for line in said if line.startswith("Compiling")] == (
         ["Compiling DeepSpeed's operations: about a minute, once per machine"] if says else []
     )
@@ -121,4 +121,4 @@ def test_operations_are_those_that_deepspeed_compiles():
     from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 
     built = {each.__name__: f"{each.NAME}.so" for each in (CPUAdamBuilder, ShareMemCommBuilder)}
-    assert built == deepspeed_ops.COMPILED
+    assert built == deepspeed_ops.OP_FILES

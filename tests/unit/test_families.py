@@ -11,10 +11,10 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.pipeline.loading import load_stage
 from rlfuse.engines.pipeline.partition import parts
-from rlfuse.engines.trainer.families import untrainable
+from rlfuse.engines.trainer.families import training_problems
 from rlfuse.engines.trainer.model_inputs import collate
-from rlfuse.engines.trainer.models import before_head, load_critic, packs_exactly, response_values
-from rlfuse.engines.trainer.saving import Writing
+from rlfuse.engines.trainer.models import head_inputs, load_critic, packs_exactly, response_values
+from rlfuse.engines.trainer.saving import CheckpointWriter
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.errors import ConfigError
 from rlfuse.run import build
@@ -52,7 +52,7 @@ def saved_policy(folder, family="Qwen2"):
 
 def export(model, folder):
     """As a rank writes it."""
-    exporter, files = Exporter(model, 0), Writing()
+    exporter, files = Exporter(model, 0), CheckpointWriter()
     exporter.save_pretrained(folder, [[name for name, _ in exporter.sizes()]], files)
     assert files.problem is None
     return str(folder)
@@ -84,7 +84,7 @@ def test_a_fresh_critic_tells_whether_it_packs(tmp_path):
     """By what its head is given: it may be of another family than the policy, and its own values are all 0."""
     for family, packs in (("Qwen2", True), ("Mamba", False)):
         critic = load_critic(saved_policy(tmp_path / family, family), FLOAT32)
-        assert packs_exactly(critic, 64, torch.float32, "cpu", before_head) == packs, family
+        assert packs_exactly(critic, 64, torch.float32, "cpu", head_inputs) == packs, family
 
 
 @pytest.mark.parametrize("name", ["v_head.summary", "v_head", "value_head.summary", "value_head", "classifier"])
@@ -138,7 +138,7 @@ def test_a_class_that_ships_with_its_weights_is_taken_as_it_is(tmp_path):
     save_file(theirs.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
     trusted = load_critic(str(tmp_path), ModelConfig(dtype="float32", trust_remote_code=True))
     assert same(trusted, theirs) and trusted.is_remote_code() and theirs.value_head.weight.any()
-    assert packs_exactly(trusted, 64, torch.float32, "cpu", before_head)
+    assert packs_exactly(trusted, 64, torch.float32, "cpu", head_inputs)
     ours = load_critic(str(tmp_path), FLOAT32)
     assert torch.equal(ours.score.weight, theirs.value_head.weight) and not ours.is_remote_code()
 
@@ -155,9 +155,9 @@ def test_what_can_be_no_critic_is_refused_by_its_key(tmp_path):
     config, mamba = Config(), str(tmp_path / "mamba")
     saved_policy(mamba, "Mamba")
     config.model.path = saved_policy(tmp_path / "policy")
-    assert config.uses_critic and untrainable(config) == []
+    assert config.uses_critic and training_problems(config) == []
     config.critic.path = mamba
-    (problem,) = untrainable(config)
+    (problem,) = training_problems(config)
     assert problem.startswith(f"critic.path={mamba}: models of type mamba hand a state on")
     config.reward.functions = ["rlfuse.rewards.verifiers.exact:score"]
     config.trainer.default_local_dir, config.trainer.experiment_name = str(tmp_path / "runs"), "one"
@@ -165,7 +165,7 @@ def test_what_can_be_no_critic_is_refused_by_its_key(tmp_path):
         build.run(config)
     assert not (tmp_path / "runs").exists()
     config.critic.path, config.model.path = None, mamba
-    assert [problem.split("=")[0] for problem in untrainable(config)] == ["model.path", "critic.path"]
+    assert [problem.split("=")[0] for problem in training_problems(config)] == ["model.path", "critic.path"]
     config.algorithm.adv_estimator, config.actor.use_kl_loss, config.ref.path = "grpo", True, config.model.path
     config.model.path = str(tmp_path / "policy")
-    assert [problem.split("=")[0] for problem in untrainable(config)] == ["ref.path"]
+    assert [problem.split("=")[0] for problem in training_problems(config)] == ["ref.path"]

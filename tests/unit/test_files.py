@@ -8,9 +8,11 @@ import sys
 import pytest
 
 from rlfuse.errors import RunError, UserError
-from rlfuse.files import claimed, is_claimed, replacing, write_whole
+from rlfuse.files import atomic_write, is_write_locked, write_atomically, write_lock
 
-HOLD = "import sys; from pathlib import Path; from rlfuse.files import claimed; place = claimed(Path(sys.argv[1]))"
+HOLD = (
+    "import sys; from pathlib import Path; from rlfuse.files import write_lock; place = write_lock(Path(sys.argv[1]))"
+)
 
 
 @pytest.mark.slow
@@ -19,37 +21,37 @@ def test_a_place_is_one_process_s_until_that_ends_however_it_does(tmp_path):
     command = [sys.executable, "-c", f"{HOLD}; place.__enter__(); print(1, flush=True); input()", path]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     other.stdout.readline()
-    assert is_claimed(path)
-    refused = rf"process {other.pid} on .* is writing there\. Wait for it to end, or choose"
-    with pytest.raises(RunError, match=refused), claimed(path):
+    assert is_write_locked(path)
+    refused = rf"process {other.pid} on .* is writing this file\. Wait for it to end, or choose"
+    with pytest.raises(RunError, match=refused), write_lock(path):
         raise AssertionError
     other.kill()
     other.communicate()
-    assert not is_claimed(path)
-    with claimed(path), pytest.raises(RunError, match=f"process {os.getpid()} on"), claimed(path):
+    assert not is_write_locked(path)
+    with write_lock(path), pytest.raises(RunError, match=f"process {os.getpid()} on"), write_lock(path):
         raise AssertionError
-    assert not is_claimed(path) and not [*path.parent.iterdir()]
+    assert not is_write_locked(path) and not [*path.parent.iterdir()]
 
 
 def test_a_folder_that_is_made_for_nothing_goes_again_and_one_that_can_t_be_made_is_named(tmp_path):
-    with pytest.raises(KeyError), claimed(tmp_path / "new" / "file"):
+    with pytest.raises(KeyError), write_lock(tmp_path / "new" / "file"):
         raise KeyError
     assert not [*tmp_path.iterdir()]
     (tmp_path / "file").touch()
     with (
-        pytest.raises(UserError, match=r"can't be written \(.*\)\. Choose another place"),
-        claimed(tmp_path / "file" / "x"),
+        pytest.raises(UserError, match=r"can't be written \(.*\)\. Choose another path"),
+        write_lock(tmp_path / "file" / "x"),
     ):
         raise AssertionError
 
 
 def test_a_file_that_two_processes_replace_at_once_is_one_of_theirs(tmp_path, monkeypatch):
     path = tmp_path / "report.html"
-    with replacing(path) as aside:
+    with atomic_write(path) as aside:
         aside.write_text("a" * 100)
         with monkeypatch.context() as other:
             other.setattr(os, "getpid", lambda: 1)
-            write_whole(path, "b")
+            write_atomically(path, "b")
         assert path.read_text() == "b"
     assert path.read_text() == "a" * 100 and [*tmp_path.iterdir()] == [path]
 
@@ -58,7 +60,7 @@ def test_links_and_devices_stay_what_they_are(tmp_path):
     (tmp_path / "target").write_text("before")
     for name, target in (("link", tmp_path / "target"), ("null", "/dev/null")):
         (tmp_path / name).symlink_to(target)
-        write_whole(tmp_path / name, "after")
+        write_atomically(tmp_path / name, "after")
         assert (tmp_path / name).is_symlink()
     assert (tmp_path / "target").read_text() == "after" and stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
@@ -68,6 +70,6 @@ def test_a_place_that_can_t_be_written_is_an_error_of_the_person_s(place, tmp_pa
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(UserError, match=r"can't be written \(.*\)\. Choose another place"):
-        write_whole(tmp_path / place, "text")
+    with pytest.raises(UserError, match=r"can't be written \(.*\)\. Choose another path"):
+        write_atomically(tmp_path / place, "text")
     assert sorted(tmp_path.iterdir()) == before

@@ -17,9 +17,9 @@ from rlfuse.errors import FAILED, NotSaved
 from rlfuse.events import Span, read_events
 from rlfuse.observe.run_log import RunLog
 from rlfuse.run.checkpointing import BYTES_PER_PARAMETER, Checkpointing, next_save
-from rlfuse.run.job import recovered
+from rlfuse.run.job import run_with_restarts
 from rlfuse.run_folder import checkpoints, status
-from rlfuse.train import reported
+from rlfuse.train import run_command
 
 MIB = 1 << 20
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
@@ -99,10 +99,10 @@ def test_a_run_on_a_full_disk_ends_in_order(disk, config, capsys, writes, told):
                 fill(disk)
                 writes(log)
 
-        job.carry_out(work(), log)
+        job.run_until_done(work(), log)
 
     try:
-        assert reported(lambda: recovered(config, attempt)) == FAILED
+        assert run_command(lambda: run_with_restarts(config, attempt)) == FAILED
     finally:
         (disk / "filler").unlink()
     said, found = capsys.readouterr().err, status.read(config.run_folder)
@@ -117,10 +117,10 @@ def test_no_run_begins_where_its_end_would_find_no_room(disk, config, capsys):
     config.run_folder.mkdir(parents=True)
     fill(disk, left=status.RESERVED_BYTES // 2)
     try:
-        assert reported(lambda: recovered(config, lambda job: job.begin(8))) == FAILED
+        assert run_command(lambda: run_with_restarts(config, lambda job: job.begin(8))) == FAILED
     finally:
         (disk / "filler").unlink()
-    assert "the space to end the run could not be reserved" in capsys.readouterr().err
+    assert "reserving disk space for the end of the run failed" in capsys.readouterr().err
     assert status.read(config.run_folder) is None and not (config.run_folder / status.RESERVED).exists()
 
 
@@ -140,15 +140,15 @@ class Disk:
 
     async def step(self, step: int, free: float = inf) -> bool:
         """Whether it was saved. `free`: MiB on the disk when it ends, if it has more."""
-        self.checkpointing.check_room(step - 1)
+        self.checkpointing.check_disk_space(step - 1)
         (self.log.folder / "filler").unlink(missing_ok=True)
         if free < inf:
             fill(self.log.folder, left=int(free * MIB))
         self.checkpointing.remember(step)
-        if due := self.checkpointing.due(step):
+        if is_due := self.checkpointing.is_due(step):
             await self.checkpointing.write(step)
         self.checkpointing.publish()
-        return due and self.checkpointing.step == step
+        return is_due and self.checkpointing.step == step
 
     @property
     def saved(self) -> list[str]:
@@ -184,9 +184,9 @@ async def test_no_run_begins_whose_first_checkpoint_will_not_fit(run, config):
     with pytest.raises(
         NotSaved, match=r"will not fit: 1\.0 MiB needed, 0\.5 MiB free.*ends after step 0.*save_freq=-1"
     ):
-        await run.checkpointing.rehearse()
+        await run.checkpointing.write_trial()
     run.checkpointing._every = 0
-    await run.checkpointing.rehearse()
+    await run.checkpointing.write_trial()
 
 
 async def test_a_run_ends_with_its_last_step_saved_where_the_next_checkpoint_will_not_fit(run):

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.engines.memory.model_sizes import read_shape
-from rlfuse.engines.memory.tracing import Texts
-from rlfuse.engines.trainer import fused_log_probs, passes, rank_group, transfers, vocabulary_kernels
+from rlfuse.engines.memory.tracing import SequenceLengths
+from rlfuse.engines.trainer import fused_log_probs, micro_batch_losses, rank_group, transfers, vocabulary_kernels
 from rlfuse.engines.trainer.model_inputs import collate
-from rlfuse.engines.trainer.models import trainer_ready
+from rlfuse.engines.trainer.models import prepare_for_training
 from rlfuse.events import Span
 from rlfuse.samples import Row
 
@@ -72,7 +72,7 @@ def _model(config):
     shape = Qwen2Config(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1, pad_token_id=0,
                         num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
     torch.manual_seed(0)
-    return trainer_ready(Qwen2ForCausalLM(shape), config.model).train()
+    return prepare_for_training(Qwen2ForCausalLM(shape), config.model).train()
 
 
 def _rows(prompts=(3, 5, 4), old=True):
@@ -109,20 +109,20 @@ def test_a_micro_batch_reads_nothing_from_its_device(packed, coefficient):
     model, rows = _model(config), _rows(old=False)
     batch = collate(rows, packed)
     with _Reads() as reads:
-        loss, sums = passes.actor_loss(config, model, batch)
-        passes.weighed(loss, 1.0).backward()
-        gained = passes.log_probs_gained("actor", rows, batch)
+        loss, sums = micro_batch_losses.actor_loss(config, model, batch)
+        micro_batch_losses.weighted_loss(loss, 1.0).backward()
+        gained = micro_batch_losses.old_log_probs_from_update("actor", rows, batch)
         with torch.no_grad():
-            scores = batch.split_later(passes.log_probs(config, model, batch))
+            scores = batch.split_later(micro_batch_losses.log_probs(config, model, batch))
     assert reads.found == []
     for have, want, row in zip(gained(), scores(), rows, strict=True):
         assert len(have) == len(row.response_ids)
         np.testing.assert_array_equal(have, want)
     with _Reads() as reads:
-        assert passes.read_sums(sums) == {name: float(value) for name, value in sums.items()}
+        assert micro_batch_losses.read_sums(sums) == {name: float(value) for name, value in sums.items()}
     assert len(reads.found) == len(sums)  # the right side; the left one reads all at once
-    assert passes.read_sums({"a": torch.tensor(1.0), "b": torch.tensor([2.0])}) == {"a": 1.0, "b": 2.0}
-    assert passes.read_sums({}) == {}
+    assert micro_batch_losses.read_sums({"a": torch.tensor(1.0), "b": torch.tensor([2.0])}) == {"a": 1.0, "b": 2.0}
+    assert micro_batch_losses.read_sums({}) == {}
 
 
 def test_logits_are_copied_only_where_prompts_are_shared():
@@ -139,7 +139,7 @@ def test_logits_are_copied_only_where_prompts_are_shared():
 def test_a_plan_for_gpus_has_no_second_copy_of_the_logits(tmp_path, temperature, coefficient):
     Qwen2Config(vocab_size=50_000, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
                 num_key_value_heads=1, pad_token_id=0).save_pretrained(tmp_path)  # fmt: skip
-    model, texts = read_shape(str(tmp_path), "model.path").model, Texts(((1, 1000),))
+    model, texts = read_shape(str(tmp_path), "model.path").model, SequenceLengths(((1, 1000),))
     config = job(rollout__temperature=temperature, actor__entropy_coeff=coefficient, model__dtype="bfloat16")
     fused, sliced = (model.work(config, "actor", texts, device).peak for device in ("cuda", "cpu"))
     logits, shared_head = 1000 * 50_000 * 2, 50_000 * 8 * 2
@@ -181,7 +181,7 @@ def test_spans_are_of_the_device_and_wait_for_it_once(monkeypatch):
         [Span("forward", "trainer/0", 0.0), Span("backward", "trainer/0", 0.0)],
     )
     for span in spans:
-        with times.of(span):
+        with times.timed(span):
             pass
     assert waits == []
     times.settle()
@@ -208,7 +208,7 @@ def test_a_rank_on_which_triton_does_not_run_has_torch_s_log_probs(error, why, m
     logits = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("meta"))
     assert fused_log_probs.unavailable("meta") == why
     assert fused_log_probs.is_fused(logits) == (not why)
-    assert rank_group.warned({"packed": True, "unfused": why}) == {"packed": True}
+    assert rank_group.warn_if_unfused({"packed": True, "unfused": why}) == {"packed": True}
     told = capsys.readouterr().err
     assert told.count("\n") == bool(why) and why in told
     fused_log_probs.unavailable.cache_clear()

@@ -147,9 +147,9 @@ def test_luck_on_two_draws_is_no_gain(monkeypatch):
     """What overlaps was faster on both, and slower in the mean of more: a cache that holds few makes steps uneven."""
     lengths = Drawn(Lognormal(40, 0.5), 8, 400)
     workload = tight(Workload(4, lengths, seed=32, prompt_tokens=200, group=2, lockstep="gradients"))
-    draws = tuning.proofs_of(workload)
+    draws = tuning.verification_draws(workload)
     assert of_serial(workload, draws).mean() <= 1
-    monkeypatch.setattr(tuning, "PROOFS", 0)
+    monkeypatch.setattr(tuning, "MAX_VERIFICATION_DRAWS", 0)
     assert of_serial(workload, draws).mean() > 1.01
 
 
@@ -167,7 +167,7 @@ def test_little_that_is_gained_in_the_mean_is_not_worth_much_lost_on_some():
     given = {"group": 4, "credit_samples": 16, "lockstep": "all", "length_history_sigma": 1.0, "switch_s": 0.1}
     given |= {"prompt_tokens": 64, "kv_bytes_per_token": 100_000, "link_bytes_per_s": 0.0, "move_s": 0.5}
     workload = Workload(6, tuple(map(int, lengths.split())), engine=engine, scoring=scoring, training=training, **given)
-    assert of_serial(workload, [workload]).max() <= 1 + tuning.LOST
+    assert of_serial(workload, [workload]).max() <= 1 + tuning.MAX_LOSS
 
 
 @pytest.mark.slow
@@ -175,8 +175,8 @@ def test_much_that_is_gained_on_most_draws_is_not_given_up_for_little_that_is_lo
     """A draw of ten lost 3 %, so nothing overlapped."""
     lengths = Drawn(Lognormal(40, 0.8065), 24, 400)
     workload = tight(Workload(3, lengths, seed=7, prompt_tokens=58, group=4, credit_samples=8))
-    ratios = of_serial(workload, tuning.proofs_of(workload))
-    assert ratios.max() > 1 + tuning.LOST, "one that loses is among them"
+    ratios = of_serial(workload, tuning.verification_draws(workload))
+    assert ratios.max() > 1 + tuning.MAX_LOSS, "one that loses is among them"
     assert ratios.mean() < 0.9
 
 
@@ -296,7 +296,7 @@ def test_simulated_ranks_refuse_alone_what_they_do_together_only():
     workload = Workload(2, (5, 9), lockstep="all", scoring=Scoring(kinds=("ref",)))
     with pytest.raises(BaseExceptionGroup) as raised:
         simulate(workload, alone)
-    assert raised.group_contains(SimulationError, match="slot 0 is told to do ref alone, which needs all ranks")
+    assert raised.group_contains(SimulationError, match="slot 0 was requested to run ref alone, but it needs all ranks")
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

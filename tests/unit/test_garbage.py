@@ -100,12 +100,12 @@ def test_a_process_that_has_grown_collects_between_two_pieces_of_its_work(collec
     monkeypatch.setattr(collector, "_held", lambda: next(memory))
     monkeypatch.setattr(collector, "_most_mib", 0)
     collector.collect()
-    collector.guard()
+    collector.collect_if_grown()
     assert found(collector) == [("step", 0)]
-    collector.guard()
+    collector.collect_if_grown()
     (span,) = [span for span in recorder.drain() if span.kind == "gc"]
     assert span.cause == "memory" and span.attributes["grown_mib"] == garbage.GROWN_MIB + 1
-    collector.guard()
+    collector.collect_if_grown()
     assert not found(collector), "what stayed is no garbage"
 
 
@@ -116,7 +116,7 @@ def test_what_was_there_at_the_first_collection_can_be_let_go_of(collector):
     held.clear()
     collector.collect()
     assert Cycle.freed == before, "frozen: not looked through again"
-    collector.let_go()
+    collector.collect_frozen()
     assert Cycle.freed == before + 3 and gc.get_freeze_count() and not gc.isenabled()
 
 
@@ -128,10 +128,10 @@ def test_what_was_imported_is_not_looked_through(collector, monkeypatch):
         assert leave_cycles(20_000) == 0
     assert gc.isenabled()
     gc.collect()
-    collector.let_go()
+    collector.collect_frozen()
     assert Cycle.freed == before
     collector.collect()
-    collector.let_go()
+    collector.collect_frozen()
     assert Cycle.freed == before + 20_000
 
 
@@ -154,7 +154,7 @@ def test_a_process_that_ends_early_prints_nothing_of_what_it_imported():
 
 @pytest.mark.slow
 def test_letting_go_leaves_the_rest_to_python_where_nothing_is_planned(collector):
-    collector.let_go()
+    collector.collect_frozen()
     assert gc.isenabled() and not gc.get_freeze_count()
 
 

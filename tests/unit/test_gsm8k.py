@@ -62,7 +62,7 @@ def test_a_copy_that_is_one_file_is_divided_and_read_again_when_it_changed():
 def test_without_hub_and_copy_a_sample_is_made_and_named_one(capsys):
     assert main(["prepare", "gsm8k"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert "can't be reached" in said[0] and "256 and 64 made problems" in said[0] and "NOT GSM8K" in said[0]
+    assert "can't be reached" in said[0] and "256 and 64 generated problems" in said[0] and "NOT GSM8K" in said[0]
     assert said[1:3] == ["data/gsm8k/test.parquet", "data/gsm8k/train.parquet"]
     rows = [*read("train"), *read("test")]
     assert len({row.messages[0]["content"] for row in rows}) == len(rows) == 320
@@ -81,8 +81,8 @@ def test_without_hub_and_copy_a_sample_is_made_and_named_one(capsys):
         (["gsm8k", "--from", "bad.jsonl"], "bad.jsonl, line 1: has columns text; GSM8K's are question and answer"),
         (["gsm8k", "--from", "open.jsonl"], "field answer: 'four' lacks its last line, `#### 42`"),
         (["gsm8k", "--from", "one.jsonl"], "has 1 rows; one to train and one to test are the least"),
-        (["quickstart", "--from", "x"], "only gsm8k is copied"),
-        (["gsm8"], "there is no such task; did you mean gsm8k?"),
+        (["quickstart", "--from", "x"], "only supported by gsm8k"),
+        (["gsm8"], "unknown task; did you mean gsm8k?"),
     ],
 )
 def test_what_is_wrong_is_one_line(arguments, message, capsys):

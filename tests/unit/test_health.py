@@ -12,7 +12,7 @@ from rlfuse.costs.model import Costs
 from rlfuse.events import Span, read_events
 from rlfuse.health.detection import STEPS, Detector
 from rlfuse.health.monitor import FILE, Monitor, alert_of, read_alarms, write_alarms
-from rlfuse.health.series import Expected, Sample, Series, Settled, Window, class_of
+from rlfuse.health.series import ExpectedSeconds, Sample, Series, WarmUpFilter, Window, class_of
 from rlfuse.health.signals import SIGNALS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ def windows(levels, metric="slowness", role="rollout", first=1, seconds=8.0, wei
 
 def alarms(levels, continuity_s=240.0, detector=None, **more):
     detector = detector or Detector(continuity_s)
-    return [alarm for window in windows(levels, **more) for alarm in detector.look(window)]
+    return [alarm for window in windows(levels, **more) for alarm in detector.add_window(window)]
 
 
 def scattered(count, workers, seed=0, scatter=0.05):
@@ -43,7 +43,7 @@ def scattered(count, workers, seed=0, scatter=0.05):
 
 
 def test_what_work_should_take_is_learned_by_class_and_no_single_worker_decides_it():
-    expected, costs = Expected(), Costs(step_base_s=0.01, flat_batch=64)
+    expected, costs = ExpectedSeconds(), Costs(step_base_s=0.01, flat_batch=64)
     work = [decode(slot, 0, 0.2 if slot < 3 else 0.6) for slot in range(4) for _ in range(5)]
     tail = [decode(0, 0, 0.3, batch=1) for _ in range(5)]
     expected.learn(work + tail, costs)
@@ -58,7 +58,7 @@ def test_what_work_should_take_is_learned_by_class_and_no_single_worker_decides_
 
 
 def test_a_worker_is_settled_after_its_first_step_and_again_after_a_restart():
-    settled = Settled()
+    settled = WarmUpFilter()
     assert settled.work_of([decode(0, 0, 1)]) == ([], set())
     assert settled.work_of([decode(0, 0, 1), decode(1, 0, 2)]) == ([decode(0, 0, 1)], set()), "the other is new"
     restart = Span("restart", "rollout/0", 0, 1)
@@ -68,7 +68,7 @@ def test_a_worker_is_settled_after_its_first_step_and_again_after_a_restart():
 
 
 def test_a_series_spreads_work_over_its_seconds_and_divides_by_it():
-    expected, series = Expected(), Series(100.0, 120.0)
+    expected, series = ExpectedSeconds(), Series(100.0, 120.0)
     expected.learn([decode(slot, 0, 2.0) for slot in range(2) for _ in range(3)], Costs(step_base_s=0.01))
     series.add_spans([decode(0, 98.0, 4.0), decode(0, 110.0, 2.0), decode(1, 104.5, 3.0)], expected)
     busy = [Sample("rollout/1", at + 1.0, 1.0, {"cpu": 0.6, "gpu_clock": 1500.0}) for at in range(100, 120)]
@@ -183,7 +183,7 @@ def test_a_worker_has_one_alarm_and_what_else_is_apart_stands_beside_it():
         node = {f"node/{i}": (0.4 if i == 0 and slow > 1 else 0.0, 8.0) for i in range(4)}
         values = {"slowness": cpu, "cpu": cpu, "memory_pressure": node}
         window = Window(number, number * 8.0, number * 8.0 + 8, values)
-        found += detector.look(window, {f"rollout/{i}": f"node/{i}" for i in range(4)})
+        found += detector.add_window(window, {f"rollout/{i}": f"node/{i}" for i in range(4)})
     assert [(alarm.worker, alarm.metric) for alarm in found] == [
         ("rollout/0", "slowness"),
         ("node/0", "memory_pressure"),
@@ -235,9 +235,9 @@ async def test_alarms_are_told_also_where_they_can_not_be_written(tmp_path, monk
     (tmp_path / FILE).mkdir()
     monitor = Monitor(tmp_path, [], 40.0, 1, lambda step, alert: told.append(alert.title), said.append)
     for step, alarm in enumerate((began, ended), 1):
-        monkeypatch.setattr(monitor.detector, "look", lambda *_, alarm=alarm: [alarm])
-        await monitor.look(step, [], Costs())
-        await monitor.look(step, [], Costs())
+        monkeypatch.setattr(monitor.detector, "add_window", lambda *_, alarm=alarm: [alarm])
+        await monitor.check_step(step, [], Costs())
+        await monitor.check_step(step, [], Costs())
     assert set(told) == {"slow worker: rollout/1"}
     assert "workers were not looked at in step 1: IsADirectoryError" in said[0]
     assert any("rollout/1 is like its peers again" in each for each in said)
@@ -252,7 +252,7 @@ async def test_the_monitor_tells_writes_and_measures_and_never_ends_a_run(tmp_pa
         start = (step - 1) * 4.0
         spans = [decode(i, start + j, 0.9 * (1.8 if i == 1 and step > 20 else 1)) for i in range(3) for j in range(3)]
         eyes.seen = [Sample("rollout/0", start + i, 1.0, {"cpu": 0.5, "memory_gb": 2.0}) for i in (1, 2, 3)]
-        values = await monitor.look(step, spans, Costs())
+        values = await monitor.check_step(step, spans, Costs())
         if step == 2:
             eyes.failure = "no permission"
     assert values["health/alarms"] == 1 and values["health/agents"] == 1 and values["health/memory_gb/max"] == 2
@@ -260,9 +260,9 @@ async def test_the_monitor_tells_writes_and_measures_and_never_ends_a_run(tmp_pa
     assert [alert.title for _, alert in told] == ["slow worker: rollout/1"] and 23 <= told[0][0] <= 33
     (alarm,) = read_alarms(tmp_path)
     assert alarm.step in (21, 22) and said == ["node/a is not looked at as a whole: no permission"]
-    monkeypatch.setattr(monitor.detector, "look", lambda *_: 1 / 0)
+    monkeypatch.setattr(monitor.detector, "add_window", lambda *_: 1 / 0)
     for step in (40, 41):
-        assert await monitor.look(step, spans, Costs()) == {}
+        assert await monitor.check_step(step, spans, Costs()) == {}
     assert said[1:] == ["workers were not looked at in step 40: ZeroDivisionError: division by zero"]
     monitor.close()
     assert eyes.closed
@@ -279,13 +279,13 @@ def test_a_made_run_with_a_slow_slot_and_a_healthy_one():
 def test_a_recorded_run_is_healthy():
     spans = read_events(ROOT / "notebooks" / "data" / "run" / "events.jsonl")
     steps = [span for span in spans if span.kind == "step"]
-    expected, detector, found = Expected(), Detector(1.0), []
+    expected, detector, found = ExpectedSeconds(), Detector(1.0), []
     for step in steps:
         inside = [span for span in spans if step.start <= span.start and span.end <= step.end]
         expected.learn(inside, Costs())
         series = Series(step.start, step.end)
         series.add_spans(inside, expected)
-        found += [alarm for window in series.windows(step.step) for alarm in detector.look(window)]
+        found += [alarm for window in series.windows(step.step) for alarm in detector.add_window(window)]
     assert len(steps) == 2 and not found
 
 

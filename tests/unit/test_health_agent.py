@@ -27,8 +27,8 @@ from rlfuse.events import Recorder, Span
 from rlfuse.health import agent, sampling
 from rlfuse.health.agent import Agent, AgentHandle
 from rlfuse.health.monitor import Monitor
-from rlfuse.health.sampling import PROBE_S, Sampler, families, node_counters, round_trip
-from rlfuse.run.job import looked_after
+from rlfuse.health.sampling import PROBE_S, Sampler, node_counters, process_trees, round_trip
+from rlfuse.run.job import start_health_monitor
 
 LOOP = "import time\nprint('up', flush=True)\nwhile True: sum(range(50_000)), time.sleep(0.01)"
 SLEEPER = "import time\nprint('up', flush=True)\ntime.sleep(60)"
@@ -58,9 +58,9 @@ def running(script, *arguments):
 def test_a_sampler_tells_who_works_with_all_its_children_and_who_does_not():
     with running(PARENT) as parent, running(SLEEPER) as sleeper:
         workers = [Registered("rollout/0", parent.pid, ""), Registered("trainer/0", sleeper.pid, "")]
-        assert list(map(len, families(workers).values())) == [2, 1]
+        assert list(map(len, process_trees(workers).values())) == [2, 1]
         both = [Registered("rollout/0", os.getpid(), ""), *workers[1:]]
-        assert sleeper.pid not in families(both)[both[0]], "it counts for itself"
+        assert sleeper.pid not in process_trees(both)[both[0]], "it counts for itself"
         sampler = Sampler("node/a", workers=lambda: workers)
         sampler.sample()
         time.sleep(1.0)
@@ -120,15 +120,15 @@ async def test_a_run_has_an_agent_on_each_machine_and_none_where_nobody_looks(tm
     monkeypatch.setattr(agent, "PERIOD_S", 0.05)
     slots, log = Slots(None, 2, "cpu", nodes=(here, other)), SimpleNamespace(folder=tmp_path, say=print)
     log.loggers = SimpleNamespace(alert=print)
-    with closing(looked_after(Config(), slots, log)) as monitor:
+    with closing(start_health_monitor(Config(), slots, log)) as monitor:
         (only,) = monitor.agents
         samples, _ = await drained(only, lambda samples, _: samples)
         assert only.node == "node/127.0.0.1" and samples[0].worker == only.node
-        assert [await monitor.look(step, [], Costs()) for step in (1,)] == [{}], "warm-up"
-        assert (await monitor.look(2, [], Costs()))["health/alarms"] == 0
+        assert [await monitor.check_step(step, [], Costs()) for step in (1,)] == [{}], "warm-up"
+        assert (await monitor.check_step(2, [], Costs()))["health/alarms"] == 0
     config = Config()
     config.alerts.slow_worker_s = None
-    assert await looked_after(config, slots, log).look(1, [], Costs()) == {}
+    assert await start_health_monitor(config, slots, log).check_step(1, [], Costs()) == {}
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_an_agent_takes_less_than_a_hundredth_of_a_core():
     for _ in range(looks):
         sampler.sample()
     each = (time.thread_time() - began) / looks
-    print(f"{1e3 * each:.2f} ms of CPU a look, at {sum(map(len, sampler._families.values()))} processes")
+    print(f"{1e3 * each:.2f} ms of CPU a look, at {sum(map(len, sampler._process_trees.values()))} processes")
     assert each < 0.01 * agent.PERIOD_S or agent.SHARE <= 0.01, "else it looks less often"
 
 
@@ -164,7 +164,7 @@ async def test_a_process_that_is_stopped_again_and_again_is_named(tmp_path):
                     time.sleep(0.08)
                     workers[1].send_signal(signal.SIGCONT)
                 time.sleep(min(left, 0.04))
-            values = await monitor.look(step, new_spans(tmp_path, read), Costs())
+            values = await monitor.check_step(step, new_spans(tmp_path, read), Costs())
             if told:
                 break
     (step, alert), *rest = told

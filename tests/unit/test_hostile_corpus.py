@@ -31,7 +31,7 @@ from rlfuse.run.resume.acceptance import NothingToDo, accept
 from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
 from rlfuse.tools.evaluation import replay
 from rlfuse.tools.evaluation.reward_table import score_items
-from rlfuse.train import reported
+from rlfuse.train import run_command
 from rlfuse.video.video_model import VideoModel
 
 SECRET = "TOP-SECRET"
@@ -110,7 +110,7 @@ def shown(tmp_path_factory):
     config.data.max_prompt_length, config.data.filter_overlong_prompts = 2000, True
     config.video.max_failure_rate, config.video.decode_timeout_s = 1.0, 20.0
     reader = ClipReader(
-        VideoModel.at(config.model.path), config.video, load_tokenizer(config.model), 2, folder / "kept"
+        VideoModel.from_pretrained(config.model.path), config.video, load_tokenizer(config.model), 2, folder / "kept"
     )
     _, report = load_prompts([str(folder / "rows.jsonl")], load_tokenizer(config.model), config.data, reader)
     problems = {}
@@ -195,7 +195,7 @@ def test_a_row_is_read_or_named(parent, monkeypatch, name):
 def test_a_job_file_is_refused(parent, capsys, name):
     text = hostile_folders.JOBS[name].replace("{marker}", str(parent / "marker")).replace("{folder}", str(parent))
     (parent / "job.yaml").write_text(text)
-    assert reported(lambda: load([str(parent / "job.yaml")])) == USER_ERROR
+    assert run_command(lambda: load([str(parent / "job.yaml")])) == USER_ERROR
     shown = capsys.readouterr().err
     assert "Traceback" not in shown and "\x1b" not in shown and len(shown) < 8000
 
@@ -231,7 +231,7 @@ def test_a_run_folder_is_read_or_named(here, capsys, name):
     folder = hostile_folders.run_folder(here, name)
     commands = [["runs", "."], ["watch", "run"], ["report", "run"], ["trace", "run"], ["reward", "replay", "run"]]
     for command in [*commands, ["resume"]]:
-        status = reported(lambda: resume(folder)) if command == ["resume"] else rlfuse(command)
+        status = run_command(lambda: resume(folder)) if command == ["resume"] else rlfuse(command)
         shown = "".join(capsys.readouterr())
         assert status in (OK, USER_ERROR) and "Traceback" not in shown, (command, shown[-2000:])
         assert "\x1b" not in shown and SECRET not in shown, (command, shown[-2000:])

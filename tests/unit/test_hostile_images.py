@@ -83,7 +83,7 @@ def test_a_small_file_of_many_pixels_takes_no_memory(tmp_path):
     (tmp_path / "a.png").write_bytes(png_of(13_300, 13_300, rows))
     assert (tmp_path / "a.png").stat().st_size < 10**6
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(VideoError, match="is 13300 x 13300 pixels; at most 67,108,864 are decoded"):
+    with pytest.raises(VideoError, match="has 13300 x 13300 pixels; the limit is 67,108,864"):
         probe(str(tmp_path / "a.png"))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024, "KiB"
 
@@ -105,6 +105,6 @@ def test_images_of_every_usual_format_are_read_up_to_the_bound(tmp_path, monkeyp
     for form, content in PICTURES.items():
         (tmp_path / form).write_bytes(content)
         assert (probe(str(tmp_path / form)).height, probe(str(tmp_path / form)).width) == (64, 48), form
-    monkeypatch.setattr("rlfuse.video.images.MOST_PIXELS", 64 * 48 - 1)
-    with pytest.raises(VideoError, match="is 48 x 64 pixels; at most 3,071 are decoded"):
+    monkeypatch.setattr("rlfuse.video.images.MAX_PIXELS", 64 * 48 - 1)
+    with pytest.raises(VideoError, match="has 48 x 64 pixels; the limit is 3,071"):
         probe(str(tmp_path / "PNG"))

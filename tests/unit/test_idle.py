@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from rlfuse.events import Span, union
 from rlfuse.fusion.decisions import Settings
-from rlfuse.observe.idle import account, cut, divide
+from rlfuse.observe.idle import account, intervals_by_slot, split_by
 from rlfuse.observe.metrics import memory_metrics
 from rlfuse.simulate.runner import simulate
 from rlfuse.simulate.workload import parse
@@ -46,7 +46,7 @@ def test_every_cause_by_hand():
     ]
     found = [
         {name: sum(b - a for a, b in intervals) for name, intervals in slot.items()}
-        for slot in divide(spans, 0, 75, slots=2)
+        for slot in intervals_by_slot(spans, 0, 75, slots=2)
     ]
     shared = {"idle/start_up": 10, "idle/data": 1, "busy/optimizer": 2, "busy/save_checkpoint": 2}
     assert found[0] == shared | {
@@ -79,7 +79,7 @@ def test_every_cause_by_hand():
 
 def test_ranks_that_share_an_engine_share_its_work():
     spans = [on("rollout/1", "decode", 0, 2), on("trainer/3", "backward", 2, 4), on("driver", "gen", 0, 2, slot=1)]
-    slots = divide(spans, 0, 4, slots=4, width=2)
+    slots = intervals_by_slot(spans, 0, 4, slots=4, width=2)
     assert [slot.get("busy/generate", []) for slot in slots] == [[], [], [(0, 2)], [(0, 2)]]
     assert slots[2]["idle/imbalance"] == [(2, 4)] and slots[3]["busy/train"] == [(2, 4)]
 
@@ -92,7 +92,7 @@ def test_a_drained_slot_is_idle_because_of_that_unless_it_takes_part_in_what_all
         on("driver", "update_weights", 4, 6),
         on("trainer/1", "optimizer", 6, 7),
     ]
-    slots = divide(spans, 0, 10, slots=2)
+    slots = intervals_by_slot(spans, 0, 10, slots=2)
     assert slots[1] == {
         "idle/drained": [(0, 4), (7, 9)],
         "idle/weights": [(4, 6)],
@@ -110,7 +110,7 @@ def test_updates_that_wait_for_optimizer_state_are_told_from_those_that_compute(
         on("trainer/1", "optimizer_wait", 1, 2, model="actor"),
         on("trainer/1", "optimizer", 4, 9),
     ]
-    first, second = divide(spans, 0, 10, slots=2)
+    first, second = intervals_by_slot(spans, 0, 10, slots=2)
     assert first["idle/switch"] == [(1, 4)] and second["idle/switch"] == [(1, 2)]
     assert first["busy/optimizer"] == second["busy/optimizer"] == [(4, 9)]
     assert memory_metrics(spans) == {"timing_s/optimizer_wait": 3.0} and memory_metrics(spans[2:3]) == {}
@@ -133,7 +133,7 @@ def test_a_cut_loses_nothing(what, by):
     def points(intervals):
         return {point for a, b in intervals for point in range(a, b)}
 
-    inside, outside = cut(what, by)
+    inside, outside = split_by(what, by)
     assert points(inside) == points(what) & points(by) and points(outside) == points(what) - points(by)
     assert all(b > a for a, b in inside + outside)
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from rlfuse.config.schema import Config
 from rlfuse.data import clips as kept_images
-from rlfuse.data.clips import ClipReader, KeptImages
+from rlfuse.data.clips import ClipReader, MediaStore
 from rlfuse.data.prompts import load_prompts
 from rlfuse.data.rows import read_rows
 from rlfuse.data.tokenizers import load_tokenizer
@@ -101,7 +101,7 @@ def test_features_are_the_models(folder):
     processor = kind(**settings, patch_size=model.config.vision_config.patch_size)
     for number in range(2):
         path = str(folder / f"{number}.png")
-        plan = plan_image(probe(path), *VideoModel.at(str(folder)).image_sizes(None))
+        plan = plan_image(probe(path), *VideoModel.from_pretrained(str(folder)).image_sizes(None))
         inputs = processor(images=[Image.open(path)], return_tensors="pt")
         seen = model.get_image_features(**inputs)
         levels = [seen.pooler_output, *getattr(seen, "deepstack_features", ())]
@@ -122,7 +122,7 @@ def loaded(folder, file, **video):
     config.video.max_image_tokens, config.video.max_failure_rate = 64, 0.95
     for name, value in video.items():
         setattr(config.video, name, value)
-    tokenizer, model = load_tokenizer(config.model), VideoModel.at(config.model.path)
+    tokenizer, model = load_tokenizer(config.model), VideoModel.from_pretrained(config.model.path)
     reader = ClipReader(model, config.video, tokenizer, 1, folder / "kept")
     return load_prompts([str(file)], tokenizer, config.data, reader)
 
@@ -233,31 +233,31 @@ def test_a_tag_in_a_text_part_is_text(folder):
 
 
 def test_bytes_become_one_file_for_as_many_rows(tmp_path):
-    kept = KeptImages(tmp_path / "kept")
-    paths = {kept.file_of(encoded(picture(30, 40))) for _ in range(3)}
+    kept = MediaStore(tmp_path / "kept")
+    paths = {kept.path_of(encoded(picture(30, 40))) for _ in range(3)}
     assert [str(path) for path in kept.folder.iterdir()] == [*paths] and probe(paths.pop()).height == 30
 
 
 def test_images_that_nothing_used_for_long_are_removed(tmp_path):
-    kept = KeptImages(tmp_path)
-    asked, read_lately, unused = (kept.file_of(content) for content in (b"a", b"b", b"c"))
-    long_ago = time.time() - kept_images.UNUSED_S - 60
+    kept = MediaStore(tmp_path)
+    asked, read_lately, unused = (kept.path_of(content) for content in (b"a", b"b", b"c"))
+    long_ago = time.time() - kept_images.MAX_UNUSED_S - 60
     for path, read_at in ((asked, long_ago), (read_lately, time.time()), (unused, long_ago)):
         os.utime(path, (read_at, long_ago))
-    kept.file_of(b"a")
+    kept.path_of(b"a")
     kept.prune()
     assert {str(path) for path in tmp_path.iterdir()} == {asked, read_lately}
 
 
 def test_images_are_read_from_a_folder_that_can_not_be_written(tmp_path, monkeypatch):
-    kept = KeptImages(tmp_path)
-    path = kept.file_of(b"a")
+    kept = MediaStore(tmp_path)
+    path = kept.path_of(b"a")
 
     def read_only(*_):
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr("os.utime", read_only)
-    assert kept.file_of(b"a") == path
+    assert kept.path_of(b"a") == path
 
 
 @pytest.mark.parametrize("given", ["a.png", "https://x.org/a.png", 3, "", None])
@@ -286,7 +286,7 @@ def part(kind, given):
 )
 def test_what_is_no_clip_or_image_is_named(given, field, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<image>", **given}))
-    with pytest.raises(DataError, match=rf"line 1, field {field}: .* where paths of files"):
+    with pytest.raises(DataError, match=rf"line 1, field {field}: .* where a file path"):
         read_rows(str(tmp_path / "rows.jsonl"), "prompt")
 
 
@@ -297,7 +297,7 @@ def test_turned_pictures_come_upright_and_strips_are_refused(tmp_path):
     facts = probe(str(tmp_path / "turned.jpg"))
     assert (facts.height, facts.width) == (80, 40)
     picture(4, 1000).save(tmp_path / "strip.png")
-    with pytest.raises(VideoError, match="is 1000 x 4 pixels"):
+    with pytest.raises(VideoError, match="has 1000 x 4 pixels"):
         plan_image(probe(str(tmp_path / "strip.png")), PixelBounds(**BOUNDS), Geometry())
 
 
@@ -312,11 +312,11 @@ def unusable_rows(folder):
     if not (folder / "hangs.png").exists():
         os.mkfifo(folder / "hangs.png")
     return (
-        ({"prompt": "<image>", "images": ["missing.png"]}, "missing.png: there is no such file"),
+        ({"prompt": "<image>", "images": ["missing.png"]}, "missing.png: does not exist"),
         ({"prompt": "<image>", "images": ["cut.png"]}, "cut.png: can't be read as an image"),
         ({"prompt": "<image>", "images": ["text.png"]}, "text.png: can't be read as an image"),
         ({"prompt": "<image>", "images": ["empty.png"]}, "empty.png: can't be read as an image"),
-        ({"prompt": "<image>", "images": ["strip.png"]}, "strip.png: is 1000 x 4 pixels"),
+        ({"prompt": "<image>", "images": ["strip.png"]}, "strip.png: has 1000 x 4 pixels"),
         ({"prompt": "<image>", "images": ["large.png"]}, "large.png: can't be read as an image (Image size"),
         ({"prompt": "<image>", "images": ["hangs.png"]}, "hangs.png: took longer than 3 s"),
         ({"prompt": "<image>", "images": ["."]}, "can't be read as an image"),
@@ -337,7 +337,7 @@ def test_an_image_that_cant_be_used_costs_its_row_and_is_named(folder):
     assert len(prompts) == 1 and len(report.unusable) == len(unusable)
     for number, (line, (_, words)) in enumerate(zip(report.unusable, unusable, strict=True)):
         assert f"rows.jsonl, row {number}" in line and words in line, line
-    assert f"1 with images, {len(unusable)} left out for their clips or images" in str(report)
+    assert f"1 with images, {len(unusable)} skipped for unusable clips or images" in str(report)
 
 
 @pytest.mark.slow

@@ -69,8 +69,11 @@ def test_a_reward_edited_in_place_is_told_like_another_setting(config, reward, c
     job = open_job(config)
     said = capsys.readouterr().out
     first = recorded(folder)[0]["sha256"][:12]
-    assert f"    {reward}  {first} -> " in said and "edited: another reward: values before and after can't be" in said
-    assert "no longer one experiment" in said and "another run: rlfuse train ... trainer.experiment_name=mine-2" in said
+    assert f"    {reward}  {first} -> " in said and "edited: rewards before and after are not comparable" in said
+    assert (
+        "results before and after are not comparable" in said
+        and "new run: rlfuse train ... trainer.experiment_name=mine-2" in said
+    )
     begin_and_end(job)
     assert [row["step"] for row in recorded(folder)] == [0, 2] and not (folder / "changes.jsonl").exists()
     assert accept(config).message == "", "said once"
@@ -80,7 +83,7 @@ def test_a_reward_edited_in_place_is_told_like_another_setting(config, reward, c
     ("key", "code", "edited"),
     [
         ("actor__loss_mode", "def mine(log_probs, advantages, mask):\n    return log_probs\n", "another loss"),
-        ("model__video_family", "class mine: ...\n", "how clips are encoded"),
+        ("model__video_family", "class mine: ...\n", "encoding of clips and placement of their tokens"),
     ],
 )
 def test_other_custom_code_edited_in_place_is_reported_too(config, reward, tmp_path, key, code, edited):  # noqa: F811
@@ -91,7 +94,11 @@ def test_other_custom_code_edited_in_place_is_reported_too(config, reward, tmp_p
     assert str(file) in [row["input"] for row in recorded(folder)]
     file.write_text(code + "\n")
     message = accept(config).message
-    assert str(file) in message and f"edited: {edited}" in message and "no longer one experiment" in message
+    assert (
+        str(file) in message
+        and f"edited: {edited}" in message
+        and "results before and after are not comparable" in message
+    )
 
 
 def test_a_metric_edited_in_place_leaves_the_experiment_what_it_was(config, reward, tmp_path):  # noqa: F811
@@ -101,7 +108,11 @@ def test_a_metric_edited_in_place_leaves_the_experiment_what_it_was(config, rewa
     assert str(file) in [row["input"] for row in recorded(begun(config, 2))]
     file.write_text(file.read_text().replace("1", "2"))
     told = accept(config).message
-    assert str(file) in told and "edited: what is logged" in told and "no longer one experiment" not in told
+    assert (
+        str(file) in told
+        and "edited: logging and alerts" in told
+        and "results before and after are not comparable" not in told
+    )
 
 
 @pytest.mark.slow
@@ -137,7 +148,7 @@ def test_a_model_that_was_moved_goes_on_with_a_line_and_another_is_refused(confi
     assert (change.key, change.effect) == (f"{key}.path", Effect.IMMEDIATE)
     assert (
         f"{key}.path" in accepted.message
-        and "moved, or copied: the same config.json and weights of" in accepted.message
+        and "moved or copied: same config.json, same sizes of weights" in accepted.message
     )
     begin_and_end(open_job(moved))
     assert accept(moved).message == ""
@@ -147,7 +158,7 @@ def test_a_model_that_was_moved_goes_on_with_a_line_and_another_is_refused(confi
         "deeper": {"layers": 3},
     }
     for name, kind in others.items():
-        with pytest.raises(RunRefused, match="weights come from the checkpoint"):
+        with pytest.raises(RunRefused, match="weights are loaded from the checkpoint"):
             accept(changed(config, **{f"{key}__path": model_in(tmp_path / name, **kind)}))
     with pytest.raises(RunRefused):
         accept(changed(config, **{f"{key}__path": "org/name"}))
@@ -160,5 +171,5 @@ def test_a_copy_is_known_where_nothing_was_recorded(config, tmp_path):  # noqa: 
     copy = changed(config, model__path=str(tmp_path / "copy"))
     assert [change.effect for change in accept(copy).changes] == [Effect.IMMEDIATE]
     shutil.rmtree(first)
-    with pytest.raises(RunRefused, match="weights come from the checkpoint"):
+    with pytest.raises(RunRefused, match="weights are loaded from the checkpoint"):
         accept(copy)

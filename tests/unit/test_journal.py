@@ -83,7 +83,7 @@ async def run_step(log, step, rewards):
 async def test_a_step_goes_to_the_folder_and_to_every_sink(told, tmp_path, capsys):
     log = log_in(tmp_path)
     for step in (1, 2, 3):
-        log.metrics.note({"actor/ppo_kl": 0.5})
+        log.metrics.add({"actor/ppo_kl": 0.5})
         await run_step(log, step, [Reward(1.0), Reward(0.0), RewardFailure("judge", "timed out")])
     log.close(ValueError("the end"))
     rows = read_metrics(tmp_path / "metrics.jsonl")
@@ -105,7 +105,7 @@ async def test_a_step_goes_to_the_folder_and_to_every_sink(told, tmp_path, capsy
 async def test_a_resumed_run_forgets_later_rows_and_tells_no_alert_again(told, tmp_path):
     log = log_in(tmp_path, timeline_freq=0)
     for step in (1, 2):
-        log.metrics.note({"actor/ppo_kl": 0.5})
+        log.metrics.add({"actor/ppo_kl": 0.5})
         await run_step(log, step, [Reward(1.0)])
     log.close()
     log = log_in(tmp_path, start=1, timeline_freq=0)
@@ -113,7 +113,7 @@ async def test_a_resumed_run_forgets_later_rows_and_tells_no_alert_again(told, t
         1,
         1,
     ]
-    log.metrics.note({"actor/ppo_kl": 0.5})
+    log.metrics.add({"actor/ppo_kl": 0.5})
     await run_step(log, 2, [Reward(1.0)])
     assert [step for step, _ in told.of("alert")] == [1]
     log.close()
@@ -253,7 +253,7 @@ async def go_on(folder):
     config = Config()
     config.trainer.max_ckpt_to_keep = 1
     checkpointing = Checkpointing(log, config, start=start, save=save, state=lambda _: {}, parameters=1)
-    await checkpointing.rehearse()
+    await checkpointing.write_trial()
     for step in range(start + 1, 3):
         checkpointing.remember(step)
         await checkpointing.write(step)
@@ -264,7 +264,7 @@ async def go_on(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*was cut short")
+@pytest.mark.filterwarnings("ignore:.*skipping the last row")
 async def test_a_run_killed_at_any_moment_goes_on_with_every_row_once(told, tmp_path, monkeypatch):
     started, killed, at = set(), True, 0
     while killed:
@@ -370,7 +370,7 @@ async def test_a_sink_whose_process_ended_costs_the_run_nothing(told, tmp_path, 
     log.close()
     assert [step for step, _ in told.of("log")] == [1, 2] and len(read_metrics(tmp_path / "metrics.jsonl")) == 2
     (left_out,) = (text for text in said if "Connection lost" in text)
-    assert left_out.startswith("SimpleNamespace takes nothing more, the run folder has all: ConnectionResetError")
+    assert left_out.startswith("SimpleNamespace disabled after ConnectionResetError")
 
 
 def test_tensorboard_shows_scalars_samples_pictures_and_alerts(tmp_path):

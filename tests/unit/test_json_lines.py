@@ -13,7 +13,7 @@ from rlfuse import files
 from rlfuse.errors import FAILED, NotWritten, RunError
 from rlfuse.files import RowFile, read_rows
 from rlfuse.observe.tracking import StepFile
-from rlfuse.train import reported
+from rlfuse.train import run_command
 
 ROWS = [{"step": 1, "text": "é"}, {"step": 2, "text": "中文", "nan": None}, {"step": 3, "text": "é \u2028"}]
 LINES = [json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS]
@@ -39,7 +39,7 @@ def test_whatever_a_file_ends_with_its_whole_rows_are_read_and_gone_on_with(tmp_
             with closing(RowFile(path, keep)) as file:
                 file.append([{"step": 9}])
             assert list(read_rows(path)) == [*ROWS[:whole], {"step": 9}]
-    words = f"{path}: the last row, from byte {len(before)} on, was cut short"
+    words = f"{path}: skipping the last row (from byte {len(before)})"
     assert sum(words in str(each.message) for each in told) == 4 * bool(tail)  # objects of other tests warn as they go
 
 
@@ -64,7 +64,7 @@ def test_a_last_row_whose_writer_goes_on_meanwhile_is_no_damage(tmp_path, monkey
         return decoded(line, wanted)
 
     monkeypatch.setattr(files, "_decoded", slow)
-    with pytest.warns(UserWarning, match="was cut short"):
+    with pytest.warns(UserWarning, match="skipping the last row"):
         assert list(read_rows(path)) == ROWS[:1]
     assert list(read_rows(path)) == ROWS
 
@@ -106,5 +106,5 @@ def test_rows_that_find_no_room_leave_the_file_whole_and_are_told(tmp_path, caps
     def fail():
         raise no.value
 
-    assert reported(fail) == FAILED
+    assert run_command(fail) == FAILED
     assert "Traceback" not in capsys.readouterr().err

@@ -81,7 +81,7 @@ def test_every_key_has_a_row_with_all_about_it():
         start = changed(name, key.default)
         (found,) = differences(dataclasses.asdict(start), dataclasses.asdict(changed(name, other)))
         assert f"{found.effect.name.lower().replace('_', ' ')} ({found.resume.reason})" in change
-    assert "fixed (with or without a critic" in table["algorithm.adv_estimator"][-1]
+    assert "fixed (adds or removes the critic" in table["algorithm.adv_estimator"][-1]
     assert "next step (where work runs" in table["trainer.nnodes"][-1]
 
 

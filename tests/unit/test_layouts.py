@@ -65,7 +65,7 @@ def in_all_layouts(device, folder, out):
 
     from rlfuse.engines.deepspeed import optimizer
 
-    optimizer.REDUCED = 4096  # else ZeRO's buffers are 200 MB each
+    optimizer.REDUCE_BUCKET_ELEMENTS = 4096  # else ZeRO's buffers are 200 MB each
     deepspeed.init_distributed("gloo", verbose=False)
     found = {}
     for name, layout in LAYOUTS.items():
@@ -78,7 +78,7 @@ def in_layout(layout, config, out):
     rank = started(layout, config)
     trained = [name for name in rank.engines if name != "ref"]
     modules = {name: getattr(engine, "module", engine) for name, engine in rank.engines.items()}
-    modules |= {f"ref/{i}": module for i, module in enumerate(rank.beside)}
+    modules |= {f"ref/{i}": module for i, module in enumerate(rank.extra_modules)}
     held = [
         (name, getattr(each, "ds_tensor", each)) for name, module in modules.items() for each in module.parameters()
     ]
@@ -152,7 +152,7 @@ def weights(rank, name):
     for i, (key, parameter) in enumerate(engine.module.named_parameters()):
         value = masters[i] if engine.zero_optimization_stage() == 0 else safe_get_full_fp32_param(parameter)
         if rank.tensor and hasattr(parameter, "partition_dim"):
-            value = rank.tensor.whole(value, parameter.partition_dim)
+            value = rank.tensor.gather_whole(value, parameter.partition_dim)
         found[key.split(".", 1)[1] if key[0].isdigit() else key] = value.detach().clone().numpy()  # else of a stage
     return found
 
@@ -174,7 +174,7 @@ def save(rank, trained, out):
     if isinstance(rank, TrainerRank):
         assert rank.save(out, {name: [list(rank.exporters[name].tensors)] for name in trained}) is None
     else:
-        assert rank.describe(out) is None
+        assert rank.save_metadata(out) is None
         dist.barrier()
         for name in trained:
             folder = out / name / "huggingface"

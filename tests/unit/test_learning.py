@@ -10,7 +10,7 @@ from rlfuse.events import read_events
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.tuning import Tuning
-from rlfuse.simulate import learning
+from rlfuse.simulate import online_tuning
 from rlfuse.tools.simulate.recorded import config_of, read_run
 
 SEARCH_S = 0.5
@@ -24,16 +24,16 @@ def run(monkeypatch):
     lengths, step = Lengths(512), recording.steps[-1]
     lengths.learn({0: step.workload.lengths().tolist()})
 
-    def tuned(tuning, *_):
+    def tune_settings(tuning, *_):
         searched.append(tuning.lengths.error)
         now[0] += SEARCH_S
         return tuning.fixed
 
-    monkeypatch.setattr(learning, "tuned", tuned)
-    monkeypatch.setattr(learning, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(online_tuning, "tune_settings", tune_settings)
+    monkeypatch.setattr(online_tuning, "perf_counter", lambda: now[0])
     config = config_of(folder / "config.yaml")
     config.rollout.disaggregate = "off"
-    tuning = Tuning(recording.fit.costs, lengths, Settings(), Rates(2), learning.Learning(config, 2, print))
+    tuning = Tuning(recording.fit.costs, lengths, Settings(), Rates(2), online_tuning.OnlineTuning(config, 2, print))
     return tuning, read_events(folder / "events.jsonl"), searched
 
 
@@ -41,7 +41,7 @@ def run(monkeypatch):
 def test_settings_are_searched_again_once_lengths_are_known_and_when_they_or_slots_are_others(run):
     tuning, spans, searched = run
     step_s = next(span.seconds for span in spans if span.kind == "step")
-    paying = ceil(SEARCH_S / learning.SHARE / step_s)
+    paying = ceil(SEARCH_S / online_tuning.SHARE / step_s)
     assert paying > 2, "a search costs more than the share of a step or two"
 
     def steps(count):

@@ -10,8 +10,15 @@ import torch
 from transformers import AutoConfig, Qwen2Config
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.families import untrainable
-from rlfuse.engines.vllm.support import CPU_BLOCK, CPU_HEAD_SIZES, architectures, unplannable, unserved, unserved_judges
+from rlfuse.engines.trainer.families import training_problems
+from rlfuse.engines.vllm.support import (
+    CPU_BLOCK,
+    CPU_HEAD_SIZES,
+    architectures,
+    unplannable_reasons,
+    unsupported_judge_reasons,
+    unsupported_reasons,
+)
 
 
 @pytest.fixture
@@ -34,33 +41,33 @@ def change(config, **values):
 
 
 def test_a_model_that_vllm_serves_is_accepted(config):
-    assert unserved(config) == []
+    assert unsupported_reasons(config) == []
     change(config, sliding_window=128, use_sliding_window=True, max_window_layers=1)
-    assert unserved(config) == []
+    assert unsupported_reasons(config) == []
 
 
 def test_a_head_that_vllm_has_no_kernel_for_is_told_on_cpus_alone(config):
     change(config, hidden_size=128)
-    (told,) = unserved(config)
+    (told,) = unsupported_reasons(config)
     assert told == (
-        f"model.path={config.model.path}: its attention heads are of 16 numbers, vLLM computes attention on CPUs for "
+        f"model.path={config.model.path}: its attention head size is 16, but vLLM on CPUs supports "
         "32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512; choose another model, a machine with GPUs, or "
         "rollout.name=transformers"
     )
     config.reward.functions = [{"path": "judge", "kwargs": {"model": config.model.path}}]
     judge = told.replace("model.path=", "reward.functions: model=").removesuffix(", or rollout.name=transformers")
-    assert unserved_judges(config) == [judge]
+    assert unsupported_judge_reasons(config) == [judge]
     config.cluster.device = "cuda"
-    assert unserved(config) == []
+    assert unsupported_reasons(config) == []
     config.cluster.device, config.cluster.ray_address = "auto", "auto"  # the cluster decides
-    assert unserved(config) == []
+    assert unsupported_reasons(config) == []
 
 
 @pytest.mark.parametrize(
     "changes, device, words",
     [
-        ({"rollout.kv_transfer": "nixl"}, "cuda", "on GPUs an engine that sleeps gives up the memory"),
-        ({"rollout.kv_transfer": "nixl"}, "cpu", "needs the package nixl, which is not installed"),
+        ({"rollout.kv_transfer": "nixl"}, "cuda", "on GPUs a sleeping engine frees the memory"),
+        ({"rollout.kv_transfer": "nixl"}, "cpu", "the package nixl is not installed"),
         ({"rollout.min_p": 0.1, "fusion.tail_speculation": 2}, "cpu", "must be 0 with fusion.tail_speculation"),
         ({"rollout.val_kwargs.min_p": 0.1, "fusion.tail_speculation": 2}, "cuda", "must be 0 with fusion.tail_spec"),
     ],
@@ -73,95 +80,97 @@ def test_settings_that_vllm_cannot_honour_are_refused(config, monkeypatch, chang
     for key, value in changes.items():
         *groups, leaf = key.split(".")
         setattr(reduce(getattr, groups, config), leaf, value)
-    (told,) = unserved(config)
+    (told,) = unsupported_reasons(config)
     key, value = next(iter(changes.items()))
     assert told.startswith(f"{key}={value}: {words}") and "set " in told
-    assert unplannable(config, device) == ([] if "not installed" in told else [told]), "a plan's machine has its own"
+    assert unplannable_reasons(config, device) == ([] if "not installed" in told else [told]), (
+        "a plan's machine has its own"
+    )
 
 
 def test_latent_attention_needs_gpus(config):
     change(config, kv_lora_rank=32)
-    (told,) = unserved(config)
+    (told,) = unsupported_reasons(config)
     assert "compute latent attention differently from transformers" in told
     config.cluster.device = "cuda"
-    assert unserved(config) == []
+    assert unsupported_reasons(config) == []
 
 
 def test_models_of_rewards_are_not_served_on_cpus_of_machines_with_gpus(config):
     config.reward.model_path, config.reward.model_backend, config.reward.device = "m", "vllm", "cpu"
-    assert unserved_judges(config) == []
+    assert unsupported_judge_reasons(config) == []
     config.cluster.device = "cuda"
-    (told,) = unserved_judges(config)
-    assert told.startswith("reward.device=cpu: vLLM serves judges and models on the GPUs here")
+    (told,) = unsupported_judge_reasons(config)
+    assert told.startswith("reward.device=cpu: in this job vLLM serves judges and reward models on GPUs")
 
 
 @pytest.mark.parametrize(
     "kind, words",
     [
-        ("bloom", "vLLM computes its GELU exactly"),
-        ("gpt_oss", "vLLM would keep some weights of a gpt_oss as they were"),
+        ("bloom", "vLLM computes its exact GELU"),
+        ("gpt_oss", "vLLM would keep some initial weights of a gpt_oss"),
     ],
 )
 def test_models_whose_new_weights_vllm_does_not_compute_with_are_not_trained(config, kind, words):
     AutoConfig.for_model(kind).save_pretrained(config.model.path)
     config.cluster.device = "cuda"
-    (told,) = set(unserved(config)) - set(unserved(config, trains=False))
+    (told,) = set(unsupported_reasons(config)) - set(unsupported_reasons(config, trains=False))
     assert told.startswith(f"model.path={config.model.path}: {words}") and "choose another model" in told
-    assert unplannable(config, "cpu") == unplannable(config, "cuda") == [told]
+    assert unplannable_reasons(config, "cpu") == unplannable_reasons(config, "cuda") == [told]
     config.rollout.on_mismatch = "alert"
-    assert (told in unserved(config)) == (kind == "gpt_oss")
+    assert (told in unsupported_reasons(config)) == (kind == "gpt_oss")
 
 
 def test_an_architecture_that_vllm_has_not_is_told_unless_it_runs_transformers_own(config):
     change(config, architectures=["XLNetLMHeadModel"])
-    (told,) = unserved(config)
-    assert "vLLM has no architecture XLNetLMHeadModel, and can't run that of transformers" in told
+    (told,) = unsupported_reasons(config)
+    assert "vLLM has no architecture XLNetLMHeadModel, and can't run it with its transformers" in told
     change(config, architectures=["HeliumForCausalLM"])
-    assert "HeliumForCausalLM" not in architectures() and unserved(config) == []
+    assert "HeliumForCausalLM" not in architectures() and unsupported_reasons(config) == []
 
 
 @pytest.mark.parametrize(("width", "fits", "instead"), [(2, True, 0), (8, True, 0), (3, False, 2), (6, False, 4)])
 def test_key_value_heads_are_shared_out_or_repeated(config, width, fits, instead):
     config.rollout.tensor_model_parallel_size = width
-    told = unserved(config)
+    told = unsupported_reasons(config)
     assert fits or f"must divide the 4 key-value heads of {config.model.path}" in told[0]
     assert bool(told) != fits and (fits or told[0].endswith(f"set rollout.tensor_model_parallel_size={instead}"))
 
 
 def test_what_goes_to_vllm_as_it_is_has_limits_too(config):
     config.rollout.engine_kwargs = {"block_size": 48, "max_model_len": 2048}
-    length, block = unserved(config)
+    length, block = unsupported_reasons(config)
     assert "max_model_len=2048: must be at most 1024, the context of" in length
     assert "block_size=48: must be a multiple of 32 on CPUs; set 32, or leave it out" in block
     change(config, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4})
     config.rollout.engine_kwargs = {"block_size": 64, "max_model_len": 2048}
-    assert unserved(config) == []
+    assert unsupported_reasons(config) == []
 
 
 def test_what_vllm_would_serve_by_another_key_is_not_refused(config, monkeypatch):
     config.rollout.engine_kwargs = {"max_model_len": 2048}
     ropes = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}
     change(config, rope_parameters=ropes)
-    assert unserved(config) == []
+    assert unsupported_reasons(config) == []
     change(config, rope_parameters=None, model_max_length=4096)
-    assert unserved(config) == []
+    assert unsupported_reasons(config) == []
     change(config, model_max_length=None)
-    assert len(unserved(config)) == 1
+    assert len(unsupported_reasons(config)) == 1
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    assert unserved(config) == []
+    assert unsupported_reasons(config) == []
     change(config, architectures=["Mine"])
-    assert len(unserved(config)) == 1
+    assert len(unsupported_reasons(config)) == 1
     config.rollout.engine_kwargs["hf_overrides"] = {"architectures": ["Qwen2ForCausalLM"]}
-    assert unserved(config) == []
+    assert unsupported_reasons(config) == []
 
 
 def test_odd_configurations_are_told_or_left_to_vllm(config):
     change(config, num_attention_heads=0)
-    assert unserved(config) == []
+    assert unsupported_reasons(config) == []
     change(config, num_attention_heads=8, architectures=["AutoModelForCausalLM"])
-    assert "vLLM has no architecture AutoModelForCausalLM" in unserved(config)[0]
+    assert "vLLM has no architecture AutoModelForCausalLM" in unsupported_reasons(config)[0]
     change(config, num_key_value_heads=[4, 2])
-    assert unserved(config) == [] and "num_key_value_heads" in untrainable(config)[0]
+    assert unsupported_reasons(config) == [] and "num_key_value_heads" in training_problems(config)[0]
 
 
 @pytest.mark.slow

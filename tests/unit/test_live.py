@@ -28,7 +28,7 @@ def sample(response=None, reward=None, *tensors):
 @pytest.fixture
 def board():
     progress = MiniBatchProgress(2)
-    progress.divide({0: 0, 1: 1}, [1, 1], [5.0, 5.0])
+    progress.set_mini_batches({0: 0, 1: 1}, [1, 1], [5.0, 5.0])
     progress.step()
     slots = [Slot(0, arriving=3), Slot(1, "trainer"), Slot(2, "trainer"), Slot(3, alive=False), Slot(4)]
     samples = {"a": sample("r", 1.0, "old_log_probs"), "b": sample("r", 0.5), "c": sample()}
@@ -102,7 +102,7 @@ ROW = {
     "response_length/max": 64.0, "perf/throughput": 1234.5, "perf/time_per_step": 2.0, "val-core/sums/acc": 0.75,
 }  # fmt: skip
 LINE = (
-    "step 1/4  reward 0.500  kl 0.0012  entropy 1.500  length 20 tokens (most 64)  speed 1,234 tokens/s a slot  "
+    "step 1/4  reward 0.500  kl 0.0012  entropy 1.500  length 20 tokens (most 64)  speed 1,234 tokens/s per slot  "
     "held out 0.750  2.0 s\n"
 )
 
@@ -114,7 +114,7 @@ def test_where_nobody_looks_on_there_is_one_line_a_step(terminal):
     quiet.close()
     assert quiet.console.file.getvalue() == LINE + "a line\n"
     assert step_line(1, 4, {"perf/time_per_step": 2.0}) == (
-        "step 1/4  reward -  kl -  length - tokens (most -)  speed - tokens/s a slot  2.0 s"
+        "step 1/4  reward -  kl -  length - tokens (most -)  speed - tokens/s per slot  2.0 s"
     )
 
 
@@ -126,7 +126,7 @@ def test_at_a_terminal_the_view_is_drawn_and_lines_stand_above(terminal, board):
         watched.say("a line")
         view = watched.view()
         watched.close()
-    assert view.step == 1 and 0 < view.left_s <= 6 and view.stages[0] == Stage("generate", 2, 3)
+    assert view.step == 1 and 0 < view.remaining_s <= 6 and view.stages[0] == Stage("generate", 2, 3)
     assert view.figures["held out"] == "0.750 (step 1)"
     text = watched.console.file.getvalue()
     assert text.index(LINE.strip()[:60]) < text.index("a line") < text.rindex("step 1/4") and "generate" in text
@@ -134,7 +134,7 @@ def test_at_a_terminal_the_view_is_drawn_and_lines_stand_above(terminal, board):
 
 def test_a_long_silence_is_broken_in_logs(terminal, monkeypatch, board):
     monkeypatch.setattr("rlfuse.observe.terminal.SILENT_S", 0.0)
-    monkeypatch.setattr("rlfuse.observe.terminal.LOOK_S", 0.01)
+    monkeypatch.setattr("rlfuse.observe.terminal.REFRESH_S", 0.01)
     monkeypatch.setattr("rlfuse.observe.terminal.SHARE", 1.0)
     quiet = terminal(False)
     said = quiet.console.file.getvalue
@@ -160,7 +160,7 @@ def test_whoever_looks_on_from_elsewhere_reads_the_view(terminal, tmp_path, boar
         quiet._publish()
         at, view = read_view(tmp_path / FILE)
         assert abs(at - time.time()) < 60
-        assert drawn(view) == drawn(replace(quiet.view(), gone_s=view.gone_s, left_s=view.left_s))
+        assert drawn(view) == drawn(replace(quiet.view(), elapsed_s=view.elapsed_s, remaining_s=view.remaining_s))
     assert "… an engine" in drawn(view)
 
 

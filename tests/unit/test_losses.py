@@ -7,7 +7,7 @@ import torch
 
 from rlfuse.algorithms import losses
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.passes import scale_logits
+from rlfuse.engines.trainer.micro_batch_losses import scale_logits
 
 LENGTHS = [3, 1, 5, 4, 2, 5]
 MASK = torch.tensor([[float(t < n) for t in range(5)] for n in LENGTHS])
@@ -37,7 +37,7 @@ def mean_loss_by_hand(matrix: list[list[float]], mode: str) -> float:
 @pytest.mark.parametrize("mode", losses.AGG_MODES)
 def test_aggregation_against_loops(mode):
     matrix = randn(0, 6, 5)
-    got = losses.loss_sum(matrix, MASK, mode, MAX_TOKENS) / losses.loss_count(LENGTHS, mode, MAX_TOKENS)
+    got = losses.loss_sum(matrix, MASK, mode, MAX_TOKENS) / losses.loss_divisor(LENGTHS, mode, MAX_TOKENS)
     assert got.item() == pytest.approx(mean_loss_by_hand(matrix.tolist(), mode), rel=1e-12)
 
 
@@ -48,7 +48,7 @@ def test_any_split_gives_the_same_loss_and_gradient(split, mode, loss_mode):
     """Micro-batches are padded to their own width, with a row of pure padding added, as ranks do."""
     weight, inputs, old = randn(1, 7), randn(2, 6, 5, 7), randn(3, 6, 5)
     advantages = randn(4, 6, 5)
-    count = losses.loss_count([*LENGTHS, 0, 0], mode, MAX_TOKENS)
+    count = losses.loss_divisor([*LENGTHS, 0, 0], mode, MAX_TOKENS)
 
     def loss_of(rows: list[int], w: torch.Tensor, spare_row: bool) -> torch.Tensor:
         width = max(LENGTHS[i] for i in rows)
@@ -76,17 +76,17 @@ def test_any_split_gives_the_same_loss_and_gradient(split, mode, loss_mode):
 
 
 def test_loss_count():
-    assert losses.loss_count([3, 0, 2], "token-mean") == 5.0
-    assert losses.loss_count([3, 0, 2], "seq-mean-token-mean") == 2.0
+    assert losses.loss_divisor([3, 0, 2], "token-mean") == 5.0
+    assert losses.loss_divisor([3, 0, 2], "seq-mean-token-mean") == 2.0
     with pytest.raises(ValueError, match="no response token"):
-        losses.loss_count([0], "token-mean")
+        losses.loss_divisor([0], "token-mean")
 
 
 def test_wrong_modes_say_what_to_use():
     with pytest.raises(ValueError, match=r"actor\.loss_agg_mode='mean'.*token-mean"):
         losses.loss_sum(one(1.0), one(1.0), "mean")
     with pytest.raises(ValueError, match=r"received None: pass data\.max_response_length"):
-        losses.loss_count([1], "seq-mean-token-sum-norm")
+        losses.loss_divisor([1], "seq-mean-token-sum-norm")
     with pytest.raises(ValueError, match=r"actor\.loss_mode='ppo'.*vanilla, gspo"):
         losses.policy_loss(one(0.0), one(0.0), one(1.0), one(1.0), 0.2, 0.2, None, "ppo")
 
@@ -166,7 +166,7 @@ def test_gspo_is_the_clipped_objective_of_sequence_ratios(spread):
     advantages = scores.unsqueeze(-1).expand(6, 5)
     matrix, diagnostics = losses.policy_loss(routed, old, advantages, MASK, 0.1, 0.2, 3.0, "gspo")
     mode = "seq-mean-token-mean"
-    loss = losses.loss_sum(matrix, MASK, mode) / losses.loss_count(LENGTHS, mode)
+    loss = losses.loss_sum(matrix, MASK, mode) / losses.loss_divisor(LENGTHS, mode)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(routed.grad, direct.grad)
@@ -280,15 +280,17 @@ def test_shares_of_the_vocabulary_give_what_whole_rows_give(shares, chunk, monke
     sum((weight * each).sum() for weight, each in zip(weights, expected, strict=True)).backward()
     parts = whole.detach().chunk(shares, -1)
     firsts = range(0, 12, 12 // shares)
-    told = torch.stack([losses.share_statistics(*each) for each in zip(parts, [targets] * shares, firsts, strict=True)])
+    told = torch.stack(
+        [losses.vocab_shard_statistics(*each) for each in zip(parts, [targets] * shares, firsts, strict=True)]
+    )
     for part, first in zip(parts, firsts, strict=True):
         own = part.clone().requires_grad_()
-        found = losses.share_log_probs(own, targets, first, lambda _: told)
+        found = losses.vocab_parallel_log_probs(own, targets, first, lambda _: told)
         for have, want in zip(found, expected, strict=True):
             torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12)
         sum((weight * each).sum() for weight, each in zip(weights, found, strict=True)).backward()
         torch.testing.assert_close(own.grad, whole.grad[:, first : first + 12 // shares], rtol=1e-12, atol=1e-12)
-        found = losses.share_log_probs(own, targets, first, lambda _: told)[0]
+        found = losses.vocab_parallel_log_probs(own, targets, first, lambda _: told)[0]
         (alone,) = torch.autograd.grad(found.sum(), own)
         assert alone.isfinite().all()  # entropy is told, and not learned from
 
@@ -296,8 +298,8 @@ def test_shares_of_the_vocabulary_give_what_whole_rows_give(shares, chunk, monke
 def test_a_share_without_a_token_that_may_be_said_counts_for_nothing():
     whole, targets = torch.tensor([[0.0, 1.0, -math.inf, -math.inf]]), torch.tensor([1])
     parts = zip(whole.chunk(2, -1), (0, 2), strict=True)
-    told = torch.stack([losses.share_statistics(part, targets, first) for part, first in parts])
-    log_probs, entropy = losses.share_log_probs(whole[:, 2:], targets, 2, lambda _: told)
+    told = torch.stack([losses.vocab_shard_statistics(part, targets, first) for part, first in parts])
+    log_probs, entropy = losses.vocab_parallel_log_probs(whole[:, 2:], targets, 2, lambda _: told)
     assert log_probs.item() == pytest.approx(math.log(softmax_by_hand([0.0, 1.0])[1]))
     assert entropy.item() == pytest.approx(losses.entropy_from_logits(whole[:, :2]).item())
 
@@ -309,10 +311,12 @@ def test_entropy_of_shares_is_as_exact_as_of_whole_rows_however_large_logits_are
     exact = whole.double().requires_grad_()
     losses.entropy_from_logits(exact).sum().backward()
     parts, firsts = whole.chunk(4, -1), range(0, 400, 100)
-    told = torch.stack([losses.share_statistics(*each) for each in zip(parts, [targets] * 4, firsts, strict=True)])
+    told = torch.stack(
+        [losses.vocab_shard_statistics(*each) for each in zip(parts, [targets] * 4, firsts, strict=True)]
+    )
     for part, first in zip(parts, firsts, strict=True):
         own = part.clone().requires_grad_()
-        _, entropy = losses.share_log_probs(own, targets, first, lambda _: told)
+        _, entropy = losses.vocab_parallel_log_probs(own, targets, first, lambda _: told)
         torch.testing.assert_close(entropy, losses.entropy_from_logits(whole), rtol=1e-6, atol=2e-6)
         entropy.sum().backward()
         torch.testing.assert_close(own.grad.double(), exact.grad[:, first : first + 100], rtol=1e-4, atol=1e-7)

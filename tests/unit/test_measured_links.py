@@ -40,9 +40,9 @@ def test_a_file_comes_back_and_is_scaled_to_its_fastest_pair(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"pairs": [{"first": "a", "second": "b", "gbs": 1, "us": 1}]}, "a-c, b-c were not measured"),
-        ({"nodes": ["a", "b", "c", "a"]}, "a name stands there twice"),
-        ({"pairs": [{"first": "a", "second": "x", "gbs": 1, "us": 1}]}, "a-x are no two of the nodes"),
+        ({"pairs": [{"first": "a", "second": "b", "gbs": 1, "us": 1}]}, "a-c, b-c are missing"),
+        ({"nodes": ["a", "b", "c", "a"]}, "a node is listed twice"),
+        ({"pairs": [{"first": "a", "second": "x", "gbs": 1, "us": 1}]}, "a-x have nodes that are not in `nodes`"),
         ({"pairs": [{"first": "a", "second": "b", "gbs": 0, "us": 1}]}, "pairs[0].gbs=0"),
         ({"over": 3}, "over=3"),
     ],
@@ -65,5 +65,5 @@ def test_a_cluster_file_names_it_from_where_it_lies_and_plans_with_the_best_ring
     assert links.between_bytes_per_s == pytest.approx(8e9), "of three nodes every ring has all pairs"
     assert links.between_s == pytest.approx(50e-6)
     path.write_text(yaml.safe_dump(given | {"nodes": 4}))
-    with pytest.raises(ClusterError, match="of 3 nodes, nodes=4; measure those that are planned for"):
+    with pytest.raises(ClusterError, match="has 3 nodes, but nodes=4; measure the nodes that you plan for"):
         read_cluster(path).hardware()

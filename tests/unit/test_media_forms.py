@@ -23,7 +23,7 @@ from rlfuse.errors import DataError
 from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
 from rlfuse.video.decoding import decode, probe
 from rlfuse.video.embedding import content_hash
-from rlfuse.video.frame_list import packed
+from rlfuse.video.frame_list import frame_list_bytes
 from rlfuse.video.media_settings import ClipSettings, ImageSettings
 from rlfuse.video.video_model import VideoModel
 
@@ -144,41 +144,47 @@ def test_settings_of_images_and_of_lists_of_frames_are_read(tmp_path):
 
 
 REFUSED = [
-    ({"videos": ["s3://bucket/a.mp4"]}, r"videos: .* s3:// is not read\. Copy the file to a folder that all nodes see"),
-    ({"videos": ["http://x.org/a.mp4"]}, r"http:// is not read\. Copy"),
-    (user(clip(video="https://x.org/a.mp4")), r"https:// is not read"),
+    (
+        {"videos": ["s3://bucket/a.mp4"]},
+        r"videos: .* s3:// URLs are not supported\. Copy the file to a folder shared by all nodes",
+    ),
+    ({"videos": ["http://x.org/a.mp4"]}, r"http:// URLs are not supported\. Copy"),
+    (user(clip(video="https://x.org/a.mp4")), r"https:// URLs are not supported"),
     ({"videos": [{"video": "a.mp4", "start": 2}]}, r"the key 'start' is not known; valid are .*video_start"),
     ({"images": [{"image": "a.png", "fps": 2}]}, r"images: .* the key 'fps' is not known; valid are .*max_pixels"),
     (user(clip(video="a.mp4", nframe=4)), "the key 'nframe' is not known"),
     (
         {"prompt": "?", "videos": ["a.mp4"], "extra_info": {"task": "counting"}},
-        r"extra_info\.task: 'counting' is no task",
+        r"extra_info\.task: 'counting' is not a valid task",
     ),
     # Further ones.
-    ({"videos": ["gs://bucket/a.mp4"]}, "gs:// is not read"),
-    ({"videos": [["0.png", "hdfs://x/1.png"]]}, "hdfs:// is not read"),
-    ({"images": ["S3://bucket/a.png"]}, "images: .* S3:// is not read"),
+    ({"videos": ["gs://bucket/a.mp4"]}, "gs:// URLs are not supported"),
+    ({"videos": [["0.png", "hdfs://x/1.png"]]}, "hdfs:// URLs are not supported"),
+    ({"images": ["S3://bucket/a.png"]}, "images: .* S3:// URLs are not supported"),
     ({"videos": [{"video": {"path": "a.mp4", "raw_fps": 30}}]}, "the key 'raw_fps' is not known"),
     ({"videos": [{"video": "a.mp4", "path": "b.mp4"}]}, "has both 'path' and 'video'"),
     ({"videos": [{"video": "a.mp4", "image": "b.png"}]}, "the key 'image' is not known"),
     (user(clip(video="a.mp4", text="what")), "the key 'text' is not known"),
-    ({"videos": [{"fps": 2}]}, "where paths of files, their bytes or lists of frames belong"),
+    ({"videos": [{"fps": 2}]}, "where a file path, bytes or a list of frames is expected"),
     ({"videos": [{"video": "a.mp4", "fps": -2}]}, r"fps is -2; valid is a finite number above 0"),
     ({"videos": [{"video": "a.mp4", "nframes": 4, "fps": 2}]}, "nframes=4 and fps=2 exclude each other"),
-    ({"videos": [{"video": "a.mp4", "sample_fps": 2}]}, r"sample_fps is the rate of a list of frames.* Use fps"),
-    ({"videos": [{"video": [{"image": "0.png", "max_pixels": 9}]}]}, "frames have no settings, got {'max_pixels': 9}"),
-    ({"videos": [{"video": [["0.png"]]}]}, "where paths of files"),
-    ({"videos": [{"bytes": "not base64"}]}, "where paths of files, their bytes"),
-    ({"videos": ["data:video/mp4,abc"]}, "where paths of files"),
-    ({"videos": ["data:video/mp4;base64,AAAA-_=="]}, "where paths of files"),
-    ({"videos": [{"bytes": "clips/a1/b.mp4"}]}, "where paths of files"),
-    ({"videos": [7]}, "7 where paths of files"),
-    ({"videos": ["a.mp4"], "extra_info": {"task": ["motion"]}}, r"extra_info\.task: \['motion'\] is no task"),
+    ({"videos": [{"video": "a.mp4", "sample_fps": 2}]}, r"sample_fps applies to lists of frames.* Use fps"),
+    (
+        {"videos": [{"video": [{"image": "0.png", "max_pixels": 9}]}]},
+        "frames can't have settings, got {'max_pixels': 9}",
+    ),
+    ({"videos": [{"video": [["0.png"]]}]}, "where a file path"),
+    ({"videos": [{"bytes": "not base64"}]}, "where a file path, bytes"),
+    ({"videos": ["data:video/mp4,abc"]}, "where a file path"),
+    ({"videos": ["data:video/mp4;base64,AAAA-_=="]}, "where a file path"),
+    ({"videos": [{"bytes": "clips/a1/b.mp4"}]}, "where a file path"),
+    ({"videos": [7]}, "7 where a file path"),
+    ({"videos": ["a.mp4"], "extra_info": {"task": ["motion"]}}, r"extra_info\.task: \['motion'\] is not a valid task"),
     (
         {"videos": ["a.mp4"], "extra_info": {"task": ""}},
-        r"extra_info\.task: '' is no task of a clip; valid are general, ",
+        r"extra_info\.task: '' is not a valid task; valid are general, ",
     ),
-    ({"videos": ["a.mp4"], "extra_info": {"task": "Motion"}}, r"extra_info\.task: 'Motion' is no task"),
+    ({"videos": ["a.mp4"], "extra_info": {"task": "Motion"}}, r"extra_info\.task: 'Motion' is not a valid task"),
 ]
 
 
@@ -283,7 +289,7 @@ def folder(tmp_path_factory):
 def load(folder, *rows):
     config = Config()
     config.model.path, config.data.max_prompt_length, config.video.max_failure_rate = str(folder / "model"), 2000, 1.0
-    tokenizer, model = load_tokenizer(config.model), VideoModel.at(config.model.path)
+    tokenizer, model = load_tokenizer(config.model), VideoModel.from_pretrained(config.model.path)
     reader = ClipReader(model, config.video, tokenizer, 1, folder / ".images")
     return load_prompts([str(rows_of(folder, *rows))], tokenizer, config.data, reader)
 
@@ -334,10 +340,10 @@ def json_of(row):
 @pytest.mark.slow
 def test_a_clip_or_frame_that_cant_be_used_costs_its_row_and_is_named(folder):
     rows = [
-        ({"prompt": "?", "videos": [["0.png", "gone.png"]]}, r"its frame .*gone\.png: there is no such file"),
+        ({"prompt": "?", "videos": [["0.png", "gone.png"]]}, r"its frame .*gone\.png: does not exist"),
         (
             {"prompt": "?", "videos": [["0.png", "tall.png"]]},
-            "changes its shape on the way, from 128 x 32 pixels to 32 x",
+            "changes its aspect ratio, from 128 x 32 pixels to 32 x",
         ),
         ({"prompt": "?", "videos": [["0.png", "a b.mp4"]]}, r"its frame .*a b\.mp4: can't be read as an image"),
         ({"prompt": "?", "videos": [{"video": "a b.mp4", "video_start": 7}]}, "has no frame in video_start=7"),
@@ -345,7 +351,7 @@ def test_a_clip_or_frame_that_cant_be_used_costs_its_row_and_is_named(folder):
             {"prompt": "?", "videos": ["a b.mp4", {"video": "a b.mp4", "nframes": 61}]},
             "nframes=61 is not between 1 and",
         ),
-        ({"prompt": "?", "videos": ["file:///gone/a.mp4"]}, "gone/a.mp4: there is no such file"),
+        ({"prompt": "?", "videos": ["file:///gone/a.mp4"]}, "gone/a.mp4: does not exist"),
     ]
     with pytest.raises(DataError) as error:
         load(folder, *(row for row, _ in rows))
@@ -364,10 +370,10 @@ def test_lists_of_frames_are_known_by_what_their_frames_hold(folder, tmp_path):
         ("z", ["1.png", "0.png"]),
     ):
         path = tmp_path / f"{name}.frames"
-        path.write_bytes(packed([str(folder / frame) for frame in frames], 4.0))
+        path.write_bytes(frame_list_bytes([str(folder / frame) for frame in frames], 4.0))
         hashes.append(content_hash(path))
     assert hashes[0] == hashes[1] != hashes[2]
-    (tmp_path / "slow.frames").write_bytes(packed([str(folder / frame) for frame in ("0.png", "1.png")], 2.0))
+    (tmp_path / "slow.frames").write_bytes(frame_list_bytes([str(folder / frame) for frame in ("0.png", "1.png")], 2.0))
     assert content_hash(tmp_path / "slow.frames") not in hashes, "the same times are other frames"
     facts = probe(str(tmp_path / "x.frames"))
     assert (facts.frames, facts.fps, facts.duration_s, facts.height, facts.width) == (2, 4.0, 0.5, 32, 128)

@@ -3,8 +3,8 @@
 import pytest
 
 from rlfuse.errors import VideoError
-from rlfuse.video.clip_facts import ClipFacts
-from rlfuse.video.images import ImageFacts, plan_image
+from rlfuse.video.clip_metadata import ClipMetadata
+from rlfuse.video.images import ImageMetadata, plan_image
 from rlfuse.video.media_settings import ClipSettings, ImageSettings
 from rlfuse.video.models.qwen2_5_vl import Qwen25VL
 from rlfuse.video.models.qwen3_vl import Qwen3VL
@@ -51,7 +51,7 @@ OF_QWEN_VL_UTILS = [
 
 def plan_of(settings, clip, family=Qwen25VL, sampling=None, patch=14):
     total, fps, height, width = clip
-    facts = ClipFacts(total / fps, fps, height, width, total)
+    facts = ClipMetadata(total / fps, fps, height, width, total)
     geometry, settings = Geometry(patch, temporal_patch=family.temporal_patch), ClipSettings.of(settings)
     sampling = sampling or family.sampling
     return plan_video(facts, sampling, geometry=geometry, timestamps=family.timestamps, settings=settings)
@@ -83,11 +83,11 @@ def test_other_models_and_samplings_apply_the_same_settings():
 
 
 def test_parts_of_clips_of_varying_rate_begin_where_their_row_says():
-    slides = ClipFacts(60.0, 0.05, 56, 56, 3, ((0.0, 5.0), (5.0, 40.0), (40.0, 60.0)))
+    slides = ClipMetadata(60.0, 0.05, 56, 56, 3, ((0.0, 5.0), (5.0, 40.0), (40.0, 60.0)))
     settings = ClipSettings(video_start=10.0, video_end=50.0)
     found = plan_video(slides, SeedSampling(), timestamps=VideoLlama3.timestamps, settings=settings)
     assert found.times == (10.0, 40.0)
-    fast = ClipFacts(60.0, 0.7, 56, 56, 42, ((0.0, 20.0),))  # then 41 pictures that change at a rate of their own
+    fast = ClipMetadata(60.0, 0.7, 56, 56, 42, ((0.0, 20.0),))  # then 41 pictures that change at a rate of their own
     seconds = ClipSettings(video_start=30.5, video_end=40.5, nframes=2)
     assert plan_video(fast, VideoLlama3.sampling, settings=seconds).times[0] == pytest.approx(30.5)
     even = plan_video(
@@ -97,7 +97,7 @@ def test_parts_of_clips_of_varying_rate_begin_where_their_row_says():
 
 
 def test_a_list_of_frames_is_shown_whole_unless_its_row_says_otherwise():
-    frames = ClipFacts(2.5, 2.0, 56, 56, 5, is_list=True)
+    frames = ClipMetadata(2.5, 2.0, 56, 56, 5, is_list=True)
     for family, sampling in (
         (Qwen25VL, Qwen25VL.sampling),
         (VideoLlama3, SeedSampling()),
@@ -119,7 +119,7 @@ def test_a_list_of_frames_is_shown_whole_unless_its_row_says_otherwise():
         ({"fps": 0}, "fps is 0; valid is a finite number above 0"),
         ({"fps": "2"}, "fps is '2'"),
         ({"fps": float("nan")}, "fps is nan"),
-        ({"nframes": 2.5}, "nframes is 2.5; valid is a whole number from 1 up"),
+        ({"nframes": 2.5}, "nframes is 2.5; valid is an integer of at least 1"),
         ({"nframes": True}, "nframes is True"),
         ({"max_pixels": -1}, "max_pixels is -1"),
         ({"video_start": "0:10"}, "video_start is '0:10'; valid is a finite number of seconds"),
@@ -128,7 +128,7 @@ def test_a_list_of_frames_is_shown_whole_unless_its_row_says_otherwise():
         ({"nframes": 4, "max_frames": 2}, "nframes=4 is not between min_frames and max_frames"),
         ({"min_frames": 9, "max_frames": 8}, "min_frames=9 is above max_frames=8"),
         ({"min_pixels": 9, "max_pixels": 8}, "min_pixels=9 is above max_pixels=8"),
-        ({"resized_height": 56}, "resized_height and resized_width belong together"),
+        ({"resized_height": 56}, "resized_height and resized_width must be set together"),
         ({"video_start": 4, "video_end": 2}, "video_start=4 is not before video_end=2"),
     ],
 )
@@ -143,10 +143,10 @@ def test_values_that_mean_nothing_are_named(settings, words):
         ({"video_start": 11.0}, None, r"has no frame in video_start=11\.0, video_end=None: it lasts 10 s"),
         ({"video_end": -1.0}, None, "has no frame"),
         ({"video_start": 2.01, "video_end": 2.09}, None, "has no frame"),
-        ({"nframes": 200}, None, "nframes=200 is not between 2 and the 100 frames"),
-        ({"video_start": 8.0, "nframes": 30}, None, "nframes=30 is not between 2 and the 20 frames"),
-        ({"resized_height": 10, "resized_width": 4000}, None, "is 4000 x 10 pixels"),
-        ({"nframes": 90}, SeedSampling(budget=500, levels=(16,)), "is 540 visual tokens by the settings of its row"),
+        ({"nframes": 200}, None, "nframes=200 is not between 2 and the 100 available frames"),
+        ({"video_start": 8.0, "nframes": 30}, None, "nframes=30 is not between 2 and the 20 available frames"),
+        ({"resized_height": 10, "resized_width": 4000}, None, "has 4000 x 10 pixels"),
+        ({"nframes": 90}, SeedSampling(budget=500, levels=(16,)), "has 540 visual tokens with the settings of its row"),
         ({"min_pixels": 99 * CELL}, SeedSampling(budget=64, levels=(16,)), "video.max_tokens is 64"),
     ],
 )
@@ -170,10 +170,10 @@ def test_images_have_the_size_that_their_row_sets(settings, most, size):
     bounds = PixelBounds(min_pixels=4 * CELL, max_pixels=(most or 100) * CELL)
 
     def plan():
-        return plan_image(ImageFacts(240, 320), bounds, Geometry(temporal_patch=2), ImageSettings.of(settings), most)
+        return plan_image(ImageMetadata(240, 320), bounds, Geometry(temporal_patch=2), ImageSettings.of(settings), most)
 
     if size is None:
-        with pytest.raises(VideoError, match=r"is 44 visual tokens .* video\.max_image_tokens is 20"):
+        with pytest.raises(VideoError, match=r"has 44 visual tokens .* video\.max_image_tokens is 20"):
             plan()
     else:
         assert (plan().height, plan().width) == size

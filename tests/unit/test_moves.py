@@ -28,7 +28,7 @@ from rlfuse.engines.pipeline.stages import DeviceStages
 from rlfuse.engines.trainer import offloading
 from rlfuse.engines.trainer.base_rank import Rank
 from rlfuse.engines.trainer.offloading import to_device, to_host
-from rlfuse.engines.trainer.saving import writing
+from rlfuse.engines.trainer.saving import checkpoint_writer
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.errors import EngineError
 
@@ -41,7 +41,7 @@ PAIRS = [(0, "float32"), (1, "bfloat16"), (2, "float32"), (3, "bfloat16"), (3, "
 def group():
     """A process group of this process alone, for DeepSpeed; buckets that some parameters fit into and some do not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer, "REDUCED", 300)
+        patch.setattr(optimizer, "REDUCE_BUCKET_ELEMENTS", 300)
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
             patch.setenv(name, value)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -68,7 +68,7 @@ def accumulate(engine, seeds):
 
 def saved(engine, folder: Path):
     """{name: tensor} of what a rank saves of an engine."""
-    with writing([engine]) as files:
+    with checkpoint_writer([engine]) as files:
         engine.save_checkpoint(str(folder), tag="deepspeed", save_latest=False)
     assert files.problem is None
     found = {}
@@ -188,7 +188,7 @@ def test_nothing_stays_on_the_device(appeared, stage, trains):
     there = appeared()
     assert sum(there.values()) >= (18 if trains else 2) * count
     to_host(model)
-    copies = {piece.data_ptr() for away in offloading._away[model] for piece in away.copies}
+    copies = {piece.data_ptr() for away in offloading._offloaded[model] for piece in away.copies}
     assert [size for at, size in appeared().items() if at not in copies and size > 64] == []
     to_device(model)
     with torch.no_grad():
@@ -212,7 +212,7 @@ def run(network, seeds):
 
 
 def states_of(trained, folder):
-    with writing([trained]) as files:
+    with checkpoint_writer([trained]) as files:
         stage_states.save(trained, folder, 0, files)
     assert files.problem is None
     return load_file(folder / "rank_0.safetensors") | {"optimizer": (folder / "optimizer.json").read_text()}
@@ -415,15 +415,15 @@ def test_bytes_of_an_fsdp2_model(dtype):
 
 def test_a_rank_knows_where_its_models_are():
     rank = TrainerRank(Config(), 0, 1, "cuda")
-    rank.engines, rank.beside = {"actor": engine(1, "bfloat16")}, [Network()]
+    rank.engines, rank.extra_modules = {"actor": engine(1, "bfloat16")}, [Network()]
     before = float(loss(rank.engines["actor"], 0))
     for _ in range(2):
         rank.switch("rollout")
-    assert all(not next(iter(m.buffers())).untyped_storage().nbytes() for m in (rank.engines["actor"], *rank.beside))
+    assert all(
+        not next(iter(m.buffers())).untyped_storage().nbytes() for m in (rank.engines["actor"], *rank.extra_modules)
+    )
     for call in (lambda: rank.score(("actor",), []), lambda: rank.step("actor", 1.0), lambda: rank.share_ipc([])):
-        with pytest.raises(
-            EngineError, match=r"trainer/0 can't \w+: its models have left the device; let it take that"
-        ):
+        with pytest.raises(EngineError, match=r"trainer/0 cannot run \w+: its models are offloaded"):
             call()
     for _ in range(2):
         rank.switch("trainer")

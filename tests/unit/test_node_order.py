@@ -6,11 +6,11 @@ from itertools import permutations
 import pytest
 
 from rlfuse.tools.planning import node_order
-from rlfuse.tools.planning.node_order import Exchanged, NodeLinks, best_order, seconds_of
+from rlfuse.tools.planning.node_order import NodeLinks, NodeTraffic, best_order, exchange_seconds
 
-RING = Exchanged(ring=1e9, ring_hops=10, handed=0.0, hand_overs=0, nodes=99)
-PIPELINES = Exchanged(ring=1e8, ring_hops=4, handed=1e9, hand_overs=16, nodes=99, nodes_of_a_pipeline=2)
-FOUR = Exchanged(ring=1e9, ring_hops=10, handed=0.0, hand_overs=0, nodes=4)
+RING = NodeTraffic(ring_bytes=1e9, ring_hops=10, stage_bytes=0.0, stage_messages=0, nodes=99)
+PIPELINES = NodeTraffic(ring_bytes=1e8, ring_hops=4, stage_bytes=1e9, stage_messages=16, nodes=99, nodes_per_pipeline=2)
+FOUR = NodeTraffic(ring_bytes=1e9, ring_hops=10, stage_bytes=0.0, stage_messages=0, nodes=4)
 
 
 def drawn(count, seed):
@@ -22,7 +22,7 @@ def drawn(count, seed):
 
 
 def brute_force(links, sent):
-    return min(seconds_of(order, links, sent) for order in permutations(range(len(links.names))))
+    return min(exchange_seconds(order, links, sent) for order in permutations(range(len(links.names))))
 
 
 @pytest.mark.parametrize("sent", [RING, PIPELINES, FOUR])
@@ -30,15 +30,15 @@ def brute_force(links, sent):
 def test_few_nodes_are_in_the_best_order_of_all(seed, sent):
     links = drawn(6, seed)
     order = best_order(links, sent)
-    assert sorted(order) == list(range(6)) and seconds_of(order, links, sent) == brute_force(links, sent)
+    assert sorted(order) == list(range(6)) and exchange_seconds(order, links, sent) == brute_force(links, sent)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [RING, PIPELINES])
 def test_annealing_finds_what_trying_all_finds(sent, monkeypatch):
-    monkeypatch.setattr(node_order, "FEW", 0)
+    monkeypatch.setattr(node_order, "MAX_EXHAUSTIVE_NODES", 0)
     links = drawn(6, 7)
-    assert seconds_of(best_order(links, sent), links, sent) == pytest.approx(brute_force(links, sent))
+    assert exchange_seconds(best_order(links, sent), links, sent) == pytest.approx(brute_force(links, sent))
 
 
 @pytest.mark.slow
@@ -47,19 +47,19 @@ def test_many_nodes_are_never_worse_than_as_given(sent):
     links = drawn(16, 3)
     order = best_order(links, sent)
     assert sorted(order) == list(range(16))
-    assert seconds_of(order, links, sent) < 0.7 * seconds_of(range(16), links, sent), "the tail is avoided"
+    assert exchange_seconds(order, links, sent) < 0.7 * exchange_seconds(range(16), links, sent), "the tail is avoided"
 
 
 def test_the_slowest_link_of_a_ring_decides_and_it_comes_back_to_its_first():
     links = drawn(3, 1)
     pairs = [(0, 1), (1, 2), (2, 0)]
-    expected = max(RING.ring / links.bytes_per_s[a][b] + RING.ring_hops * links.seconds[a][b] for a, b in pairs)
-    assert seconds_of((0, 1, 2), links, RING) == expected
+    expected = max(RING.ring_bytes / links.bytes_per_s[a][b] + RING.ring_hops * links.seconds[a][b] for a, b in pairs)
+    assert exchange_seconds((0, 1, 2), links, RING) == expected
 
 
 def test_stages_hand_on_within_their_pipeline_only():
     speed = ((1e12, 1e9, 1e6, 1e6), (1e9, 1e12, 1e6, 1e6), (1e6, 1e6, 1e12, 1e9), (1e6, 1e6, 1e9, 1e12))
     links = NodeLinks(("a", "b", "c", "d"), speed, ((0.0,) * 4,) * 4)
-    sent = Exchanged(ring=0.0, ring_hops=0, handed=1e9, hand_overs=1, nodes=4, nodes_of_a_pipeline=2)
-    assert seconds_of((0, 1, 2, 3), links, sent) == 1.0 and seconds_of((0, 2, 1, 3), links, sent) == 1000.0
-    assert seconds_of(best_order(links, sent), links, sent) == 1.0
+    sent = NodeTraffic(ring_bytes=0.0, ring_hops=0, stage_bytes=1e9, stage_messages=1, nodes=4, nodes_per_pipeline=2)
+    assert exchange_seconds((0, 1, 2, 3), links, sent) == 1.0 and exchange_seconds((0, 2, 1, 3), links, sent) == 1000.0
+    assert exchange_seconds(best_order(links, sent), links, sent) == 1.0

@@ -72,7 +72,7 @@ def test_a_metric_measures_each_step_as_a_run_does(table, tmp_path):
     assert nb.measure(failed, f"{tmp_path}/mine.py:count")["count"].tolist()[:3] == [0, 32, 0]
     with pytest.raises(ConfigError, match=r"trainer\.metrics=.*has no function `other`"):
         nb.measure(table, f"{tmp_path}/mine.py:other")
-    with pytest.raises(ValueError, match="a figure has to be finite"):
+    with pytest.raises(ValueError, match="a metric must be finite"):
         nb.measure(table, lambda samples: float("nan"))
 
 
@@ -82,9 +82,9 @@ def test_a_metric_gets_the_number_of_tokens_and_no_tokens(table, tmp_path):
     measured = nb.measure(table, f"{tmp_path}/mine.py:groups")
     right = table[table["reward"] == 1].groupby("step")["response_tokens"].mean()
     assert measured["tokens_of_right"].tolist() == pytest.approx(right.tolist()) and (right > 0).all()
-    for asked in (list, sum, lambda ids: ids[0], lambda ids: ids[-2:], lambda ids: 3 in ids):
+    for is_requested in (list, sum, lambda ids: ids[0], lambda ids: ids[-2:], lambda ids: 3 in ids):
         with pytest.raises(ValueError, match="response_ids: no tokens were kept"):
-            nb.measure(table, lambda samples, asked=asked: asked(samples[0].response_ids))
+            nb.measure(table, lambda samples, is_requested=is_requested: is_requested(samples[0].response_ids))
 
 
 def test_any_reward_scores_any_table(tmp_path):
@@ -238,7 +238,7 @@ import asyncio
 async def steps():
     listening.step = 3
     print('up')
-    while not listening.asked: await asyncio.sleep(0.01)
+    while not listening.is_requested: await asyncio.sleep(0.01)
     await asyncio.sleep({left})
     print('saved')
 listening = Stopping(60.0, print)

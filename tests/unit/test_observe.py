@@ -71,7 +71,7 @@ def test_gates_and_dimensions_of_rewards_are_counted_by_hand():
     assert found == {
         "reward/frac_reward_zero_std": 0.5,
         "reward/frac_reward_zero_std/exact": 0.0,
-        "reward/groups_of_one": 0.0,
+        "reward/groups_with_one_reward": 0.0,
         "reward/frac_reward_zero_std/style": 0.5,
         "reward/frac_gated": 0.25,
         "rewards/gate/mean": 0.5,
@@ -109,11 +109,11 @@ def test_a_prompt_that_runs_for_every_answer_is_seen():
         return Span(kind, where, 0, 1, samples=names, attributes={"run": run})
 
     once = [ran("ref", 12, "1/0/0", "1/0/1"), ran("ref", 8, "1/1/0"), ran("values", 8, "1/1/0")]
-    assert repetition(once, samples) == {"perf/tokens_run_over_unique": 1.0}
+    assert repetition(once, samples) == {"perf/computed_over_unique_tokens": 1.0}
     slices = [ran("ref", 6, "1/0/0", "1/0/1", where=f"trainer/{rank}") for rank in (0, 1)]
-    assert repetition(slices, samples) == {"perf/tokens_run_over_unique": 1.0}
+    assert repetition(slices, samples) == {"perf/computed_over_unique_tokens": 1.0}
     again = [ran("ref", 6, "1/0/0"), ran("ref", 10, "1/0/1")]
-    assert repetition(again, samples) == {"perf/tokens_run_over_unique": 16 / 12}
+    assert repetition(again, samples) == {"perf/computed_over_unique_tokens": 16 / 12}
 
 
 def test_the_balance_of_passes_is_told_by_what_no_plan_undercuts():
@@ -125,7 +125,7 @@ def test_the_balance_of_passes_is_told_by_what_no_plan_undercuts():
         "balance/makespan_over_bound/mean": 1.1,
         "balance/makespan_over_bound/max": 1.2,
         "balance/makespan_over_bound/min": 1.0,
-        "balance/frac_bound_by_longest": 0.5,
+        "balance/frac_limited_by_longest": 0.5,
     }
     assert balance_metrics(passes[2:]) == {}
 

@@ -14,10 +14,10 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.pipeline_rank import PipelineRank
 from rlfuse.engines.trainer import base_rank, offloading
 from rlfuse.engines.trainer.base_rank import Rank
-from rlfuse.engines.trainer.offloading import bytes_away, fetch_optimizer, on_device, to_device, to_host
-from rlfuse.engines.trainer.saving import writing
+from rlfuse.engines.trainer.offloading import fetch_optimizer, offloaded_bytes, on_device, to_device, to_host
+from rlfuse.engines.trainer.saving import checkpoint_writer
 from rlfuse.errors import EngineError
-from rlfuse.protocols import Sharing
+from rlfuse.protocols import DeviceSharing
 
 
 def test_a_move_that_fails_can_be_made_again(monkeypatch):
@@ -66,14 +66,14 @@ def test_a_fetch_runs_beside_and_is_waited_for(away, monkeypatch):
     network, moments, held = away
     begin, copied = threading.Event(), offloading._copy_back
     monkeypatch.setattr(offloading, "_copy_back", lambda each: (begin.wait(60), copied(each)))
-    size = bytes_away(network)
+    size = offloaded_bytes(network)
     assert size >= 2 * sum(moment.nbytes for moment in moments) and float(loss(network, 1)), "weights are there"
     for _ in range(2):  # once is enough
         fetch_optimizer(network, 60.0)
-    assert bytes_away(network) == size and len(offloading._fetches) == 1
+    assert offloaded_bytes(network) == size and len(offloading._fetches) == 1
     begin.set()
     to_device(network)
-    assert there(moments, held) and not bytes_away(network) and network not in offloading._fetches
+    assert there(moments, held) and not offloaded_bytes(network) and network not in offloading._fetches
     fetch_optimizer(network, 60.0)
     assert network not in offloading._fetches, "there is nothing to fetch"
 
@@ -82,11 +82,11 @@ def test_a_fetch_that_does_not_end_is_told_with_what_it_was(away, monkeypatch):
     network, *_ = away
     begin, copied = threading.Event(), offloading._copy_back
     monkeypatch.setattr(offloading, "_copy_back", lambda each: (begin.wait(60), copied(each)))
-    size = bytes_away(network)
+    size = offloaded_bytes(network)
     fetch_optimizer(network, 0.01)
     try:
         with pytest.raises(
-            EngineError, match=rf"waited 0.01 s for {size:,} bytes of an optimizer's.*_residency=training"
+            EngineError, match=rf"Loading {size:,} bytes of optimizer masters .* than 0.01 s.*_residency=training"
         ):
             to_device(network)
     finally:
@@ -103,12 +103,12 @@ def test_a_fetch_without_room_is_made_up_for_when_there_is_some(away, monkeypatc
             raise torch.OutOfMemoryError
         copied(each)
 
-    size = bytes_away(network)
+    size = offloaded_bytes(network)
     monkeypatch.setattr(offloading, "_copy_back", full)
     fetch_optimizer(network, 60.0)
     with pytest.raises(torch.OutOfMemoryError):
         offloading._fetches[network].done.result(60.0)
-    assert bytes_away(network) == size and not any(moment.untyped_storage().nbytes() for moment in moments)
+    assert offloaded_bytes(network) == size and not any(moment.untyped_storage().nbytes() for moment in moments)
     to_device(network)
     assert there(moments, held)
 
@@ -135,16 +135,18 @@ def test_a_bucket_of_a_pipelines_checkpoint_leaves_its_optimizer_where_it_is(awa
         seen.append((float(loss(network, 1)), [moment.untyped_storage().nbytes() for moment in moments]))
 
     rank.engines, rank._exporter = {"actor": network}, lambda *_: SimpleNamespace(write=write)
-    for move in (bytes_away, to_host):  # weights there, and away too
+    for move in (offloaded_bytes, to_host):  # weights there, and away too
         move(network)
-        size = bytes_away(network)
-        assert rank.save_bucket("actor", 3, [], tmp_path) == (None, None) and bytes_away(network) == size
+        size = offloaded_bytes(network)
+        assert rank.save_bucket("actor", 3, [], tmp_path) == (None, None) and offloaded_bytes(network) == size
     assert seen == [(before, [0] * len(moments))] * 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here memory can be pinned")
 def test_host_memory_that_can_not_be_pinned_is_told_with_what_to_change():
-    with pytest.raises(EngineError, match=r"4096 bytes more of host memory.*MiB free.*--mem.*n_gpus_per_node"):
+    with pytest.raises(
+        EngineError, match=r"4096 bytes of host memory could not be pinned.*MiB free.*--mem.*n_gpus_per_node"
+    ):
         offloading.pinned(4096, pin=True)
 
 
@@ -176,19 +178,19 @@ def test_a_rank_waits_for_the_memory_of_an_engine_that_was_killed(monkeypatch):
     monkeypatch.setattr(base_rank.time, "sleep", lambda seconds: None)
     rank.switch("rollout")
     rank.switch("trainer")
-    assert len(tries) == 3 and not rank.away
+    assert len(tries) == 3 and not rank.is_offloaded
     rank.switch("rollout")
-    monkeypatch.setattr(base_rank, "FREED_S", -1.0)
+    monkeypatch.setattr(base_rank, "FREE_TIMEOUT_S", -1.0)
     tries.clear()
     with pytest.raises(torch.OutOfMemoryError):
         rank.switch("trainer")
-    assert len(tries) == 1 and rank.away
+    assert len(tries) == 1 and rank.is_offloaded
 
 
 def test_what_a_rank_writes_of_a_checkpoint_is_handed_to_the_disk(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (fsync(file), synced.append(os.readlink(f"/proc/self/fd/{file}"))))
-    with writing() as files:
+    with checkpoint_writer() as files:
         files.write(tmp_path / "state", lambda: (tmp_path / "state").write_text("s"))
         assert synced == [str(tmp_path / "state")]
         files.write(tmp_path, lambda: (tmp_path / "config.json").write_text("{}"))
@@ -218,10 +220,10 @@ def test_host_memory_is_pinned_once_in_the_background(monkeypatch):
     monkeypatch.setattr(offloading, "_pinning", None)
     monkeypatch.setattr(offloading, "pinned", pinned)
     monkeypatch.setattr(offloading, "free_bytes", lambda: time.sleep(0.05) or 1 << 40)
-    offloading.pin_ahead(0)
+    offloading.start_pinning(0)
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(offloading.pin_ahead, 2 * [2 * offloading._PIECE + 1]))
-    offloading.pin_ahead(5)
+        list(threads.map(offloading.start_pinning, 2 * [2 * offloading._PIECE + 1]))
+    offloading.start_pinning(5)
     assert not pieces, "the rank's call has returned"
     begin.set()
     offloading._pinning.join(60)
@@ -231,20 +233,20 @@ def test_host_memory_is_pinned_once_in_the_background(monkeypatch):
 
 def test_a_rank_keeps_to_what_the_plan_shares(monkeypatch):
     told = []
-    for name in ("release_cached", "pin_ahead"):
+    for name in ("release_cached", "start_pinning"):
         monkeypatch.setattr(base_rank, name, lambda size, name=name: told.append((name, size)))
     fraction = "set_per_process_memory_fraction"
     monkeypatch.setattr(torch.cuda, fraction, lambda share: told.append((fraction, share)))
     monkeypatch.setattr(Rank, "device_bytes", lambda self: 1000)
     rank, network = Rank(Config(), 0, 1, "cuda"), Network()
-    rank.beside = [network]
-    rank.share(Sharing(cached=7, cached_in_push=3, pinned=100_000))
+    rank.extra_modules = [network]
+    rank.share(DeviceSharing(max_cached_bytes=7, max_cached_bytes_in_push=3, pinned_host_bytes=100_000))
     rank.switch("rollout")
-    assert told == [("release_cached", 7), ("pin_ahead", 100_000 - bytes_away(network))]
+    assert told == [("release_cached", 7), ("start_pinning", 100_000 - offloaded_bytes(network))]
     rank.switch("trainer")
     rank.make_room()
     assert told[2:] == [("release_cached", 3)]
-    rank.share(Sharing(hands_over=False, most=250))
+    rank.share(DeviceSharing(alternates=False, max_rank_bytes=250))
     assert told[3:] == [(fraction, 0.25)]
 
 
@@ -253,9 +255,9 @@ def test_an_optimizer_for_steps_alone_leaves_where_the_models_stay():
     config.actor.optimizer_residency = "step"
     rank = Rank(config, 0, 1, "cuda")
     rank.engines = {"actor": network}
-    rank.share(Sharing(hands_over=False))
+    rank.share(DeviceSharing(alternates=False))
     assert not any(moment.untyped_storage().nbytes() for moment in moments)
-    before = bytes_away(network)
+    before = offloaded_bytes(network)
     with rank.stepping("actor"):
         assert there(moments, held)
-    assert bytes_away(network) == before > 0
+    assert offloaded_bytes(network) == before > 0

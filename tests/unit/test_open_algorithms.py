@@ -19,15 +19,15 @@ from rlfuse.algorithms.losses import LOSS_MODES, policy_loss
 from rlfuse.algorithms.registry import Registry, parameters
 from rlfuse.config import estimators
 from rlfuse.config.checks import check, value_of
+from rlfuse.config.custom_functions import PARAMETERS, traits_of
 from rlfuse.config.declare import Effect
 from rlfuse.config.facts import read_facts
-from rlfuse.config.own_functions import PARAMETERS, traits_of
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.attention import attend_by_layout
+from rlfuse.engines.trainer.micro_batch_losses import actor_loss, log_probs
 from rlfuse.engines.trainer.model_inputs import collate
-from rlfuse.engines.trainer.passes import actor_loss, log_probs
 from rlfuse.errors import ConfigError
-from rlfuse.run.resume.acceptance import named, with_local_paths
+from rlfuse.run.resume.acceptance import with_local_paths, with_run_name
 from rlfuse.run.resume.changes import differences
 from rlfuse.samples import Row
 
@@ -83,7 +83,7 @@ def write(tmp_path, monkeypatch):
 def test_the_pages_estimator_and_kl_by_hand(example):
     experience = Experience(config(*example, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.2"))
     batch = groups([[1.0, 0.0], [0.5, 2.0]], [[3, 2], [1, 4]])
-    assert not experience.early("actor"), "the first batch is verified first"
+    assert not experience.can_train_before_batch_completes("actor"), "the first batch is verified first"
     experience.prepare(batch)
     # The reference is 0.5 nats away from the policy on each token: 0.5^2 / 2 of KL, 0.025 of the reward.
     scores = [[1.0 - 3 * 0.025, -2 * 0.025], [0.5 - 0.025, 2.0 - 4 * 0.025]]
@@ -92,7 +92,7 @@ def test_the_pages_estimator_and_kl_by_hand(example):
         np.testing.assert_allclose(first, one - other, atol=1e-6)
         np.testing.assert_allclose(second, other - one, atol=1e-6)
     experience.complete(batch)
-    assert experience.early("actor") and "values" not in experience.kinds
+    assert experience.can_train_before_batch_completes("actor") and "values" not in experience.kinds
     assert [len(each) for pair in found for each in pair] == [3, 2, 1, 4]
 
 
@@ -155,14 +155,16 @@ def test_traits_decide_about_critic_groups_and_whitening(write):
     found = config(f"{ESTIMATOR}=mine.py:above_value")
     assert found.uses_critic and not told(f"{ESTIMATOR}=mine.py:above_value", "trainer.critic_warmup=3", "rollout.n=1")
     experience, batch = Experience(found), groups([[1.0], [0.0]], [[3], [2]])
-    assert "values" in experience.kinds and not experience.early("critic")
-    assert "adv_estimator=mine.py:above_value normalises" in experience.why_late()
+    assert "values" in experience.kinds and not experience.can_train_before_batch_completes("critic")
+    assert "adv_estimator=mine.py:above_value normalises" in experience.overlap_blocker()
     experience.prepare(batch)
     np.testing.assert_array_equal(batch[0].samples[0].tensors["returns"], [2.0] * 3)
     experience.complete(batch)
     white = np.concatenate([group.samples[0].tensors["advantages"] for group in batch])
     assert white.mean() == pytest.approx(0, abs=1e-6) and white.std(ddof=1) == pytest.approx(1, abs=1e-6)
-    assert experience.early("critic") and not experience.early("actor")
+    assert experience.can_train_before_batch_completes("critic") and not experience.can_train_before_batch_completes(
+        "actor"
+    )
 
 
 ACROSS = """
@@ -202,11 +204,13 @@ def test_a_custom_estimator_gets_the_whole_batch_in_one_call_unless_it_states_ot
     write(ACROSS)
     for order in ([0, 1, 2], [2, 0, 1]):
         experience = Experience(config(f"{ESTIMATOR}=mine.py:batch_mean"))
-        assert not experience.early("actor") and not experience.early("critic")
-        assert "mine.py:batch_mean gets the whole batch" in experience.why_late()
+        assert not experience.can_train_before_batch_completes(
+            "actor"
+        ) and not experience.can_train_before_batch_completes("critic")
+        assert "mine.py:batch_mean gets the whole batch" in experience.overlap_blocker()
         batch = groups([[1.0, 0.0], [0.5, 2.0], [4.0, 0.0]], [[3, 2], [1, 4], [2, 2]])
         assert advantages_of(experience, batch, order) == [-0.25, -1.25, -0.75, 0.75, 2.75, -1.25]
-        assert not experience.early("actor"), "nor in any later step"
+        assert not experience.can_train_before_batch_completes("actor"), "nor in any later step"
         assert set(ESTIMATORS.find("mine.py:batch_mean").__globals__["calls"]) == {6}
 
 
@@ -215,8 +219,8 @@ def test_an_estimator_that_reads_other_groups_than_it_states_ends_the_run_before
     write(ACROSS)
     experience = Experience(config(f"{ESTIMATOR}=mine.py:{name}"))
     batch = groups([[1.0, 0.0], [0.5, 2.0]], [[3, 2], [1, 4]])
-    assert not experience.early("actor")
-    says = r"states needs_batch=False, but advantages of sample 1/\d/0, token 0, are \S+ from its group and \S+ from"
+    assert not experience.can_train_before_batch_completes("actor")
+    says = r"declares needs_batch=False, but advantages of sample 1/\d/0, token 0, are \S+ from its group and \S+ from"
     with pytest.raises(ConfigError, match=f"mine.py:{name}: {says}"):
         advantages_of(experience, batch, [0, 1])
 
@@ -225,14 +229,16 @@ def test_an_estimator_that_reads_other_groups_than_it_states_ends_the_run_before
 def test_one_that_states_its_group_gets_one_per_call_and_trains_early_once_a_batch_has_shown_it(write, name):
     write(ACROSS)
     experience = Experience(config(f"{ESTIMATOR}=mine.py:{name}"))
-    assert experience.why_late() == ""
+    assert experience.overlap_blocker() == ""
     flat = groups([[1.0, 1.0], [1.0, 1.0]], [[3, 2], [1, 4]])
     advantages_of(experience, flat, [1, 0])
-    assert not experience.early("actor"), "equal rewards show nothing"
+    assert not experience.can_train_before_batch_completes("actor"), "equal rewards show nothing"
     batch = groups([[1.0, 0.0], [0.5, 2.0]], [[3, 2], [1, 4]])
     wanted = [0.5, -0.5, -0.75, 0.75] if name == "group_mean" else [1.0, 0.0, 0.5, 2.0]
     assert advantages_of(experience, batch, [0, 1]) == wanted
-    assert experience.early("actor") and experience.early("critic")
+    assert experience.can_train_before_batch_completes("actor") and experience.can_train_before_batch_completes(
+        "critic"
+    )
     if name == "group_mean":
         experience.prepare(batch)
         assert ESTIMATORS.find("mine.py:group_mean").__globals__["calls"] == [2, 2, 4, 2, 2, 4, 2, 2]
@@ -250,17 +256,17 @@ def test_an_estimator_that_compares_needs_groups_and_one_without_critic_no_warm_
         (f"{ESTIMATOR}=other.py:f", "there is no file .*other.py; correct the path"),
         (f"{ESTIMATOR}=mine.py:best", "has no function `best`; its functions: f, g, k; name one"),
         (f"{LOSS}=mine.py:f", "parameter `scores` is not one of log_probs, old_.*; rename it, or give it a default"),
-        ("algorithm.kl_penalty=mine.py:g", "parameter `mask` is not one of log_probs, ref_log_probs, which are given"),
+        ("algorithm.kl_penalty=mine.py:g", "parameter `mask` is not one of log_probs, ref_log_probs, which are passed"),
         ("actor.kl_loss_type=mine.py:g", "parameter `mask` is not one of"),
-        (f"{ESTIMATOR}=mine.py:k", r"`values` is only there for estimators with needs_critic=True; put @adv"),
+        (f"{ESTIMATOR}=mine.py:k", r"`values` is only passed to estimators with needs_critic=True; put @adv"),
         (f"{ESTIMATOR}=mine.py", "is not one of gae, .*, or path/file.py:name for a custom one"),
         (f"{LOSS}=broken.py:f", "line 2: .*; correct the file"),
-        (f"{LOSS}=lacking.py:f", "Python finds no package `unheard_of`; install it"),
+        (f"{LOSS}=lacking.py:f", "Python does not find the package `unheard_of`; install it"),
         (
             f"{ESTIMATOR}=traits.py:unknown",
             "unexpected keyword argument 'needs_group'; traits are needs_groups, needs_b",
         ),
-        (f"{ESTIMATOR}=traits.py:wrong", "whitens=True has to be 'tokens' or 'responses'"),
+        (f"{ESTIMATOR}=traits.py:wrong", "whitens=True must be 'tokens' or 'responses'"),
         (f"{ESTIMATOR}=traits.py:computed", "traits are .*, written out"),
         (f"{ESTIMATOR}=traits.py:bare", r"takes traits by name, as @advantage_estimator\(needs_groups=True\)"),
     ],
@@ -301,7 +307,7 @@ def test_what_is_wrong_in_several_files_is_told_at_once_and_nothing_is_run(write
 def test_what_is_no_matrix_is_told_with_key_and_shape(write, returned):
     write(f"def f(scores, mask): return {returned}")
     Experience(config(f"{ESTIMATOR}=grpo")).prepare(prepared := groups([[1.0], [0.0]], [[3], [2]]))
-    with pytest.raises(ConfigError, match=r"adv_estimator=mine.py:f: returned a .*has to return .*\[2, 3\]"):
+    with pytest.raises(ConfigError, match=r"adv_estimator=mine.py:f: returned a .*it must return .*\[2, 3\]"):
         Experience(config(f"{ESTIMATOR}=mine.py:f")).complete(prepared)
 
 
@@ -321,7 +327,7 @@ def test_workers_with_another_working_directory_find_the_files(example, tmp_path
     assert all(Path(value_of(local, key).partition(":")[0]).is_absolute() for key in PARAMETERS)
     assert traits_of(local.algorithm.adv_estimator).needs_groups
     assert LOSS_MODES.find(local.actor.loss_mode).__name__ == "one_sided"
-    assert re.fullmatch(r"run-best_of_others-[\d-]+", named(local).trainer.experiment_name)
+    assert re.fullmatch(r"run-best_of_others-[\d-]+", with_run_name(local).trainer.experiment_name)
 
 
 def test_a_change_from_or_to_an_estimator_with_a_critic_is_fixed(write):

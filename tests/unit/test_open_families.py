@@ -12,23 +12,23 @@ from transformers import AutoModelForImageTextToText, Qwen2VLConfig, Qwen2VLForC
 
 from rlfuse.cli import main
 from rlfuse.config.checks import check
+from rlfuse.config.custom_modules import load_module
 from rlfuse.config.facts import read_facts
-from rlfuse.config.own_modules import module_of
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.memory.model_sizes import read_shape
-from rlfuse.engines.trainer.families import untrainable
+from rlfuse.engines.trainer.families import training_problems
 from rlfuse.engines.trainer.models import load_critic, load_policy
 from rlfuse.engines.vllm.prompts import prompt_arguments
 from rlfuse.run.resume.acceptance import with_local_paths
 from rlfuse.run.resume.changes import input_digests
 from rlfuse.tasks.small_video_models import byte_tokenizer
 from rlfuse.tools.job_package import pack
-from rlfuse.video.handover import hand_over
 from rlfuse.video.models import base
-from rlfuse.video.models.base import Route, bring_along, m_rope
+from rlfuse.video.models.base import Route, m_rope, register_custom_family
 from rlfuse.video.positions import MRope
 from rlfuse.video.towers import Tower
 from rlfuse.video.video_model import VideoModel
+from rlfuse.video.vllm_route import select_route
 
 README = Path(__file__).parents[2] / "rlfuse/video/README.md"
 PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "rescale_factor": 1 / 255}
@@ -72,7 +72,7 @@ def folder(tmp_path_factory):
 def test_the_example_has_the_models_own_features(own, folder):
     with pytest.raises(ValueError, match="qwen2_vl model; towers can be run alone for qwen2_5_vl, qwen3_vl"):
         Tower(folder)
-    bring_along(own)
+    register_custom_family(own)
     model = Qwen2VLForConditionalGeneration.from_pretrained(folder).eval()
     tower, frames = Tower(folder), torch.randint(0, 256, (5, 56, 84, 3), dtype=torch.uint8)
     assert tower.shape.cost.unit(24) == 2 * 12 * 64 * 64 * 24 + 2 * 2 * 64 * 24 * 24
@@ -83,7 +83,7 @@ def test_the_example_has_the_models_own_features(own, folder):
 
 
 def test_the_pages_check_of_positions_tells_a_wrong_rope(own, folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mine", module_of(Path(own.rpartition(":")[0])))
+    monkeypatch.setitem(sys.modules, "mine", load_module(Path(own.rpartition(":")[0])))
     check = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
     check = check.replace("Qwen/Qwen2-VL-2B-Instruct", str(folder))
     exec(check, names := {})
@@ -97,9 +97,9 @@ def test_the_pages_check_of_positions_tells_a_wrong_rope(own, folder, monkeypatc
 def test_the_example_goes_through_driver_engine_trainer_and_plan(own, folder, tmp_path):
     config = Config()
     config.model = ModelConfig(path=str(folder), dtype="float32", video_family=own)
-    assert untrainable(config) == []
+    assert training_problems(config) == []
     whole = AutoModelForImageTextToText.from_pretrained(folder)
-    assert hand_over(whole.config) is Route.VIDEO_EMBEDS and prompt_arguments(whole.config, 4096)["enable_mm_embeds"]
+    assert select_route(whole.config) is Route.VIDEO_EMBEDS and prompt_arguments(whole.config, 4096)["enable_mm_embeds"]
     policy, critic = (load(str(folder), config.model) for load in (load_policy, load_critic))
     size = sum(each.numel() for each in whole.parameters())
     shape = read_shape(str(folder), "model.path")
@@ -107,7 +107,7 @@ def test_the_example_goes_through_driver_engine_trainer_and_plan(own, folder, tm
     assert shape.parameters + shape.tower == size and shape.sight == (2, 64, 256)
     assert not any("visual" in name for model in (policy, critic) for name in model.state_dict())
 
-    model = VideoModel.at(str(folder))
+    model = VideoModel.from_pretrained(str(folder))
     assert model.served(tmp_path / "text") == str(folder) and model.frame == ("<start>", "<stop>")
     trained = tmp_path / "huggingface"
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_the_example_goes_through_driver_engine_trainer_and_plan(own, folder, tm
 WRONG = [
     ("nowhere.py:Qwen2VL", "", "there is no file .*nowhere.py; correct the path"),
     ("mine.py:Other", "class A: pass\ndef f(): pass\n", "no class `Other`; its classes: A; name one of them"),
-    ("mine.py:A", "import absent_package\nclass A: pass\n", "finds no package `absent_package`"),
+    ("mine.py:A", "import absent_package\nclass A: pass\n", "does not find the package `absent_package`"),
     ("mine.py", "", "names no class of a file; write path/file.py:name"),
 ]
 
@@ -141,7 +141,7 @@ def test_a_users_own_comes_in_place_of_a_built_in_one(tmp_path):
     text = "from rlfuse.video.models.qwen2_5_vl import Qwen25VL\nfrom rlfuse.video.models.base import video_family\n"
     text += '@video_family("qwen2_5_vl")\nclass Mine(Qwen25VL): merge = 4\n'
     (tmp_path / "mine.py").write_text(text)
-    bring_along(f"{tmp_path / 'mine.py'}:Mine")
+    register_custom_family(f"{tmp_path / 'mine.py'}:Mine")
     assert base.FAMILIES["qwen2_5_vl"].merge == 4
 
 

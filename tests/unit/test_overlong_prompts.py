@@ -7,7 +7,7 @@ import pytest
 from clip_files import steady, write_video
 from PIL import Image
 
-from rlfuse.config.own_functions import replaced
+from rlfuse.config.custom_functions import with_values
 from rlfuse.config.schema import Config
 from rlfuse.data.clips import ClipReader
 from rlfuse.data.prompts import load_prompts
@@ -40,10 +40,16 @@ def models(tmp_path_factory):
     readers = {}
     for name, write in MODELS.items():
         path = write(folder / name, SmallModel(heads=2, layers=1, tower_heads=1, tower_layers=1))
-        config = replaced(Config(), {"model.path": str(path), "video.sampling": "fixed", "video.max_image_tokens": 4})
-        config = replaced(config, {"video.frames": 4, "video.tokens_per_frame": 4})
+        config = with_values(
+            Config(), {"model.path": str(path), "video.sampling": "fixed", "video.max_image_tokens": 4}
+        )
+        config = with_values(config, {"video.frames": 4, "video.tokens_per_frame": 4})
         tokenizer = load_tokenizer(config.model)
-        readers[name] = config, tokenizer, ClipReader(VideoModel.at(str(path)), config.video, tokenizer, 1, folder)
+        readers[name] = (
+            config,
+            tokenizer,
+            ClipReader(VideoModel.from_pretrained(str(path)), config.video, tokenizer, 1, folder),
+        )
     return folder, readers
 
 
@@ -51,7 +57,9 @@ def load(models, model, rows, limit, shows=True, **data):
     folder, readers = models
     config, tokenizer, clips = readers[model]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = replaced(config, {f"data.{key}": value for key, value in (data | {"max_prompt_length": limit}).items()}).data
+    data = with_values(
+        config, {f"data.{key}": value for key, value in (data | {"max_prompt_length": limit}).items()}
+    ).data
     return load_prompts([str(folder / "rows.jsonl")], tokenizer, data, clips if shows else None)
 
 
@@ -94,7 +102,7 @@ def test_prompts_are_cut_as_those_of_text_models_and_clips_stay_whole(models, mo
     [cut], report = load(models, model, [row], limit, truncation=way)
     ids, head = whole.token_ids, {"left": 0, "right": limit, "middle": limit // 2}[way]
     np.testing.assert_array_equal(cut.token_ids, np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]]))
-    assert "1 cut to 250 tokens" in str(report) and not report.unusable
+    assert "1 truncated to 250 tokens" in str(report) and not report.unusable
     for before, after in zip(whole.visual, cut.visual, strict=True):
         np.testing.assert_array_equal(cut.token_ids[after.positions], ids[before.positions])
         assert len(after.positions) == after.plan.tokens and after.plan == before.plan
@@ -128,5 +136,5 @@ def test_longer_rows_are_dropped_and_are_not_unusable(models, model):
     prompts, report = load(models, model, rows, 200, filter_overlong_prompts=True, truncation="left")
     assert [len(prompt.visual) for prompt in prompts] == [0, 1] and [prompt.index for prompt in prompts] == [0, 1]
     assert report.dropped == 4 and report.unusable == [] and "4 dropped (over 200 tokens)" in str(report)
-    with pytest.raises(DataError, match="no prompt is left of 1 rows: 1 are longer than"):
+    with pytest.raises(DataError, match="none of 1 rows is usable: 1 are longer than"):
         load(models, model, [CLIP_FIRST], 200, filter_overlong_prompts=True)

@@ -28,16 +28,16 @@ def test_the_notebooks_page_scores_and_measures_a_run(monkeypatch):
 def test_the_doctors_page_makes_a_finding(capsys):
     names = {}
     exec(code_of(ROOT / "rlfuse/tools/doctor/README.md"), names)
-    show([names["judge_swap"](3 << 30), names["judge_swap"](1 << 20)])
+    show([names["check_swap"](3 << 30), names["check_swap"](1 << 20)])
     told = capsys.readouterr().out
-    assert "3,072 MiB used" in told and "end what else runs here" in told and "1 MiB used" in told
+    assert "3,072 MiB used" in told and "end other processes" in told and "1 MiB used" in told
 
 
 def test_a_users_figures_have_panels_in_the_report():
     rows = [{"step": 1, "custom/sums/right": 0.5, "custom/count": 3.0, "val-custom/count": 2.0, "other/x": 1.0}]
     panels = curves([SimpleNamespace(rows=rows)])
     assert [(panel.title, panel.lines) for panel in panels] == [
-        ("your own", (("custom/count", ""),)),
-        ("your own", (("custom/sums/right", ""),)),
-        ("your own, held out", (("val-custom/count", ""),)),
+        ("custom metrics", (("custom/count", ""),)),
+        ("custom metrics", (("custom/sums/right", ""),)),
+        ("custom metrics, validation", (("val-custom/count", ""),)),
     ]

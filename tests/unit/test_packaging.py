@@ -53,7 +53,7 @@ def test_what_is_missing_is_said_to_be(monkeypatch, capsys):
 def test_presets_stand_in_one_folder(monkeypatch, tmp_path):
     assert compose.conf_folder() == ROOT / "conf" == (ROOT / "rlfuse" / "conf").resolve()
     monkeypatch.setattr(compose, "CONF", tmp_path)
-    with pytest.raises(ConfigError, match=f"{tmp_path}: the presets are missing; install rlfuse again"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}: the presets are missing; reinstall rlfuse"):
         compose.load(["algorithm=grpo"])
 
 

@@ -19,18 +19,18 @@ from rlfuse.engines.pipeline.layout import Pipelines, mesh_of
 from rlfuse.engines.pipeline.loading import load_stage
 from rlfuse.engines.pipeline.partition import (
     balanced,
+    logits_fraction,
     measured_costs,
     modelled_costs,
     parts,
-    share_with_logits,
     stage_costs,
 )
 from rlfuse.engines.pipeline.pipeline_group import forward_only
 from rlfuse.engines.pipeline.stages import Stage, check_first_layer, check_head
 from rlfuse.engines.trainer.attention import attend_by_layout
+from rlfuse.engines.trainer.micro_batch_losses import actor_loss
 from rlfuse.engines.trainer.micro_batches import split_evenly
 from rlfuse.engines.trainer.model_inputs import collate
-from rlfuse.engines.trainer.passes import actor_loss
 from rlfuse.errors import EngineError
 from rlfuse.fusion.schedules.operations import Operation
 from rlfuse.fusion.schedules.problem import Model, Problem
@@ -92,7 +92,7 @@ def test_chunks_are_cut_so_that_devices_are_balanced(placement, layers, head, st
 def test_chunks_stay_within_the_memory_of_their_stages():
     v, costs = Pipelines("actor", 2, chunks=2), ([1.0] * 8, 0.0, 4.0)
     assert v.balanced(costs) == (2, 3, 3, 0) and v.balanced(costs, most=(3, 2, 3, 3)) == (3, 2, 3, 0)
-    with pytest.raises(ValueError, match=r"8 layers don't fit stages that have memory for \(2, 2, 2, 1\)"):
+    with pytest.raises(ValueError, match=r"8 layers don't fit: the stages have memory for \(2, 2, 2, 1\)"):
         v.balanced(costs, most=(2, 2, 2, 1))
 
 
@@ -246,7 +246,7 @@ def test_costs_are_read_off_what_stages_took():
 
 
 def test_logits_are_where_responses_are():
-    assert share_with_logits(DataConfig(max_prompt_length=512, max_response_length=1536)) == 0.75
+    assert logits_fraction(DataConfig(max_prompt_length=512, max_response_length=1536)) == 0.75
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 5))

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlfuse.engines.pipeline import schedule_executor
 from rlfuse.engines.pipeline.head_shares import HeadShares, group_of
-from rlfuse.engines.pipeline.lanes import LATER
 from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.engines.pipeline.p2p_groups import COLLECTIVE_TIMEOUT_FACTOR
 from rlfuse.engines.pipeline.schedule_executor import ScheduleExecutor
 from rlfuse.engines.pipeline.waits import RUN_AHEAD, HostWaits, StreamWaits
 from rlfuse.errors import EngineError
@@ -179,7 +179,7 @@ def test_devices_that_share_a_head_are_connected_before_a_schedule_runs(of_four,
     with Calls() as calls:
         shares = HeadShares(Pipelines("actor", 2, direction="up", vocabulary=True), rank % 2, 60.0)
     assert calls.names == ["broadcast", "allgather", "reduce"]
-    assert limits == [timedelta(seconds=60.0 * LATER)] * 2
+    assert limits == [timedelta(seconds=60.0 * COLLECTIVE_TIMEOUT_FACTOR)] * 2
     assert (shares.index, shares.last) == (1 - rank % 2, rank - rank % 2)
 
 
@@ -199,7 +199,7 @@ class Scoring:
     shape = head_shape = lambda *_: (1, 1)
 
     def __init__(self):
-        self.before_head = {0: torch.ones(1, 1)}
+        self.head_input = {0: torch.ones(1, 1)}
 
     def forward(self, *_):
         return torch.ones(1, 1)

@@ -8,10 +8,10 @@ from worlds.random_engines import response
 
 from rlfuse.costs.model import Costs
 from rlfuse.fusion import adaptive
+from rlfuse.fusion.assignment import consolidate, slots_needed
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.decisions import Generate, Move, Settings
 from rlfuse.fusion.lengths import Lengths
-from rlfuse.fusion.sharing import consolidate, slots_needed
 from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.samples import make_groups
 
@@ -118,10 +118,13 @@ def test_no_look_is_skipped_where_several_samples_finish_at_once():
     board.finished("1/0/0", response(), 0.0)
     view = board.snapshot(0.0)
     assert (view.finished, board.snapshot(0.0).finished) == (1, 0)
-    due = [adaptive.look_is_due(replace(view, unfinished=unfinished, finished=1)) for unfinished in range(128, 133)]
+    due = [
+        adaptive.release_check_is_due(replace(view, unfinished=unfinished, finished=1))
+        for unfinished in range(128, 133)
+    ]
     assert due == [True, False, False, False, True]
-    assert not adaptive.look_is_due(replace(view, unfinished=130, finished=2)), "131 and 130"
-    assert adaptive.look_is_due(replace(view, unfinished=130, finished=3)), "132 was passed"
+    assert not adaptive.release_check_is_due(replace(view, unfinished=130, finished=2)), "131 and 130"
+    assert adaptive.release_check_is_due(replace(view, unfinished=130, finished=3)), "132 was passed"
 
 
 def test_slots_are_not_emptied_while_one_is_free_or_groups_wait():

@@ -8,12 +8,12 @@ import transformers
 from test_plan_models import FAMILIES, NARROW, job
 
 from rlfuse import cli
-from rlfuse.engines.memory.activations import activations, micro_batch_tokens, stage_parts, worst
+from rlfuse.engines.memory.activations import activations, micro_batch_tokens, stage_parts, worst_micro_batches
 from rlfuse.engines.memory.estimate import GIB, Budget, memory_of, parameters_on
 from rlfuse.engines.memory.model_sizes import read_shape
 from rlfuse.engines.memory.remedies import problems, remedies
 from rlfuse.engines.memory.residency import GENERATING, LOADING, PHASES, SAVING, SYNC, TRAINING, Item
-from rlfuse.engines.memory.tracing import Texts
+from rlfuse.engines.memory.tracing import SequenceLengths
 from rlfuse.tools.planning.costs import costs_of
 from rlfuse.tools.planning.forecast import forecast, lengths_of
 from rlfuse.tools.planning.hardware import Hardware
@@ -44,7 +44,7 @@ def test_prompts_shorter_than_their_limit_make_micro_batches_of_responses(large)
     shape = read_shape(large, "model.path")
     config = job(data__max_prompt_length=30_000, data__max_response_length=2048, actor__ppo_mini_batch_size=64)
     config.model.enable_gradient_checkpointing = True
-    answers, *_ = worst(config, linear=True)
+    answers, *_ = worst_micro_batches(config, linear=True)
     assert sum(sum(each) for each in answers.lengths) == 16384 and {prompt for prompt, _ in answers.lengths} == {1}
     predicted = sum(response for _, response in answers.lengths)
     logits = 2 * predicted * shape.vocabulary * 2  # in bfloat16, and their gradient
@@ -98,10 +98,10 @@ def test_phases_take_turns_on_gpus_and_add_up_on_cpus(small):
 
     trained = {(role, what) for role in ("actor", "critic") for what in ("parameters", "optimizer")}
     trained.add(("reference", "parameters"))
-    engine, always = ("engine", "parameters"), ("processes", "of their own")
+    engine, always = ("engine", "parameters"), ("processes", "base memory")
     for phase in (LOADING, TRAINING, SYNC, SAVING):
         assert there(phase) >= trained | {always}
-    served = {("engine", what) for what in ("parameters", "KV cache", "work space", "what does not sleep")}
+    served = {("engine", what) for what in ("parameters", "KV cache", "work space", "CUDA graphs and buffers")}
     assert there(GENERATING) == {always, ("processes", "NCCL's buffers"), *served}
     assert engine in there(SYNC) and ("engine", "KV cache") not in there(SYNC) and engine not in there(TRAINING)
     assert ("actor", "gradients") in there(TRAINING) and ("actor", "gradients") not in there(SYNC)
@@ -182,7 +182,7 @@ def test_micro_batches_hold_the_budget_or_one_long_sequence():
     assert tokens(actor__zero_stage=3) == (4 * 1024, 4 * 1024)
     assert tokens(training__pipeline_parallel_size=2) == (4 * 1024, 2 * 1024), "each pipeline has its part"
     assert tokens(rollout__tensor_model_parallel_size=4) == (4 * 1024, 4 * 1024), "a slot's ranks share"
-    (texts, _) = worst(job(**few), linear=True)
+    (texts, _) = worst_micro_batches(job(**few), linear=True)
     assert texts.lengths == ((512, 512),) * 8, "so few samples are as many tokens with long prompts only"
 
 
@@ -190,10 +190,13 @@ def test_micro_batches_hold_the_budget_or_one_long_sequence():
 def test_passes_without_gradients_run_over_the_whole_batch(small):
     shapes = {role: read_shape(small, "model.path", value=role == "critic") for role in ("actor", "critic")}
     config = job(data__train_batch_size=32, actor__ppo_mini_batch_size=1, rollout__n=1)
-    text = Texts(((1, 511), *[(1, 512)] * 31))  # the whole budget of 16384
+    text = SequenceLengths(((1, 511), *[(1, 512)] * 31))  # the whole budget of 16384
     for role, does in (("actor", "reference"), ("critic", "values")):
         whole = shapes[role].model.work(config, does, text, "cuda").peak
-        mini = max(shapes[role].model.work(config, role, each, "cuda").peak for each in worst(config, linear=True))
+        mini = max(
+            shapes[role].model.work(config, role, each, "cuda").peak
+            for each in worst_micro_batches(config, linear=True)
+        )
         assert activations(config, shapes[role], role, "cuda") == pytest.approx(whole, rel=0.02) and whole > 2 * mini
     reference = activations(config, shapes["actor"], "reference", "cuda")
     assert reference == activations(config, shapes["actor"], "actor", "cuda")
@@ -225,7 +228,7 @@ def test_what_does_not_fit_is_named_and_the_remedies_help(large):
     )
     assert "tensor_model_parallel_size=" in tight and "; or" not in tight, "more slots alone make no engine smaller"
     config = job(rollout__gpu_memory_utilization=0.1)
-    assert "no room beside the engine's weights" in problems(config, memory_of(config, shapes, budget))[0]
+    assert "no room next to the engine's weights" in problems(config, memory_of(config, shapes, budget))[0]
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -341,7 +344,7 @@ def test_phases_are_shown_in_their_order_with_the_tightest_and_the_settings(larg
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False" in out and "enable_sleep_mode=True" in out
     assert picture.stat().st_size > 10_000
     assert command(large, "--device-memory", "80", "--memory-picture", "slot.gif") == 2
-    assert "--memory-picture slot.gif: needs a name that ends in .png" in capsys.readouterr().err
+    assert "--memory-picture slot.gif: the name must end in .png" in capsys.readouterr().err
 
 
 @pytest.mark.slow

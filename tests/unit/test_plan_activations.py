@@ -12,12 +12,12 @@ from rlfuse.config.facts import Facts
 from rlfuse.engines.memory.activations import MIB, WORKSPACES, activations, leaves, leaving, words
 from rlfuse.engines.memory.estimate import GIB, TRAINING, Budget, memory_of
 from rlfuse.engines.memory.model_sizes import read_shape
-from rlfuse.engines.memory.tracing import HEAP, Texts, _row
-from rlfuse.engines.trainer.activation_places import Place
+from rlfuse.engines.memory.tracing import HEAP, SequenceLengths, _row
+from rlfuse.engines.trainer.activation_placement import Place
+from rlfuse.engines.trainer.micro_batch_losses import OBJECTIVES
 from rlfuse.engines.trainer.model_inputs import collate
-from rlfuse.engines.trainer.models import trainer_ready
-from rlfuse.engines.trainer.passes import OBJECTIVES
-from rlfuse.engines.trainer.rank_group import HOST_MEMORY
+from rlfuse.engines.trainer.models import prepare_for_training
+from rlfuse.engines.trainer.rank_group import MALLOC_SETTINGS
 from rlfuse.tools.planning.cluster_file import Cluster
 from rlfuse.tools.planning.costs import costs_of
 from rlfuse.tools.planning.hardware import Hardware
@@ -25,7 +25,7 @@ from rlfuse.tools.planning.space import axes_of, structures
 
 SIZES = dict(num_hidden_layers=6, vocab_size=96, hidden_size=64, num_attention_heads=4, intermediate_size=192,
              num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0)  # fmt: skip
-SAMPLES = Texts(((120, 80), (160, 40)))
+SAMPLES = SequenceLengths(((120, 80), (160, 40)))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def given(tmp_path_factory):
     config, folder = Qwen2Config(**SIZES), tmp_path_factory.mktemp("model")
     config.save_pretrained(folder)
     settings = job(model__dtype="float32").model
-    return read_shape(str(folder), "model.path"), trainer_ready(
+    return read_shape(str(folder), "model.path"), prepare_for_training(
         AutoModelForCausalLM.from_config(config), settings
     ).train()
 
@@ -46,7 +46,7 @@ def peak_of(config, model, offloading):
         p.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None)) for p in model.parameters()
     ]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        with offloading.leaving(batch, None):
+        with offloading.offloaded(batch, None):
             loss, _ = OBJECTIVES["actor"](config, model, batch)
         loss.backward()
     for handle in handles:
@@ -81,7 +81,7 @@ def test_what_leaves_is_in_the_plan(given):
     away = memory_of(config, {"actor": shape}, Budget("cuda", GIB))
     found = leaves(config, shape, "actor", "cuda")
     assert away.total(TRAINING) < stays.total(TRAINING) and found.places.layers[-1] is Place.DEVICE
-    assert away.host - stays.host == found.waiting(Place.HOST) == 5 * found.layer
+    assert away.host - stays.host == found.offloaded_bytes(Place.HOST) == 5 * found.layer
     config.model.activation_host_mb = int(2.5 * found.layer) >> 20
     lines = list(words(leaves(config, shape, "actor", "cuda"), "actor"))
     assert "actor: in a micro-batch of 4,096 tokens, of 6 layers" in lines[0] and "are run again" in lines[0]
@@ -94,14 +94,14 @@ def test_what_leaves_is_in_the_plan(given):
 @pytest.mark.slow
 def test_blocks_in_the_heap_leave_holes_on_cpu_hosts_and_mapped_ones_none(given):
     shape, _ = given
-    assert int(HOST_MEMORY["MALLOC_MMAP_THRESHOLD_"]) == HEAP
+    assert int(MALLOC_SETTINGS["MALLOC_MMAP_THRESHOLD_"]) == HEAP
 
     def sizes(prompt, again=False):
         limits = {"data__max_prompt_length": prompt, "actor__ppo_max_token_len_per_gpu": prompt}
         config = job(model__dtype="float32", model__enable_gradient_checkpointing=again, **limits)
         parts = memory_of(config, {"actor": shape}, Budget("cpu", GIB)).parts
         told = {part.what: part.size for part in parts if part.role == "actor"}
-        return told["activations"], told["holes between activations"]
+        return told["activations"], told["heap fragmentation"]
 
     kept, between = sizes(1024)
     assert kept == between, "all blocks are small"
@@ -116,7 +116,7 @@ def test_copies_that_nothing_hides_are_not_planned(given):
     shape, _ = given
     config = job(model__enable_activation_offload=True, model__activation_device_mb=0)
     slow, fast = (leaves(config, shape, "actor", "cuda", seconds=1e-6, host_s=speed) for speed in (1.0, FAST * FAST))
-    assert slow.run_again == 5 / 6 and fast.run_again == 0
+    assert slow.recomputed_fraction == 5 / 6 and fast.recomputed_fraction == 0
 
 
 @pytest.mark.slow

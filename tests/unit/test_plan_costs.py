@@ -10,18 +10,18 @@ from rlfuse.engines.memory.estimate import ITEM, Moved
 from rlfuse.engines.memory.model_memory import MAX_CACHED_BYTES
 from rlfuse.engines.memory.remedies import changed
 from rlfuse.tools.planning import plan
-from rlfuse.tools.planning.costs import carried, costs_of, optimizer_trips
+from rlfuse.tools.planning.costs import costs_of, offload_traffic, optimizer_transfer_seconds
 from rlfuse.tools.planning.exchanges import (
     Traffic,
-    carried_in_gradients,
-    carried_in_step,
-    moved_in_gradients,
-    moved_in_step,
-    of_gradients,
-    of_pass,
-    of_step,
+    gradient_exchange,
+    gradient_traffic,
+    offloaded_gradient_bytes,
+    offloaded_step_bytes,
+    pass_exchange,
+    step_exchange,
+    step_traffic,
 )
-from rlfuse.tools.planning.hardware import ADAM, Hardware, Links
+from rlfuse.tools.planning.hardware import ADAM_BYTES, Hardware, Links
 
 
 def test_a_ring_within_a_node_sends_all_but_ones_own_part():
@@ -62,15 +62,15 @@ def test_what_a_step_moves_in_a_ranks_own_memory_is_counted(shape):  # noqa: F81
     says. Alone nobody's gradients are summed. A host makes roots; a GPU does not."""
     config = changed(job_of(shape).config, {"model.dtype": "float32", "actor.zero_stage": 1}.items())
     parameters, device = 4 * MAX_CACHED_BYTES, Hardware(1e13, 1e13, 1e13, 1e9)
-    of_four, alone = (moved_in_step(config, parameters, copies) for copies in (4, 1))
+    of_four, alone = (step_traffic(config, parameters, copies) for copies in (4, 1))
     assert of_four.in_place == (8 + (8 + 68) / 4) * parameters and alone.in_place == (8 + 68) * parameters
     assert of_four.copied == (16 + (8 + 8) / 4) * parameters and alone.copied == (8 + 8 + 8) * parameters
-    assert of_four.on_hosts == 16 / 4 * parameters
+    assert of_four.host_only == 16 / 4 * parameters
     host = replace(device, copied_bytes_per_s=1e8)
     assert of_four.seconds(device) == (of_four.in_place + of_four.copied) / 1e9
-    assert of_four.seconds(host) == of_four.in_place / 1e9 + (of_four.copied + of_four.on_hosts) / 1e8
-    few = moved_in_step(config, MAX_CACHED_BYTES / 16, 1)
-    assert few.on_hosts == 0 and few.copied == 8 * MAX_CACHED_BYTES / 16, "a bucket has memory of its own"
+    assert of_four.seconds(host) == of_four.in_place / 1e9 + (of_four.copied + of_four.host_only) / 1e8
+    few = step_traffic(config, MAX_CACHED_BYTES / 16, 1)
+    assert few.host_only == 0 and few.copied == 8 * MAX_CACHED_BYTES / 16, "a bucket has memory of its own"
 
 
 @pytest.mark.parametrize("sums, moved", [("float32", 2 * 4 + 4 + 2), ("bfloat16", 2 * 2 + 2 + 4 + 4 + 2)])
@@ -78,7 +78,7 @@ def test_a_step_of_models_of_16_bits_is_one_of_a_copy(shape, sums, moved):  # no
     """Under ZeRO 0; what is summed, normed and clipped is as wide as it is added up."""
     given = {"actor.zero_stage": 0, "actor.grad_accum_dtype": sums, "model.dtype": "bfloat16"}
     config, item = changed(job_of(shape).config, given.items()), 4 if sums == "float32" else 2
-    assert moved_in_step(config, 1000, 2).in_place == (11 * item + 32 + moved) * 1000
+    assert step_traffic(config, 1000, 2).in_place == (11 * item + 32 + moved) * 1000
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -90,17 +90,19 @@ def test_what_a_message_copies_depends_on_its_own_size(shape, again):  # noqa: F
     large, few, small = (
         replace(shape, parameters=n, modules=m) for n, m in ((60_000_000, 60), (60_000_000, 2), (10**6, 60))
     )
-    ahead, found = of_pass(config, large), of_gradients(config, large)
+    ahead, found = pass_exchange(config, large), gradient_exchange(config, large)
     assert (ahead.bytes, ahead.scattered, ahead.modules, ahead.messages) == (240e6, 0, 60, 2)
     assert (found.bytes, found.scattered) == (720e6, 240e6), "forward, backward, gradients"
     assert (found.modules, found.messages) == ((180 if again else 120), 2 + 60 + 2)
-    assert ahead.copies == Traffic(copied=480e6, on_hosts=480e6), "DeepSpeed's flat tensor and gloo's"
-    assert found.copies == ahead.copies + Traffic(on_hosts=480e6), (
+    assert ahead.copies == Traffic(copied=480e6, host_only=480e6), "DeepSpeed's flat tensor and gloo's"
+    assert found.copies == ahead.copies + Traffic(host_only=480e6), (
         "a module of 4 MB fits what is kept, gradients do not"
     )
-    assert of_gradients(config, few).copies == found.copies + Traffic(on_hosts=960e6), "modules of 120 MB: two tensors"
-    assert of_gradients(config, small).copies == Traffic(in_place=8e6), "nothing new, but flat weights are cut up"
-    handed_over = moved_in_gradients(config, 60_000_000, 4)
+    assert gradient_exchange(config, few).copies == found.copies + Traffic(host_only=960e6), (
+        "modules of 120 MB: two tensors"
+    )
+    assert gradient_exchange(config, small).copies == Traffic(in_place=8e6), "nothing new, but flat weights are cut up"
+    handed_over = gradient_traffic(config, 60_000_000, 4)
     assert (handed_over.in_place, handed_over.copied) == (960e6 + 120e6, 480e6), "bucket, divided, a quarter; flat"
     device = Hardware(1e13, 1e13, 1e13, 1e9)
     assert (found.sent(device), found.sent(replace(device, copied_bytes_per_s=1e8))) == (720e6, 960e6)
@@ -110,7 +112,7 @@ def test_what_a_message_copies_depends_on_its_own_size(shape, again):  # noqa: F
 def test_a_step_gathers_its_weights_in_one_message(shape, size, copied):  # noqa: F811
     """Under ZeRO 1, and copies them on hosts from a tensor of gloo's where that is new."""
     config = changed(job_of(shape).config, {"model.dtype": "float32", "actor.zero_stage": 1}.items())
-    assert of_step(config, replace(shape, parameters=size)).copies == Traffic(on_hosts=copied * size)
+    assert step_exchange(config, replace(shape, parameters=size)).copies == Traffic(host_only=copied * size)
 
 
 @pytest.mark.parametrize("again, cared_for", [(False, 2), (True, 3)])
@@ -127,7 +129,7 @@ def test_zero_3_looks_after_every_module(shape, again, cared_for):  # noqa: F811
         for begun, wait in ((0.0, 0.0), (1e-3, 0.0), (0.0, 1e-3))
     )
     tokens = min(config.actor.ppo_max_token_len_per_gpu, 8 * 4 * 200 / 4)
-    kinds = (("score_tokens_per_s", 1, of_pass), ("train_tokens_per_s", cared_for, of_gradients))
+    kinds = (("score_tokens_per_s", 1, pass_exchange), ("train_tokens_per_s", cared_for, gradient_exchange))
     for name, times, exchange in kinds:
         begun, waited = (tokens * (1 / getattr(each, name) - 1 / getattr(quick, name)) for each in (slow, far))
         assert begun == pytest.approx(times * 75 * 1e-3)
@@ -155,7 +157,7 @@ def test_optimizers_travel_as_they_are_to_be_there(shape):  # noqa: F811
         config = changed(job_of(shape).config, keys.items())
         for flops in (5e11, 1e15):
             given = config, {"actor": shape}, Hardware(flops, flops, flops, 1e12, host_bytes_per_s=1e10), 200, moved
-            ways[residency, flops] = costs_of(*given), optimizer_trips(*given)
+            ways[residency, flops] = costs_of(*given), optimizer_transfer_seconds(*given)
     for flops in (5e11, 1e15):
         (together, whole), (late, behind), (alone, trips) = (
             ways[each, flops] for each in ("training", "forecast", "step")
@@ -187,9 +189,9 @@ def test_gradients_and_weights_travel_to_optimizers_on_the_host_and_back(shape, 
     here = changed(job_of(shape).config, keys.items())
     there = changed(here, {"actor.offload_optimizer": True}.items())
     n, item = shape.parameters / 4, 2 if dtype == "bfloat16" else 4
-    assert carried_in_gradients(there, shape.parameters, 4) == sums * n
-    assert carried_in_step(there, shape.parameters, 4) == (4 + item) * n
-    assert carried_in_gradients(here, shape.parameters, 4) == carried_in_step(here, shape.parameters, 4) == 0
+    assert offloaded_gradient_bytes(there, shape.parameters, 4) == sums * n
+    assert offloaded_step_bytes(there, shape.parameters, 4) == (4 + item) * n
+    assert offloaded_gradient_bytes(here, shape.parameters, 4) == offloaded_step_bytes(here, shape.parameters, 4) == 0
     device = Hardware(1e13, 1e13, 1e13, 1e12, host_bytes_per_s=1e10)
     bus, slow, host = (
         device,
@@ -201,7 +203,9 @@ def test_gradients_and_weights_travel_to_optimizers_on_the_host_and_back(shape, 
         assert away.optimizer_s > kept.optimizer_s
         assert (away.train_tokens_per_s < kept.train_tokens_per_s) == (sums > 0)
     fast, long = (costs_of(there, {"actor": shape}, each, 200).optimizer_s for each in (bus, slow))
-    assert long - fast == pytest.approx((8 + ADAM + 2 * (4 + item)) * n * (1e-9 - 1e-10)), "on the host, and the way"
+    assert long - fast == pytest.approx((8 + ADAM_BYTES + 2 * (4 + item)) * n * (1e-9 - 1e-10)), (
+        "on the host, and the way"
+    )
 
 
 def test_how_long_gradients_travel_to_the_host_is_told(shape):  # noqa: F811
@@ -210,7 +214,9 @@ def test_how_long_gradients_travel_to_the_host_is_told(shape):  # noqa: F811
     As a row that is one too many leaves half its room, 1.5 rows fill a micro-batch in the mean."""
     keys = {"actor.zero_stage": 3, "actor.offload_optimizer": True, "actor.ppo_max_token_len_per_gpu": 400}
     config = changed(job_of(shape).config, (keys | {"data.train_batch_size": 24}).items())
-    size, seconds = carried(config, {"actor": shape}, Hardware(1e13, 1e13, 1e13, 1e12, host_bytes_per_s=1e10), 200)
+    size, seconds = offload_traffic(
+        config, {"actor": shape}, Hardware(1e13, 1e13, 1e13, 1e12, host_bytes_per_s=1e10), 200
+    )
     assert size == pytest.approx(3 * (6 * 8 + 6) * shape.parameters / 4) and seconds == pytest.approx(size / 1e10)
     told = plan._offload_words(8 << 30, 0.5)
     assert told.startswith("  actor.offload_optimizer=true: 8.0 GiB of gradients and weights")

@@ -9,7 +9,7 @@ from PIL import Image
 from test_plan_models import FAMILIES
 
 from rlfuse import cli
-from rlfuse.config.own_functions import replaced
+from rlfuse.config.custom_functions import with_values
 from rlfuse.config.schema import Config
 from rlfuse.tasks.small_video_models import SmallModel, byte_tokenizer, write_small_video_llama3
 from rlfuse.tools.planning.planned_job import DataLengths, prompt_tokens, read_lengths
@@ -39,7 +39,7 @@ def config_of(folder, model, rows, suffix="jsonl", **changes):
     (folder / f"rows.{suffix}").write_text("".join(json.dumps(row) + "\n" for row in rows))
     video = {"video.sampling": "seed_vl", "video.levels": [4], "video.max_image_tokens": 4}
     given = {"model.path": str(folder / model), "data.train_files": [str(folder / "rows.jsonl")]} | video
-    return replaced(Config(), given | {key.replace("__", "."): value for key, value in changes.items()})
+    return with_values(Config(), given | {key.replace("__", "."): value for key, value in changes.items()})
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def config_of(folder, model, rows, suffix="jsonl", **changes):
         ("video", [*CLIPS, *ROWS[:1], IMAGE], {}, {"prompt": [159, 329, 10, 4], "clip": [40, 80], "image": [4]}, 126,
          "1 with images"),
         ("video", [*CLIPS, {"prompt": "<video>", "videos": ["gone.mp4"]}], {},
-         {"prompt": [159, 329], "clip": [40, 80]}, 244, "gone.mp4: there is no such file"),
+         {"prompt": [159, 329], "clip": [40, 80]}, 244, "gone.mp4: does not exist"),
         ("video", CLIPS, {"data__max_prompt_length": 300}, {"prompt": [159, 329], "clip": [40, 80]}, 230,
          "1 of 2 rows are longer than 300 tokens"),
         ("text", [PAIR], {"trainer__task": "reward_model"}, {"sequence (prompt with one answer)": [6, 8]}, 7,
@@ -78,7 +78,7 @@ def test_lengths_are_those_of_the_run_before_any_limit(folder, model, rows, chan
         ("text", [{"question": "1"}], {}, "has no column 'prompt'"),
         ("text", [*ROWS, {"prompt": 3}], {}, "line 4, field prompt"),
         ("text", CLIPS, {}, "model.path has no visual part"),
-        ("video", [{"prompt": "<video>", "videos": ["gone.mp4"]}], {}, "no prompt is left of 1 rows"),
+        ("video", [{"prompt": "<video>", "videos": ["gone.mp4"]}], {}, "none of 1 rows is usable"),
         ("absent/model", ROWS, {}, "no tokenizer"),
     ],
 )

@@ -27,10 +27,10 @@ from rlfuse.engines.memory.estimate import (
 )
 from rlfuse.engines.memory.model_sizes import Cache, read_shape
 from rlfuse.engines.memory.residency import TRAINING
-from rlfuse.engines.memory.tracing import Texts, _row
+from rlfuse.engines.memory.tracing import SequenceLengths, _row
+from rlfuse.engines.trainer.micro_batch_losses import OBJECTIVES
 from rlfuse.engines.trainer.model_inputs import collate
-from rlfuse.engines.trainer.models import trainer_ready
-from rlfuse.engines.trainer.passes import OBJECTIVES
+from rlfuse.engines.trainer.models import prepare_for_training
 from rlfuse.errors import ConfigError
 
 SMALL = dict(
@@ -104,7 +104,7 @@ def test_a_mixture_of_experts_passes_only_some_of_its_parameters(tmp_path):
     assert shape.passed == pytest.approx(sum(shape.layers) - 3 / 4 * experts)
 
 
-SAMPLES = Texts(((20, 30), (40, 12), (8, 50)))
+SAMPLES = SequenceLengths(((20, 30), (40, 12), (8, 50)))
 WIDE = dict(num_hidden_layers=4, vocab_size=96, hidden_size=64, num_attention_heads=4)
 NARROW = WIDE | dict(intermediate_size=112, num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0)
 SLIDING = NARROW | dict(head_dim=16, sliding_window=16)
@@ -159,7 +159,7 @@ def test_planned_activations_are_what_torch_saves(tmp_path, family):
     shape = read_shape(str(tmp_path), "model.path")
     model = AutoModelForCausalLM.from_config(given, dtype=getattr(torch, config.model.dtype))
     assert shape.parameters == sum(p.numel() for p in model.parameters()) and len(shape.layers) == 4
-    model = trainer_ready(model, config.model).train()
+    model = prepare_for_training(model, config.model).train()
     planned = shape.model.work(config, "actor", SAMPLES, "cpu")
     assert planned.kept == pytest.approx(real_pass(config, model, backward=False), rel=0.1)
     if family in ("llama", "gpt2"):
@@ -217,12 +217,14 @@ def test_a_family_whose_code_fails_is_named_with_the_reason(tmp_path, name, why)
     getattr(transformers, name)().save_pretrained(tmp_path)
     with pytest.raises(ConfigError) as told:
         read_shape(str(tmp_path), "ref.path")
-    assert f"ref.path={tmp_path}: the sizes of a {name} can't be told: " in str(told.value) and why in str(told.value)
+    assert f"ref.path={tmp_path}: the sizes of a {name} can't be computed: " in str(told.value) and why in str(
+        told.value
+    )
 
 
 def test_the_gradient_of_picked_rows_is_counted_once():
     """As autograd makes it where nothing looks on: into the zeros themselves."""
-    with tracing._Live(torch.nn.Module()) as live:
+    with tracing._MemoryCounter(torch.nn.Module()) as live:
         whole = torch.zeros(100, 10, device="meta", requires_grad=True)
         whole[torch.zeros(3, dtype=torch.int64, device="meta")].sum().backward()
     assert 8000 < live.peak < 10000

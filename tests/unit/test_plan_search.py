@@ -22,10 +22,10 @@ from rlfuse.tools.planning.cluster_file import Cluster, ClusterError, Group
 from rlfuse.tools.planning.costs import costs_of
 from rlfuse.tools.planning.forecast import lengths_of
 from rlfuse.tools.planning.hardware import KINDS
-from rlfuse.tools.planning.search import LATE, search, settled
+from rlfuse.tools.planning.search import TIMED_OUT, refine, search
 from rlfuse.tools.planning.searched_job import Job
 from rlfuse.tools.planning.space import FASTEST, POLICY, Fillings, axes_of, structures
-from rlfuse.tools.planning.step_time import Seconds, StepTimes, cut, standings, with_idle_stages
+from rlfuse.tools.planning.step_time import Seconds, StepTimes, cut, fastest_labels, with_idle_stages
 
 SMALL = {
     "trainer.nnodes": (1, 2),
@@ -122,7 +122,7 @@ def test_it_is_brute_force(shape, memory):
     job, facts = job_of(shape, axes=axes, device_memory_gb=memory), facts_of(shape)
     found = search(job, facts, seconds=inf)
     assert found.plans[0].seconds.step == pytest.approx(min(brute_force(job, facts)))
-    assert found.left == 0, "it came to its end"
+    assert found.unexplored == 0, "it came to its end"
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
@@ -133,10 +133,10 @@ def test_a_sketch_of_a_structure_is_no_more_than_its_bound(shape, estimator, gro
     job.config.algorithm.adv_estimator = estimator
     job = replace(job, shapes=dict.fromkeys(("actor", "critic") if estimator == "gae" else ("actor",), shape))
     fastest = Fillings(job.axes).settings(FASTEST)
-    found = [job.lean(each + fastest) for each in structures(job.config, facts, job.axes, shape)]
+    found = [job.sized_without_activations(each + fastest) for each in structures(job.config, facts, job.axes, shape)]
     assert len(found) > 20
     for config, memory in found:
-        assert 0 < job.sketched(config) <= job.bound(config, memory, roomy=True)
+        assert 0 < job.quick_bound(config) <= job.bound(config, memory, roomy=True)
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_where_time_is_out_and_nothing_was_found_it_says_what_was_not_looked_at(
     axes = SMALL | {"model.enable_gradient_checkpointing": (False,), "actor.ppo_max_token_len_per_gpu": (4096,)}
     job, facts = job_of(shape, axes=axes, device_memory_gb=6.8), facts_of(shape)
     found = search(job, facts, seconds=0)
-    assert not found.plans and found.left > 0 and found.nearest[1]
+    assert not found.plans and found.unexplored > 0 and found.nearest[1]
 
 
 @pytest.mark.parametrize("seconds", [0, 3, 8])
@@ -190,23 +190,23 @@ def test_all_that_is_looked_at_shares_one_deadline(shape, monkeypatch, seconds):
     policies = ("serial", "stream", "rlhfuse", "adaptive")
     job, facts = job_of(shape, axes=SMALL | {POLICY: policies}), facts_of(shape)
     found = search(job, facts, seconds, clock=lambda: clock.now)
-    assert found.plans and found.left > 0 and clock.now <= max(1, seconds)
+    assert found.plans and found.unexplored > 0 and clock.now <= max(1, seconds)
     assert (found.bound_s == 0) is (seconds == 0), "time for bounds of all structures, or not"
-    began, (after, around) = clock.now, settled(job, found, facts, 2, lambda: clock.now)
+    began, (after, around) = clock.now, refine(job, found, facts, 2, lambda: clock.now)
     assert clock.now <= began + 2 and after.plans[0].seconds.step <= 1.002 * found.plans[0].seconds.step
-    assert LATE in {each.why_not for each in around}
+    assert TIMED_OUT in {each.reason for each in around}
 
 
 @pytest.mark.slow
 def test_the_smallest_are_tried_without_telling_their_sizes_again(shape, monkeypatch):
     """On a clock that stands still but for memories without activations."""
-    clock, really = SimpleNamespace(now=0.0), Job.lean
+    clock, really = SimpleNamespace(now=0.0), Job.sized_without_activations
 
     def slow(self, settings):
         clock.now += 1
         return really(self, settings)
 
-    monkeypatch.setattr(Job, "lean", slow)
+    monkeypatch.setattr(Job, "sized_without_activations", slow)
     axes = SMALL | {"model.enable_gradient_checkpointing": (False,), "actor.ppo_max_token_len_per_gpu": (8192,)}
     job, facts = job_of(shape, axes=axes, device_memory_gb=6.8), facts_of(shape)
     found = search(job, facts, seconds=6, clock=lambda: clock.now)
@@ -217,7 +217,7 @@ def test_the_smallest_are_tried_without_telling_their_sizes_again(shape, monkeyp
 def test_it_ends_before_its_time_where_plan_after_plan_brings_nothing(shape):
     job, facts = job_of(shape), facts_of(shape)
     whole, patient = search(job, facts, seconds=inf), search(job, facts, seconds=inf, patience=3)
-    assert patient.simulated < whole.simulated and patient.left > 0 and patient.bound_s > 0
+    assert patient.simulated < whole.simulated and patient.unexplored > 0 and patient.bound_s > 0
     assert patient.plans[0].seconds.step >= whole.plans[0].seconds.step >= patient.bound_s
 
 
@@ -244,22 +244,22 @@ def test_what_was_found_before_ctrl_c_is_told(shape, monkeypatch):
 
     monkeypatch.setattr(StepTimes, "simulated", interrupted)
     found = search(job, facts, seconds=inf)
-    assert len(found.plans) == 1 and found.left > 0 and found.bound_s <= found.plans[0].seconds.step
+    assert len(found.plans) == 1 and found.unexplored > 0 and found.bound_s <= found.plans[0].seconds.step
 
 
 @pytest.mark.slow
 def test_neighbours_of_a_plan_that_was_settled_for_are_no_faster_or_can_not_be(shape):
     job, facts = job_of(shape), facts_of(shape)
-    found, around = settled(job, search(job, facts, seconds=0), facts)
+    found, around = refine(job, search(job, facts, seconds=0), facts)
     best = found.plans[0].seconds.step
     assert {each.setting[0] for each in around} <= set(job.axes) and len(around) >= 7
-    assert all(each.plan.seconds.step >= best * 0.998 if each.plan else each.why_not for each in around)
+    assert all(each.plan.seconds.step >= best * 0.998 if each.plan else each.reason for each in around)
 
 
 def test_a_neighbour_that_no_check_lets_pass_is_told(shape):
     job, facts = job_of(shape, axes=SMALL | {"training.pipeline_parallel_size": (4, 8)}), facts_of(shape)
-    _, around = settled(job, search(job, facts, seconds=0), facts)
-    why = next(each.why_not for each in around if each.setting == ("training.pipeline_parallel_size", 8))
+    _, around = refine(job, search(job, facts, seconds=0), facts)
+    why = next(each.reason for each in around if each.setting == ("training.pipeline_parallel_size", 8))
     assert "must divide the 4 slots" in why
 
 
@@ -267,7 +267,7 @@ def test_a_neighbour_that_no_check_lets_pass_is_told(shape):
 def test_a_key_is_not_changed_for_nothing(shape):
     job, facts = job_of(shape), facts_of(shape)
     job.config.rollout.max_num_seqs = 64  # 16 samples are all that an engine has: 1024 would be no faster
-    found, _ = settled(job, search(job, facts, seconds=0), facts)
+    found, _ = refine(job, search(job, facts, seconds=0), facts)
     assert dict(found.plans[0].settings)["rollout.max_num_seqs"] == 64
 
 
@@ -287,11 +287,11 @@ def test_the_job_s_own_values_stay_as_long_as_a_calibration_leaves_open_what_is_
     job.config.actor.offload_optimizer = True
     measured = replace(job.hardware, errors=dict.fromkeys(KINDS, off))
     job = replace(job, cluster=replace(job.cluster, calibration="calibration.yaml"), hardware=measured)
-    found, around = settled(job, search(job, facts, seconds=0), facts)
+    found, around = refine(job, search(job, facts, seconds=0), facts)
     first, *others = found.plans
     assert dict(first.settings)["actor.offload_optimizer"] is kept
     assert any(plan.seconds.step < first.seconds.step for plan in others) is kept, "and the faster ones are told"
-    assert all(each.plan or each.why_not for each in around)
+    assert all(each.plan or each.reason for each in around)
 
 
 @pytest.mark.slow
@@ -300,7 +300,7 @@ def test_a_neighbour_without_a_pipeline_has_no_stages_either(shape):
     stages, several = "training.pipeline_parallel_size", "training.virtual_pipeline_model_parallel_size"
     job, facts = job_of(shape, axes=SMALL | {several: (1, 2)}), facts_of(shape)
     found = search(replace(job, axes=job.axes | {stages: (2,), several: (2,)}), facts, seconds=0)
-    found, around = settled(job, found, facts)
+    found, around = refine(job, found, facts)
     tried = [found.plans[0], *(each.plan for each in around if each.setting == (stages, 1))]
     assert (1, 1) in {(dict(plan.settings)[stages], dict(plan.settings)[several]) for plan in tried if plan}
 
@@ -314,19 +314,19 @@ def test_values_that_can_only_go_after_others_go_too(shape):
     job = replace(job, cluster=replace(job.cluster, calibration="calibration.yaml"), hardware=measured)
     found = search(replace(job, axes=job.axes | {stages: (2,), several: (2,)}), facts, seconds=0)
     assert dict(found.plans[0].settings)[several] == 2
-    first = dict(settled(job, found, facts)[0].plans[0].settings)
+    first = dict(refine(job, found, facts)[0].plans[0].settings)
     assert (first[stages], first[several]) == (1, 1)
 
 
 def test_errors_that_steps_have_in_common_do_not_make_them_equal():
     errors = {"generating": 0.3, "scoring": 0.3, "training": 0.3}
     mine, slower, traded = Seconds(10, 5, 20), Seconds(10, 5, 21), Seconds(18, 5, 13)
-    assert slower.surely_slower(mine, errors) and not traded.surely_slower(mine, errors)
-    assert standings({"serial": slower, "adaptive": mine}, errors) == {"adaptive": "the fastest"}
-    equal = standings({"serial": traded, "stream": slower, "adaptive": mine}, errors)
+    assert slower.is_significantly_slower(mine, errors) and not traded.is_significantly_slower(mine, errors)
+    assert fastest_labels({"serial": slower, "adaptive": mine}, errors) == {"adaptive": "the fastest"}
+    equal = fastest_labels({"serial": traded, "stream": slower, "adaptive": mine}, errors)
     assert equal == dict.fromkeys(("serial", "adaptive"), "equal within the error")
     nearly = replace(mine, training=20.01)
-    assert len(standings({"serial": nearly, "adaptive": mine}, errors)) == 2, "nothing is left to choose by"
+    assert len(fastest_labels({"serial": nearly, "adaptive": mine}, errors)) == 2, "nothing is left to choose by"
 
 
 @pytest.mark.parametrize("tokens, longer", [(65536, 1.25), (256, 33 / 32), (64, 1 + 1 / 128)])
@@ -346,9 +346,9 @@ def test_no_filling_of_a_pipeline_beats_the_bound_of_its_structure(shape, stages
     job = job_of(shape)
     pipeline = (("training.pipeline_parallel_size", stages), ("actor.zero_stage", 1))
     first, *others = [(*pipeline, ("actor.ppo_max_token_len_per_gpu", tokens)) for tokens in (4096, 512, 64)]
-    bound = job.bound(*job.lean(first), roomy=True)
-    assert all(bound <= job.bound(*job.lean(each)) for each in (first, *others))
-    assert job.bound(*job.lean(others[0])) < job.bound(*job.lean(first))
+    bound = job.bound(*job.sized_without_activations(first), roomy=True)
+    assert all(bound <= job.bound(*job.sized_without_activations(each)) for each in (first, *others))
+    assert job.bound(*job.sized_without_activations(others[0])) < job.bound(*job.sized_without_activations(first))
 
 
 @pytest.mark.parametrize("engines", [1, 2, 6, 7, 8, 96, 128, 1024])

@@ -15,7 +15,7 @@ from rlfuse.cli import main
 from rlfuse.config.checks import value_of
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.documentation import keys
-from rlfuse.config.facts import facts_of_a_plan
+from rlfuse.config.facts import planning_facts
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.tools.planning import search_command
 from rlfuse.tools.planning.cluster_file import ClusterError, read_cluster
@@ -148,7 +148,7 @@ def test_plan_tells_the_step_of_the_job_file_as_the_search_told_it(files, capsys
     plans = [line.split() for line in shown.splitlines() if re.match(r" *(= )?\dx\d", line)]
     assert main(["plan", str(out), "--cluster", str(folder / "cluster.yaml")]) == 0
     told = capsys.readouterr().out
-    mine = to_config(compose_job([str(out)]), facts_of_a_plan).fusion.policy
+    mine = to_config(compose_job([str(out)]), planning_facts).fusion.policy
     found = re.findall(r"^ *step(?: under (\w+) \([^)]*\))?(?:, [a-z ]+)? +([\d.]+) *$", told, re.M)
     assert len(found) == len(POLICIES) and {policy or mine: step for policy, step in found}.items() <= searched.items()
     assert plans[0][-2] == searched[mine], "the table's first plan is the job file's"
@@ -160,7 +160,7 @@ def test_ctrl_c_among_neighbours_shows_what_was_found(files, capsys, monkeypatch
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(search_command, "settled", interrupted)
+    monkeypatch.setattr(search_command, "refine", interrupted)
     _, words = files
     assert main([*words, "--seconds", "0.5"]) == 0 and "under each policy" in capsys.readouterr().out
 
@@ -198,7 +198,7 @@ def test_the_job_file_changes_nothing_but_what_the_plan_says(files, monkeypatch,
     assert main([*words[:4], str(given), "--seconds", "0.1", "--out", str(out)]) == 0
     best = capsys.readouterr().out.partition("best  ")[2].partition("\n")[0]
     told = {word.partition("=")[0] for word in best.split()}
-    before, after = (to_config(compose_job([str(path)]), facts_of_a_plan) for path in (given, out))
+    before, after = (to_config(compose_job([str(path)]), planning_facts) for path in (given, out))
     changes = {key.name for key in keys() if value_of(before, key.name) != value_of(after, key.name)}
     assert changes == told >= {"trainer.n_gpus_per_node", "cluster.device"}
     assert after.trainer.total_epochs == 3 and "not-for-files" not in out.read_text()

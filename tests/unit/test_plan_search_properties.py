@@ -12,12 +12,12 @@ from test_plan_search import CLUSTER, SMALL, facts_of, job_of, read_of, shape  #
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.remedies import changed, problems
-from rlfuse.tools.planning.cluster_file import MOST_UTILIZATION, Cluster, ClusterError, LinksGiven
+from rlfuse.tools.planning.cluster_file import MAX_UTILIZATION, Cluster, ClusterError, LinkSpecs
 from rlfuse.tools.planning.forecast import lengths_of
-from rlfuse.tools.planning.hardware import Calibration, Errors, Hardware, Source, coefficients_of, write
+from rlfuse.tools.planning.hardware import Calibration, Errors, Hardware, Source, rounded_coefficients, write
 from rlfuse.tools.planning.search import search
-from rlfuse.tools.planning.search_command import LOOKING, PATIENCE, SECONDS
-from rlfuse.tools.planning.space import axes_of, structural, structures
+from rlfuse.tools.planning.search_command import PATIENCE, SEARCH_SHARE, SECONDS
+from rlfuse.tools.planning.space import axes_of, is_structural, structures
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_no_plan_fits_less_where_a_device_or_its_host_has_more_memory(shape, dev
     job = job_of(shape, cluster, axes)
     job.config.algorithm.adv_estimator = "gae"
     job = replace(job, shapes=dict.fromkeys(("actor", "critic", "reference"), shape))
-    rest = [key for key in axes if not structural(key)]
+    rest = [key for key in axes if not is_structural(key)]
     some = draw.sample(list(structures(job.config, facts, axes, shape)), 12)
     plans = [(*each, *((key, draw.choice(axes[key])) for key in rest)) for each in some]
     seen = set()
@@ -61,7 +61,7 @@ def test_more_devices_never_slow_the_best_plan(shape, more, counts, estimator): 
     """However slow the links are."""
     facts, steps = facts_of(shape), []
     for count in counts:
-        cluster = Cluster(**CLUSTER | {more: count}, links=LinksGiven(between_gbs=0.1, within_gbs=1))
+        cluster = Cluster(**CLUSTER | {more: count}, links=LinkSpecs(between_gbs=0.1, within_gbs=1))
         known = axes_of(Config(), shape, cluster)
         axes = SMALL | {key: known[key] for key in ("trainer.nnodes", "trainer.n_gpus_per_node")}
         job = job_of(shape, cluster, axes)
@@ -81,7 +81,7 @@ def test_more_devices_never_slow_what_is_found_in_the_usual_time(shape):  # noqa
         job = job_of(shape, cluster)
         job.config.data.train_batch_size, job.config.actor.ppo_mini_batch_size = 32, 16
         axes, lengths = axes_of(job.config, shape, cluster), lengths_of(job.config, 120)
-        given = LOOKING * SECONDS
+        given = SEARCH_SHARE * SECONDS
         job = replace(job, axes=axes, lengths=lengths)
         found = search(job, facts_of(shape), given, patience=PATIENCE, clock=time.process_time)
         assert found.bound_s > 0, "all structures were seen"
@@ -92,12 +92,12 @@ def test_more_devices_never_slow_what_is_found_in_the_usual_time(shape):  # noqa
 @pytest.mark.slow
 def test_no_forecast_is_better_than_what_anybody_measured(shape):  # noqa: F811
     """Of no plan that the search looks at, where the file says as much as it may."""
-    job = job_of(shape, utilization=MOST_UTILIZATION)
+    job = job_of(shape, utilization=MAX_UTILIZATION)
     flops = 6 * shape.passed * (sum(job.lengths) + len(job.lengths) * job.prompt_tokens)
     for plan in search(job, facts_of(shape), seconds=inf).plans:
         config = changed(job.config, plan.settings)
         training = job.simulated(config, plan.memory, "serial").training
-        assert flops / training / config.slots / (job.cluster.peak_tflops * 1e12) <= MOST_UTILIZATION
+        assert flops / training / config.slots / (job.cluster.peak_tflops * 1e12) <= MAX_UTILIZATION
 
 
 def test_a_file_that_says_more_than_anybody_measured_is_refused():
@@ -110,7 +110,7 @@ def test_a_calibration_goes_over_to_another_device_by_measured_ratios_and_is_hel
     path = tmp_path / "calibration.yaml"
     source = Source("a run", 1000, 2, 64, 10, 20, 40, 1)
     errors = Errors(training=0.05)
-    write(Calibration("runs", "a device", 1, "1", coefficients_of(known), errors, "steps", (source,)), path)
+    write(Calibration("runs", "a device", 1, "1", rounded_coefficients(known), errors, "steps", (source,)), path)
     cluster = {"nodes": 1, "devices_per_node": 8, "device_memory_gb": 80, "calibration": str(path)}
     same, other = read_of(cluster).hardware(), read_of(cluster | {"product_ratio": 2, "copy_ratio": 1.5}).hardware()
     assert (same.train_flops, other.train_flops, other.bytes_per_s) == (40e12, 80e12, 1.5e12)
@@ -127,8 +127,8 @@ def test_a_calibration_goes_over_to_another_device_by_measured_ratios_and_is_hel
 
 
 def test_a_mixture_of_experts_is_forecast_no_faster_than_any_was_measured():
-    cluster = Cluster(**CLUSTER, utilization=MOST_UTILIZATION)
-    assert cluster.hardware().train_flops == MOST_UTILIZATION * 10e12
+    cluster = Cluster(**CLUSTER, utilization=MAX_UTILIZATION)
+    assert cluster.hardware().train_flops == MAX_UTILIZATION * 10e12
     assert cluster.hardware(experts=True).train_flops == 0.493 * 10e12
 
 

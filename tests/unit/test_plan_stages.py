@@ -19,7 +19,7 @@ from rlfuse.fusion.schedules.transfers import check_deadlock
 from rlfuse.tools.planning.cluster_file import Cluster
 from rlfuse.tools.planning.space import CHUNKS, PLACEMENT, VOCABULARY, axes_of, structures
 from rlfuse.tools.planning.step_time import StepTimes, stage_shares
-from rlfuse.tools.planning.tables import placements, stages_told
+from rlfuse.tools.planning.tables import placements, stage_note
 
 PIPELINES = "training.pipeline_parallel_size"
 
@@ -39,7 +39,7 @@ def test_the_fewer_positions_have_logits_the_more_layers_stand_beside_the_head(l
         shares = stage_shares(config, large)
         assert sum(shares) == pytest.approx(1) and max(shares) < 0.28
     assert sizes == {0: [7, 8, 8, 5], 512: [7, 7, 8, 6], 7680: [7, 7, 7, 7]}
-    assert "head counts as 1.2 layers, as 50% of positions" in stages_told(job(), large)
+    assert "head counts as 1.2 layers, as 50% of positions" in stage_note(job(), large)
 
 
 CHUNKED = [(1, "v"), (2, "v"), (2, "interleaved"), (3, "interleaved")]
@@ -110,7 +110,7 @@ def test_devices_that_share_a_head_hold_as_much_of_it(large, chunks, placement, 
         between = [size for at, size in enumerate(held) if at in (1, 2)]
         assert max(between) - min(between) <= max(large.layers)
         assert sum(stage_shares(config, large, role)) == pytest.approx(1)
-    assert "share the actor's head" in stages_told(config, large)
+    assert "share the actor's head" in stage_note(config, large)
 
 
 def test_activations_of_a_shared_head_are_on_every_device(large):

@@ -13,7 +13,7 @@ from rlfuse.tools.planning.forecast import forecast, lengths_of
 from rlfuse.tools.planning.hardware import NodeSpeed, WorkSpeed
 from rlfuse.tools.planning.search import search
 from rlfuse.tools.planning.space import axes_of, structures
-from rlfuse.tools.planning.step_time import StepTimes, engine_speeds, of_slowest
+from rlfuse.tools.planning.step_time import StepTimes, engine_speeds, slowest_node_costs
 
 WHOLE, SLOWER = WorkSpeed(), WorkSpeed(0.5, 0.5)
 
@@ -60,9 +60,9 @@ def test_of_nodes_of_two_sizes_plans_use_those_that_have_the_devices(shape, band
                 for each in structures(job.config, facts, job.axes, shape, cluster)}  # fmt: skip
     assert machines == {(1, 1), (2, 1), (1, 2)}, "no two nodes have two devices"
     found = search(job, facts, seconds=inf)
-    assert found.left == 0 and found.plans[0].seconds.step == pytest.approx(min(brute_force(job, facts)))
+    assert found.unexplored == 0 and found.plans[0].seconds.step == pytest.approx(min(brute_force(job, facts)))
     asked = changed(job.config, [("trainer.nnodes", 2), ("trainer.n_gpus_per_node", 2)])
-    assert list(cluster.lacks(asked)) == [
+    assert list(cluster.missing_for(asked)) == [
         "trainer.nnodes=2: the cluster file has nodes=1 with 2 devices; change one of the two"
     ]
 
@@ -78,7 +78,9 @@ def test_one_jobs_forecast_is_of_uneven_nodes():
     even, uneven = (forecast(config, times, costs, speeds=speeds).steps for speeds in ((), (WHOLE, SLOWER)))
     # Slots' speeds are known from the second step on, so that each is given what it can do.
     assert all(even[policy].step < uneven[policy].step < 2 * even[policy].step for policy in even)
-    assert of_slowest(costs, (WHOLE, SLOWER)).train_tokens_per_s == 2000 and of_slowest(costs, ()) == costs
+    assert (
+        slowest_node_costs(costs, (WHOLE, SLOWER)).train_tokens_per_s == 2000 and slowest_node_costs(costs, ()) == costs
+    )
 
 
 def test_an_engine_is_as_fast_as_its_slowest_device():

@@ -6,7 +6,7 @@ import pytest
 from test_plan import sizes
 from test_plan_models import FAMILIES, job
 
-from rlfuse.engines.memory.activations import worst
+from rlfuse.engines.memory.activations import worst_micro_batches
 from rlfuse.engines.memory.estimate import GIB, Budget, memory_of
 from rlfuse.engines.memory.model_sizes import read_shape
 
@@ -20,9 +20,9 @@ def small(tmp_path):
 @pytest.mark.slow
 def test_a_tower_that_learns_is_there_twice(small):
     shape = replace(read_shape(small, "model.path"), tower=1000)
-    config = job(actor__zero_stage=3, video__freeze_tower=False)
+    config = job(actor__zero_stage=3, video__freeze_vision_tower=False)
     parts = sizes(memory_of(config, {"actor": shape}, Budget("cuda", 80 * GIB)), "tower")
-    assert parts["copies that learn"] == 1000 * (2 + 2 / 8 + 4) and parts["optimizer"] == 1000 * 12 / 8
+    assert parts["trained copies"] == 1000 * (2 + 2 / 8 + 4) and parts["optimizer"] == 1000 * 12 / 8
     assert parts["encoders' parameters"] == 2000
     shape = replace(shape, sight=(32, 1280, 3420))
     at_work = sizes(memory_of(config, {"actor": shape}, Budget("cuda", 80 * GIB)), "tower")["activations"]
@@ -34,7 +34,7 @@ def test_embeddings_of_clips_count_with_what_several_layers_are_fed(small):
     shape, config = read_shape(small, "model.path"), job(data__max_prompt_length=4096)
     plain, fed = (replace(shape, tower=1000, embedded=times * shape.hidden) for times in (1, 4))
     mine, theirs = (memory_of(config, {"actor": each}, Budget("cuda", 80 * GIB)) for each in (plain, fed))
-    tokens = max(each.prompts for each in worst(config, linear=False))
+    tokens = max(each.prompts for each in worst_micro_batches(config, linear=False))
     assert tokens >= 4096 and sizes(mine, "actor")["visual embeddings"] == tokens * 2 * shape.hidden
     assert sizes(theirs, "actor")["visual embeddings"] == 2 * tokens * 2 * 4 * shape.hidden, "and in the batch's order"
     assert sizes(theirs, "engine")["work space"] - sizes(mine, "engine")["work space"] >= 6 * 4096 * shape.hidden * 2

@@ -12,13 +12,13 @@ from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.reward_labels import ONLY_LABEL
 from rlfuse.config.schema import Config, DataConfig
-from rlfuse.data.preferences import load_preferences, pair_of
+from rlfuse.data.preferences import load_preferences, make_preference
+from rlfuse.engines.trainer.micro_batch_losses import preference_loss
 from rlfuse.engines.trainer.model_inputs import collate
-from rlfuse.engines.trainer.passes import preference_loss
 from rlfuse.engines.trainer.reward_model import rows_of
 from rlfuse.errors import DataError
-from rlfuse.observe.pairs import draw_calibration, summarise_pairs
-from rlfuse.observe.proxy import draw_proxies, draw_proxy
+from rlfuse.observe.overoptimization import draw_overoptimization, draw_overoptimization_panels
+from rlfuse.observe.reward_model_summary import draw_calibration, summarise_reward_model
 from rlfuse.rewards.api.items import item_of_row
 from rlfuse.rewards.models.classifier import Transformers
 from rlfuse.tasks.preferences import answers, preference_row, prefers_first
@@ -123,11 +123,11 @@ def test_every_shape_of_a_conversation_gives_the_same_tokens(tmp_path, tokenizer
         ({"chosen": "", "rejected": "b"}, "field chosen: '' where"),
         ({"chosen": [{"role": "user"}], "rejected": "b"}, r"field chosen\[0\]: .* is not a message"),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "field prompt: 3 where"),
-        ({"chosen": " 1", "rejected": " 2", "margin": "big"}, "field margin: 'big' where a finite number"),
+        ({"chosen": " 1", "rejected": " 2", "margin": "big"}, "field margin: 'big'; expected a finite number"),
         ({"chosen": " 1", "rejected": " 2", "margin": float("nan")}, "field margin: nan"),
-        ({"chosen": " 1", "rejected": " 1"}, "chosen and rejected are the same"),
-        ({"chosen": " 1" * 40, "rejected": " 1"}, "a sequence of 40 tokens.* is 20.*filter_overlong_prompts"),
-        ({"chosen": "<pad>", "rejected": " 1"}, "field chosen: no token is left"),
+        ({"chosen": " 1", "rejected": " 1"}, "chosen and rejected are equal"),
+        ({"chosen": " 1" * 40, "rejected": " 1"}, "a sequence has 40 tokens.* is 20.*filter_overlong_prompts"),
+        ({"chosen": "<pad>", "rejected": " 1"}, "field chosen: .*has no tokens"),
         ({"prompt": "1", "chosen": "[{'role': 'assistant'}]", "rejected": " 1"}, "field chosen: .* is not JSON"),
         ({"prompt": "1", "chosen": " 1", "rejected": " 2", "tools": 3}, "field tools: 3 where"),
     ],
@@ -143,12 +143,12 @@ def test_long_pairs_are_dropped_and_counted_where_that_is_wanted(tmp_path, token
     limits = {"max_prompt_length": 10, "max_response_length": 10, "filter_overlong_prompts": True}
     pairs, report = load(tmp_path, tokenizer, *rows, **limits)
     assert len(pairs) == 1 and "1 dropped (over 20 tokens)" in report
-    with pytest.raises(DataError, match="no pair is left, all 1 are longer than 20 tokens"):
+    with pytest.raises(DataError, match="no pairs are left; all 1 are longer than 20 tokens"):
         load(tmp_path, tokenizer, rows[0], **limits)
 
 
 def test_each_answer_keeps_a_token_of_its_own():
-    pair = pair_of(0, [5, 6], [5, 6, 7])
+    pair = make_preference(0, [5, 6], [5, 6, 7])
     assert [ids.tolist() for ids in (pair.shared_ids, pair.chosen_ids, pair.rejected_ids)] == [[5], [6], [6, 7]]
 
 
@@ -177,7 +177,11 @@ class Sums(torch.nn.Module):
 
 @pytest.mark.parametrize(("packed", "shared"), [(False, False), (True, False), (True, True)])
 def test_a_pair_is_scored_at_its_last_tokens_however_it_is_laid_out(packed, shared):
-    pairs = [pair_of(0, [3, 4, 5], [3, 4, 9, 9], 0.25), pair_of(1, [3, 8], [3, 4, 4, 4]), pair_of(2, [7], [6])]
+    pairs = [
+        make_preference(0, [3, 4, 5], [3, 4, 9, 9], 0.25),
+        make_preference(1, [3, 8], [3, 4, 4, 4]),
+        make_preference(2, [7], [6]),
+    ]
     loss, sums = preference_loss(Config(), Sums(), collate(rows_of(pairs, [ONLY_LABEL]), packed, shared=shared))
     chosen, rejected = torch.tensor([1.2, 1.1, 0.7]), torch.tensor([2.5, 1.5, 0.6])
     expected, _ = bradley_terry(chosen, rejected, torch.tensor([0.25, 0.0, 0.0]))
@@ -203,7 +207,7 @@ def test_calibration_by_hand():
     sure = 1 / (1 + np.exp(-5.0))
     assert found.ece == pytest.approx(4 / 6 * (sure - 0.75)) and found.accuracy == pytest.approx(4 / 6)
     assert np.isnan(calibrate(np.array([5.0])).accuracies[0])
-    with pytest.raises(ValueError, match="got 2 of which 1 are finite"):
+    with pytest.raises(ValueError, match="got 2 values, 1 finite"):
         calibrate(np.array([1.0, np.nan]))
 
 
@@ -213,17 +217,17 @@ def test_pictures_and_the_summary_are_of_what_was_logged(tmp_path, capsys):
     draw_calibration(tmp_path / "calibration.png", calibrate(gaps), gaps)
     rows = [{"step": i, "val-core/reward_model/acc": 0.5 + i / 10, "val-aux/reward_model/ece": 0.1} for i in range(3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    summary = summarise_pairs(tmp_path, 1.0)
+    summary = summarise_reward_model(tmp_path, 1.0)
     assert (summary["val_before"], summary["val_after"], summary["steps"]) == (0.5, 0.7, 2)
     assert "0.500 -> 0.700" in capsys.readouterr().out
     names = ("val-core/r/acc/mean@1", "val-aux/r/reward_model/mean@1", "rewards/reward_model/mean")
     rows = [{"step": i, **dict.fromkeys(names[: 2 + (i > 0)], i / 4)} for i in range(4)]
-    picture = draw_proxy(tmp_path, rows)
+    picture = draw_overoptimization(tmp_path, rows)
     for path in (picture, tmp_path / "calibration.png"):
         assert path.read_bytes().startswith(b"\x89PNG")
-    assert draw_proxy(tmp_path, [{"step": 1, names[0]: 0.5}]) is None
-    with pytest.raises(ValueError, match="second: its metrics hold no score of a reward model"):
-        draw_proxies({"first": rows, "second": [{"step": 1, names[0]: 0.5}]}, tmp_path / "both.png")
+    assert draw_overoptimization(tmp_path, [{"step": 1, names[0]: 0.5}]) is None
+    with pytest.raises(ValueError, match="second: the validation metrics lack a reward model score"):
+        draw_overoptimization_panels({"first": rows, "second": [{"step": 1, names[0]: 0.5}]}, tmp_path / "both.png")
 
 
 def test_the_labeller_prefers_what_is_right_and_what_is_long():
@@ -247,7 +251,7 @@ def test_settings_of_a_reward_model_are_checked_and_those_of_rollouts_are_not():
     config.data.train_batch_size, config.trainer.n_gpus_per_node, config.training.pipeline_parallel_size = 1, 2, 2
     pipeline, batch = check(config, Facts())
     assert pipeline.startswith("training.pipeline_parallel_size=2: must be 1 with trainer.task=reward_model")
-    assert batch.startswith("data.train_batch_size=1: must be at least the 2 slots, a pair for each")
+    assert batch.startswith("data.train_batch_size=1: must be at least 2, one pair per slot")
     config = Config()
     config.data.train_files, config.model.path, config.trainer.task = ["pairs.parquet"], "model", "reward_model"
     config.trainer.metrics, config.data.prompt_is_chat = ["mine.py:groups"], False

@@ -6,25 +6,30 @@ from types import SimpleNamespace
 import pytest
 
 from rlfuse.costs.model import Costs
-from rlfuse.fusion.mini_batches import LOOK_S, MARGIN, due, seconds_to_step
+from rlfuse.fusion.mini_batches import COPY_MARGIN, FORECAST_SLACK_S, optimizers_to_fetch, seconds_until_step
 
 COSTS = Costs(score_tokens_per_s=100.0, train_tokens_per_s=10.0)
 
 
 def model(left, done=False):
-    return SimpleNamespace(left_tokens=left, done=done)
+    return SimpleNamespace(remaining_tokens=left, done=done)
 
 
 def view(**more):
-    standing = dict(now=5.0, deadline=25.0, unfinished=0, to_score=0.0, deferred={}, power=1.0, costs=COSTS)
+    standing = dict(
+        now=5.0, deadline=25.0, unfinished=0, tokens_to_score=0.0, deferred={}, effective_slots=1.0, costs=COSTS
+    )
     return SimpleNamespace(**standing | more)
 
 
 def test_who_needs_as_long_as_is_left_sets_out():
     away = {0: 1.0, 3: 2.0}
-    assert due(away, MARGIN * 2.0 + LOOK_S + 0.1) == []
-    assert due(away, MARGIN * 2.0 + LOOK_S) == [3]
-    assert due(away, 0.0) == [0, 3] and due(away, inf) == due({}, 0.0) == []
+    assert optimizers_to_fetch(away, COPY_MARGIN * 2.0 + FORECAST_SLACK_S + 0.1) == []
+    assert optimizers_to_fetch(away, COPY_MARGIN * 2.0 + FORECAST_SLACK_S) == [3]
+    assert (
+        optimizers_to_fetch(away, 0.0) == [0, 3]
+        and optimizers_to_fetch(away, inf) == optimizers_to_fetch({}, 0.0) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -34,14 +39,14 @@ def test_who_needs_as_long_as_is_left_sets_out():
         (view(), [model(0, done=True)], inf),
         (view(), [model(50.0)], 5.0),
         (view(), [model(50.0), model(20.0), model(0.0, done=True)], 2.0),
-        (view(to_score=300.0), [model(50.0)], 8.0),
-        (view(to_score=300.0, power=4.0), [model(50.0)], 2.0),
+        (view(tokens_to_score=300.0), [model(50.0)], 8.0),
+        (view(tokens_to_score=300.0, effective_slots=4.0), [model(50.0)], 2.0),
         (view(unfinished=1), [model(50.0)], 20.0),
-        (view(unfinished=1, to_score=3000.0), [model(50.0)], 35.0),
+        (view(unfinished=1, tokens_to_score=3000.0), [model(50.0)], 35.0),
         (view(unfinished=1, deadline=4.0), [model(0.0)], 0.0),
-        (view(to_score=300.0, deferred={"ref": {1: {"a": 100, "b": 100}}}), [model(50.0)], 6.0),
-        (view(to_score=300.0, deferred={"old_log_prob": {1: {"a": 200}}}), [model(50.0)], 8.0),
+        (view(tokens_to_score=300.0, deferred={"ref": {1: {"a": 100, "b": 100}}}), [model(50.0)], 6.0),
+        (view(tokens_to_score=300.0, deferred={"old_log_prob": {1: {"a": 200}}}), [model(50.0)], 8.0),
     ],
 )
 def test_the_first_step_comes_after_generation_and_after_what_it_waits_for(standing, models, seconds):
-    assert seconds_to_step(standing, models) == pytest.approx(seconds)
+    assert seconds_until_step(standing, models) == pytest.approx(seconds)

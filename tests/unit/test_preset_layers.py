@@ -115,17 +115,17 @@ REFUSED = [
     ("", "groups=large algorithm=grpo", "rollout.n: groups=large sets 64, algorithm=grpo sets 8; set rollout.n=64 or"),
     ("defaults: [{groups: large}]\nalgorithm: grpo", "", "rollout.n: groups=large sets 64, algorithm=grpo sets 8"),
     ("rollout: {n: 3}", "experiment=hydras", "overrides `algorithm` below the job file; write /algorithm/rloo"),
-    ("", "-m fusion=serial,rlhfuse fusion.policy=stream", "and fusion=serial,rlhfuse varies it; leave one of them out"),
+    ("", "-m fusion=serial,rlhfuse fusion.policy=stream", "but fusion=serial,rlhfuse varies it; remove one of them"),
     ("", "-m algorithm=ppo,grpo algorithm.adv_estimator=rloo", "algorithm.adv_estimator: is set for all jobs"),
     ("", "-m experiment=mine,images algorithm.adv_estimator=gae", "algorithm.adv_estimator: is set for all jobs"),
-    ("", "fusion=null", "fusion=null: null is no preset; leave it out, the default is fusion=adaptive"),
-    ("", "algorithm=ppo,null -m", "algorithm=ppo,null: null is no preset"),
+    ("", "fusion=null", "fusion=null: null is not a preset; remove it, the default is fusion=adaptive"),
+    ("", "algorithm=ppo,null -m", "algorithm=ppo,null: null is not a preset"),
     ("", "fusion=[serial,stream]", "write fusion=serial,stream --multirun"),
-    ("", "fusion=serial,stream", "fusion=serial,stream: several values; to run one job for each add --multirun"),
-    ("fusion: {policy: serial}", "fusion=rlhfuze", "there is no such preset; presets: adaptive, "),
+    ("", "fusion=serial,stream", "fusion=serial,stream: several values; add --multirun to run one job for each"),
+    ("fusion: {policy: serial}", "fusion=rlhfuze", "preset not found; presets: adaptive, "),
     ("fusion: rlhfuze", "", "did you mean rlhfuse?"),
     ("fusion: {policy: serial}", "fusion=halves", "conf file fusion/halves: policy: unknown key"),
-    ("", "+hydra.sweeper.params.fusion=serial,stream -m", "written KEY=VALUE,VALUE with --multirun"),
+    ("", "+hydra.sweeper.params.fusion=serial,stream -m", "write swept values as KEY=VALUE,VALUE with --multirun"),
 ]
 
 
@@ -147,7 +147,7 @@ def test_presets_of_a_group_set_the_same_keys():
 def test_what_a_preset_replaces_is_told_with_its_place(folder, capsys):
     composed(folder, "# a job\nrollout:\n  n: 3\nfusion: {policy: serial}\n", "algorithm=grpo fusion=serial")
     told = capsys.readouterr().err.splitlines()
-    assert told == [f"{folder}/job.yaml:3: rollout.n=3 is overridden, algorithm=grpo sets 8"]
+    assert told == [f"{folder}/job.yaml:3: rollout.n=3 is overridden: algorithm=grpo sets 8"]
     composed(folder, None, "experiment=quickstart algorithm=grpo rollout.n=4")
     assert capsys.readouterr().err.count("overridden") == 1, "algorithm.use_kl_in_reward"
 

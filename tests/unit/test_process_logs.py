@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from rlfuse.cluster import host_memory, process_logs, tracebacks, watchdog
-from rlfuse.cluster.remote import why_it_ended
+from rlfuse.cluster.remote import cause_of_death
 from rlfuse.config.schema import Config
 from rlfuse.engines.vllm import engine_death
 from rlfuse.errors import EngineFailed, EngineLost
@@ -66,8 +66,8 @@ def test_what_a_process_and_its_children_write_is_in_its_file_over_restarts(logs
         "child",
     ]
     assert process_logs.last_output("rollout/0", "1") is None and process_logs.last_output("trainer/0", pids[1]) is None
-    assert process_logs.where_to_look("rollout/0") == f"logs: {logs} (rollout-0.log has the error)"
-    assert process_logs.where_to_look("trainer/0") == f"logs: {logs}"
+    assert process_logs.log_hint("rollout/0") == f"logs: {logs} (rollout-0.log has the error)"
+    assert process_logs.log_hint("trainer/0") == f"logs: {logs}"
 
 
 def test_a_run_that_fails_says_where_its_logs_are(tmp_path, capsys):
@@ -80,14 +80,14 @@ def test_a_run_that_fails_says_where_its_logs_are(tmp_path, capsys):
         raise ValueError("a defect")
 
     with pytest.raises(ValueError, match="a defect"):
-        job.carry_out(fail(), job.begin(8))
+        job.run_until_done(fail(), job.begin(8))
     assert capsys.readouterr().out.splitlines()[-1] == f"logs: {job.folder}/logs"
     assert (job.folder / "logs" / "trainer-0.log").read_text() == "words to http://***@host\n"
 
 
 def test_an_evaluation_leaves_logs_where_it_fails(tmp_path):
     for failing in (False, True):
-        with suppress(ValueError), process_logs.kept_on_failure(tmp_path / "answers.logs"):
+        with suppress(ValueError), process_logs.logs_kept_on_failure(tmp_path / "answers.logs"):
             process_logs.append("rollout/0", "words")
             if failing:
                 raise ValueError
@@ -95,8 +95,8 @@ def test_an_evaluation_leaves_logs_where_it_fails(tmp_path):
 
 
 def test_a_file_keeps_its_newest_bytes_and_who_writes_goes_on_at_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(process_logs, "MOST", 1000)
-    monkeypatch.setattr(process_logs, "KEPT", 500)
+    monkeypatch.setattr(process_logs, "MAX_BYTES", 1000)
+    monkeypatch.setattr(process_logs, "KEPT_BYTES", 500)
     path, began = tmp_path / "reward-0.log", b"== reward/0: process 7 on here, now\n"
     with path.open("ab", buffering=0) as writer:
         writer.write(began)
@@ -137,7 +137,7 @@ with recorder.span("backward"):
     [
         (
             "SIGKILL",
-            "killed by signal 9 (SIGKILL); by whom is not known. Only that, or os._exit, ends one without a word.",
+            "killed by signal 9 (SIGKILL); the sender is unknown. Only that, or os._exit, ends a process without a message.",
         ),
         ("SIGSEGV", "it crashed: Fatal Python error: Segmentation fault."),
     ],
@@ -148,9 +148,9 @@ def test_a_death_is_told_by_its_cause_and_never_guessed(name, why, tmp_path, mon
         assert run(DIES.format(name=name)) < 0
         error = ActorDiedError()
         monkeypatch.setattr(ActorDiedError, "__str__", lambda _: ENDED.format(pid=(tmp_path / "pid").read_text()))
-        told = why_it_ended(error, "trainer/1")
+        told = cause_of_death(error, "trainer/1")
     lines = told.splitlines()
-    assert lines[0].startswith(f"{why} The last that it told: began backward with ")
+    assert lines[0].startswith(f"{why} Its last event: began backward with ")
     assert " MiB in memory, " in lines[0] and "Free memory now: " in lines[0] and "out of memory" not in lines[0]
     assert lines[1:] == [f"logs: {tmp_path}/logs (trainer-1.log has the error)"]
 
@@ -169,10 +169,10 @@ def test_out_of_memory_is_said_when_the_count_of_the_own_group_rose(grouped, tmp
     monkeypatch.setattr(host_memory, "AT_START", host_memory._kills())
     assert host_memory.oom_kills() == ""
     count(3, 11)  # that may have been another job's
-    told = engine_death.killed_by(9)
+    told = engine_death.describe_kill(9)
     assert " The kernel killed a process of this host for lack" in told and "it is out of memory" not in told
     count(5, 13)
-    told = engine_death.killed_by(9)
+    told = engine_death.describe_kill(9)
     assert ("killer has ended 2 processes since the run began: it is out of memory" in told) == grouped
     assert ("killed 3 processes of this host" in told) != grouped
 
@@ -220,7 +220,7 @@ def died(tmp_path, text, status):
     errors = engine_death.ErrorOutput(log)
     with log.open("a") as file:
         file.write(text)
-    error = engine_death.engine_died("rollout/0", errors, [SimpleNamespace(exitcode=status)])
+    error = engine_death.death_error("rollout/0", errors, [SimpleNamespace(exitcode=status)])
     return type(error), str(error)
 
 
@@ -228,16 +228,18 @@ def test_an_engine_s_own_error_is_told_with_its_frames_and_one_that_was_killed_w
     assert died(tmp_path, UNSUPPORTED + ABOVE, 1) == (
         EngineFailed,
         """\
-rollout/0: vLLM's engine process ended by an error of its own.
+rollout/0: vLLM's engine process failed with an exception.
   File "/v/site-packages/vllm/v1/engine/core.py", line 9, in run
     self.step()
   File "/v/site-packages/vllm/cpu_attn.py", line 400, in forward
     ops.cpu_attention(query)
 RuntimeError: Unsupported CPU attention configuration: 16""",
     )
-    assert "ended by an error of its own" in died(tmp_path, UNSUPPORTED, -signal.SIGTERM)[1], "vLLM ends what is left"
+    assert "failed with an exception" in died(tmp_path, UNSUPPORTED, -signal.SIGTERM)[1], "vLLM ends what is left"
     kind, told = died(tmp_path, "", -signal.SIGKILL)
-    start = "rollout/0: vLLM's engine process was killed by signal 9 (SIGKILL); by whom is not known. Free memory now: "
+    start = (
+        "rollout/0: vLLM's engine process was killed by signal 9 (SIGKILL); the sender is unknown. Free memory now: "
+    )
     assert kind is EngineLost and told.startswith(start) and "out of memory" not in told
     killed = (
         "ERROR [multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down."
@@ -245,13 +247,13 @@ RuntimeError: Unsupported CPU attention configuration: 16""",
     kind, told = died(tmp_path, f"{killed}\n{UNSUPPORTED}", 1)
     assert kind is EngineLost and told.startswith(start), "the process that has the model was killed"
     kind, told = died(tmp_path, "", -signal.SIGSEGV)
-    assert kind is EngineFailed and "engine process crashed by signal 11 (SIGSEGV). Free memory now: " in told
+    assert kind is EngineFailed and "engine process crashed with signal 11 (SIGSEGV). Free memory now: " in told
     crash = "terminate called after throwing an instance of 'std::bad_alloc'\nFatal Python error: Aborted\n"
     kind, told = died(tmp_path, UNSUPPORTED + crash, -signal.SIGABRT)
-    start = "rollout/0: vLLM's engine process crashed by signal 6 (SIGABRT). It is out of memory. Lower rollout."
+    start = "rollout/0: vLLM's engine process crashed with signal 6 (SIGABRT). It is out of memory. Lower rollout."
     assert kind is EngineFailed and told.startswith(start) and told.endswith("Fatal Python error: Aborted")
     kind, told = died(tmp_path, "torch.OutOfMemoryError: CUDA out of memory. Tried\n", 1)
-    assert kind is EngineFailed and "of its own. It is out of memory. Lower rollout.max_num_seqs" in told
+    assert kind is EngineFailed and "with an exception. It is out of memory. Lower rollout.max_num_seqs" in told
 
 
 IGNORES = """
@@ -275,6 +277,6 @@ def test_the_shown_part_of_a_traceback_is_own_code_and_where_it_broke():
     frames = [f'  File "/home/me/a.py", line {n}, in f{n}\n    call()\n' for n in range(9)]
     text = f"Traceback (most recent call last):\n{''.join(frames)}ValueError: one\ntwo\n\nThe above exception was"
     (found,) = tracebacks.found_in(text)
-    assert found.error == "ValueError: one\ntwo" and len(found.frames) == 9 and len(found.own) == tracebacks.MOST
+    assert found.error == "ValueError: one\ntwo" and len(found.frames) == 9 and len(found.own) == tracebacks.MAX_FRAMES
     assert [*tracebacks.found_in("RuntimeError: without frames")] == []
     assert os.linesep not in found.own[0].partition("\n")[0]

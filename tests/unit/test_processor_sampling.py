@@ -9,12 +9,12 @@ import torch
 
 from rlfuse.errors import VideoError
 from rlfuse.tasks.small_video_models import VIDEO, VISION_END, VISION_START, byte_tokenizer
-from rlfuse.video.compression import compressed
+from rlfuse.video.compression import compress_tokens
 from rlfuse.video.models.qwen2_5_vl import Qwen25VL
 from rlfuse.video.models.qwen3_vl import Qwen3VL
 from rlfuse.video.models.video_llama_3 import VideoLlama3
-from rlfuse.video.plan import SEED_TIMES, ClipFacts, Geometry, VideoPlan, plan_video
-from rlfuse.video.processor_sampling import within
+from rlfuse.video.plan import SEED_TIMES, ClipMetadata, Geometry, VideoPlan, plan_video
+from rlfuse.video.processor_sampling import smart_resize
 from rlfuse.video.prompt import VisualTokens, assemble
 from rlfuse.video.towers import Pixels
 
@@ -64,7 +64,7 @@ def test_frames_are_those_that_the_processor_takes(kind):
     from transformers.video_utils import VideoMetadata
 
     for total, fps in itertools.product((2, 7, 61, 1001, 30_000), (1.0, 24.0, 30_000 / 1001, 60.0)):
-        facts = ClipFacts(total / fps, fps, 56, 84, total)
+        facts = ClipMetadata(total / fps, fps, 56, 84, total)
         limits = {"min_frames": sampling.min_frames, "max_frames": sampling.max_frames, "fps": sampling.fps}
         metadata = VideoMetadata(total_num_frames=total, fps=fps)
         more = {"temporal_patch_size": family.temporal_patch} if kind != "qwen3_vl" else {}
@@ -93,12 +93,12 @@ def test_prompts_and_sizes_are_the_processors(kind, extra, height, width, second
         text=[SHOWN[kind].format(VIDEO)], videos=[pixels], video_metadata=[metadata], do_sample_frames=True,
         return_tensors="pt", **limits,
     )  # fmt: skip
-    sampling = family.sampling.told({"size": size, **limits, **extra})
-    facts = ClipFacts(len(pixels) / fps, fps, height, width, len(pixels))
+    sampling = family.sampling.with_processor_settings({"size": size, **limits, **extra})
+    facts = ClipMetadata(len(pixels) / fps, fps, height, width, len(pixels))
     geometry = Geometry(16 if kind == "qwen3_vl" else 14, temporal_patch=family.temporal_patch)
     plan = plan_video(facts, sampling, geometry=geometry, timestamps=family.timestamps)
     if getattr(sampling, "use_token_compression", False):
-        plan = compressed(plan, [np.zeros((plan.frames, plan.height, plan.width, 3), np.uint8)], PIXELS)
+        plan = compress_tokens(plan, [np.zeros((plan.frames, plan.height, plan.width, 3), np.uint8)], PIXELS)
     assert list(plan.grid) == inputs["video_grid_thw"][0].tolist()
     prompt = assemble(processor.tokenizer, SHOWN[kind].format("<video>"), [plan], VisualTokens(VIDEO, "<|image_pad|>"))
     assert prompt.token_ids.tolist() == inputs["input_ids"][0].tolist()
@@ -118,9 +118,9 @@ def test_prompts_with_several_clips_are_the_processors(kind):
         video_metadata=[{"total_num_frames": n, "fps": fps, "duration": n / fps} for n, fps, *_ in clips],
         do_sample_frames=True, return_tensors="pt", **limits,
     )  # fmt: skip
-    sampling = family.sampling.told({"size": FEW_PIXELS, **limits})
+    sampling = family.sampling.with_processor_settings({"size": FEW_PIXELS, **limits})
     geometry = Geometry(16 if kind == "qwen3_vl" else 14, temporal_patch=family.temporal_patch)
-    facts = [ClipFacts(n / fps, fps, height, width, n) for n, fps, height, width in clips]
+    facts = [ClipMetadata(n / fps, fps, height, width, n) for n, fps, height, width in clips]
     plans = [plan_video(each, sampling, geometry=geometry, timestamps=family.timestamps) for each in facts]
     assert [list(plan.grid) for plan in plans] == inputs["video_grid_thw"].tolist()
     visual = VisualTokens(VIDEO, "<|image_pad|>")
@@ -172,7 +172,7 @@ def test_repeated_tokens_are_left_out_as_by_the_processor(name, blocks):
     )  # fmt: skip
     times = tuple(map(float, range(len(frames))))
     whole, parts = VideoPlan(times, 56, 84, 1.0, 6, timestamps=family.timestamps), min(blocks, len(frames))
-    plan = compressed(whole, np.array_split(frames, parts), PIXELS)
+    plan = compress_tokens(whole, np.array_split(frames, parts), PIXELS)
     wanted = inputs["video_compression_mask"].numpy()
     assert plan.tokens == wanted.sum() and (plan.kept or b"\1" * len(wanted)) == wanted.tobytes()
     text = SHOWN["video_llama_3"].format("<video>")
@@ -184,8 +184,8 @@ def test_repeated_tokens_are_left_out_as_by_the_processor(name, blocks):
 @pytest.mark.parametrize(("chosen", "tokens"), [({}, 216_000), ({"cap_pixels_per_frame": True}, 109_200)])
 def test_a_long_clip_of_qwen25_vl_has_as_many_tokens_as_its_processor_plans(chosen, tokens):
     """300 s of 720p, whose pixels the processor does not bound unless its configuration or the key says so."""
-    facts, geometry = ClipFacts(300.0, 30.0, 720, 1280, 9000), Geometry(temporal_patch=2)
-    sampling = Qwen25VL.sampling.told(chosen)
+    facts, geometry = ClipMetadata(300.0, 30.0, 720, 1280, 9000), Geometry(temporal_patch=2)
+    sampling = Qwen25VL.sampling.with_processor_settings(chosen)
     plan = plan_video(facts, sampling, geometry=geometry, timestamps=None)
     processor = processor_of("qwen2_5_vl", **chosen).video_processor
     pixels = torch.zeros(1, plan.frames, 3, 720, 1280, dtype=torch.uint8, device="meta")
@@ -204,15 +204,20 @@ def test_settings_that_a_checkpoint_leaves_out_are_the_processors_own(kind):
 
 def test_what_a_checkpoint_says_goes_before_the_familys():
     own = VideoLlama3.sampling
-    assert own.told({}) == own == own.told({"fps": None, "size": {"height": 4}})
-    told = own.told({"fps": 3, "max_frames": 9, "size": {"shortest_edge": 5, "longest_edge": 7}, "patch_size": 14})
-    assert told == replace(own, fps=3, max_frames=9, min_pixels=5, max_pixels=7)
-    assert own.told({"size": {"shortest_edge": 5}, "min_pixels": 6}).min_pixels == 6
-    assert Qwen25VL.sampling.told({"cap_pixels_per_frame": False}).most_pixels(10_000) == 768 * 28**2
+    assert own.with_processor_settings({}) == own == own.with_processor_settings({"fps": None, "size": {"height": 4}})
+    with_processor_settings = own.with_processor_settings(
+        {"fps": 3, "max_frames": 9, "size": {"shortest_edge": 5, "longest_edge": 7}, "patch_size": 14}
+    )
+    assert with_processor_settings == replace(own, fps=3, max_frames=9, min_pixels=5, max_pixels=7)
+    assert own.with_processor_settings({"size": {"shortest_edge": 5}, "min_pixels": 6}).min_pixels == 6
+    assert (
+        Qwen25VL.sampling.with_processor_settings({"cap_pixels_per_frame": False}).frame_pixel_limit(10_000)
+        == 768 * 28**2
+    )
 
 
 def test_seed_vls_times_are_another_way_to_write_the_same_plan():
-    facts = ClipFacts(3.0, 24.0, 56, 56)
+    facts = ClipMetadata(3.0, 24.0, 56, 56)
     own, seed = (
         plan_video(facts, VideoLlama3.sampling, timestamps=each) for each in (VideoLlama3.timestamps, SEED_TIMES)
     )
@@ -222,10 +227,10 @@ def test_seed_vls_times_are_another_way_to_write_the_same_plan():
 
 
 def test_clips_without_an_answer_of_the_processor():
-    one = ClipFacts(0.04, 24.0, 56, 56, 1)
+    one = ClipMetadata(0.04, 24.0, 56, 56, 1)
     plan = plan_video(one, Qwen25VL.sampling, geometry=Geometry(temporal_patch=2), timestamps=None)
     assert plan.times == (0.0, 0.0)
-    slides = ClipFacts(60.0, 0.05, 56, 56, 3, ((0.0, 5.0), (5.0, 40.0), (40.0, 60.0)))
+    slides = ClipMetadata(60.0, 0.05, 56, 56, 3, ((0.0, 5.0), (5.0, 40.0), (40.0, 60.0)))
     assert plan_video(slides, VideoLlama3.sampling, timestamps=VideoLlama3.timestamps).times == (0.0, 5.0, 40.0)
-    with pytest.raises(VideoError, match="is 4000 x 10 pixels; the longer side may be 200 times"):
-        within(10, 4000, 28, 1, 10**9)
+    with pytest.raises(VideoError, match="has 4000 x 10 pixels; the longer side may be 200 times"):
+        smart_resize(10, 4000, 28, 1, 10**9)

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 from test_plan_search import CLUSTER, Cluster, job_of, shape  # noqa: F401, a fixture
 
-from rlfuse.algorithms.corrections import BOUNDS, COARSER, bound_of
+from rlfuse.algorithms.corrections import BOUNDS, QUANTIZED_FACTOR, mismatch_bound
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
-from rlfuse.engines.memory.estimate import quantized_away
+from rlfuse.engines.memory.estimate import quantization_savings
 from rlfuse.fusion.selection import label
 from rlfuse.observe.alerts import bound_in_steps
-from rlfuse.tools.planning.space import axes_of, structural
+from rlfuse.tools.planning.space import axes_of, is_structural
 
 KEY, EXPERTS = "rollout.quantization", "int8_per_channel_weight_only"
 
@@ -38,23 +38,23 @@ def test_a_job_with_corrections_may_have_each_kind_on_gpus(kind):
     ("facts", "changes", "message"),
     [
         ({}, {"algorithm__rollout_is_threshold": None}, "so it needs importance correction; set algorithm.rollout_is"),
-        ({}, {"model__dtype": "float32"}, "is made of weights in bfloat16; set model.dtype=bfloat16, or rollout.quant"),
+        ({}, {"model__dtype": "float32"}, "quantizes bfloat16 weights; set model.dtype=bfloat16, or rollout.quant"),
         (
             {"cuda": False},
             {"rollout__quantization": "fp8_per_block"},
             "needs GPUs, .*set rollout.quantization=fp8_per_c",
         ),
-        ({"cuda": False, "experts": True}, {}, "is a mixture of experts, .* on GPUs alone; set rollout.quantization=n"),
+        ({"cuda": False, "experts": True}, {}, "is a mixture of experts, .* on GPUs only; set rollout.quantization=n"),
         (
             {"cuda": False, "experts": True},
             {"rollout__quantization": EXPERTS},
             "GPUs alone; set rollout.quantization=n",
         ),
-        ({"experts": False}, {"rollout__quantization": EXPERTS}, "has no experts, and no other layers change"),
+        ({"experts": False}, {"rollout__quantization": EXPERTS}, "has no experts, the only layers it quantizes"),
         (
             {},
             {"rollout__quantization": "fp8"},
-            "vLLM means an 8-bit checkpoint by it; .*; take one of fp8_per_channel",
+            "in vLLM this is an 8-bit checkpoint; .*; use one of fp8_per_channel",
         ),
         ({}, {"rollout__quantization": "fp8_per_chanel"}, "is not one of .*did you mean fp8_per_channel"),
         ({}, {"rollout__engine_kwargs": {"quantization": "fp8_per_tensor"}}, "set rollout.quantization in its place"),
@@ -75,29 +75,29 @@ def test_small_weights_leave_room_for_the_cache_and_are_read_faster(shape):  # n
     (wide_config, wide), (config, small) = (
         job.with_settings([(KEY, kind), many]) for kind in (None, "fp8_per_channel")
     )
-    saved = quantized_away(config, shape)
-    assert quantized_away(wide_config, shape) == 0 and saved == sum(shape.layers)
+    saved = quantization_savings(config, shape)
+    assert quantization_savings(wide_config, shape) == 0 and saved == sum(shape.layers)
     size = {memory: sum(p.size for p in memory.parts if p.role == "engine" and p.what == "parameters")
             for memory in (wide, small)}  # fmt: skip
     assert size[wide] - size[small] == saved and small.kv_tokens > wide.kv_tokens
     assert job.costs(config, small).step_base_s < job.costs(wide_config, wide).step_base_s
     mixture = replace(shape, active=0.3, experts=8, experts_used=1)
     config.rollout.quantization = EXPERTS
-    assert quantized_away(config, mixture) == pytest.approx(0.8 * saved), "only experts have 8 bits"
-    assert quantized_away(config, shape) == 0
+    assert quantization_savings(config, mixture) == pytest.approx(0.8 * saved), "only experts have 8 bits"
+    assert quantization_savings(config, shape) == 0
 
 
 def test_a_search_tries_it_only_where_the_job_has_it(shape):  # noqa: F811
     config, cluster = Config(), Cluster(**CLUSTER)
     assert axes_of(config, shape, cluster)[KEY] == (None,)
     config.rollout.quantization = "fp8_per_tensor"
-    assert axes_of(config, shape, cluster)[KEY] == (None, "fp8_per_tensor") and structural(KEY)
+    assert axes_of(config, shape, cluster)[KEY] == (None, "fp8_per_tensor") and is_structural(KEY)
     assert axes_of(config, shape, cluster, keep=[KEY])[KEY] == ("fp8_per_tensor",)
 
 
 def test_a_run_of_it_is_labelled_and_held_against_wider_bounds():
     assert label("exact", 0, "fp8_per_channel") == "off-policy" and label("exact") == "exact"
-    narrow, wide = BOUNDS["bfloat16"], bound_of("bfloat16", "fp8_per_channel")
-    assert (wide.mean, wide.most) == (COARSER * narrow.mean, COARSER * narrow.most)
+    narrow, wide = BOUNDS["bfloat16"], mismatch_bound("bfloat16", "fp8_per_channel")
+    assert (wide.mean, wide.most) == (QUANTIZED_FACTOR * narrow.mean, QUANTIZED_FACTOR * narrow.most)
     assert bound_in_steps("bfloat16", 1.0, -1, "exact", 0.0, "fp8_per_channel") == wide
-    assert bound_of("bfloat16", None) == narrow
+    assert mismatch_bound("bfloat16", None) == narrow

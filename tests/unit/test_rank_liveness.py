@@ -8,7 +8,7 @@ import pytest
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer import rank_group
-from rlfuse.engines.trainer.liveness import PATIENCE, Judge, Progress, Pulse
+from rlfuse.engines.trainer.liveness import COLD_START_FACTOR, HangDetector, Progress, Pulse
 
 LIMIT, TICK = 60.0, 7.5
 ASLEEP = ('File "mine.py", line 3 in my_loss', 'File "rlfuse/engines/trainer/trainer_rank.py", line 9 in accumulate')
@@ -17,10 +17,10 @@ REDUCES = ('File "site-packages/torch/distributed/distributed_c10d.py", line 9 i
 
 def scene(*ranks, first=False, ticks=60):
     """(who hangs, after how many seconds, the judge). Each rank: a function of the seconds that gives its pulse."""
-    judge = Judge(LIMIT, first)
+    judge = HangDetector(LIMIT, first)
     for tick in range(1, ticks + 1):
         pulses = {i: pulse for i, rank in enumerate(ranks) if (pulse := rank(tick * TICK)) != "done"}
-        hung = judge.look(TICK, pulses)
+        hung = judge.check(TICK, pulses)
         if hung is not None:
             return hung, tick * TICK, judge
     return None, ticks * TICK, judge
@@ -50,9 +50,9 @@ def ends(rank, at):
         ([stands(REDUCES, joined=4), stands(since=30, joined=3)], 1, 30 + LIMIT),
         ([stands(REDUCES), stopped(30.0)], 1, 30 + LIMIT - TICK),
         ([stands(ASLEEP, joined=4), stands(ASLEEP, since=90, joined=3)], 1, 90 + LIMIT),
-        ([stands(REDUCES, joined=4), stands(REDUCES, since=60, joined=3)], 1, 60 + PATIENCE * LIMIT),
-        ([stands(REDUCES, since=90), stands(REDUCES, since=15)], 1, 90 + PATIENCE * LIMIT),
-        ([stands(REDUCES)], 0, PATIENCE * LIMIT),
+        ([stands(REDUCES, joined=4), stands(REDUCES, since=60, joined=3)], 1, 60 + COLD_START_FACTOR * LIMIT),
+        ([stands(REDUCES, since=90), stands(REDUCES, since=15)], 1, 90 + COLD_START_FACTOR * LIMIT),
+        ([stands(REDUCES)], 0, COLD_START_FACTOR * LIMIT),
         ([ends(works(), 400.0), stands(REDUCES)], 1, 400.0),
         ([stands(REDUCES), works()], None, None),
         ([stands(joined=4), works(joined=3)], None, None),
@@ -78,37 +78,37 @@ def test_who_hangs_is_named_and_not_who_waits(ranks, hung, earliest):
     assert found == hung
     if hung is not None:
         assert earliest <= after <= earliest + 2 * TICK
-        assert "(cluster.heartbeat_s=60)" in judge.told(hung)
+        assert "(cluster.heartbeat_s=60)" in judge.describe_hang(hung)
 
 
 def test_what_is_told_is_where_it_stands_or_stood():
     _, _, judge = scene(stands(REDUCES, joined=1), stands())
-    assert judge.told(1).startswith(
+    assert judge.describe_hang(1).startswith(
         "has stood still for 60.0 s (cluster.heartbeat_s=60); the last that it did: began b"
     )
-    assert 'It stands in, the innermost call first:\n  File "mine.py", line 3 in my_loss\n' in judge.told(1)
-    assert judge.waiting(0, [1]) and not judge.waiting(1, [0])
+    assert 'Its stack, innermost call first:\n  File "mine.py", line 3 in my_loss\n' in judge.describe_hang(1)
+    assert judge.is_waiting_for(0, [1]) and not judge.is_waiting_for(1, [0])
     _, _, judge = scene(stopped(30.0))
-    told = judge.told(0)
-    assert told.startswith("has not answered for 60.0 s (cluster") and "When it last answered it stood in" in told
+    told = judge.describe_hang(0)
+    assert told.startswith("has not answered for 60.0 s (cluster") and "Its stack at its last answer" in told
     _, _, judge = scene(lambda now: None)
-    assert judge.told(0) == "has not answered for 60.0 s (cluster.heartbeat_s=60)"
+    assert judge.describe_hang(0) == "has not answered for 60.0 s (cluster.heartbeat_s=60)"
 
 
 def test_a_first_call_may_compile_on_a_gpu():
-    assert scene(stands(on_gpu=True), first=True)[1] >= PATIENCE * LIMIT
+    assert scene(stands(on_gpu=True), first=True)[1] >= COLD_START_FACTOR * LIMIT
     assert scene(stands(on_gpu=True))[1] < 2 * LIMIT and scene(stands(), first=True)[1] < 2 * LIMIT
 
 
 async def test_each_rank_may_compile_in_a_first_call_of_its_own(monkeypatch):
     first = []
 
-    class Noted(Judge):
+    class Noted(HangDetector):
         def __init__(self, limit_s, begins):
             first.append(begins)
             super().__init__(limit_s, begins)
 
-    monkeypatch.setattr(rank_group, "Judge", Noted)
+    monkeypatch.setattr(rank_group, "HangDetector", Noted)
     group = rank_group.RankGroup(Config(), [None, None])
     for ranks in ((0,), (1,), (0, 1), (0,)):
         asked = {rank: asyncio.ensure_future(asyncio.sleep(0.01)) for rank in ranks}
@@ -117,12 +117,12 @@ async def test_each_rank_may_compile_in_a_first_call_of_its_own(monkeypatch):
 
 
 def test_a_driver_that_was_stopped_takes_that_for_no_silence():
-    judge = Judge(LIMIT)
-    judge.look(TICK, {0: works()(1), 1: works()(1)})
-    assert judge.look(10 * LIMIT, {0: None, 1: works()(1)}) is None
-    assert judge.look(TICK, {0: works()(2), 1: works()(2)}) is None
-    assert judge.look(10 * LIMIT, {0: None, 1: works()(2)}) is None
-    assert judge.look(LIMIT / 2, {0: None, 1: works()(3)}) == 0
+    judge = HangDetector(LIMIT)
+    judge.check(TICK, {0: works()(1), 1: works()(1)})
+    assert judge.check(10 * LIMIT, {0: None, 1: works()(1)}) is None
+    assert judge.check(TICK, {0: works()(2), 1: works()(2)}) is None
+    assert judge.check(10 * LIMIT, {0: None, 1: works()(2)}) is None
+    assert judge.check(LIMIT / 2, {0: None, 1: works()(3)}) == 0
 
 
 class Calls:
@@ -135,7 +135,7 @@ class Calls:
         assert self.here.wait(60)
 
     def run(self):
-        self.progress.calls_come_here()
+        self.progress.set_call_thread()
         self.here.set()
         while self.work:
             self.work()
@@ -165,32 +165,32 @@ def sleeps():
 def test_computing_is_a_sign_of_life_and_sleeping_is_none():
     calls = Calls()
     before, until = calls.at(spins), time.monotonic() + 60  # it may still queue for a core
-    while time.sleep(0.1) or calls.at(spins).signs <= before.signs:
+    while time.sleep(0.1) or calls.at(spins).activity <= before.activity:
         assert time.monotonic() < until
     before, until = calls.at(sleeps), time.monotonic() + 60  # the same, to fall asleep
-    while time.sleep(0.1) or (after := calls.at(sleeps)).signs != before.signs:
+    while time.sleep(0.1) or (after := calls.at(sleeps)).activity != before.activity:
         before = after
         assert time.monotonic() < until
     calls.end()
-    assert f'File "{__file__}", line ' in after.stack[0] and not after.waits
+    assert f'File "{__file__}", line ' in after.stack[0] and not after.is_waiting
 
 
 @pytest.mark.slow
 def test_on_gpus_a_spinning_thread_is_none_but_every_layer_and_gradient_is():
     torch = pytest.importorskip("torch")
     progress = Progress("cuda")
-    progress.calls_come_here()
+    progress.set_call_thread()
     layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
     model = torch.nn.ModuleDict({"layers": layers})
     progress.follow(model)
-    begun = progress.pulse().signs
+    begun = progress.pulse().activity
     spins()
-    assert progress.pulse().signs == begun
+    assert progress.pulse().activity == begun
     value = torch.ones(1, 2)
     for layer in layers:
         value = layer(value)
-    assert progress.pulse().signs == begun + 3
+    assert progress.pulse().activity == begun + 3
     value.sum().backward()
-    assert progress.pulse().signs == begun + 3 + 6
-    progress.did("ended forward")
-    assert progress.pulse().signs == begun + 10 and progress.pulse().last.startswith("ended forward at ")
+    assert progress.pulse().activity == begun + 3 + 6
+    progress.record_activity("ended forward")
+    assert progress.pulse().activity == begun + 10 and progress.pulse().last.startswith("ended forward at ")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from rlfuse.costs.model import Costs
 from rlfuse.costs.rates import Rates
+from rlfuse.fusion.assignment import divide_work
 from rlfuse.fusion.decisions import Slot
-from rlfuse.fusion.sharing import share
-from rlfuse.simulate.speed import Speed, together
+from rlfuse.simulate.speed import Speed, combined_speed
 
 
 def observed(slots, seconds, times=3, costs=1.0):
@@ -98,9 +98,9 @@ def test_nothing_is_known_until_half_of_the_slots_were_seen():
 
 def test_a_slot_that_is_drained_until_it_is_well_comes_back_by_probes():
     rates = observed(4, [1, 1, 1, 4], times=4)
-    rates.drain(3, until_well=True)
+    rates.drain(3, until_recovered=True)
     rates.begin(Costs())
-    assert rates.drained == {3} and not rates.unheard
+    assert rates.drained == {3} and not rates.steps_since_measured
     rates.probed(3, 3.9)
     rates.probed(3, 1.0)
     assert rates.drained == {3}, "once may be luck"
@@ -112,7 +112,7 @@ def test_a_typical_slot_is_drained_until_it_is_restored():
     rates = observed(4, [1, 1, 1, 1])
     rates.drain(1)
     rates.begin(Costs())
-    assert not rates.unheard
+    assert not rates.steps_since_measured
     for _ in range(5):
         rates.probed(1, 1.0)
     assert rates.drained == {1}
@@ -126,12 +126,12 @@ def test_a_typical_slot_is_drained_until_it_is_restored():
 def view_of(rates, *ends):
     """Idle trainers of these rates, beside busy ones that are free at these seconds; nothing is generated any more."""
     slots = [Slot(i, "trainer", rate=rate) for i, rate in enumerate(rates)]
-    power = sum(1 / rate for rate in rates)
+    effective_slots = sum(1 / rate for rate in rates)
     slots += [Slot(len(rates) + i, "trainer", busy=True) for i in range(len(ends))]
     return SimpleNamespace(
         slots=slots,
-        power=power + len(ends),
-        siblings_together=False,
+        effective_slots=effective_slots + len(ends),
+        prompts_dominate=False,
         now=0.0,
         ends=lambda: list(ends),
         unfinished=0,
@@ -147,7 +147,7 @@ def ends(shares, sizes, rates):
 def test_equal_pieces_are_shared_out_as_well_as_they_can_be(rates, count):
     sizes = {str(i): 1 for i in range(count)}
     slots = list(range(len(rates)))
-    shares = share(view_of(rates), sizes, count, slots, call_s=count, tokens_per_s=1)
+    shares = divide_work(view_of(rates), sizes, count, slots, call_s=count, tokens_per_s=1)
     assert sorted(name for names in shares.values() for name in names) == sorted(sizes)
     least = min(
         max(n * rate for n, rate in zip(counts, rates, strict=True))
@@ -159,28 +159,28 @@ def test_equal_pieces_are_shared_out_as_well_as_they_can_be(rates, count):
 
 def test_a_slow_slot_leaves_what_a_busy_one_would_end_sooner():
     sizes = {"a": 10, "b": 10}
-    assert share(view_of([5.0]), sizes, 20, [0], call_s=20, tokens_per_s=1) == {0: ("b", "a")}
-    assert share(view_of([5.0], 1.0), sizes, 20, [0], call_s=20, tokens_per_s=1) == {}
-    assert share(view_of([5.0], 60.0), sizes, 20, [0], call_s=20, tokens_per_s=1) == {0: ("b",)}
+    assert divide_work(view_of([5.0]), sizes, 20, [0], call_s=20, tokens_per_s=1) == {0: ("b", "a")}
+    assert divide_work(view_of([5.0], 1.0), sizes, 20, [0], call_s=20, tokens_per_s=1) == {}
+    assert divide_work(view_of([5.0], 60.0), sizes, 20, [0], call_s=20, tokens_per_s=1) == {0: ("b",)}
 
 
 @pytest.mark.parametrize(("end", "taken"), [(0.0, 4), (4.0, 6), (8.0, 8), (20.0, 8)])
 def test_who_is_free_first_takes_what_it_can_do_until_all_end_together(end, taken):
     view, sizes = view_of([1.0], end), {str(i): 1 for i in range(8)}
-    assert len(share(view, sizes, 8, [0], call_s=2, tokens_per_s=1)[0]) == taken
+    assert len(divide_work(view, sizes, 8, [0], call_s=2, tokens_per_s=1)[0]) == taken
 
 
 def test_what_is_left_is_shared_out_as_if_drained_slots_were_not_there():
     """Parts were kept for them, so that the others came back for what was left, in ever smaller calls."""
     view, sizes = view_of([1.0, 1.0]), {str(i): 1 for i in range(8)}
     view.slots.append(Slot(2, "trainer", drained=True))
-    assert [len(names) for names in share(view, sizes, 8, [0, 1], call_s=1, tokens_per_s=1).values()] == [4, 4]
+    assert [len(names) for names in divide_work(view, sizes, 8, [0, 1], call_s=1, tokens_per_s=1).values()] == [4, 4]
 
 
 def test_while_others_generate_a_slot_takes_its_part_of_what_is_there():
     view, sizes = view_of([1.0], inf), {str(i): 1 for i in range(8)}
     view.unfinished = 1
-    assert len(share(view, sizes, 8, [0], call_s=2, tokens_per_s=1)[0]) == 4
+    assert len(divide_work(view, sizes, 8, [0], call_s=2, tokens_per_s=1)[0]) == 4
 
 
 # Speeds of simulated slots -------------------------------------------------------------------------------------------
@@ -204,5 +204,5 @@ def test_what_is_done_until_an_end_is_the_cost(steps, start, cost):
 @given(changes, changes, st.floats(0.0, 20.0), st.floats(0.0, 20.0))
 def test_slots_together_do_what_each_does(first, second, start, more):
     both, end = [speed(first), speed(second)], start + more
-    assert together(both).done(start, end) == pytest.approx(sum(each.done(start, end) for each in both), abs=1e-9)
-    assert sum(each.least for each in both) <= together(both).least * (1 + 1e-9)
+    assert combined_speed(both).done(start, end) == pytest.approx(sum(each.done(start, end) for each in both), abs=1e-9)
+    assert sum(each.least for each in both) <= combined_speed(both).least * (1 + 1e-9)

@@ -12,7 +12,7 @@ from rlfuse.engines.rollout.liveness import Liveness
 from rlfuse.errors import ConfigError, EngineError, EngineLost, NodeLeft, NodeLost, RunError, WorkerLost
 from rlfuse.events import Span
 from rlfuse.observe.journal import count_faults, fault_metrics
-from rlfuse.run.job import futile, how_to_resume, recovered, starting
+from rlfuse.run.job import how_to_resume, no_restart_reason, run_with_restarts, worker_startup
 from rlfuse.run_folder import checkpoints, status
 
 
@@ -50,7 +50,7 @@ class Attempts:
 def test_a_lost_worker_takes_the_run_to_its_last_checkpoint_or_its_beginning(config, capsys):
     lost = WorkerLost("trainer/0 died"), WorkerLost("trainer/1 died: http://me:secret@host")
     attempts = Attempts((1, lost[1]), (5, lost[0]), (8, None))
-    folder = recovered(config, attempts)
+    folder = run_with_restarts(config, attempts)
     assert [job.state["step"] for job in attempts.jobs] == [0, 0, 4]
     assert attempts.jobs[2].checkpoint == folder / "global_step_4"
     assert [job.restart.cause for job in attempts.jobs[1:]] == [str(lost[1]), str(lost[0])]
@@ -63,7 +63,7 @@ def test_a_node_that_leaves_as_planned_counts_as_no_loss_and_is_not_taken_again(
     config.cluster.max_restarts, config.cluster.drain = 0, [1]
     ends = [(4, NodeLeft("node b leaves", ("b",))), (4, NodeLeft("lost node c", ("c",))), (8, None)]
     attempts = Attempts(*ends)
-    folder = recovered(config, attempts)
+    folder = run_with_restarts(config, attempts)
     assert [job.state["step"] for job in attempts.jobs] == [0, 4, 4]
     assert [job.without for job in attempts.jobs] == [frozenset(), {"b"}, {"b", "c"}]
     assert [job.restart.kind for job in attempts.jobs[1:]] == ["hand_over", "hand_over"]
@@ -71,7 +71,7 @@ def test_a_node_that_leaves_as_planned_counts_as_no_loss_and_is_not_taken_again(
     assert attempts.jobs[2].drained is attempts.jobs[0].drained and attempts.jobs[0].drained == {1}
     assert attempts.jobs[1].checkpoint == folder / "global_step_4"
     said = capsys.readouterr().out
-    assert "node b leaves\nThe run goes on from global_step_4 on other nodes; nothing failed." in said
+    assert "node b leaves\nThe run resumes from global_step_4 on other nodes." in said
 
 
 def test_a_run_that_goes_on_after_a_loss_goes_on_for_those_who_look_on(config):
@@ -84,12 +84,12 @@ def test_a_run_that_goes_on_after_a_loss_goes_on_for_those_who_look_on(config):
     def attempt(job):
         seen.append(state := status.read(job.folder))
         assert state is None or status.state_now(job.folder, state) == "running"
-        job.carry_out(work(), job.begin(8))
+        job.run_until_done(work(), job.begin(8))
         assert status.read(job.folder).state == "running", "those who look on read the summary first"
         return job.folder
 
     config.trainer.logger = []
-    folder = recovered(config, attempt)
+    folder = run_with_restarts(config, attempt)
     assert [state and state.state for state in seen] == [None, "running"]
     assert status.read(folder).state == "finished"
 
@@ -104,7 +104,7 @@ def test_a_run_that_fails_before_its_work_says_so_and_draws_nothing_more(config,
     monkeypatch.setattr("rlfuse.observe.loggers.sinks", refused)
     before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="no key"):
-        recovered(config, attempt)
+        run_with_restarts(config, attempt)
     told = status.read(config.run_folder)
     assert (told.state, told.error) == ("failed", "no key for wandb")
     assert "live view" not in [thread.name for thread in set(threading.enumerate()) - before]
@@ -116,7 +116,7 @@ def test_a_run_whose_rows_are_damaged_draws_nothing_more(config):
     (config.run_folder / "validation.jsonl").write_text("no row\n{}\n")
     before = set(threading.enumerate())
     with pytest.raises(RunError, match=r"validation\.jsonl, line 1"):
-        recovered(config, lambda job: job.begin(8))
+        run_with_restarts(config, lambda job: job.begin(8))
     assert "live view" not in [thread.name for thread in set(threading.enumerate()) - before]
 
 
@@ -129,7 +129,7 @@ def test_a_checkpoint_that_an_earlier_run_left_is_not_gone_on_from(config):
         (old / checkpoints.MARKER).touch()
         os.utime(old / checkpoints.MARKER, (1e9 - age, 1e9 - age))
     config.trainer.resume_mode = str(config.run_folder / "global_step_2")
-    recovered(config, attempts)
+    run_with_restarts(config, attempts)
     assert [job.state["step"] for job in attempts.jobs] == [2, 2]
 
 
@@ -139,29 +139,32 @@ def test_other_errors_and_ctrl_c_end_the_run(config, error):
         raise error
 
     with pytest.raises(type(error)):
-        recovered(config, attempt)
+        run_with_restarts(config, attempt)
 
 
 def test_attempts_end_with_their_number_or_when_they_get_no_further(config, capsys):
-    assert futile([7], limit=0) == "No restart: 0 of at most cluster.max_restarts=0 were made."
-    assert futile([7], limit=3) is None and futile([0], limit=1) is None
-    assert futile([2, 5, 7], limit=3) is None
-    assert futile([2, 5, 7, 8], limit=3) == "No restart: 3 of at most cluster.max_restarts=3 were made."
-    assert "the last of 1 completed no step" in futile([7, 7], limit=3)
-    assert "the last of 2 completed no step" in futile([2, 7, 5], limit=3)
-    assert futile([None], limit=1) is None and futile([7, None], limit=3) is None
-    assert futile([7, None, 8, None], limit=9) is None
-    assert "the last of 2 completed no step" in futile([7, None, 7], limit=3)
-    assert "two starts in a row" in futile([7, None, None], limit=3)
-    assert "1 of at most cluster.max_restarts=1" in futile([7, None], limit=1)
+    assert no_restart_reason([7], limit=0) == "No restart: 0 of at most cluster.max_restarts=0 were made."
+    assert no_restart_reason([7], limit=3) is None and no_restart_reason([0], limit=1) is None
+    assert no_restart_reason([2, 5, 7], limit=3) is None
+    assert no_restart_reason([2, 5, 7, 8], limit=3) == "No restart: 3 of at most cluster.max_restarts=3 were made."
+    assert "the last of 1 restarts made no progress" in no_restart_reason([7, 7], limit=3)
+    assert "the last of 2 restarts made no progress" in no_restart_reason([2, 7, 5], limit=3)
+    assert no_restart_reason([None], limit=1) is None and no_restart_reason([7, None], limit=3) is None
+    assert no_restart_reason([7, None, 8, None], limit=9) is None
+    assert "the last of 2 restarts made no progress" in no_restart_reason([7, None, 7], limit=3)
+    assert "before the first step twice in a row" in no_restart_reason([7, None, None], limit=3)
+    assert "1 of at most cluster.max_restarts=1" in no_restart_reason([7, None], limit=1)
     dying = Attempts((3, WorkerLost("trainer/1 died")), (3, WorkerLost("trainer/1 died")))
-    with pytest.raises(EngineError, match="trainer/1 died\nNo restart: the last of 1 completed no step"):
-        recovered(config, dying)
-    assert "goes on from there (trainer.resume_mode=auto)" in capsys.readouterr().out.splitlines()[-1]
+    with pytest.raises(EngineError, match="trainer/1 died\nNo restart: the last of 1 restarts made no progress"):
+        run_with_restarts(config, dying)
+    assert (
+        "rerun the same command to resume from it (trainer.resume_mode=auto)"
+        in capsys.readouterr().out.splitlines()[-1]
+    )
     again = dying.jobs[-1]
     again.config.trainer.resume_mode = str(again.folder / "global_step_2")
     assert how_to_resume(again).endswith(
-        f"with trainer.experiment_name={again.folder.name} trainer.resume_mode=auto goes on from there"
+        f"with trainer.experiment_name={again.folder.name} trainer.resume_mode=auto to resume from it"
     )
 
 
@@ -188,13 +191,13 @@ def test_only_the_death_of_a_process_at_startup_restarts_a_run(config, capsys, e
         log = job.begin(8)
 
         async def start():
-            with starting(log):
+            with worker_startup(log):
                 raise error from cause
 
-        job.carry_out(start(), log)
+        job.run_until_done(start(), log)
 
-    with pytest.raises(EngineError, match="two starts in a row" if restarts else str(error)):
-        recovered(config, attempt)
+    with pytest.raises(EngineError, match="before the first step twice in a row" if restarts else str(error)):
+        run_with_restarts(config, attempt)
     assert len(attempts) == 1 + restarts
     assert ("(restart 1 of at most 3)" in capsys.readouterr().out) == restarts
 
@@ -209,14 +212,14 @@ def test_an_engine_stands_still_only_while_it_has_work_and_neither_ends_steps_no
     def after(seconds, computed=0.0, busy=True):
         now[0] += seconds
         cpu[0] += computed
-        return engine.judge(busy).still_s
+        return engine.check_progress(busy).stalled_s
 
     assert after(1000, busy=False) == 0  # nothing to do
     assert after(10) == 10 and after(10) == 20
-    engine.did("a step of 3 samples")
+    engine.record_progress("a step of 3 samples")
     assert after(10) == 0 and after(10) == 10  # a step has ended in between
     assert after(10, computed=8.0) == 0 and after(10, computed=0.1) == 10  # a long step; threads that only wait
-    assert engine.judge(True).last.startswith("a step of 3 samples at ")
+    assert engine.check_progress(True).last.startswith("a step of 3 samples at ")
 
 
 @pytest.mark.parametrize(

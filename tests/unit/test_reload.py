@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import save_file
 
 from rlfuse.config.documentation import by_name
-from rlfuse.config.quantization import EXPERTS_ALONE, OF_VLLM, ON_CPUS
+from rlfuse.config.quantization import CPU_METHOD, EXPERTS_ONLY, VLLM_KEYS
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.vllm.setup import engine_arguments
 from rlfuse.engines.weights.exporting import Exporter
@@ -110,7 +110,7 @@ def test_each_push_is_what_layers_compute_with(dtype, tied, width, tmp_path):
 def test_each_push_is_quantized_anew(tmp_path):
     """On CPUs: scales of a weight's rows and of a token, products of torch's own."""
     sizes = {**SMALL, "tie_word_embeddings": True}
-    with served("Qwen2ForCausalLM", transformers.Qwen2Config(**sizes), tmp_path, "bfloat16", ON_CPUS) as each:
+    with served("Qwen2ForCausalLM", transformers.Qwen2Config(**sizes), tmp_path, "bfloat16", CPU_METHOD) as each:
         trained, model, transfer = each
         states, layer = torch.randn(9, 32, dtype=trained.dtype), model.model.layers[0].mlp.down_proj
         wide, expected = torch.randn(9, 64, dtype=trained.dtype), []
@@ -137,7 +137,7 @@ def test_vllm_makes_every_kind_while_it_loads_and_again_at_each_reload():
     assert f'delattr(layer, "{mark}")' in inspect.getsource(layerwise._layerwise_process)
     for kind in by_name()["rollout.quantization"].names:
         of = _ONLINE_SHORTHANDS[kind]
-        assert (of.linear is None) == (kind == EXPERTS_ALONE)
+        assert (of.linear is None) == (kind == EXPERTS_ONLY)
         linear = [_ONLINE_LINEAR_METHODS[of.linear.weight]] if of.linear else []
         for method in (*linear, _ONLINE_MOE_METHODS[of.moe.weight]):
             assert mark in inspect.getsource(method.process_weights_after_loading)
@@ -152,10 +152,10 @@ def test_routers_and_towers_stay_as_they_are(tmp_path):
     from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
     transformers.Qwen3MoeConfig(**SMALL).save_pretrained(tmp_path)
-    for kind in {*by_name()["rollout.quantization"].names} - {EXPERTS_ALONE}:
+    for kind in {*by_name()["rollout.quantization"].names} - {EXPERTS_ONLY}:
         rollout, model = RolloutConfig(quantization=kind), ModelConfig(path=str(tmp_path), dtype="bfloat16")
         arguments = engine_arguments(model, rollout, 32, "cpu")
-        chosen = EngineArgs(**{name: arguments[name] for name in ("model", *OF_VLLM)}).quantization_config
+        chosen = EngineArgs(**{name: arguments[name] for name in ("model", *VLLM_KEYS)}).quantization_config
         method_of = OnlineQuantizationConfig(chosen).resolve_quant_method_cls
         assert method_of(RowParallelLinear, "model.layers.0.self_attn.o_proj") is not None
         assert all(method_of(GateLinear, f"model.layers.0.{block}.gate") is None for block in ("mlp", "feed_forward"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlfuse.files import claimed
+from rlfuse.files import write_lock
 from rlfuse.tasks import prepare as tasks
 from rlfuse.tasks.prepare import SETTINGS_FILE, VERSION, main, prepare
 from rlfuse.tasks.remainder import (
@@ -185,7 +185,7 @@ def test_a_second_process_that_prepares_a_folder_waits_for_the_first(tmp_path, c
         return tasks._kept(root, {"rows": 1}, built.append)
 
     with ThreadPoolExecutor(1) as other:
-        with claimed(root):
+        with write_lock(root):
             second = other.submit(kept)
             while "Waiting for another process that writes" not in capsys.readouterr().out:
                 time.sleep(0.001)

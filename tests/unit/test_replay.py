@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlfuse.cli import main as rlfuse
-from rlfuse.files import claimed
+from rlfuse.files import write_lock
 from rlfuse.rewards.api.items import item_of_sample
 from rlfuse.run_folder.reader import open_run
 from rlfuse.tools.evaluation import replay
@@ -58,9 +58,9 @@ def test_the_runs_own_reward_agrees_with_what_was_saved(run, capsys):
 
 def test_a_replay_is_refused_while_another_writes_there(run, capsys):
     folder, asked = run
-    with claimed(folder / "replay.json"):
+    with write_lock(folder / "replay.json"):
         assert rlfuse(["reward", "replay", str(folder)]) == 2
-    assert "is writing there" in capsys.readouterr().err and not asked
+    assert "is writing this file" in capsys.readouterr().err and not asked
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_failures_are_counted_and_have_no_number(run, capsys):
     rows = rows_of(Path(f"{out}.csv"))
     failed = [row for row in rows if row["failure"]]
     assert len(rows) == 384 and report["unscored"] == len(failed) > 0
-    assert all(row["after"] == "" and row["id"] and row["shift"] == "" for row in failed) and report["agreement"][
+    assert all(row["after"] == "" and row["id"] and row["rank_shift"] == "" for row in failed) and report["agreement"][
         "samples"
     ] == 384 - len(failed)
     assert "picky: ZeroDivisionError" in capsys.readouterr().out
@@ -110,8 +110,8 @@ def test_limits_are_the_runs_and_the_rest_is_not_mixed():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--examples", "-1"], "--examples -1: must be 0 or more"),
-        (["data.seed=3"], "data.seed=3: only the reward can be another one"),
+        (["--examples", "-1"], "--examples -1: it must be 0 or more"),
+        (["data.seed=3"], "data.seed=3: only reward.KEY=VALUE"),
         (["reward.function=[a.py:b]"], "did you mean reward.functions"),
         (["reward.timeout_s=soon"], "reward.timeout_s"),
         (["reward.functions=[mine.py:long]"], "has no function 'long'"),

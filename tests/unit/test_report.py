@@ -53,7 +53,7 @@ def run_folder(path, steps=4, count=6, metrics=3, lr=1e-6):
     with (path / "metrics.jsonl").open("w") as file:
         for step in range(0, steps + 1):
             row = {"step": step, "val-core/x/acc/mean@1": 0.5} if step == 0 else {
-                "step": step, "critic/score/mean": step / steps, "rewards/f/mean": 0.5, "critic/kl": float("nan"),
+                "step": step, "critic/score/mean": step / steps, "rewards/f/mean": 0.5, "actor/reward_kl_penalty": float("nan"),
                 "busy/generate": 3.0, "idle/tail": 7.0, "idle/start_up": 100.0 if step == 1 else 0.0,
             } | {f"some/metric_{number}": step * 0.123456789 + number for number in range(metrics)}  # fmt: skip
             file.write(json.dumps(row) + "\n")
@@ -138,7 +138,7 @@ def test_a_page_holds_the_run_and_nothing_of_it_is_markup(alone):
     assert NASTY in alone.text, "the model's name"
     (run,) = data["runs"]
     assert run["name"] == "a<b>" and values(alone, 0, "critic/score/mean") == ([1, 2, 3, 4], [0.25, 0.5, 0.75, 1.0])
-    assert values(alone, 0, "critic/kl")[1] == [None] * 4
+    assert values(alone, 0, "actor/reward_kl_penalty")[1] == [None] * 4
     first, second = data["samples"][:2]
     assert first["prompt"] == NASTY and "more characters" in first["response"] and first["reward"] == 0.5
     assert second["reward"] is None and first["parts"] == {"f/<i>": None}

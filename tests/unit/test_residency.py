@@ -20,7 +20,7 @@ from rlfuse.errors import EngineError, RewardError
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.progress import timed
-from rlfuse.protocols import Sharing
+from rlfuse.protocols import DeviceSharing
 from rlfuse.run.starting import start_parts
 from rlfuse.simulate.clock import run_virtual
 from rlfuse.stopping import Stopped
@@ -36,8 +36,8 @@ def scene_of(policy, estimator, zero, **more):
 
 def replay(world):
     run_virtual(world.run())
-    planned = contents(world.trainer.residency == "step", world.trainer.sharing.hands_over)
-    for phase, items in world.ledger.seen.items():
+    planned = contents(world.trainer.residency == "step", world.trainer.sharing.alternates)
+    for phase, items in world.ledger.resident.items():
         assert items <= planned[phase], phase
     return world
 
@@ -66,16 +66,16 @@ EVERY_PAIR = [
 """Of a policy, an estimator, a kind of ranks and whether the device is handed over: any two meet."""
 
 
-@pytest.mark.parametrize(("policy", "estimator", "zero", "hands_over"), EVERY_PAIR)
-def test_nothing_is_used_where_it_does_not_lie(policy, estimator, zero, hands_over, model):
-    world = replay(ResidentWorld(scene_of(policy, estimator, ZERO[zero]), hands_over=hands_over))
+@pytest.mark.parametrize(("policy", "estimator", "zero", "alternates"), EVERY_PAIR)
+def test_nothing_is_used_where_it_does_not_lie(policy, estimator, zero, alternates, model):
+    world = replay(ResidentWorld(scene_of(policy, estimator, ZERO[zero]), alternates=alternates))
     assert world.saved == [1, 2] and len(world.learned) == 2
     slots, discards = 3, sum(rollout.discards for rollout in world.rollouts)
-    if hands_over:  # before the first push of each slot, and where no sample of the step is left to generate
+    if alternates:  # before the first push of each slot, and where no sample of the step is left to generate
         assert discards >= slots + (2 * slots if policy == "serial" else 0)
     memory = plan_of(world.config(), ZERO[zero], model)
-    assert memory.hands_over == hands_over
-    for phase, items in world.ledger.seen.items():
+    assert memory.alternates == alternates
+    for phase, items in world.ledger.resident.items():
         found = sum(part.size for part in memory.parts if part.item in items)
         assert 0 < found <= memory.total(phase) <= memory.total(memory.tightest)
 
@@ -83,7 +83,7 @@ def test_nothing_is_used_where_it_does_not_lie(policy, estimator, zero, hands_ov
 @pytest.mark.parametrize("residency", ["training", "step"])
 @pytest.mark.parametrize("zero", ["ZeRO 1", "ZeRO 3", "pipelines"])
 def test_where_both_stay_nothing_moves_whatever_happens(residency, zero, tmp_path):
-    given = dict(residency=residency, hands_over=False)
+    given = dict(residency=residency, alternates=False)
     worlds = [ResidentWorld(scene_of("adaptive", "gae", ZERO[zero]), resumed=True, **given)]
     worlds += [ResidentWorld(scene_of("adaptive", "grpo", ZERO[zero]), tower=tmp_path, **given)]
     lost = scene_of("stream", "grpo", ZERO[zero], lost=(2.5, 2.6, 2.7))
@@ -104,7 +104,7 @@ def test_optimizers_that_come_by_themselves_are_where_they_are_read(zero, reside
         assert world.saved == [1, 2] and len(world.learned) == 2
         assert not world.trainer.coming or residency == "forecast"
         memory = plan_of(world.config(), ZERO[zero], model)
-        for phase, items in world.ledger.seen.items():
+        for phase, items in world.ledger.resident.items():
             found = sum(part.size for part in memory.parts if part.item in items)
             assert 0 < found <= memory.total(phase) <= memory.total(memory.tightest)
         assert (world.trainer.fetched > 0) == (residency == "forecast")
@@ -132,16 +132,16 @@ def test_what_is_there_for_steps_alone_has_the_room_of_activations(model):
     gib=st.floats(16, 400),
     share=st.sampled_from((0.3, 0.6, 0.9)),
     again=st.booleans(),
-    hands_over=st.booleans(),
+    alternates=st.booleans(),
 )
 def test_no_plan_fits_whose_replayed_calls_need_more_than_the_device(
-    scene, residency, zero, gib, share, again, hands_over, model
+    scene, residency, zero, gib, share, again, alternates, model
 ):
-    world = replay(ResidentWorld(scene, residency=residency, hands_over=hands_over))
+    world = replay(ResidentWorld(scene, residency=residency, alternates=alternates))
     config = world.config()
     config.rollout.gpu_memory_utilization, config.model.enable_gradient_checkpointing = share, again
     memory = plan_of(config, zero, model, gib)
-    seen = world.ledger.seen.values()
+    seen = world.ledger.resident.values()
     most = max(sum(part.size for part in memory.parts if part.item in items) for items in seen)
     if not problems(config, memory):
         assert most <= gib * 2**30
@@ -150,9 +150,9 @@ def test_no_plan_fits_whose_replayed_calls_need_more_than_the_device(
 
 @pytest.mark.slow
 @exploring
-@given(scene=scenes(steps=2), hands_over=st.booleans())
-def test_nor_where_engines_are_lost_at_any_time(scene, hands_over):
-    world = replay(ResidentWorld(scene, hands_over=hands_over))
+@given(scene=scenes(steps=2), alternates=st.booleans())
+def test_nor_where_engines_are_lost_at_any_time(scene, alternates):
+    world = replay(ResidentWorld(scene, alternates=alternates))
     assert len(world.learned) == 2 and not any(rollout.lost for rollout in world.rollouts)
 
 
@@ -210,17 +210,17 @@ async def test_parts_start_in_the_order_that_a_gpu_needs():
         return begin
 
     class Ranks:
-        sharing = Sharing()
+        sharing = DeviceSharing()
 
         async def measure(self):
             order.append("measured")
             return {"peak_flops": 1e9}
 
-        async def leave_device(self, slot):
+        async def release_device(self, slot):
             order.append(f"leave {slot}")
 
     async def ranks(let_engines_start):
-        if not Ranks.sharing.hands_over:
+        if not Ranks.sharing.alternates:
             let_engines_start()
             await asyncio.sleep(0.01)
         return await start("ranks", (Ranks(), {}))()
@@ -230,19 +230,19 @@ async def test_parts_start_in_the_order_that_a_gpu_needs():
     part = partial(timed, say=lambda line: shown.append(line.rpartition("  ")[0]))
     towers = [start("towers")]
     gpu = await start_parts("cuda", trainer=ranks, engines=engines, towers=towers, rewards=rewards, part=part)
-    assert shown == ["✓ speed of the ranks", "✓ ranks leave the devices"], "what has no part of its own"
+    assert shown == ["✓ speed of the ranks", "✓ ranks release the devices"], "what has no part of its own"
     assert gpu.trainer_facts == {"peak_flops": 1e9} and gpu.engine_facts == [7, 8]
     began = [f"{name} {what}" for what in ("begins", "stands") for name in ("ranks", "towers")]
     then = [f"{name} {what}" for what in ("begins", "stands") for name in ("engine 0", "engine 1")]
     assert order == [*began, "measured", "leave 0", "leave 1", *then, "rewards begins", "rewards stands"]
     order.clear()
-    Ranks.sharing = Sharing(hands_over=False)
+    Ranks.sharing = DeviceSharing(alternates=False)
     both = await start_parts("cuda", trainer=ranks, engines=engines, rewards=rewards)
     assert both.trainer_facts == {"peak_flops": 1e9} and both.engine_facts == [7, 8]
     assert order[:4] == then and order[4] == "ranks begins", "engines do not wait for ranks to load"
     assert order[-3:] == ["rewards begins", "rewards stands", "measured"], "reward models measure free memory"
     order.clear()
-    Ranks.sharing = Sharing()
+    Ranks.sharing = DeviceSharing()
     cpu = await start_parts("cpu", trainer=ranks, engines=engines, rewards=rewards)
     assert cpu.trainer_facts == {"peak_flops": 1e9} and cpu.engine_facts == [7, 8]
     begun = [order.index(f"{name} begins") for name in ("engine 0", "engine 1", "rewards", "ranks")]
@@ -266,7 +266,7 @@ async def test_a_side_that_fails_ends_the_wait_for_the_other(failing):
 
 
 def test_sigterm_is_followed_by_a_checkpoint_that_can_be_read():
-    world = ResidentWorld(scene_of("adaptive", "gae", 3), told=1)
+    world = ResidentWorld(scene_of("adaptive", "gae", 3), stop_after=1)
     with pytest.raises(Stopped):
         replay(world)
     assert world.saved == [1]
@@ -275,32 +275,35 @@ def test_sigterm_is_followed_by_a_checkpoint_that_can_be_read():
 # The ledger ----------------------------------------------------------------------------------------------------------
 
 
-def listed(*names, hands_over=True):
-    ledger = ResidencyReplay(1, hands_over)
+def listed(*names, alternates=True):
+    ledger = ResidencyReplay(1, alternates)
     for name in names:
-        with ledger.doing(name, 0):
+        with ledger.running(name, 0):
             pass
     return ledger
 
 
-STARTED = ("start_ranks", "leave_device", "start_engine")
+STARTED = ("start_ranks", "release_device", "start_engine")
 WRONG = {
     "a push after the ranks left": (
-        (*STARTED, "sleep", "take_device", "step", "leave_device", "wake(weights)", "wake(kv_cache)", "push"),
-        "slot 0: push needs parameters on the device. There: engine weights, KV cache, residents; the last",
+        (*STARTED, "sleep", "acquire_device", "step", "release_device", "wake(weights)", "wake(kv_cache)", "push"),
+        "slot 0: push needs parameters on the device. Resident: engine weights, KV cache, residents; the last",
     ),
     "an engine that starts beside the ranks": (("start_ranks", "start_engine"), "start_engine finds parameters"),
-    "ranks that take a device while the engine is awake": ((*STARTED, "take_device"), "finds engine weights, KV cache"),
+    "ranks that take a device while the engine is awake": (
+        (*STARTED, "acquire_device"),
+        "finds engine weights, KV cache",
+    ),
     "a KV cache that wakes beside the ranks": (
-        (*STARTED, "sleep", "take_device", "wake(weights)", "push", "wake(kv_cache)"),
-        "wake(kv_cache) finds parameters, reference, optimizer on the device",
+        (*STARTED, "sleep", "acquire_device", "wake(weights)", "push", "wake(kv_cache)"),
+        "wake(kv_cache) conflicts with parameters, reference, optimizer on the device",
     ),
     "a checkpoint of ranks that are away": ((*STARTED, "save"), "save needs parameters, reference, optimizer"),
     "a step without its optimizer": ((*STARTED, "sleep", "take_weights", "step"), "step needs optimizer on the device"),
     "an optimizer that comes beside the engine": ((*STARTED, "fetch_optimizer"), "needs parameters on the device"),
     "generation without a KV cache": (
-        (*STARTED, "sleep", "take_device", "wake(weights)", "push", "leave_device", "generate"),
-        "generate needs KV cache on the device. There: engine weights, residents; the last call was leave_device",
+        (*STARTED, "sleep", "acquire_device", "wake(weights)", "push", "release_device", "generate"),
+        "generate needs KV cache on the device. Resident: engine weights, residents; the last call was release_device",
     ),
 }
 
@@ -313,26 +316,29 @@ def test_a_wrong_order_is_told(case):
     assert message in str(told.value)
 
 
-@pytest.mark.parametrize("call", ["sleep", "wake(weights)", "wake(kv_cache)", "take_device", "leave_device"])
+@pytest.mark.parametrize("call", ["sleep", "wake(weights)", "wake(kv_cache)", "acquire_device", "release_device"])
 def test_a_call_that_moves_is_refused_where_both_stay(call):
-    with pytest.raises(ResidencyError, match=rf"slot 0: {re.escape(call)} would move what stays on the device"):
-        listed("start_ranks", "start_engine", "push", "generate", "accumulate", call, hands_over=False)
+    with pytest.raises(
+        ResidencyError,
+        match=rf"slot 0: {re.escape(call)} would move resident items although engine and ranks both stay",
+    ):
+        listed("start_ranks", "start_engine", "push", "generate", "accumulate", call, alternates=False)
 
 
 def test_nobody_moves_while_somebody_works():
     ledger = listed(*STARTED)
-    with ledger.doing("generate", 0), pytest.raises(ResidencyError, match="sleep begins while generate is under way"):
+    with ledger.running("generate", 0), pytest.raises(ResidencyError, match="sleep begins while generate is running"):
         ledger._begin("sleep", 0)
 
 
 def test_an_optimizer_comes_while_others_work_and_nothing_leaves_meanwhile():
     ledger = listed(*STARTED, "sleep", "take_weights")
-    with ledger.doing("accumulate", 0), ledger.doing("fetch_optimizer", 0):
-        with ledger.doing("score", 0):
+    with ledger.running("accumulate", 0), ledger.running("fetch_optimizer", 0):
+        with ledger.running("score", 0):
             pass
-        with pytest.raises(ResidencyError, match="leave_device begins while accumulate is under way"):
-            ledger._begin("leave_device", 0)
-    assert {Item.OPTIMIZER, Item.ACTIVATIONS} <= ledger.seen["training"]
+        with pytest.raises(ResidencyError, match="release_device begins while accumulate is running"):
+            ledger._begin("release_device", 0)
+    assert {Item.OPTIMIZER, Item.ACTIVATIONS} <= ledger.resident["training"]
 
 
 def test_a_slot_ends_as_it_began_and_phases_hold_what_they_need():

@@ -109,7 +109,7 @@ def test_what_zero_1_saved_goes_on_under_zero_2(tmp_path):
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        ("exact", ["2 prompts that were set aside", "(rows 5, 7 of data.train_files)", "fusion.data=over_sampling"]),
+        ("exact", ["2 prompts that were deferred", "(rows 5, 7 of data.train_files)", "fusion.data=over_sampling"]),
         ("over_sampling", []),
     ],
 )

@@ -10,13 +10,13 @@ from rlfuse.cluster.placement import reward_device, reward_options
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.facts import Facts
 from rlfuse.config.prepared import FOLDERS
-from rlfuse.config.rewards import with_judges_at
+from rlfuse.config.rewards import map_judge_paths
 from rlfuse.errors import ConfigError, EngineError, RewardError
 from rlfuse.rewards.api.items import Score
 from rlfuse.rewards.models.judge import Judge, verdict
 from rlfuse.rewards.workers import reward_worker_handle
-from rlfuse.rewards.workers.pool import Batches
-from rlfuse.rewards.workers.reward_worker_handle import Call, Lost, RewardWorkerHandle
+from rlfuse.rewards.workers.pool import ModelCallQueue
+from rlfuse.rewards.workers.reward_worker_handle import Call, ProcessLost, RewardWorkerHandle
 from rlfuse.samples import RewardFailure
 from rlfuse.tasks.judging import entry
 from rlfuse.tasks.vocabulary import build_tokenizer
@@ -35,11 +35,11 @@ def no_ray(monkeypatch):
 
 
 def call(item):
-    return Call("judge", [item], [0], 1.0, 1.0, batched=True)
+    return Call("judge", [item], [0], 1.0, 1.0, is_batched=True)
 
 
 async def test_a_batch_is_complete_by_its_size_or_by_the_age_of_its_first():
-    batches, calls = Batches(3, HOUR), [call(k) for k in range(5)]
+    batches, calls = ModelCallQueue(3, HOUR), [call(k) for k in range(5)]
     for each in calls[:2]:
         await batches.put(each)
     waiting = asyncio.create_task(batches.get())
@@ -52,7 +52,7 @@ async def test_a_batch_is_complete_by_its_size_or_by_the_age_of_its_first():
     whole.answer.set_result(["a", "b", "c"])
     assert [await each.answer for each in calls[:3]] == [["a"], ["b"], ["c"]]
     for age in (0.0, 0.001):  # what is there by then; nobody waits for a third
-        batches = Batches(3, age)
+        batches = ModelCallQueue(3, age)
         pair = [call(k) for k in range(2)]
         for each in pair:
             await batches.put(each)
@@ -77,7 +77,7 @@ class Scripted(RewardWorkerHandle):
             self._is_fresh = False
             return [Score(1.0)] * len(call.items)
         lost = [RewardFailure("f", end)] * len(call.items)
-        raise Lost(lost, end, late=end == "late", used_up=end == "full")
+        raise ProcessLost(lost, end, is_timeout=end == "late", is_memory_exhausted=end == "full")
 
 
 @pytest.mark.parametrize(
@@ -97,26 +97,26 @@ class Scripted(RewardWorkerHandle):
     ],
 )
 async def test_only_a_process_that_answered_nothing_before_is_evidence_against_a_sample(
-    ends, batched, items, asked, failed
+    ends, is_batched, items, asked, failed
 ):
     handle = Scripted(ends)
     if ends.startswith("scores"):
         await handle._outcomes(call(9))
-    found = await handle._outcomes(Call("f", list(range(items)), list(range(items)), 1.0, 1.0, batched))
+    found = await handle._outcomes(Call("f", list(range(items)), list(range(items)), 1.0, 1.0, is_batched))
     assert sum(isinstance(outcome, RewardFailure) for outcome in found) == failed and len(found) == items
     assert handle.asked == asked
 
 
 async def test_answers_and_errors_reach_each_call_and_a_batch_that_nobody_awaits_is_given_up():
     async def batch(*calls):
-        batches = Batches(len(calls), HOUR)
+        batches = ModelCallQueue(len(calls), HOUR)
         for each in calls:
             await batches.put(each)
         return await batches.get()
 
     one, two, left = call(1), call(2), call(3)
     left.answer.cancel()
-    batches = Batches(3, HOUR)
+    batches = ModelCallQueue(3, HOUR)
     for each in (left, one, two):
         await batches.put(each)
     whole = await batches.get()
@@ -143,7 +143,7 @@ async def test_answers_and_errors_reach_each_call_and_a_batch_that_nobody_awaits
 
 
 async def test_putting_waits_while_full_and_a_seat_that_closes_answers_what_it_took():
-    batches, first = Batches(2, HOUR), call(0)
+    batches, first = ModelCallQueue(2, HOUR), call(0)
     await batches.put(first)
     waiting = asyncio.create_task(batches.get())
     await asyncio.sleep(0)
@@ -193,7 +193,7 @@ def test_a_verdict_has_to_be_one_token_that_the_judge_knows(tmp_path):
 def test_the_experiment_has_the_tasks_judge_and_where_it_runs_is_checked():
     [judge, _] = to_config(compose_job(["experiment=judge"]), lambda _: Facts()).reward.functions
     assert judge == entry(FOLDERS["judge"] / "model")
-    assert with_judges_at([judge, "a.py:f"], str.upper)[0]["kwargs"]["model"] == ".CACHE/RLFUSE/JUDGE/MODEL"
+    assert map_judge_paths([judge, "a.py:f"], str.upper)[0]["kwargs"]["model"] == ".CACHE/RLFUSE/JUDGE/MODEL"
     with pytest.raises(ConfigError, match=r"reward\.device=cuda.*set (reward\.device=)?auto"):
         to_config(compose_job(["experiment=judge", "reward.device=cuda"]), lambda _: Facts(cuda=False))
 

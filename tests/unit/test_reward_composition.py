@@ -9,7 +9,7 @@ from scored_rows import score_table
 
 from rlfuse.config.rewards import RewardConfig, RewardEntry, read_entries
 from rlfuse.errors import RewardError
-from rlfuse.rewards.api.combine import compose, unscored, wanted, waves
+from rlfuse.rewards.api.combine import compose, positions_to_score, uncovered_sources, waves
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.items import Score, item_of_row
 from rlfuse.rewards.workers.pool import RewardPool
@@ -63,7 +63,7 @@ def test_a_source_that_nothing_scores_fails_even_at_a_closed_gate():
         assert (
             "no reward function scores data_source 'chat'" in compose(entries, "chat", {"gate": Score(value)}).message
         )
-    assert unscored(entries, ["code", "chat", "math/1", "chat", "codes"]) == ["chat", "codes"]
+    assert uncovered_sources(entries, ["code", "chat", "math/1", "chat", "codes"]) == ["chat", "codes"]
 
 
 # ---- who is asked --------------------------------------------------------------------------------------------------
@@ -75,8 +75,8 @@ def test_gates_go_first_and_what_they_end_is_not_asked_again():
     assert waves([last, first, second]) == [[first], [second], [last]]
     items = [item_of_row({"prompt": "p", "response": "r", "data_source": source}) for source in "aabaa"]
     known = [{}, {"first": Score(0.0)}, {}, {"first": RewardFailure("first", "x")}, {"first": Score(None)}]
-    assert wanted(second, items, known) == [0, 4]
-    assert wanted(last, items, known) == [0, 2, 4]
+    assert positions_to_score(second, items, known) == [0, 4]
+    assert positions_to_score(last, items, known) == [0, 2, 4]
 
 
 ROWS = [
@@ -98,7 +98,7 @@ def test_a_mixed_batch_is_routed_gated_and_shown_answers_only():
         asked["length"].append(solution_str)
         return len(solution_str)
 
-    gate = {"path": "rlfuse.rewards.thoughts:format_gate", "gate": True}
+    gate = {"path": "rlfuse.rewards.reasoning_tags:format_gate", "gate": True}
     functions = [
         gate,
         {"path": exact, "sources": ["math/*"], "answer_only": True},
@@ -127,25 +127,25 @@ def test_strings_dictionaries_and_callables_are_entries():
 @pytest.mark.parametrize(
     ("functions", "weights", "words"),
     [
-        ([], [], "nothing scores the responses"),
-        (["a"], [1.0, 2.0], "has 2 entries, must have 1"),
-        (["a"], [math.nan], "nan is no finite number"),
+        ([], [], "no reward; give at least one function"),
+        (["a"], [1.0, 2.0], "has 2 entries but needs 1"),
+        (["a"], [math.nan], "nan is not a finite number"),
         ([{"path": "a", "weight": 2.0}], [1.0], "entries of reward.functions have weights too"),
         ([{"path": "a", "wieght": 2.0}], [], "functions.wieght: unknown key of an entry; did you mean weight?"),
         ([{"path": "a", "weight": "much"}], [], "functions.weight=much: needs a number"),
         ([{"path": "a", "gate": "maybe"}], [], "functions.gate=maybe: needs true or false"),
         ([{"weight": 1.0}], [], "an entry needs a path"),
-        ([{"path": "judge"}], [], "a judge needs its model"),
+        ([{"path": "judge"}], [], "a judge needs a model"),
         ([{"path": "a", "clip": [1.0, 0.0]}], [], "clip=[1.0, 0.0]: must be [low, high]"),
         ([{"path": "a", "weight": math.inf}], [], "must be a finite number"),
-        ([{"path": "a", "gate": True}], [], "has gates only"),
+        ([{"path": "a", "gate": True}], [], "has only gates"),
         ([{"path": "a", "gate": True, "weight": 2.0}, "b"], [], "functions[0].weight=2.0: has no effect on a gate"),
         ([{"path": "a", "gate": True, "normalise": True}, "b"], [], "normalise=True: has no effect on a gate"),
-        ([{"path": "reward_model"}], [], "there is no model; give its folder or hub name as reward.model_path"),
-        (["http://"], [], "is no URL of a service"),
-        ([{"path": "http://host:80/x", "kwargs": {"a": 1}}], [], "only functions take arguments"),
+        ([{"path": "reward_model"}], [], "there is no reward model; set reward.model_path to its folder or hub name"),
+        (["http://"], [], "is not the URL of a service"),
+        ([{"path": "http://host:80/x", "kwargs": {"a": 1}}], [], "takes no arguments"),
         ([{"path": "a", "name": "x"}, {"path": "b", "name": "x"}], [], "two entries have the name x"),
-        ([{"path": "a", "name": "reward_model"}], [], "only the model is called reward_model"),
+        ([{"path": "a", "name": "reward_model"}], [], "the reward model is always named reward_model"),
     ],
 )
 def test_one_mistake_in_an_entry_gives_one_message(functions, weights, words):

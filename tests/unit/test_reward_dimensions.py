@@ -9,7 +9,7 @@ from test_experience import config, groups, tensors
 
 from rlfuse.algorithms.advantages import gdpo, grpo, whiten
 from rlfuse.algorithms.experience import Experience
-from rlfuse.algorithms.kl import coefficient_of
+from rlfuse.algorithms.kl import kl_coefficient
 from rlfuse.algorithms.objectives import actor_objective
 from rlfuse.algorithms.shaping import Normaliser
 from rlfuse.config.rewards import RewardEntry
@@ -78,7 +78,7 @@ def test_gdpo_in_a_step_reads_the_dimensions_and_the_length_penalty():
     batch = rewarded([(0, 5), (1, 9), (1, 2), (0, 2)])
     experience = Experience(config(**changes), [ENTRIES[0], RewardEntry("m:b", "b", 1.0), ENTRIES[2]])
     experience.prepare(batch)
-    assert not experience.early("actor")
+    assert not experience.can_train_before_batch_completes("actor")
     experience.complete(batch)
     first = 2 * by_hand([0, 1]) + by_hand([5, 9]) + by_hand([-0.5, 0])
     second = 2 * by_hand([1, 0]) + by_hand([2, 2]) + by_hand([0, -1])
@@ -105,7 +105,9 @@ def test_moments_are_those_of_all_values_together():
 def test_the_first_step_goes_by_itself_later_ones_by_those_before_and_a_checkpoint_keeps_it():
     experience = Experience(config(algorithm__adv_estimator="rloo"), ENTRIES)
     first = rewarded([(0, 5), (1, 9), (1, 2), (0, 4)], gate=[3])
-    assert not experience.early("actor") and not experience.early("critic")
+    assert not experience.can_train_before_batch_completes("actor") and not experience.can_train_before_batch_completes(
+        "critic"
+    )
     experience.prepare(first)
     metrics = experience.complete(first)
     seen = np.array([5.0, 9.0, 2.0])  # where the gate closed nobody was asked
@@ -116,7 +118,7 @@ def test_the_first_step_goes_by_itself_later_ones_by_those_before_and_a_checkpoi
     resumed = Experience(experience.config, ENTRIES)
     resumed.normaliser.load_state_dict(copy.deepcopy(experience.normaliser.state_dict()))
     second = rewarded([(0, 1), (1, 2), (1, 3), (0, 4)])
-    assert resumed.early("actor")
+    assert resumed.can_train_before_batch_completes("actor")
     resumed.prepare(second)
     scores = [t["token_rewards"].sum() for t in tensors(second)]
     np.testing.assert_allclose(scores, 2 * np.array([0, 1, 1, 0]) + (np.arange(1, 5) - seen.mean()) / seen.std(), 1e-6)
@@ -137,7 +139,7 @@ BY_SOURCE = {"math/*": 0.0, "s": 0.5}
 
 
 def test_the_first_source_that_fits_gives_the_coefficient():
-    assert [coefficient_of(source, BY_SOURCE, 9.0) for source in ("math/1", "s", "math", "t")] == [0.0, 0.5, 9.0, 9.0]
+    assert [kl_coefficient(source, BY_SOURCE, 9.0) for source in ("math/1", "s", "math", "t")] == [0.0, 0.5, 9.0, 9.0]
 
 
 def mixed():
@@ -154,7 +156,7 @@ def test_kl_in_the_reward_is_weighed_by_source():
     experience, batch = Experience(config(**changes)), mixed()
     experience.prepare(batch)
     np.testing.assert_allclose([t["token_rewards"] for t in tensors(batch)], [[-0.25, 0.75], [0.0, 1.0]], atol=1e-6)
-    assert experience.complete(batch)["critic/kl_coeff"] == pytest.approx(0.25)
+    assert experience.complete(batch)["actor/reward_kl_penalty_coeff"] == pytest.approx(0.25)
 
 
 def test_kl_in_the_loss_is_weighed_by_source():

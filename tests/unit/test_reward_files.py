@@ -7,7 +7,7 @@ import time
 import pytest
 from scored_rows import score_table
 
-from rlfuse.config import own_modules
+from rlfuse.config import custom_modules
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.functions import load_function
@@ -70,7 +70,7 @@ def test_files_of_one_name_are_modules_of_their_own(tmp_path):
     assert [entry.name for entry in entries] == ["rewards_of_one_name.first", "rewards_of_one_name.first_2"]
     modules = [function.call.__module__ for function in functions.values()]
     assert modules[0] == "rewards_of_one_name" and modules[1].startswith(
-        "rlfuse.config.own_modules.rewards_of_one_name_"
+        "rlfuse.config.custom_modules.rewards_of_one_name_"
     )
     assert sys.modules["pytest"] is pytest
     for path in others:
@@ -124,7 +124,7 @@ def test_what_the_notebook_has_imported_is_not_executed_again_unless_it_may_have
     path = written(tmp_path, "imported_before")
     import imported_before
 
-    monkeypatch.setattr(own_modules, "_started", time.time() + 60)  # written before this process started
+    monkeypatch.setattr(custom_modules, "_started", time.time() + 60)  # written before this process started
     assert value(f"{path}:first") == 1.0 and imported_before.seen == ["abc"]
     path.write_text("def f(solution_str): return 2\n")
     assert value(f"{path}:f") == 2.0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scored_rows import score_table
 
-from rlfuse.config import own_functions
+from rlfuse.config import custom_functions
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.functions import load_function
@@ -129,7 +129,7 @@ def test_functions_and_objects_take_samples_and_give_rewards():
     assert [score.value for score in outcomes(Graded(2.0))] == [2.0, None]
     assert [score.value for score in outcomes(Graded)] == [1.0, None]  # a class makes its object
     failed = outcomes(lambda samples: [RewardFailure("?", "no idea"), Reward(math.nan)])
-    assert [failure.message for failure in failed] == ["no idea", "returned nan; a reward has to be finite"]
+    assert [failure.message for failure in failed] == ["no idea", "returned nan; a reward must be finite"]
     assert "returned 1 rewards for 2 samples" in outcomes(lambda samples: [Reward(1.0)])[0].message
 
 
@@ -153,7 +153,7 @@ def test_kwargs_are_arguments_of_a_function_and_make_what_a_class_or_factory_giv
 @pytest.mark.parametrize("name", async_rewards.NAMES)
 def test_async_functions_of_every_kind_are_accepted_awaited_and_bounded(name):
     spec = f"{async_rewards.__file__}:{name}"
-    own_functions.read(own_functions.REWARDS, spec)  # the check of a job's configuration
+    custom_functions.read(custom_functions.REWARDS, spec)  # the check of a job's configuration
     for given in (spec, getattr(async_rewards, name)):  # of a job, of a notebook
         function = load_function(given)
         assert function.is_async or name == "returns_awaitable"
@@ -175,7 +175,7 @@ def test_a_reward_file_may_extend_the_path_before_it_imports(tmp_path):
     def f(solution_str): return helper_in_lib.measure(solution_str)
     """,
     )
-    own_functions.read(own_functions.REWARDS, f"{path}:f")
+    custom_functions.read(custom_functions.REWARDS, f"{path}:f")
     assert [score.value for score in outcomes(f"{path}:f")] == [1.0, 5.0]
 
 
@@ -212,15 +212,15 @@ def test_sample_and_row_give_the_same_item():
     [
         (lambda solution_str: math.nan, "returned nan"),
         (lambda solution_str: {"score": math.inf}, "returned inf"),
-        (lambda solution_str: "good", "a reward has to be a number"),
-        (lambda solution_str: None, "a reward has to be a number"),
+        (lambda solution_str: "good", "a reward must be a number"),
+        (lambda solution_str: None, "a reward must be a number"),
         (lambda solution_str: np.zeros(2), "array of shape"),
         (lambda solution_str: {"reward": 1}, "needs `score`"),
         (lambda completions: [1.0], "returned 1 rewards for 2 samples"),
         (lambda completions: 1.0, "a list of numbers"),
         (lambda completions: [math.nan, math.nan], "returned nan"),
         (lambda queries: [1.0, 2.0], "a dict with `rewards`"),
-        (lambda queries: {"rewards": [None, None]}, "a reward has to be a number"),
+        (lambda queries: {"rewards": [None, None]}, "a reward must be a number"),
     ],
 )
 def test_what_is_no_number_is_a_failure(function, message):

@@ -9,10 +9,10 @@ import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from rlfuse import notebook as nb
-from rlfuse.config.reward_labels import columns, head_labels
+from rlfuse.config.reward_labels import head_labels, label_columns
 from rlfuse.config.rewards import read_entries
 from rlfuse.config.schema import DataConfig, ModelConfig
-from rlfuse.data.preferences import labels_of, load_preferences
+from rlfuse.data.preferences import dimension_labels, load_preferences
 from rlfuse.engines.trainer.models import check_forward, load_reward_model
 from rlfuse.engines.trainer.reward_model import rows_of
 from rlfuse.errors import DataError, EngineError, RewardError
@@ -81,14 +81,14 @@ def test_labels_are_entries_with_weights_of_their_own():
         (["reward_model:"], "names no label"),
         (["reward_model:a", "reward_model:a"], "reward_model:a stands there twice"),
         ([{"path": "reward_model:a", "name": "b"}], "leave it out"),
-        ([{"path": "reward_model:a", "kwargs": {"b": 1}}], "only functions take arguments"),
+        ([{"path": "reward_model:a", "kwargs": {"b": 1}}], "takes no arguments"),
     ):
         assert any(part in problem for problem in read_entries(wrong, (), "some/model")[1])
     assert "give its folder or hub name" in read_entries(["reward_model:a"])[1][0]
 
 
 def test_what_a_head_does_not_have_is_refused_before_anything_is_loaded(model):
-    assert head_labels(model) == ["right", "brief"] and columns("m", ["LABEL_0"], ["reward_model"]) == {
+    assert head_labels(model) == ["right", "brief"] and label_columns("m", ["LABEL_0"], ["reward_model"]) == {
         "reward_model": 0
     }
     with pytest.raises(RewardError, match=r"2 labels.*reward.functions=\[reward_model:right, reward_model:brief\]"):
@@ -168,11 +168,11 @@ def test_rows_say_in_which_dimension_they_compare(tmp_path):
         return load_preferences([str(path)], tokenizer, DataConfig(train_files=[]), labels)[0]
 
     pairs = load("right", "brief", "right")
-    assert labels_of(pairs) == ["right", "brief"] and labels_of(load(None)) == ["LABEL_0"]
+    assert dimension_labels(pairs) == ["right", "brief"] and dimension_labels(load(None)) == ["LABEL_0"]
     assert [row.tensors["label"][0] for row in rows_of(pairs, ["brief", "right"])] == [1, 1, 0, 0, 1, 1]
     for dimensions, labels, message in (
         (["right", None], (), "line 2, field dimension: None, but of the first row right. Give all rows one, or none"),
-        ([3], (), "field dimension: 3 where a text belongs"),
+        ([3], (), "field dimension: 3; expected a non-empty string"),
         (["right"], ["brief", "clear"], "field dimension: 'right', but the model's labels are brief, clear"),
         ([None], ["brief", "clear"], "field dimension: None, but the model's labels are brief, clear"),
     ):
@@ -183,14 +183,14 @@ def test_rows_say_in_which_dimension_they_compare(tmp_path):
 def test_a_class_of_ones_own_scores_in_its_head_alone(tmp_path):
     settings = ModelConfig(dtype="float32", trust_remote_code=True)
     sound = own_class(tmp_path / "sound", CLASS)
-    with pytest.raises(RewardError, match=r"brings a class of its own.*trust_remote_code=true"):
+    with pytest.raises(RewardError, match=r"ships with a custom class.*trust_remote_code=true"):
         head_labels(sound)
     with pytest.raises(RewardError, match=r"^reward.model_path: .*trust_remote_code=true"):
         Classifier(sound)
     assert head_labels(sound, trust_remote_code=True) == ["LABEL_0", "LABEL_1"]
     check_forward(load_reward_model(sound, settings, ["right", "brief"]), sound)
     other = own_class(tmp_path / "other", CLASS + OWN_FORWARD)
-    with pytest.raises(EngineError, match=r"the forward of Bounded gives .*Compute scores in the head alone"):
+    with pytest.raises(EngineError, match=r"the forward of Bounded returns .*Compute scores in the head only"):
         check_forward(load_reward_model(other, settings, ["right", "brief"]), other)
     two = own_class(tmp_path / "two", CLASS.replace("self.post_init()", "self.more = torch.nn.Linear(2, 2)"))
     with pytest.raises(EngineError, match=r"has 2 modules \(Sequential, Linear\)"):

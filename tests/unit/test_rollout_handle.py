@@ -131,7 +131,7 @@ async def test_a_dead_engine_is_lost_to_all_its_calls_until_the_next_one_has_tak
     await asyncio.sleep(0)
     engine.actors[0].die()
     for task in (first, second):
-        with pytest.raises(EngineLost, match="rollout/1 died while it was asked to generate 1 samples"):
+        with pytest.raises(EngineLost, match="rollout/1 died during the call to generate 1 samples"):
             await soon(task)
     await engine.handle.wait_ready()
     with pytest.raises(EngineLost):
@@ -203,9 +203,7 @@ async def test_an_engine_is_replaced_so_often_and_not_more(engine):
 
 async def test_an_error_of_its_own_is_tried_once_more_and_no_more_where_the_successor_has_the_same(engine):
     for number, head in enumerate((16, 17)):
-        failed = EngineFailed(
-            f"rollout/1: vLLM's engine process ended by an error of its own.\nValueError: size {head}"
-        )
+        failed = EngineFailed(f"rollout/1: vLLM's engine process failed with an exception.\nValueError: size {head}")
         assert isinstance(engine.handle._judged(failed, engine.actors[number]), EngineLost)
         assert ("another one starts" in engine.said[2 * number]) == (number == 0)
         if number == 0:

@@ -24,9 +24,9 @@ def score(solution_str, ground_truth):
 def policy(snapshot):
     return []
 """
-FACTORY = {"path": "rlfuse.config.own_modules:module_of", "kwargs": {"path": "evil.py"}}
+FACTORY = {"path": "rlfuse.config.custom_modules:load_module", "kwargs": {"path": "evil.py"}}
 SHELL = {"path": "os:system", "kwargs": {"command": "touch executed"}}
-WRITER = {"path": "rlfuse.tasks.prepare:write_whole", "kwargs": {"path": "executed", "text": ""}}
+WRITER = {"path": "rlfuse.tasks.prepare:write_atomically", "kwargs": {"path": "executed", "text": ""}}
 JUDGE = {"path": "judge", "kwargs": {"model": "m", "engine_kwargs": {"trust_remote_code": True}}}
 
 
@@ -63,9 +63,9 @@ REPLAY = ["reward", "replay"]
     [
         (REPLAY, {"reward.functions": ["evil.py:score"]}, "reward.functions=[evil.py:score]"),
         (REPLAY, {"reward.functions": [{"path": "evil.py:score", "weight": 2}]}, "reward.functions=[evil.py:score]"),
-        (REPLAY, {"reward.functions": [FACTORY]}, "reward.functions=[rlfuse.config.own_modules:module_of]"),
+        (REPLAY, {"reward.functions": [FACTORY]}, "reward.functions=[rlfuse.config.custom_modules:load_module]"),
         (REPLAY, {"reward.functions": [SHELL]}, "reward.functions=[os:system]"),
-        (REPLAY, {"reward.functions": [WRITER]}, "reward.functions=[rlfuse.tasks.prepare:write_whole]"),
+        (REPLAY, {"reward.functions": [WRITER]}, "reward.functions=[rlfuse.tasks.prepare:write_atomically]"),
         (REPLAY, {"reward.functions": ["http://evil.example/${oc.env:HOME}"]}, "reward.functions=[http://evil.example"),
         (REPLAY, {"reward.functions": [JUDGE]}, "reward.functions=[judge]"),
         (REPLAY, {"reward.model_path": "m", **TRUSTED}, "model.trust_remote_code=true for reward.model_path=m"),

@@ -20,7 +20,7 @@ import pytest
 from rlfuse.config.schema import Config
 from rlfuse.errors import RunError
 from rlfuse.observe.journal import Journal
-from rlfuse.run.job import Job, noting_the_end
+from rlfuse.run.job import Job, record_final_status
 from rlfuse.run.resume.acceptance import _is_running
 from rlfuse.run_folder import run_lock, status
 from rlfuse.run_folder.run_lock import RunLock
@@ -157,7 +157,7 @@ def test_a_run_whose_folder_is_lost_ends_with_a_message(tmp_path, lock, loss):
     folder, told = tmp_path / "run", "taken over by process 1" if loss == "taken over" else "was removed or replaced"
     folder.mkdir()
     job = Job(Config(), folder, None, {"step": 0}, 1.0, lock=lock)
-    with pytest.raises(RunError, match=told), noting_the_end(job):
+    with pytest.raises(RunError, match=told), record_final_status(job):
         lock.acquire(folder)
         status.begin(folder, "project/name", 1.0)
         journal = Journal(folder, Counter(), check_folder=lock.check)

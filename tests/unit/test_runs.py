@@ -13,7 +13,7 @@ import pytest
 
 from rlfuse.cluster import scratch
 from rlfuse.errors import RunError
-from rlfuse.observe.pairs import summarise_pairs
+from rlfuse.observe.reward_model_summary import summarise_reward_model
 from rlfuse.run_folder import run_lock, status
 from rlfuse.run_folder.run_lock import RunLock
 from rlfuse.tools import leftovers, listing
@@ -79,7 +79,7 @@ def test_a_run_has_its_figures(tmp_path):
 def test_a_finished_reward_model_has_its_figures(tmp_path):
     path = make(tmp_path / "one")
     (path / "metrics.jsonl").write_text('{"step": 3, "reward_model/acc": 0.75, "val-core/reward_model/acc": 0.5}\n')
-    summarise_pairs(path, 12.0)
+    summarise_reward_model(path, 12.0)
     (found,) = [listing.read(each, tmp_path) for each in listing.find(tmp_path)]
     assert found.problems == [] and (found.state, found.reward, found.validation) == ("finished", 0.75, 0.5)
     (path / status.FILE).unlink()
@@ -109,12 +109,12 @@ def test_hundreds_of_long_runs_are_read_by_their_ends(tmp_path):
 @pytest.mark.parametrize(
     ("file", "text", "told"),
     [
-        ("metrics.jsonl", "[]\n", "is no object"),
+        ("metrics.jsonl", "[]\n", "is not a JSON object"),
         ("metrics.jsonl", '{"step": "x"}\n', "metrics.jsonl"),
         ("metrics.jsonl", "\0" * 50 + "\n", "Error"),
         ("metrics.jsonl", '{"step": 1, "critic/score/mean": "high"}\n', "high"),
         (status.FILE, "{", "status.json"),
-        (status.FILE, '{"state": "running"}', "keys of a status"),
+        (status.FILE, '{"state": "running"}', "keys are missing"),
         (status.FILE, "[" * 100_000, "nested too deep"),
         ("summary.json", "{}", "seconds"),
     ],
@@ -152,7 +152,7 @@ def test_lists_are_filtered_sorted_and_plain_where_nobody_looks(tmp_path, capsys
     assert head.split()[:3] == ["run", "state", "step"] and [line.split()[0] for line in lines] == [
         "p/first", "far", "p/second"
     ]  # fmt: skip
-    assert "running, heard 0 s ago on elsewhere" in lines[1]
+    assert "running, last seen 0 s ago on elsewhere" in lines[1]
     listing.main([str(tmp_path), "--state", "crashed", "--state", "failed", "--json"])
     (only,) = json.loads(capsys.readouterr().out)
     assert (only["name"], only["step"], only["state"]) == ("p/first", 1, "crashed")
@@ -168,9 +168,9 @@ def test_only_what_nobody_needs_of_a_killed_run_goes(tmp_path):
     for each in (alive, far, ill):
         left_by_a_kill(each)
     (ill / status.FILE).write_text("{")
-    assert not any(list(leftovers.of_run(each)) for each in (alive, far, ill))
+    assert not any(list(leftovers.leftovers_of_run(each)) for each in (alive, far, ill))
     wanted, before = left_by_a_kill(killed), {*killed.rglob("*")}
-    assert sorted(each.path for each in leftovers.of_run(killed)) == wanted
+    assert sorted(each.path for each in leftovers.leftovers_of_run(killed)) == wanted
     assert all(leftovers.remove(path) for path in wanted)
     gone = before - {*killed.rglob("*")}
     assert {path for path in gone if path.parent not in gone} == {*wanted}
@@ -181,14 +181,14 @@ def test_a_run_that_was_heard_of_just_now_may_live_under_another_kernel(tmp_path
     killed = make(tmp_path / "killed", state="crashed")
     left_by_a_kill(killed)
     written_elsewhere(killed)
-    assert not [*leftovers.of_run(killed)]
+    assert not [*leftovers.leftovers_of_run(killed)]
     for file in killed.iterdir():
         os.utime(file, (time.time() - 61,) * 2)
-    assert len([*leftovers.of_run(killed)]) == 5
+    assert len([*leftovers.leftovers_of_run(killed)]) == 5
 
 
 def test_nothing_is_removed_without_yes(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(leftovers, "of_machine", list)  # the tests' own machine stays as it is
+    monkeypatch.setattr(leftovers, "leftovers_of_machine", list)  # the tests' own machine stays as it is
     wanted = left_by_a_kill(make(tmp_path / "killed", state="crashed"))
     listing.main(["clean", str(tmp_path)])
     assert "5 leftovers, 10 KiB; --yes removes them" in capsys.readouterr().out
@@ -196,7 +196,7 @@ def test_nothing_is_removed_without_yes(tmp_path, capsys, monkeypatch):
     listing.main(["clean", str(tmp_path), "--yes"])
     assert "5 leftovers, 10 KiB removed" in capsys.readouterr().out and not any(path.exists() for path in wanted)
     listing.main(["clean", str(tmp_path)])
-    assert "nothing is left over" in capsys.readouterr().out
+    assert "no leftovers" in capsys.readouterr().out
 
 
 def test_shared_memory_is_removed_with_the_folder_that_records_it_and_never_by_its_name(tmp_path, capsys, monkeypatch):
@@ -204,17 +204,17 @@ def test_shared_memory_is_removed_with_the_folder_that_records_it_and_never_by_i
     memory.mkdir(), temporary.mkdir()
     monkeypatch.setattr(scratch, "SHARED_MEMORY", memory)
     monkeypatch.setattr(scratch, "temporary_root", lambda: temporary)
-    monkeypatch.setattr("rlfuse.engines.deepspeed.deepspeed_ops.left_over", list)  # of the tests' own machine
+    monkeypatch.setattr("rlfuse.engines.deepspeed.deepspeed_ops.stale_locks", list)  # of the tests' own machine
     names = [f"{name}{number}" for name in ("sem.mp-", "psm_", "vllm_dist_") for number in range(20)]
     for name in names:
         (memory / name).write_bytes(b"x" * 1024)
         os.utime(memory / name, (0, 0))
     listing.main(["clean", str(tmp_path), "--yes"])  # no process has them mapped
-    assert "nothing is left over" in capsys.readouterr().out
+    assert "no leftovers" in capsys.readouterr().out
     folder, held = scratch.make(scratch.RUN, temporary)
     scratch.attach(folder, [memory / "psm_3", memory / "sem.mp-4"])
     listing.main(["clean", str(tmp_path), "--yes"])
-    assert "nothing is left over" in capsys.readouterr().out  # the run's driver lives
+    assert "no leftovers" in capsys.readouterr().out  # the run's driver lives
     held.close()
     listing.main(["clean", str(tmp_path), "--yes"])
     assert f"2 KiB  {folder}  (its driver has ended)" in capsys.readouterr().out
@@ -224,7 +224,7 @@ def test_shared_memory_is_removed_with_the_folder_that_records_it_and_never_by_i
 def test_a_run_that_starts_meanwhile_loses_nothing(tmp_path, capsys, monkeypatch):
     path, lock = make(tmp_path / "killed", state="crashed"), RunLock()
     wanted = left_by_a_kill(path)
-    monkeypatch.setattr(leftovers, "of_machine", lambda: [] if lock.acquire(path) else None)
+    monkeypatch.setattr(leftovers, "leftovers_of_machine", lambda: [] if lock.acquire(path) else None)
     listing.main(["clean", str(tmp_path), "--yes"])
-    assert "nothing is left over" in capsys.readouterr().out and all(each.exists() for each in wanted)
+    assert "no leftovers" in capsys.readouterr().out and all(each.exists() for each in wanted)
     lock.release()

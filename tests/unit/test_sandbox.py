@@ -37,7 +37,7 @@ def f(x):
 def call(source, *arguments, limits=PATIENT):
     """The outcome of `f(*arguments)`."""
     report = run_code(source, Kind.CALLS, [list(arguments)], fn_name="f", limits=limits)
-    assert not report.missing
+    assert not report.missing_isolation
     return report.outcomes[0]
 
 
@@ -45,8 +45,8 @@ def call(source, *arguments, limits=PATIENT):
 def isolated():
     """Skips where the kernel lacks what these tests are about."""
     report = run_code("def f(): return 1", Kind.CALLS, [[]], fn_name="f", limits=PATIENT)
-    if report.missing:
-        pytest.skip(report.missing)
+    if report.missing_isolation:
+        pytest.skip(report.missing_isolation)
 
 
 def test_values_keep_their_type_on_the_way_back(isolated):
@@ -294,14 +294,16 @@ main = """
         ("seccomp", "system calls can't be filtered: seccomp is not available (Operation not permitted)"),
     ],
 )
-def test_a_container_that_isolates_less_is_reported_and_may_be_refused(isolated, monkeypatch, refused, missing):
+def test_a_container_that_isolates_less_is_reported_and_may_be_refused(
+    isolated, monkeypatch, refused, missing_isolation
+):
     number = next(number for number, name in MACHINES[os.uname().machine][1].items() if name == refused)
     profile = PROFILE.replace("NUMBER", str(number))
     monkeypatch.setattr(bare_python, "START", bare_python.START.replace("main = ", profile))
     truth = {"fn_name": "f", "inputs": [[1]], "outputs": [1]}
     result = code.score("", "def f(x): return x", truth)
-    assert (result["score"], result["isolated"], result["isolation"]) == (1.0, 0.0, missing)
-    with pytest.raises(SandboxError, match=f"demand_isolation: .*{re.escape(missing)}"):
+    assert (result["score"], result["isolated"], result["isolation"]) == (1.0, 0.0, missing_isolation)
+    with pytest.raises(SandboxError, match=f"demand_isolation: .*{re.escape(missing_isolation)}"):
         code.score("", "def f(x): return x", truth, demand_isolation=True)
 
 

@@ -10,7 +10,7 @@ from rlfuse.config.model_files import copy_files
 from rlfuse.config.schema import ModelConfig
 from rlfuse.data.tokenizers import save_tokenizer
 from rlfuse.engines.trainer.models import load_critic, load_policy, load_reward_model
-from rlfuse.engines.trainer.saving import Writing
+from rlfuse.engines.trainer.saving import CheckpointWriter
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
 from rlfuse.tasks.vocabulary import build_tokenizer
@@ -88,7 +88,7 @@ def test_generation_settings_are_saved_as_they_are(tmp_path, case, role):
     (source / "config.json").write_text(json.dumps(SMALL | {"model_type": "llama"} | more))
     if generation is not None:
         (source / "generation_config.json").write_text(json.dumps(generation))
-    files = Writing()
+    files = CheckpointWriter()
     Exporter(loaded(role, source), 0).save_pretrained(out, [], files)
     assert files.problem is None
     assert json.loads((out / "config.json").read_text()).items() >= more.items()
@@ -128,7 +128,7 @@ def test_a_custom_class_that_can_not_be_serialised_is_saved_as_its_source(tmp_pa
     config = SMALL | {"model_type": "custom_llama", "temperature": 0.6, "auto_map": code}
     config["torch_dtype"] = "bfloat16"
     (source / "config.json").write_text(json.dumps(config))
-    model, files = loaded("actor", source, trust_remote_code=True), Writing()
+    model, files = loaded("actor", source, trust_remote_code=True), CheckpointWriter()
     Exporter(model, 0).save_pretrained(out, [], files)
     assert files.problem is None
     assert (out / "custom.py").read_text() == CUSTOM

@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 from published_schedules import INSTANCES, parse, problem
 
-from rlfuse.fusion.schedules.baselines import baseline, one_by_one, serial_1f1b
+from rlfuse.fusion.schedules.baselines import baseline, baseline_orders, serial_1f1b
 from rlfuse.fusion.schedules.operations import Operation
 from rlfuse.fusion.schedules.problem import ScheduleError
 from rlfuse.fusion.schedules.schedule import Schedule, check, timed
-from rlfuse.fusion.schedules.shop import named
+from rlfuse.fusion.schedules.shop import to_rows
 
 MODEL = {"name": "m", "stages": 2, "micro_batches": 2, "forward": 1, "backward": 2}
 SMALL = parse({"devices": 2, "communication": 0.5, "memory_cap": 1.0, "models": [MODEL]})
 
 
 def one_f_one_b(small=SMALL):
-    rows = named(small, dict(one_by_one(small))["serial 1f1b"])
+    rows = to_rows(small, dict(baseline_orders(small))["serial 1f1b"])
     return Schedule(timed(small, rows), 0.0, serial_1f1b(small), 1.0, "1f1b")
 
 
@@ -105,8 +105,8 @@ def test_more_chunks_shorten_the_bubble_of_interleaved_ones(chunks):
     """Megatron's: the bubble divided by the chunks; its order is one of those that the search starts from."""
     model = MODEL | {"stages": 4, "micro_batches": 8}
     given = parse({"devices": 4, "models": [model], "chunks_per_device": chunks, "placement": "interleaved"})
-    order = next(order for name, order in one_by_one(given) if name == "serial interleaved")
-    rows = timed(given, named(given, order))
+    order = next(order for name, order in baseline_orders(given) if name == "serial interleaved")
+    rows = timed(given, to_rows(given, order))
     assert max(row[-1].end for row in rows) == pytest.approx(8 * 3 + 3 * 3 / chunks)
 
 

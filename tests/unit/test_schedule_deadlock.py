@@ -14,12 +14,12 @@ from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
 from rlfuse.errors import EngineError
 from rlfuse.fusion.schedules import transfers
-from rlfuse.fusion.schedules.baselines import one_by_one
+from rlfuse.fusion.schedules.baselines import baseline_orders
 from rlfuse.fusion.schedules.operations import Operation
 from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
 from rlfuse.fusion.schedules.search import search
-from rlfuse.fusion.schedules.shop import named
-from rlfuse.fusion.schedules.transfers import QUEUES, check_deadlock, lanes, programs, waiting
+from rlfuse.fusion.schedules.shop import to_rows
+from rlfuse.fusion.schedules.transfers import QUEUES, check_deadlock, find_deadlock, lanes, programs
 
 MODELS = {"actor": "down", "critic": "up"}
 
@@ -47,12 +47,12 @@ def layout(of):
 
 
 def serial_1f1b(of):
-    return named(of, dict(one_by_one(of))["serial 1f1b"])
+    return to_rows(of, dict(baseline_orders(of))["serial 1f1b"])
 
 
 def schedules(of):
     """Every baseline, and the best of some list schedules, which runs all models at once."""
-    yield from ((name, named(of, order)) for name, order in one_by_one(of))
+    yield from ((name, to_rows(of, order)) for name, order in baseline_orders(of))
     yield "fused", search(of, method="list", time_limit=0.05).operations
 
 
@@ -75,7 +75,9 @@ def test_every_schedule_ends_on_every_backend(stages, shape):
     given_problem = problem(stages, **PROBLEMS[shape])
     for name, rows in schedules(given_problem):
         made = programs(rows, layout(given_problem))
-        assert {backend: waiting(made, queue) for backend, queue in QUEUES.items()} == {"gloo": {}, "nccl": {}}, name
+        assert {backend: find_deadlock(made, queue) for backend, queue in QUEUES.items()} == {"gloo": {}, "nccl": {}}, (
+            name
+        )
 
 
 @pytest.mark.parametrize("stages, pipelines", [(4, 2), (8, 2), (8, 4)])
@@ -83,7 +85,9 @@ def test_short_pipelines_beside_a_long_one_end(stages, pipelines):
     given_problem = problem(stages, pipelines=pipelines, split=True)
     for name, rows in schedules(given_problem):
         made = programs(rows, layout(given_problem))
-        assert {backend: waiting(made, queue) for backend, queue in QUEUES.items()} == {"gloo": {}, "nccl": {}}, name
+        assert {backend: find_deadlock(made, queue) for backend, queue in QUEUES.items()} == {"gloo": {}, "nccl": {}}, (
+            name
+        )
 
 
 def group_of_kind(transfer):
@@ -101,13 +105,13 @@ def posted_regardless(made):
     for program in made:
         queues, known, steps = {lane: list(each) for lane, each in sent.items()}, set(), []
         for position, step in enumerate(program):
-            posted = []
+            receives = []
             for later in program[position : position + 1 + transfers.LOOKAHEAD]:
                 if later.input is not None and not later.input.local:
                     while later.operation not in known:
-                        posted.append(queues[later.input.lane].pop(0))
-                        known.add(posted[-1].operation)
-            steps.append(replace(step, posted=tuple(posted)))
+                        receives.append(queues[later.input.lane].pop(0))
+                        known.add(receives[-1].operation)
+            steps.append(replace(step, receives=tuple(receives)))
         result.append(tuple(steps))
     return tuple(result)
 
@@ -118,10 +122,10 @@ def test_one_group_for_all_ranks_deadlocks_over_nccl_from_three_stages_on(stages
     given_problem = problem(stages, models)
     rows = serial_1f1b(given_problem)
     made = posted_regardless(programs(rows, layout(given_problem)))
-    stuck = waiting(made, group_of_kind)
+    stuck = find_deadlock(made, group_of_kind)
     assert bool(stuck) == (stages > 2)
     assert all(operation in rows[device] for device, operation in stuck.items())
-    assert not waiting(made, QUEUES["gloo"])
+    assert not find_deadlock(made, QUEUES["gloo"])
 
 
 def test_groups_alone_or_the_order_of_posting_alone_would_not_do():
@@ -129,9 +133,9 @@ def test_groups_alone_or_the_order_of_posting_alone_would_not_do():
     is posted, all of a device's calls in one stream never end: streams that aren't independent are a deadlock."""
     given_problem = problem(4)
     made = programs(serial_1f1b(given_problem), layout(given_problem))
-    assert waiting(made, group_of_kind)
-    assert waiting(made, lambda transfer: "one stream")
-    assert not waiting(made, QUEUES["nccl"])
+    assert find_deadlock(made, group_of_kind)
+    assert find_deadlock(made, lambda transfer: "one stream")
+    assert not find_deadlock(made, QUEUES["nccl"])
 
 
 @pytest.mark.slow
@@ -155,14 +159,14 @@ def test_receives_are_few_in_the_order_of_sends_and_never_of_what_is_still_to_do
         return seen
 
     for device, program in enumerate(made):
-        sent = {lane: [] for lane in {each.lane for step in program for each in step.posted}}
+        sent = {lane: [] for lane in {each.lane for step in program for each in step.receives}}
         for each in (step.output for row in made for step in row if step.output and step.output.lane in sent):
             sent[each.lane].append(each.operation)
-        posted = [(i, each) for i, step in enumerate(program) for each in step.posted]
-        assert len(posted) == sum(map(len, sent.values()))
+        receives = [(i, each) for i, step in enumerate(program) for each in step.receives]
+        assert len(receives) == sum(map(len, sent.values()))
         for lane, order in sent.items():
-            assert [each.operation for _, each in posted if each.lane == lane] == order
-        for i, each in posted:
+            assert [each.operation for _, each in receives if each.lane == lane] == order
+        for i, each in receives:
             assert each.operation not in rows[device][:i]
             later = set(rows[device][i:])
             assert not comes_of(makers[each.operation], set()) & later
@@ -205,7 +209,7 @@ WRONG = {
 async def test_a_schedule_that_can_not_end_is_refused_before_any_rank_gets_it(reason):
     group = PipelineGroup(Config(), [])
     group.layout = {"actor": TWO[0]}
-    with pytest.raises(EngineError, match=f"No rank was given the schedule.*{reason}"):
+    with pytest.raises(EngineError, match=f"The schedule was not started.*{reason}"):
         await group.run(WRONG[reason], {})
 
 

@@ -77,7 +77,7 @@ def test_scored_micro_batches_fill_bubbles_and_come_behind_those_that_are_traine
     lengths = {"F": 0.01, "B": 0.02}
     first = planner.plan(*work)
     for operation in (each for row in first.rows for each in row):
-        planner.learn(first.timed_as(operation), lengths[operation.kind])
+        planner.learn(first.planned_operation(operation), lengths[operation.kind])
     plan = planner.plan(*work)
     assert plan.serial_s == pytest.approx((4 + 1) * 0.03 + (2 + 1) * 0.01 + (4 + 1) * 0.01)
     assert plan.seconds == pytest.approx(4 * 0.03 + 0.01 + 6 * 0.01)  # one forward of the actor is all that waits

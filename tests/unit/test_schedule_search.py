@@ -9,14 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from published_schedules import INSTANCES, parse, problem
 
-from rlfuse.fusion.schedules.baselines import one_by_one
+from rlfuse.fusion.schedules.baselines import baseline_orders
 from rlfuse.fusion.schedules.bound import lower_bound
 from rlfuse.fusion.schedules.list_scheduling import Draws
 from rlfuse.fusion.schedules.local_search import anneal, exchange, exchangeable, state_of, tabu, through
 from rlfuse.fusion.schedules.problem import ScheduleError
 from rlfuse.fusion.schedules.schedule import check, peaks, timed
-from rlfuse.fusion.schedules.search import FINISHING_S, _Hunt, search
-from rlfuse.fusion.schedules.shop import compiled, makespan, named, peak, planned
+from rlfuse.fusion.schedules.search import FINISHING_S, _Search, search
+from rlfuse.fusion.schedules.shop import compile_problem, makespan, peak, timed_rows, to_rows
 
 NEVER = np.zeros(1, np.bool_)
 QUICK = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -67,15 +67,15 @@ def test_results_are_valid_and_between_the_bound_and_the_best_baseline(given_pro
     except ScheduleError as error:
         assert "raise memory_cap" in str(error)
         assert all(
-            max(peaks(given_problem, timed(given_problem, named(given_problem, order)))) > given_problem.memory_limit
-            for _, order in one_by_one(given_problem)
+            max(peaks(given_problem, timed(given_problem, to_rows(given_problem, order)))) > given_problem.memory_limit
+            for _, order in baseline_orders(given_problem)
         )
         return
     check(given_problem, found)
     assert found.makespan >= found.lower_bound * (1 - 1e-9)
     assert found.memory_peak * given_problem.memory_unit <= given_problem.memory_limit * (1 + 1e-6)
-    for _, order in one_by_one(given_problem):
-        rows = timed(given_problem, named(given_problem, order))
+    for _, order in baseline_orders(given_problem):
+        rows = timed(given_problem, to_rows(given_problem, order))
         if max(peaks(given_problem, rows)) <= given_problem.memory_limit:
             assert found.makespan <= max(row[-1].end for row in rows) * (1 + 1e-9)
 
@@ -84,11 +84,11 @@ def test_results_are_valid_and_between_the_bound_and_the_best_baseline(given_pro
 @QUICK
 @given(problems(), st.integers(0, 100))
 def test_numbers_and_names_tell_the_same_times_and_memory(given_problem, seed):
-    shop = compiled(given_problem)
+    shop = compile_problem(given_problem)
     order = Draws(shop, seed).draw(float("inf"), lambda length, most: (length,)).order
-    rows = named(given_problem, order)
+    rows = to_rows(given_problem, order)
     found = timed(given_problem, rows)
-    assert planned(given_problem, order) == found
+    assert timed_rows(given_problem, order) == found
     assert max(peaks(given_problem, found)) == pytest.approx(peak(shop, order))
 
 
@@ -96,7 +96,7 @@ def test_numbers_and_names_tell_the_same_times_and_memory(given_problem, seed):
 @QUICK
 @given(problems(), st.integers(0, 100))
 def test_an_exchange_keeps_heads_and_tails_exact_and_its_length_is_foretold(given_problem, seed):
-    shop, rng = compiled(given_problem), np.random.default_rng(seed)
+    shop, rng = compile_problem(given_problem), np.random.default_rng(seed)
     state = state_of(shop, Draws(shop, seed).draw(float("inf"), lambda length, most: (length,)).order)
     for _ in range(30):
         device, place = rng.integers(shop.devices), rng.integers(max(1, shop.row_length - 1))
@@ -113,7 +113,7 @@ def test_an_exchange_keeps_heads_and_tails_exact_and_its_length_is_foretold(give
 @QUICK
 @given(problems(), st.integers(0, 100))
 def test_annealing_keeps_its_makespan_and_tells_the_truth(given_problem, seed):
-    shop = compiled(given_problem)
+    shop = compile_problem(given_problem)
     state = state_of(shop, Draws(shop, seed).draw(float("inf"), lambda length, most: (length,)).order)
     longest, goal = makespan(shop, state.order) * 1.05, 0.8 * peak(shop, state.order)
     left = anneal(shop, state, longest, goal, 2000, 0.5, 0.05, seed, NEVER)
@@ -124,7 +124,7 @@ def test_annealing_keeps_its_makespan_and_tells_the_truth(given_problem, seed):
 @QUICK
 @given(problems(), st.integers(0, 100))
 def test_tabu_search_keeps_memory_gets_no_longer_and_tells_the_truth(given_problem, seed):
-    shop = compiled(given_problem)
+    shop = compile_problem(given_problem)
     listed = Draws(shop, seed).draw(float("inf"), lambda length, most: (length,))
     order, length = tabu(shop, state_of(shop, listed.order), 0.0, listed.peak, 300, 5, seed, NEVER)
     assert makespan(shop, order) == pytest.approx(length) and length <= listed.makespan * (1 + 1e-9)
@@ -136,7 +136,7 @@ def test_tabu_search_keeps_memory_gets_no_longer_and_tells_the_truth(given_probl
 
 def best_of_all(given_problem):
     """The least makespan over every order of every device that is first in, first out, and F before B before W."""
-    shop = compiled(given_problem)
+    shop = compile_problem(given_problem)
     best = np.inf
     for strings in itertools.product(*(list(rows_of(shop, device)) for device in range(shop.devices))):
         seen = np.zeros(len(shop.micro_batches), int)
@@ -270,7 +270,7 @@ def test_the_time_limit_holds_for_large_problems_in_every_step(large):
 
 def test_annealing_and_tabu_search_stop_when_they_are_told():
     given_problem = problem(6, memory_cap=1.0)
-    shop, stop = compiled(given_problem), np.ones(1, np.bool_)
+    shop, stop = compile_problem(given_problem), np.ones(1, np.bool_)
     order = Draws(shop, 0).draw(float("inf"), lambda length, most: (length,)).order
     state = state_of(shop, order)
     assert anneal(shop, state, np.inf, 1.0, 10**12, 0.5, 0.05, 0, stop) > 0
@@ -279,8 +279,8 @@ def test_annealing_and_tabu_search_stop_when_they_are_told():
 
 def test_the_alarm_of_a_search_stops_compiled_loops():
     given_problem = problem(6, memory_cap=1.0)
-    hunt = _Hunt(given_problem, 0.2, 0)
+    hunt = _Search(given_problem, 0.2, 0)
     with hunt.alarm():
         hunt.draw()
         tabu(hunt.shop, state_of(hunt.shop, hunt.order), 0.0, np.inf, 10**9, 5, 0, hunt.stop)
-    assert hunt.stop[0] and hunt.over()
+    assert hunt.stop[0] and hunt.is_over()

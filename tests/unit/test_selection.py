@@ -51,12 +51,12 @@ class Steps:
         whole = [group for number, group in enumerate(draw.groups) if number in chosen]
         partials = {}
         for sample in (sample for group in self.left for sample in group.samples if sample.response is None):
-            if sample.sibling == 0:
+            if sample.rollout_index == 0:
                 sample.response, sample.reward = response(5, self.step - 1), Reward(1.0)
             else:
                 partials[sample.id] = partial(2, self.step - 1)
         self.learned.update(group.prompt.index for group in whole)
-        self.selection.give_back(self.left, partials)
+        self.selection.return_unused(self.left, partials)
         self.partials = partials
         return draw, whole
 
@@ -162,7 +162,7 @@ def test_too_few_prompts_are_an_error_and_no_endless_search():
 
 
 FEW = [
-    ("over_sampling", 4, 0.5, 4, "draws 6 different prompts a step (data.train_batch_size=4, fusion.excess=0.5)"),
+    ("over_sampling", 4, 0.5, 4, "draws 6 distinct prompts per step (data.train_batch_size=4, fusion.excess=0.5)"),
     ("over_sampling", 4, 0.25, 7, "has 4 in whole batches"),
     ("over_sampling", 64, 0.25, 64, "draws 80 different prompts"),
     ("tail_batching", 4, 0.5, 5, "fusion.data=tail_batching draws 6"),

@@ -7,7 +7,7 @@ import pytest
 
 CHILDREN = """
 import multiprocessing, subprocess, sys
-from rlfuse.train import reported
+from rlfuse.train import run_command
 
 def command():
     child = multiprocessing.get_context("spawn").Process(target=exec, args=("import json, helper_of_mine",))
@@ -15,7 +15,7 @@ def command():
     child.join()
     sys.exit(child.exitcode or subprocess.run([sys.executable, "-m", "json.tool", "--help"]).returncode)
 
-sys.exit(reported(command))
+sys.exit(run_command(command))
 """
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rlfuse.algorithms.shaping import overlong_penalty, zero_spread
+from rlfuse.algorithms.shaping import has_zero_std, overlong_penalty
 
 
 def test_penalty_by_hand():
@@ -21,5 +21,5 @@ def test_penalty_over_the_whole_response():
 
 def test_zero_spread():
     groups = [[1.0, 1.0, 1.0], [0.0, 1.0], [0.1, 0.1], [0.5], [], [0.0, -0.0], [float("nan")] * 2]
-    assert zero_spread(groups, n=3) == [True, False, True, True, True, True, False]
-    assert zero_spread([[0.5], []], n=1) == [False, True]
+    assert has_zero_std(groups, n=3) == [True, False, True, True, True, True, False]
+    assert has_zero_std([[0.5], []], n=1) == [False, True]

@@ -12,7 +12,7 @@ from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.pipeline_group import forward_only
 from rlfuse.fusion.schedules import shared_heads
 from rlfuse.fusion.schedules.baselines import serial_1f1b, serial_1f1b_rows
-from rlfuse.fusion.schedules.operations import Operation, meeting
+from rlfuse.fusion.schedules.operations import Operation, shared_head
 from rlfuse.fusion.schedules.planning import SCORED, Planner
 from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
 from rlfuse.fusion.schedules.schedule import peaks, timed
@@ -39,7 +39,7 @@ def assert_in_one_order(rows, of):
     """Devices of a pipeline come to the same heads, in the same order."""
     came = defaultdict(set)
     for device, row in enumerate(rows):
-        order = tuple(meeting(each) for each in row if each.kind == "H")
+        order = tuple(shared_head(each) for each in row if each.kind == "H")
         came[device].add(order)
     assert len(set.union(*came.values())) == 1
     count = sum(each.micro_batches for each in of.models if each.name in HEADS)
@@ -152,7 +152,7 @@ WRONG = {
     "H of .* stage 1 micro-batch 0 comes before F of .* stage 1": (FIRST, (LAST[1], LAST[0], LAST[2])),
     "B of .* stage 1 micro-batch 0 comes before H of .* stage 1": (FIRST, (LAST[0], LAST[2], LAST[1])),
     "Nothing in the schedule takes the result of F of .* stage 1": (FIRST[:1], LAST[:1]),
-    "waits for itself: device 0 at H .* micro-batch 1; device 1 at H .* micro-batch 0": (
+    "deadlocks: device 0 at H .* micro-batch 1; device 1 at H .* micro-batch 0": (
         (operation(0, "F"), operation(0, "F", 1), operation(0, "H", 1), operation(0, "H")),
         (operation(1, "F"), operation(1, "F", 1), operation(1, "H"), operation(1, "H", 1)),
     ),

@@ -13,10 +13,10 @@ from rlfuse.engines.memory.estimate import GIB, Budget, Moved, memory_of
 from rlfuse.engines.memory.model_sizes import read_shape
 from rlfuse.engines.memory.remedies import problems
 from rlfuse.engines.memory.residency import ENGINE, GENERATING, MODELS, PHASES, Item
-from rlfuse.engines.memory.sharing import sharing_of
+from rlfuse.engines.memory.sharing import device_sharing
 from rlfuse.engines.vllm.setup import memory_arguments
 from rlfuse.errors import ConfigError
-from rlfuse.protocols import Sharing
+from rlfuse.protocols import DeviceSharing
 from rlfuse.run import inference
 from rlfuse.run.starting import SharedDevices
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 class Ranks:
-    sharing = Sharing()
+    sharing = DeviceSharing()
 
     async def device_bytes(self):
         return 80 * GIB
@@ -41,7 +41,7 @@ async def decided(folder, **changes):
 
     async def start(met):
         await met(ranks)
-        assert ranks.sharing == Sharing(), "a limit to a rank's memory would be one to what loading takes"
+        assert ranks.sharing == DeviceSharing(), "a limit to a rank's memory would be one to what loading takes"
         return ranks, {"facts": 1}
 
     async def engine(model, rollout, *_):
@@ -70,7 +70,7 @@ def large(tmp_path):
 async def test_both_stay_where_they_fit_and_the_engine_is_given_its_cache(small):
     sharing, said, given, early = await decided(small)
     assert early, "vLLM measures no memory, so ranks can load at the same time"
-    assert not sharing.hands_over and 0 < sharing.most < 80 * GIB
+    assert not sharing.alternates and 0 < sharing.max_rank_bytes < 80 * GIB
     assert (
         not given["enable_sleep_mode"] and given["kv_cache_memory_bytes"] > 0 and given["gpu_memory_utilization"] < 0.1
     )
@@ -81,15 +81,17 @@ async def test_they_take_turns_where_the_job_says_so_and_the_user_has_the_last_w
     own = {"gpu_memory_utilization": 0.3, "enforce_eager": True}
     sharing, said, given, early = await decided(small, rollout__free_cache_engine=True, rollout__engine_kwargs=own)
     assert not early
-    assert sharing.hands_over and sharing.cached > 30 * GIB and sharing.pinned > 0
-    assert "enable_sleep_mode" not in given and given.items() >= own.items() and "take turns" in said[0]
+    assert sharing.alternates and sharing.max_cached_bytes > 30 * GIB and sharing.pinned_host_bytes > 0
+    assert "enable_sleep_mode" not in given and given.items() >= own.items() and "alternate" in said[0]
 
 
 async def test_they_take_turns_where_no_plan_can_be_made(tmp_path):
     transformers.MambaConfig(num_hidden_layers=2, hidden_size=32, vocab_size=64).save_pretrained(tmp_path)
     sharing, said, given, early = await decided(tmp_path)
     assert not early
-    assert sharing == Sharing() and given == {} and "take turns on each GPU, because its memory can't be" in said[0]
+    assert (
+        sharing == DeviceSharing() and given == {} and "alternate on each GPU, because its memory can't be" in said[0]
+    )
     with pytest.raises(ConfigError, match=r"model\.path"):
         await decided(tmp_path, rollout__free_cache_engine=False)
 
@@ -98,7 +100,7 @@ async def test_they_take_turns_where_no_plan_can_be_made(tmp_path):
     ("changes", "parts"),
     [
         ({"actor__ppo_max_token_len_per_gpu": 400_000}, ["training: needs", "GiB of a device's 80.00", "It fits with"]),
-        ({"rollout__gpu_memory_utilization": 0.01}, ["generating: the KV cache has no room beside the engine"]),
+        ({"rollout__gpu_memory_utilization": 0.01}, ["generating: the KV cache has no room next to the engine"]),
     ],
     ids=["too much", "no cache"],
 )
@@ -111,7 +113,7 @@ async def test_both_are_refused_to_stay_where_they_do_not_fit(changes, parts, la
 def test_an_engine_without_room_for_a_cache_does_not_stay(small):
     config = job(rollout__gpu_memory_utilization=1e-6)
     memory = memory_of(config, {"actor": read_shape(small, "model.path")}, Budget("cuda", 80 * GIB))
-    assert memory.hands_over, "vLLM takes a cache of 0 bytes for one that it is to measure"
+    assert memory.alternates, "vLLM takes a cache of 0 bytes for one that it is to measure"
 
 
 HYBRID = [
@@ -135,7 +137,7 @@ def test_no_cache_is_planned_for_layers_with_recurrent_states(config, tmp_path):
 async def test_engines_wait_for_ranks_where_vllm_measures_its_cache(small):
     changes = dict(rollout__free_cache_engine=False, rollout__engine_kwargs={"num_gpu_blocks_override": 9})
     sharing, _, given, early = await decided(small, **changes)
-    assert not sharing.hands_over and "kv_cache_memory_bytes" not in given and not early
+    assert not sharing.alternates and "kv_cache_memory_bytes" not in given and not early
 
 
 # The plan
@@ -169,7 +171,7 @@ def test_no_hand_over_where_both_sides_fit(small, large):
         return config, memory_of(config, {"actor": read_shape(path, "model.path")}, Budget("cuda", gib * GIB))
 
     _, both = planned(small, 80)
-    assert not both.hands_over and both.moved == Moved() and both.host == 0
+    assert not both.alternates and both.moved == Moved() and both.host == 0
     assert both.total(both.tightest) <= 0.9 * 80 * GIB
     engine = {("engine", what) for what in ("parameters", "KV cache", "work space")}
     for phase in PHASES[1:]:
@@ -180,20 +182,22 @@ def test_no_hand_over_where_both_sides_fit(small, large):
         "enable_sleep_mode": False,
         "gpu_memory_utilization": round(sum(sizes(both, "engine")[what] for _, what in engine) / (80 * GIB), 4),
     }
-    shared = sharing_of(both)
-    assert not shared.hands_over and shared.most == 80 * GIB - both.size_of(ENGINE | {Item.RESIDENTS, Item.LAYER})
+    shared = device_sharing(both)
+    assert not shared.alternates and shared.most == 80 * GIB - both.size_of(ENGINE | {Item.RESIDENTS, Item.LAYER})
     _, turns = planned(large, 80)
-    assert turns.hands_over and turns.moved.all > 14 * GIB and turns.host > 0
+    assert turns.alternates and turns.moved.all > 14 * GIB and turns.host > 0
     share = turns.size_of(ENGINE) / (80 * GIB)
     given = {"kv_cache_memory_bytes": turns.kv_cache_bytes, "gpu_memory_utilization": pytest.approx(share, abs=1e-4)}
     assert memory_arguments(turns) == given and share < 0.45
-    assert turns.size_of(ENGINE) + sharing_of(turns).cached < 73 * GIB, "another engine starts beside what ranks keep"
-    shared = sharing_of(turns)
-    assert shared.hands_over and shared.cached == int(72 * GIB - turns.total(GENERATING)) and shared.most is None
+    assert turns.size_of(ENGINE) + device_sharing(turns).cached < 73 * GIB, (
+        "another engine starts beside what ranks keep"
+    )
+    shared = device_sharing(turns)
+    assert shared.alternates and shared.cached == int(72 * GIB - turns.total(GENERATING)) and shared.most is None
     assert shared.pinned == int(turns.size_of(MODELS))
     for wanted, path in ((True, small), (False, large)):
         config, forced = planned(path, 80, rollout__free_cache_engine=wanted)
-        assert forced.hands_over == wanted
+        assert forced.alternates == wanted
     assert problems(config, forced)[0].startswith("loading") or "needs" in problems(config, forced)[0]
     _, unknown = planned(small, 80, rollout__engine_kwargs={"num_gpu_blocks_override": 9})
-    assert unknown.hands_over, "vLLM measures the device, which ranks must have left"
+    assert unknown.alternates, "vLLM measures the device, which ranks must have left"

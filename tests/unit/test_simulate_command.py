@@ -13,7 +13,7 @@ from rlfuse.config.input_files import WorkloadError
 from rlfuse.config.schema import Config
 from rlfuse.events import EventLog, Span
 from rlfuse.observe.step_picture import Timeline, activity, draw
-from rlfuse.simulate.runner import later_step
+from rlfuse.simulate.runner import simulate_later_step
 from rlfuse.simulate.workload import parse
 from rlfuse.tools.simulate.recorded import read_run
 
@@ -63,7 +63,7 @@ def test_one_policy_is_one_object(workload, tmp_path):
         ([], "needs a WORKLOAD.json; --example shows one"),
         (["W", "--policy", "adaptiv"], "--policy adaptiv: unknown policy; did you mean adaptive?"),
         (["W", "--threshold", "2"], "--threshold 2.0: needs a share of the samples, 0 to 1"),
-        (["W", "--out", "no/such/folder/x.json"], "does not exist; make it first"),
+        (["W", "--out", "no/such/folder/x.json"], "does not exist; create it first"),
         (["nothing.json"], "nothing.json: No such file"),
     ],
 )
@@ -84,7 +84,7 @@ def recorded(folder, steps=2, policy="stream", deterministic=False, **more):
     log, measured = EventLog(folder / "events.jsonl"), []
     for step in range(1, steps + 1):
         like = parse(WORKLOAD | {"seed": step, "scoring": SCORING} | more)
-        run = later_step(like, policy, by_rates=not deterministic)
+        run = simulate_later_step(like, policy, use_measured_rates=not deterministic)
         measured.append(run.result.step_s)
         for span in run.spans:
             span.start, span.end, span.step = span.start + 1000 * step, span.end + 1000 * step, step
@@ -99,7 +99,10 @@ def recorded(folder, steps=2, policy="stream", deterministic=False, **more):
 def test_a_recorded_step_takes_as_long_on_the_clock_each_slot_at_its_own_speed(tmp_path, policy, deterministic, speeds):
     measured = recorded(tmp_path, 3, policy, deterministic, slot_speed=speeds)
     recording = read_run(tmp_path)
-    simulated = [later_step(step.workload, policy, by_rates=recording.by_rates) for step in recording.steps]
+    simulated = [
+        simulate_later_step(step.workload, policy, use_measured_rates=recording.use_measured_rates)
+        for step in recording.steps
+    ]
     np.testing.assert_allclose([run.result.step_s for run in simulated], measured, rtol=0.05)
     rates = recording.rates or (1,) * len(speeds)
     np.testing.assert_allclose(1 / np.array(rates), speeds, rtol=0.1)

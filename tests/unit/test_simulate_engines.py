@@ -90,8 +90,8 @@ def test_an_interruption_takes_effect_at_the_end_of_its_step(size, context, step
     batch.running = {str(i): None for i in range(size)}
     batch.context = context
     when = batch.seconds(steps - 1) + part * (batch.seconds(steps) - batch.seconds(steps - 1))
-    assert batch.steps_begun(when) == steps
-    assert batch.steps_begun(batch.seconds(steps)) == steps
+    assert batch.steps_after(when) == steps
+    assert batch.steps_after(batch.seconds(steps)) == steps
 
 
 def test_siblings_share_their_prompt_and_arrivals_wait_for_the_step_to_end():
@@ -177,7 +177,7 @@ def test_a_slot_has_one_role_and_does_one_thing_at_a_time():
             await rollout.sleep()
         await generating
         await rollout.sleep()
-        await trainer.take_device(0)
+        await trainer.acquire_device(0)
         with pytest.raises(SimulationError, match="role trainer"):
             await collect(rollout, wanted)
         scoring = asyncio.create_task(trainer.score(("actor",), rows, 0))

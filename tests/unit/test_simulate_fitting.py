@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlfuse.costs.fit import calls, fit, non_negative
+from rlfuse.costs.fit import calls, fit, fit_non_negative
 from rlfuse.costs.model import Costs
 from rlfuse.events import Span
 from rlfuse.simulate.runner import simulate
@@ -90,5 +90,5 @@ def test_a_call_over_all_ranks_counts_its_busiest():
 
 def test_factors_are_not_negative():
     columns = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    np.testing.assert_allclose(non_negative(columns, np.array([3.0, 2.0, 1.0])), [2.0, 0.0])
-    np.testing.assert_allclose(non_negative(columns, np.array([3.0, 5.0, 7.0])), [1.0, 2.0])
+    np.testing.assert_allclose(fit_non_negative(columns, np.array([3.0, 2.0, 1.0])), [2.0, 0.0])
+    np.testing.assert_allclose(fit_non_negative(columns, np.array([3.0, 5.0, 7.0])), [1.0, 2.0])

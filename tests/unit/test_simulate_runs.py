@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlfuse.fusion import sharing
+from rlfuse.fusion import assignment
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.simulate.devices import SimulatedTrainer
@@ -130,7 +130,7 @@ def test_passes_over_the_same_samples_are_one_call(policy, slots, monkeypatch):
     workload = parse(LONG_TAIL | {"slots": slots} | passes)
     joined, together = simulate(workload, policy), list(calls)
     calls.clear()
-    monkeypatch.setattr(sharing, "others", lambda view, waiting, first: ())
+    monkeypatch.setattr(assignment, "others", lambda view, waiting, first: ())
     alone = simulate(workload, policy)
     assert joined.result.step_s == pytest.approx(alone.result.step_s, rel=1e-3)
     assert {len(each) for each in calls} == {1} and len(together) < len(calls)

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from rlfuse.simulate.tuning import draws_of
-from rlfuse.simulate.workload import WorkloadError, of_costs, parse, read_workload
+from rlfuse.simulate.tuning import tuning_draws
+from rlfuse.simulate.workload import WorkloadError, parse, read_workload, workload_from_costs
 
 FULL = {
     "slots": 16,
@@ -61,7 +61,7 @@ def test_siblings_are_alike_and_history_knows_their_mean():
 
 def test_costs_make_the_workload_that_has_them():
     workload = parse(FULL)
-    again = of_costs(workload.costs(), 16, tuple(workload.lengths().tolist()), training=workload.training)
+    again = workload_from_costs(workload.costs(), 16, tuple(workload.lengths().tolist()), training=workload.training)
     assert again.costs() == workload.costs()  # the longest sample is at the cap
     assert (again.engine, again.scoring, again.training) == (workload.engine, workload.scoring, workload.training)
 
@@ -130,5 +130,5 @@ def test_files_are_named(tmp_path):
 
 def test_a_scaled_down_step_has_slow_slots_in_proportion():
     uneven = parse(FULL | {"slots": 64, "slot_speed": [1.0] * 32 + [0.5] * 32})
-    assert {draw.slot_speed for draw in draws_of(uneven)} == {(1.0,) * 8 + (0.5,) * 8}
-    assert {draw.slot_speed for draw in draws_of(parse(FULL | {"slots": 64}))} == {()}
+    assert {draw.slot_speed for draw in tuning_draws(uneven)} == {(1.0,) * 8 + (0.5,) * 8}
+    assert {draw.slot_speed for draw in tuning_draws(parse(FULL | {"slots": 64}))} == {()}

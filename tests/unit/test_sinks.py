@@ -9,9 +9,9 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.observe import loggers as sinks
 from rlfuse.observe.loggers import Wandb
-from rlfuse.observe.tracking import FAILURE
+from rlfuse.observe.tracking import FAILURE_FIELDS
 
-FAILED = [dict.fromkeys(FAILURE, "x")]
+FAILED = [dict.fromkeys(FAILURE_FIELDS, "x")]
 
 
 def records(path):

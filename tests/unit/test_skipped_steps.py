@@ -12,7 +12,7 @@ from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.deepspeed.optimizer import take_step, trainable
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.pipeline_rank import PipelineRank
-from rlfuse.engines.trainer.passes import weighed
+from rlfuse.engines.trainer.micro_batch_losses import weighted_loss
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.errors import EngineError
@@ -66,7 +66,7 @@ def test_a_loss_that_is_not_finite_has_no_finite_gradient(value):
     """Also where what makes it so does not reach the gradient."""
     for constant, gradient in ((0.0, 0.5), (value, math.nan)):
         weight = torch.ones(3, requires_grad=True)
-        weighed(weight.sum() + constant, 0.5).backward()
+        weighted_loss(weight.sum() + constant, 0.5).backward()
         assert torch.allclose(weight.grad, torch.tensor(gradient), equal_nan=True)
 
 
@@ -95,6 +95,6 @@ async def test_lost_weights_push_out_no_checkpoint(tmp_path, kind, stage):
     checkpoints.publish(tmp_path, 1, 1)
     weight = next(iter(rank.engines["actor"].module.parameters()))
     getattr(weight, "ds_tensor", weight).data.view(-1)[3] = math.nan
-    with pytest.raises(EngineError, match=r"The actor is lost, and not saved: its weights are not finite \(\S+\)"):
+    with pytest.raises(EngineError, match=r"The actor is not saved, as its weights are not finite \(\S+\)"):
         await checkpoints.write(tmp_path, 2, {}, fill)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_1", "latest_checkpointed_iteration.txt"]

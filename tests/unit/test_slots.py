@@ -17,12 +17,12 @@ from rlfuse.events import Recorder
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.tuning import Tuning
-from rlfuse.run import slot_desk
-from rlfuse.run.slot_desk import SlotDesk
+from rlfuse.run import slot_requests
+from rlfuse.run.slot_requests import SlotRequests
 from rlfuse.run_folder import slots as disk
 from rlfuse.run_folder import status
 from rlfuse.run_folder.slots import SlotState
-from rlfuse.step.draining import Draining, rates_of
+from rlfuse.step.draining import Draining, relative_times
 from rlfuse.stopping import Stopping
 from rlfuse.tools import slots
 
@@ -44,15 +44,15 @@ def draining(count=4, drained=()):
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
     """Of four slots on two nodes; the run's process is on the first."""
-    monkeypatch.setattr(slot_desk, "LOOK_S", 0.01)
-    monkeypatch.setattr(slot_desk, "this_node_id", lambda: HERE.id)
+    monkeypatch.setattr(slot_requests, "LOOK_S", 0.01)
+    monkeypatch.setattr(slot_requests, "this_node_id", lambda: HERE.id)
     monkeypatch.setattr(placement, "spare_nodes", lambda slots: [SPARE])
     status.begin(tmp_path, "project/name", time.time())
     said = []
     log = SimpleNamespace(folder=tmp_path, say=said.append, stopping=Stopping(0.0, print), said=said)
     log.journal = SimpleNamespace(recorder=Recorder("driver"))
     log.stopping.step, log.total_steps = 7, 9
-    return SlotDesk(log, placement.Slots(None, 4, "cpu", nodes=(HERE, THERE)), draining(), 1)
+    return SlotRequests(log, placement.Slots(None, 4, "cpu", nodes=(HERE, THERE)), draining(), 1)
 
 
 def asked(desk, *commands):
@@ -74,14 +74,14 @@ def asked(desk, *commands):
         while typing.is_alive():
             await asyncio.sleep(0.01)
 
-    asyncio.run(desk.attended(run()))
+    asyncio.run(desk.serve(run()))
     return told
 
 
 def test_a_slot_is_drained_and_restored_while_the_run_goes_on(desk, capsys):
     assert asked(desk, ["drain", "1"], []) == [None, None]
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "slot 1 is drained: it gets no work until it is restored" == desk.log.said[0]
+    assert out[0] == "slot 1 is drained until it is restored" == desk.log.said[0]
     assert [line.split()[-2] for line in out[2:]] == ["working", "drained", "working", "working"]
     assert desk.draining.drained == {1}
     assert asked(desk, ["restore", "1"], []) == [None, None]
@@ -111,15 +111,17 @@ def test_what_can_not_be_done_is_refused_with_what_is_valid(desk):
         "slot 1 is the last of 4 that works: the run needs one; drained already: 0, 2, 3",
         "slot 1 is not drained; drained slots: 0, 2, 3",
     ]  # fmt: skip
-    assert desk.log.said[-1].endswith(f"No slot of node {THERE} works now; before it goes: rlfuse slots leave 3")
+    assert desk.log.said[-1].endswith(
+        f"All slots of node {THERE} are drained; before removing the node: rlfuse slots leave 3"
+    )
 
 
 def test_a_run_that_does_not_go_on_is_not_asked(tmp_path, monkeypatch):
-    with pytest.raises(RunError, match="is no run's folder, as there is no status"):
+    with pytest.raises(RunError, match="not a run folder, as it has no status"):
         slots.main(["drain", "1", str(tmp_path)])
     status.begin(tmp_path / "..", "project/name", 1.0)
     status.end(tmp_path / "..", "finished")
-    with pytest.raises(RunError, match=r"the run doesn't go on \(finished\)"):
+    with pytest.raises(RunError, match=r"the run is not running \(finished\)"):
         slots.main([str(tmp_path / "..")])
 
 
@@ -130,18 +132,18 @@ def test_the_only_run_that_goes_on_needs_no_name(tmp_path, monkeypatch):
     for name in ("one", "two"):
         (tmp_path / "runs" / "rlfuse" / name).mkdir(parents=True)
         status.begin(tmp_path / "runs" / "rlfuse" / name, "project/name", 1.0)
-    with pytest.raises(RunError, match="2 runs go on there: runs/rlfuse/one, runs/rlfuse/two; give the folder of one"):
+    with pytest.raises(RunError, match="2 running jobs: runs/rlfuse/one, runs/rlfuse/two; give the run folder"):
         slots.main([])
     status.end(tmp_path / "runs" / "rlfuse" / "two", "stopped")
-    with pytest.raises(RunError, match=f"one/{disk.FOLDER}/{disk.STATE}: there is none; a run has it once its engines"):
+    with pytest.raises(RunError, match=f"one/{disk.FOLDER}/{disk.STATE} does not exist; a run writes it after startup"):
         slots.main([])
 
 
 def test_a_request_that_is_not_taken_in_time_is_withdrawn(tmp_path):
     began = time.monotonic()
-    with pytest.raises(SlotRefused, match=r"did not look into .* for 0\.2 s, and the request is withdrawn"):
-        disk.ask(tmp_path, "drain", 1, patience=0.2)
-    assert time.monotonic() - began < 60 and disk.take(tmp_path) == []
+    with pytest.raises(SlotRefused, match=r"did not accept the request within 0\.2 s, so it is withdrawn"):
+        disk.send_request(tmp_path, "drain", 1, patience=0.2)
+    assert time.monotonic() - began < 60 and disk.take_requests(tmp_path) == []
 
 
 def test_a_request_whose_sender_is_gone_is_not_carried_out(desk):
@@ -160,7 +162,7 @@ def test_a_folder_that_can_not_be_written_to_costs_the_run_nothing(desk):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
 
-    asyncio.run(desk.attended(run()))
+    asyncio.run(desk.serve(run()))
     assert len(desk.log.said) == 1 and "can't be used" in desk.log.said[0]
 
 
@@ -171,7 +173,7 @@ def test_whatever_fails_in_a_request_is_answered_and_those_behind_it_are_carried
         "nothing was done (ZeroDivisionError: division by zero)",
         None,
     ]
-    assert not desk.log.stopping.asked and desk.draining.drained == {2}
+    assert not desk.log.stopping.is_requested and desk.draining.drained == {2}
 
 
 # Nodes that leave ----------------------------------------------------------------------------------------------------
@@ -180,28 +182,28 @@ def test_whatever_fails_in_a_request_is_answered_and_those_behind_it_are_carried
 def test_a_node_leaves_after_the_step_under_way_where_another_takes_its_place(desk):
     assert asked(desk, ["leave", "3"]) == [None]
     freed = f"node {THERE} (slot 2, slot 3)"
-    assert desk.log.said == [f"after step 7, which is saved, the run goes on without {freed}, on {SPARE} in its place"]
+    assert desk.log.said == [f"after step 7, which is saved, the run continues on {SPARE} instead of {freed}"]
     stopping = desk.log.stopping
-    assert stopping.asked and stopping.by is None
-    left = stopping.stopped_after(7)
+    assert stopping.is_requested and stopping.by is None
+    left = stopping.stop_error(7)
     assert isinstance(left, NodeLeft) and left.nodes == (THERE.id,)
-    assert "the run ends after the step under way already" in asked(desk, ["leave", "3"])[0]
+    assert "the run already ends after the current step" in asked(desk, ["leave", "3"])[0]
 
 
 def test_no_node_leaves_after_the_last_step_as_nothing_goes_on(desk):
     desk.log.stopping.step = desk.log.total_steps
-    assert "the run ends after the step under way already" in asked(desk, ["leave", "3"])[0]
-    assert not desk.log.stopping.asked
+    assert "the run already ends after the current step" in asked(desk, ["leave", "3"])[0]
+    assert not desk.log.stopping.is_requested
 
 
 def test_a_node_without_which_the_run_has_too_few_slots_stays(desk, monkeypatch):
     monkeypatch.setattr(placement, "spare_nodes", lambda slots: [])
     (here, there) = asked(desk, ["leave", "0"], ["leave", "2"])
-    assert here.startswith(f"node {HERE} has the run's own process: it can't leave while the run goes on.")
+    assert here.startswith(f"node {HERE} runs the driver process, so it can't leave during the run.")
     assert there.startswith(
-        f"node {THERE} can't leave: the run needs 4 slots, 2 on each of 2 nodes, and no node beside its own has 2 free."
+        f"node {THERE} can't leave: the run needs 4 slots, 2 on each of 2 nodes, and no other node has 2 free."
     )
-    assert not desk.log.stopping.asked
+    assert not desk.log.stopping.is_requested
 
 
 @pytest.mark.parametrize(("drained", "expected"), [({0, 2, 3}, NodeLeft), ({0, 2}, NodeLost)])
@@ -212,7 +214,7 @@ def test_a_node_that_goes_by_itself_is_no_failure_where_all_its_slots_were_drain
         raise NodeLost("lost node", (THERE.id,))
 
     with pytest.raises(NodeLost) as lost:
-        asyncio.run(desk.attended(lose()))
+        asyncio.run(desk.serve(lose()))
     assert type(lost.value) is expected and lost.value.nodes == (THERE.id,)
     assert desk.draining.drained == {0}, "what comes in its place is another device"
 
@@ -233,14 +235,14 @@ def test_a_spare_node_has_room_for_all_slots_of_one_that_leaves(monkeypatch):
 
 def test_drained_slots_are_probed_before_a_board_begins_and_compared_with_those_that_work(desk):
     part = desk.draining
-    asyncio.run(part.table())
+    asyncio.run(part.slot_table())
     assert [part.rate(slot) for slot in range(4)] == [1.0] * 4, "nobody is drained"
-    part.take_work(1)
-    table = asyncio.run(part.table())
+    part.drain_slot(1)
+    table = asyncio.run(part.slot_table())
     assert part.rate(1) == 2.0 and [slot.drained for slot in table.slots] == [False, True, False, False]
     assert desk.states()[1] == SlotState(1, str(HERE), "CPU", "drained", 2.0)
     assert slots.table(desk.states(), [("generate", 3), ("drained", 0), ("idle", 0)]).splitlines() == [
-        "slot  node                 device  rate  state    does",
+        "slot  node                 device  rate  state    activity",
         "0     10.0.0.1 (11111111)  CPU     1.00  working  generate, 3 samples",
         "1     10.0.0.1 (11111111)  CPU     2.00  drained  drained",
         "2     10.0.0.2 (22222222)  CPU     1.00  working  idle",
@@ -258,13 +260,13 @@ def test_one_that_is_drained_until_it_is_well_is_back_then(capsys):
         return speeds
 
     part._engines.trainer.probe = probe
-    part.take_work(1, until_well=True)
-    part.take_work(2)
-    asyncio.run(part.table())
+    part.drain_slot(1, until_recovered=True)
+    part.drain_slot(2)
+    asyncio.run(part.slot_table())
     assert part.drained == {1, 2}
     speeds[1] = 1.9
     for _ in range(2):
-        asyncio.run(part.table())
+        asyncio.run(part.slot_table())
     assert part.drained == {2}, "whoever drained the other wants it for something else"
     assert "slot 1 works again" in capsys.readouterr().out and rates.current[1] == 1.0
 
@@ -273,32 +275,32 @@ def test_one_that_is_drained_until_it_is_well_is_back_then(capsys):
 def test_a_slot_of_which_nothing_was_seen_is_drained_until_probes_find_it_well(measured):
     drained, returning = set(), set()
     rates = Rates(4, drained, returning, measured=measured)
-    rates.drain(1, until_well=True)
+    rates.drain(1, until_recovered=True)
     for attempt in (rates, Rates(4, drained, returning, measured=measured)):  # the run may have been started anew
         for _ in range(4):
-            attempt.probed(1, 2.0)
+            attempt.record_probe(1, 2.0)
         assert drained == returning == {1}
     for _ in range(2):
-        attempt.probed(1, 1.05)
+        attempt.record_probe(1, 1.05)
     assert not drained and not returning and attempt.current[1] == 1.0
 
 
 def test_who_is_drained_for_good_does_not_come_back_as_it_was_to_once():
     rates = Rates(2)
-    rates.drain(1, until_well=True)
+    rates.drain(1, until_recovered=True)
     rates.drain(1)
     for _ in range(4):
-        rates.probed(1, 1.0)
+        rates.record_probe(1, 1.0)
     assert rates.drained == {1}
 
 
 def test_a_rate_needs_a_slot_that_works_and_was_measured():
-    assert rates_of([4.0, 2.0, None], drained={1}) == {1: 2.0}
-    assert rates_of([None, 2.0], drained={1}) == {}
+    assert relative_times([4.0, 2.0, None], drained={1}) == {1: 2.0}
+    assert relative_times([None, 2.0], drained={1}) == {}
 
 
 def test_slots_of_wide_engines_are_numbered_as_people_see_them(desk):
-    wide = SlotDesk(desk.log, placement.Slots(None, 8, "cuda", nodes=(HERE, THERE)), draining(), 2)
+    wide = SlotRequests(desk.log, placement.Slots(None, 8, "cuda", nodes=(HERE, THERE)), draining(), 2)
     assert [(each.node, each.device) for each in wide.states()] == [
         (str(node), "2 GPUs") for node in (HERE, HERE, THERE, THERE)
     ]

@@ -14,9 +14,9 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.partition import balanced, stage_costs
 from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
-from rlfuse.engines.pipeline.slow_devices import cut_anew, paces, pipeline_rates, work_of_devices
-from rlfuse.engines.trainer.degrees import Costs, Unit, fill, plan, unit_per_row
+from rlfuse.engines.pipeline.slow_devices import device_costs, operation_slowdowns, pipeline_rates, repartition
 from rlfuse.engines.trainer.micro_batches import balance, split_evenly
+from rlfuse.engines.trainer.sequence_parallel_packing import Costs, Unit, fill, plan, unit_per_row
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.fusion.schedules.baselines import BASELINES, baseline
 from rlfuse.fusion.schedules.bound import lower_bound
@@ -167,7 +167,7 @@ def test_layers_go_to_stages_as_the_integer_programme_has_it():
 
         fitting = [sizes for sizes in cuts(layers, stages) if all(a <= b for a, b in zip(sizes, most, strict=True))]
         if not fitting:
-            with pytest.raises(ValueError, match=rf"{layers} layers don't fit stages that have memory for"):
+            with pytest.raises(ValueError, match=rf"{layers} layers don't fit: the stages have memory for"):
                 balanced(*costs, stages, rates, most)
             continue
         found = balanced(*costs, stages, rates, most)
@@ -187,26 +187,28 @@ def test_layers_go_to_stages_as_the_integer_programme_has_it():
     ],
 )
 def test_layers_move_off_slow_devices_where_that_ends_sooner(rates, room, layers):
-    cut = cut_anew([ACTOR, CRITIC], TWELVE, rates, room)
+    cut = repartition([ACTOR, CRITIC], TWELVE, rates, room)
     assert [each.layers for each in cut] == layers
-    assert cut_anew(cut, TWELVE, rates, room and [0, 0]) == cut
-    assert [each.layers for each in cut_anew(cut, TWELVE, [1.0] * len(rates))] == [(6, 6)] * 2
+    assert repartition(cut, TWELVE, rates, room and [0, 0]) == cut
+    assert [each.layers for each in repartition(cut, TWELVE, [1.0] * len(rates))] == [(6, 6)] * 2
 
 
 def test_rows_go_to_pipelines_by_their_slowest_device_and_what_stands_on_it():
     layout, rates = [ACTOR, CRITIC], [1, 1, 1, 2]
-    assert pipeline_rates(rates, work_of_devices(layout, TWELVE), 2) == [1, 2]
-    assert pipeline_rates(rates, work_of_devices(cut_anew(layout, TWELVE, [1, 2]), TWELVE), 2) == [1, 1]
+    assert pipeline_rates(rates, device_costs(layout, TWELVE), 2) == [1, 2]
+    assert pipeline_rates(rates, device_costs(repartition(layout, TWELVE, [1, 2]), TWELVE), 2) == [1, 1]
     bins = split_evenly([10] * 12, 2, 4, [1, 2])
     assert [[len(bin) for bin in pipeline] for pipeline in bins] == [[2, 2, 2, 2], [1, 1, 1, 1]]
-    assert paces(rates, [1, 2]) == pytest.approx([4 / 3, 4 / 3, 2 / 3, 4 / 3])  # fewer rows, each for longer
+    assert operation_slowdowns(rates, [1, 2]) == pytest.approx(
+        [4 / 3, 4 / 3, 2 / 3, 4 / 3]
+    )  # fewer rows, each for longer
 
 
 def measure(planner, plan, slow=1.0):
     """Every operation as it would be measured, on a second device that is so slow."""
     for device, row in enumerate(plan.rows):
         for each in row:
-            planner.learn(plan.timed_as(each), {"F": 0.01, "B": 0.02}[each.kind] * (slow if device else 1.0))
+            planner.learn(plan.planned_operation(each), {"F": 0.01, "B": 0.02}[each.kind] * (slow if device else 1.0))
 
 
 def test_a_planner_knows_what_a_slow_device_takes_before_it_has_measured_it(monkeypatch):
@@ -238,7 +240,7 @@ class Ranks(PipelineTrainer):
 
     async def _all(self, method, action, *arguments):
         self.asked.append(method)
-        answers = {"setup": {"costs": TWELVE}, "room": self.room, "load": None}
+        answers = {"setup": {"costs": TWELVE}, "free_layers": self.room, "load": None}
         return [answers[method]] * len(self.ranks)
 
 
@@ -251,7 +253,7 @@ async def test_layers_move_only_where_ranks_are_saved_and_have_room(tmp_path):
         assert group.layout["actor"].layers == (6, 6) and group.planner._rates == (1.0, 2.0)
         await group.replan([1.0, 2.0], Path(tmp_path))
         assert group.layout["actor"].layers == layers
-        assert group.asked == ["setup", "room"] + (["setup", "load"] if room else [])
+        assert group.asked == ["setup", "free_layers"] + (["setup", "load"] if room else [])
         group.asked.clear()
         await group.replan([1.0, 2.0], Path(tmp_path))
         assert "setup" not in group.asked

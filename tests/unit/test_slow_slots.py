@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlfuse.costs.rates import Rates
-from rlfuse.fusion.adaptive import OVERDUE
+from rlfuse.fusion.adaptive import PROBE_AFTER_STEPS
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.simulate.bound import lower_bound
 from rlfuse.simulate.runner import simulate
@@ -83,7 +83,7 @@ def test_a_slow_slot_that_would_end_the_step_later_is_tried_now_and_then_only():
     workload, rates = parse(fields | {"engine": {"flat_batch": 8}}), Rates(4)
     rates.current[3] = 2.0
     serial = simulate(workload, "serial", rates=rates).result.step_s
-    steps = [simulate(workload, "adaptive", rates=rates).result.step_s for _ in range(2 * OVERDUE)]
+    steps = [simulate(workload, "adaptive", rates=rates).result.step_s for _ in range(2 * PROBE_AFTER_STEPS)]
     assert [step > 1.01 * serial for step in steps].count(True) == 2 and rates.current == pytest.approx(
         [1, 1, 1, 2], rel=0.01
     )

@@ -21,7 +21,7 @@ from rlfuse.run.reward_model import Training
 from rlfuse.run_folder import checkpoints
 from rlfuse.step.protocols import NoHealth
 from rlfuse.stopping import ONCE_S, Stopped, Stopping
-from rlfuse.train import reported
+from rlfuse.train import run_command
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ async def forever(_):
 @pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
 async def test_a_step_that_ends_in_time_leaves_by_itself(number):
     async def steps(listening):
-        while not listening.asked:
+        while not listening.is_requested:
             await asyncio.sleep(0)
         await asyncio.sleep(0.01)
         raise Stopped("left after step 3", listening.by)
@@ -78,11 +78,11 @@ async def test_a_step_that_ends_in_time_leaves_by_itself(number):
 ])  # fmt: skip
 async def test_work_that_ends_well_nevertheless_has_ended_well(number, words):
     (said,) = await told(lambda _: asyncio.sleep(0.01), number)
-    assert "a checkpoint follows step 3" in said and words in said
+    assert "stopping with a checkpoint after step 3" in said and words in said
 
 
 @pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
-@pytest.mark.parametrize("step, words", [(3, "what it did is lost"), (None, "first step: there was nothing")])
+@pytest.mark.parametrize("step, words", [(3, "its work is lost"), (None, "first step: nothing to save")])
 async def test_what_does_not_end_in_time_is_cut_off(number, step, words):
     async def again(_):
         if number == SIGINT:
@@ -110,7 +110,7 @@ async def test_after_ctrl_c_a_schedulers_grace_counts_and_the_first_signal_is_na
         await press(SIGTERM)
         await forever(_)
 
-    with pytest.raises(Stopped, match=r"not over and saved within trainer\.preemption_grace_s=0\.05") as left:
+    with pytest.raises(Stopped, match=r"not finished and saved within trainer\.preemption_grace_s=0\.05") as left:
         await told(both, SIGINT, grace_s=0.05)
     assert left.value.by == SIGINT
 
@@ -154,7 +154,7 @@ async def steps(listening):
     assert time.monotonic() - began < 60, "only the signal wakes the loop"
     await asyncio.sleep(0.1)  # the step ends; its checkpoint is written by the children
     print("said to a terminal that is closed", flush=True)
-    raise listening.stopped_after(3)
+    raise listening.stop_error(3)
 
 def say(text):
     announced.set()
@@ -180,7 +180,7 @@ def test_a_closed_terminal_stops_the_run_after_its_step_and_kills_none_of_its_pr
         said += os.read(terminal, 1000)
     os.close(terminal)  # the kernel sends SIGHUP to the session's leader and to its foreground process group
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
-    left = "SIGHUP (the terminal was closed): the run left after step 3, which is saved."
+    left = "SIGHUP (the terminal was closed): stopped after step 3, which is saved."
     assert (tmp_path / "said").read_text() == f"{left} None"
 
 
@@ -198,10 +198,10 @@ async def test_workers_that_the_signal_ended_too_are_no_failure_of_the_run(numbe
 @pytest.mark.parametrize("number, status", [(SIGTERM, 75), (SIGHUP, 75), (SIGINT, 130)])
 def test_the_exit_status_says_who_ended_it(number, status, capsys):
     def leave():
-        raise Stopped("the run left after step 3, which is saved.", number)
+        raise Stopped("stopped after step 3, which is saved.", number)
 
-    assert reported(leave) == status
-    assert capsys.readouterr().err == "the run left after step 3, which is saved.\n"
+    assert run_command(leave) == status
+    assert capsys.readouterr().err == "stopped after step 3, which is saved.\n"
 
 
 class Learner:
@@ -237,7 +237,7 @@ async def test_a_reward_model_is_saved_after_the_step_in_which_ctrl_c_came(tmp_p
     )
     default = signal.signal(SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(Stopped, match="Ctrl-C: the run left after step 2, which is saved"):
+        with pytest.raises(Stopped, match="Ctrl-C: stopped after step 2, which is saved"):
             await log.stopping.listen_during(training.run(0))
     finally:
         signal.signal(SIGINT, default)

@@ -51,7 +51,7 @@ def test_a_package_is_the_job_and_its_reward_files(here, tmp_path):
     assert sent["trainer"]["default_local_dir"] == f"{here}/runs", "the job's own folder is deleted with it"
     assert sent["cluster"]["ray_address"] == "auto" and "$" not in sent["trainer"]["experiment_name"]
     assert package.experiment == f"rlfuse/{sent['trainer']['experiment_name']}"
-    assert f"every node has to see: {here}/data.jsonl, {here}/runs" in package.notes
+    assert f"must exist on every node: {here}/data.jsonl, {here}/runs" in package.notes
 
 
 def test_entries_travel_with_their_code_and_judges_by_their_place(here, tmp_path):
@@ -104,8 +104,8 @@ def test_files_from_elsewhere_and_what_they_need(here, tmp_path, monkeypatch):
         functions = "reward.functions=[absent.py:f]"
         pack(config_of(functions), tmp_path / "package", here, [Path("nothing"), Path("../other.py"), Path(".")])
     assert [problem.split()[0] for problem in error.value.problems] == ["reward.functions:"] + 3 * ["--include"]
-    monkeypatch.setattr(job_package, "LARGEST", 10)
-    with pytest.raises(ConfigError, match="put large files where nodes share"):
+    monkeypatch.setattr(job_package, "MAX_BYTES", 10)
+    with pytest.raises(ConfigError, match="put large files on shared storage"):
         pack(config_of(), tmp_path / "package", here)
 
 
@@ -125,7 +125,7 @@ def test_mistakes_show_before_anything_is_sent(here, capsys, monkeypatch):
         (["actor.lr=3"], "did you mean actor.optim.lr"),
         (["algorithm=grpo", "rollout.n=1"], "data.train_files: is required"),
         (["-m", "rollout.n=2,4"], "takes files and key=value only"),
-        (["--env", "NOT_SET_ANYWHERE", *WORDS], "--env NOT_SET_ANYWHERE: is not set here"),
+        (["--env", "NOT_SET_ANYWHERE", *WORDS], "--env NOT_SET_ANYWHERE: not set here"),
     ):
         assert cli.main(["submit", *words]) == 2
         assert part in capsys.readouterr().err
@@ -167,16 +167,16 @@ class Cluster:
 
 
 async def test_a_log_is_shown_once_however_often_the_connection_breaks(monkeypatch):
-    monkeypatch.setattr(submission, "AGAIN_S", 0.0)
+    monkeypatch.setattr(submission, "RETRY_S", 0.0)
     shown = []
     await follow(Cluster("a\nb\n", "c\n", "d\n", down=2), "job", shown.append)
     assert "".join(shown) == "a\nb\nc\nd\n"
 
 
 async def test_a_cluster_that_stays_away_is_given_up(monkeypatch):
-    monkeypatch.setattr(submission, "AGAIN_S", 0.0)
+    monkeypatch.setattr(submission, "RETRY_S", 0.0)
     monkeypatch.setattr(submission, "OUTAGE_S", 0.0)
-    with pytest.raises(SubmitError, match="lost the cluster for 0 s"):
+    with pytest.raises(SubmitError, match="cluster unreachable for 0 s"):
         await follow(Cluster("a", down=10**9), "job", lambda text: None)
 
 

@@ -33,7 +33,7 @@ def test_a_run_has_the_weakest_label_of_its_steps(steps, before, expected, tmp_p
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with closing(RunLog(config, {}, tmp_path, total_steps=9, start=len(steps), label=before)) as log:
         assert log.metrics.label_so_far() == expected, "of a checkpoint"
-        log.metrics.note({LOG_PROBS_DIFF_MAX: 1e3})
+        log.metrics.add({LOG_PROBS_DIFF_MAX: 1e3})
         assert log.metrics.label_so_far() == "mismatched", "by the step that is about to be saved"
     assert summarise(tmp_path, config, 1.0, label_before=before)["label"] == expected
     status.begin(tmp_path, "p/x", 0.0, 9, before)

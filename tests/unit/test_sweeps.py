@@ -101,7 +101,7 @@ def test_a_sweep_gives_each_job_its_folder_and_goes_on_where_one_fails(job, ran,
     assert [config.run_folder.name for config in ran] == ["a-rollout.n=2", "a-rollout.n=4"], "by what varies"
     assert ran.groups == ["a", "a"] and "WANDB_RUN_GROUP" not in os.environ
     told = capsys.readouterr()
-    assert told.err.count("rollout.n=1: ") == 1 and "a-rollout.n=1 failed; its message stands above" in told.err
+    assert told.err.count("rollout.n=1: ") == 1 and "a-rollout.n=1 failed; see its message above" in told.err
     table = told.out[told.out.index("job ") :].splitlines()
     assert table[0].split() == ["job", "rollout.n", "state", "reward", "held", "out", "seconds", "folder"]
     assert [line.split() for line in table[1:4]] == [
@@ -110,7 +110,7 @@ def test_a_sweep_gives_each_job_its_folder_and_goes_on_where_one_fails(job, ran,
         ["0", "1", "refused", "-", "-", "-", "-"],
     ], "the best first"
     assert table[-2].startswith("job 0 refused: rollout.n=1: must be 2 or more")
-    assert table[-1] == "side by side  rlfuse report runs/rlfuse/a-rollout.n=4 runs/rlfuse/a-rollout.n=2"
+    assert table[-1] == "compare  rlfuse report runs/rlfuse/a-rollout.n=4 runs/rlfuse/a-rollout.n=2"
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_a_sweep_over_groups_of_ones_own(job, ran, capsys):
         ["0", "short", "finished"],
         ["1", "long", "finished"],
     ]
-    with pytest.raises(ConfigError, match="lengths=lang: there is no such preset; presets: long, short; did you mean"):
+    with pytest.raises(ConfigError, match="lengths=lang: preset not found; presets: long, short; did you mean"):
         load(["--config-dir", str(job.parent), str(job), "lengths=lang"])
 
 

@@ -16,12 +16,12 @@ from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.memory.estimate import GIB, Budget, memory_of, parameters_on
 from rlfuse.engines.memory.model_sizes import read_shape
-from rlfuse.engines.trainer.models import trainer_ready
-from rlfuse.engines.trainer.tensor_parallel import MemoryOnlyGroup, check_cuttable, cut
+from rlfuse.engines.trainer.models import prepare_for_training
+from rlfuse.engines.trainer.tensor_parallel import MemoryOnlyGroup, check_shardable, shard_layers
 from rlfuse.errors import EngineError
 from rlfuse.tools.planning.cluster_file import Cluster
 from rlfuse.tools.planning.space import VOCABULARY, axes_of, structures
-from rlfuse.tools.planning.tables import placements, stages_told
+from rlfuse.tools.planning.tables import placements, stage_note
 
 SIZES = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 
@@ -34,7 +34,7 @@ def shared(config, width):
     """The first rank's model, and the whole one."""
     with torch.device("meta"):
         models = [AutoModelForCausalLM.from_config(config) for _ in range(2)]
-    return cut(trainer_ready(models[0], ModelConfig()), MemoryOnlyGroup(width)), models[1]
+    return shard_layers(prepare_for_training(models[0], ModelConfig()), MemoryOnlyGroup(width)), models[1]
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def shared(config, width):
 )
 def test_what_ranks_cannot_share_is_told(config, width, says):
     with pytest.raises(EngineError, match=says):
-        check_cuttable(config, width)
+        check_shardable(config, width)
 
 
 def test_what_stands_beside_the_plan_is_refused():
     """Norms of whole heads, whose gradients would be of some heads only."""
-    with pytest.raises(EngineError, match=r"q_norm\.weight is in no tensor-parallel plan; set it to 1"):
+    with pytest.raises(EngineError, match=r"q_norm\.weight is in no tensor-parallel plan\. Set it to 1"):
         shared(small(CohereConfig, use_qk_norm=True), 2)
 
 
@@ -114,7 +114,7 @@ def test_a_plan_tells_stages_of_shared_layers(shape):
     found = [place.trainer for place in placements(config, {"actor": shape})]
     assert [told.split(": ")[1] for told in found] == ["actor layers 0-0"] * 2 + ["actor layers 1-1"] * 2
     assert sum(parameters_on(config, shape.share(2), "actor", at) for at in (0, 1)) == shape.share(2).parameters
-    worth = [stages_told(job(width), shape) for width in (1, 2)]
+    worth = [stage_note(job(width), shape) for width in (1, 2)]
     counts = [float(told.split("counts as ")[1].split()[0]) for told in worth]
     assert counts[1] == pytest.approx(2 * counts[0], rel=0.2)
 

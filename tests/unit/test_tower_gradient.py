@@ -60,7 +60,7 @@ def shown(request, tmp_path):
         rows = as_kept(Tower(folder, step=2).encode(torch.from_numpy(pool.pixels)), plan)
     (tmp_path / "rows").write_bytes(bytes(2 * rows.numel()))
     write_rows(str(tmp_path / "rows"), 0, rows)
-    key = embedding_key(content_hash(path), plan, trained.present.version)
+    key = embedding_key(content_hash(path), plan, trained.current.version)
     embedding = Embedding(key, str(tmp_path / "rows"), *rows.shape)
     return trained, pool, Visual(np.arange(len(rows)), embedding, path, plan)
 
@@ -84,17 +84,17 @@ def test_parts_give_the_gradient_of_the_whole(shown):
     total.backward()
     trained.backward(clips)
     assert sorted(pool.asked) == list(range(FRAMES))  # once, whoever shows it
-    features = as_kept(trained.present.encode(torch.from_numpy(pool.pixels)), visual.plan)
+    features = as_kept(trained.current.encode(torch.from_numpy(pool.pixels)), visual.plan)
     features = features + (features.bfloat16().float() - features).detach()
     expected = sum((features[slice(*part)].sin() * weights[slice(*part)]).sum() for part in parts)
-    found = torch.autograd.grad(expected, list(trained.present.module.parameters()))
+    found = torch.autograd.grad(expected, list(trained.current.module.parameters()))
     for have, want in zip(trained.sums, found, strict=True):
         assert (have - want).norm() <= 1e-5 * want.norm()
     pool.asked.clear()
     rows, clips = trained.rows_with_gradient([row_of(visual)])
     rows[0].visual[0].source.read(8, 9).sum().backward()
     trained.backward(clips)
-    assert len(pool.asked) <= 2 * trained.present.shape.cut  # only what a slice needs
+    assert len(pool.asked) <= 2 * trained.current.shape.cut  # only what a slice needs
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_a_tower_that_learned_encodes_anew_and_the_reference_sees_the_first(show
     trained, pool, visual = shown
     count, rows = visual.source.tokens, [row_of(visual)]
     with torch.no_grad():
-        for weight in trained.present.module.parameters():
+        for weight in trained.current.module.parameters():
             weight.mul_(1.1)
     trained.updates = 1
     read = {model: trained.rows_of(model, rows)[0].visual[0].source.read(3, count) for model in ("critic", "ref")}
@@ -110,15 +110,15 @@ def test_a_tower_that_learned_encodes_anew_and_the_reference_sees_the_first(show
     actor = trained.rows_of("actor", rows)[0].visual[0].source.read(3, count)
     graded = trained.rows_with_gradient(rows)[0][0].visual[0].source.read(3, count)
     with torch.no_grad():
-        expected = as_kept(trained.present.encode(torch.from_numpy(pool.pixels)), visual.plan).bfloat16().float()[3:]
+        expected = as_kept(trained.current.encode(torch.from_numpy(pool.pixels)), visual.plan).bfloat16().float()[3:]
     for name in read:
         assert torch.equal(read[name], visual.source.read(3, count))
     assert torch.equal(actor, expected) and torch.equal(graded.detach(), expected)
     # Handed over: rows bring what it encoded, and the reference goes back to the first.
-    trained.encoded_at = 1
-    with pytest.raises(EngineError, match=r"made by the tower after 0 updates, rows must bring .* after 1 updates"):
+    trained.embedded_at = 1
+    with pytest.raises(EngineError, match=r"made by the tower after 0 updates, but rows need .* after 1 updates"):
         trained.rows_of("actor", rows)
-    key = embedding_key(content_hash(visual.path), visual.plan, trained.present.version_after(1))
+    key = embedding_key(content_hash(visual.path), visual.plan, trained.current.version_after(1))
     new = replace(visual, source=replace(visual.source, key=key))
     assert torch.equal(trained.rows_of("ref", [row_of(new)])[0].visual[0].source.read(3, count), read["ref"].float())
 
@@ -126,7 +126,7 @@ def test_a_tower_that_learned_encodes_anew_and_the_reference_sees_the_first(show
 @pytest.mark.slow
 def test_a_tower_that_is_away_is_written_and_goes_on_as_if_it_had_stayed(shown, tmp_path):
     trained, _, visual = shown
-    for weight in trained.present.module.parameters():
+    for weight in trained.current.module.parameters():
         weight.data = weight.data.clone()  # on a GPU they are not a mapped file
 
     def learn():
@@ -141,7 +141,7 @@ def test_a_tower_that_is_away_is_written_and_goes_on_as_if_it_had_stayed(shown, 
         to_host(module)
     assert not any(total.untyped_storage().nbytes() for total in trained.sums)
     trained.write(tmp_path / "away.safetensors")
-    assert not any(weight.untyped_storage().nbytes() for weight in trained.present.module.parameters())
+    assert not any(weight.untyped_storage().nbytes() for weight in trained.current.module.parameters())
     for module in trained.modules:
         to_device(module)
     there, away = (load_file(tmp_path / f"{name}.safetensors") for name in ("there", "away"))
@@ -160,5 +160,5 @@ def test_what_can_not_be_trained_on_is_refused(shown, tmp_path):
     rows, clips = trained.rows_with_gradient([row_of(visual)])
     rows[0].visual[0].source.read(0, 4).sum().backward()
     pool.fails = True
-    with pytest.raises(EngineError, match=r"not again with gradient: .*clip\.mp4: broken"):
+    with pytest.raises(EngineError, match=r"cannot be decoded again: .*clip\.mp4: broken"):
         trained.backward(clips)

@@ -10,11 +10,11 @@ from test_experience import config, groups, worked_out
 
 from rlfuse.algorithms.advantages import ESTIMATORS
 from rlfuse.algorithms.experience import Experience
-from rlfuse.algorithms.losses import loss_count
+from rlfuse.algorithms.losses import loss_divisor
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.degrees import Share, fill
+from rlfuse.engines.trainer.micro_batch_losses import actor_loss, log_probs
 from rlfuse.engines.trainer.model_inputs import collate
-from rlfuse.engines.trainer.passes import actor_loss, log_probs
+from rlfuse.engines.trainer.sequence_parallel_packing import Share, fill
 from rlfuse.observe.metrics import sample_metrics
 from rlfuse.samples import Partial, Response, Row, flattened, per_row
 
@@ -125,7 +125,7 @@ def test_means_divide_by_trainable_tokens(models):
     rows = episodes()
     lengths = [row.length for row in rows]
     assert lengths == [len(row.response_ids) - gone for row, gone in zip(rows, (2, 2, 3), strict=True)]
-    assert loss_count(lengths, "token-mean") == sum(lengths)
+    assert loss_divisor(lengths, "token-mean") == sum(lengths)
     flat = flattened([row.response_ids for row in rows], [row.mask for row in rows])
     assert flat.tolist() == collate(rows, True).targets.tolist()
 

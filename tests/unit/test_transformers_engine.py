@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
-from rlfuse.engines.rollout.engine_actor import BACKENDS, NOTHING, EngineActor, Request, engine_actor
+from rlfuse.engines.rollout.engine_actor import BACKENDS, EMPTY_PARTIAL, EngineActor, Request, engine_actor
 from rlfuse.engines.transformers.decode_batch import draw
 from rlfuse.engines.transformers.transformers_engine import TransformersEngine
 from rlfuse.errors import EngineError, EngineFailed
@@ -48,7 +48,7 @@ def model(tmp_path_factory):
 def requests(count, start=0):
     rng = np.random.default_rng(7)
     prompts = [rng.integers(3, VOCABULARY, rng.integers(2, 12)).astype(np.int32) for _ in range(start + count)]
-    return [Request(f"1/{k}/0", 1, 100 + k, prompts[k], NOTHING) for k in range(start, start + count)]
+    return [Request(f"1/{k}/0", 1, 100 + k, prompts[k], EMPTY_PARTIAL) for k in range(start, start + count)]
 
 
 def with_engine(model, work, **settings):
@@ -262,7 +262,7 @@ def test_what_an_engine_tells_of_its_work(model):
         return pulse, await engine.drain(), await all_of(engine, [])
 
     pulse, spans, nothing = with_engine(model, work, max_num_seqs=4)
-    assert pulse.still_s == 0 and nothing == {}
+    assert pulse.stalled_s == 0 and nothing == {}
     decoded, samples = ([span for span in spans if span.kind == kind] for kind in ("decode", "generate"))
     assert sum(span.tokens for span in decoded) == sum(span.tokens for span in samples)
     assert max(span.attributes["batch"] for span in decoded) == 4
@@ -360,10 +360,10 @@ def test_backends_have_every_method_of_the_port(name):
 def test_keys_that_the_backend_cannot_honour_are_refused(model, key, value):
     config = Config()
     config.model.path, config.rollout.name = model.path, "transformers"
-    assert TransformersEngine.unserved(config) == []
+    assert TransformersEngine.unsupported_reasons(config) == []
     section, leaf = key.split(".")
     setattr(getattr(config, section), leaf, value)
-    (told,) = TransformersEngine.unserved(config)
+    (told,) = TransformersEngine.unsupported_reasons(config)
     assert told.startswith(f"{key}={value}: rollout.name=transformers does not support it")
 
 
@@ -375,5 +375,5 @@ def test_models_with_recurrent_layers_are_refused(tmp_path):
     ).save_pretrained(tmp_path)
     config = Config()
     config.model.path = str(tmp_path)
-    (told,) = TransformersEngine.unserved(config)
+    (told,) = TransformersEngine.unsupported_reasons(config)
     assert "a jamba has layers of" in told

@@ -12,9 +12,9 @@ from rlfuse import cli
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.documentation import by_name
 from rlfuse.config.facts import Facts
-from rlfuse.config.foreign import counterpart
+from rlfuse.config.other_frameworks import counterpart
 from rlfuse.errors import ConfigError
-from rlfuse.tools.translate.command import as_text, main, read, translated
+from rlfuse.tools.translate.command import as_text, main, read, translate
 from rlfuse.tools.translate.conversions import CONVERSIONS, DEFAULTS
 from rlfuse.tools.translate.shell import Script
 
@@ -110,7 +110,7 @@ python3 -m verl.trainer.main_ppo --config-name='ppo_trainer.yaml' \
 def of(text, folder, name="run.sh"):
     """The job file, and the checked job that it makes."""
     (folder / name).write_text(text)
-    printed = as_text(translated(read([str(folder / name)])), name)
+    printed = as_text(translate(read([str(folder / name)])), name)
     (folder / "job.yaml").write_text(printed)
     return printed, to_config(compose_job([str(folder / "job.yaml")]), lambda _: Facts())
 
@@ -210,7 +210,7 @@ AS_HERE = {
     "actor.clip_ratio_low": "null is clip_ratio",
     "actor.clip_ratio_high": "null is clip_ratio",
     "algorithm.rollout_is_threshold": "without effect under rollout_is=null, verl's default",
-    "video.freeze_tower": "towers of clips are trained when asked for",
+    "video.freeze_vision_tower": "towers of clips are trained when asked for",
     "data.max_prompt_length": "the same number under another name",
     "data.max_response_length": "the same number under another name",
 }
@@ -221,7 +221,7 @@ def test_defaults_of_verl_that_differ_are_written_or_there_is_a_reason():
     differ = {}
     for name, value in VERLS.items():
         found = None if name in KNOWN else counterpart(name, KNOWN)
-        key = name if name in KNOWN else found.keys[0] if found and found.same else None
+        key = name if name in KNOWN else found.keys[0] if found and found.is_same else None
         settled = name in CONVERSIONS or (found and found.values)
         if key in KNOWN and value != by_name()[key].default and not settled:
             differ[key] = value
@@ -283,14 +283,14 @@ def test_defaults_of_verl_that_differ_are_written_or_there_is_a_reason():
 def test_values_are_converted_where_they_can_be(given, set_to):
     command = read(["--", "data.shuffle=true"])
     command.settings = given
-    job = translated(command)
+    job = translate(command)
     left_open = {"reward.functions", *DEFAULTS} - set_to.keys()
     assert {key: value for key, value in job.settings.items() if key not in left_open} == set_to
 
 
 def test_two_names_with_different_values_are_for_the_reader_to_settle():
     command = read(["--", "data.max_prompt_length=9", "actor_rollout_ref.rollout.prompt_length=8"])
-    assert translated(command).to_decide == [
+    assert translate(command).to_decide == [
         ("actor_rollout_ref.rollout.prompt_length=8", "data.max_prompt_length is 9 already, by data.max_prompt_length")
     ]
 
@@ -363,7 +363,7 @@ two" trainer.project_name=`date +%F` > out.log 2>&1
 
 def test_odd_scripts_are_read_as_a_shell_would(tmp_path):
     (tmp_path / "run.sh").write_text(ODD)
-    job = translated(read([str(tmp_path / "run.sh")]))
+    job = translate(read([str(tmp_path / "run.sh")]))
     assert job.settings["data.train_batch_size"] == 64 and "data.train_files" not in job.settings
     assert job.settings["trainer.experiment_name"] == "one two", "a continued line in quotes is one"
     assert "trainer.total_training_steps" not in job.settings, "verl puts the run's own number there"

@@ -37,9 +37,7 @@ def test_caches_of_a_user_without_a_home_are_written_elsewhere(plain, home):
         (plain / "closed" / ".cache" / "huggingface").mkdir(parents=True)
         (plain / "closed").chmod(0o700)
     told, variables = as_other_user(redirected, HOME=home)
-    assert told.startswith(
-        f"HOME={home} is not writable, so that caches are written to {plain}/rlfuse-cache-{UID}. Set "
-    )
+    assert told.startswith(f"HOME={home} is not writable; caches are written to {plain}/rlfuse-cache-{UID}. Set ")
     assert variables.keys() == {*user_folders.FOLDERS, "USER"}
     assert variables["XDG_CACHE_HOME"] == f"{plain}/rlfuse-cache-{UID}/.cache"
     assert (plain / f"rlfuse-cache-{UID}").stat().st_mode & 0o777 == 0o700
@@ -114,12 +112,12 @@ def test_kernels_that_a_worker_compiles_outlive_its_temporary_files(monkeypatch,
 def test_operations_that_another_user_compiled_are_copied_and_loaded(plain, lock):
     compiled = plain / "installation" / "deepspeed_shm_comm"
     compiled.mkdir(parents=True)
-    (compiled / deepspeed_ops.COMPILED["ShareMemCommBuilder"]).write_text("compiled")
+    (compiled / deepspeed_ops.OP_FILES["ShareMemCommBuilder"]).write_text("compiled")
     (compiled.parent / deepspeed_ops.LOCK).write_text(lock)
 
     def load():
         here, known = [], deepspeed_ops.is_compiled("deepspeed_shm_comm.so")
-        left = deepspeed_ops.left_over()
+        left = deepspeed_ops.stale_locks()
         waits = deepspeed_ops.load(lambda: here.append(os.environ["TORCH_EXTENSIONS_DIR"]))
         return known, [*map(str, left)], waits, here
 

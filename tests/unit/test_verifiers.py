@@ -15,10 +15,10 @@ from scored_rows import score_table
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.functions import load_function
 from rlfuse.rewards.api.items import item_of_row
-from rlfuse.rewards.thoughts import answer_of
+from rlfuse.rewards.reasoning_tags import answer_after_reasoning
 from rlfuse.rewards.verifiers import box, choice, code, exact, interval, json_schema, numeric, pattern
 from rlfuse.rewards.verifiers import math as symbolic
-from rlfuse.rewards.verifiers.answers import announced, boxed
+from rlfuse.rewards.verifiers.answers import announced_answer, boxed
 from rlfuse.tasks import clips
 
 ALL = (box, choice, code, exact, interval, json_schema, numeric, pattern, symbolic)
@@ -106,11 +106,11 @@ def test_the_bundled_clips_reward_reads_answers_too():
 
 
 def test_answers_follow_the_last_thought():
-    assert answer_of("<think>x</think> <think>y</think>\n z ") == "z"
-    assert answer_of(" z ") == "z" and answer_of("<think>never ends") == ""
+    assert answer_after_reasoning("<think>x</think> <think>y</think>\n z ") == "z"
+    assert answer_after_reasoning(" z ") == "z" and answer_after_reasoning("<think>never ends") == ""
     assert scores(numeric, "<think>The answer is 4</think>5", 4) == 0.0
     assert boxed(r"\boxed{1} and \boxed{\frac{1}{2}} {") == r"\frac{1}{2}" and boxed(r"\boxed{{1}") is None
-    assert announced("The answer is 3.\nThe answer is: 4\nso") == "4" and announced("3") is None
+    assert announced_answer("The answer is 3.\nThe answer is: 4\nso") == "4" and announced_answer("3") is None
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_pattern(answer, truth, options, right):
     ],
 )
 def test_a_ground_truth_that_cannot_be_read_is_an_error(module, truth):
-    with pytest.raises(ValueError, match=r"ground_truth: got .*valid is"):
+    with pytest.raises(ValueError, match=r"ground_truth: got .*must be"):
         scores(module, "answer: 1", truth)
 
 

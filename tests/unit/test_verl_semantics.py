@@ -20,14 +20,14 @@ from rlfuse.algorithms.advantages import advantages_and_returns, whiten
 from rlfuse.algorithms.corrections import truncated_importance_weights
 from rlfuse.algorithms.kl import KL_KINDS, AdaptiveKl, kl_estimate
 from rlfuse.algorithms.learning_rate import lr_factors
-from rlfuse.algorithms.losses import AGG_MODES, loss_count, loss_sum
+from rlfuse.algorithms.losses import AGG_MODES, loss_divisor, loss_sum
 from rlfuse.algorithms.objectives import actor_objective, critic_objective
 from rlfuse.config import sampling
 from rlfuse.config.documentation import by_name
-from rlfuse.config.foreign import SAME_NAME, counterpart
+from rlfuse.config.other_frameworks import SAME_NAME, counterpart
 from rlfuse.config.schema import ActorConfig, Config, DataConfig, OptimConfig, TrainerConfig
 from rlfuse.data.prompts import _fit
-from rlfuse.progress import due
+from rlfuse.progress import is_due
 from rlfuse.run.job import training_steps
 from rlfuse.simulate.clock import run_virtual
 
@@ -67,7 +67,7 @@ NOTHING_TO_COMPUTE = {
     "actor.ppo_micro_batch_size_per_gpu model.enable_activation_offload model.enable_gradient_checkpointing "
     "model.use_remove_padding rollout.gpu_memory_utilization rollout.max_num_seqs rollout.tensor_model_parallel_size "
     "rollout.free_cache_engine rollout.update_weights_bucket_mb trainer.n_gpus_per_node trainer.nnodes cluster.device",
-    "on or off": "trainer.val_before_train video.freeze_tower rollout.quantization",
+    "on or off": "trainer.val_before_train video.freeze_vision_tower rollout.quantization",
 }
 """Why -> keys that are in no formula."""
 
@@ -80,7 +80,9 @@ def test_each_key_with_a_name_of_verl_is_tested_once():
     known, same = frozenset(by_name()), set()
     for name in VERLS:
         found = None if name in known else counterpart(name, known)
-        same |= {name} & known | ({*found.keys} & known if found and found.origin == "verl" and found.same else set())
+        same |= {name} & known | (
+            {*found.keys} & known if found and found.origin == "verl" and found.is_same else set()
+        )
     listed = names(KEYS_BY_TEST) + names(NOTHING_TO_COMPUTE)
     assert sorted(listed) == sorted(same) and set(SAME_NAME) <= same
     for test in KEYS_BY_TEST:
@@ -167,7 +169,7 @@ def test_a_run_ends_with_its_steps_or_epochs(steps, epochs):
 @pytest.mark.parametrize("every", [-1, 0, 1, 3, 50])
 def test_checkpoints_and_validations_are_due_when_verls_are(every):
     for step in range(1, 8):
-        assert due(every, step, 7) == (every > 0 and (step == 7 or step % every == 0))
+        assert is_due(every, step, 7) == (every > 0 and (step == 7 or step % every == 0))
 
 
 # Losses ---------------------------------------------------------------------------------------------------------------
@@ -215,7 +217,7 @@ def test_the_actors_loss(mode, loss_mode, clip):
     apart = (ref - new).clamp(-20, 20)
     kl = (apart.exp() - apart - 1).clamp(-10, 10)
     wanted = [aggregated(each, mask, mode, 9) for each in (policy, entropy, kl)]
-    count = loss_count(mask.sum(-1).numpy(), mode, 9)
+    count = loss_divisor(mask.sum(-1).numpy(), mode, 9)
     assert float(loss) / count == pytest.approx(float(wanted[0] - 0.03 * wanted[1] + 0.2 * wanted[2]), rel=1e-5)
 
 
@@ -226,8 +228,8 @@ def test_the_critics_loss(mode):
     loss, _ = critic_objective(0.5, mode, new, mask, {"values": old, "returns": returns}, 9)
     clipped = torch.minimum(torch.maximum(new, old - 0.5), old + 0.5)
     wanted = 0.5 * aggregated(torch.maximum((new - returns) ** 2, (clipped - returns) ** 2), mask, mode, 9)
-    assert float(loss) / loss_count(mask.sum(-1).numpy(), mode, 9) == pytest.approx(float(wanted), rel=1e-5)
-    assert float(loss_sum(new, mask, mode, 9)) == pytest.approx(float(aggregated(new, mask, mode, 9)) * loss_count(
+    assert float(loss) / loss_divisor(mask.sum(-1).numpy(), mode, 9) == pytest.approx(float(wanted), rel=1e-5)
+    assert float(loss_sum(new, mask, mode, 9)) == pytest.approx(float(aggregated(new, mask, mode, 9)) * loss_divisor(
         mask.sum(-1).numpy(), mode, 9), rel=1e-5)  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 from av.video.reformatter import ColorPrimaries, ColorRange, ColorTrc, VideoReformatter
 
 from rlfuse.video.decoding import decode, probe
-from rlfuse.video.display import KNEE, PEAK, WHITE, shown
+from rlfuse.video.display import KNEE, PEAK, WHITE, to_displayed_rgb
 from rlfuse.video.plan import VideoPlan
 
 WEIGHTS = {1: (0.2126, 0.0722), 6: (0.299, 0.114), 9: (0.2627, 0.0593)}
@@ -34,7 +34,7 @@ def flat(colour: tuple[float, float, float], matrix: int, full: bool = False, cu
 
 def seen(frame: av.VideoFrame) -> np.ndarray:
     """Its colour, 0 to 255."""
-    pixels = shown(frame, 28, 28, VideoReformatter())
+    pixels = to_displayed_rgb(frame, 28, 28, VideoReformatter())
     assert pixels.dtype == np.uint8 and np.ptp(pixels, axis=(0, 1)).max() <= 1
     return pixels[14, 14].astype(int)
 

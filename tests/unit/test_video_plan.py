@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlfuse.errors import VideoError
-from rlfuse.video.plan import ClipFacts, FixedSampling, Geometry, SeedSampling, TaskKind, fit_size, plan_video
+from rlfuse.video.plan import ClipMetadata, FixedSampling, Geometry, SeedSampling, TaskKind, fit_size, plan_video
 from rlfuse.video.prompt import VisualTokens, assemble, tokenise
 
 FPS = {TaskKind.GENERAL: 1, TaskKind.DETAIL: 2, TaskKind.MOTION: 5}
@@ -33,7 +33,7 @@ SMALL = SeedSampling(budget=48, levels=(8, 4, 2))
 
 
 def clip(duration_s=10.0, fps=24.0, height=1080, width=1920, frames=None):
-    return ClipFacts(duration_s, fps, height, width, frames)
+    return ClipMetadata(duration_s, fps, height, width, frames)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_fixed_sampling_takes_as_many_frames_of_any_clip():
     temporal_patch=st.sampled_from([1, 2]),
 )
 def test_any_clip_fits_its_budget(duration, fps, height, width, frames, kind, sampling, temporal_patch):
-    facts = ClipFacts(duration, fps, height, width, frames)
+    facts = ClipMetadata(duration, fps, height, width, frames)
     plan = plan_video(facts, sampling, kind, Geometry(temporal_patch=temporal_patch))
     assert plan.tokens <= sampling.budget
     assert plan.tokens_per_frame <= plan.level
@@ -147,7 +147,7 @@ def test_at_a_variable_rate_no_picture_is_shown_twice_and_the_plan_spans_the_cli
     listed = [
         (b, e) for b, e in zip(begins.tolist(), ends.tolist(), strict=True) if e - b > 0.1 or np.mean(stays) > 0.1
     ]
-    facts = ClipFacts(ends[-1], len(stays) / ends[-1], 480, 640, len(stays), tuple(listed))
+    facts = ClipMetadata(ends[-1], len(stays) / ends[-1], 480, 640, len(stays), tuple(listed))
     plan = plan_video(facts, sampling, kind)
     seen = np.searchsorted(begins, np.array(plan.times) + 1e-3, side="right") - 1
     assert plan.tokens <= sampling.budget and plan.times[0] == 0 and plan.times[-1] < ends[-1]
@@ -293,7 +293,7 @@ def test_no_text_becomes_a_visual_token(tokenizer, text):
 
 
 def test_a_placeholder_that_cant_be_kept_out_is_refused(tokenizer):
-    with pytest.raises(VideoError, match=r"stand for visual tokens"):
+    with pytest.raises(VideoError, match=r"are visual placeholders"):
         tokenise(tokenizer, "a#b", VisualTokens("#", "<|image_pad|>"))
     with pytest.raises(VideoError, match=r"no token '<frame>'"):
         assemble(tokenizer, "<video>", [plan_video(clip(), SMALL)], VisualTokens("<frame>", "<|image_pad|>"))

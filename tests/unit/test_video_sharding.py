@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlfuse.video.sharding import CostModel, Load, Run, cost, pool_size, shard
+from rlfuse.video.sharding import ClipLoad, CostModel, UnitRange, cost, pool_size, shard
 
-LOADS = st.lists(st.builds(Load, st.integers(1, 60), st.integers(1, 10**12)), max_size=12)
+LOADS = st.lists(st.builds(ClipLoad, st.integers(1, 60), st.integers(1, 10**12)), max_size=12)
 
 
 @pytest.mark.slow
@@ -35,7 +35,7 @@ def test_heaviest_shard_is_within_a_step_of_the_mean(loads, ranks, step):
 
 @pytest.mark.slow
 @given(
-    st.lists(st.builds(Load, st.integers(1, 5), st.integers(1, 9)), min_size=1, max_size=3),
+    st.lists(st.builds(ClipLoad, st.integers(1, 5), st.integers(1, 9)), min_size=1, max_size=3),
     st.integers(1, 4),
     st.integers(1, 3),
 )
@@ -47,13 +47,19 @@ def test_no_contiguous_cutting_is_better(loads, ranks, step):
 
 
 def test_more_ranks_than_frames_leaves_ranks_idle():
-    assert shard([Load(2, 5), Load(1, 5)], 5) == [[Run(0, 0, 1)], [Run(0, 1, 2)], [Run(1, 0, 1)], [], []]
+    assert shard([ClipLoad(2, 5), ClipLoad(1, 5)], 5) == [
+        [UnitRange(0, 0, 1)],
+        [UnitRange(0, 1, 2)],
+        [UnitRange(1, 0, 1)],
+        [],
+        [],
+    ]
 
 
 def test_a_large_frame_outweighs_many_small_ones():
     model = CostModel(per_patch=100, per_pair=1)
-    loads = [Load(1, model.unit(1000)), Load(100, model.unit(16))]
-    assert shard(loads, 2) == [[Run(0, 0, 1)], [Run(1, 0, 100)]]
+    loads = [ClipLoad(1, model.unit(1000)), ClipLoad(100, model.unit(16))]
+    assert shard(loads, 2) == [[UnitRange(0, 0, 1)], [UnitRange(1, 0, 100)]]
     assert model.unit(1000) == 1_100_000
 
 

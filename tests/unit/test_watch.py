@@ -32,7 +32,7 @@ def rows(folder, *steps):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(watch, "REFRESH_S", 0.01)
 
 
 @pytest.mark.parametrize("tty", [True, False])
@@ -85,7 +85,7 @@ def test_a_silent_run_says_when_it_was_heard_of(tmp_path):
     live = tmp_path / "live.json"
     assert watch._view(tmp_path, now).phase == "starting"
     live.write_text(json.dumps(json.loads(live.read_text()) | {"at": time.time() - 75}))
-    assert watch._view(tmp_path, now).phase == "starting  ·  on elsewhere, last heard of 1:15 ago"
+    assert watch._view(tmp_path, now).phase == "starting  ·  on elsewhere, last seen 1:15 ago"
     live.write_text("{")
     assert watch._view(tmp_path, now) is None
 
@@ -96,7 +96,7 @@ def test_what_is_over_is_told_at_once(tmp_path, capsys):
     lock.acquire(tmp_path)
     lock.release()
     watch.main([str(tmp_path)])
-    assert "is gone, and did not say why" in capsys.readouterr().out
+    assert "was killed: its process ended without an error" in capsys.readouterr().out
     running(tmp_path, state="finished")
     summary = {"steps": 3, "resumed_after": 2, "seconds": 9.6, "fusion": "serial", "label": "exact", "faults": {}}
     summary |= {"reward_first": 0.1, "reward_last": 0.2, "reward_window": 1, "val_name": "val-core/x/acc"}
@@ -105,7 +105,7 @@ def test_what_is_over_is_told_at_once(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(CONFIG)
     watch.main([str(tmp_path)])
     said = capsys.readouterr().out
-    assert "3 steps, those after 2 in 10 s, fusion=serial (exact)" in said
+    assert "3 steps, resumed after step 2 in 10 s, fusion=serial (exact)" in said
     assert "0.100 -> 0.200   (first and last step)" in said and "held out      0.500   (val-core/x/acc)" in said
 
 
@@ -117,5 +117,5 @@ def test_leaving_leaves_the_run_alone(tmp_path, monkeypatch, capsys):
     before = (tmp_path / status.FILE).read_bytes()
     monkeypatch.setattr(watch, "watch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     watch.main([str(tmp_path)])
-    assert "Left; the run goes on" in capsys.readouterr().out
+    assert "View closed; the run continues" in capsys.readouterr().out
     assert (tmp_path / status.FILE).read_bytes() == before

@@ -49,7 +49,7 @@ async def test_a_long_wait_shows_where_the_worker_stands(hung, tmp_path):
     with watchdog.waiting("trainer/7", "step", 0.1):
         while not said:
             await asyncio.sleep(0.01)
-    assert "trainer/7 has been at it for 0.05 s of 0.1" in said[0] and "began backward" in said[0]
+    assert "trainer/7 has taken 0.05 s of 0.1" in said[0] and "began backward" in said[0]
     text = next((tmp_path / "stacks").glob("*.txt")).read_text()
     assert text.index("== trainer/7 (process ") < text.index("== driver") and "line 12 in <module>" in text
     assert "test_a_long_wait_shows_where_the_worker_stands" in text.partition("== driver")[2]

@@ -7,7 +7,7 @@ from rlfuse.engines.weights import staging
 from rlfuse.engines.weights.staging import StagingHandle, WeightStaging
 from rlfuse.engines.weights.sync import WeightPush, plan_buckets, resolve_transfer
 from rlfuse.errors import EngineError, EngineLost
-from rlfuse.protocols import Sharing
+from rlfuse.protocols import DeviceSharing
 
 
 def test_buckets_keep_the_order_and_stay_within_their_size():
@@ -65,15 +65,15 @@ class Recording:
     async def wake(self, part=None):
         self.events.append(f"wake {part or 'all'}")
 
-    sharing = Sharing()
+    sharing = DeviceSharing()
 
     async def make_room(self, slot):
         pass
 
-    async def take_device(self, slot):
+    async def acquire_device(self, slot):
         self.events.append("take")
 
-    async def leave_device(self, slot):
+    async def release_device(self, slot):
         self.events.append("leave")
 
     async def export_bucket(self, names, path):
@@ -130,7 +130,7 @@ async def test_full_shared_memory_while_writing_is_explained(tmp_path):
 async def test_full_shared_memory_is_noticed_before_writing(tmp_path, monkeypatch):
     recording = Recording([["a"], ["b"]])
     monkeypatch.setattr(staging.WeightStaging, "free", lambda self: 500)
-    with pytest.raises(EngineError, match="needs up to 1 MiB, 0 MiB are free"):
+    with pytest.raises(EngineError, match="up to 1 MiB needed, 0 MiB free"):
         await push(recording, tmp_path).push(1)
     assert "write b" not in recording.events
     assert not list(tmp_path.iterdir())
@@ -198,7 +198,7 @@ def test_weights_that_left_the_device_are_refused_where_they_would_be_shared():
 
     from rlfuse.engines.weights.cuda_ipc import share_ipc
 
-    with pytest.raises(EngineError, match=r"lie in host memory \(a, 2 of 2 in all\): the trainer's ranks have to take"):
+    with pytest.raises(EngineError, match=r"cannot be shared by CUDA IPC \(a, 2 of 2 tensors\)\. Acquire the devices"):
         share_ipc({"a": torch.zeros(2), "b": torch.zeros(2)})
 
 

@@ -12,8 +12,8 @@ from worlds.training_traces import OPTIMIZER, Job, table
 
 from rlfuse.cli import main
 from rlfuse.tools.whatif import slowdown
-from rlfuse.tools.whatif.ask import told_of_job
 from rlfuse.tools.whatif.causes import Cause
+from rlfuse.tools.whatif.command import job_report
 from rlfuse.tools.whatif.operations import Replay
 from rlfuse.tools.whatif.questions import Answer
 from rlfuse.tools.whatif.slowdown import JobSlowdown
@@ -194,7 +194,7 @@ def test_names_of_workers_and_kinds_are_never_cut(width):
     job = SimpleNamespace(steps=1, stages=stages, ranks=ranks)
     question = Answer("policy=a_folder/with/a_long_name/and_a_file.py:a_policy_of_my_own", 1.0, 0.1, "simulation")
     console = Console(width=width, file=io.StringIO())
-    for each in told_of_job(found, job, [question]):
+    for each in job_report(found, job, [question]):
         console.print(each, soft_wrap=isinstance(each, str))
     shown = console.file.getvalue()
     assert "…" not in shown

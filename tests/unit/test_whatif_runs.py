@@ -17,11 +17,11 @@ from rlfuse.health.detection import Alarm
 from rlfuse.health.monitor import write_alarms
 from rlfuse.health.signals import SLOWNESS
 from rlfuse.run_folder.reader import open_run
-from rlfuse.simulate.runner import later_step, simulate
-from rlfuse.simulate.workload import Scoring, Training, of_costs
-from rlfuse.tools.whatif.causes import Seen, likely
-from rlfuse.tools.whatif.operations import ALONE
-from rlfuse.tools.whatif.questions import Simulated, answers, examine
+from rlfuse.simulate.runner import simulate, simulate_later_step
+from rlfuse.simulate.workload import Scoring, Training, workload_from_costs
+from rlfuse.tools.whatif.causes import Evidence, likely_cause
+from rlfuse.tools.whatif.operations import NO_GROUP
+from rlfuse.tools.whatif.questions import Simulated, analyse_run, answers
 from rlfuse.tools.whatif.run_operations import Piece, operations
 from rlfuse.tools.whatif.slowdown import Run
 
@@ -36,7 +36,7 @@ RECORDED = {
 
 @cache
 def examined(name):
-    return examine(open_run(RECORDED[name]))
+    return analyse_run(open_run(RECORDED[name]))
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,9 @@ def workload():
         Scoring(kinds=("old_log_prob", "ref", "values")),
         Training(mini_batches=4, models=("critic", "actor")),
     )
-    return of_costs(Costs(), 4, tuple(lengths.tolist()), group=4, prompt_tokens=16, scoring=scoring, training=training)
+    return workload_from_costs(
+        Costs(), 4, tuple(lengths.tolist()), group=4, prompt_tokens=16, scoring=scoring, training=training
+    )
 
 
 def analysed(run):
@@ -109,7 +111,7 @@ def test_ranks_compute_a_head_that_they_share_together():
         for rank in (0, 1)
     ]
     pieces = operations([(step, [*(span for span in spans if span is not step), *heads])]).pieces
-    assert len({each.group for each in pieces if each.kind == "head"} - {ALONE}) == 1
+    assert len({each.group for each in pieces if each.kind == "head"} - {NO_GROUP}) == 1
     assert sum(each.kind == "head" for each in pieces) == 2
 
 
@@ -131,9 +133,9 @@ def test_a_slow_slot_is_found_and_its_cost_is_right(workload, slower, slot):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["serial", "stream"])
 def test_what_a_slow_slot_costs_is_right_where_work_is_shared_out_by_rate(workload, policy):
-    run = later_step(replace(workload, slot_speed=(1, 1, 0.5, 1)), policy)
+    run = simulate_later_step(replace(workload, slot_speed=(1, 1, 0.5, 1)), policy)
     truth = run.result.step_s / simulate(workload, policy).result.step_s
-    found = analysed(run).found(Simulated([workload], policy).decided_anew)
+    found = analysed(run).found(Simulated([workload], policy).resimulated_ratio)
     assert found.S_machine == pytest.approx(truth, rel=0.05) and found.rates["slot 2"] == pytest.approx(2, rel=0.05)
 
 
@@ -168,12 +170,12 @@ def seen(forward, backward):
     def share(part, ideal):
         return float((recorded - ideal)[part].sum() / (recorded - ideal).sum())
 
-    return Seen(pieces, recorded, typical, typical, ["slot 0"], share)
+    return Evidence(pieces, recorded, typical, typical, ["slot 0"], share)
 
 
 def cause(forward, backward):
     found = {"S": 1.3, "S_machine": 1.1, "S_skew": 1.2, "steps": 4, "rates": {"slot 0": 1.0}, "M_W": 0.2}
-    return likely(found, seen(forward, backward))
+    return likely_cause(found, seen(forward, backward))
 
 
 def test_lengths_pauses_and_noise_are_told_apart():
@@ -254,7 +256,7 @@ def test_only_steps_on_as_many_ranks_as_the_last_are_examined(tmp_path):
     for slots, known in ((2, True), (4, False)):
         text = re.sub("n_gpus_per_node: 2", f"n_gpus_per_node: {slots}", config)
         (tmp_path / "config.yaml").write_text(text)
-        run = examine(open_run(tmp_path))
+        run = analyse_run(open_run(tmp_path))
         assert [step.step for step, _ in run.steps] == [last]
         assert (run.simulated is not None) == known, "of four slots no step tells"
     assert len(list(answers(run.analysis, run.simulated))) == 2

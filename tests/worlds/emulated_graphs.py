@@ -78,11 +78,11 @@ class EmulatedRecording:
         self.graphs = []
 
     @contextmanager
-    def rehearsed(self):
+    def warm_up(self):
         with Count():
             yield
 
     @contextmanager
-    def recorded(self):
+    def capture(self):
         with Graph(self.graphs) as graph:
             yield graph

@@ -30,7 +30,7 @@ import numpy as np
 from rlfuse.costs.model import Costs
 from rlfuse.events import Span
 from rlfuse.health.detection import Alarm, Detector
-from rlfuse.health.series import Expected, Sample, Series, Settled
+from rlfuse.health.series import ExpectedSeconds, Sample, Series, WarmUpFilter
 
 SLOTS = (2, 3, 4, 8, 16, 32, 64)
 FAULTS = ("slow", "jittery", "dying disk", "memory pressure", "network delay")
@@ -274,7 +274,7 @@ class MadeRun:
 def alarms_of(run: MadeRun, continuity_s: float = 240.0) -> list[Alarm]:
     """What the detector says of it; the first step is warm-up, as in a run."""
     detector = Detector(continuity_s, lambda worker: worker.partition("/")[2] if "node" not in worker else worker)
-    expected, settled, found = Expected(), Settled(), []
+    expected, settled, found = ExpectedSeconds(), WarmUpFilter(), []
     for number, start, end, spans, samples in run.steps():
         work, started = settled.work_of(spans)
         if number == 1:
@@ -286,5 +286,5 @@ def alarms_of(run: MadeRun, continuity_s: float = 240.0) -> list[Alarm]:
         series.add_spans(work, expected)
         series.add_samples(samples)
         for window in series.windows(number):
-            found += [alarm for alarm in detector.look(window, run.homes) if alarm.ended is None]
+            found += [alarm for alarm in detector.add_window(window, run.homes) if alarm.ended is None]
     return found

@@ -19,7 +19,7 @@ import numpy as np
 from rlfuse.algorithms.experience import Experience
 from rlfuse.costs.rates import Rates
 from rlfuse.data.prompts import PromptSource
-from rlfuse.errors import DataError, SlotRefused, first_of
+from rlfuse.errors import DataError, SlotRefused, first_error
 from rlfuse.events import Span
 from rlfuse.fusion.decisions import Accumulate, Generate, Move, Score, Switch, Train
 from rlfuse.fusion.lengths import Lengths
@@ -27,12 +27,12 @@ from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.selection import Selection
 from rlfuse.fusion.states import SampleState
 from rlfuse.fusion.tuning import Tuning
-from rlfuse.progress import due
+from rlfuse.progress import is_due
 from rlfuse.protocols import Engines
 from rlfuse.samples import Group, Partial, Prompt, Reward, RewardFailure
 from rlfuse.simulate.clock import run_virtual
 from rlfuse.step.advantages import Advantages
-from rlfuse.step.colocation import all_to, to_engine, to_ranks
+from rlfuse.step.colocation import hand_over_all, to_engine, to_ranks
 from rlfuse.step.controller import Controller
 from rlfuse.step.draining import Draining
 from rlfuse.step.groups import GroupSource
@@ -60,7 +60,7 @@ def play_whole_batches(scene: Scene, run: Callable[[Scene], World] = play) -> No
     try:
         world = run(scene)
     except* DataError as stopped:
-        found, needed = re.search(r"found (\d+) groups .* (\d+) are needed", str(first_of(stopped))).groups()
+        found, needed = re.search(r"found (\d+) groups .* (\d+) are needed", str(first_error(stopped))).groups()
         assert int(found) < int(needed) == scene.batch
     else:
         assert [len(groups) for groups in world.learned] == [scene.batch] * scene.steps
@@ -133,7 +133,7 @@ class World:
             clock=loop.time,
         )
         if self.resumed:
-            await all_to(to_ranks, self.rollouts, self.trainer)  # as the wiring of a job
+            await hand_over_all(to_ranks, self.rollouts, self.trainer)  # as the wiring of a job
             await self.trainer.load(Path("checkpoint"))
         await self.controller.run(0)
 
@@ -143,10 +143,10 @@ class World:
 
     def _change(self, slot: int) -> None:
         if slot in self.draining.drained:
-            self.draining.give_work(slot)
+            self.draining.restore_slot(slot)
         else:
             with suppress(SlotRefused):  # the last that works
-                self.draining.take_work(slot)
+                self.draining.drain_slot(slot)
 
     async def pass_time(self) -> None:
         await asyncio.sleep(self.rng.exponential(0.1))
@@ -163,14 +163,14 @@ class World:
         ]
 
     async def push(self, version: int) -> None:
-        await all_to(to_engine, self.rollouts, self.trainer)
+        await hand_over_all(to_engine, self.rollouts, self.trainer)
         for rollout in self.rollouts:
             assert not rollout.held
             rollout.weight_version, rollout.lost = version, False
 
     async def restart_engine(self, slot: int) -> None:
         assert all(rollout.lost for rollout in self.rollouts) and not self.trainer.steps["actor"]
-        await self.trainer.leave_device(slot)
+        await self.trainer.release_device(slot)
         self.rollouts[slot].lost = False
         self.engines_restarted += 1
 
@@ -210,7 +210,7 @@ class World:
                 together = view.settings.lockstep if score else view.settings.lockstep_backward
                 assert (decision.slot is None) == together
                 on = range(len(view.slots)) if together else (decision.slot,)
-                assert view.together if together else decision.slot in view.idle_trainers
+                assert view.all_ranks_idle if together else decision.slot in view.idle_trainers
                 assert together or not view.slots[decision.slot].drained
                 for what in passes:
                     later = view.deferred.get(what, {}).values() if score else ()
@@ -228,7 +228,7 @@ class World:
                 assert all(slot.idle and slot.role == "trainer" for slot in view.slots)
                 slots.update(range(len(view.slots)))
             else:
-                assert set(decision.models) <= {*view.steppable}
+                assert set(decision.models) <= {*view.ready_to_step}
                 assert all(slot.idle and slot.role == "trainer" for slot in view.slots)
                 slots.update(range(len(view.slots)))
         for counts in (slots, names, groups):
@@ -268,10 +268,10 @@ class World:
 
     step = 0
 
-    def due(self, step) -> bool:
-        return due(self.config().trainer.save_freq, step, self.scene.steps)
+    def is_due(self, step) -> bool:
+        return is_due(self.config().trainer.save_freq, step, self.scene.steps)
 
-    def check_room(self, step) -> None:
+    def check_disk_space(self, step) -> None:
         pass
 
     def remember(self, step) -> None:
@@ -301,7 +301,7 @@ class World:
             counts = self.scored.pop(kind, Counter())
             assert {name for name in counts if counts[name] > 1} == set()
             missing = whole - counts.keys()
-            if kind in self.experience.by_update:
+            if kind in self.experience.fused_into_first_update:
                 first = {sample.id for group in board.groups[: self.scene.mini_batch] for sample in group.samples}
                 assert not first & counts.keys(), f"{kind} is the first update's"
                 missing -= first
@@ -324,7 +324,7 @@ class World:
         """Groups that the step should learn from."""
         numbers = set(range(len(board.groups)))
         if self.scene.batches is not None:
-            return set(self.experience.with_spread(board.groups)[: self.scene.batch])
+            return set(self.experience.groups_with_nonzero_std(board.groups)[: self.scene.batch])
         if self.scene.data == "exact":
             return numbers
         if self.scene.data == "one_step_off":
@@ -348,7 +348,7 @@ class Watched(Experience):
         for sample in (sample for group in groups for sample in group.samples):
             assert isinstance(sample.reward, Reward)
             names = {"old_log_prob": "old_log_probs", "ref": "ref_log_probs", "values": "values"}
-            needed = set(self.kinds) - {"reward", *self.deferred, *self.by_update}
+            needed = set(self.kinds) - {"reward", *self.deferred, *self.fused_into_first_update}
             assert {names[kind] for kind in needed} <= sample.tensors.keys()
             zeros = sample.response.log_probs
             sample.tensors |= dict.fromkeys(("advantages", "returns"), zeros)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlfuse.errors import EngineLost
-from rlfuse.protocols import Load, PassResult, Sharing
+from rlfuse.protocols import DeviceSharing, Load, PassResult
 from rlfuse.samples import Partial, Response
 from rlfuse.step.scoring import KIND_OF
 
@@ -57,7 +57,7 @@ class Rollout:
 
     def has(self, role) -> bool:
         """Whether this side has the device; where both stay on it, each has it."""
-        return self.role == role or not self.world.trainer.sharing.hands_over
+        return self.role == role or not self.world.trainer.sharing.alternates
 
     def _receive(self, sample, came_with, results) -> None:
         world = self.world
@@ -108,8 +108,8 @@ class Trainer:
     """Ranks on the same devices: one thing at a time, and only in the role for it."""
 
     def __init__(self, world: World):
-        self.world, self.sharing = world, Sharing()
-        self.optimizers_away: dict[int, float] = {}
+        self.world, self.sharing = world, DeviceSharing()
+        self.offloaded_optimizers: dict[int, float] = {}
         self.gradients: dict[str, list[str]] = defaultdict(list)
         self.steps: dict[str, list[set[str]]] = defaultdict(list)
         self.filled: Counter[str] = Counter()
@@ -148,7 +148,7 @@ class Trainer:
         """The actor's first update gives what no pass gave before."""
         if model != "actor" or not rows or "old_log_probs" in rows[0].tensors:
             return []
-        assert self.world.experience.by_update and not self.steps["actor"], "weights have changed"
+        assert self.world.experience.fused_into_first_update and not self.steps["actor"], "weights have changed"
         assert not any("old_log_probs" in row.tensors for row in rows)
         return [np.zeros(len(row.response_ids), np.float32) for row in rows]
 
@@ -161,7 +161,7 @@ class Trainer:
             await self.world.pass_time()
         return {}, scores, self._gained("actor", rows.get("actor", ()))
 
-    def drop_gradients(self) -> None:
+    def discard_gradients(self) -> None:
         self.gradients.clear()
 
     async def step(self, model, lengths, lr_factor) -> dict[str, float]:
@@ -188,10 +188,10 @@ class Trainer:
     async def replan(self, rates, saved=None) -> None:
         pass
 
-    async def take_device(self, slot) -> None:
+    async def acquire_device(self, slot) -> None:
         await self._switch(slot, "rollout", "trainer")
 
-    async def leave_device(self, slot) -> None:
+    async def release_device(self, slot) -> None:
         await self._switch(slot, "trainer", "rollout")
 
     async def _switch(self, slot, before, after) -> None:

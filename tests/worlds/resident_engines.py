@@ -16,7 +16,7 @@ from rlfuse.engines.memory.residency import ResidencyReplay
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.engines.weights.tower_push import TowerPush
 from rlfuse.errors import EngineLost, NotSaved
-from rlfuse.protocols import PARTS, Sharing
+from rlfuse.protocols import PARTS, DeviceSharing
 from rlfuse.run.starting import start_parts
 from worlds.playing import World
 from worlds.random_engines import Rollout, Trainer
@@ -36,7 +36,7 @@ class ResidentRollout(Rollout):
         self.discarded, self.discards = False, 0
 
     def doing(self, name):
-        return self.world.ledger.doing(name, self.index)
+        return self.world.ledger.running(name, self.index)
 
     async def start(self):
         with self.doing("start_engine"):
@@ -117,11 +117,11 @@ class ResidentTrainer(Trainer):
 
     def doing(self, name, slot=None):
         slots = range(len(self.world.rollouts)) if slot is None else (slot,)
-        return self.world.ledger.doing(name, *slots)
+        return self.world.ledger.running(name, *slots)
 
     async def start(self, let_engines_start=lambda: None):
         with self.doing("start_ranks"):
-            if not self.sharing.hands_over:
+            if not self.sharing.alternates:
                 let_engines_start()
             await self.world.pass_time()
         self.there = set(range(len(self.world.rollouts)))
@@ -135,25 +135,25 @@ class ResidentTrainer(Trainer):
     async def measure(self):
         return {}
 
-    async def take_device(self, slot):
+    async def acquire_device(self, slot):
         async with self.turns[slot]:
             if slot not in self.there:
                 together = self.residency == "training"
-                with self.doing("take_device" if together else "take_weights", slot):
+                with self.doing("acquire_device" if together else "take_weights", slot):
                     await self.world.pass_time()
                 self.there.add(slot)
                 if together:
                     self.complete.add(slot)
                 elif self.residency == "forecast":
-                    self.optimizers_away[slot] = 0.05
+                    self.offloaded_optimizers[slot] = 0.05
             self.world.rollouts[slot].role = "trainer"
 
-    async def leave_device(self, slot):
+    async def release_device(self, slot):
         async with self.turns[slot]:
-            self.optimizers_away.pop(slot, None)
+            self.offloaded_optimizers.pop(slot, None)
             await self.arrived(slot)
             if slot in self.there:
-                with self.doing("leave_device", slot):
+                with self.doing("release_device", slot):
                     await self.world.pass_time()
                 self.there.discard(slot)
                 self.complete.discard(slot)
@@ -165,7 +165,7 @@ class ResidentTrainer(Trainer):
     # Optimizers that come by themselves: a rank answers at once, and copies beside its other calls
 
     async def fetch_optimizers(self, slot):
-        self.optimizers_away.pop(slot, None)
+        self.offloaded_optimizers.pop(slot, None)
         if slot in self.there - self.complete and slot not in self.coming:
             self.fetched += 1
             self.coming[slot] = asyncio.create_task(self.come(slot))
@@ -261,18 +261,18 @@ class Encoder:
 class ResidentWorld(World):
     """`tower`: a folder, if the job trains a vision tower; `told`: the step before SIGTERM.
 
-    `resumed`: the job goes on from a checkpoint; `residency`: of optimizers; `hands_over`: engines and ranks take turns
+    `resumed`: the job goes on from a checkpoint; `residency`: of optimizers; `alternates`: engines and ranks take turns
     on their devices, else both stay. Every step ends with a validation and a
     checkpoint.
     """
 
-    def __init__(self, scene, tower=None, told=0, resumed=False, residency="training", hands_over=True):
+    def __init__(self, scene, tower=None, told=0, resumed=False, residency="training", alternates=True):
         super().__init__(scene)
-        self.ledger = ResidencyReplay(scene.slots, hands_over)
+        self.ledger = ResidencyReplay(scene.slots, alternates)
         self.rollouts = [ResidentRollout(self, index) for index in range(scene.slots)]
         self.trainer, self.told, self.resumed = ResidentTrainer(self), told, resumed
         self.trainer.residency, self.encoder = residency, Encoder()
-        self.trainer.sharing = Sharing(hands_over)
+        self.trainer.sharing = DeviceSharing(alternates)
         tower = tower and TowerPush(self.trainer, self.encoder, tower)
         self.weights = WeightPush(self.trainer, self.rollouts, 1, transfer="ipc", tower=tower)
         self.saved: list[int] = []
@@ -287,7 +287,7 @@ class ResidentWorld(World):
         config = self.scene.config()
         config.trainer.val_before_train, config.trainer.test_freq, config.trainer.save_freq = True, 1, 1
         config.actor.optimizer_residency = self.trainer.residency
-        config.rollout.free_cache_engine = self.trainer.sharing.hands_over
+        config.rollout.free_cache_engine = self.trainer.sharing.alternates
         return config
 
     async def push(self, version):

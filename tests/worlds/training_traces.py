@@ -85,7 +85,7 @@ class Step:
             return None
         return (kind, micro_batch, place // self.job.stages), place % self.job.stages
 
-    def posted(self, unit: Unit, stage: int) -> float:
+    def receives(self, unit: Unit, stage: int) -> float:
         """When the receive is asked for: once the computation of its kind before has ended."""
         own = [each for each in self.orders[stage] if each[0] == unit[0]]
         position = own.index(unit)
@@ -93,7 +93,7 @@ class Step:
 
     def received(self, unit: Unit, stage: int) -> float:
         source = self.neighbour(unit, stage, -1)
-        return 0.0 if source is None else max(self.posted(unit, stage), self.end(*source)) + TRANSFER
+        return 0.0 if source is None else max(self.receives(unit, stage), self.end(*source)) + TRANSFER
 
     def start(self, unit: Unit, stage: int) -> float:
         position = self.orders[stage].index(unit)
@@ -147,7 +147,7 @@ def _worker(step: Step, stage: int, begin: float) -> list[list]:
         name, end = COMPUTE[kind][0], step.end(unit, stage)
         add(f"{name}-compute", step.start(unit, stage), end, micro_batch, chunk)
         if step.neighbour(unit, stage, -1) is not None:
-            add(f"{name}-recv", step.posted(unit, stage), step.received(unit, stage), -1, chunk)
+            add(f"{name}-recv", step.receives(unit, stage), step.received(unit, stage), -1, chunk)
         if target is not None:
             add(f"{name}-send", end, step.received(*target), -1, chunk)
     return rows

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config
 from rlfuse.engines.deepspeed import deepspeed_ops, optimizer, stage_states
-from rlfuse.engines.trainer.saving import Writing
+from rlfuse.engines.trainer.saving import CheckpointWriter
 from rlfuse.engines.trainer.tensor_parallel import TensorShares
 
 TAG = "deepspeed"
@@ -111,22 +111,24 @@ class DeepSpeedModel:
     def not_finite(self) -> str | None:
         return optimizer.not_finite(self.module)
 
-    def save(self, folder: Path, files: Writing) -> None:
-        with guarded(self.engine, files):
+    def save(self, folder: Path, files: CheckpointWriter) -> None:
+        with guard_writes(self.engine, files):
             self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
 
     def load(self, folder: Path) -> None:
         loaded, _ = self.engine.load_checkpoint(str(folder), tag=TAG)
         if loaded is None:
             raise FileNotFoundError(f"{folder}: DeepSpeed found no checkpoint to load")
-        optimizer.use_own_settings(self.engine)
+        optimizer.restore_run_settings(self.engine)
 
     # Stages
 
     def close(self) -> None:
         self.engine.destroy()
 
-    def save_by_name(self, folder: Path, rank: int | None, files: Writing, shares: TensorShares | None) -> None:
+    def save_by_name(
+        self, folder: Path, rank: int | None, files: CheckpointWriter, shares: TensorShares | None
+    ) -> None:
         stage_states.save(self.engine, folder, rank, files, shares)
 
     def load_by_name(self, folder: Path, shares: TensorShares | None) -> None:
@@ -176,9 +178,9 @@ def _reachable(root: Any) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def guarded(engine: deepspeed.DeepSpeedEngine, files: Writing) -> Iterator[None]:
+def guard_writes(engine: deepspeed.DeepSpeedEngine, files: CheckpointWriter) -> Iterator[None]:
     """Files of its `save_checkpoint` are written through `files`."""
-    engine.checkpoint_engine = _Guarded(engine.checkpoint_engine, files)
+    engine.checkpoint_engine = _GuardedEngine(engine.checkpoint_engine, files)
     engine._copy_recovery_script = lambda *_: None  # unused next to huggingface/, and written unguarded
     try:
         yield
@@ -187,10 +189,10 @@ def guarded(engine: deepspeed.DeepSpeedEngine, files: Writing) -> Iterator[None]
         del engine._copy_recovery_script
 
 
-class _Guarded:
+class _GuardedEngine:
     """DeepSpeed's checkpoint writer with failures handled by `files`."""
 
-    def __init__(self, wrapped: Any, files: Writing):
+    def __init__(self, wrapped: Any, files: CheckpointWriter):
         self.wrapped, self._files = wrapped, files
 
     def save(self, state_dict: Any, path: str) -> None:

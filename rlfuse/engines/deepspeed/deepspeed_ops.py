@@ -1,6 +1,6 @@
 """Compile and load DeepSpeed's operations, one process of a machine at a time.
 
-Role: ranks `load` before they meet, driven by `load_everywhere`; `rlfuse runs clean` removes what is `left_over`.
+Role: ranks `load` before they meet, driven by `load_on_all_ranks`; `rlfuse runs clean` removes what is `stale_locks`.
 torch's file `lock` in an extension's folder names no owner and outlives a killed process, so `rlfuse.lock` (a flock
 with the owner's name) guards the whole folder: its holder knows that no run compiles, and removes torch's stale locks.
 torch writes at every load: operations in a folder of another user are copied to this user's cache folder.
@@ -25,25 +25,25 @@ from rlfuse.cluster import watchdog
 from rlfuse.cluster.remote import all_of, call
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
-from rlfuse.progress import ticked
+from rlfuse.progress import done_line
 from rlfuse.user_folders import cache_folder, home, is_writable
 
 LOCK = "rlfuse.lock"
 STALE_S = 60.0
 """A lock of another program this old, in whose folder no process of this host works, is left over."""
-COMPILED = {"ShareMemCommBuilder": "deepspeed_shm_comm.so", "CPUAdamBuilder": "cpu_adam.so"}
+OP_FILES = {"ShareMemCommBuilder": "deepspeed_shm_comm.so", "CPUAdamBuilder": "cpu_adam.so"}
 """DeepSpeed's op builder -> the file that it compiles."""
-PATIENCE_S = 5.0
+REPORT_AFTER_S = 5.0
 """Seconds until a wait is reported."""
 
 
 def builders(device: str, offload_optimizer: bool) -> list[str]:
-    """Return the DeepSpeed op builders that a rank needs on `cpu` or `cuda`; keys of `COMPILED`."""
+    """Return the DeepSpeed op builders that a rank needs on `cpu` or `cuda`; keys of `OP_FILES`."""
     needed = {"ShareMemCommBuilder": device == "cpu", "CPUAdamBuilder": offload_optimizer}
     return [name for name, is_needed in needed.items() if is_needed]
 
 
-async def load_everywhere(ranks: Sequence[ray.actor.ActorHandle], config: Config, device: str) -> None:
+async def load_on_all_ranks(ranks: Sequence[ray.actor.ActorHandle], config: Config, device: str) -> None:
     """Have every rank load its operations; EngineError if one waits for longer than cluster.timeout_s."""
     limit_s, reported = config.cluster.timeout_s, set[str]()
     until = time.monotonic() + limit_s
@@ -56,16 +56,16 @@ async def load_everywhere(ranks: Sequence[ray.actor.ActorHandle], config: Config
                 reported.add(why)
                 watchdog.say(f"{name}: {why}")
 
-    needed, began = [COMPILED[name] for name in builders(device, config.actor.offload_optimizer)], time.monotonic()
+    needed, began = [OP_FILES[name] for name in builders(device, config.actor.offload_optimizer)], time.monotonic()
     missing = [name for name in needed if not is_compiled(name)]
     if missing:
         watchdog.say("Compiling DeepSpeed's operations: about a minute, once per machine")
     await all_of([one(f"trainer/{i}", rank) for i, rank in enumerate(ranks)])
     if missing:
-        watchdog.say(ticked("DeepSpeed's operations", time.monotonic() - began))
+        watchdog.say(done_line("DeepSpeed's operations", time.monotonic() - began))
 
 
-def load(operations: Callable[[], Any], patience_s: float = PATIENCE_S) -> str | None:
+def load(operations: Callable[[], Any], patience_s: float = REPORT_AFTER_S) -> str | None:
     """Do `operations`, which compiles and loads, alone on its folder: None. Else what it waits for, or what it mended.
 
     EngineError where the folder's file system has no locks.
@@ -100,7 +100,7 @@ def load(operations: Callable[[], Any], patience_s: float = PATIENCE_S) -> str |
     return None
 
 
-def left_over() -> list[Path]:
+def stale_locks() -> list[Path]:
     """Locks of processes that were killed: what the next `load` would remove. None while a run is inside."""
     if not (root := extensions_folder()).is_dir():
         return []
@@ -117,7 +117,7 @@ def extensions_folder() -> Path:
 
 
 def is_compiled(file: str) -> bool:
-    """Whether one of the files in `COMPILED` exists, for this user or to copy."""
+    """Whether one of the files in `OP_FILES` exists, for this user or to copy."""
     return any(next(folder.rglob(file), None) for folder in {extensions_folder(), configured_folder()})
 
 
@@ -129,7 +129,7 @@ def configured_folder() -> Path:
 
 def _copy_compiled(given: Path, root: Path) -> None:
     """Copy the operations in `given` that `root` lacks, without those that are being compiled."""
-    for source in {file.parent for name in COMPILED.values() for file in given.rglob(name)}:
+    for source in {file.parent for name in OP_FILES.values() for file in given.rglob(name)}:
         if not (source / "lock").exists() and not (root / source.name).exists():
             shutil.copytree(source, root / source.name)
 

@@ -18,11 +18,11 @@ from rlfuse.engines.memory.model_memory import ITEM, STATES, Part, gradient_item
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.residency import Item
 
-REDUCED = 50_000_000
+REDUCE_BUCKET_ELEMENTS = 50_000_000
 """Gradient elements that are reduced at a time; DeepSpeed's own 500 million would take 2 GB in float32."""
-REDUCED_WHOLE = 500_000_000
+ZERO0_BUCKET_ELEMENTS = 500_000_000
 """Gradient elements that DeepSpeed reduces at a time without ZeRO."""
-LIVE = 1_000_000_000
+MAX_GATHERED_PARAMETERS = 1_000_000_000
 """Parameters that ZeRO 3 gathers at a time, at most."""
 
 
@@ -53,21 +53,21 @@ class ZeroMemory:
     def buffers(self, role: str, held: float) -> list[Part]:
         if self._stage == 0 or self._device == "cpu":
             return []
-        return [Part(role, "reduction buffer", REDUCED * self._sum, self._of_gradients)]
+        return [Part(role, "reduction buffer", REDUCE_BUCKET_ELEMENTS * self._sum, self._of_gradients)]
 
     def in_step(self, role: str, held: float) -> list[list[Part]]:
         if self._stage == 0:
             again = 4 * held if self._config.actor.grad_accum_dtype == "bfloat16" and self._item == 2 else 0
-            size = again + 4 * min(held, REDUCED_WHOLE)
+            size = again + 4 * min(held, ZERO0_BUCKET_ELEMENTS)
             return [[Part(role, "gradients in a step", size, Item.ACTIVATIONS)]]
         step = [Part(role, "gradients in a step", 4 * held / self._copies, Item.ACTIVATIONS)]
         if self._device != "cpu":
             return [step]
         # Taken where it is used, while activations go.
-        return [[Part(role, "reduction buffer", min(REDUCED, held) * self._sum, Item.ACTIVATIONS)], step]
+        return [[Part(role, "reduction buffer", min(REDUCE_BUCKET_ELEMENTS, held) * self._sum, Item.ACTIVATIONS)], step]
 
     def in_passes(self, shapes: Mapping[str, Shape]) -> list[Part]:
         if self._stage < 3:
             return []
-        live = max(min(shape.parameters, LIVE) for shape in shapes.values())
+        live = max(min(shape.parameters, MAX_GATHERED_PARAMETERS) for shape in shapes.values())
         return [Part("actor", "gathered parameters", live * self._item, Item.ACTIVATIONS)]

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from rlfuse.config.schema import ActorConfig
-from rlfuse.engines.deepspeed.memory import REDUCED
+from rlfuse.engines.deepspeed.memory import REDUCE_BUCKET_ELEMENTS
 from rlfuse.engines.trainer.tensor_parallel import is_share
 
 
@@ -113,7 +113,7 @@ def _sums(settings: ActorConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if settings.grad_accum_dtype == "float32" else dtype
 
 
-def use_own_settings(engine: deepspeed.DeepSpeedEngine) -> None:
+def restore_run_settings(engine: deepspeed.DeepSpeedEngine) -> None:
     """Restore this run's weight decay and clipping after a checkpoint was loaded, which brings those of its own run.
 
     The learning rate is set before every step.
@@ -213,7 +213,11 @@ def sharded_loading(settings: ActorConfig, dtype: str) -> Iterator[None]:
 
 
 def _config(settings: ActorConfig, dtype: torch.dtype) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": settings.zero_stage, "overlap_comm": False, "reduce_bucket_size": REDUCED}
+    zero: dict[str, Any] = {
+        "stage": settings.zero_stage,
+        "overlap_comm": False,
+        "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
+    }
     if settings.zero_stage == 3:
         zero["stage3_param_persistence_threshold"] = 0
     if settings.offload_optimizer:

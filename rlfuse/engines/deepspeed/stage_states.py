@@ -23,15 +23,17 @@ from deepspeed.utils import (
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rlfuse.engines.deepspeed.optimizer import use_own_settings
-from rlfuse.engines.trainer.saving import Writing
+from rlfuse.engines.deepspeed.optimizer import restore_run_settings
+from rlfuse.engines.trainer.saving import CheckpointWriter
 from rlfuse.engines.trainer.tensor_parallel import TensorShares, is_share
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-def save(engine: Any, folder: Path, rank: int | None, files: Writing, shares: TensorShares | None = None) -> None:
+def save(
+    engine: Any, folder: Path, rank: int | None, files: CheckpointWriter, shares: TensorShares | None = None
+) -> None:
     """Gather this rank's parameters with their moments; written if `rank` is given, as that rank's file.
 
     What ranks have shares of (`shares`) is written whole: layers by the first of their ranks, a head that stages share
@@ -47,8 +49,8 @@ def save(engine: Any, folder: Path, rank: int | None, files: Writing, shares: Te
         if is_share(parameter):
             tied = getattr(parameter, PIPE_REPLICATED, False)
             dim = parameter.partition_dim
-            writes = writes and shares.answers
-            gathered = ((field, shares.whole(tensor, dim)) for field, tensor in whole.items() if not tied)
+            writes = writes and shares.is_writer
+            gathered = ((field, shares.gather_whole(tensor, dim)) for field, tensor in whole.items() if not tied)
             whole = {field: tensor.cpu() for field, tensor in gathered if writes}  # all ranks come to each
         if writes:
             tensors |= {f"{field}/{name}": tensor.cpu().contiguous() for field, tensor in whole.items()}
@@ -81,7 +83,7 @@ def load(engine: Any, folder: Path, shares: TensorShares | None = None) -> None:
             value = _read(where, moment, name, folder, own).to(parameter.device)
             safe_set_full_optimizer_state(parameter, value, moment)
     engine.optimizer.update_lp_params()
-    use_own_settings(engine)
+    restore_run_settings(engine)
 
 
 def _named(engine: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.saving import Writing
+from rlfuse.engines.trainer.saving import CheckpointWriter
 from rlfuse.errors import EngineError
 
 
@@ -127,7 +127,7 @@ class Fsdp2Model:
 
     # Every rank has a file of its own.
 
-    def save(self, folder: Path, files: Writing) -> None:
+    def save(self, folder: Path, files: CheckpointWriter) -> None:
         files.write(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
         path = folder / f"fsdp2_{dist.get_rank()}.pt"
         files.write(path, lambda: torch.save(self._state(), path))

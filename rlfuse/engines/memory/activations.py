@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-from rlfuse.config.graph_checks import graph_sizes, why_no_graphs
+from rlfuse.config.graph_checks import graph_sizes, no_graphs_reason
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.model_memory import gradient_item
 from rlfuse.engines.memory.model_sizes import Shape
-from rlfuse.engines.memory.tracing import Texts, Work
+from rlfuse.engines.memory.tracing import SequenceLengths, Work
 from rlfuse.engines.pipeline.layout import Pipelines, pipelines_of
-from rlfuse.engines.pipeline.partition import LayerCosts, Part, parts, share_with_logits
-from rlfuse.engines.trainer.activation_places import TIERS, Layer, Place, Places, Room, places
+from rlfuse.engines.pipeline.partition import LayerCosts, Part, logits_fraction, parts
+from rlfuse.engines.trainer.activation_placement import TIERS, Layer, Place, Placement, TierCapacity, place_activations
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.video.embedding import BF16
 
@@ -29,65 +29,71 @@ ENDURANCE = 600e12  # bytes that a 1 TB consumer drive is rated for to be writte
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class ActivationPlan:
     """What becomes of a micro-batch's activations."""
 
     tokens: int
     layer: float  # bytes that the largest layer leaves
-    places: Places
+    places: Placement
     peak: float  # bytes on the device at most
 
     def waiting(self, tier: Place) -> float:
         return self.places.layers.count(tier) * self.layer
 
     @property
-    def run_again(self) -> float:
-        return self.places.layers.count(Place.AGAIN) / len(self.places.layers)
+    def recomputed_fraction(self) -> float:
+        return self.places.layers.count(Place.RECOMPUTE) / len(self.places.layers)
 
 
 def leaving(
-    config: Config, shape: Shape, role: str, texts: Texts, device: str, seconds: float = inf, host_s: float = inf
-) -> Leaving:
+    config: Config,
+    shape: Shape,
+    role: str,
+    texts: SequenceLengths,
+    device: str,
+    seconds: float = inf,
+    host_s: float = inf,
+) -> ActivationPlan:
     """Of a micro-batch that `role` learns from. `seconds`: of its forward pass through a layer; `host_s`: bytes a
     second to the host. By default copies keep up."""
     model, tokens = config.model, sum(map(sum, texts.lengths))
     kept = _work(config, shape, role, texts, device, model.enable_gradient_checkpointing)
     if not model.enable_activation_offload:
-        usual = Place.AGAIN if model.enable_gradient_checkpointing else Place.DEVICE
-        return Leaving(tokens, max(kept.layers), Places((usual,) * len(kept.layers)), kept.peak)
+        usual = Place.RECOMPUTE if model.enable_gradient_checkpointing else Place.DEVICE
+        return ActivationPlan(tokens, max(kept.layers), Placement((usual,) * len(kept.layers)), kept.peak)
     again = _work(config, shape, role, texts, device, True)
     layer, tiers = Layer(max(kept.layers), max(again.layers), seconds), tiers_of(config, device, host_s)
     count, most = len(kept.layers), model.activation_device_mb * MIB
-    found = places(count, layer, most, tiers, model.enable_gradient_checkpointing)
-    inputs = found.layers.count(Place.AGAIN) * layer.inputs
+    found = place_activations(count, layer, most, tiers, model.enable_gradient_checkpointing)
+    inputs = found.layers.count(Place.RECOMPUTE) * layer.inputs
     gone = sum(kept.layers[i] for i, place in enumerate(found.layers) if place is not Place.DEVICE)
     stays = inputs if found.inputs is Place.DEVICE else 0.0
-    return Leaving(tokens, layer.activations, found, max(kept.peak - gone + stays, again.peak - inputs + stays))
+    return ActivationPlan(tokens, layer.activations, found, max(kept.peak - gone + stays, again.peak - inputs + stays))
 
 
-def tiers_of(config: Config, device: str, host_s: float) -> dict[Place, Room]:
+def tiers_of(config: Config, device: str, host_s: float) -> dict[Place, TierCapacity]:
     """As ranks have them; a host without a limit of its own is taken to have room."""
     model = config.model
     host = inf if model.activation_host_mb is None else model.activation_host_mb * MIB
-    rooms = {Place.HOST: Room(host if device == "cuda" else 0.0, host_s)}
-    return rooms | {Place.DISK: Room(model.activation_disk_mb * MIB, DISK_BYTES_PER_S)}
+    rooms = {Place.HOST: TierCapacity(host if device == "cuda" else 0.0, host_s)}
+    return rooms | {Place.DISK: TierCapacity(model.activation_disk_mb * MIB, DISK_BYTES_PER_S)}
 
 
-def _work(config: Config, shape: Shape, role: str, texts: Texts, device: str, again: bool) -> Work:
+def _work(config: Config, shape: Shape, role: str, texts: SequenceLengths, device: str, again: bool) -> Work:
     model = replace(config.model, enable_gradient_checkpointing=again)
     return shape.model.work(replace(config, model=model), role, texts, device)
 
 
-def words(found: Leaving, role: str) -> Iterator[str]:
+def words(found: ActivationPlan, role: str) -> Iterator[str]:
     """A line on what leaves, and one on what a disk bears."""
     layers = found.places.layers
-    counts = {place: layers.count(place) for place in (*TIERS, Place.AGAIN) if place in layers}
+    counts = {place: layers.count(place) for place in (*TIERS, Place.RECOMPUTE) if place in layers}
     if not counts:
         return
-    named = {Place.HOST: "wait in host memory", Place.DISK: "wait on the disk", Place.AGAIN: "are run again"}
+    named = {Place.HOST: "wait in host memory", Place.DISK: "wait on the disk", Place.RECOMPUTE: "are run again"}
     parts = ", ".join(f"{count} {named[place]}" for place, count in counts.items())
     yield f"{role}: in a micro-batch of {found.tokens:,} tokens, of {len(layers)} layers {parts}"
-    if written := found.waiting(Place.DISK):
+    if written := found.offloaded_bytes(Place.DISK):
         yield (
             f"{role}: each such micro-batch writes {written / GIB:.2f} GiB to the disk; a drive rated for "
             f"{ENDURANCE / 1e12:.0f} TB written bears {ENDURANCE / written:,.0f} of them"
@@ -128,7 +134,7 @@ def _filled(config: Config, learns: bool) -> int:
     return min(config.actor.ppo_max_token_len_per_gpu, share * longest, most * longest if most else 1 << 60)
 
 
-def worst(config: Config, linear: bool, learns: bool = True) -> list[Texts]:
+def worst(config: Config, linear: bool, learns: bool = True) -> list[SequenceLengths]:
     """Micro-batches of which one needs the most memory; `linear`: attention keeps no scores. Then the longest samples
     need no more than others of as many tokens. `learns`: those with gradients."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
@@ -141,18 +147,18 @@ def worst(config: Config, linear: bool, learns: bool = True) -> list[Texts]:
         found.append(_rows(config, tokens, prompt, most))
     siblings = config.rollout.n if config.actor.ppo_micro_batch_size_per_gpu is None else 1
     if siblings > 1 and (each := min(response, (filled - prompt) // siblings)) > 0:
-        found.append(Texts(((prompt, each),) * siblings, shared=True))
+        found.append(SequenceLengths(((prompt, each),) * siblings, shared=True))
     return [texts for texts in found if texts.lengths]
 
 
-def _rows(config: Config, tokens: int, prompt: int, most: int) -> Texts:
+def _rows(config: Config, tokens: int, prompt: int, most: int) -> SequenceLengths:
     """Samples with the longest response and such a prompt, the last one cut, or one that is a slice of a sample."""
     response = config.data.max_response_length
     whole = min(tokens // (prompt + response), most)
     left = tokens - whole * (prompt + response) if whole < most else 0
     predicted = min(response, left - 1)
     rest = ((left - predicted, predicted),) if left > 1 else ()
-    return Texts(((prompt, response),) * whole + rest)
+    return SequenceLengths(((prompt, response),) * whole + rest)
 
 
 def embeddings(config: Config, shape: Shape) -> int:
@@ -182,7 +188,7 @@ def activations(config: Config, shape: Shape, role: str, device: str, position: 
 def graph_bytes(config: Config, shapes: Mapping[str, Shape], device: str) -> float:
     """Bytes of passes that are recorded: activations of the largest, and a copy of the trained models' gradients."""
     layer = max(sum(each.layers) / len(each.layers) for each in shapes.values())
-    if device == "cpu" or why_no_graphs(config, layer):
+    if device == "cpu" or no_graphs_reason(config, layer):
         return 0.0
     share = graph_sizes(config)[-1] / micro_batch_tokens(config)
     pool = share * max(activations(config, shape, role, device) for role, shape in shapes.items())
@@ -208,13 +214,13 @@ def holes(config: Config, shape: Shape, role: str, size: float) -> float:
 
 def leaves(
     config: Config, shape: Shape, role: str, device: str, seconds: float = math.inf, host_s: float = math.inf
-) -> Leaving:
+) -> ActivationPlan:
     """What becomes of the activations of the micro-batch with gradients that leaves the most; rates as of `leaving`."""
     found = [leaving(config, shape, role, each, device, seconds, host_s) for each in worst(config, linear=True)]
     return max(found, key=lambda each: each.layer)
 
 
-def _of_stage(config: Config, shape: Shape, role: str, texts: Texts, device: str, position: int) -> float:
+def _of_stage(config: Config, shape: Shape, role: str, texts: SequenceLengths, device: str, position: int) -> float:
     """What micro-batches in flight keep, and what one needs besides while it is there.
 
     A schedule may hold training.activation_memory times what serial 1F1B's fullest device does: all its stages'. Chunks
@@ -237,7 +243,7 @@ def _of_stage(config: Config, shape: Shape, role: str, texts: Texts, device: str
     return kept * flight + more
 
 
-def _one_layer(config: Config, shape: Shape, role: str, texts: Texts, device: str) -> int:
+def _one_layer(config: Config, shape: Shape, role: str, texts: SequenceLengths, device: str) -> int:
     whole = replace(config, model=replace(config.model, enable_gradient_checkpointing=False))
     work: Work = shape.model.work(whole, role, texts, device)
     return max(work.layers)
@@ -260,13 +266,13 @@ def _pipelines(config: Config, role: str) -> Pipelines:
 def stage_parts(config: Config, shape: Shape, role: str = "actor") -> tuple[Part, ...]:
     """Which layers, and which share of the head, make each stage, as ranks cut the model when a run starts. `shape`: of
     a rank's share of the layers, as all that tell of stages here."""
-    return _parts(shape, _pipelines(config, role), share_with_logits(config.data))
+    return _parts(shape, _pipelines(config, role), logits_fraction(config.data))
 
 
 def head_share(config: Config, shape: Shape, role: str = "actor") -> float:
     """Of a forward pass, what each device takes of the head; 0 unless they share it."""
     sharers = _pipelines(config, role).sharers
-    layers, embedding, head = layer_costs(shape, share_with_logits(config.data))
+    layers, embedding, head = layer_costs(shape, logits_fraction(config.data))
     return head / (sum(layers) + embedding + head) / sharers if sharers > 1 else 0.0
 
 

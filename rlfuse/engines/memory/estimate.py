@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from rlfuse.config.quantization import EXPERTS_ALONE
+from rlfuse.config.quantization import EXPERTS_ONLY
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.activations import PASS_OF, activations, embeddings, graph_bytes, holes, leaves, parts_on
 from rlfuse.engines.memory.model_memory import ITEM, STATES, ModelMemory, Part
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.residency import MODELS, PHASES, TRAINING, Item, contents
-from rlfuse.engines.trainer.activation_places import Place
+from rlfuse.engines.trainer.activation_placement import Place
 from rlfuse.engines.trainer.backends import model_memory
 from rlfuse.engines.vllm.gpu_settings import gpu_arguments
-from rlfuse.engines.vllm.kv_cache import SPARE, UNKNOWN, Bounds, cache_of, most_used
+from rlfuse.engines.vllm.kv_cache import HEADROOM, UNKNOWN, Bounds, max_kv_cache_bytes, size_kv_cache
 from rlfuse.engines.weights.sync import resolve_transfer
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -30,7 +30,7 @@ CPU_WORKER = 60 * MIB  # an engine's process on CPUs above PROCESS (tests/benchm
 GRAPHS = 1 * GIB  # a sleeping engine's CUDA graphs and NCCL buffers; not measured
 NCCL = 1 * GIB  # what a rank's communicators keep. Likewise.
 SCORED_TOKENS, SCORER = 16384, GIB + 256 * MIB  # of a reward model in vLLM; not measured
-LANES = 1 * GIB  # a pipeline rank's kernels and NCCL buffers of lanes; not measured
+P2P_BUFFERS = 1 * GIB  # a pipeline rank's kernels and NCCL buffers of lanes; not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Memory:
     host: float  # bytes of pinned memory per slot while models or activations are off the GPU
     optimizers_alone: bool = False  # each optimizer is on the device in its own steps only, and for checkpoints
     kv_cache_bytes: int | None = None  # given to each device of an engine; None: vLLM decides
-    hands_over: bool = True  # engine and ranks take turns on the device; False: both stay there
+    alternates: bool = True  # engine and ranks take turns on the device; False: both stay there
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class Memory:
     def of(self, phase: str) -> list[Part]:
         if self.budget.device == "cpu":
             return list(self.parts)
-        there = contents(self.optimizers_alone, self.hands_over)[phase]
+        there = contents(self.optimizers_alone, self.alternates)[phase]
         return [part for part in self.parts if part.item in there]
 
     def total(self, phase: str) -> float:
@@ -82,7 +82,7 @@ class Memory:
         if self.budget.device == "cpu":
             return Moved()
         optimizers = self.size_of({Item.OPTIMIZER})
-        if self.hands_over:
+        if self.alternates:
             return Moved(self.size_of(MODELS | {Item.ENGINE_WEIGHTS}), optimizers)
         return Moved(optimizers, optimizers) if self.optimizers_alone else Moved()
 
@@ -111,13 +111,13 @@ def memory_of(
     host, recorded = _host(config, shapes, budget.device), graph_bytes(config, shapes, budget.device)
     graphs = [Part("actor", "CUDA graphs", recorded, Item.PARAMETERS)] if recorded else []
     alone, wanted = config.actor.optimizer_residency == "step", config.rollout.free_cache_engine
-    stay = Memory((*parts, *graphs), budget, kv_tokens, host, alone, bounds.together, hands_over=False)
-    fits = bounds.together is not None and stay.total(stay.tightest) <= (1 - SPARE) * budget.bytes
+    stay = Memory((*parts, *graphs), budget, kv_tokens, host, alone, bounds.alongside_ranks, alternates=False)
+    fits = bounds.alongside_ranks is not None and stay.total(stay.tightest) <= (1 - HEADROOM) * budget.bytes
     if budget.device == "cuda" and (fits if wanted is None else not wanted):
         return stay
     # vLLM pins each allocation of an engine's weights for itself, which torch rounds up to a power of two.
     away = stay.size_of(MODELS) - recorded + 2 * stay.size_of({Item.ENGINE_WEIGHTS}) if budget.device == "cuda" else 0.0
-    return replace(stay, parts=tuple(parts), host=host + away, kv_cache_bytes=bounds.in_turns, hands_over=True)
+    return replace(stay, parts=tuple(parts), host=host + away, kv_cache_bytes=bounds.alternating, alternates=True)
 
 
 def _residents(config: Config, shapes: Mapping[str, Shape], budget: Budget, served: Mapping[str, Shape]) -> list[Part]:
@@ -134,11 +134,11 @@ def _residents(config: Config, shapes: Mapping[str, Shape], budget: Budget, serv
     count = 2 + bool(tower) + here
     found.append(Part("processes", "of their own", count * PROCESS, Item.RESIDENTS))
     if budget.device == "cuda":
-        found.append(Part("engine", "what does not sleep", GRAPHS, Item.RESIDENTS))
+        found.append(Part("engine", "CUDA graphs and buffers", GRAPHS, Item.RESIDENTS))
         if config.slots > 1:
             found.append(Part("processes", "NCCL's buffers", NCCL, Item.RESIDENTS))
         if config.training.pipeline_parallel_size > 1:
-            found.append(Part("processes", "kernels and lanes", LANES, Item.RESIDENTS))
+            found.append(Part("processes", "kernels and lanes", P2P_BUFFERS, Item.RESIDENTS))
     return found
 
 
@@ -170,7 +170,7 @@ def models_of(config: Config, shapes: Mapping[str, Shape], device: str) -> list[
 
 def _position(config: Config, shapes: Mapping[str, Shape], device: str, position: int) -> list[Part]:
     stages, memory = config.mesh.pp, model_memory(config)(config, config.mesh.copies, device)
-    found = [] if config.video.freeze_tower else _trained_tower(config, shapes["actor"].tower, memory)
+    found = [] if config.video.freeze_vision_tower else _trained_tower(config, shapes["actor"].tower, memory)
     work: dict[str, float] = {}
     steps: list[list[Part]] = []
     for role, shape in shapes.items():
@@ -187,12 +187,12 @@ def _position(config: Config, shapes: Mapping[str, Shape], device: str, position
         if phases := memory.in_step(role, held):
             steps += [*phases[:-1], [*phases[-1], *alone]]
         work[role] = activations(config, shape, role, device, position)
-    if not config.video.freeze_tower:
+    if not config.video.freeze_vision_tower:
         steps.append([Part("tower", "activations", _tower_at_work(config, shapes["actor"]), Item.ACTIVATIONS)])
     passes = _at_work(config, work)
     if device == "cpu":
         between = [(part, holes(config, shapes[part.role], part.role, part.size)) for part in passes]
-        passes += [Part(part.role, "holes between activations", size, part.item) for part, size in between]
+        passes += [Part(part.role, "heap fragmentation", size, part.item) for part, size in between]
     if shapes["actor"].embedded:
         size = embeddings(config, shapes["actor"])
         passes.append(Part("actor", "visual embeddings", size, Item.ACTIVATIONS))
@@ -214,7 +214,7 @@ def _trained_tower(config: Config, size: int, memory: ModelMemory) -> list[Part]
     """A tower that learns: as the backend holds it, as it runs, its sums of gradients, and as the run began. See
     `engines.trainer.vision_tower`."""
     each = ITEM[config.model.dtype] * (1 + config.uses_reference) + 4
-    copies = Part("tower", "copies that learn", memory.parameters(size) + each * size, Item.PARAMETERS)
+    copies = Part("tower", "trained copies", memory.parameters(size) + each * size, Item.PARAMETERS)
     return [copies, *memory.states("tower", size)]
 
 
@@ -223,7 +223,7 @@ def _tower_at_work(config: Config, shape: Shape) -> float:
     video, item = config.video, ITEM[config.model.dtype]
     most = {"family": FAMILY_TOKENS, "seed_vl": max(video.levels), "fixed": video.tokens_per_frame}
     tokens = most[video.sampling]
-    return shape.tower_kept(tokens, item) + shape.tower * item
+    return shape.tower_activation_bytes(tokens, item) + shape.tower * item
 
 
 def _at_work(config: Config, work: Mapping[str, float]) -> list[Part]:
@@ -249,7 +249,7 @@ def parameters_on(config: Config, shape: Shape, role: str, position: int) -> int
 def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], int, Bounds]:
     """Parts of an engine on one of its devices, the tokens that its cache holds, and the cache's bounds."""
     item, width = ITEM[config.model.dtype], config.rollout.tensor_model_parallel_size
-    weights = ((shape.parameters + shape.tower) * item - quantized_away(config, shape)) / width
+    weights = ((shape.parameters + shape.tower) * item - quantization_savings(config, shape)) / width
     longest = config.data.max_prompt_length + config.data.max_response_length
     given = gpu_arguments(config.rollout, longest)
     if budget.device == "cpu":
@@ -268,7 +268,7 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
         found += _beside_on_cpus(shape, item / width)
     else:
         share = given["gpu_memory_utilization"] * budget.bytes - weights - work
-        cache, bounds = cache_of(share, most_used(config, shape, item, tokens), given)
+        cache, bounds = size_kv_cache(share, max_kv_cache_bytes(config, shape, item, tokens), given)
     found += [
         Part("engine", "KV cache", max(0.0, cache), Item.KV_CACHE),
         Part("engine", "work space", work, Item.KV_CACHE),
@@ -277,10 +277,10 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
     return found, int(cache * longest // sample), bounds
 
 
-def quantized_away(config: Config, shape: Shape) -> float:
+def quantization_savings(config: Config, shape: Shape) -> float:
     """Bytes of an engine's weights that `rollout.quantization` saves, on all its devices together. vLLM leaves
     embedding and head as they are; a layer's norms, and the scales, are too small to count."""
-    share = {None: 0.0, EXPERTS_ALONE: shape.of_experts}.get(config.rollout.quantization, 1.0)
+    share = {None: 0.0, EXPERTS_ONLY: shape.expert_share}.get(config.rollout.quantization, 1.0)
     return (ITEM[config.model.dtype] - 1) * share * sum(shape.layers)
 
 
@@ -307,7 +307,7 @@ def _host(config: Config, shapes: Mapping[str, Shape], device: str) -> float:
     away = 0.0
     if config.model.enable_activation_offload and config.training.pipeline_parallel_size == 1:
         learning = {role: shape for role, shape in shapes.items() if role in PASS_OF}
-        away += max(leaves(config, shape, role, device).waiting(Place.HOST) for role, shape in learning.items())
+        away += max(leaves(config, shape, role, device).offloaded_bytes(Place.HOST) for role, shape in learning.items())
     if config.actor.offload_optimizer:
         width = config.training.tensor_model_parallel_size
         trained = sum(shape.share(width).parameters for role, shape in shapes.items() if role != "reference")

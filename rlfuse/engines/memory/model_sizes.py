@@ -78,11 +78,11 @@ class Shape:
         return self if width == 1 else _share(self, width)
 
     @property
-    def of_experts(self) -> float:
+    def expert_share(self) -> float:
         """Share of the layers' parameters that are experts'."""
         return (1 - self.active) / (1 - self.experts_used / self.experts) if self.active < 1 else 0.0
 
-    def tower_kept(self, tokens: int, item: int) -> int:
+    def tower_activation_bytes(self, tokens: int, item: int) -> int:
         """Bytes that a tower that learns leaves for its backward pass, of a unit of so many tokens of four patches. An
         estimate of gated layers: a tower's code reads the numbers of its grid, and can't run without them."""
         layers, hidden, intermediate = self.sight
@@ -107,7 +107,7 @@ def read_shape(path: str, key: str, trust_remote_code: bool = False, value: bool
     from transformers import AutoConfig
 
     from rlfuse.engines.memory.tracing import MetaModel, first_line
-    from rlfuse.engines.trainer.models import trainer_ready
+    from rlfuse.engines.trainer.models import prepare_for_training
     from rlfuse.errors import VideoError
 
     config = None
@@ -115,7 +115,7 @@ def read_shape(path: str, key: str, trust_remote_code: bool = False, value: bool
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         tower = _tower(config)
         model = _on_paper(config, trust_remote_code, value)
-        traced = MetaModel(trainer_ready(model, ModelConfig()), _stack(model))
+        traced = MetaModel(prepare_for_training(model, ModelConfig()), _stack(model))
         return replace(_shape_of(traced, value), **tower)
     except VideoError as error:
         raise ConfigError([f"{key}={path}: {error}"]) from error
@@ -172,9 +172,9 @@ def _tower(config: PreTrainedConfig) -> dict[str, Any]:
     import torch
 
     from rlfuse.video.models.base import embedding_width
-    from rlfuse.video.video_model import usable_family
+    from rlfuse.video.video_model import supported_family
 
-    family = usable_family(config)
+    family = supported_family(config)
     if family is None:
         return {}
     with torch.device("meta"):

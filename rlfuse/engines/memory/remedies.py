@@ -22,7 +22,7 @@ def problems(config: Config, memory: Memory) -> list[str]:
     longest = config.data.max_prompt_length + config.data.max_response_length
     if memory.kv_tokens < longest:
         key = "rollout.gpu_memory_utilization" if memory.budget.device == "cuda" else "rollout.kv_cache_memory_mb"
-        have = f"room for {memory.kv_tokens} tokens" if memory.kv_tokens > 0 else "no room beside the engine's weights"
+        have = f"room for {memory.kv_tokens} tokens" if memory.kv_tokens > 0 else "no room next to the engine's weights"
         found.append(
             f"generating: the KV cache has {have}, the longest sample needs {longest} (data.max_prompt_length + "
             f"data.max_response_length); {key}={getattr(config.rollout, key.split('.')[1])}, "
@@ -68,7 +68,7 @@ def remedies(
     strongest = (next((each for each in reversed(family) if plan.valid([each])), None) for family in families)
     together = [each for each in strongest if each]
     if not together or not plan.fits(together):
-        return "No setting that was tried makes it fit: take devices with more memory, or a smaller model."
+        return "None of the tried settings makes it fit: take devices with more memory, or a smaller model."
     for setting in list(together):
         if plan.fits(fewer := [each for each in together if each != setting]):
             together = fewer

@@ -44,7 +44,7 @@ class Call:
 
     phase: str | None = None  # none: it only moves; what it leaves behind is of the phase that follows
     needs: Set[Item] = frozenset()
-    apart_from: Set[Item] = frozenset()  # must have left
+    conflicts_with: Set[Item] = frozenset()  # must have left
     brings: Set[Item] = frozenset()
     during: Set[Item] = frozenset()  # on the device only while the call lasts
     takes: Set[Item] = frozenset()
@@ -52,60 +52,63 @@ class Call:
 
 
 CALLS = {
-    "start_ranks": Call(LOADING, apart_from=ENGINE, brings=MODELS | {Item.RESIDENTS}),
-    "start_engine": Call(apart_from=TRAINED, brings=ENGINE),
-    "take_device": Call(apart_from=ENGINE, brings=MODELS),
-    "take_weights": Call(apart_from=ENGINE, brings=MODELS - {Item.OPTIMIZER}),
-    "fetch_optimizer": Call(needs={Item.PARAMETERS}, apart_from=ENGINE, brings={Item.OPTIMIZER}, beside=True),
+    "start_ranks": Call(LOADING, conflicts_with=ENGINE, brings=MODELS | {Item.RESIDENTS}),
+    "start_engine": Call(conflicts_with=TRAINED, brings=ENGINE),
+    "acquire_device": Call(conflicts_with=ENGINE, brings=MODELS),
+    "take_weights": Call(conflicts_with=ENGINE, brings=MODELS - {Item.OPTIMIZER}),
+    "fetch_optimizer": Call(needs={Item.PARAMETERS}, conflicts_with=ENGINE, brings={Item.OPTIMIZER}, beside=True),
     "leave_optimizer": Call(takes={Item.OPTIMIZER}),
-    "leave_device": Call(takes=TRAINED),
+    "release_device": Call(takes=TRAINED),
     "sleep": Call(needs=ENGINE, takes=ENGINE),
     "wake(weights)": Call(brings={Item.ENGINE_WEIGHTS}),
-    "wake(kv_cache)": Call(apart_from=TRAINED, brings={Item.KV_CACHE}),
-    "generate": Call(GENERATING, needs=ENGINE, apart_from=TRAINED),
-    "score": Call(TRAINING, needs={Item.PARAMETERS, Item.REFERENCE}, apart_from=ENGINE, during={Item.ACTIVATIONS}),
+    "wake(kv_cache)": Call(conflicts_with=TRAINED, brings={Item.KV_CACHE}),
+    "generate": Call(GENERATING, needs=ENGINE, conflicts_with=TRAINED),
+    "score": Call(TRAINING, needs={Item.PARAMETERS, Item.REFERENCE}, conflicts_with=ENGINE, during={Item.ACTIVATIONS}),
     "accumulate": Call(
-        TRAINING, needs={Item.PARAMETERS}, apart_from=ENGINE, brings={Item.GRADIENTS}, during={Item.ACTIVATIONS}
+        TRAINING, needs={Item.PARAMETERS}, conflicts_with=ENGINE, brings={Item.GRADIENTS}, during={Item.ACTIVATIONS}
     ),
-    "step": Call(TRAINING, needs={Item.PARAMETERS, Item.OPTIMIZER}, apart_from=ENGINE, takes={Item.GRADIENTS}),
+    "step": Call(TRAINING, needs={Item.PARAMETERS, Item.OPTIMIZER}, conflicts_with=ENGINE, takes={Item.GRADIENTS}),
     "step_alone": Call(
         TRAINING,
         needs={Item.PARAMETERS},
-        apart_from=ENGINE | {Item.OPTIMIZER},
+        conflicts_with=ENGINE | {Item.OPTIMIZER},
         during={Item.ACTIVATIONS},
         takes={Item.GRADIENTS},
     ),
     "push": Call(
         SYNC,
         needs={Item.PARAMETERS, Item.ENGINE_WEIGHTS},
-        apart_from={Item.KV_CACHE},
+        conflicts_with={Item.KV_CACHE},
         during={Item.BUCKETS, Item.LAYER},
     ),
-    "export": Call(SYNC, needs={Item.PARAMETERS}, apart_from={Item.KV_CACHE}, during={Item.BUCKETS}),
-    "save": Call(SAVING, needs=MODELS, apart_from=ENGINE, during={Item.BUCKETS}),
-    "load": Call(SAVING, needs=MODELS, apart_from=ENGINE),
+    "export": Call(SYNC, needs={Item.PARAMETERS}, conflicts_with={Item.KV_CACHE}, during={Item.BUCKETS}),
+    "save": Call(SAVING, needs=MODELS, conflicts_with=ENGINE, during={Item.BUCKETS}),
+    "load": Call(SAVING, needs=MODELS, conflicts_with=ENGINE),
 }
 """`push` is a bucket between a slot's ranks and its engine, `export` one of ranks whose own engine takes no part."""
 
 STEP = (
-    *("start_ranks", "leave_device", "start_engine"),
-    *("sleep", "take_device", "load", "wake(weights)", "push", "leave_device", "wake(kv_cache)", "generate"),
-    *("sleep", "take_device", "score", "accumulate", "score", "step", "export"),
-    *("wake(weights)", "push", "leave_device", "wake(kv_cache)", "generate"),
-    *("sleep", "take_device", "save", "leave_device", "wake(weights)", "wake(kv_cache)"),
+    *("start_ranks", "release_device", "start_engine"),
+    *("sleep", "acquire_device", "load", "wake(weights)", "push", "release_device", "wake(kv_cache)", "generate"),
+    *("sleep", "acquire_device", "score", "accumulate", "score", "step", "export"),
+    *("wake(weights)", "push", "release_device", "wake(kv_cache)", "generate"),
+    *("sleep", "acquire_device", "save", "release_device", "wake(weights)", "wake(kv_cache)"),
 )
 """A slot from its start over one step to a checkpoint, with everything that may be there in a phase."""
-ALONE = {
+WITH_STEP_RESIDENCY = {
     "start_ranks": ("start_ranks", "leave_optimizer"),
-    "take_device": ("take_weights",),
+    "acquire_device": ("take_weights",),
     "step": ("step_alone",),
     "save": ("fetch_optimizer", "save", "leave_optimizer"),
     "load": ("fetch_optimizer", "load", "leave_optimizer"),
 }
 """What takes the place of calls where optimizers are there for steps alone."""
-MOVES = frozenset({"take_device", "take_weights", "leave_device", "sleep", "wake(weights)", "wake(kv_cache)"})
+MOVES = frozenset({"acquire_device", "take_weights", "release_device", "sleep", "wake(weights)", "wake(kv_cache)"})
 """Calls by which a device changes hands."""
-TOGETHER = ("start_engine", *(name for name in STEP if name not in {*MOVES, "start_engine"}))  # where it never does
+CO_RESIDENT_STEP = (
+    "start_engine",
+    *(name for name in STEP if name not in {*MOVES, "start_engine"}),
+)  # where it never does
 
 
 class ResidencyError(RuntimeError):
@@ -113,10 +116,10 @@ class ResidencyError(RuntimeError):
 
 
 class ResidencyReplay:
-    """The devices of `slots` slots. `hands_over`: engine and ranks take turns on them, else both stay."""
+    """The devices of `slots` slots. `alternates`: engine and ranks take turns on them, else both stay."""
 
-    def __init__(self, slots: int, hands_over: bool = True):
-        self.hands_over = hands_over
+    def __init__(self, slots: int, alternates: bool = True):
+        self.alternates = alternates
         self.held: list[set[Item]] = [set() for _ in range(slots)]
         self.seen: dict[str, set[Item]] = {phase: set() for phase in PHASES}
         """What lay on any device in each phase."""
@@ -144,10 +147,10 @@ class ResidencyReplay:
         call, here = CALLS[name], self.held[slot]
         if missing := call.needs - here:
             raise self._refusal(name, slot, f"needs {_listed(missing)} on the device")
-        if not self.hands_over and name in MOVES:
-            raise self._refusal(name, slot, "would move what stays on the device")
-        away = call.apart_from
-        if not self.hands_over:  # both sides stay: only what a side itself keeps away
+        if not self.alternates and name in MOVES:
+            raise self._refusal(name, slot, "would move resident items although engine and ranks both stay")
+        away = call.conflicts_with
+        if not self.alternates:  # both sides stay: only what a side itself keeps away
             away = away - ENGINE if away >= ENGINE else frozenset()
         if beside := away & here:
             raise self._refusal(name, slot, f"finds {_listed(beside)} on the device")
@@ -162,13 +165,13 @@ class ResidencyReplay:
     def _end(self, name: str, slot: int) -> None:
         self._under_way[slot].remove(name)
         self._last[slot] = name
-        if name == "leave_device":
+        if name == "release_device":
             self._away[slot] = self.held[slot] & CALLS[name].takes
         self.held[slot] -= CALLS[name].takes
 
     def _clash(self, *names: str) -> bool:
         """Whether two calls can't be under way at a time."""
-        if not self.hands_over and "start_engine" in names:  # nothing of it depends on what ranks do meanwhile
+        if not self.alternates and "start_engine" in names:  # nothing of it depends on what ranks do meanwhile
             return False
         pair = [CALLS[name] for name in names]
         if any(call.beside for call in pair):
@@ -185,11 +188,11 @@ def _listed(items: Collection[Item]) -> str:
 
 
 @functools.cache
-def contents(optimizers_alone: bool = False, hands_over: bool = True) -> dict[str, frozenset[Item]]:
+def contents(optimizers_alone: bool = False, alternates: bool = True) -> dict[str, frozenset[Item]]:
     """What may lie on a device in each phase; `optimizers_alone`: each is there in its own steps only."""
-    ledger, instead = ResidencyReplay(1, hands_over), ALONE if optimizers_alone else {}
-    step = STEP if hands_over else TOGETHER
+    ledger, instead = ResidencyReplay(1, alternates), WITH_STEP_RESIDENCY if optimizers_alone else {}
+    step = STEP if alternates else CO_RESIDENT_STEP
     for name in chain.from_iterable(instead.get(name, (name,)) for name in step):
-        with ledger.doing(name, 0):
+        with ledger.running(name, 0):
             pass
-    return {phase: frozenset(items) for phase, items in ledger.seen.items()}
+    return {phase: frozenset(items) for phase, items in ledger.resident.items()}

@@ -5,24 +5,26 @@ from __future__ import annotations
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import GIB, Memory
 from rlfuse.engines.memory.residency import ENGINE, GENERATING, MODELS, SYNC, Item
-from rlfuse.engines.vllm.kv_cache import SPARE
-from rlfuse.protocols import Sharing
+from rlfuse.engines.vllm.kv_cache import HEADROOM
+from rlfuse.protocols import DeviceSharing
 
 
-def sharing_of(memory: Memory) -> Sharing:
+def device_sharing(memory: Memory) -> DeviceSharing:
     """Return how trainer ranks share this device with an engine."""
     total, models = memory.budget.bytes, int(memory.size_of(MODELS))
-    if not memory.hands_over:
+    if not memory.alternates:
         others = memory.size_of(ENGINE | {Item.RESIDENTS, Item.LAYER})
-        return Sharing(hands_over=False, most=int(total - others))
-    free = {phase: int((1 - SPARE) * total - memory.total(phase)) for phase in (GENERATING, SYNC)}
-    return Sharing(cached=max(0, free[GENERATING]), cached_in_push=max(0, free[SYNC]), pinned=models)
+        return DeviceSharing(alternates=False, max_rank_bytes=int(total - others))
+    free = {phase: int((1 - HEADROOM) * total - memory.total(phase)) for phase in (GENERATING, SYNC)}
+    return DeviceSharing(
+        max_cached_bytes=max(0, free[GENERATING]), max_cached_bytes_in_push=max(0, free[SYNC]), pinned_host_bytes=models
+    )
 
 
-def sharing_words(config: Config, memory: Memory) -> list[str]:
+def describe_sharing(config: Config, memory: Memory) -> list[str]:
     """How an engine and its ranks share a GPU, and how large the engine's KV cache is."""
     fullest, limit = memory.total(memory.tightest) / GIB, memory.budget.bytes / GIB
-    if memory.hands_over:
+    if memory.alternates:
         turns = "engine and trainer rank take turns on the device"
     else:
         turns = f"engine and trainer rank both stay on the device, {fullest:.1f} of {limit:.1f} GiB at most"

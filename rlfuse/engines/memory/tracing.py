@@ -28,10 +28,10 @@ from rlfuse.algorithms import losses
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer import attention, fused_log_probs
 from rlfuse.engines.trainer.attention import Segment, attends_by_layout
+from rlfuse.engines.trainer.micro_batch_losses import OBJECTIVES, log_probs
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.engines.trainer.models import response_values
-from rlfuse.engines.trainer.passes import OBJECTIVES, log_probs
-from rlfuse.engines.trainer.tensor_parallel import MemoryOnlyGroup, cut
+from rlfuse.engines.trainer.tensor_parallel import MemoryOnlyGroup, shard_layers
 from rlfuse.errors import ConfigError
 from rlfuse.samples import Row
 
@@ -40,7 +40,7 @@ _PASSES = {"reference": log_probs, "values": lambda config, model, batch: batch.
 _RECOMPUTED = {"use_reentrant": False}
 _TENSORS = ("old_log_probs", "advantages", "ref_log_probs", "values", "returns")
 """What objectives read of a row."""
-HEAP = 32 << 20  # smaller blocks are in the heap of a CPU rank (`rank_group.HOST_MEMORY`)
+HEAP = 32 << 20  # smaller blocks are in the heap of a CPU rank (`rank_group.MALLOC_SETTINGS`)
 _FOUND: dict[tuple[type, str, int], dict[tuple, Work]] = {}
 """What equal models were found to need: one process may plan several jobs of a model."""
 
@@ -51,7 +51,7 @@ def first_line(error: Exception) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class SequenceLengths:
     """The sequences of a micro-batch."""
 
     lengths: tuple[tuple[int, int], ...]  # tokens of prompt and response
@@ -95,11 +95,11 @@ class MetaModel:
         """What each of `width` ranks holds of it. EngineError where they can't share its layers."""
         if width not in self._shares:
             whole = next(name for name, module in self.model.named_modules() if module is self.stack)
-            model = cut(copy.deepcopy(self.model), MemoryOnlyGroup(width))
+            model = shard_layers(copy.deepcopy(self.model), MemoryOnlyGroup(width))
             self._shares[width] = MetaModel(model, model.get_submodule(whole), width)
         return self._shares[width]
 
-    def work(self, config: Config, role: str, texts: Texts, device: str) -> Work:
+    def work(self, config: Config, role: str, texts: SequenceLengths, device: str) -> Work:
         """Of a micro-batch that `actor` or `critic` learns from, or of a `reference`'s or a `values` pass. ConfigError
         for a model whose passes depend on the numbers in its tensors, or fail otherwise."""
         actor, model = config.actor, config.model
@@ -118,7 +118,7 @@ class MetaModel:
                 raise ConfigError([f"{wrong} ({first_line(error)})"]) from error
         return self._found[key]
 
-    def _run(self, config: Config, role: str, texts: Texts, device: str) -> Work:
+    def _run(self, config: Config, role: str, texts: SequenceLengths, device: str) -> Work:
         model = self.model.to(getattr(torch, config.model.dtype)).train()
         if config.model.enable_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_RECOMPUTED)
@@ -137,7 +137,7 @@ class MetaModel:
                 kept[0].backward()
         return Work(stack.starts[0], tuple(stack.added), held, live.peak, live.small_peak)
 
-    def _batch(self, config: Config, texts: Texts, device: str) -> Batch:
+    def _batch(self, config: Config, texts: SequenceLengths, device: str) -> Batch:
         packed = config.model.use_remove_padding and self.packs
         batch = collate([_row(*each) for each in texts.lengths], packed, "meta", shared=texts.shared)
         if device == "cuda" and config.model.dtype != "float32":  # all segments in one call, see `attention.attend`

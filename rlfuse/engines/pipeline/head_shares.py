@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlfuse.engines.pipeline.lanes import LATER
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD
+from rlfuse.engines.pipeline.p2p_groups import COLLECTIVE_TIMEOUT_FACTOR
 
 Arrived = Callable[[Any], None]
 """Waits for a collective."""
@@ -38,7 +38,7 @@ class HeadShares:
     def __init__(self, pipelines: Pipelines, device: int, timeout: float):
         """`device`: within the block. `timeout`: the executor's, in seconds."""
         self.degree, self.layout, rank = pipelines.stages, pipelines, dist.get_rank()
-        limit = timedelta(seconds=LATER * timeout)
+        limit = timedelta(seconds=COLLECTIVE_TIMEOUT_FACTOR * timeout)
         for ranks in pipelines.mesh(dist.get_world_size()).groups("pp"):
             group = group_of(*ranks, limit=limit)
             if rank in ranks:
@@ -46,21 +46,21 @@ class HeadShares:
         self.index = pipelines.stages_on(device)[0]
         self.last = self._first + pipelines.device(0, pipelines.depth - 1)
         """The rank that has the last stage."""
-        self.answers = rank == self.last
+        self.is_writer = rank == self.last
         self._connect()
 
     def _connect(self) -> None:
         number = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-        for exchange in (self.hand_out, self.gather, self.sum):
+        for exchange in (self.broadcast, self.gather, self.sum):
             exchange(number, lambda work: work.wait())
         number.item()  # the device has been through all of them
 
     @property
     def awaited(self) -> int:
         """The rank to name where a wait for the others is in vain: the last stage's, there another one's."""
-        return self._first + (self.last == self._first) if self.answers else self.last
+        return self._first + (self.last == self._first) if self.is_writer else self.last
 
-    def hand_out(self, hidden: Tensor, arrived: Arrived) -> None:
+    def broadcast(self, hidden: Tensor, arrived: Arrived) -> None:
         """Into `hidden` on every device, what it is on the last stage's."""
         arrived(dist.broadcast(hidden, self.last, group=self.group, async_op=True))
 
@@ -74,9 +74,9 @@ class HeadShares:
         """Into `gradient` on the last stage's device, those of all."""
         arrived(dist.reduce(gradient, self.last, group=self.group, async_op=True))
 
-    def whole(self, tensor: Tensor, dim: int) -> Tensor:
+    def gather_whole(self, tensor: Tensor, dim: int) -> Tensor:
         """From the shares of a tensor, cut along `dim`, on the last stage's rank; every rank of the pipeline calls."""
-        parts = [torch.empty_like(tensor) for _ in range(self.degree)] if self.answers else None
+        parts = [torch.empty_like(tensor) for _ in range(self.degree)] if self.is_writer else None
         dist.gather(tensor.detach().contiguous(), parts, self.last, group=self.group)
         order = [self.layout.device(0, share) for share in range(self.degree)]
         return torch.cat([parts[device] for device in order], dim) if parts else tensor

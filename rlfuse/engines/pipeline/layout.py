@@ -14,7 +14,7 @@ from typing import Literal
 
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config
-from rlfuse.engines.pipeline.partition import LayerCosts, balanced, shared_out
+from rlfuse.engines.pipeline.partition import LayerCosts, balanced, balanced_chunks
 from rlfuse.fusion.schedules.operations import Operation, direction_of, place_of
 
 
@@ -84,7 +84,9 @@ class Pipelines:
         head = 0.0 if self.vocabulary else head  # a share is on every device, whatever the cut
         if self.chunks == 1:
             return balanced(layers, embedding, head, self.stages, rates, most)
-        return shared_out(layers, embedding, head, [self.device(0, stage) for stage in range(self.depth)], rates, most)
+        return balanced_chunks(
+            layers, embedding, head, [self.device(0, stage) for stage in range(self.depth)], rates, most
+        )
 
     def source(self, operation: Operation) -> int | None:
         """The stage whose result an operation waits for: before it in F, behind it in B; None at the ends, and in W and

@@ -18,16 +18,16 @@ from transformers.utils import cached_file
 
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.pipeline.layout import Pipelines
-from rlfuse.engines.pipeline.partition import LayerCosts, Part, modelled_costs, parts, share_with_logits
+from rlfuse.engines.pipeline.partition import LayerCosts, Part, logits_fraction, modelled_costs, parts
 from rlfuse.engines.trainer.dropout import zero_fields
 from rlfuse.engines.trainer.families import head_name, value_class
-from rlfuse.engines.trainer.models import trainer_ready
+from rlfuse.engines.trainer.models import prepare_for_training
 from rlfuse.video.models.base import register_language_models
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-class Absent(torch.nn.Module):
+class MissingLayer(torch.nn.Module):
     """Stands where another stage has its part, and hands hidden states on."""
 
     def forward(self, hidden_states: torch.Tensor, *_, **__) -> torch.Tensor:
@@ -38,7 +38,7 @@ def layer_costs(path: str, job: Config, pipelines: Pipelines) -> LayerCosts:
     """Of the model at `path` on each of its ranks, for rows as the job's limits have them."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=job.model.trust_remote_code).get_text_config()
     outputs = 1 if pipelines.model == "critic" else config.vocab_size
-    return modelled_costs(config, outputs, share_with_logits(job.data), pipelines.width)
+    return modelled_costs(config, outputs, logits_fraction(job.data), pipelines.width)
 
 
 def partition(path: str, job: Config, pipelines: Pipelines) -> list[Part]:
@@ -66,7 +66,7 @@ def load_stage(path: str, settings: ModelConfig, device: str, part: Part, value:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, dtype=dtype)
     _prune(model, part)
     _fill(model, path, part)
-    return trainer_ready(model.to(device), settings)
+    return prepare_for_training(model.to(device), settings)
 
 
 def is_tied(model: PreTrainedModel) -> bool:
@@ -83,13 +83,13 @@ def _prune(model: PreTrainedModel, part: Part) -> None:
         )
     for index in range(len(base.layers)):
         if index not in part.layers:
-            base.layers[index] = Absent()
+            base.layers[index] = MissingLayer()
     if not part.first:
-        base.embed_tokens = Absent()
+        base.embed_tokens = MissingLayer()
     if not part.last:
-        base.norm = Absent()
+        base.norm = MissingLayer()
     if part.head is None:
-        setattr(model, "score" if hasattr(model, "score") else "lm_head", Absent())
+        setattr(model, "score" if hasattr(model, "score") else "lm_head", MissingLayer())
     elif part.shares_head:
         model.lm_head = _share_of(model, *part.head)
 

@@ -82,11 +82,11 @@ def balanced(
 
     slowest, _, sizes = cut(0, 0)
     if slowest == math.inf:
-        raise ValueError(f"{count} layers don't fit stages that have memory for {tuple(most)} of them.")
+        raise ValueError(f"{count} layers don't fit: the stages have memory for {tuple(most)} of them.")
     return sizes
 
 
-def shared_out(
+def balanced_chunks(
     layers: Sequence[float],
     embedding: float,
     head: float,
@@ -115,7 +115,7 @@ def shared_out(
         sizes[stage] += 1
         costs[stage] += layer
     if any(size > limit for size, limit in zip(sizes, most, strict=True)):
-        raise ValueError(f"{len(layers)} layers don't fit stages that have memory for {tuple(most)} of them.")
+        raise ValueError(f"{len(layers)} layers don't fit: the stages have memory for {tuple(most)} of them.")
     return tuple(sizes)
 
 
@@ -129,7 +129,7 @@ def stage_costs(
     ]
 
 
-def share_with_logits(data: DataConfig) -> float:
+def logits_fraction(data: DataConfig) -> float:
     """Of a row's positions, those that predict response tokens; prompts and responses fill their limits alike.
 
     Example: prompts of up to 512 tokens, responses of up to 1,536: 0.75.

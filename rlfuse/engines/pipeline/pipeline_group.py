@@ -21,11 +21,11 @@ from rlfuse.cluster.placement import Slots
 from rlfuse.cluster.remote import all_of
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines, mesh_of
-from rlfuse.engines.pipeline.schedule_executor import Timed
-from rlfuse.engines.pipeline.slow_devices import cut_anew, pipeline_rates, with_layers, work_of_devices
-from rlfuse.engines.trainer.degrees import Costs, Share, fill, plan, unit_per_row
+from rlfuse.engines.pipeline.schedule_executor import TimedOperation
+from rlfuse.engines.pipeline.slow_devices import device_costs, pipeline_rates, repartition, with_layer_counts
 from rlfuse.engines.trainer.micro_batches import split_evenly
-from rlfuse.engines.trainer.rank_group import Met, RankGroup, check_written, start_ranks, warned
+from rlfuse.engines.trainer.rank_group import OnRanksJoined, RankGroup, check_written, start_ranks, warn_if_unfused
+from rlfuse.engines.trainer.sequence_parallel_packing import Costs, Share, fill, plan, unit_per_row
 from rlfuse.engines.weights.sync import plan_buckets
 from rlfuse.errors import EngineError
 from rlfuse.fusion.schedules.operations import Operation, Rows
@@ -50,7 +50,7 @@ class ScheduleResult:
     """Model -> float32 [T] per row, of the rows that were scored."""
     gained: list[np.ndarray]
     """float32 [T] per row that the actor trained on, where none came with `old_log_probs`: those; else empty."""
-    timed: list[list[Timed]]
+    timed: list[list[TimedOperation]]
     """Device -> what its first rank ran when; of all blocks: block * devices + device."""
 
     @property
@@ -70,7 +70,7 @@ class PipelineGroup(RankGroup):
         slots: Slots,
         layout: Sequence[Pipelines],
         cores: Sequence[int] | None = None,
-        met: Met | None = None,
+        met: OnRanksJoined | None = None,
     ) -> tuple[PipelineGroup, dict[str, Any]]:
         """One rank on every slot, stages loaded; and facts to log. Otherwise as `TrainerGroup.start`."""
         from rlfuse.engines.pipeline.pipeline_rank import PipelineRank  # only when ranks are started
@@ -87,11 +87,11 @@ class PipelineGroup(RankGroup):
         self.block = self.mesh.pp
         self._accumulated = {name: [] for name in self.layout if name != "ref"}
         self._owners: dict[str, tuple[int, int]] = {}
-        facts = warned((await self._all("setup", "load its stages", tuple(layout)))[0])
+        facts = warn_if_unfused((await self._all("setup", "load its stages", tuple(layout)))[0])
         self.costs = facts.pop("costs")
-        cut = with_layers(layout, self.costs)
+        cut = with_layer_counts(layout, self.costs)
         self.layout = {pipelines.model: pipelines for pipelines in cut}
-        self.work = work_of_devices(cut, self.costs)
+        self.work = device_costs(cut, self.costs)
         return facts
 
     def copies(self, model: str) -> int:
@@ -173,7 +173,7 @@ class PipelineGroup(RankGroup):
         try:
             check_deadlock(schedule, tuple(self.layout.values()))
         except ScheduleError as error:
-            raise EngineError(f"No rank was given the schedule. {error}") from error
+            raise EngineError(f"The schedule was not started. {error}") from error
 
     async def _run(
         self, schedule: Rows, trained: Work, scored: Work, planned: Sequence[Sequence[tuple[float, float]]] = ()
@@ -231,15 +231,15 @@ class PipelineGroup(RankGroup):
         NotSaved where a file could not be written.
         """
         self._check_no_gradients("saved")
-        await self.describe(folder)
+        await self.save_metadata(folder)
         for model in self._accumulated:
             await self._export(model, folder.absolute() / model / "huggingface")
         check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute()))
         (folder / "trainer.json").write_text(json.dumps(SHAPE))
 
-    async def describe(self, folder: Path) -> None:
+    async def save_metadata(self, folder: Path) -> None:
         """Write what `save` writes except weights and optimizer state. NotSaved where a file could not be written."""
-        check_written(await self._all("describe", f"write files to {folder}", folder.absolute()))
+        check_written(await self._all("save_metadata", f"write files to {folder}", folder.absolute()))
 
     async def _export(self, model: str, folder: Path) -> None:
         buckets, weight_map = await self.bucket_plan(model), {}
@@ -279,15 +279,15 @@ class PipelineGroup(RankGroup):
         and optimizers stay the same to the last bit.
         """
         layout = list(self.layout.values())
-        if cut_anew(layout, self.costs, self.device_rates) == layout:
+        if repartition(layout, self.costs, self.device_rates) == layout:
             return False
         room = self._of_devices(await self._all("room", "tell its free memory"), min)
         least = [min(room[device :: self.block]) for device in range(self.block)]
-        if (cut := cut_anew(layout, self.costs, self.device_rates, least)) == layout:
+        if (cut := repartition(layout, self.costs, self.device_rates, least)) == layout:
             return False
         costs = self.costs
         await self.setup(cut)
-        self.costs, self.work = costs, work_of_devices(cut, costs)
+        self.costs, self.work = costs, device_costs(cut, costs)
         await self.load(saved)
         return True
 

@@ -27,10 +27,10 @@ from transformers import PreTrainedModel
 
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.engines.pipeline.head_shares import HeadShares, gradient_of, group_of
-from rlfuse.engines.pipeline.lanes import LATER
 from rlfuse.engines.pipeline.layout import Pipelines, mesh_of
 from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD, is_tied, layer_costs, load_stage, partition
-from rlfuse.engines.pipeline.schedule_executor import ScheduleExecutor, Timed
+from rlfuse.engines.pipeline.p2p_groups import COLLECTIVE_TIMEOUT_FACTOR
+from rlfuse.engines.pipeline.schedule_executor import ScheduleExecutor, TimedOperation
 from rlfuse.engines.pipeline.stages import (
     DeviceStages,
     Stage,
@@ -40,11 +40,11 @@ from rlfuse.engines.pipeline.stages import (
     check_training_passes,
 )
 from rlfuse.engines.trainer import fused_log_probs
-from rlfuse.engines.trainer.base_rank import Rank, needs_models
+from rlfuse.engines.trainer.base_rank import Rank, requires_models
+from rlfuse.engines.trainer.micro_batch_losses import read_sums
 from rlfuse.engines.trainer.models import packs_exactly
 from rlfuse.engines.trainer.offloading import on_device
-from rlfuse.engines.trainer.passes import read_sums
-from rlfuse.engines.trainer.saving import Writing, writing
+from rlfuse.engines.trainer.saving import CheckpointWriter, checkpoint_writer
 from rlfuse.engines.trainer.sharded_model import StagesModel, check_finite
 from rlfuse.engines.trainer.tensor_parallel import TensorParallelGroup, TensorShares
 from rlfuse.engines.weights.exporting import Exporter
@@ -78,8 +78,8 @@ class PipelineRank(Rank):
             if self.executor is not None:
                 self.executor.close()
             self._let_go()
-            self.tensor = _sharers(self.mesh, self.rank, LATER * self.limit_s)
-            self.executor = ScheduleExecutor(layout, self.limit_s, self.progress.did)
+            self.tensor = _sharers(self.mesh, self.rank, COLLECTIVE_TIMEOUT_FACTOR * self.limit_s)
+            self.executor = ScheduleExecutor(layout, self.limit_s, self.progress.record_activity)
             self.shares = self.executor.shares
             loaded = {pipelines.model: self._load(pipelines) for pipelines in layout}
             packed = self._agree_on_packing(loaded)
@@ -94,7 +94,7 @@ class PipelineRank(Rank):
                     self.progress.follow(model)
                 if name != "ref":
                     self._make_trainable(name, models)
-            self.beside = list(loaded.get("ref", {}).values())
+            self.extra_modules = list(loaded.get("ref", {}).values())
         costs = {name: layer_costs(self._path(name), config, each) for name, each in self.layout.items()}
         return {"packed": packed, "costs": costs, "unfused": fused_log_probs.unavailable(self.device)}
 
@@ -103,8 +103,8 @@ class PipelineRank(Rank):
         for engine in self.engines.values():
             engine.close()
         self.stages: dict[tuple[str, int], Stage] = {}
-        self.engines, self.beside = {}, []
-        self.garbage.let_go()  # engines hold themselves by their hooks, and were there when garbage was collected first
+        self.engines, self.extra_modules = {}, []
+        self.garbage.collect_frozen()  # engines form reference cycles by their hooks
         if self.device != "cpu":
             torch.cuda.empty_cache()
 
@@ -163,14 +163,14 @@ class PipelineRank(Rank):
     @property
     def _answers(self) -> bool:
         """Whether this rank speaks for all that share its layers."""
-        return self.tensor is None or self.tensor.answers
+        return self.tensor is None or self.tensor.is_writer
 
     # Schedules ---------------------------------------------------------------------------------------------------
 
-    @needs_models
+    @requires_models
     def run(
         self, rows: Rows, work: Mapping[str, Sequence[MicroBatch]], planned: Sequence[tuple[float, float]] = ()
-    ) -> tuple[Scores, list[Timed]]:
+    ) -> tuple[Scores, list[TimedOperation]]:
         """Carry out this device's row of a schedule; every rank calls, those of a block with the same rows.
 
         `work`: micro-batches of this device's pipeline of each model, numbered as in the schedule. An F without a B
@@ -189,7 +189,7 @@ class PipelineRank(Rank):
         }
         return scores if self._answers else {}, timed
 
-    def _span(self, timed: Timed, work: Mapping[str, Sequence[MicroBatch]]) -> Span:
+    def _span(self, timed: TimedOperation, work: Mapping[str, Sequence[MicroBatch]]) -> Span:
         operation = timed.operation
         micro_batch = work[operation.model][operation.micro_batch]
         rows = micro_batch.rows if micro_batch.weight else ()
@@ -211,7 +211,7 @@ class PipelineRank(Rank):
             },
         )
 
-    @needs_models
+    @requires_models
     def step(self, model: str, count: float, lr_factor: float = 1.0) -> tuple[dict[str, float], dict[str, float]]:
         """One optimizer step by the gradients of all pipelines, divided by `count`; every rank calls.
 
@@ -246,7 +246,7 @@ class PipelineRank(Rank):
         behind = shares.layout.depth if shares else None
         return [
             (stage, name, size)
-            for stage in ([*stages, behind] if shares and shares.answers else stages)
+            for stage in ([*stages, behind] if shares and shares.is_writer else stages)
             for name, size in self._exporter(model, stage).sizes()
             if name not in tied_copy and (shares is None or name.startswith("lm_head.") == (stage == behind))
         ]
@@ -256,9 +256,9 @@ class PipelineRank(Rank):
         shares = self.shares.get(model)
         if shares is None or stage < shares.layout.depth:
             return Exporter(self.stages[model, stage].model, self.at["tp"], self.tensor)
-        return Exporter(self.stages[model, shares.index].model, 0 if shares.answers else 1, shares)
+        return Exporter(self.stages[model, shares.index].model, 0 if shares.is_writer else 1, shares)
 
-    @needs_models
+    @requires_models
     def export_bucket(self, stage: int, names: list[str], path: Path) -> list[str]:
         """Write these tensors of the actor's stage here to a safetensors file; returns their checkpoint names.
 
@@ -268,12 +268,12 @@ class PipelineRank(Rank):
 
     def save_bucket(self, model: str, stage: int, names: list[str], path: Path) -> tuple[list[str], str | None]:
         """As `export_bucket`, for a checkpoint: also what could not be written, and why."""
-        with on_device(self.engines[model], optimizer=False), writing() as files:
+        with on_device(self.engines[model], optimizer=False), checkpoint_writer() as files:
             return self._exporter(model, stage).write(names, path, files), files.problem
 
-    def describe(self, folder: Path) -> str | None:
+    def save_metadata(self, folder: Path) -> str | None:
         """Write what `huggingface/` folders have besides shards. Returns what could not be written, and why."""
-        files = Writing()
+        files = CheckpointWriter()
         files.probe(folder, self.rank)
         for name in self.engines if self.rank == 0 else ():
             stage = self.layout[name].stages_on(self.at["pp"])[0]
@@ -285,18 +285,18 @@ class PipelineRank(Rank):
 
         Returns what could not be written, and why. EngineError for weights that are not finite.
         """
-        with writing(self.engines.values()) as files:
+        with checkpoint_writer(self.engines.values()) as files:
             for name, engine in self.engines.items():
                 rank = self.rank if self.layout[name].mesh(self.world).leads(self.rank, "dp", "tp") else None
                 engine.save_by_name(folder / name / "pipeline", rank, files, self._shares(name))
                 check_finite(name, engine.not_finite())
         return files.problem
 
-    @needs_models
+    @requires_models
     def load(self, folder: Path) -> None:
         """Weights, optimizer and schedule as `save` left them, under whatever stages."""
         for name, engine in self.engines.items():
-            with self.optimizer_there(name):
+            with self.optimizer_on_device(name):
                 engine.load_by_name(folder / name / "pipeline", self._shares(name))
 
     def _shares(self, model: str) -> TensorShares | None:

@@ -22,9 +22,9 @@ from rlfuse.engines.pipeline.layout import pipelines_of
 from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD
 from rlfuse.engines.pipeline.partition import measured_costs
 from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
-from rlfuse.engines.pipeline.slow_devices import paces, work_of_devices
-from rlfuse.engines.trainer.measuring import multiplied
-from rlfuse.engines.trainer.rank_group import Met
+from rlfuse.engines.pipeline.slow_devices import device_costs, operation_slowdowns
+from rlfuse.engines.trainer.cost_measurement import matmul_parameters
+from rlfuse.engines.trainer.rank_group import OnRanksJoined
 from rlfuse.fusion.schedules.planning import planner_of
 from rlfuse.fusion.schedules.search import warm_up
 from rlfuse.samples import Row
@@ -39,7 +39,7 @@ class PipelineTrainer(PipelineGroup):
 
     @classmethod
     async def start(
-        cls, config: Config, slots: Slots, cores: Sequence[int] | None = None, met: Met | None = None
+        cls, config: Config, slots: Slots, cores: Sequence[int] | None = None, met: OnRanksJoined | None = None
     ) -> tuple[PipelineTrainer, dict[str, Any]]:
         """One rank on every slot, stages loaded; and facts to log. Otherwise as `TrainerGroup.start`."""
         wanted = {"actor": True, "critic": config.uses_critic, "ref": config.uses_reference}
@@ -50,7 +50,7 @@ class PipelineTrainer(PipelineGroup):
         return trainer, facts | {"parameters": {model: await trainer._multiplied(model) for model in trainer.models}}
 
     async def _multiplied(self, model: str) -> tuple[int, int]:
-        """As `multiplied`."""
+        """As `matmul_parameters`."""
         path = self.config.critic.path if model == "critic" else None
         text = AutoConfig.from_pretrained(
             path or self.config.model.path, trust_remote_code=self.config.model.trust_remote_code
@@ -58,7 +58,7 @@ class PipelineTrainer(PipelineGroup):
         sizes = {name: size for rank in await self._sizes(model) for _, name, size in rank}
         numbers = {name: size // ITEM_BYTES[self.config.model.dtype] for name, size in sizes.items()}
         head = HEAD if HEAD in numbers else EMBEDDING  # of which there is one tensor
-        return multiplied(numbers, [EMBEDDING], head if model == "actor" else None, text)
+        return matmul_parameters(numbers, [EMBEDDING], head if model == "actor" else None, text)
 
     async def train(
         self, rows: Mapping[str, Sequence[Row]], scored: Mapping[str, Sequence[Row]]
@@ -75,9 +75,9 @@ class PipelineTrainer(PipelineGroup):
         attributes = {"micro_batches": counts, "scored": passes}
         with self.recorder.span("schedule", cause="scored", attributes=attributes) as span:
             done = await self.run(plan.rows, rows, scored, plan.times)
-            for pace, row in zip(self._paces, done.timed, strict=True):
+            for pace, row in zip(self._slowdowns, done.timed, strict=True):
                 for each in row:
-                    self.planner.learn(plan.timed_as(each.operation), (each.end - each.start) / pace)
+                    self.planner.learn(plan.planned_operation(each.operation), (each.end - each.start) / pace)
             made = {"actual": done.makespan}
             if plan.times:
                 made |= {"planned": plan.seconds, "serial": plan.serial_s}
@@ -94,8 +94,8 @@ class PipelineTrainer(PipelineGroup):
             self._learn_costs()
             if await self.move_layers(saved):
                 self.planner.forget(range(self.block))
-        paces = self._paces
-        self.planner.replan([max(paces[device :: self.block]) for device in range(self.block)])
+        operation_slowdowns = self._slowdowns
+        self.planner.replan([max(operation_slowdowns[device :: self.block]) for device in range(self.block)])
 
     def _learn_costs(self) -> None:
         """Of layers and heads, of models whose stages were all measured; where stages share the head none has more."""
@@ -103,9 +103,9 @@ class PipelineTrainer(PipelineGroup):
             if pipelines.depth > 1 and not pipelines.vocabulary and (seconds := self.planner.stage_seconds(model)):
                 measured = measured_costs(pipelines.layers, seconds, self.costs[model])
                 self.costs = {**self.costs, model: measured}
-        self.work = work_of_devices(tuple(self.layout.values()), self.costs)
+        self.work = device_costs(tuple(self.layout.values()), self.costs)
 
     @property
-    def _paces(self) -> list[float]:
+    def _slowdowns(self) -> list[float]:
         """Of each device: how many times longer than expected its operations take."""
-        return paces(self.device_rates, self._rates_of("actor"))
+        return operation_slowdowns(self.device_rates, self._rates_of("actor"))

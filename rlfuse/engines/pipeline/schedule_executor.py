@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlfuse.engines.pipeline.head_shares import HeadShares
-from rlfuse.engines.pipeline.lanes import LaneGroups
 from rlfuse.engines.pipeline.layout import Pipelines
+from rlfuse.engines.pipeline.p2p_groups import P2PGroups
 from rlfuse.engines.pipeline.stages import Stage
 from rlfuse.engines.pipeline.waits import WAITS
 from rlfuse.errors import EngineError
@@ -31,7 +31,7 @@ _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients", "H": "head"}
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedOperation:
     """An operation as it ran, in seconds since the epoch: it waited for its input from `ready` to `start`."""
 
     operation: Operation
@@ -49,11 +49,11 @@ class ScheduleExecutor:
     def __init__(self, layout: Sequence[Pipelines], timeout: float, did: Callable[[str], None] = lambda _: None):
         """`did`: is told of every operation that has ended."""
         self.layout, self.timeout, self.did = tuple(layout), timeout, did
-        self.groups = LaneGroups(self.layout, timeout)
+        self.groups = P2PGroups(self.layout, timeout)
         self.device = self.groups.mesh.coordinates(self.groups.rank)["pp"]
         self.shares = {each.model: HeadShares(each, self.device, timeout) for each in layout if each.vocabulary}
 
-    def run(self, rows: Rows, stages: Stages) -> list[Timed]:
+    def run(self, rows: Rows, stages: Stages) -> list[TimedOperation]:
         """Carry out this device's row; `stages` are those on it. Returns what ran when.
 
         EngineError when a peer is lost or silent for `timeout` seconds; ScheduleError for rows that can't be run.
@@ -86,10 +86,10 @@ class _Run:
         self.handed: dict[Operation, Tensor] = {}
         self.waits = WAITS[dist.get_backend()](executor.timeout, executor.lost)
 
-    def all(self) -> list[Timed]:
+    def all(self) -> list[TimedOperation]:
         moments = []
         for step in self.program:
-            for transfer in step.posted:
+            for transfer in step.receives:
                 self._post(transfer)
             ready = self.waits.now()
             tensor = self._input(step)
@@ -102,7 +102,7 @@ class _Run:
             self.waits.ended(end, f"for the end of {_described(step.operation)}", self._awaited(step))
             moments.append((step.operation, ready, start, end))
         self.waits.finish()
-        return [Timed(operation, *map(self.waits.seconds, each)) for operation, *each in moments]
+        return [TimedOperation(operation, *map(self.waits.seconds, each)) for operation, *each in moments]
 
     def _peer(self, transfer: Transfer | None) -> int:
         """The rank that a transfer comes from; where none does one that shares this one's layers, or else this one."""
@@ -147,21 +147,21 @@ class _Run:
         """What the last stage has made."""
         stage, last = self.stages[operation.model, operation.stage], self._last(operation)
         if last is not None:
-            hidden = last.before_head.pop(operation.micro_batch)
+            hidden = last.head_input.pop(operation.micro_batch)
         else:
             hidden = torch.empty(stage.head_shape(operation.micro_batch), dtype=stage.dtype, device=stage.device)
-        self.executor.shares[operation.model].hand_out(hidden, self._met(operation))
+        self.executor.shares[operation.model].broadcast(hidden, self._met(operation))
         return hidden
 
     def _head(self, operation: Operation, hidden: Tensor) -> None:
         shares, last, met = self.executor.shares[operation.model], self._last(operation), self._met(operation)
         stage, number = self.stages[operation.model, operation.stage], operation.micro_batch
         training = (operation.model, operation.stage, number) in self.training
-        gradient = stage.head(number, hidden, training, lambda own: shares.gather(own, met), shares.answers)
+        gradient = stage.head(number, hidden, training, lambda own: shares.gather(own, met), shares.is_writer)
         if gradient is not None:
             shares.sum(gradient, met)
             if last is not None:
-                last.behind_head[number] = gradient
+                last.head_gradient[number] = gradient
 
     def _last(self, operation: Operation) -> Stage | None:
         """The model's last stage, if it is here."""

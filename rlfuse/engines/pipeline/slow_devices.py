@@ -18,15 +18,15 @@ GAIN = 1.05
 """Times as fast as before, for layers to move: reading a checkpoint takes time, and measuring errs."""
 
 
-def with_layers(layout: Layout, costs: Mapping[str, LayerCosts]) -> list[Pipelines]:
+def with_layer_counts(layout: Layout, costs: Mapping[str, LayerCosts]) -> list[Pipelines]:
     """The layout with the layers of each stage, as ranks cut a model where it doesn't name them."""
     return [replace(each, layers=each.layers or each.balanced(costs[each.model])) for each in layout]
 
 
-def work_of_devices(layout: Layout, costs: Mapping[str, LayerCosts]) -> list[float]:
+def device_costs(layout: Layout, costs: Mapping[str, LayerCosts]) -> list[float]:
     """Cost of all that stands on each device of a block."""
     work = [0.0] * layout[0].devices
-    for pipelines in with_layers(layout, costs):
+    for pipelines in with_layer_counts(layout, costs):
         stages = stage_costs(pipelines.layers or (), *costs[pipelines.model], pipelines.sharers)
         for device in range(pipelines.devices):
             work[device] += sum(stages[stage] for stage in pipelines.stages_on(device))
@@ -44,7 +44,7 @@ def pipeline_rates(rates: Sequence[float], work: Sequence[float], stages: int) -
     return [max(taken[first : first + stages]) / max(expected[first : first + stages]) for first in firsts]
 
 
-def paces(rates: Sequence[float], pipelines: Sequence[float]) -> list[float]:
+def operation_slowdowns(rates: Sequence[float], pipelines: Sequence[float]) -> list[float]:
     """Of each device: how many times longer than expected its operations take, as slow pipelines get fewer rows.
 
     `pipelines`: as `pipeline_rates` has them.
@@ -54,7 +54,7 @@ def paces(rates: Sequence[float], pipelines: Sequence[float]) -> list[float]:
     return [rate * speeds[device // stages] / mean for device, rate in enumerate(rates)]
 
 
-def cut_anew(
+def repartition(
     layout: Layout, costs: Mapping[str, LayerCosts], rates: Sequence[float], room: Sequence[int] | None = None
 ) -> list[Pipelines]:
     """The layout under which training ends sooner by `GAIN`: cut by these rates, or as if all devices were alike; else
@@ -62,7 +62,7 @@ def cut_anew(
 
     `room`: layers of every model that each device has memory for beside what it has; None: as many as there are.
     """
-    now = with_layers(layout, costs)
+    now = with_layer_counts(layout, costs)
     devices = now[0].devices
     cuts = [now]
     for assumed in ([max(rates[device::devices]) for device in range(devices)], [1.0] * devices):
@@ -81,7 +81,7 @@ def _cut(pipelines: Pipelines, costs: LayerCosts, rates: Sequence[float], room: 
 
 def _speed(layout: Layout, costs: Mapping[str, LayerCosts], rates: Sequence[float]) -> float:
     """Of all blocks together, where each gets the rows that it can take; rounded, so that of equals the first wins."""
-    work = work_of_devices(layout, costs)
+    work = device_costs(layout, costs)
     ends = [
         max(rate * own for rate, own in zip(rates[first : first + len(work)], work, strict=True))
         for first in range(0, len(rates), len(work))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlfuse.engines.trainer.tensor_parallel import Share
+from rlfuse.engines.trainer.tensor_parallel import ShardedLinear
 
 Weights = tuple[torch.nn.Parameter, torch.nn.Parameter | None]
 """Of a linear map, and its bias."""
@@ -101,7 +101,7 @@ def split_linears(model: torch.nn.Module, tape: Tape) -> None:
     for module in model.modules():
         if type(module) is torch.nn.Linear:
             module.__class__, module.tape = SplitLinear, tape
-        elif isinstance(module, Share):
+        elif isinstance(module, ShardedLinear):
             module.multiply = partial(_multiply, tape)
 
 

@@ -17,23 +17,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlfuse.algorithms.losses import share_log_probs
+from rlfuse.algorithms.losses import vocab_parallel_log_probs
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline import split_backward
 from rlfuse.engines.pipeline.partition import Part
 from rlfuse.engines.trainer.dropout import check_repeatable
-from rlfuse.engines.trainer.model_inputs import Batch, Later, collate
-from rlfuse.engines.trainer.models import response_values, visual_embeddings
-from rlfuse.engines.trainer.passes import (
+from rlfuse.engines.trainer.micro_batch_losses import (
     Loss,
     actor_loss,
+    actor_loss_from_log_probs,
     critic_loss,
     log_probs,
-    log_probs_gained,
-    loss_of,
+    old_log_probs_from_update,
     scale_logits,
-    weighed,
+    weighted_loss,
 )
+from rlfuse.engines.trainer.model_inputs import Batch, Later, collate
+from rlfuse.engines.trainer.models import response_values, visual_embeddings
 from rlfuse.errors import EngineError
 from rlfuse.samples import MicroBatch, Row
 
@@ -74,10 +74,10 @@ class Stage:
         self._batches: dict[int, Batch] = {}
         self.scores: dict[int, Later] = {}
         """Not read from the device before the schedule has run."""
-        self.before_head: dict[int, Tensor] = {}
+        self.head_input: dict[int, Tensor] = {}
         """Of the last stage where devices share the head, until they compute it: hidden states [R, hidden size] that
         predict the response's tokens."""
-        self.behind_head: dict[int, Tensor] = {}
+        self.head_gradient: dict[int, Tensor] = {}
         """From then on until B: the gradient of these."""
         self._kept.clear()
         self._pending.clear()
@@ -93,7 +93,7 @@ class Stage:
         return self.part.last and self.part.head == (0, 1)
 
     def head_shape(self, micro_batch: int) -> tuple[int, int]:
-        """Of `before_head`."""
+        """Of `head_input`."""
         return len(self._batch(micro_batch).predict), self.model.config.get_text_config().hidden_size
 
     def forward(self, micro_batch: int, received: Tensor | None, training: bool) -> Tensor | None:
@@ -112,7 +112,7 @@ class Stage:
                     result = self.model.base_model(**batch.inputs, use_cache=False).last_hidden_state
                 if self.part.last:
                     result = batch.predictions(result[:, batch.keep])
-                    self.before_head[micro_batch] = result.detach()
+                    self.head_input[micro_batch] = result.detach()
             elif training:
                 result = self._loss(batch, micro_batch)
             else:
@@ -131,7 +131,7 @@ class Stage:
         """
         kept = self._kept.pop(micro_batch)
         self._batches.pop(micro_batch)
-        gradient = self.behind_head.pop(micro_batch, gradient)
+        gradient = self.head_gradient.pop(micro_batch, gradient)
         self.tape.deferring = not whole
         torch.autograd.backward(kept.result, gradient)
         if not whole:
@@ -147,20 +147,20 @@ class Stage:
     ) -> Tensor | None:
         """Forward and backward of a share of the head; in training its part of the gradient of `hidden`.
 
-        `hidden`: the last stage's `before_head`. `gather`: statistics of all shares, as of `share_log_probs`.
+        `hidden`: the last stage's `head_input`. `gather`: statistics of all shares, as of `vocab_parallel_log_probs`.
         `answers`: this device tells scores and diagnostics, which all of them have.
         """
         batch, coefficient = self._batch(micro_batch), self.config.actor.entropy_coeff
         with torch.set_grad_enabled(training):
             hidden = hidden.requires_grad_(training)
             logits = scale_logits(self.config, self.model.lm_head(hidden))
-            found, entropy = share_log_probs(logits, batch.targets, self.model.lm_head.first_id, gather)
+            found, entropy = vocab_parallel_log_probs(logits, batch.targets, self.model.lm_head.first_id, gather)
             if not training:
                 self._batches.pop(micro_batch)
                 if answers:
                     self.scores[micro_batch] = batch.split_later(found)
                 return None
-            loss = loss_of(self.config, batch, found, entropy if coefficient else entropy.detach())
+            loss = actor_loss_from_log_probs(self.config, batch, found, entropy if coefficient else entropy.detach())
         self.tape.deferring = False
         self._counted(loss, batch, micro_batch, answers).backward()
         return hidden.grad
@@ -180,11 +180,11 @@ class Stage:
     def _counted(self, of: Loss, batch: Batch, micro_batch: int, answers: bool = True) -> Tensor:
         """The loss to go backward from; its diagnostics are added to the others', and what its rows gained is kept."""
         (loss, sums), weight = of, self.micro_batches[micro_batch].weight
-        if answers and (gained := log_probs_gained(self.name, self.micro_batches[micro_batch].rows, batch)):
+        if answers and (gained := old_log_probs_from_update(self.name, self.micro_batches[micro_batch].rows, batch)):
             self.scores[micro_batch] = gained
         for name, value in sums.items() if answers else ():
             self.sums[name] = self.sums.get(name, 0.0) + value.double() * weight
-        return weighed(loss, weight)
+        return weighted_loss(loss, weight)
 
     def _score(self, batch: Batch) -> Tensor:
         if self.name == "critic":

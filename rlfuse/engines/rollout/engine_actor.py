@@ -25,7 +25,7 @@ BACKENDS = {
     "transformers": "rlfuse.engines.transformers.transformers_engine:TransformersEngine",
 }
 """`rollout.name` -> module and class of its `EngineActor`."""
-NOTHING = Partial(np.empty(0, np.int32), np.empty(0, np.float32), weight_version=-1)
+EMPTY_PARTIAL = Partial(np.empty(0, np.int32), np.empty(0, np.float32), weight_version=-1)
 """What a sample that no engine has begun has."""
 
 
@@ -41,7 +41,7 @@ class Request:
     visual: tuple[Visual, ...] = ()
 
     @classmethod
-    def of(cls, sample: Sample, partial: Partial = NOTHING) -> Request:
+    def of(cls, sample: Sample, partial: Partial = EMPTY_PARTIAL) -> Request:
         """What is left of the sample to do."""
         return cls(sample.id, sample.step, sample.seed, sample.prompt.token_ids, partial, sample.prompt.visual)
 
@@ -54,7 +54,7 @@ class Request:
 class Capabilities:
     """What a backend can do beyond generating."""
 
-    kv_move: bool
+    can_move_kv: bool
     """`evict(carry="kv")` keeps the KV cache, and another engine of the host loads it."""
     embeds: bool
     """Prompts may contain embeddings of clips and images."""
@@ -76,7 +76,7 @@ class EngineActor(Protocol):
         """Environment variables of the actor's process, whose engine has these slots; called on the driver."""
 
     @staticmethod
-    def unserved(config: Config, trains: bool = True) -> list[str]:
+    def unsupported_reasons(config: Config, trains: bool = True) -> list[str]:
         """Why this backend cannot run the job, one line per reason with its key; called before anything starts.
         `trains`: whether it is to take new weights."""
 

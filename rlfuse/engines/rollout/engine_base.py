@@ -46,7 +46,7 @@ class EngineBase(ABC):
         self._update: Span | None = None
 
     async def pulse(self) -> Pulse:
-        self._garbage.guard()
+        self._garbage.collect_if_grown()
         return self._liveness.judge(self._is_busy())
 
     async def generate(

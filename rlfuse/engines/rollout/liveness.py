@@ -15,7 +15,7 @@ import psutil
 
 from rlfuse.clock import now
 
-LEAST = 0.02
+MIN_CPU_SHARE = 0.02
 """Share of a core that a process which only waits stays below."""
 
 
@@ -23,7 +23,7 @@ LEAST = 0.02
 class Pulse:
     """State of an engine when requested."""
 
-    still_s: float
+    stalled_s: float
     """Seconds with work, but without a step or computation."""
     last: str
     """What it did last, for messages."""
@@ -47,7 +47,7 @@ class Liveness:
         """`busy`: the engine has work."""
         now, cpu = self._clock(), self._cpu()
         steps, computed, since = self._seen
-        if not busy or self._steps != steps or cpu - computed > LEAST * (now - since):
+        if not busy or self._steps != steps or cpu - computed > MIN_CPU_SHARE * (now - since):
             self._moved = now
         self._seen = (self._steps, cpu, now)
         return Pulse(now - self._moved, self._last)

@@ -27,7 +27,7 @@ from rlfuse.cluster import watchdog
 from rlfuse.cluster.nodes import from_head
 from rlfuse.cluster.remote import call, explain, is_death
 from rlfuse.config.schema import ModelConfig, RolloutConfig
-from rlfuse.engines.rollout.engine_actor import NOTHING, Request
+from rlfuse.engines.rollout.engine_actor import EMPTY_PARTIAL, Request
 from rlfuse.engines.rollout.liveness import Pulse
 from rlfuse.errors import EngineError, EngineFailed, EngineLost, WorkerLost
 from rlfuse.events import Recorder, Span
@@ -115,7 +115,7 @@ class RolloutHandle:
         it has already, which its response includes. An evicted sample yields a `Partial`. EngineLost: generate the
         others elsewhere."""
         self._check()
-        requests = [Request.of(sample, (partials or {}).get(sample.id, NOTHING)) for sample in samples]
+        requests = [Request.of(sample, (partials or {}).get(sample.id, EMPTY_PARTIAL)) for sample in samples]
         action = f"generate {len(requests)} samples"
         self._calls += 1
         actor, stream = self.actor, self.actor.generate.options(num_returns="streaming").remote(requests, sampling)
@@ -310,6 +310,6 @@ class RolloutHandle:
             if error := asked.exception():
                 return self._lose(actor, str(explain(error, self.name, "say whether it is well", self.timeout_s)))
             self._heard = asked.result()
-            if self._heard.still_s > self.heartbeat_s:
+            if self._heard.stalled_s > self.heartbeat_s:
                 why = f"its engine process has stood still {limit} with {len(self._open)} samples at hand"
                 return self._lose(actor, f"{self.name}: {why}; the last that it did is {self._heard.last}")

@@ -29,19 +29,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlfuse.cluster.host_memory import free_bytes
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.activation_places import Layer, Place, Places, Room, places
-from rlfuse.engines.trainer.activation_stores import AHEAD, Disk, HostMemory, Wait, speed_of
-from rlfuse.engines.trainer.measuring import matmul_rate
+from rlfuse.engines.trainer.activation_placement import Layer, Place, Placement, TierCapacity, place_activations
+from rlfuse.engines.trainer.activation_stores import MAX_PENDING_COPIES, Disk, HostMemory, Wait, measure_speed
+from rlfuse.engines.trainer.cost_measurement import matmul_rate
 from rlfuse.engines.trainer.model_inputs import Batch
 from rlfuse.engines.trainer.sharded_model import ShardedModel
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
 
 MIB, GIB = 1 << 20, 1 << 30
-WHERE = {Place.HOST: "host memory", Place.DISK: "disk"}
-OF_PEAK = 0.5
+TIER_NAMES = {Place.HOST: "host memory", Place.DISK: "disk"}
+LAYER_EFFICIENCY = 0.5
 """Of the rate of large products, what layers reach."""
-SMALLEST = 1 << 20
+MIN_STORAGE_BYTES = 1 << 20
 """Bytes of a storage from which on it is worth a copy."""
 
 
@@ -51,7 +51,7 @@ class Budget:
 
     device: float
     """Bytes that layers may leave on the device."""
-    tiers: Mapping[Place, Room]
+    tiers: Mapping[Place, TierCapacity]
     stores: Mapping[Place, HostMemory | Disk]
 
 
@@ -59,20 +59,20 @@ class RankActivations:
     """Of all models that a rank trains, by name; every rank makes one at the same time."""
 
     def __init__(self, config: Config, models: Mapping[str, ShardedModel], device: str):
-        self._alike, again = config.sharded_weights, config.model.enable_gradient_checkpointing
+        self._sync_placement, recompute_all = config.sharded_weights, config.model.enable_gradient_checkpointing
         self._budget = _budget(config, device)
-        flops = OF_PEAK * matmul_rate(getattr(torch, config.model.dtype), device)
+        flops = LAYER_EFFICIENCY * matmul_rate(getattr(torch, config.model.dtype), device)
         self._models = {
-            name: ActivationOffloading(each.module, self._budget, flops, again, each.nbytes)
+            name: ActivationOffloading(each.module, self._budget, flops, recompute_all, each.nbytes)
             for name, each in models.items()
         }
 
     @contextmanager
-    def leaving(self, name: str, batch: Batch, span: Span) -> Iterator[None]:
+    def offloaded(self, name: str, batch: Batch, span: Span) -> Iterator[None]:
         """A forward pass of a model, to go backward from; `span` is told how many layers' activations are where."""
         model, part = self._models[name], batch.part.group if batch.part else None
         before = {place: store.written for place, store in self._budget.stores.items()}
-        with model.leaving(batch, dist.group.WORLD if self._alike else part):
+        with model.offloaded(batch, dist.group.WORLD if self._sync_placement else part):
             yield
         counts = Counter(model.places.layers)
         span.attributes |= {f"layers_{place}": counts[place] for place in Place if place in counts}
@@ -82,7 +82,7 @@ class RankActivations:
     def __str__(self) -> str:
         """What a rank's activations may take where, and how fast each tier was measured to be."""
         tiers = [
-            f"{room.bytes / GIB:.1f} GiB of {WHERE[place]} at {room.bytes_per_s / GIB:.1f} GiB/s"
+            f"{room.bytes / GIB:.1f} GiB of {TIER_NAMES[place]} at {room.bytes_per_s / GIB:.1f} GiB/s"
             for place, room in self._budget.tiers.items()
         ]
         places = ", ".join([f"{self._budget.device / GIB:.1f} GiB of the device", *tiers])
@@ -103,14 +103,14 @@ def _budget(config: Config, device: str) -> Budget:
             continue
         folder = Path(config.trainer.default_local_dir).absolute()
         stores[place] = HostMemory(size, cuda) if place is Place.HOST else Disk(size, cuda, folder)
-        speed = torch.tensor(speed_of(stores[place], size, device), dtype=torch.float64, device=device)
+        speed = torch.tensor(measure_speed(stores[place], size, device), dtype=torch.float64, device=device)
         dist.all_reduce(speed, dist.ReduceOp.MIN)
-        rooms[place] = Room(size, float(speed))
+        rooms[place] = TierCapacity(size, float(speed))
     return Budget(model.activation_device_mb * MIB, rooms, stores)
 
 
 class ActivationOffloading:
-    """Of one model; `flops`: what a rank computes in a second, `again`: every layer is run again in any case.
+    """Of one model; `flops`: what a rank computes in a second, `recompute_all`: every layer is run again in any case.
 
     `nbytes`: of a parameter, whole.
     """
@@ -120,12 +120,12 @@ class ActivationOffloading:
         model: PreTrainedModel,
         budget: Budget,
         flops: float,
-        again: bool,
+        recompute_all: bool,
         nbytes: Callable[[Tensor], int] = attrgetter("nbytes"),
     ):
         self._layers, text = decoder_layers(model), model.config.get_text_config()
         self._parameters = [list(layer.parameters()) for layer in self._layers]
-        self._budget, self._again = budget, again
+        self._budget, self._recompute_all = budget, recompute_all
         weights = sum(nbytes(each) for own in self._parameters for each in own) / model.dtype.itemsize
         self._token_s = 2 * weights / len(self._layers) / flops
         self._pair_s = 4 * text.hidden_size / flops
@@ -133,78 +133,80 @@ class ActivationOffloading:
         self._activations, self._longest = float("inf"), 0
         self._next, self._stored = 0, weakref.WeakValueDictionary[tuple[int, int, int], _Stored]()
         self._last: weakref.ref[_Stored] | None = None
-        self.places = Places((Place.DEVICE,) * len(self._layers))
+        self.places = Placement((Place.DEVICE,) * len(self._layers))
         """Of the last micro-batch."""
         for layer in self._layers:
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     @contextmanager
-    def leaving(self, batch: Batch, together: dist.ProcessGroup | None) -> Iterator[None]:
+    def offloaded(self, batch: Batch, sync_group: dist.ProcessGroup | None) -> Iterator[None]:
         """A forward pass of this batch; its backward pass may come whenever it likes.
 
-        `together`: ranks that run layers again at the same time, and all call.
+        `sync_group`: ranks that run layers again at the same time, and all call.
         """
-        self.places = self._places(batch, together)
-        usual = Place.AGAIN if self._again else Place.DEVICE
+        self.places = self._places(batch, sync_group)
+        usual = Place.RECOMPUTE if self._recompute_all else Place.DEVICE
         stays = set(self.places.layers) == {usual} and self.places.inputs is Place.DEVICE
-        if stays and (self._again or self._longest >= _tokens(batch)):
+        if stays and (self._recompute_all or self._longest >= _tokens(batch)):
             yield
             return
-        self._next, self._last, counted = 0, None, _Counted()
-        hooks = [handle for i, layer in enumerate(self._layers) for handle in self._followed(i, layer, counted)]
+        self._next, self._last, counter = 0, None, _SizeCounter()
+        hooks = [handle for i, layer in enumerate(self._layers) for handle in self._layer_hooks(i, layer, counter)]
         for layer, place in zip(self._layers, self.places.layers, strict=True):
-            layer.gradient_checkpointing = place is Place.AGAIN
+            layer.gradient_checkpointing = place is Place.RECOMPUTE
         try:
-            with saved_tensors_hooks(partial(self._pack, counted), self._unpack):
+            with saved_tensors_hooks(partial(self._pack, counter), self._unpack):
                 yield
-            self._settle()
+            self._settle_stores()
         finally:
             for handle in hooks:
                 handle.remove()
             for layer in self._layers:
-                layer.gradient_checkpointing = self._again
-        if counted.bytes and _tokens(batch) > self._longest:
+                layer.gradient_checkpointing = self._recompute_all
+        if counter.bytes and _tokens(batch) > self._longest:
             self._longest = _tokens(batch)
-            self._activations = counted.bytes / self._longest
+            self._activations = counter.bytes / self._longest
 
-    def _settle(self) -> None:
+    def _settle_stores(self) -> None:
         """What left is gone a layer later, and before head and loss, which take the most."""
         for store in self._budget.stores.values():
             store.settle()
 
-    def _places(self, batch: Batch, together: dist.ProcessGroup | None) -> Places:
+    def _places(self, batch: Batch, sync_group: dist.ProcessGroup | None) -> Placement:
         tokens = _tokens(batch)
         seconds = self._token_s * tokens + self._pair_s * _pairs(batch)
         layer = [self._activations * tokens, self._inputs * tokens, seconds]
-        if together is not None:
+        if sync_group is not None:
             most = torch.tensor(layer, dtype=torch.float64, device=batch.predict.device)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=together)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=sync_group)
             layer = most.tolist()
-        return places(len(self._layers), Layer(*layer), self._budget.device, self._budget.tiers, self._again)
+        return place_activations(
+            len(self._layers), Layer(*layer), self._budget.device, self._budget.tiers, self._recompute_all
+        )
 
-    def _followed(self, number: int, layer: nn.Module, counted: _Counted) -> Iterator[Any]:
+    def _layer_hooks(self, number: int, layer: nn.Module, counter: _SizeCounter) -> Iterator[Any]:
         """What is saved before a layer has ended is its own: of one that is run again, its inputs."""
 
         def ended(*_: Any) -> None:
             self._next = number + 1
             if self._next == len(self._layers) or self.places.layers[number] is Place.DEVICE:
-                self._settle()
+                self._settle_stores()
 
         yield layer.register_forward_hook(ended)
         if number == len(self._layers) - 1:
-            yield layer.register_forward_pre_hook(lambda *_: counted.begin())
+            yield layer.register_forward_pre_hook(lambda *_: counter.begin())
 
-    def _pack(self, counted: _Counted, tensor: Tensor) -> Any:
+    def _pack(self, counter: _SizeCounter, tensor: Tensor) -> Any:
         number = self._next
         if number == len(self._layers):
             return tensor.detach()
         storage, place = tensor.untyped_storage(), self.places.layers[number]
         if owners := [p for p in self._parameters[number] if p.untyped_storage().data_ptr() == storage.data_ptr()]:
-            return next((p for p in owners if _same(p, tensor)), tensor.detach())  # ZeRO 3 gives it other memory
+            return next((p for p in owners if _is_whole(p, tensor)), tensor.detach())  # ZeRO 3 gives it other memory
         if number == len(self._layers) - 1:
-            counted.add(storage)
-        place = self.places.inputs if place is Place.AGAIN else place
-        if place is Place.DEVICE or storage.nbytes() < SMALLEST or not _plain(tensor):
+            counter.add(storage)
+        place = self.places.inputs if place is Place.RECOMPUTE else place
+        if place is Place.DEVICE or storage.nbytes() < MIN_STORAGE_BYTES or not _is_plain(tensor):
             return tensor.detach()
         stored = self._stored_at(place, tensor, storage)
         return tensor.detach() if stored is None else _View(stored, tensor)
@@ -259,7 +261,7 @@ class _Stored:
             self._wait()
             self._wait = None
         before = self._before
-        for _ in range(AHEAD):
+        for _ in range(MAX_PENDING_COPIES):
             stored = before() if before is not None else None
             if stored is None:
                 break
@@ -286,7 +288,7 @@ class _View:
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._place)
 
 
-class _Counted:
+class _SizeCounter:
     """Bytes that a layer leaves, each storage once."""
 
     def __init__(self) -> None:
@@ -316,13 +318,13 @@ def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
     )
 
 
-def _same(parameter: nn.Parameter, tensor: Tensor) -> bool:
+def _is_whole(parameter: nn.Parameter, tensor: Tensor) -> bool:
     """Whether one is the other, and no view of it."""
     alike = parameter.data_ptr() == tensor.data_ptr() and parameter.shape == tensor.shape
     return alike and parameter.stride() == tensor.stride() and parameter.dtype == tensor.dtype
 
 
-def _plain(tensor: Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """Whether its storage, shape and strides say all of it."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_conj()
 

@@ -24,13 +24,13 @@ from torch import Tensor
 from rlfuse.engines.trainer.offloading import pinned
 from rlfuse.errors import EngineError
 
-AHEAD = 2
+MAX_PENDING_COPIES = 2
 """Copies under way, either way: what they hold on the device comes on top of a layer's own."""
-PIECE = 1 << 22
+PIECE_BYTES = 1 << 22
 """Bytes of pinned memory that are handed out at a time: what waits is of any size, and its memory is used again."""
-MADE = 16
+PIECES_PER_ALLOCATION = 16
 """Pieces that are pinned at once, a power of two as torch has it: a call for each would take seconds in all."""
-PROBE = 1 << 26
+PROBE_BYTES = 1 << 26
 """Bytes of the copy that is timed."""
 Wait = Callable[[], None]
 """Returns when a copy is through, as far as what is computed next is concerned."""
@@ -40,7 +40,7 @@ class HostMemory:
     """Of the host of a GPU, pinned; bytes are copied on a stream of their own while others compute."""
 
     def __init__(self, room: int, cuda: bool):
-        self._left = self._unmade = room // PIECE
+        self._left = self._unmade = room // PIECE_BYTES
         self._cuda = cuda
         self._free: list[Tensor] = []
         self._stream = torch.cuda.Stream() if cuda else None
@@ -56,16 +56,16 @@ class HostMemory:
         pieces = self._taken(_pieces(len(source)))
         self.written += len(source)
         with self._copying():
-            for part, piece in zip(source.split(PIECE), pieces, strict=True):
+            for part, piece in zip(source.split(PIECE_BYTES), pieces, strict=True):
                 piece[: len(part)].copy_(part, non_blocking=True)
         self._leaving.append((self._event(), source))
-        self.settle(AHEAD)
+        self.settle(MAX_PENDING_COPIES)
         return pieces
 
     def _taken(self, count: int) -> list[Tensor]:
         while len(self._free) < count:
-            made = min(MADE, 1 << max(0, self._unmade.bit_length() - 1))
-            self._free += pinned(made * PIECE, self._cuda).split(PIECE)
+            made = min(PIECES_PER_ALLOCATION, 1 << max(0, self._unmade.bit_length() - 1))
+            self._free += pinned(made * PIECE_BYTES, self._cuda).split(PIECE_BYTES)
             self._unmade -= made
         pieces, self._free = self._free[:count], self._free[count:]
         self._left -= count
@@ -80,7 +80,7 @@ class HostMemory:
     def read(self, pieces: list[Tensor], target: Tensor) -> Wait:
         """Start to copy what was written to uint8 bytes on the device."""
         with self._copying():
-            for part, piece in zip(target.split(PIECE), pieces, strict=True):
+            for part, piece in zip(target.split(PIECE_BYTES), pieces, strict=True):
                 part.copy_(piece[: len(part)], non_blocking=True)
         event = self._event()
         return lambda: self._after(event)
@@ -105,7 +105,7 @@ class HostMemory:
 
 
 def _pieces(size: int) -> int:
-    return -(-size // PIECE)
+    return -(-size // PIECE_BYTES)
 
 
 class Disk:
@@ -123,7 +123,7 @@ class Disk:
             ) from error
         self._thread = ThreadPoolExecutor(1, "activations")
         self._stream = torch.cuda.Stream() if cuda else None
-        self._bounce = pinned(PROBE, cuda) if cuda else None
+        self._bounce = pinned(PROBE_BYTES, cuda) if cuda else None
         self._held: dict[int, int] = {}
         self._leaving: deque[tuple[Future, Tensor]] = deque()
         self.written = 0
@@ -144,7 +144,7 @@ class Disk:
         self.written += len(source)
         writing = self._thread.submit(self._write, [source], at, ready)
         self._leaving.append((writing, source))
-        self.settle(AHEAD)
+        self.settle(MAX_PENDING_COPIES)
         return at, writing
 
     def settle(self, under_way: int = 0) -> None:
@@ -202,7 +202,7 @@ class Disk:
                 self._through(part, host, ready)
 
     def _parts(self, whole: Tensor) -> list[tuple[int, Tensor]]:
-        step = PROBE if self._stream is not None else max(1, len(whole))
+        step = PROBE_BYTES if self._stream is not None else max(1, len(whole))
         return [(start, whole[start : start + step]) for start in range(0, len(whole), step)]
 
     def _through(self, target: Tensor, source: Tensor, ready: Any) -> Tensor:
@@ -214,9 +214,9 @@ class Disk:
         return target
 
 
-def speed_of(store: HostMemory | Disk, room: int, device: str) -> float:
+def measure_speed(store: HostMemory | Disk, room: int, device: str) -> float:
     """Bytes per second, in the mean of both ways."""
-    probe, seconds = torch.ones(min(PROBE, room // 2), dtype=torch.uint8, device=device), []
+    probe, seconds = torch.ones(min(PROBE_BYTES, room // 2), dtype=torch.uint8, device=device), []
     for _ in range(2):  # the first takes the memory
         began = time.perf_counter()
         key = store.write(probe)

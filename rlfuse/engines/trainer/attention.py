@@ -145,7 +145,7 @@ def _forward(
 def _whole_rows(shape: torch.Size, positions: Tensor | None) -> Layout:
     """Of inputs that no one collated: every row of [B, heads, tokens, d] is one sequence."""
     if positions is not None and (positions.diff() != 1).any():
-        raise ValueError("Positions restart within a row, and no `layout` says who sees whom: collate the batch.")
+        raise ValueError("Positions restart within a row, but no `layout` says who sees whom: collate the batch.")
     rows, tokens = shape[0], shape[2]
     return Layout(tuple(Segment(row * tokens, (row + 1) * tokens) for row in range(rows)))
 
@@ -159,7 +159,7 @@ def _mask(
 ) -> Window | None:
     """What the layers get as their mask. `use_vmap`: transformers would mask by a function of the model's own."""
     if attention_mask is not None:
-        raise ValueError("This model attends by a layout, an attention mask would not be heeded: leave it out.")
+        raise ValueError("This model attends by a layout, an would ignore an attention mask: leave it out.")
     if use_vmap:
         raise NotImplementedError("This model masks by a function of its own, which no layout knows.")
     return Window(local_size) if local_size else None

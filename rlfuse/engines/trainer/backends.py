@@ -19,9 +19,9 @@ class Backend:
     """A `ShardedModel`."""
     memory: str
     """A `ModelMemory`, whose module imports no library of the backend."""
-    compiling: str | None = None
+    compile_operations: str | None = None
     """A coroutine function of (ranks, config, device) that has ranks compile and load operations before they meet."""
-    waits: tuple[str, ...] = ()
+    wait_patterns: tuple[str, ...] = ()
     """Regular expressions of stack frames in which a rank waits for others, besides torch's."""
 
 
@@ -29,14 +29,14 @@ BACKENDS = {
     "deepspeed": Backend(
         "rlfuse.engines.deepspeed.deepspeed_model:DeepSpeedModel",
         "rlfuse.engines.deepspeed.memory:ZeroMemory",
-        "rlfuse.engines.deepspeed.deepspeed_ops:load_everywhere",
+        "rlfuse.engines.deepspeed.deepspeed_ops:load_on_all_ranks",
         ("/deepspeed/comm/", "/deepspeed/.* in wait$"),
     ),
     "fsdp2": Backend("rlfuse.engines.fsdp2.fsdp2_model:Fsdp2Model", "rlfuse.engines.fsdp2.memory:Fsdp2Memory"),
 }
 
 
-def imported(name: str) -> Any:
+def import_object(name: str) -> Any:
     """Import and return the object with this dotted name of a `Backend`."""
     module, _, found = name.partition(":")
     return getattr(import_module(module), found)
@@ -44,10 +44,10 @@ def imported(name: str) -> Any:
 
 def model_memory(config: Config) -> type[ModelMemory]:
     """Return the memory model of the configured backend."""
-    return imported(BACKENDS[config.actor.strategy].memory)
+    return import_object(BACKENDS[config.actor.strategy].memory)
 
 
-def compiling(config: Config) -> Callable[..., Awaitable[None]] | None:
+def compile_operations(config: Config) -> Callable[..., Awaitable[None]] | None:
     """Return the function that compiles operations on all ranks; None for a backend without any."""
-    found = BACKENDS[config.actor.strategy].compiling
-    return found and imported(found)
+    found = BACKENDS[config.actor.strategy].compile_operations
+    return found and import_object(found)

@@ -27,35 +27,33 @@ from rlfuse.cluster.garbage import GarbageCollector
 from rlfuse.cluster.host_memory import resident_mib
 from rlfuse.cluster.rank_store import StoreServer
 from rlfuse.config.schema import Config
+from rlfuse.engines.trainer.cost_measurement import matmul_rate
 from rlfuse.engines.trainer.cuda_graphs import PassGraphs
 from rlfuse.engines.trainer.liveness import WATCH, Progress, Pulse
-from rlfuse.engines.trainer.measuring import matmul_rate
 from rlfuse.engines.trainer.offloading import (
-    bytes_away,
     fetch_optimizer,
-    pin_ahead,
+    offloaded_bytes,
     release_cached,
+    start_pinning,
     to_device,
     to_host,
 )
 from rlfuse.engines.trainer.sharded_model import ShardedModel, sharded_model
 from rlfuse.errors import EngineError
 from rlfuse.events import Recorder, Span
-from rlfuse.protocols import Sharing
+from rlfuse.protocols import DeviceSharing
 
-FREED_S = 30.0
+FREE_TIMEOUT_S = 30.0
 """For a killed process to give its device memory back."""
 
 
-def needs_models(method: Callable) -> Callable:
+def requires_models(method: Callable) -> Callable:
     """A rank's call that reads or changes models: an EngineError while they are away from the device."""
 
     @wraps(method)
     def checked(self: Rank, *arguments: Any, **named: Any) -> Any:
-        if self.away:
-            raise EngineError(
-                f"trainer/{self.rank} can't {method.__name__}: its models have left the device; let it take that first"
-            )
+        if self.is_offloaded:
+            raise EngineError(f"trainer/{self.rank} can't {method.__name__}: its models are offloaded first")
         return method(self, *arguments, **named)
 
     return checked
@@ -72,15 +70,15 @@ class Rank(StoreServer):
         self.recorder = Recorder(f"trainer/{rank}")
         os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # libraries would unpickle whatever checkpoints hold
         watchdog.register(self.recorder.where, self.recorder)
-        self.garbage = GarbageCollector(self.recorder, self._held_mib)
+        self.garbage = GarbageCollector(self.recorder, self._used_mib)
         self.progress = Progress(device, collectives)
-        self.recorder.heard.append(self.progress.did)
+        self.recorder.listeners.append(self.progress.record_activity)
         if config.trainer.deterministic:  # operations without a deterministic implementation raise
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # buffers of 2 GB, each time
         self.engines: dict[str, Any] = {}
-        self.beside: list[torch.nn.Module] = []
-        self.away, self.sharing = False, Sharing()
+        self.extra_modules: list[torch.nn.Module] = []
+        self.is_offloaded, self.sharing = False, DeviceSharing()
         bind(core)  # Ray's threads run already; later ones inherit
 
     @property
@@ -96,7 +94,7 @@ class Rank(StoreServer):
     def backend(self) -> type[ShardedModel]:
         return sharded_model(self.config.actor.strategy)
 
-    def _held_mib(self) -> int:
+    def _used_mib(self) -> int:
         """Of the host's memory and the device's."""
         return resident_mib() + (0 if self.device == "cpu" else torch.cuda.memory_allocated() >> 20)
 
@@ -112,8 +110,8 @@ class Rank(StoreServer):
 
     def join(self, place: str | ray.actor.ActorHandle) -> None:
         """Meet the other ranks in a file, or in the memory of rank 0's actor; waits for them, at most `limit_s`."""
-        self.garbage.keep()  # imports: backends may collect all garbage for each model
-        self.progress.calls_come_here()
+        self.garbage.freeze()  # imports: backends may collect all garbage for each model
+        self.progress.set_call_thread()
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(self.world)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # else libraries ask MPI
         if interface := interface_of(ray.util.get_node_ip_address()):
@@ -139,33 +137,33 @@ class Rank(StoreServer):
 
         Returns seconds that optimizers which are to be fetched would take to come, as fast as the weights came.
         """
-        away = role != "trainer" and self.device != "cpu"
+        offload = role != "trainer" and self.device != "cpu"
         with self.recorder.span("switch", cause="role", attributes={"to": role}):
-            if away == self.away:
+            if offload == self.is_offloaded:
                 return 0.0
-            self.away = True  # also where a move fails halfway
-            models = [*self.engines.values(), *self.beside]
-            before, began = sum(map(bytes_away, models)), time.monotonic()
+            self.is_offloaded = True  # also where a move fails halfway
+            models = [*self.engines.values(), *self.extra_modules]
+            before, began = sum(map(offloaded_bytes, models)), time.monotonic()
             for model in models:
-                to_host(model) if away else self._fetch(model)
-            self.away = away
-            if away:
-                release_cached(self.sharing.cached)
-                pin_ahead(self.sharing.pinned - sum(map(bytes_away, models)))
-        left, seconds = sum(map(bytes_away, models)), time.monotonic() - began
-        fetched = not away and self.config.actor.optimizer_residency == "forecast"
+                to_host(model) if offload else self._load_to_device(model)
+            self.is_offloaded = offload
+            if offload:
+                release_cached(self.sharing.max_cached_bytes)
+                start_pinning(self.sharing.pinned_host_bytes - sum(map(offloaded_bytes, models)))
+        left, seconds = sum(map(offloaded_bytes, models)), time.monotonic() - began
+        fetched = not offload and self.config.actor.optimizer_residency == "forecast"
         return seconds * left / (before - left) if fetched and left else 0.0
 
     def device_bytes(self) -> int:
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
-    def share(self, sharing: Sharing) -> None:
+    def share(self, sharing: DeviceSharing) -> None:
         """Share the device like this from now on. Where the engine stays, this rank can't take its memory."""
         self.sharing = sharing
-        if sharing.hands_over and self.graphs:
-            self.graphs.stop("models give their device up to the engine, and come back at other addresses")
-        if sharing.most is not None:
-            torch.cuda.set_per_process_memory_fraction(min(1.0, sharing.most / self.device_bytes()))
+        if sharing.alternates and self.graphs:
+            self.graphs.stop("models are offloaded for the engine to the engine, and come back at other addresses")
+        if sharing.max_rank_bytes is not None:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, sharing.max_rank_bytes / self.device_bytes()))
         if self.config.actor.optimizer_residency == "step":
             for engine in self.engines.values():
                 to_host(engine, optimizer_alone=True)
@@ -174,7 +172,7 @@ class Rank(StoreServer):
     def make_room(self) -> None:
         """Release cached memory that the engine's weights need during a push."""
         if self.device != "cpu":
-            release_cached(self.sharing.cached_in_push)
+            release_cached(self.sharing.max_cached_bytes_in_push)
 
     @ray.method(concurrency_group=WATCH)
     def fetch_optimizers(self) -> None:
@@ -185,15 +183,15 @@ class Rank(StoreServer):
     @contextmanager
     def stepping(self, model: str) -> Iterator[Span]:
         """An optimizer step of the model, and its span."""
-        with self.optimizer_there(model), self.recorder.span("optimizer", cause=f"update_{model}") as span:
+        with self.optimizer_on_device(model), self.recorder.span("optimizer", cause=f"update_{model}") as span:
             span.attributes["model"] = model
             yield span
 
     @contextmanager
-    def optimizer_there(self, model: str) -> Iterator[None]:
+    def optimizer_on_device(self, model: str) -> Iterator[None]:
         """What only steps of the model read is on the device for the length of the block, and stays where it may."""
         engine = self.engines[model]
-        if size := bytes_away(engine):
+        if size := offloaded_bytes(engine):
             attributes = {"model": model, "bytes": size}
             with self.recorder.span("optimizer_wait", cause=f"update_{model}", attributes=attributes):
                 to_device(engine)
@@ -201,9 +199,9 @@ class Rank(StoreServer):
         if self.device != "cpu" and self.config.actor.optimizer_residency == "step":
             to_host(engine, optimizer_alone=True)
 
-    def _fetch(self, model: Any) -> None:
+    def _load_to_device(self, model: Any) -> None:
         """Onto the device; the memory of an engine that was killed a moment ago may not be free yet."""
-        until = time.monotonic() + FREED_S
+        until = time.monotonic() + FREE_TIMEOUT_S
         while True:
             try:
                 return to_device(model, optimizer=self.config.actor.optimizer_residency == "training")
@@ -225,7 +223,7 @@ class Rank(StoreServer):
         except torch.OutOfMemoryError:
             return None
         finally:
-            if self.away:  # nothing stays where the engine is
+            if self.is_offloaded:  # nothing stays where the engine is
                 torch.cuda.empty_cache()
 
     def drain(self, collect: bool = False) -> list[Span]:

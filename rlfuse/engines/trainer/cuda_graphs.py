@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from rlfuse.cluster import watchdog
-from rlfuse.config.graph_checks import graph_sizes, why_no_graphs
+from rlfuse.config.graph_checks import graph_sizes, no_graphs_reason
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.attention import Layout, SegmentTable
 from rlfuse.engines.trainer.dropout import TOLERANCE
@@ -35,7 +35,7 @@ class CudaRecording:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     @contextmanager
-    def rehearsed(self) -> Iterator[None]:
+    def warm_up(self) -> Iterator[None]:
         """Run the body on another stream, where it loads and sets up what it needs; raise where it would wait."""
         torch.cuda.synchronize()
         try:
@@ -47,7 +47,7 @@ class CudaRecording:
             torch.cuda.synchronize()
 
     @contextmanager
-    def recorded(self) -> Iterator[torch.cuda.CUDAGraph]:
+    def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
         """Record the body. Other threads of the process may use the GPU meanwhile."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
@@ -79,7 +79,11 @@ def record_passes(
     if device == "cpu":
         return None, None
     largest = max(map(_layer_parameters, models.values()))
-    if why := why_no_graphs(config, largest) if by_layout else "a model does not attend by layouts to packed batches":
+    if (
+        why := no_graphs_reason(config, largest)
+        if by_layout
+        else "a model does not attend by layouts to packed batches"
+    ):
         return None, f"CUDA graphs: off ({why})"
     sizes = graph_sizes(config)
     return PassGraphs(models, sizes, recorder), f"CUDA graphs: batches of {', '.join(map(str, sizes))} tokens"
@@ -97,7 +101,7 @@ class PassGraphs:
     """The graphs of a rank's models; `sizes` is empty once nothing is recorded."""
 
     def __init__(self, models: Mapping[str, PreTrainedModel], sizes: tuple[int, ...], recorder: Recorder):
-        self.sizes, self.recorder, self.recording, self.turn = sizes, recorder, CudaRecording(), 0
+        self.sizes, self.recorder, self.recording, self.replays = sizes, recorder, CudaRecording(), 0
         self._decoders = [_Decoder(name, model.base_model, self) for name, model in models.items()]
 
     def stop(self, why: str) -> None:
@@ -128,12 +132,12 @@ class _Decoder:
         layout = inputs.get("layout")
         if positional or not self.graphs.sizes or not isinstance(getattr(layout, "segments", None), SegmentTable):
             return self._launch(*positional, **inputs)
-        learns = torch.is_grad_enabled() and bool(self.trained)
-        key = inputs["input_ids"].shape[1], learns
+        with_gradients = torch.is_grad_enabled() and bool(self.trained)
+        key = inputs["input_ids"].shape[1], with_gradients
         if key not in self._passes:
             try:
                 with self.graphs.recorder.span("record", cause=self._name, attributes={"tokens": key[0]}):
-                    self._passes[key] = self._record(inputs, learns)
+                    self._passes[key] = self._record(inputs, with_gradients)
             except RuntimeError as error:
                 self.graphs.stop(f"a pass of the {self._name} can't be recorded: {str(error).strip().splitlines()[0]}")
         found = self._passes.get(key)
@@ -144,42 +148,42 @@ class _Decoder:
             return self._launch(**inputs)
         for name, tensor in _tensors(inputs).items():
             found.inputs[name].copy_(tensor)
-        return self._output(_Replay.apply(self, found, *self.trained) if learns else self.replay(found))
+        return self._output(_Replay.apply(self, found, *self.trained) if with_gradients else self.replay(found))
 
     def replay(self, recorded: _Pass) -> Tensor:
         """The hidden states; until the next replay of any pass."""
-        self.graphs.turn += 1
+        self.graphs.replays += 1
         recorded.forward.replay()
         return recorded.hidden.detach()
 
-    def _record(self, inputs: Mapping[str, Any], learns: bool) -> _Pass:
+    def _record(self, inputs: Mapping[str, Any], with_gradients: bool) -> _Pass:
         copies = {name: tensor.clone() for name, tensor in _tensors(inputs).items()}
-        again = dict(inputs, **copies)
-        again["layout"] = Layout(SegmentTable(again.pop("table")))
+        static_inputs = dict(inputs, **copies)
+        static_inputs["layout"] = Layout(SegmentTable(static_inputs.pop("table")))
         training, graph = self._module.training, self.graphs.recording
         self._module.eval()  # else layers may be run again in the backward pass; dropout is 0 in any case
         try:
-            with graph.rehearsed():
-                hidden = self._hidden(again)
-                expected, gradient = [hidden.detach()], torch.ones_like(hidden) if learns else None
-                if learns:
+            with graph.warm_up():
+                hidden = self._hidden(static_inputs)
+                expected, gradient = [hidden.detach()], torch.ones_like(hidden) if with_gradients else None
+                if with_gradients:
                     found = torch.autograd.grad(hidden, self.trained, gradient, allow_unused=True)
                     self.gradients = self.gradients or [each if each is None else each.clone() for each in found]
                     expected += [each for each in found if each is not None]
-            with graph.recorded() as forward:
-                hidden = self._hidden(again)
+            with graph.capture() as forward:
+                hidden = self._hidden(static_inputs)
             recorded = _Pass(copies, hidden.detach(), forward, self._addresses(), gradient)
-            kept = [each for each in self.gradients if each is not None] if learns else []
-            if learns:
-                with graph.recorded() as recorded.backward:
+            kept_gradients = [each for each in self.gradients if each is not None] if with_gradients else []
+            if with_gradients:
+                with graph.capture() as recorded.backward:
                     found = torch.autograd.grad(hidden, self.trained, gradient, allow_unused=True)
-                    torch._foreach_copy_(kept, [each for each in found if each is not None])
+                    torch._foreach_copy_(kept_gradients, [each for each in found if each is not None])
         finally:
             self._module.train(training)
         results = [self.replay(recorded)]
-        if learns:
+        if with_gradients:
             recorded.backward.replay()
-        _check_replayed(results + kept, expected)
+        _check_replayed(results + kept_gradients, expected)
         return recorded
 
     def _hidden(self, inputs: Mapping[str, Any]) -> Tensor:
@@ -197,13 +201,13 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, decoder: _Decoder, recorded: _Pass, *_: Tensor) -> Tensor:
         hidden = decoder.replay(recorded)
-        ctx.decoder, ctx.recorded, ctx.turn = decoder, recorded, decoder.graphs.turn
+        ctx.decoder, ctx.recorded, ctx.replays = decoder, recorded, decoder.graphs.replays
         return hidden
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.turn != ctx.decoder.graphs.turn:
+        if ctx.replays != ctx.decoder.graphs.replays:
             raise RuntimeError(
                 "Another pass was replayed before this one's backward, and has overwritten what it saved."
             )

@@ -1,6 +1,6 @@
 """Families of models: which can be trained here, and the value model of each.
 
-Role: `untrainable` is asked by runs before anything starts; ranks and pipeline stages take their critic's class
+Role: `training_problems` is asked by runs before anything starts; ranks and pipeline stages take their critic's class
 from `value_class`. Knows transformers' classes, no weights.
 Invariant: a value model is its family's base model under `score`, a linear row, whose folder loads again with
 transformers' class for token classification where that is built so (Qwen2, Llama, Mixtral, ...), and here in any case.
@@ -26,22 +26,22 @@ from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.tensor_parallel import check_cuttable
+from rlfuse.engines.trainer.tensor_parallel import check_shardable
 from rlfuse.engines.weights.sync import check_pushable
 from rlfuse.errors import EngineError
-from rlfuse.video.models.base import bring_along, register_language_models
+from rlfuse.video.models.base import register_custom_family, register_language_models
 
-HEADS = ("v_head.summary", "v_head", "value_head.summary", "value_head", "classifier")
+HEAD_NAMES = ("v_head.summary", "v_head", "value_head.summary", "value_head", "classifier")
 """What else a value head is called in checkpoints: TRL's, verl's, DeepSpeed-Chat's, those of GPT-2's relatives."""
-RENAMED = {rf"^{re.escape(head)}\.": "score." for head in HEADS}
+HEAD_KEY_MAPPING = {rf"^{re.escape(head)}\.": "score." for head in HEAD_NAMES}
 """As `from_pretrained` takes it."""
-OWN_CLASS = "AutoModelForTokenClassification"
+CUSTOM_CLASS = "AutoModelForTokenClassification"
 """In config.json's auto_map: modelling code that ships with the weights."""
 
 
 def head_name(name: str) -> str:
     """A checkpoint's tensor as it is called here."""
-    for pattern, ours in RENAMED.items():
+    for pattern, ours in HEAD_KEY_MAPPING.items():
         name = re.sub(pattern, ours, name)
     return name
 
@@ -70,20 +70,20 @@ class ValueHead(GenericForTokenClassification):
 
 def value_class(config: PreTrainedConfig, trust_remote_code: bool = False) -> type[PreTrainedModel]:
     """The class of value models of the family of `config`. EngineError where there is no base model to build on."""
-    if trust_remote_code and (code := (getattr(config, "auto_map", None) or {}).get(OWN_CLASS)):
-        own = get_class_from_dynamic_module(code, config.name_or_path)
-        own.register_for_auto_class(OWN_CLASS)  # then its code is saved with its weights
-        return own
+    if trust_remote_code and (code := (getattr(config, "auto_map", None) or {}).get(CUSTOM_CLASS)):
+        custom = get_class_from_dynamic_module(code, config.name_or_path)
+        custom.register_for_auto_class(CUSTOM_CLASS)  # then its code is saved with its weights
+        return custom
     register_language_models(config)
     base = MODEL_MAPPING.get(type(config), None)
     if base is None:
         raise EngineError(
             f"transformers has no base model of a {type(config).__name__} that a value head could stand on, and the "
-            f"folder brings no {OWN_CLASS} of its own that is trusted (model.trust_remote_code)"
+            f"folder brings no {CUSTOM_CLASS} of its own that is trusted (model.trust_remote_code)"
         )
-    own = AutoModelForTokenClassification._model_mapping.get(type(config), None)
-    if own is not None and issubclass(own, GenericForTokenClassification):
-        name, family = own.__name__, own
+    custom = AutoModelForTokenClassification._model_mapping.get(type(config), None)
+    if custom is not None and issubclass(custom, GenericForTokenClassification):
+        name, family = custom.__name__, custom
     else:
         name = f"{base.__name__.removesuffix('Model')}ValueModel"
         family = [each for each in base.__mro__ if issubclass(each, PreTrainedModel)][-2]
@@ -95,9 +95,9 @@ def value_class(config: PreTrainedConfig, trust_remote_code: bool = False) -> ty
     return type(name, (ValueHead, family), attributes)
 
 
-def untrainable(config: Config) -> list[str]:
+def training_problems(config: Config) -> list[str]:
     """What speaks against training or scoring with the models that `config` names, each under its key."""
-    bring_along(config.model.video_family)
+    register_custom_family(config.model.video_family)
     path, trust = config.model.path, config.model.trust_remote_code
     paths = {"model.path": path}
     if config.uses_critic:
@@ -110,7 +110,7 @@ def untrainable(config: Config) -> list[str]:
             family = AutoConfig.from_pretrained(path, trust_remote_code=trust)
             _check_family(family, key == "critic.path", trust)
             if (width := config.training.tensor_model_parallel_size) > 1:
-                check_cuttable(family, width)
+                check_shardable(family, width)
             if key == "model.path":
                 check_pushable(family)
         except (EngineError, OSError, ValueError, KeyError, StrictDataclassError) as error:

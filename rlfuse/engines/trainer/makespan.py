@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from rlfuse.engines.trainer.degrees import Costs, Share, Unit
+from rlfuse.engines.trainer.sequence_parallel_packing import Costs, Share, Unit
 
 
 def makespan(shares: Sequence[Sequence[Share]], units: Sequence[Unit], costs: Costs, lockstep: bool) -> float:
@@ -49,17 +49,17 @@ def bounds(
         fitting = [degree for degree in degrees if unit.tokens <= degree * budget] or [highest]
         seconds = {degree: costs.seconds(unit, degree) for degree in fitting}
         total += min(degree * each for degree, each in seconds.items())
-        crowded = {degree: costs.crowded(degree) * each for degree, each in seconds.items()}
-        longest = max(longest, min(crowded.values()))
-        times.append((crowded.pop(highest), min(crowded.values(), default=math.inf)))
-    longest = max(longest, _sharing(times, groups))
+        contention = {degree: costs.contention(degree) * each for degree, each in seconds.items()}
+        longest = max(longest, min(contention.values()))
+        times.append((contention.pop(highest), min(contention.values(), default=math.inf)))
+    longest = max(longest, _bound_of_long_units(times, groups))
     if lockstep:
         alone = [whole for unit, (whole, _) in zip(units, times, strict=True) if 2 * unit.tokens > highest * budget]
         longest = max(longest, sum(sorted(alone, reverse=True)[::groups]))
     return costs.even(total, ranks), longest * min(costs.rate(rank, 1) for rank in range(ranks))
 
 
-def _sharing(times: Sequence[tuple[float, float]], groups: int) -> float:
+def _bound_of_long_units(times: Sequence[tuple[float, float]], groups: int) -> float:
     """Of one more unit than n times the groups there are, n + 1 run on one, unless one has fewer ranks all its time.
 
     `times`: of each unit on a whole group, and at its best on fewer ranks.

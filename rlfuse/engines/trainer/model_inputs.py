@@ -21,7 +21,7 @@ from rlfuse.samples import Row, Visual, flattened, padded, per_row
 from rlfuse.video.positions import MRope, following
 
 if TYPE_CHECKING:
-    from rlfuse.engines.trainer.sequence_parallel import Part
+    from rlfuse.engines.trainer.sequence_parallel import SequenceSlice
 
 Later = Callable[[], list[np.ndarray]]
 """Reads one float32 array per row from the device, and waits for it."""
@@ -57,15 +57,15 @@ class Batch:
     """(positions of the flattened inputs, the embeddings that stand there instead of the tokens')."""
     own: torch.Tensor | None = None
     """int64 [r]: which of the R, where the ranks of `part` hold slices."""
-    part: Part | None = None
+    part: SequenceSlice | None = None
 
-    def whole(self, flat: torch.Tensor) -> torch.Tensor:
+    def gather_slices(self, flat: torch.Tensor) -> torch.Tensor:
         """[r] -> [R] from all ranks of the slices. Differentiable in this rank's own; the rest are constants.
 
         So every rank computes the whole loss, and the sum of their gradients is its gradient, whatever the loss does
         with a row's tokens together.
         """
-        return flat if self.part is None else self.part.whole(flat, self.own, len(self.places))
+        return flat if self.part is None else self.part.gather_slices(flat, self.own, len(self.places))
 
     def predictions(self, kept: torch.Tensor) -> torch.Tensor:
         """[sequences, kept columns, ...] -> [r, ...], without a copy where all of them predict one token each."""
@@ -94,7 +94,7 @@ def collate(
     rows: Sequence[Row],
     packed: bool,
     device: torch.device | str = "cpu",
-    part: Part | None = None,
+    part: SequenceSlice | None = None,
     shared: bool = False,
     rope: MRope | None = None,
     sizes: Sequence[int] = (),
@@ -203,7 +203,7 @@ def _up(size: int, multiple: int) -> int:
 class _Cut:
     """The columns [low, high) of a sheet of so many rows, and what is predicted there."""
 
-    def __init__(self, sheet: _Sheet, rows: int, part: Part | None):
+    def __init__(self, sheet: _Sheet, rows: int, part: SequenceSlice | None):
         self._sheet, self._rows, self._row = sheet, rows, sheet.size // rows
         degree, index = (part.degree, part.index) if part else (1, 0)
         self._width = self._row // degree

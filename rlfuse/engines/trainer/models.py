@@ -25,7 +25,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.trainer.attention import attend_by_layout
 from rlfuse.engines.trainer.dropout import check_repeatable, zero_dropout, zero_fields
-from rlfuse.engines.trainer.families import RENAMED, ValueHead, value_class
+from rlfuse.engines.trainer.families import HEAD_KEY_MAPPING, ValueHead, value_class
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.errors import EngineError
 from rlfuse.samples import Row
@@ -33,7 +33,7 @@ from rlfuse.video.models.base import embedding_width, register_language_models
 from rlfuse.video.placeholders import exclude
 
 if TYPE_CHECKING:
-    from rlfuse.engines.trainer.sequence_parallel import Part
+    from rlfuse.engines.trainer.sequence_parallel import SequenceSlice
 
 
 def response_logits(model: Callable, batch: Batch) -> torch.Tensor:
@@ -47,10 +47,10 @@ def response_values(model: Callable, batch: Batch) -> torch.Tensor:
     """float32 [R]: the value of the state before each response token."""
     with visual_embeddings(model, batch):
         values = model(**batch.inputs, use_cache=False).logits[..., 0]
-    return batch.whole(batch.predictions(values[:, batch.keep]).float())
+    return batch.gather_slices(batch.predictions(values[:, batch.keep]).float())
 
 
-def before_head(model: Callable, batch: Batch) -> torch.Tensor:
+def head_inputs(model: Callable, batch: Batch) -> torch.Tensor:
     """[r, hidden] that a value model's head is given, which itself gives nothing while it is fresh.
 
     What it gives, [r, 1], of a class that ships with its weights: its head may have any name.
@@ -129,7 +129,7 @@ def load_critic(path: str, settings: ModelConfig) -> PreTrainedModel:
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
     kind = value_class(config, settings.trust_remote_code)
-    names = RENAMED if issubclass(kind, ValueHead) else None
+    names = HEAD_KEY_MAPPING if issubclass(kind, ValueHead) else None
     model = _load(kind, path, settings, names, num_labels=1)
     # Saved as `score`, whatever its name was: transformers would go back to that.
     model._weight_conversions = [each for each in model._weight_conversions if each.target_patterns != ["score."]]
@@ -199,10 +199,10 @@ def _load(
         use_safetensors=True,
         key_mapping=names,
     )
-    return trainer_ready(model, settings)
+    return prepare_for_training(model, settings)
 
 
-def trainer_ready(model: PreTrainedModel, settings: ModelConfig) -> PreTrainedModel:
+def prepare_for_training(model: PreTrainedModel, settings: ModelConfig) -> PreTrainedModel:
     """Attention by layouts (transformers' choice where a model takes none), no dropout, maybe recomputed activations.
 
     Visual placeholders get no probability, as in the engine.
@@ -219,7 +219,7 @@ def trainer_ready(model: PreTrainedModel, settings: ModelConfig) -> PreTrainedMo
 def check_training_passes(engine: Any, packed: bool, device: str, role: str) -> None:
     """EngineError if a model draws random numbers in training mode (`check_repeatable`); every rank calls."""
     module = engine.module
-    batch = collate(_probe(module.config.get_text_config().vocab_size), packed, device)
+    batch = collate(_check_rows(module.config.get_text_config().vocab_size), packed, device)
     check_repeatable(module, lambda: engine(**batch.inputs, use_cache=False), role)
 
 
@@ -228,33 +228,35 @@ def packs_exactly(
 ) -> bool:
     """Whether packed sequences get the logits they get when padded: false for models that ignore position restarts.
 
-    `read`: what is compared in place of logits, `before_head` of a value model.
+    `read`: what is compared in place of logits, `head_inputs` of a value model.
     """
-    rows = _probe(vocab_size)
-    return _same(model, [collate(rows, way, device) for way in (True, False)], dtype, read)
+    rows = _check_rows(vocab_size)
+    return _same_outputs(model, [collate(rows, way, device) for way in (True, False)], dtype, read)
 
 
-def splits_exactly(model: Callable, vocab_size: int, dtype: torch.dtype, packed: bool, device: str, part: Part) -> bool:
+def splits_exactly(
+    model: Callable, vocab_size: int, dtype: torch.dtype, packed: bool, device: str, part: SequenceSlice
+) -> bool:
     """Whether the ranks of `part`, which all call, get from slices what the whole gives.
 
     False for models that mix tokens otherwise than in the attention that layouts reach.
     """
-    rows = _probe(vocab_size)
-    return _same(model, [collate(rows, packed, device, each) for each in (part, None)], dtype)
+    rows = _check_rows(vocab_size)
+    return _same_outputs(model, [collate(rows, packed, device, each) for each in (part, None)], dtype)
 
 
-def _probe(vocab_size: int) -> list[Row]:
+def _check_rows(vocab_size: int) -> list[Row]:
     ids = np.arange(4, 16, dtype=np.int32) % vocab_size
     return [Row(ids[:3], ids[3:7]), Row(ids[:5], ids[5:12])]
 
 
 @torch.no_grad()
-def _same(model: Callable, batches: list[Batch], dtype: torch.dtype, read: Callable = response_logits) -> bool:
+def _same_outputs(model: Callable, batches: list[Batch], dtype: torch.dtype, read: Callable = response_logits) -> bool:
     """Whether two batches of the same rows get the same logits: eight of each row, and what all of them sum up to."""
     found = []
     for batch in batches:
         logits = read(model, batch).float()
         some = logits[:, :8].nan_to_num(neginf=0.0).unbind(-1)
-        found.append(torch.stack([batch.whole(x) for x in (*some, logits.logsumexp(-1))]))
+        found.append(torch.stack([batch.gather_slices(x) for x in (*some, logits.logsumexp(-1))]))
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     return bool((found[0] - found[1]).abs().max() <= tolerance * (1 + found[1].abs().max()))

@@ -29,7 +29,7 @@ _PIECE = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Away:
+class _OffloadedStorage:
     """A storage without memory, and its bytes."""
 
     storage: torch.UntypedStorage
@@ -48,7 +48,7 @@ class _Fetch:
     limit_s: float
 
 
-_away: WeakKeyDictionary[torch.nn.Module, list[_Away]] = WeakKeyDictionary()
+_offloaded: WeakKeyDictionary[torch.nn.Module, list[_OffloadedStorage]] = WeakKeyDictionary()
 _fetches: WeakKeyDictionary[torch.nn.Module, _Fetch] = WeakKeyDictionary()
 _fetching = ThreadPoolExecutor(1, "optimizer")
 _moving = threading.RLock()
@@ -61,9 +61,13 @@ def to_host(model: torch.nn.Module, optimizer_alone: bool = False) -> None:
     `optimizer_alone`: only of what its steps alone read.
     """
     with _moving:
-        _settle(model)
-        late = _of_optimizer(model)
-        _leave(model, [each for each in _storages(model) if each.data_ptr() in late or not optimizer_alone], late)
+        _wait_for_fetch(model)
+        optimizer_addresses = _of_optimizer(model)
+        _move_to_host(
+            model,
+            [each for each in _storages(model) if each.data_ptr() in optimizer_addresses or not optimizer_alone],
+            optimizer_addresses,
+        )
 
 
 def to_device(model: torch.nn.Module, optimizer: bool = True) -> None:
@@ -72,12 +76,12 @@ def to_device(model: torch.nn.Module, optimizer: bool = True) -> None:
     Where the device has too little memory the rest stays away, and it can be tried again.
     """
     with _moving:
-        _settle(model)
-        away = _away.get(model, [])
-        for each in [each for each in reversed(away) if optimizer or not each.of_optimizer]:
+        _wait_for_fetch(model)
+        offloaded = _offloaded.get(model, [])
+        for each in [each for each in reversed(offloaded) if optimizer or not each.of_optimizer]:
             each.storage.resize_(each.size)
             _copy_back(each)
-            away.remove(each)
+            offloaded.remove(each)
         _synchronize()
 
 
@@ -89,16 +93,16 @@ def fetch_optimizer(model: torch.nn.Module, limit_s: float) -> None:
     if not _moving.acquire(blocking=False):
         return
     try:
-        away = _away.get(model)
-        if away and model not in _fetches and all(each.of_optimizer for each in away):
-            _fetches[model] = _Fetch(_fetching.submit(_bring_back, away), limit_s)
+        offloaded = _offloaded.get(model)
+        if offloaded and model not in _fetches and all(each.of_optimizer for each in offloaded):
+            _fetches[model] = _Fetch(_fetching.submit(_load_back, offloaded), limit_s)
     finally:
         _moving.release()
 
 
-def bytes_away(model: torch.nn.Module) -> int:
+def offloaded_bytes(model: torch.nn.Module) -> int:
     """Of what is on the host, or on its way from there."""
-    return sum(each.size for each in _away.get(model, []))
+    return sum(each.size for each in _offloaded.get(model, []))
 
 
 def release_cached(most: int) -> None:
@@ -110,7 +114,7 @@ def release_cached(most: int) -> None:
         torch.cuda.empty_cache()
 
 
-def pin_ahead(size: int) -> None:
+def start_pinning(size: int) -> None:
     """Begin to register host memory for `size` bytes that will leave the device; to do so while they leave takes long.
 
     torch keeps the pieces and hands them out in `to_host`. Nothing begins where that is under way or done.
@@ -135,56 +139,60 @@ def on_device(model: torch.nn.Module, optimizer: bool = True) -> Iterator[None]:
     `optimizer`: also what only steps read, which else stays where it is.
     """
     with _moving:
-        _settle(model)
-        left = [each.storage for each in _away.get(model, []) if optimizer or not each.of_optimizer]
+        _wait_for_fetch(model)
+        left = [each.storage for each in _offloaded.get(model, []) if optimizer or not each.of_optimizer]
         to_device(model, optimizer)
     try:
         yield
     finally:
         if left:
             with _moving:
-                _leave(model, left, _of_optimizer(model))
+                _move_to_host(model, left, _of_optimizer(model))
 
 
-def _leave(model: torch.nn.Module, storages: list[torch.UntypedStorage], late: set[int]) -> None:
+def _move_to_host(model: torch.nn.Module, storages: list[torch.UntypedStorage], optimizer_addresses: set[int]) -> None:
     _synchronize()
-    storages = sorted(storages, key=lambda each: each.data_ptr() in late)  # what comes back later shares no piece
+    storages = sorted(
+        storages, key=lambda each: each.data_ptr() in optimizer_addresses
+    )  # what comes back later shares no piece
     host = _HostPieces(sum(storage.nbytes() for storage in storages))
-    leaving = [_Away(each, host.copies(_bytes(each)), each.data_ptr() in late) for each in storages]
+    leaving = [
+        _OffloadedStorage(each, host.copies(_bytes(each)), each.data_ptr() in optimizer_addresses) for each in storages
+    ]
     _synchronize()
     for each in leaving:
         each.storage.resize_(0)
-    _away.setdefault(model, []).extend(leaving)
+    _offloaded.setdefault(model, []).extend(leaving)
 
 
-def _bring_back(away: list[_Away]) -> None:
+def _load_back(offloaded: list[_OffloadedStorage]) -> None:
     """In a thread: until all of it is there, or none. On GPUs memory is taken from where the computing stream takes its
     own, and written behind what that was given so far, which may still use it."""
     stream = torch.cuda.Stream() if torch.cuda.is_available() else None
     try:
-        for each in away:
+        for each in offloaded:
             each.storage.resize_(each.size)
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            for each in away:
+            for each in offloaded:
                 _copy_back(each)
         if stream is not None:
             stream.synchronize()
     except BaseException:
-        for each in away:
+        for each in offloaded:
             each.storage.resize_(0)
         raise
-    away.clear()
+    offloaded.clear()
 
 
-def _copy_back(each: _Away) -> None:
+def _copy_back(each: _OffloadedStorage) -> None:
     sizes = [copy.numel() for copy in each.copies]
     for part, copy in zip(_bytes(each.storage).split(sizes), each.copies, strict=True):
         part.copy_(copy, non_blocking=True)
 
 
-def _settle(model: torch.nn.Module) -> None:
+def _wait_for_fetch(model: torch.nn.Module) -> None:
     """Nothing of the model is on its way. EngineError where that takes too long; without room the rest stays away."""
     if (fetch := _fetches.pop(model, None)) is None:
         return
@@ -194,7 +202,7 @@ def _settle(model: torch.nn.Module) -> None:
         torch.cuda.empty_cache()
     except TimeoutError:
         raise EngineError(
-            f"waited {fetch.limit_s:g} s for {bytes_away(model):,} bytes of an optimizer's masters and moments, which "
+            f"waited {fetch.limit_s:g} s for {offloaded_bytes(model):,} bytes of an optimizer's masters and moments, which "
             "were to come from host memory to the device while gradients were computed. Its host copies too slowly, "
             "or not at all; actor.optimizer_residency=training has them come with the weights."
         ) from None

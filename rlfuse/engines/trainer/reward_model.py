@@ -16,12 +16,12 @@ from rlfuse.cluster.placement import Slots
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.config.schema import Config
 from rlfuse.data.preferences import Preference
-from rlfuse.engines.trainer.degrees import Unit
 from rlfuse.engines.trainer.rank_group import start_ranks, step_metrics
+from rlfuse.engines.trainer.sequence_parallel_packing import Unit
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.samples import Row
 
-UNSEEN = np.zeros(1, dtype=np.int32)
+TRAILING_TOKEN = np.zeros(1, dtype=np.int32)
 """Stands behind a row's last token, where the score is; causal models never look at it."""
 
 
@@ -70,7 +70,7 @@ def rows_of(pairs: Sequence[Preference], labels: Sequence[str]) -> list[Row]:
     for pair in pairs:
         for side, ids in (("chosen", pair.chosen_ids), ("rejected", pair.rejected_ids)):
             alone = int(not len(pair.shared_ids))  # a row has a prompt: with nothing to share, its own first token
-            prompt, response = (ids[:1] if alone else pair.shared_ids), np.concatenate([ids[alone:], UNSEEN])
+            prompt, response = (ids[:1] if alone else pair.shared_ids), np.concatenate([ids[alone:], TRAILING_TOKEN])
             label = labels.index(pair.dimension) if pair.dimension else 0
             tensors = {
                 name: np.full(len(response), value, dtype=np.float32)

@@ -1,6 +1,6 @@
 """Files of a checkpoint, written by ranks that stay in step with one another where the disk is full.
 
-Role: a rank opens `writing(models)` around what it saves, and sends every file through `Writing.write`. A file that
+Role: a rank opens `checkpoint_writer(models)` around what it saves, and sends every file through `CheckpointWriter.write`. A file that
 can't be written is noted and nothing more is written, but every collective on the way is entered as before: a rank that
 left one would make its peers wait, and end the run for want of a checkpoint. What was written is on the disk when
 `write` returns, not only in this node's memory.
@@ -17,7 +17,7 @@ from rlfuse.engines.trainer.offloading import on_device
 from rlfuse.files import sync_all
 
 
-class Writing:
+class CheckpointWriter:
     """What this rank could not write: `problem` is None while all is well."""
 
     def __init__(self) -> None:
@@ -41,9 +41,9 @@ class Writing:
 
 
 @contextmanager
-def writing(models: Iterable[Any] = ()) -> Iterator[Writing]:
+def checkpoint_writer(models: Iterable[Any] = ()) -> Iterator[CheckpointWriter]:
     """Of one checkpoint of these models, which are on the device for its length."""
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(on_device(model))
-        yield Writing()
+        yield CheckpointWriter()

@@ -1,6 +1,6 @@
 """Ulysses over consecutive trainer ranks: each holds a slice of a micro-batch's tokens and runs all layers.
 
-Role: a trainer rank makes one `SequenceParallel` when it has met the others, and takes from it its `Part` of a
+Role: a trainer rank makes one `SequenceParallel` when it has met the others, and takes from it its `SequenceSlice` of a
 micro-batch of some degree; where layers are shared, too, the ranks of a part hold the same share. In attention they
 trade: an all-to-all gives each rank whole sequences of some heads, another one gives the slices back (Jacobs et al.
 2023, arXiv 2309.14509).
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.engines.trainer.attention import Segment, attend
-from rlfuse.engines.trainer.degrees import degrees_up_to
+from rlfuse.engines.trainer.sequence_parallel_packing import degrees_up_to
 
 
 class SequenceParallel:
@@ -30,19 +30,19 @@ class SequenceParallel:
     """
 
     def __init__(self, mesh: ParallelMesh, rank: int, timeout: timedelta):
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, SequenceSlice] = {}
         for degree in degrees_up_to(mesh.sp)[1:]:
             for ranks in mesh.at_degree(degree).groups("sp"):
                 group = dist.new_group(ranks, timeout=timeout)
                 if rank in ranks:
-                    self._parts[degree] = Part(degree, ranks.index(rank), group)
+                    self._parts[degree] = SequenceSlice(degree, ranks.index(rank), group)
 
-    def part(self, degree: int) -> Part | None:
+    def part(self, degree: int) -> SequenceSlice | None:
         """This rank's part of a micro-batch of that degree; None for 1, which needs no other rank."""
         return self._parts[degree] if degree > 1 else None
 
 
-class Part:
+class SequenceSlice:
     """Slice `index` of `degree`, and the ranks that hold the others."""
 
     def __init__(self, degree: int, index: int, group: dist.ProcessGroup):
@@ -75,14 +75,14 @@ class Part:
         dist.all_to_all_single(received, sent, group=self.group)
         return torch.cat(received.unbind(), join)
 
-    def whole(self, flat: Tensor, own: Tensor, size: int) -> Tensor:
-        """[r] at the places `own` of all `size`, from every rank; the gradient of others' places stays with them."""
-        return _Whole.apply(flat, own, size, self.group)
+    def gather_slices(self, flat: Tensor, indices: Tensor, size: int) -> Tensor:
+        """[r] at the places `indices` of all `size`, from every rank; the gradient of others' places stays with them."""
+        return _Whole.apply(flat, indices, size, self.group)
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor: Tensor, part: Part, split: int, join: int) -> Tensor:
+    def forward(ctx, tensor: Tensor, part: SequenceSlice, split: int, join: int) -> Tensor:
         ctx.part, ctx.back = part, (join, split)
         return part.exchange(tensor, split, join)
 
@@ -93,14 +93,14 @@ class _Exchange(torch.autograd.Function):
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, flat: Tensor, own: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(own)
+    def forward(ctx, flat: Tensor, indices: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(indices)
         whole = flat.new_zeros(size)
-        whole[own] = flat
+        whole[indices] = flat
         dist.all_reduce(whole, group=group)
         return whole
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (own,) = ctx.saved_tensors
-        return gradient[own], None, None, None
+        (indices,) = ctx.saved_tensors
+        return gradient[indices], None, None, None

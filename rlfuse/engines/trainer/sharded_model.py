@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.backends import BACKENDS, imported
-from rlfuse.engines.trainer.saving import Writing
+from rlfuse.engines.trainer.backends import BACKENDS, import_object
+from rlfuse.engines.trainer.saving import CheckpointWriter
 from rlfuse.engines.trainer.tensor_parallel import TensorShares
 from rlfuse.errors import EngineError
 
@@ -90,7 +90,7 @@ class ShardedModel(Protocol):
     def not_finite(self) -> str | None:
         """Name of a parameter that is not finite on this rank."""
 
-    def save(self, folder: Path, files: Writing) -> None:
+    def save(self, folder: Path, files: CheckpointWriter) -> None:
         """Weights and optimizer state, so that `load` continues bit for bit with as many ranks."""
 
     def load(self, folder: Path) -> None:
@@ -103,7 +103,9 @@ class StagesModel(ShardedModel, Protocol):
     def close(self) -> None:
         """Release the model and its optimizer."""
 
-    def save_by_name(self, folder: Path, rank: int | None, files: Writing, shares: TensorShares | None) -> None:
+    def save_by_name(
+        self, folder: Path, rank: int | None, files: CheckpointWriter, shares: TensorShares | None
+    ) -> None:
         """Gather this rank's parameters with their moments; written if `rank` is given, as that rank's file.
 
         `shares`: of parameters that ranks have shares of; these are written whole.
@@ -115,7 +117,7 @@ class StagesModel(ShardedModel, Protocol):
 
 def sharded_model(strategy: str) -> type[ShardedModel]:
     """The class that `actor.strategy` selects."""
-    return imported(BACKENDS[strategy].model)
+    return import_object(BACKENDS[strategy].model)
 
 
 def check_finite(model: str, parameter: str | None) -> None:

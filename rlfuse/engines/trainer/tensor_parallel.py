@@ -29,8 +29,8 @@ from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.errors import EngineError
 
 KEY = "training.tensor_model_parallel_size"
-OUTPUTS, INPUTS, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
-_SHARED = ("k_proj", "v_proj")
+COLWISE, ROWWISE, REPLICATED_SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
+_KEY_VALUE = ("k_proj", "v_proj")
 """Of attention: cut by the heads of keys and values."""
 
 
@@ -39,10 +39,10 @@ class TensorShares(Protocol):
 
     degree: int
     index: int
-    answers: bool
+    is_writer: bool
     """Whether this rank writes checkpoints for the group."""
 
-    def whole(self, tensor: Tensor, dim: int) -> Tensor: ...
+    def gather_whole(self, tensor: Tensor, dim: int) -> Tensor: ...
 
 
 class MemoryOnlyGroup:
@@ -62,7 +62,7 @@ class TensorParallelGroup(MemoryOnlyGroup):
 
     def __init__(self, mesh: ParallelMesh, rank: int, timeout: timedelta):
         super().__init__(mesh.tp)
-        self.index, self.answers = mesh.coordinates(rank)["tp"], mesh.leads(rank, "tp")
+        self.index, self.is_writer = mesh.coordinates(rank)["tp"], mesh.leads(rank, "tp")
         for ranks in mesh.groups("tp"):
             group = dist.new_group(ranks, timeout=timeout)
             if rank in ranks:
@@ -72,11 +72,11 @@ class TensorParallelGroup(MemoryOnlyGroup):
         """This rank's share of what `load` returns, which is whole for a moment: on one rank of the group at a time."""
         for turn in range(self.degree):
             if turn == self.index:
-                model = cut(load(), self)
+                model = shard_layers(load(), self)
             dist.barrier(self.group)
         return model
 
-    def whole(self, tensor: Tensor, dim: int) -> Tensor:
+    def gather_whole(self, tensor: Tensor, dim: int) -> Tensor:
         """From the shares of a tensor, which was cut along `dim`; every rank of the group calls."""
         own = tensor.detach().contiguous()
         parts = [torch.empty_like(own) for _ in range(self.degree)]
@@ -98,13 +98,13 @@ def is_share(parameter: nn.Parameter | Tensor) -> bool:
 # Which models ---------------------------------------------------------------------------------------------------------
 
 
-def check_cuttable(config: PreTrainedConfig, degree: int) -> None:
+def check_shardable(config: PreTrainedConfig, degree: int) -> None:
     """EngineError for a family, or heads, that `degree` ranks can't share."""
     text = config.get_text_config()
     plan, name = getattr(text, "base_model_tp_plan", None) or {}, text.model_type
-    if not any(style == INPUTS for style in plan.values()):
+    if not any(style == ROWWISE for style in plan.values()):
         raise EngineError(f"transformers has no tensor-parallel plan of a {name}, so {KEY}={degree} can't cut it")
-    other = sorted({style for layer, style in plan.items() if "*" in layer} - {OUTPUTS, INPUTS, PARTIAL})
+    other = sorted({style for layer, style in plan.items() if "*" in layer} - {COLWISE, ROWWISE, REPLICATED_SUMMED})
     if other:
         raise EngineError(f"a {name} has layers to be cut as {', '.join(other)}, which {KEY}={degree} knows nothing of")
     heads = text.num_attention_heads
@@ -121,24 +121,24 @@ def check_cuttable(config: PreTrainedConfig, degree: int) -> None:
 # A rank's share -------------------------------------------------------------------------------------------------------
 
 
-def cut(model: PreTrainedModel, ranks: MemoryOnlyGroup) -> PreTrainedModel:
+def shard_layers(model: PreTrainedModel, ranks: MemoryOnlyGroup) -> PreTrainedModel:
     """The model with this rank's share of its decoder layers; the rest of them is let go.
 
     EngineError where parts of a layer stand beside those in its plan: their gradients might be of some heads only.
     """
-    check_cuttable(model.config, ranks.degree)
+    check_shardable(model.config, ranks.degree)
     if not attends_by_layout(model):
         raise EngineError(f"{KEY}={ranks.degree}: a {type(model).__name__} counts its heads itself; set it to 1")
-    entrance, planned = _Entrance(ranks), _planned(model)
+    entrance, planned = _SharedInput(ranks), _planned(model)
     for name, style in planned.items():
         parent, _, leaf = name.rpartition(".")
         layer = model.get_submodule(name)
-        if style == PARTIAL:
+        if style == REPLICATED_SUMMED:
             for parameter in layer.parameters():
                 parameter.register_hook(ranks.sum)
         else:
             setattr(model.get_submodule(parent), leaf, _share(name, layer, style, model, ranks, entrance))
-    for parent in {name.rpartition(".")[0] for name, style in planned.items() if style == INPUTS}:
+    for parent in {name.rpartition(".")[0] for name, style in planned.items() if style == ROWWISE}:
         module = model.get_submodule(parent)
         module.register_forward_hook(entrance.forget, always_call=True)
         for name, _ in module.named_parameters(prefix=parent):
@@ -155,15 +155,15 @@ def _planned(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _share(
-    name: str, layer: nn.Module, style: str, model: PreTrainedModel, ranks: MemoryOnlyGroup, entrance: _Entrance
+    name: str, layer: nn.Module, style: str, model: PreTrainedModel, ranks: MemoryOnlyGroup, entrance: _SharedInput
 ) -> nn.Module:
     text, leaf = model.config.get_text_config(), name.rpartition(".")[2]
     if not isinstance(layer, nn.Linear):
         raise EngineError(f"{KEY}={ranks.degree}: {name} is a {type(layer).__name__} and can't be cut; set it to 1")
-    if style == INPUTS:
+    if style == ROWWISE:
         return _Rows(layer, ranks)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if leaf in _SHARED and heads % ranks.degree:
+    if leaf in _KEY_VALUE and heads % ranks.degree:
         return _SharedColumns(layer, ranks, entrance, heads)
     return _Columns(layer, ranks, entrance)
 
@@ -177,16 +177,16 @@ def _cut(parameter: nn.Parameter, dim: int, ranks: MemoryOnlyGroup) -> nn.Parame
     return own
 
 
-class Share(nn.Module):
+class ShardedLinear(nn.Module):
     """Some rows or columns of a linear layer's weights, by which it multiplies."""
 
     multiply = staticmethod(linear)
 
 
-class _Columns(Share):
+class _Columns(ShardedLinear):
     """Some outputs of a linear layer."""
 
-    def __init__(self, layer: nn.Linear, ranks: MemoryOnlyGroup, entrance: _Entrance):
+    def __init__(self, layer: nn.Linear, ranks: MemoryOnlyGroup, entrance: _SharedInput):
         super().__init__()
         self._entrance = entrance
         self.weight = _cut(layer.weight, 0, ranks)
@@ -199,7 +199,7 @@ class _Columns(Share):
 class _SharedColumns(nn.Module):
     """The one head of keys, or of values, that this rank's queries look at; its layer is whole on every rank."""
 
-    def __init__(self, layer: nn.Linear, ranks: MemoryOnlyGroup, entrance: _Entrance, heads: int):
+    def __init__(self, layer: nn.Linear, ranks: MemoryOnlyGroup, entrance: _SharedInput, heads: int):
         super().__init__()
         self._entrance, width = entrance, layer.out_features // heads
         head = ranks.index * heads // ranks.degree
@@ -213,7 +213,7 @@ class _SharedColumns(nn.Module):
         return linear(self._entrance(inputs), self.weight[self._own], bias)
 
 
-class _Rows(Share):
+class _Rows(ShardedLinear):
     """What a linear layer makes of some inputs, summed over the ranks; the bias comes once."""
 
     def __init__(self, layer: nn.Linear, ranks: MemoryOnlyGroup):
@@ -226,7 +226,7 @@ class _Rows(Share):
         return whole if self.bias is None else whole + self.bias
 
 
-class _Entrance:
+class _SharedInput:
     """Hands a group's ranks their layers' input; layers with the same input sum its gradient over the ranks once."""
 
     def __init__(self, ranks: MemoryOnlyGroup):

@@ -23,10 +23,19 @@ from rlfuse.cluster.placement import Slots
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.parallelism import STATE, state_layout, value_of
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.columns import plan_in_columns
-from rlfuse.engines.trainer.degrees import Costs, Share, Unit, degrees_up_to, fill, plan, unit_per_row, units_by_prompt
+from rlfuse.engines.trainer.lockstep_packing import plan_lockstep
 from rlfuse.engines.trainer.makespan import bounds, makespan
-from rlfuse.engines.trainer.rank_group import Met, RankGroup, check_written, start_ranks, warned
+from rlfuse.engines.trainer.rank_group import OnRanksJoined, RankGroup, check_written, start_ranks, warn_if_unfused
+from rlfuse.engines.trainer.sequence_parallel_packing import (
+    Costs,
+    Share,
+    Unit,
+    degrees_up_to,
+    fill,
+    plan,
+    unit_per_row,
+    units_by_prompt,
+)
 from rlfuse.engines.weights.sync import plan_buckets
 from rlfuse.errors import EngineError
 from rlfuse.protocols import PassResult
@@ -53,16 +62,16 @@ class TrainerGroup(RankGroup):
         slots: Slots,
         cores: Sequence[int] | None = None,
         tower: TowerSettings | None = None,
-        met: Met | None = None,
+        met: OnRanksJoined | None = None,
     ) -> tuple[TrainerGroup, dict[str, Any]]:
         """One rank on every slot, models loaded; and facts to log.
 
-        `cores`: the CPU core that each rank's process is bound to; `tower`: what video.freeze_tower=false trains, not
+        `cores`: the CPU core that each rank's process is bound to; `tower`: what video.freeze_vision_tower=false trains, not
         read otherwise; `met`: awaited once the ranks have met, before they load models.
         """
         from rlfuse.engines.trainer.trainer_rank import TrainerRank  # only when ranks are started
 
-        tower = None if config.video.freeze_tower else tower
+        tower = None if config.video.freeze_vision_tower else tower
         group = cls(config, await start_ranks(TrainerRank, config, slots, cores))
         if met:
             await met(group)
@@ -72,7 +81,7 @@ class TrainerGroup(RankGroup):
 
     async def _load(self, *arguments: Any) -> dict[str, Any]:
         """Have every rank set its models up; facts to log."""
-        facts = warned((await self._all("setup", "load its models", *arguments))[0])
+        facts = warn_if_unfused((await self._all("setup", "load its models", *arguments))[0])
         for line in facts.pop("lines"):
             watchdog.say(line)
         return facts
@@ -151,7 +160,7 @@ class TrainerGroup(RankGroup):
         costs = costs.trained() if trained else costs
         with self.recorder.span("plan", cause="a pass") as span:
             if lockstep and degrees[-1] > 1:
-                shares = plan_in_columns(units, holders, budget, degrees, costs, most)
+                shares = plan_lockstep(units, holders, budget, degrees, costs, most)
             else:
                 shares = plan(units, holders, budget, degrees, costs, most, lockstep)
             if slot is None:
@@ -209,9 +218,9 @@ class TrainerGroup(RankGroup):
         check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute(), buckets))
         (folder / "trainer.json").write_text(json.dumps(self._shape()))
 
-    async def describe(self, folder: Path) -> None:
+    async def save_metadata(self, folder: Path) -> None:
         """Write what `save` writes except weights and optimizer state. NotSaved where a file could not be written."""
-        check_written(await self._all("describe", f"write files to {folder}", folder.absolute()))
+        check_written(await self._all("save_metadata", f"write files to {folder}", folder.absolute()))
 
     async def load(self, folder: Path) -> None:
         """Continue from what `save` wrote under the same number of ranks, which divide states alike."""

@@ -28,23 +28,31 @@ from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.trainer import fused_log_probs
 from rlfuse.engines.trainer.activation_offloading import RankActivations
 from rlfuse.engines.trainer.attention import attends_by_layout
-from rlfuse.engines.trainer.base_rank import Rank, needs_models
+from rlfuse.engines.trainer.base_rank import Rank, requires_models
+from rlfuse.engines.trainer.cost_measurement import matmul_parameters, matmul_rate, measure_costs
 from rlfuse.engines.trainer.cuda_graphs import record_passes
-from rlfuse.engines.trainer.degrees import Costs, degrees_up_to
-from rlfuse.engines.trainer.measuring import matmul_rate, measured_costs, multiplied
+from rlfuse.engines.trainer.micro_batch_losses import (
+    OBJECTIVES,
+    OUTPUTS,
+    PassResults,
+    RankCall,
+    old_log_probs_from_update,
+    read_sums,
+    weighted_loss,
+)
 from rlfuse.engines.trainer.model_inputs import Batch, collate
 from rlfuse.engines.trainer.models import (
-    before_head,
     check_training_passes,
+    head_inputs,
     load_critic,
     load_policy,
     packs_exactly,
     response_logits,
     splits_exactly,
 )
-from rlfuse.engines.trainer.passes import OBJECTIVES, OUTPUTS, Passes, RankCall, log_probs_gained, read_sums, weighed
-from rlfuse.engines.trainer.saving import Writing, writing
-from rlfuse.engines.trainer.sequence_parallel import Part, SequenceParallel
+from rlfuse.engines.trainer.saving import CheckpointWriter, checkpoint_writer
+from rlfuse.engines.trainer.sequence_parallel import SequenceParallel, SequenceSlice
+from rlfuse.engines.trainer.sequence_parallel_packing import Costs, degrees_up_to
 from rlfuse.engines.trainer.sharded_model import ShardedModel, check_finite
 from rlfuse.engines.trainer.tensor_parallel import TensorParallelGroup
 from rlfuse.engines.trainer.vision_tower import MicroBatchClip, TowerSettings, TrainedTower
@@ -53,7 +61,7 @@ from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.errors import EngineError
 from rlfuse.samples import MicroBatch, Row
 from rlfuse.step.scoring import KIND_OF
-from rlfuse.video.models.base import bring_along, m_rope
+from rlfuse.video.models.base import m_rope, register_custom_family
 
 _CUT = (
     "{}={}: the {}, a {}, mixes tokens otherwise than in full or sliding-window attention and can't be cut into "
@@ -90,11 +98,11 @@ class TrainerRank(Rank):
         `tower`: of a tower that is trained with the actor.
         """
         config, start = self.config, self.config.model.path
-        bring_along(config.model.video_family)
+        register_custom_family(config.model.video_family)
         torch.manual_seed(config.data.seed)
         self.engines: dict[str, ShardedModel] = {}
         self.tower = tower and TrainedTower(tower, self.device, config.uses_reference)
-        self.beside = self.tower.modules if self.tower else []
+        self.extra_modules = self.tower.modules if self.tower else []
         with self.recorder.span("start", cause="run"), self.backend.loading(config):
             policy = self._load(load_policy, start)
             if self.tower:
@@ -107,7 +115,7 @@ class TrainerRank(Rank):
                 reference = self._load(load_policy, config.ref.path or start)
                 self.engines["ref"] = self.backend.frozen(reference, config, self.device)
         modules = {name: each.module for name, each in self.engines.items()}
-        for module in (*modules.values(), *self.beside):
+        for module in (*modules.values(), *self.extra_modules):
             self.progress.follow(module)
         self.ropes = {name: m_rope(each.config) for name, each in modules.items()}
         self.sums: dict[str, dict[str, torch.Tensor]] = {}
@@ -122,19 +130,19 @@ class TrainerRank(Rank):
             check_training_passes(self.engines[name], self.packed, self.device, name)
         lines = self._arrange_passes()
         self._check_split()
-        parameters = {name: self._multiplied(name) for name in self.exporters}
+        parameters = {name: self._matmul_parameters(name) for name in self.exporters}
         facts = {"packed": self.packed, "shares_prompts": self.shares, "lines": lines, "parameters": parameters}
         return facts | {"unfused": fused_log_probs.unavailable(self.device)}
 
-    def _multiplied(self, name: str) -> tuple[int, int]:
-        """As `multiplied`."""
+    def _matmul_parameters(self, name: str) -> tuple[int, int]:
+        """As `matmul_parameters`."""
         module = self.engines[name].module
         names = {id(tensor): key for key, tensor in self.exporters[name].tensors.items()}
         lookups = [names.get(id(each.weight)) for each in module.modules() if isinstance(each, torch.nn.Embedding)]
         outputs = module.get_output_embeddings()
         head = None if outputs is None else names.get(id(outputs.weight))
         sizes = {key: size // self.dtype.itemsize for key, size in self.sizes(name)}
-        return multiplied(sizes, lookups, head, module.config.get_text_config())
+        return matmul_parameters(sizes, lookups, head, module.config.get_text_config())
 
     def _arrange_passes(self) -> list[str]:
         """Decide where activations wait and which passes are recorded; every rank calls. Returns lines for the log."""
@@ -160,7 +168,7 @@ class TrainerRank(Rank):
 
     def _packs(self, name: str) -> bool:
         engine = self.engines[name]
-        read = before_head if name == "critic" else response_logits
+        read = head_inputs if name == "critic" else response_logits
         return packs_exactly(engine, engine.module.config.get_text_config().vocab_size, self.dtype, self.device, read)
 
     def _check_split(self) -> None:
@@ -179,31 +187,31 @@ class TrainerRank(Rank):
         if not splits_exactly(actor, text.vocab_size, self.dtype, self.packed, self.device, part):
             raise EngineError(_CUT.format(key, largest, "actor", type(actor.module).__name__))
 
-    @needs_models
+    @requires_models
     def measure(self) -> Costs:
         """What sequence parallelism costs here; every rank calls."""
         degrees, width = degrees_up_to(self.mesh.sp), self.mesh.tp
         module = self.engines["actor"].module
         text, lockstep = module.config.get_text_config(), width > 1 or self.config.sharded_weights
-        token_s = 2 * sum(self._multiplied("actor")) / matmul_rate(self.dtype, self.device) / width
-        return measured_costs(self._probe, degrees, text, token_s, self.dtype, self.device, lockstep, width)
+        token_s = 2 * sum(self._matmul_parameters("actor")) / matmul_rate(self.dtype, self.device) / width
+        return measure_costs(self._time_pass, degrees, text, token_s, self.dtype, self.device, lockstep, width)
 
     @torch.no_grad()
-    def _probe(self, tokens: int, degree: int) -> None:
+    def _time_pass(self, tokens: int, degree: int) -> None:
         """A pass of a row of that many tokens, to be timed."""
         ids = np.zeros(tokens, dtype=np.int32)
         batch = collate([Row(ids[1:], ids[:1])], self.packed, self.device, self.parallel.part(degree))
         float(response_logits(self.engines["actor"], batch).sum())  # waits for the device
 
-    def _collate(self, model: str, rows: Sequence[Row], part: Part | None) -> Batch:
+    def _collate(self, model: str, rows: Sequence[Row], part: SequenceSlice | None) -> Batch:
         sizes = self.graphs.sizes if self.graphs else ()
         return collate(rows, self.packed, self.device, part, self.shares, self.ropes[model], sizes)
 
     # Passes without gradients ------------------------------------------------------------------------------------
 
-    @needs_models
+    @requires_models
     @torch.no_grad()
-    def score(self, models: Sequence[str], micro_batches: Sequence[MicroBatch]) -> Passes:
+    def score(self, models: Sequence[str], micro_batches: Sequence[MicroBatch]) -> PassResults:
         """Run each model's pass (`OUTPUTS`); all are launched before the first result is read."""
         call = RankCall(models, self.device)
         for model in models:
@@ -211,15 +219,17 @@ class TrainerRank(Rank):
             engine.eval()
             for number, micro_batch in enumerate(micro_batches):
                 part = self.parallel.part(micro_batch.degree)
-                with self._span(kind, micro_batch, "finished samples") as span, call.of(model, span):
+                with self._span(kind, micro_batch, "finished samples") as span, call.timed(model, span):
                     rows = self.tower.rows_of(model, micro_batch.rows) if self.tower else micro_batch.rows
-                    batch = self._collated(model, rows, part, number, call)
+                    batch = self._cached_or_collated(model, rows, part, number, call)
                     span.attributes["run"] = batch.inputs["input_ids"].numel()
                     scores = batch.split_later(OUTPUTS[model](self.config, engine, batch))
-                    call.results[model].append(scores if self._answers(part) else None)
+                    call.results[model].append(scores if self._returns_results(part) else None)
         return call.read()
 
-    def _collated(self, model: str, rows: Sequence[Row], part: Part | None, number: int, call: RankCall) -> Batch:
+    def _cached_or_collated(
+        self, model: str, rows: Sequence[Row], part: SequenceSlice | None, number: int, call: RankCall
+    ) -> Batch:
         """Rows as inputs of the model. Without clips they are the same for all models, and kept for the call's next."""
         batch = call.batches.pop(number, None)
         if batch is None:
@@ -230,11 +240,11 @@ class TrainerRank(Rank):
 
     # Updates -----------------------------------------------------------------------------------------------------
 
-    @needs_models
-    def accumulate(self, models: Sequence[str], micro_batches: Sequence[MicroBatch]) -> Passes:
+    @requires_models
+    def accumulate(self, models: Sequence[str], micro_batches: Sequence[MicroBatch]) -> PassResults:
         """Add the gradients of each model's summed loss to its gradients, and the diagnostics to its sums.
 
-        Returns the log-probs that the actor's rows gained by it (`log_probs_gained`).
+        Returns the log-probs that the actor's rows gained by it (`old_log_probs_from_update`).
         """
         call = RankCall(models, self.device)
         for model in models:
@@ -246,17 +256,19 @@ class TrainerRank(Rank):
     def _accumulate(self, model: str, micro_batch: MicroBatch, number: int, call: RankCall) -> None:
         engine, totals = self.engines[model], self.sums.setdefault(model, {})
         part = self.parallel.part(micro_batch.degree)
-        with self._span("forward", micro_batch, f"update_{model}", model=model) as span, call.of(model, span):
+        with self._span("forward", micro_batch, f"update_{model}", model=model) as span, call.timed(model, span):
             rows, clips = self._rows_and_clips(model, micro_batch)
-            batch = self._collated(model, rows, part, number, call)
-            with self.activations.leaving(model, batch, span) if self.activations else nullcontext():
+            batch = self._cached_or_collated(model, rows, part, number, call)
+            with self.activations.offloaded(model, batch, span) if self.activations else nullcontext():
                 loss, sums = OBJECTIVES[model](self.config, engine, batch)
-        with self._span("backward", micro_batch, f"update_{model}", model=model) as span, call.of(model, span):
-            engine.backward(weighed(loss, micro_batch.weight))
+        with self._span("backward", micro_batch, f"update_{model}", model=model) as span, call.timed(model, span):
+            engine.backward(weighted_loss(loss, micro_batch.weight))
             if clips:
                 self.tower.backward(clips)
-        call.results[model].append(log_probs_gained(model, rows, batch) if self._answers(part) else None)
-        counted = micro_batch.weight * self._answers(part)
+        call.results[model].append(
+            old_log_probs_from_update(model, rows, batch) if self._returns_results(part) else None
+        )
+        counted = micro_batch.weight * self._returns_results(part)
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + value.double() * counted
 
@@ -268,7 +280,7 @@ class TrainerRank(Rank):
             return self.tower.rows_with_gradient(micro_batch.rows)
         return self.tower.rows_of(model, micro_batch.rows), []
 
-    @needs_models
+    @requires_models
     def step(self, model: str, count: float, lr_factor: float = 1.0) -> tuple[dict[str, float], dict[str, float]]:
         """One optimizer step by all ranks' gradients, divided by `count`; every rank calls.
 
@@ -293,22 +305,22 @@ class TrainerRank(Rank):
         """(name, bytes) of the model's tensors."""
         return self.exporters[model].sizes()
 
-    @needs_models
+    @requires_models
     def export_bucket(self, names: list[str], path: Path) -> None:
         """Write these tensors of the actor to a safetensors file; every rank calls, rank 0 writes."""
         self.exporters["actor"].write(names, path)
 
-    @needs_models
+    @requires_models
     def save_tower(self, path: Path) -> int:
         """Rank 0 writes the trained tower; its updates so far. From now on rows bring what that tower encoded."""
         if self.rank == 0:
             self.tower.write(path)
-        self.tower.encoded_at = self.tower.updates
+        self.tower.embedded_at = self.tower.updates
         return self.tower.updates
 
     # Not run without GPUs, see weights.cuda_ipc
 
-    @needs_models
+    @requires_models
     def share_ipc(self, names: list[str]) -> dict[str, Any]:
         """A bucket's handle for the engine on this rank's GPU; every rank calls. The last two live until `release_ipc`.
 
@@ -331,7 +343,7 @@ class TrainerRank(Rank):
         Beside the actor's there, `tower.safetensors` is the trained tower. Returns what could not be written, and why.
         EngineError for weights that are not finite.
         """
-        with writing(self.engines[name] for name in self.exporters) as files:
+        with checkpoint_writer(self.engines[name] for name in self.exporters) as files:
             for name, exporter in self.exporters.items():
                 self.engines[name].save(folder / name, files)
                 exporter.save_pretrained(folder / name / "huggingface", buckets[name], files)
@@ -342,23 +354,23 @@ class TrainerRank(Rank):
                 check_finite(name, self.engines[name].not_finite())
         return files.problem
 
-    def describe(self, folder: Path) -> str | None:
+    def save_metadata(self, folder: Path) -> str | None:
         """Write what `save` writes except weights and optimizer state. Returns what could not be written, and why."""
-        files = Writing()
+        files = CheckpointWriter()
         files.probe(folder, self.rank)
         for name, exporter in self.exporters.items():
             exporter.save_pretrained(folder / name / "huggingface", [], files)
         return files.problem
 
-    @needs_models
+    @requires_models
     def load(self, folder: Path) -> None:
         """Weights and optimizer state of every trained model, as `save` left them, under this run's settings."""
         for name in self.exporters:
-            with self.optimizer_there(name):
+            with self.optimizer_on_device(name):
                 self.engines[name].load(folder / name)
         if self.tower:
             self.tower.copy_weights_from(self.engines["actor"])
-            self.tower.encoded_at = self.tower.updates
+            self.tower.embedded_at = self.tower.updates
 
     # Events ------------------------------------------------------------------------------------------------------
 
@@ -373,6 +385,6 @@ class TrainerRank(Rank):
             attributes=attributes | {"degree": degree},
         )
 
-    def _answers(self, part: Part | None) -> bool:
+    def _returns_results(self, part: SequenceSlice | None) -> bool:
         """Whether this rank speaks for all that have something of a micro-batch."""
         return self.mesh.at_degree(part.degree if part else 1).leads(self.rank, "sp", "tp")

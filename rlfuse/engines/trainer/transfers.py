@@ -63,7 +63,7 @@ class DeviceTimes:
         self._marks: list[tuple[Span, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
-    def of(self, span: Span) -> Iterator[None]:
+    def timed(self, span: Span) -> Iterator[None]:
         """The body's work is the span's."""
         if not self._on_gpu:
             yield

@@ -30,7 +30,7 @@ from rlfuse.video.embedding import content_hash, embedding_key
 from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.towers import Tower
 
-NAME = "tower"
+SUBMODULE = "tower"
 """Of the policy's submodule that holds the weights for the backend."""
 
 
@@ -44,50 +44,50 @@ class TowerSettings:
 
 
 class TrainedTower:
-    """`updates`: optimizer steps so far; `encoded_at`: those of the tower that made the embeddings which rows bring."""
+    """`updates`: optimizer steps so far; `embedded_at`: those of the tower that made the embeddings which rows bring."""
 
     def __init__(self, settings: TowerSettings, device: str, reference: bool):
         encoder = settings.encoder
         tower = (encoder.model_path, device, encoder.dtype, encoder.step)
-        self.present = Tower(*tower, trainable=True)
+        self.current = Tower(*tower, trainable=True)
         self.initial = Tower(*tower) if reference else None
         self.pool, self.block_bytes = settings.pool, encoder.block_bytes
-        self.device, self.updates, self.encoded_at = device, 0, 0
-        self._weights = list(self.present.module.parameters())
+        self.device, self.updates, self.embedded_at = device, 0, 0
+        self._weights = list(self.current.module.parameters())
         sums = (torch.zeros_like(weight, dtype=torch.float32) for weight in self._weights)
         self.sums = torch.nn.ParameterList(torch.nn.Parameter(each, requires_grad=False) for each in sums)
 
     @property
     def modules(self) -> list[torch.nn.Module]:
         """What moves between device and host memory with the engines."""
-        return [self.present.module, *([self.initial.module] if self.initial else []), self.sums]
+        return [self.current.module, *([self.initial.module] if self.initial else []), self.sums]
 
     def attach_to(self, policy: PreTrainedModel) -> None:
         """Give the policy the weights that its backend is to train."""
-        policy.add_module(NAME, copy.deepcopy(self.present.module).to(policy.dtype))
+        policy.add_module(SUBMODULE, copy.deepcopy(self.current.module).to(policy.dtype))
 
     # Passes ------------------------------------------------------------------------------------------------------
 
     def rows_of(self, model: str, rows: Sequence[Row]) -> tuple[Row, ...]:
         """The rows as `actor`, `critic` or `ref` sees them in a pass that does not train the tower."""
-        tower, updates = self.present, self.updates
+        tower, updates = self.current, self.updates
         if model == "ref":
             tower, updates = self.initial, 0
-        if model == "critic" or updates == self.encoded_at:
+        if model == "critic" or updates == self.embedded_at:
             tower = None
         return self._rows(rows, {}, tower, graded=False)
 
     def rows_with_gradient(self, rows: Sequence[Row]) -> tuple[tuple[Row, ...], list[MicroBatchClip]]:
         """The rows as the actor's update sees them, and their clips, for `backward` after that of the loss."""
         clips: dict[str, MicroBatchClip] = {}
-        rows = self._rows(rows, clips, None if self.updates == self.encoded_at else self.present, graded=True)
+        rows = self._rows(rows, clips, None if self.updates == self.embedded_at else self.current, graded=True)
         return rows, list(clips.values())
 
     def backward(self, clips: Iterable[MicroBatchClip]) -> None:
         """Add the tower's gradient, from what the loss's backward left at these clips."""
         for clip in clips:
             for first, at, frames in self._chunks(clip.visual, *clip.span):
-                features = self.present.rows(frames, clip.visual.plan, at)
+                features = self.current.rows(frames, clip.visual.plan, at)
                 if (wanted := clip.gradient(first, first + len(features))) is not None:
                     found = torch.autograd.grad(features, self._weights, wanted.to(features), materialize_grads=True)
                     for total, gradient in zip(self.sums, found, strict=True):
@@ -122,22 +122,22 @@ class TrainedTower:
         content, plan, key = content_hash(visual.path), visual.plan, visual.source.key
 
         def made_after(updates: int) -> bool:
-            return embedding_key(content, plan, self.present.version_after(updates)) == key
+            return embedding_key(content, plan, self.current.version_after(updates)) == key
 
-        if made_after(self.encoded_at):
+        if made_after(self.embedded_at):
             return
         made = [updates for updates in range(self.updates + 1) if made_after(updates)]
         by = f"by the tower after {made[0]} updates" if made else "from another file, plan or tower"
         raise EngineError(
             f"the embedding {key} of {visual.path} was made {by}, rows must bring those of the tower after "
-            f"{self.encoded_at} updates: hand the tower to the encoder ranks after every step, and encode clips after "
+            f"{self.embedded_at} updates: hand the tower to the encoder ranks after every step, and encode clips after "
             "that"
         )
 
     def _chunks(self, visual: Visual, first: int, last: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Frames that the tower runs together, with the row and the frame that they begin at: all that rows `first` to
         `last` need."""
-        plan, shape = visual.plan, self.present.shape
+        plan, shape = visual.plan, self.current.shape
         rows = [shape.row(plan, unit) for unit in range(0, shape.units(len(plan.times)), shape.step)]
         begin = (bisect_right(rows, first) - 1) * shape.cut
         end = min(bisect_left(rows, last) * shape.cut, len(plan.times))
@@ -153,9 +153,9 @@ class TrainedTower:
 
     def add_gradients_to(self, engine: ShardedModel) -> None:
         """Add what was summed up to the gradients that the engine holds; every rank calls, also one without clips."""
-        held = list(getattr(engine.module, NAME).parameters())
-        with engine.gathered(held):  # sums as gradients: each weight times its sum has that derivative
-            products = (weight * total.to(weight.dtype) for weight, total in zip(held, self.sums, strict=True))
+        parameters = list(getattr(engine.module, SUBMODULE).parameters())
+        with engine.gathered(parameters):  # sums as gradients: each weight times its sum has that derivative
+            products = (weight * total.to(weight.dtype) for weight, total in zip(parameters, self.sums, strict=True))
             engine.backward(sum(product.sum() for product in products))
         for total in self.sums:
             total.zero_()
@@ -163,16 +163,16 @@ class TrainedTower:
     @torch.no_grad()
     def copy_weights_from(self, engine: ShardedModel) -> None:
         """Take the engine's weights, after a step or a load; every rank calls."""
-        held = list(getattr(engine.module, NAME).parameters())
-        with engine.gathered(held) as whole:
+        parameters = list(getattr(engine.module, SUBMODULE).parameters())
+        with engine.gathered(parameters) as whole:
             for mine, weight in zip(self._weights, whole, strict=True):
                 mine.copy_(weight)
         self.updates = engine.steps
 
     def write(self, path: Path) -> None:
         """The present weights as safetensors under checkpoint names, as `Tower.update` takes them."""
-        with on_device(self.present.module):
-            weights = self.present.module.state_dict()
+        with on_device(self.current.module):
+            weights = self.current.module.state_dict()
             save_file({f"model.{name}": tensor.cpu().contiguous() for name, tensor in weights.items()}, path)
 
 
@@ -190,7 +190,7 @@ class MicroBatchClip:
         if part not in self._parts:
             cached, tower = self.visual.source, self._tower
             source = cached.read(*part) if tower is None else self._owner.rows(tower, self.visual, *part)
-            rows = source.to(self._owner.device, self._owner.present.dtype, copy=True)
+            rows = source.to(self._owner.device, self._owner.current.dtype, copy=True)
             self._parts[part] = rows.requires_grad_(self._graded)
         return self._parts[part]
 

@@ -57,7 +57,7 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 class TransformersEngine(EngineBase):
     """An `EngineActor`."""
 
-    capabilities = Capabilities(kv_move=False, embeds=False)
+    capabilities = Capabilities(can_move_kv=False, embeds=False)
 
     def __init__(self, slot: int):
         process = psutil.Process()
@@ -74,7 +74,7 @@ class TransformersEngine(EngineBase):
         return {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
     @staticmethod
-    def unserved(config: Config, trains: bool = True) -> list[str]:
+    def unsupported_reasons(config: Config, trains: bool = True) -> list[str]:
         model = config.model
         given = [key for key, value in SERVED.items() if value_of(config, key) != value]
         given += ["rollout.disaggregate"] * (config.rollout.disaggregate == "on")
@@ -85,7 +85,7 @@ class TransformersEngine(EngineBase):
             family = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
             with torch.device("meta"):
                 built = AutoModelForCausalLM.from_config(family, trust_remote_code=model.trust_remote_code)
-        except (OSError, ValueError, KeyError, AttributeError):  # reported by `untrainable`
+        except (OSError, ValueError, KeyError, AttributeError):  # reported by `training_problems`
             return found
         return [
             *found,

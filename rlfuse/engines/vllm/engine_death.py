@@ -84,7 +84,7 @@ def processes(engine: Any) -> list[Any]:
     return list(getattr(engine.engine_core.resources.engine_manager, "processes", []))
 
 
-def engine_died(name: str, errors: ErrorOutput, below: list[Any]) -> EngineLost:
+def death_error(name: str, errors: ErrorOutput, below: list[Any]) -> EngineLost:
     """Return the error for an engine whose process is gone."""
     raised, crash = errors.raised(), errors.crash()
     if worker := WORKER.search(errors.text()):
@@ -94,32 +94,32 @@ def engine_died(name: str, errors: ErrorOutput, below: list[Any]) -> EngineLost:
     if raised and status == -signal.SIGTERM:  # by vLLM, which ends what is left of it
         status = None
     if (status is not None and status < 0 and not crash and -status not in OWN_SIGNALS) or status == -signal.SIGKILL:
-        return EngineLost(f"{name}: vLLM's engine process was {killed_by(-status)}{host_memory.free_memory()}")
+        return EngineLost(f"{name}: vLLM's engine process was {describe_kill(-status)}{host_memory.free_memory()}")
     if status is not None and status < 0:
         words = f"\n{crash}" if crash else host_memory.free_memory()
         return EngineFailed(f"{name}: vLLM's engine process crashed by {_signal(-status)}.{_remedy(crash)}{words}")
     if raised:
-        return EngineFailed(f"{name}: vLLM's engine process ended by an error of its own.{_remedy(raised)}\n{raised}")
+        return EngineFailed(f"{name}: vLLM's engine process failed with an exception.{_remedy(raised)}\n{raised}")
     if crash:
         return EngineFailed(f"{name}: vLLM's engine process crashed.{_remedy(crash)}\n{crash}")
     how = "" if status is None else f" with exit status {status}"
     return EngineLost(f"{name}: vLLM's engine process ended{how}, without a word.{host_memory.free_memory()}")
 
 
-def no_start(name: str, model: str, errors: ErrorOutput, error: Exception) -> EngineError:
+def start_error(name: str, model: str, errors: ErrorOutput, error: Exception) -> EngineError:
     """Return the error for an engine that could not be started."""
     text = f"{name} could not start vLLM for {model}."
     if found := re.search(r"proc\(s\): {.*?: -(\d+)", str(error)):
         crash = errors.crash()
         ended = f"\n{crash}" if crash and int(found[1]) != signal.SIGKILL else ""
-        return EngineLost(f"{text} Its process was {killed_by(int(found[1]))}{host_memory.free_memory()}{ended}")
+        return EngineLost(f"{text} Its process was {describe_kill(int(found[1]))}{host_memory.free_memory()}{ended}")
     raised = errors.raised() or errors.crash() or str(error)
     return EngineError(f"{text}{_remedy(raised)}\n{raised}")
 
 
-def killed_by(number: int) -> str:
+def describe_kill(number: int) -> str:
     """Return a message on the signal that killed a process, with the known cause."""
-    return f"killed by {_signal(number)}; by whom is not known.{host_memory.oom_kills()}"
+    return f"killed by {_signal(number)}; the sender is unknown.{host_memory.oom_kills()}"
 
 
 def _signal(number: int) -> str:

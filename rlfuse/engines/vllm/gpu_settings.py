@@ -14,9 +14,9 @@ from rlfuse.cluster.cuda import ALLOCATOR, ENGINES, Setting, with_given
 from rlfuse.config.schema import Config, RolloutConfig
 
 BATCHED_TOKENS = 8192
-GRAPHS = 512
+MAX_GRAPH_TOKENS = 512
 """Tokens of the largest CUDA graph, if rollout.max_num_seqs is smaller, as in vLLM."""
-SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 
 
 def engine_settings(dtype: str | None = None) -> list[Setting]:
@@ -86,12 +86,12 @@ GRAPH_ARGUMENTS = frozenset(
 
 
 def graph_sizes(sequences: int) -> list[int]:
-    """Return batch sizes for CUDA graphs: `SIZES`, every 128th up to twice `sequences`, and `sequences`."""
-    largest = max(sequences, min(2 * sequences, GRAPHS))
-    return sorted({size for size in (*SIZES, *range(384, largest, 128)) if size < largest} | {sequences, largest})
+    """Return batch sizes for CUDA graphs: `GRAPH_SIZES`, every 128th up to twice `sequences`, and `sequences`."""
+    largest = max(sequences, min(2 * sequences, MAX_GRAPH_TOKENS))
+    return sorted({size for size in (*GRAPH_SIZES, *range(384, largest, 128)) if size < largest} | {sequences, largest})
 
 
-WHY = {
+REASONS = {
     "gpu_memory_utilization": "rollout.gpu_memory_utilization: share of the whole device for weights, graphs, "
     "activations and KV cache; vLLM does not start where less is free",
     "enable_sleep_mode": "the engine leaves the device to the trainer; its addresses stay, so its CUDA graphs do",
@@ -104,7 +104,7 @@ WHY = {
     "distributed_executor_backend": "the model runner launches kernels in a separate process while the engine core "
     "schedules; uni runs both in one",
     "cudagraph_capture_sizes": f"a quarter as many as vLLM captures, which takes seconds at startup; vLLM's end at "
-    f"{GRAPHS} tokens, and wider batches run without graphs",
+    f"{MAX_GRAPH_TOKENS} tokens, and wider batches run without graphs",
 }
 
 
@@ -134,6 +134,6 @@ def _arguments(rollout: RolloutConfig, max_model_len: int, planned: Mapping[str,
         elif name in planned:
             why = "by the memory plan: the KV cache that a step can use; no sleep where both sides fit on the device"
         else:
-            why = WHY[name]
+            why = REASONS[name]
         found.append(Setting(name, str(value), why, ENGINES))
     return found

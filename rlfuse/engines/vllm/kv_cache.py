@@ -9,7 +9,7 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.memory.model_sizes import Shape
 
 DRAFT_TOKENS = 4  # drafted at a time with fusion.tail_speculation
-SPARE = 0.1  # share kept free where engine and ranks share a device; not measured
+HEADROOM = 0.1  # share kept free where engine and ranks share a device; not measured
 BLOCK = 128  # tokens of a block at most, over vLLM's attention backends
 UNPLANNED = frozenset(
     {
@@ -20,7 +20,7 @@ UNPLANNED = frozenset(
 """Keys of rollout.engine_kwargs that size the cache, or that a plan does not know."""
 
 
-def most_used(config: Config, shape: Shape, item: int, step_tokens: int) -> float | None:
+def max_kv_cache_bytes(config: Config, shape: Shape, item: int, step_tokens: int) -> float | None:
     """Return the bytes on each of an engine's devices that `rollout.max_num_seqs` samples of the longest kind take.
     `item`: bytes of a number; `step_tokens`: of an engine step at most. None where rollout.engine_kwargs decide."""
     if UNPLANNED & set(config.rollout.engine_kwargs):
@@ -37,15 +37,15 @@ class Bounds(NamedTuple):
     """Bytes that each device of an engine is given for its cache; None: vLLM measures what its share has left."""
 
     together: int | None  # where trainer ranks stay on the device, so that vLLM can't measure
-    in_turns: int | None
+    alternating: int | None
 
 
 UNKNOWN = Bounds(None, None)
 
 
-def cache_of(share: float, used: float | None, given: Mapping[str, Any]) -> tuple[float, Bounds]:
+def size_kv_cache(share: float, used: float | None, given: Mapping[str, Any]) -> tuple[float, Bounds]:
     """Return the cache's bytes, and what vLLM is given for it. `share`: what an engine's share of the device has left
-    for it; `used`: see `most_used`; `given`: its arguments."""
+    for it; `used`: see `max_kv_cache_bytes`; `given`: its arguments."""
     if used is None:
         return given.get("kv_cache_memory_bytes") or share, UNKNOWN
     size = min(share, used)

@@ -113,7 +113,7 @@ def _know_classifier(config: Any) -> None:
 
     family, name = family_of(config), (config.architectures or [""])[0]
     if family is not None and name not in ModelRegistry.models:
-        whole = ModelRegistry.models[family.whole.__name__].load_model_cls()
+        whole = ModelRegistry.models[family.model_class.__name__].load_model_cls()
         ModelRegistry.register_model(name, as_seq_cls_model(whole))
 
 

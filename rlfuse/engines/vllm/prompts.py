@@ -18,14 +18,14 @@ from transformers import PreTrainedConfig
 
 from rlfuse.errors import EngineError
 from rlfuse.samples import Visual
-from rlfuse.video.handover import Refusal, hand_over
 from rlfuse.video.models.base import Route, embedding_width, family_of
 from rlfuse.video.placeholders import placeholder_ids
+from rlfuse.video.vllm_route import Refusal, select_route
 
 
 def prompt_arguments(config: PreTrainedConfig, max_model_len: int) -> dict[str, Any]:
     """Return vLLM's engine arguments for clips; none for a model of text."""
-    route = hand_over(config)
+    route = select_route(config)
     if route is Route.PROMPT_EMBEDS:
         return {"enable_prompt_embeds": True}
     if route is Route.VIDEO_EMBEDS:
@@ -63,8 +63,8 @@ class Prompts:
             )
 
     def _check(self, clip: str, visual: Visual) -> None:
-        if isinstance(route := hand_over(self._config, visual.plan), Refusal):
-            raise ValueError(f"{clip} can't go to vLLM: {route.reason}")
+        if isinstance(route := select_route(self._config, visual.plan), Refusal):
+            raise ValueError(f"{clip} can't be passed to vLLM: {route.reason}")
         if (embedding := visual.source) is None:
             raise ValueError(f"{clip} has no embedding yet: encode it before its rollout")
         tokens = embedding.tokens
@@ -88,14 +88,14 @@ class Prompts:
         """Return vLLM's prompt for `ids`, prompt and generated tokens, with the clips at their positions."""
         if not visual:
             return {"type": "token", "prompt_token_ids": ids.tolist()}  # as vLLM's renderer would return it
-        if hand_over(self._config) is Route.PROMPT_EMBEDS:
+        if select_route(self._config) is Route.PROMPT_EMBEDS:
             text = np.ones(len(ids), bool)
             text[np.concatenate([each.positions for each in visual])] = False
             rows = self._rows(ids, visual)
             return {"prompt_embeds": rows, "prompt_token_ids": ids.tolist(), "prompt_is_token_ids": text.tolist()}
         family, once, kept = family_of(self._config), ids.copy(), np.ones(len(ids), bool)
         for each in visual:
-            first, behind = family.written_by_engine(self._config, ids, each)
+            first, behind = family.engine_written_span(self._config, ids, each)
             once[first], kept[first + 1 : behind] = ids[each.positions[0]], False
         uuids, data = {}, {}
         for modality, alike in groupby(sorted(visual, key=_modality), key=_modality):

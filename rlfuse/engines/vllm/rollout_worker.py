@@ -49,7 +49,7 @@ from rlfuse.engines.vllm.setup import (
     sampling_params,
     token_bytes,
 )
-from rlfuse.engines.vllm.support import unserved
+from rlfuse.engines.vllm.support import unsupported_reasons
 from rlfuse.engines.weights.sync import resolve_transfer
 from rlfuse.errors import EngineError
 from rlfuse.protocols import Load, Part, Sampling
@@ -59,7 +59,7 @@ from rlfuse.samples import Partial, Response
 class RolloutWorker(EngineBase):
     """An `EngineActor`; create it with num_cpus=0, a high max_concurrency and `rollout_env`."""
 
-    capabilities = Capabilities(kv_move=True, embeds=True)
+    capabilities = Capabilities(can_move_kv=True, embeds=True)
 
     def __init__(self, slot: int):
         super().__init__(slot, children_cpu)
@@ -84,14 +84,14 @@ class RolloutWorker(EngineBase):
         return found
 
     @staticmethod
-    def unserved(config: Config, trains: bool = True) -> list[str]:
-        return unserved(config, trains)
+    def unsupported_reasons(config: Config, trains: bool = True) -> list[str]:
+        return unsupported_reasons(config, trains)
 
     @staticmethod
     def sized(rollout: RolloutConfig, memory: Memory) -> tuple[RolloutConfig, bool]:
         given = memory_arguments(memory) | rollout.engine_kwargs
         # With a given cache, vLLM does not measure the memory that ranks leave free.
-        together = not memory.hands_over and bool(given.get("kv_cache_memory_bytes"))
+        together = not memory.alternates and bool(given.get("kv_cache_memory_bytes"))
         return replace(rollout, engine_kwargs=given), together
 
     async def start(
@@ -118,7 +118,7 @@ class RolloutWorker(EngineBase):
                     self._engine, self._kv_store = build(arguments, rollout, device, self._note)
                 bind(core)
         except Exception as error:
-            raise engine_death.no_start(self.name, model.path, self._errors, error) from error
+            raise engine_death.start_error(self.name, model.path, self._errors, error) from error
         self._below = engine_death.processes(self._engine)
         self._tokenizer = self._engine.get_tokenizer()
         await self._engine.update_weight_version(str(self._version))
@@ -145,9 +145,9 @@ class RolloutWorker(EngineBase):
         """Import what `start` needs: takes ten seconds and does not touch the device."""
         with importing():
             import rlfuse.engines.vllm.prompts  # noqa: F401
-            from rlfuse.video.models.base import bring_along
+            from rlfuse.video.models.base import register_custom_family
 
-            bring_along(model.video_family)
+            register_custom_family(model.video_family)
             import_vllm()
 
     def _note(self, scheduler_stats: Any, iteration_stats: Any) -> None:
@@ -178,7 +178,7 @@ class RolloutWorker(EngineBase):
             yield
         except EngineDeadError:
             # vLLM's own traceback ends in "see above".
-            raise engine_death.engine_died(self.name, self._errors, self._below) from None
+            raise engine_death.death_error(self.name, self._errors, self._below) from None
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
@@ -292,7 +292,7 @@ class RolloutWorker(EngineBase):
 
     async def begin_update(self) -> None:
         if "weights" in self._asleep:
-            raise RuntimeError(f"{self.name} has its weights asleep: wake them before new ones are pushed")
+            raise RuntimeError(f"{self.name} has its weights asleep; wake them before pushing new ones")
         with self._asking("a pause for new weights"):
             self._frozen = True
             self._pause()

@@ -18,7 +18,7 @@ import psutil
 from rlfuse import clock
 from rlfuse.cluster import cuda, scratch
 from rlfuse.config.facts import EXPERTS
-from rlfuse.config.quantization import KEPT
+from rlfuse.config.quantization import UNQUANTIZED_LAYERS
 from rlfuse.config.schema import ModelConfig, RolloutConfig
 from rlfuse.engines.memory.estimate import Memory
 from rlfuse.engines.memory.residency import ENGINE
@@ -88,7 +88,7 @@ def engine_arguments(
         "disable_log_stats": True,
         "worker_extension_cls": "rlfuse.engines.vllm.worker_extension.WorkerExtension",
         "quantization": rollout.quantization,
-        "quantization_config": {"ignore": [*KEPT]} if rollout.quantization else None,
+        "quantization_config": {"ignore": [*UNQUANTIZED_LAYERS]} if rollout.quantization else None,
     }
     if rollout.tensor_model_parallel_size > 1:
         # On GPUs its workers are Ray actors in our bundles, see placement. On CPU hosts vLLM can't have those, but
@@ -147,7 +147,7 @@ def memory_arguments(memory: Memory) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if memory.kv_cache_bytes is not None:
         given["kv_cache_memory_bytes"] = memory.kv_cache_bytes
-    if not memory.hands_over:
+    if not memory.alternates:
         given["enable_sleep_mode"] = False
     if given:
         # With a given cache, vLLM only demands that so much is free when it starts, whatever ranks keep of the rest.
@@ -283,7 +283,7 @@ def extend(partial: Partial, output: Any, version: int, record: Span) -> tuple[P
 def engine_step(scheduler: Any, iteration: Any) -> EngineStep:
     """Read vLLM's statistics; those of `decode_scheduler` count tokens that are held back, too."""
     first = [] if iteration is None else iteration.time_to_first_tokens_iter
-    now = clock.now() if iteration is None else clock.of_date(iteration.iteration_timestamp)
+    now = clock.now() if iteration is None else clock.from_wall_clock(iteration.iteration_timestamp)
     waited_s = max([0.0, *first])
     if (counted := scheduler.iteration_details) is not None:
         length_s, begun = counted.elapsed_ms / 1e3, counted.num_ctx_requests

@@ -20,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from rlfuse.config.facts import on_gpus
-from rlfuse.config.rewards import with_judges_at
+from rlfuse.config.rewards import map_judge_paths
 from rlfuse.config.schema import Config
 from rlfuse.video.placeholders import placeholder_ids
 
@@ -28,18 +28,18 @@ CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes that vLLM's attention for CPUs is compiled for."""
 CPU_BLOCK = 32
 """Tokens of a block there: a multiple of it."""
-STUCK = {"gpt_oss", "mimo_v2_flash", "step3_text", "step3p5"}
+BYPASSES_RELOAD = {"gpt_oss", "mimo_v2_flash", "step3_text", "step3p5"}
 """Model types whose `load_weights` copies tensors itself; `receiver` finds others in the first push."""
-COMPUTED_OTHERWISE = {"bloom": "vLLM computes its GELU exactly, transformers by tanh, as it was trained"}
+NUMERICS_DIFFER = {"bloom": "vLLM computes its exact GELU, transformers by tanh, as it was trained"}
 """Model type -> why engine and trainer differ by more than rounding."""
 NIXL_ON_GPUS = (
-    "on GPUs an engine that sleeps gives up the memory that NIXL registered and wakes with other memory, which nothing "
+    "on GPUs a sleeping engine frees the memory that NIXL registered and wakes with other memory, which nothing "
     "registers again"
 )
 ELSEWHERE = "choose another model, a machine with GPUs"
 
 
-def unserved(config: Config, trains: bool = True) -> list[str]:
+def unsupported_reasons(config: Config, trains: bool = True) -> list[str]:
     """Return why vLLM cannot generate with the policy or, if it `trains`, take its new weights, each with its key."""
     path = config.model.path
     if (model := _model_config(config, path)) is None:
@@ -58,7 +58,7 @@ def unserved(config: Config, trains: bool = True) -> list[str]:
     ]
 
 
-def unplannable(config: Config, device: str) -> list[str]:
+def unplannable_reasons(config: Config, device: str) -> list[str]:
     """Return why vLLM cannot run this job on any machine with `device`, whatever the sizes of model and cache."""
     planned = replace(config, cluster=replace(config.cluster, device=device))
     found, model = [*_reward_device(planned)], _model_config(config, config.model.path)
@@ -74,7 +74,7 @@ def unplannable(config: Config, device: str) -> list[str]:
     ]
 
 
-def unserved_judges(config: Config) -> list[str]:
+def unsupported_judge_reasons(config: Config) -> list[str]:
     """Return why vLLM cannot run a judge or a model of the reward."""
     judges = _judges(config)
     models = {path: _model_config(config, path) for path in judges}
@@ -90,7 +90,7 @@ def unserved_judges(config: Config) -> list[str]:
 
 def _judges(config: Config) -> list[str]:
     found = list[str]()
-    with_judges_at(config.reward.functions, lambda path: found.append(path) or path)
+    map_judge_paths(config.reward.functions, lambda path: found.append(path) or path)
     return found
 
 
@@ -98,11 +98,11 @@ def _reward_device(config: Config) -> Iterator[str]:
     reward = config.reward
     served = _judges(config) or (reward.model_path and reward.model_backend == "vllm")
     if served and reward.device == "cpu" and on_gpus(config):
-        yield "reward.device=cpu: vLLM serves judges and models on the GPUs here; set reward.device=auto"
+        yield "reward.device=cpu: in this job vLLM serves judges and reward models on GPUs; set reward.device=auto"
 
 
 def _model_config(config: Config, path: str) -> PreTrainedConfig | None:
-    """Read config.json; None if it is unreadable, which `checks` and `untrainable` report."""
+    """Read config.json; None if it is unreadable, which `checks` and `training_problems` report."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError, KeyError, StrictDataclassError):
@@ -114,7 +114,7 @@ def _architecture(given: str, model: PreTrainedConfig) -> Iterator[str]:
     own = getattr(model, "auto_map", None) or _plugins()
     if known and names and not own and not any(name in known or _runs_as_it_is(name) for name in names):
         yield (
-            f"{given}: vLLM has no architecture {' or '.join(names)}, and can't run that of transformers as "
+            f"{given}: vLLM has no architecture {' or '.join(names)}, and can't run it with its transformers as "
             "it is; choose another model"
         )
 
@@ -138,14 +138,14 @@ def _connector(config: Config) -> Iterator[str]:
         yield f"rollout.kv_transfer=nixl: {NIXL_ON_GPUS}; set rollout.kv_transfer=auto"
     elif config.rollout.kv_transfer == "nixl" and importlib.util.find_spec("nixl") is None:
         remedy = "pip install 'rlfuse[nixl]', or set rollout.kv_transfer=shm"
-        yield f"rollout.kv_transfer=nixl: needs the package nixl, which is not installed; {remedy}"
+        yield f"rollout.kv_transfer=nixl: the package nixl is not installed; {remedy}"
 
 
 def _drafting(config: Config, model: PreTrainedConfig) -> Iterator[str]:
     given = config.fusion.tail_speculation
     if given and placeholder_ids(model):
         yield (
-            f"fusion.tail_speculation={given}: vLLM can't keep visual placeholders from being drawn as it drafts, and "
+            f"fusion.tail_speculation={given}: vLLM can't exclude visual placeholder tokens from being drawn as it drafts, and "
             f"{config.model.path} has some; set fusion.tail_speculation=0"
         )
     for key, value in (("min_p", config.rollout.min_p), ("val_kwargs.min_p", config.rollout.val_kwargs.min_p)):
@@ -164,12 +164,12 @@ def _latent_attention(given: str, config: Config, model: PreTrainedConfig) -> It
 
 def _of_training(given: str, config: Config, model: PreTrainedConfig) -> Iterator[str]:
     kind = model.get_text_config().model_type
-    if kind in STUCK:
+    if kind in BYPASSES_RELOAD:
         yield (
             f"{given}: vLLM would keep some weights of a {kind} as they were at its start, as it writes them past its "
             "reload; choose another model"
         )
-    if (why := COMPUTED_OTHERWISE.get(kind)) and config.rollout.on_mismatch == "stop":
+    if (why := NUMERICS_DIFFER.get(kind)) and config.rollout.on_mismatch == "stop":
         yield f"{given}: {why}; choose another model, or set rollout.on_mismatch=alert"
 
 

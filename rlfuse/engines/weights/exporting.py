@@ -19,9 +19,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from rlfuse.config.model_files import NOT_KEPT, copy_files, with_keys_of
-from rlfuse.engines.trainer.saving import Writing
+from rlfuse.engines.trainer.saving import CheckpointWriter
 from rlfuse.engines.trainer.tensor_parallel import is_share
-from rlfuse.engines.trainer.vision_tower import NAME as TOWER
+from rlfuse.engines.trainer.vision_tower import SUBMODULE as TOWER
 
 if TYPE_CHECKING:
     from rlfuse.engines.trainer.sharded_model import ShardedModel
@@ -68,12 +68,12 @@ class Exporter:
             has, whole = everywhere or self.rank == 0, {}
             for name, tensor, unsharded in zip(names, tensors, gathered, strict=True):
                 needed = self._shares(tensor) > 1 and (everywhere or self.rank < self.ranks.degree)
-                found = self.ranks.whole(tensor, tensor.partition_dim) if needed else unsharded.detach()
+                found = self.ranks.gather_whole(tensor, tensor.partition_dim) if needed else unsharded.detach()
                 if has:  # else each is let go before the next one comes
                     whole[name] = found
             yield revert_weight_conversion(self.model, whole) if has else {}
 
-    def write(self, names: list[str], path: Path, files: Writing | None = None) -> list[str]:
+    def write(self, names: list[str], path: Path, files: CheckpointWriter | None = None) -> list[str]:
         """Write the named tensors to a safetensors file; return their checkpoint names (rank 0). `files` collects
         failures."""
         with self.gathered(names) as tensors:
@@ -83,7 +83,7 @@ class Exporter:
                 self._save(tensors, path)
             return list(tensors)
 
-    def save_pretrained(self, folder: Path, buckets: list[list[str]], files: Writing) -> None:
+    def save_pretrained(self, folder: Path, buckets: list[list[str]], files: CheckpointWriter) -> None:
         """Write a folder that `from_pretrained` and vLLM load: config and one shard per bucket."""
         weight_map: dict[str, str] = {}
         if self.rank == 0:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rlfuse.engines.weights.cuda_ipc import merge_ipc
 from rlfuse.engines.weights.staging import StagingHandle, WeightStaging
 from rlfuse.errors import EngineError, EngineLost
-from rlfuse.step.colocation import PushingRanks, Sleeper, leave, to_engine, to_push, to_ranks
+from rlfuse.step.colocation import PushingRanks, Sleeper, to_engine, to_push, to_ranks, vacate_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -161,7 +161,7 @@ class WeightPush:
         """Load the slot's ranks and its engine's weights on the device together."""
         engine = self.engines[slot]
         if engine.lost:
-            await leave(self.exporter, slot)
+            await vacate_device(self.exporter, slot)
             await engine.wait_ready()
         await to_push(engine, self.exporter, slot)
 

@@ -1,7 +1,7 @@
 """A vision tower that learns, from the trainer to the encoder ranks, as a part of every push of weights.
 
 Role: called by `engines.weights.sync.WeightPush` while trainer ranks are on their devices, where
-`video.freeze_tower=false`. Keys of embeddings name the tower's version, so that what an older one made is never found
+`video.freeze_vision_tower=false`. Keys of embeddings name the tower's version, so that what an older one made is never found
 again. Waits for trainer and encoder ranks, each bounded by itself.
 """
 

@@ -18,7 +18,7 @@ from rlfuse.fusion.schedules.list_scheduling import Draws, fits
 from rlfuse.fusion.schedules.operations import Kind
 from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
 from rlfuse.fusion.schedules.schedule import Timed
-from rlfuse.fusion.schedules.shop import KINDS, LOOSE, Shop, compiled, makespan, planned, stages
+from rlfuse.fusion.schedules.shop import KINDS, TOLERANCE, Shop, compile_problem, makespan, stages, timed_rows
 
 Baseline = Literal["1f1b", "interleaved", "zb-h1", "zb-v"]
 BASELINES: tuple[Baseline, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v")
@@ -31,7 +31,7 @@ def never() -> bool:
     return False
 
 
-def baseline(problem: Problem, name: Baseline, *, barrier: bool, over: Callable[[], bool] = never) -> float | None:
+def baseline(problem: Problem, name: Baseline, *, barrier: bool, is_over: Callable[[], bool] = never) -> float | None:
     """Makespan of the models one after the other; None where the method can't run the problem."""
     chunks = 2 if name in ("interleaved", "zb-v") else 1
     placement = "interleaved" if name == "interleaved" else "v"
@@ -39,13 +39,13 @@ def baseline(problem: Problem, name: Baseline, *, barrier: bool, over: Callable[
     if name == "interleaved" and not _in_groups(problem):
         return None
     try:
-        parts = [_order(problem.only(model), name, over) for model in problem.models]
+        parts = [_order(problem.only(model), name, is_over) for model in problem.models]
     except ScheduleError:
         return None
     if barrier:
         alone = map(problem.only, problem.models)
-        return sum(makespan(compiled(each), part) for each, part in zip(alone, parts, strict=True))
-    return makespan(compiled(problem), joined(parts))
+        return sum(makespan(compile_problem(each), part) for each, part in zip(alone, parts, strict=True))
+    return makespan(compile_problem(problem), joined(parts))
 
 
 def _in_groups(problem: Problem) -> bool:
@@ -66,14 +66,14 @@ def serial_1f1b_rows(problem: Problem) -> tuple[tuple[Timed, ...], ...]:
     now = 0.0
     for model in problem.models:
         alone = problem.only(model)
-        part = planned(alone, _order(alone, "1f1b"))
+        part = timed_rows(alone, _order(alone, "1f1b"))
         later = [tuple(Timed(each.operation, now + each.start, now + each.end) for each in row) for row in part]
         rows = [row + more for row, more in zip(rows, later, strict=True)]
         now = max(row[-1].end for row in rows)
     return tuple(rows)
 
 
-def one_by_one(problem: Problem, over: Callable[[], bool] = never) -> Iterator[tuple[str, np.ndarray]]:
+def baseline_orders(problem: Problem, is_over: Callable[[], bool] = never) -> Iterator[tuple[str, np.ndarray]]:
     """The order of every baseline that is a schedule of the problem as it is divided, models without a barrier."""
     chunked = {problem.chunks(model) for model in problem.models}
     alone = [problem.only(model) for model in problem.models]
@@ -86,7 +86,7 @@ def one_by_one(problem: Problem, over: Callable[[], bool] = never) -> Iterator[t
     v = chunked == {2} and problem.placement == "v"
     chosen = "serial zb-v" if v and problem.split_backward else "serial list"
     with contextlib.suppress(ScheduleError):  # too little memory for it
-        yield chosen, joined([_listed(each, over) for each in alone])
+        yield chosen, joined([_list_schedule(each, is_over) for each in alone])
 
 
 def joined(parts: list[np.ndarray]) -> np.ndarray:
@@ -95,10 +95,10 @@ def joined(parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([part + first for part, first in zip(parts, before, strict=False)], axis=1)
 
 
-def _order(problem: Problem, name: Baseline, over: Callable[[], bool] = never) -> np.ndarray:
+def _order(problem: Problem, name: Baseline, is_over: Callable[[], bool] = never) -> np.ndarray:
     if name == "zb-v":
-        return _listed(problem, over)
-    shop, (model,) = compiled(problem), problem.models
+        return _list_schedule(problem, is_over)
+    shop, (model,) = compile_problem(problem), problem.models
     classes = {place: own for own, place in enumerate(stages(problem, model))}
     order = np.empty((problem.devices, shop.row_length), np.int64)
     for pipeline in range(model.pipelines):
@@ -126,7 +126,7 @@ def _first_in_first_out(shop: Shop, classes: list[int], offset: int) -> np.ndarr
 @functools.lru_cache(16)
 def _draws(problem: Problem) -> tuple[Draws, float, float]:
     """List schedules of one model so far; the makespan that none beats; 1F1B's memory, if no less is allowed."""
-    shop, limit = compiled(problem), min(problem.memory_limit, problem.memory_unit)
+    shop, limit = compile_problem(problem), min(problem.memory_limit, problem.memory_unit)
     if not fits(shop, limit):
         raise ScheduleError(
             f"memory: a device has to hold a micro-batch of each of its chunks, {limit:g} is too little"
@@ -134,10 +134,12 @@ def _draws(problem: Problem) -> tuple[Draws, float, float]:
     return Draws(shop, 0), bound(shop), limit
 
 
-def _listed(problem: Problem, over: Callable[[], bool]) -> np.ndarray:
+def _list_schedule(problem: Problem, is_over: Callable[[], bool]) -> np.ndarray:
     """The best of `DRAWS` list schedules of one model, or of as many as there is time for, one at least."""
     draws, least, limit = _draws(problem)
-    while not draws.best or not (draws.drawn >= DRAWS or draws.best[0].makespan <= least * (1 + LOOSE) or over()):
+    while not draws.best or not (
+        draws.drawn >= DRAWS or draws.best[0].makespan <= least * (1 + TOLERANCE) or is_over()
+    ):
         draws.draw(limit, lambda makespan, peak: (makespan, peak))
     return draws.best[0].order
 

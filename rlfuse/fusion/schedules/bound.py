@@ -17,12 +17,12 @@ import numpy as np
 from numba import njit
 
 from rlfuse.fusion.schedules.problem import Problem
-from rlfuse.fusion.schedules.shop import NONE, Shop, W, compiled
+from rlfuse.fusion.schedules.shop import NONE, Shop, W, compile_problem
 
 
 def lower_bound(problem: Problem) -> float:
     """Makespan that no schedule of the problem beats, in its unit of time."""
-    return bound(compiled(problem))
+    return bound(compile_problem(problem))
 
 
 def bound(shop: Shop) -> float:

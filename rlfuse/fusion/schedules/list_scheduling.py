@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from rlfuse.fusion.schedules.shop import LOOSE, NONE, B, F, Shop, W, backward_of, peak
+from rlfuse.fusion.schedules.shop import NONE, TOLERANCE, B, F, Shop, W, backward_of, peak
 
 
 class Rules(NamedTuple):
@@ -29,7 +29,7 @@ class Rules(NamedTuple):
 
 def fits(shop: Shop, limit: float) -> bool:
     """Whether a device can hold a micro-batch of each of its forward classes."""
-    return bool(shop.acquires[shop.of_device].sum(axis=1).max() <= limit * (1 + LOOSE))
+    return bool(shop.acquires[shop.of_device].sum(axis=1).max() <= limit * (1 + TOLERANCE))
 
 
 def round_trips(shop: Shop) -> np.ndarray:
@@ -60,7 +60,7 @@ def schedule(shop: Shop, limit: float, rules: Rules) -> tuple[np.ndarray, float]
     length = len(shop.class_of) // devices
     order, end = np.empty((devices, length), np.int64), np.empty(len(shop.class_of))
     begun, held = np.zeros(classes, np.int64), np.zeros(classes, np.int64)
-    filled, free, room = np.zeros(devices, np.int64), np.zeros(devices), np.full(devices, limit * (1 + LOOSE))
+    filled, free, room = np.zeros(devices, np.int64), np.zeros(devices), np.full(devices, limit * (1 + TOLERANCE))
     ready = np.full(classes, np.inf)  # when the data of a class's next operation are there
     for own in range(classes):
         if shop.before[own] == NONE:
@@ -160,8 +160,8 @@ def _admitted(shop: Shop, rules: Rules, own: int, held: np.ndarray, room: float)
     return shop.kind[own] != F or held[own] == 0 or (held[own] < rules.quota[own] and shop.acquires[own] <= room)
 
 
-KEPT = 6
-FRESH = 0.3  # share of draws that owe nothing to those before
+MAX_KEPT = 6
+FRESH_SHARE = 0.3  # share of draws that owe nothing to those before
 SHARED = 4
 """Settings that all pipelines share; then come bias, slope, pressure of each, and a quota where backwards are
 whole: with W as a filler quotas gain nothing, and a larger space is searched more slowly."""
@@ -208,13 +208,13 @@ class Draws:
         memory decides what is kept."""
         self.drawn += 1
         if settings is None:
-            fresh = len(self.best) < KEPT or self.rng.random() < FRESH
+            fresh = len(self.best) < MAX_KEPT or self.rng.random() < FRESH_SHARE
             settings = self._fresh() if fresh else self._changed(self._chosen())
         order, makespan = schedule(self.shop, limit, self._rules(settings))
         most = peak(self.shop, order)
         found = Found((*score(makespan, most), -self.drawn), settings, order, makespan, most)
         bisect.insort(self.best, found, key=lambda each: each.score)
-        del self.best[KEPT:]
+        del self.best[MAX_KEPT:]
         return found
 
     def rescore(self, score: Callable[[float, float], tuple[float, ...]]) -> None:

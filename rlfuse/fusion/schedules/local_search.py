@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from rlfuse.fusion.schedules.shop import LOOSE, NONE, Shop, held_before, starts
+from rlfuse.fusion.schedules.shop import NONE, TOLERANCE, Shop, held_before, starts
 
 
 class State(NamedTuple):
@@ -217,7 +217,7 @@ def tabu(
     for step in range(steps):
         if stop[0]:
             break
-        u, v = _chosen(shop, state, held, limit * (1 + LOOSE), until, place_of, step, now, best)
+        u, v = _chosen(shop, state, held, limit * (1 + TOLERANCE), until, place_of, step, now, best)
         if u == NONE:
             continue
         own, other = shop.class_of[u], shop.class_of[v]
@@ -226,10 +226,10 @@ def tabu(
         until[u, place_of[other]] = step + 1 + tenure + np.random.randint(tenure + 1)
         exchange(shop, state, u, v)
         now = _longest(shop, state)
-        if now < best * (1 - LOOSE):
+        if now < best * (1 - TOLERANCE):
             best = now
             order[:] = state.order
-            if best <= target * (1 + LOOSE):
+            if best <= target * (1 + TOLERANCE):
                 break
     return order, best
 
@@ -256,7 +256,7 @@ def _chosen(
 ) -> tuple[int, int]:
     """Of the pairs on a longest path the one through which paths are shortest once exchanged. Where all are tabu, the
     one that is so for the shortest time; NONE where memory and data leave none."""
-    slack = LOOSE * now
+    slack = TOLERANCE * now
     first, second, least = NONE, NONE, np.inf
     v = _any_last(shop, state, now - slack)
     while v != NONE:
@@ -357,7 +357,7 @@ def anneal(
 @njit(cache=True)
 def _excess(held: float, gets: float, goal: float, edge: float) -> float:
     """What a forward that gets so much costs: 0 within the goal, else what is above it and the edge."""
-    above = held + gets - goal * (1 + LOOSE)
+    above = held + gets - goal * (1 + TOLERANCE)
     return above + edge if gets > 0 and above > 0 else 0.0
 
 

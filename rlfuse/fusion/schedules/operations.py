@@ -42,7 +42,7 @@ def place_of(stage: int, stages: int, placement: str) -> int:
     return place if placement == "interleaved" or turn % 2 == 0 else stages - 1 - place
 
 
-def meeting(head: Operation) -> Operation:
+def shared_head(head: Operation) -> Operation:
     """What names the `H` of all devices that compute one head together."""
     return head._replace(stage=0)
 

@@ -20,7 +20,7 @@ from rlfuse.fusion.schedules.schedule import Timed, timed
 from rlfuse.fusion.schedules.search import search
 
 DRIFT = 0.2
-KEPT = 64  # last durations of each operation
+MAX_DURATIONS = 64  # last durations of each operation
 SEARCH_S = 2.0
 SCORED = " (scored)"  # behind the name of a model whose micro-batches have no backward
 Key = tuple[tuple[tuple[str, int], ...], ...]  # micro-batches of each model, trained on and scored
@@ -41,7 +41,7 @@ class Plan:
         """Of the whole schedule; 0 while nothing was measured."""
         return max((row[-1][1] for row in self.times), default=0.0)
 
-    def timed_as(self, operation: Operation) -> Operation:
+    def planned_operation(self, operation: Operation) -> Operation:
         """Under the name by which the planner knows its duration."""
         if operation.micro_batch < self.trained.get(operation.model, 0):
             return operation
@@ -70,7 +70,7 @@ class Planner:
         self.chunks, self.placement = chunks, placement
         self.split = split and training == "fused"
         self._kinds: tuple[Kind, ...] = ("F", "B", "W") if self.split else ("F", "B")
-        self._seconds: dict[tuple[str, int, Kind], deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
+        self._seconds: dict[tuple[str, int, Kind], deque[float]] = defaultdict(lambda: deque(maxlen=MAX_DURATIONS))
         self._plans: dict[Key, tuple[Problem, Rows, list[Rows]]] = {}
         self._rates: tuple[float, ...] = ()
 
@@ -87,7 +87,7 @@ class Planner:
                 del self._seconds[key]
 
     def learn(self, operation: Operation, seconds: float) -> None:
-        """It took so long, without its wait for a peer (`Plan.timed_as`), or would have on a device as expected."""
+        """It took so long, without its wait for a peer (`Plan.planned_operation`), or would have on a device as expected."""
         self._seconds[operation.model, operation.stage, operation.kind].append(seconds)
 
     def stage_seconds(self, model: str) -> list[float] | None:
@@ -104,9 +104,9 @@ class Planner:
         if key not in self._plans or _drifted(self._plans[key][0], problem):
             self._plans[key] = problem, self._search(problem), self._serial_with_heads(problem)
         _, rows, serial = self._plans[key]
-        planned = self._timed(problem, rows) if self._seconds else ()
-        times = tuple(tuple((each.start, each.end) for each in row) for row in planned)
-        ran = tuple(tuple(_as_run(each, trained) for each in row) for row in rows)
+        timed_rows = self._timed(problem, rows) if self._seconds else ()
+        times = tuple(tuple((each.start, each.end) for each in row) for row in timed_rows)
+        ran = tuple(tuple(_executed_operation(each, trained) for each in row) for row in rows)
         return Plan(ran, times, self._serial_s(problem, serial), trained)
 
     def _search(self, problem: Problem) -> Rows:
@@ -209,7 +209,7 @@ def _serial(problem: Problem) -> Rows:
     return tuple(tuple(each.operation for each in row) for row in serial_1f1b_rows(problem))
 
 
-def _as_run(operation: Operation, trained: Mapping[str, int]) -> Operation:
+def _executed_operation(operation: Operation, trained: Mapping[str, int]) -> Operation:
     """As the executor knows it: one model, whose scored micro-batches come behind those that it trains on."""
     model = operation.model.removesuffix(SCORED)
     if model == operation.model:

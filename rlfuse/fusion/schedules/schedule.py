@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rlfuse.fusion.schedules.operations import Kind, Operation, Rows, meeting
+from rlfuse.fusion.schedules.operations import Kind, Operation, Rows, shared_head
 from rlfuse.fusion.schedules.problem import Problem, ScheduleError
 
-LOOSE = 1e-6  # relative slack in comparing times and memory: sums round them
+TOLERANCE = 1e-6  # relative slack in comparing times and memory: sums round them
 SHOWN = 6
 
 
@@ -56,7 +56,7 @@ def timed(
     duration = duration or (lambda each: lengths[_class_of(each)])
     where = {each: device for device, row in enumerate(rows) for each in row}
     if unknown := {each for each in where if each.kind != "H"} - expected(problem).keys():
-        raise ScheduleError(f"no part of the problem: {_listed([show(each) for each in sorted(unknown)])}")
+        raise ScheduleError(f"no part of the problem: {_joined([show(each) for each in sorted(unknown)])}")
     ends: dict[Operation, float] = {}
     result: list[list[Timed]] = [[] for _ in rows]
     for began in walk(rows, lambda each: needs(problem, each)):
@@ -69,7 +69,7 @@ def timed(
             result[device].append(Timed(each, start, ends[each]))
     stuck = [row[len(done)] for row, done in zip(rows, result, strict=True) if len(done) < len(row)]
     if stuck:
-        raise ScheduleError(f"deadlock: {_listed([_waits(problem, each) for each in stuck])}")
+        raise ScheduleError(f"deadlock: {_joined([_waits(problem, each) for each in stuck])}")
     return tuple(tuple(row) for row in result)
 
 
@@ -78,7 +78,7 @@ def walk(rows: Rows, need: Callable[[Operation], Operation | None]) -> Iterator[
 
     Device -> operation: one device's, or that of all devices that compute a head together.
     """
-    members, met = meetings(rows), defaultdict[Operation, set[int]](set)
+    members, met = head_sizes(rows), defaultdict[Operation, set[int]](set)
     done, waiting = set[Operation](), dict[Operation, int]()
     reached, runnable = [0] * len(rows), list(range(len(rows)))
     while runnable:
@@ -87,9 +87,9 @@ def walk(rows: Rows, need: Callable[[Operation], Operation | None]) -> Iterator[
             each = rows[device][reached[device]]
             came = {device}
             if each.kind == "H":
-                came = met[meeting(each)]
+                came = met[shared_head(each)]
                 came.add(device)
-                if len(came) < members[meeting(each)]:
+                if len(came) < members[shared_head(each)]:
                     break
                 runnable += came - {device}
             elif (before := need(each)) is not None and before not in done:
@@ -103,9 +103,9 @@ def walk(rows: Rows, need: Callable[[Operation], Operation | None]) -> Iterator[
                 runnable.append(waiting.pop(each))
 
 
-def meetings(rows: Rows) -> Counter[Operation]:
+def head_sizes(rows: Rows) -> Counter[Operation]:
     """Of each head that devices compute together, how many they are."""
-    return Counter(meeting(each) for row in rows for each in row if each.kind == "H")
+    return Counter(shared_head(each) for row in rows for each in row if each.kind == "H")
 
 
 def needs(problem: Problem, each: Operation) -> Operation | None:
@@ -132,7 +132,7 @@ def _waits(problem: Problem, each: Operation) -> str:
     return f"{show(each)} waits for {show(need)}" if need else show(each)
 
 
-def _listed(parts: Sequence[str]) -> str:
+def _joined(parts: Sequence[str]) -> str:
     more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
     return "; ".join(parts[:SHOWN]) + more
 
@@ -167,7 +167,7 @@ def expected(problem: Problem) -> dict[Operation, int]:
 def check(problem: Problem, schedule: Schedule) -> None:
     """Raises ScheduleError for the first of: incomplete, wrong duration, too early, overlap, too much memory."""
     _check_complete(problem, schedule)
-    slack, lengths = LOOSE * schedule.makespan, _lengths(problem)
+    slack, lengths = TOLERANCE * schedule.makespan, _lengths(problem)
     placed = {timed.operation: (timed.end, device) for device, row in enumerate(schedule.rows) for timed in row}
     for each, start, end in itertools.chain.from_iterable(schedule.rows):
         length = lengths[_class_of(each)]
@@ -189,7 +189,7 @@ def check(problem: Problem, schedule: Schedule) -> None:
                     f"{show(first.operation)} runs until {first.end:g}"
                 )
     held, limit = max(peaks(problem, schedule.rows)), problem.memory_limit
-    if held > limit * (1 + LOOSE):
+    if held > limit * (1 + TOLERANCE):
         raise ScheduleError(f"memory: a device holds {held:g}, but the problem allows {limit:g}")
 
 
@@ -205,7 +205,7 @@ def _check_complete(problem: Problem, schedule: Schedule) -> None:
             if place != device:
                 raise ScheduleError(f"{show(timed.operation)} is in row {device}: its stage stands on device {place}")
     if missing:
-        raise ScheduleError(f"schedule lacks {len(missing)} operations: {_listed([show(each) for each in missing])}")
+        raise ScheduleError(f"schedule lacks {len(missing)} operations: {_joined([show(each) for each in missing])}")
 
 
 def peaks(problem: Problem, rows: tuple[tuple[Timed, ...], ...]) -> list[float]:

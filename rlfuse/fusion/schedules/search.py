@@ -16,13 +16,13 @@ from typing import Literal
 
 import numpy as np
 
-from rlfuse.fusion.schedules.baselines import one_by_one, serial_1f1b
+from rlfuse.fusion.schedules.baselines import baseline_orders, serial_1f1b
 from rlfuse.fusion.schedules.bound import bound
 from rlfuse.fusion.schedules.list_scheduling import Draws, Found, fits
 from rlfuse.fusion.schedules.local_search import COOLING, anneal, state_of, tabu
 from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
 from rlfuse.fusion.schedules.schedule import Schedule, check
-from rlfuse.fusion.schedules.shop import LOOSE, compiled, makespan, peak, planned
+from rlfuse.fusion.schedules.shop import TOLERANCE, compile_problem, makespan, peak, timed_rows
 
 Method = Literal["auto", "list"]
 FINISHING_S = 1.2e-5  # of the time limit, for each operation: what comes after the search
@@ -46,10 +46,10 @@ def search(problem: Problem, *, time_limit: float = 10.0, method: Method = "auto
     the memory holds no schedule, or none was found.
     """
     warm_up()
-    hunt = _Hunt(problem, time_limit, seed)
+    hunt = _Search(problem, time_limit, seed)
     order = hunt.run(method)
     memory = peak(hunt.shop, order) / problem.memory_unit
-    rows, serial = planned(problem, order), serial_1f1b(problem)
+    rows, serial = timed_rows(problem, order), serial_1f1b(problem)
     result = Schedule(rows, hunt.bound, serial, memory, hunt.found_by, hunt.elapsed)
     check(problem, result)
     return result
@@ -59,7 +59,7 @@ def search(problem: Problem, *, time_limit: float = 10.0, method: Method = "auto
 def warm_up() -> None:
     """Compile what the search runs, or load it compiled, on a problem of one device."""
     model = Model("model", 1, 2, forward=1.0, backward=2.0)
-    shop = compiled(Problem(1, (model,)))
+    shop = compile_problem(Problem(1, (model,)))
     order = Draws(shop, 0).draw(2.0, lambda makespan, peak: (makespan,)).order
     state, length = state_of(shop, order), makespan(shop, order)
     bound(shop)
@@ -68,12 +68,12 @@ def warm_up() -> None:
     tabu(shop, state, length, float("inf"), 1, 1, 0, never)
 
 
-class _Hunt:
+class _Search:
     """One search: the best order so far, and the clock."""
 
     def __init__(self, problem: Problem, time_limit: float, seed: int):
         self.began, self.stop = time.perf_counter(), np.zeros(1, np.bool_)
-        self.problem, self.shop, self.seed = problem, compiled(problem), seed
+        self.problem, self.shop, self.seed = problem, compile_problem(problem), seed
         self.time_limit = max(0.0, time_limit - FINISHING_S * problem.operations)
         self.limit = problem.memory_limit
         self.draws = Draws(self.shop, seed)
@@ -83,12 +83,12 @@ class _Hunt:
 
     def run(self, method: Method) -> np.ndarray:
         """The steps of the module's docstring; the best order."""
-        for name, order in one_by_one(self.problem, self.over):
+        for name, order in baseline_orders(self.problem, self.is_over):
             self.offer(order, name)
-        roomy = fits(self.shop, self.limit)
-        if roomy:
+        fits_memory = fits(self.shop, self.limit)
+        if fits_memory:
             self.list_schedules()
-        if roomy and method == "auto":
+        if fits_memory and method == "auto":
             with self.alarm():
                 self.improve()
         if self.order is None:
@@ -100,7 +100,7 @@ class _Hunt:
 
     def list_schedules(self) -> None:
         improved = 0
-        while self.draws.drawn < min(DRAWS, improved + PATIENCE) and not self.over():
+        while self.draws.drawn < min(DRAWS, improved + PATIENCE) and not self.is_over():
             if self.draw():
                 improved = self.draws.drawn
 
@@ -114,12 +114,12 @@ class _Hunt:
         failed: dict[float, int] = {}
         improved = 0
         for turn in range(ROUNDS):
-            if self.over() or turn - improved > STALE:
+            if self.is_over() or turn - improved > STALE:
                 return
             before = self.makespan
             self.shorten(turn)
             target = self.bound + TARGETS[turn % len(TARGETS)] * (self.makespan - self.bound)
-            if self.over():
+            if self.is_over():
                 return
             if np.isfinite(self.limit) and failed.get(target, 0) < 3 and not self.anneal_to(target, draws, turn):
                 failed[target] = failed.get(target, 0) + 1
@@ -129,7 +129,7 @@ class _Hunt:
 
     def shorten(self, turn: int) -> None:
         for _ in range(STARTS):
-            if self.over():
+            if self.is_over():
                 return
             self.draw()
         listed = self.draws.best
@@ -142,12 +142,12 @@ class _Hunt:
 
     def anneal_to(self, target: float, draws: Draws, turn: int) -> bool:
         """Whether there is now a better schedule, if all goes well of at most this makespan."""
-        leanest = self._leanest(target * (1 + LOOSE), draws)
+        leanest = self._leanest(target * (1 + TOLERANCE), draws)
         if leanest is None:
             return False
-        longest = max(target, leanest.makespan) * (1 + LOOSE)
+        longest = max(target, leanest.makespan) * (1 + TOLERANCE)
         state, largest = state_of(self.shop, leanest.order), float(self.shop.acquires.max())
-        while (held := peak(self.shop, state.order)) > self.limit * (1 + LOOSE):
+        while (held := peak(self.shop, state.order)) > self.limit * (1 + TOLERANCE):
             goal = max(self.limit, STEP * held)
             for attempt in range(min(len(COOLING), 1 + turn)):  # cheap at first, or it takes all of a short search
                 seed = (self.seed * ROUNDS + turn) * len(COOLING) + attempt
@@ -156,7 +156,7 @@ class _Hunt:
                 left = anneal(
                     self.shop, state, longest, goal, proposals, hot * largest, cold * largest, seed, self.stop
                 )
-                if left == 0 or self.over():
+                if left == 0 or self.is_over():
                     break
             if left > 0:
                 return False
@@ -170,18 +170,18 @@ class _Hunt:
 
         draws.rescore(score)
         for _ in range(STARTS):
-            if self.over():
+            if self.is_over():
                 break
             best = draws.best[0] if draws.best else None
             widest = best.peak if best is not None and best.makespan <= longest else WIDEST * self.limit
             draws.draw(max(self.limit, widest * draws.rng.uniform(0.9, 1.02)), score)
         best = draws.best[0] if draws.best else None
-        return best if best is not None and best.makespan < self.makespan * (1 - LOOSE) else None
+        return best if best is not None and best.makespan < self.makespan * (1 - TOLERANCE) else None
 
     def offer(self, order: np.ndarray, method: str) -> bool:
         """Keep an order if it fits and is better than what there was; whether it was kept."""
         length = makespan(self.shop, order)
-        if peak(self.shop, order) > self.limit * (1 + LOOSE) or not length < self.makespan * (1 - LOOSE):
+        if peak(self.shop, order) > self.limit * (1 + TOLERANCE) or not length < self.makespan * (1 - TOLERANCE):
             return False
         self.order, self.makespan, self.found_by = order.copy(), length, method
         return True
@@ -201,6 +201,6 @@ class _Hunt:
     def elapsed(self) -> float:
         return time.perf_counter() - self.began
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the bound is reached, or the time is over."""
-        return self.makespan <= self.bound * (1 + LOOSE) or self.elapsed > self.time_limit
+        return self.makespan <= self.bound * (1 + TOLERANCE) or self.elapsed > self.time_limit

@@ -52,10 +52,10 @@ def duration(problem: Problem, heads: Heads) -> Callable[[Operation], float]:
 def with_heads(problem: Problem, rows: Rows, heads: Heads, patient: bool = False) -> Rows:
     """The rows with the heads of these models. ScheduleError for rows that can't be run. `patient`: nothing begins that
     would run past a head whose time is known."""
-    return _Play(problem, rows, heads, patient).run()
+    return _HeadInsertion(problem, rows, heads, patient).run()
 
 
-class _Play:
+class _HeadInsertion:
     """The schedule as it runs, operation by operation in the order in which they begin."""
 
     def __init__(self, problem: Problem, rows: Rows, heads: Heads, patient: bool):
@@ -73,9 +73,9 @@ class _Play:
         while options := [*self._heads(), *self._operations()]:
             start, _, device, operation = min(self._in_time(options) if self.patient else options)
             if operation.kind == "H":
-                self._meet(start, operation)
+                self._run_head(start, operation)
             else:
-                self._do(start, device, operation)
+                self._run_operation(start, device, operation)
         for device, row in enumerate(self.rows):
             if self.reached[device] < len(row):
                 raise ScheduleError(f"The schedule waits for itself at {show(row[self.reached[device]])}.")
@@ -110,14 +110,14 @@ class _Play:
 
     def _in_time(self, options: list[tuple[float, int, int, Operation]]) -> list[tuple[float, int, int, Operation]]:
         """Those that end before their device has to meet the others; all, where none does."""
-        meets = self._next_meetings()
+        meets = self._next_heads()
         return [
             each
             for each in options
             if each[3].kind == "H" or not each[0] < meets[each[2]] < each[0] + self.seconds(each[3]) - 1e-9
         ] or options
 
-    def _next_meetings(self) -> list[float]:
+    def _next_heads(self) -> list[float]:
         """Of each device the start of its next head, where all that the last stage does before is known; else inf."""
         found = [math.inf] * len(self.rows)
         for device, row in enumerate(self.rows):
@@ -144,7 +144,7 @@ class _Play:
     def _head(self, operation: Operation) -> Operation:
         return operation._replace(stage=0, kind="H")
 
-    def _do(self, start: float, device: int, operation: Operation) -> None:
+    def _run_operation(self, start: float, device: int, operation: Operation) -> None:
         self.reached[device] += 1
         self.made[device].append(operation)
         self.ends[operation] = self.free[device] = start + self.seconds(operation)
@@ -152,7 +152,7 @@ class _Play:
         if scored and operation.kind == "F" and self._is_last(operation):
             self.due.append((self.free[device], self._head(operation)))
 
-    def _meet(self, start: float, head: Operation) -> None:
+    def _run_head(self, start: float, head: Operation) -> None:
         self.due = [each for each in self.due if each[1] != head]
         devices = self._devices(head)
         start = max(start, *(self.free[device] for device in devices.values()))

@@ -19,7 +19,7 @@ from rlfuse.fusion.schedules.schedule import Timed
 NONE = -1
 F, B, W = 0, 1, 2
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
-LOOSE = 1e-9  # relative slack in comparisons of times and of memory, whose sums are rounded
+TOLERANCE = 1e-9  # relative slack in comparisons of times and of memory, whose sums are rounded
 
 
 class Shop(NamedTuple):
@@ -69,7 +69,7 @@ def stages(problem: Problem, model: Model) -> list[tuple[int, int]]:
     return chain + [(stage, W) for stage in range(last) if "W" in kinds]
 
 
-def compiled(problem: Problem) -> Shop:
+def compile_problem(problem: Problem) -> Shop:
     """The arrays of a problem."""
     parts = [_lane(problem, model, pipeline, lane) for lane, (model, pipeline) in enumerate(lanes(problem))]
     offsets = np.cumsum([0] + [len(part["device"]) for part in parts])
@@ -123,15 +123,15 @@ def operations(problem: Problem) -> list[Operation]:
     ]
 
 
-def named(problem: Problem, order: np.ndarray) -> Rows:
+def to_rows(problem: Problem, order: np.ndarray) -> Rows:
     """An order in operations."""
     names = operations(problem)
     return tuple(tuple(names[number] for number in row) for row in order.tolist())
 
 
-def planned(problem: Problem, order: np.ndarray) -> tuple[tuple[Timed, ...], ...]:
+def timed_rows(problem: Problem, order: np.ndarray) -> tuple[tuple[Timed, ...], ...]:
     """An order that isn't stuck, with names and earliest times."""
-    shop, names = compiled(problem), operations(problem)
+    shop, names = compile_problem(problem), operations(problem)
     begin = starts(shop, order)
     end = begin + shop.duration[shop.class_of]
     return tuple(

@@ -16,9 +16,9 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Protocol
 
-from rlfuse.fusion.schedules.operations import Kind, Operation, Rows, meeting
+from rlfuse.fusion.schedules.operations import Kind, Operation, Rows, shared_head
 from rlfuse.fusion.schedules.problem import ScheduleError
-from rlfuse.fusion.schedules.schedule import meetings, show, walk
+from rlfuse.fusion.schedules.schedule import head_sizes, show, walk
 
 LOOKAHEAD = 4  # operations
 SHOWN = 8
@@ -70,7 +70,7 @@ class Step:
     """An operation, and what its device does before and after it."""
 
     operation: Operation
-    posted: tuple[Transfer, ...]  # receives to post before it waits for its input
+    receives: tuple[Transfer, ...]  # receives to post before it waits for its input
     input: Transfer | None
     output: Transfer | None
 
@@ -106,15 +106,15 @@ def programs(rows: Rows, layout: tuple[Stages, ...]) -> tuple[Program, ...]:
     def program(device: int, row: Sequence[Operation]) -> Program:
         steps, known = [], set()
         for position, operation in enumerate(row):
-            posted = []
+            receives = []
             for later in row[position : position + 1 + LOOKAHEAD]:
                 transfer = inputs[later]
                 if transfer is None or transfer.local or launched[makers[later]][device] > position:
                     continue
                 while later not in known:
-                    posted.append(sent[transfer.lane].popleft())
-                    known.add(posted[-1].operation)
-            steps.append(Step(operation, tuple(posted), inputs[operation], outputs.get(operation)))
+                    receives.append(sent[transfer.lane].popleft())
+                    known.add(receives[-1].operation)
+            steps.append(Step(operation, tuple(receives), inputs[operation], outputs.get(operation)))
         return tuple(steps)
 
     return tuple(program(device, row) for device, row in enumerate(rows))
@@ -150,11 +150,11 @@ def _launched_before(rows: Rows, makers: Mapping[Operation, Operation]) -> dict[
             latest[device], counts[operation] = list(together), together
     stuck = {d: row[latest[d][d]] for d, row in enumerate(rows) if latest[d][d] < len(row)}
     if stuck:
-        raise ScheduleError(f"The schedule waits for itself: {told(stuck)}. Search it again.")
+        raise ScheduleError(f"The schedule waits for itself: {describe_stuck(stuck)}. Search it again.")
     return counts
 
 
-def told(stuck: Mapping[int, Operation]) -> str:
+def describe_stuck(stuck: Mapping[int, Operation]) -> str:
     """Where devices wait, in a message."""
     parts = [f"device {device} at {show(operation)}" for device, operation in sorted(stuck.items())]
     return "; ".join(parts[:SHOWN]) + (f"; and {len(parts) - SHOWN} more" if len(parts) > SHOWN else "")
@@ -193,19 +193,19 @@ def _check_made(rows: Rows, outputs: Mapping[Operation, Transfer], models: Mappi
 
 def _check_heads(rows: Rows, models: Mapping[str, Stages]) -> None:
     """Where a model's devices share its head: all come to it, between F and B of the last stage."""
-    members = meetings(rows)
+    members = head_sizes(rows)
     for device, row in enumerate(rows):
         done = set()
         for each in row:
             shared, last = models[each.model], models[each.model].depth - 1
-            if each.kind == "H" and members[meeting(each)] != (shared.stages if shared.vocabulary else 0):
-                raise ScheduleError(f"{show(each)} is computed by {members[meeting(each)]} devices.")
+            if each.kind == "H" and members[shared_head(each)] != (shared.stages if shared.vocabulary else 0):
+                raise ScheduleError(f"{show(each)} is computed by {members[shared_head(each)]} devices.")
             if shared.vocabulary and shared.device(each.pipeline, last) == device:
                 head = each._replace(stage=shared.stages_on(device)[0], kind="H")
                 before = {"H": each._replace(stage=last, kind="F"), "B": head}.get(each.kind)
                 if before and (each.kind, each.stage) in (("H", head.stage), ("B", last)) and before not in done:
                     raise ScheduleError(f"{show(each)} comes before {show(before)}, or without it.")
-                if (each.kind, each.stage) == ("F", last) and not members[meeting(head)]:
+                if (each.kind, each.stage) == ("F", last) and not members[shared_head(head)]:
                     raise ScheduleError(f"Nothing in the schedule takes the result of {show(each)}.")
             done.add(each)
 
@@ -221,11 +221,11 @@ def check_deadlock(rows: Rows, layout: tuple[Stages, ...]) -> None:
     """ScheduleError unless the schedule ends on every backend."""
     made = programs(rows, layout)
     for backend, queue in QUEUES.items():
-        if stuck := waiting(made, queue):
-            raise ScheduleError(f"The schedule never ends over {backend}: {told(stuck)}. Search it again.")
+        if stuck := find_deadlock(made, queue):
+            raise ScheduleError(f"The schedule never ends over {backend}: {describe_stuck(stuck)}. Search it again.")
 
 
-def waiting(made: Sequence[Program], queue: Queue) -> dict[int, Operation]:
+def find_deadlock(made: Sequence[Program], queue: Queue) -> dict[int, Operation]:
     """Device -> the operation whose input it waits for in vain; empty if the schedule ends."""
     return _Replay(made, queue).run()
 
@@ -237,7 +237,7 @@ class _Replay:
         self.programs, self.queue = made, queue
         self.calls: dict[tuple[int, Hashable], deque[Transfer]] = defaultdict(deque)
         self.arrived: set[Operation] = set()
-        self.members = meetings(tuple(tuple(step.operation for step in program) for program in made))
+        self.members = head_sizes(tuple(tuple(step.operation for step in program) for program in made))
         self.met: dict[Operation, set[int]] = defaultdict(set)
         self.reached = [0] * len(made)
         self.runnable = list(range(len(made)))
@@ -246,14 +246,14 @@ class _Replay:
         for device, program in enumerate(self.programs):
             self._post(device, program)
         while self.runnable:
-            self._go_on(self.runnable.pop())
+            self._advance(self.runnable.pop())
         return {
             device: program[done].operation
             for device, (program, done) in enumerate(zip(self.programs, self.reached, strict=True))
             if done < len(program)
         }
 
-    def _go_on(self, device: int) -> None:
+    def _advance(self, device: int) -> None:
         program = self.programs[device]
         while self.reached[device] < len(program):
             step = program[self.reached[device]]
@@ -270,7 +270,7 @@ class _Replay:
 
     def _all_met(self, device: int, head: Operation) -> bool:
         """Whether all devices that compute a head have come to it; the others go on as soon as they have."""
-        came, count = self.met[meeting(head)], self.members[meeting(head)]
+        came, count = self.met[shared_head(head)], self.members[shared_head(head)]
         if device not in came:
             came.add(device)
             self.runnable += came - {device} if len(came) == count else ()
@@ -278,14 +278,14 @@ class _Replay:
 
     def _post(self, device: int, program: Program) -> None:
         if self.reached[device] < len(program):
-            for transfer in program[self.reached[device]].posted:
+            for transfer in program[self.reached[device]].receives:
                 self._call(device, transfer)
 
     def _call(self, device: int, transfer: Transfer) -> None:
         self.calls[device, self.queue(transfer)].append(transfer)
-        self._carry_out(transfer)
+        self._complete(transfer)
 
-    def _carry_out(self, transfer: Transfer) -> None:
+    def _complete(self, transfer: Transfer) -> None:
         lane, queue = transfer.lane, self.queue(transfer)
         ends = [self.calls[device, queue] for device in (lane.sender, lane.receiver)]
         if not all(calls and calls[0] is transfer for calls in ends):
@@ -296,4 +296,4 @@ class _Replay:
         self.runnable.append(lane.receiver)
         for calls in ends:
             if calls:
-                self._carry_out(calls[0])
+                self._complete(calls[0])

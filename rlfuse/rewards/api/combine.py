@@ -17,7 +17,7 @@ from rlfuse.config.rewards import RewardEntry
 from rlfuse.rewards.api.items import Item, Outcome, Score
 from rlfuse.samples import Reward, RewardFailure
 
-LARGEST = 3.4e38
+MAX_REWARD = 3.4e38
 Outcomes = dict[str, Outcome]
 
 
@@ -26,7 +26,7 @@ def waves(entries: Sequence[RewardEntry]) -> list[list[RewardEntry]]:
     return [*([entry] for entry in entries if entry.gate), [entry for entry in entries if not entry.gate]]
 
 
-def wanted(entry: RewardEntry, items: Sequence[Item], known: Sequence[Outcomes]) -> list[int]:
+def positions_to_score(entry: RewardEntry, items: Sequence[Item], known: Sequence[Outcomes]) -> list[int]:
     """Positions of the items that `entry` is asked about: of its sources, and still open after the waves before."""
     return [
         position
@@ -44,7 +44,7 @@ def covers(entry: RewardEntry, source: str) -> bool:
     return not entry.sources or any(fnmatchcase(source, pattern) for pattern in entry.sources)
 
 
-def unscored(entries: Sequence[RewardEntry], sources: Sequence[str]) -> list[str]:
+def uncovered_sources(entries: Sequence[RewardEntry], sources: Sequence[str]) -> list[str]:
     """The data sources that no entry but gates scores, each once."""
     scoring = [entry for entry in entries if not entry.gate]
     return [source for source in dict.fromkeys(sources) if not any(covers(entry, source) for entry in scoring)]
@@ -67,7 +67,7 @@ def compose(entries: Sequence[RewardEntry], source: str, outcomes: Mapping[str, 
         return RewardFailure(", ".join(entry.name for entry in entries), _why_none(scoring, source))
     dimensions = {entry.name: _clipped(entry, scores[entry.name].value) for entry in applied}
     value = _sum(entry.weight * dimensions[entry.name] for entry in applied)
-    if not abs(value) <= LARGEST:
+    if not abs(value) <= MAX_REWARD:
         why = f"the weighted sum of {dimensions} is {value:.4g}: lower the weights, or clip (training is in float32)"
         return RewardFailure(", ".join(dimensions), why)
     return Reward(value, parts, text, dimensions)

@@ -31,7 +31,7 @@ def load_entries(
     problems: list[RewardError] = []
     for entry in entries:
         try:
-            with interrupts.watching():
+            with interrupts.watch_interrupts():
                 loaded.append(_load(entry, model_path, model))
         except RewardError as error:
             problems.append(error)

@@ -24,11 +24,11 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from rlfuse.config.own_errors import headline, user_traceback
-from rlfuse.config.own_modules import module_of
+from rlfuse.config.custom_errors import headline, user_traceback
+from rlfuse.config.custom_modules import load_module
 from rlfuse.config.rewards import JUDGE, is_url
 from rlfuse.errors import RewardError
-from rlfuse.files import finite
+from rlfuse.files import json_safe
 from rlfuse.parsing import parse_json
 from rlfuse.rewards.api import interrupts
 from rlfuse.rewards.api.shapes import RewardFunction, adapt
@@ -72,9 +72,9 @@ def _load_file(path: Path, spec: str) -> ModuleType:
         hint = f"Python files in {path.parent}: {near}" if near else f"{path.parent} has no Python file"
         raise RewardError(f"reward.functions: {spec!r}: there is no file {path}. {hint}. Correct the path.")
     try:
-        return module_of(path)
+        return load_module(path)
     except BaseException as error:
-        if interrupts.came():
+        if interrupts.is_interrupted():
             raise
         raise _import_problem(spec, error) from error
 
@@ -90,7 +90,7 @@ def _load_module(name: str, spec: str) -> ModuleType:
             "PYTHONPATH, or give the file: path/to/file.py:function"
         ) from error
     except BaseException as error:
-        if interrupts.came():
+        if interrupts.is_interrupted():
             raise
         raise _import_problem(spec, error) from error
 
@@ -137,8 +137,8 @@ def _functions_hint(spec: Any) -> str:
     return f"Append one of its functions: {names}" if names else "Put the function's name after a colon."
 
 
-MOST_BYTES = 256 * 2**20
-SHOWN = 2000
+MAX_RESPONSE_BYTES = 256 * 2**20
+MAX_SHOWN_CHARS = 2000
 
 
 class ServiceError(RuntimeError):
@@ -158,12 +158,12 @@ def service(url: str) -> RewardFunction:
 
 async def _ask(url: str, payload: dict[str, Any]) -> dict[str, Any]:
     try:
-        async with aiohttp.ClientSession() as session, session.post(url, json=finite(payload)) as answer:
+        async with aiohttp.ClientSession() as session, session.post(url, json=json_safe(payload)) as answer:
             body = bytearray()
             async for part in answer.content.iter_chunked(2**16):
                 body += part
-                if len(body) > MOST_BYTES:
-                    raise ServiceError(f"{url} answered more than {MOST_BYTES >> 20} MiB")
+                if len(body) > MAX_RESPONSE_BYTES:
+                    raise ServiceError(f"{url} answered more than {MAX_RESPONSE_BYTES >> 20} MiB")
     except aiohttp.ClientError as error:
         raise ServiceError(f"{url} could not be asked: {type(error).__name__}: {error}") from None
     text = body.decode(errors="replace")
@@ -178,4 +178,4 @@ async def _ask(url: str, payload: dict[str, Any]) -> dict[str, Any]:
 def _words(text: str) -> str:
     with suppress(ValueError, TypeError, KeyError):
         text = parse_json(text)["error"]
-    return str(text)[:SHOWN]
+    return str(text)[:MAX_SHOWN_CHARS]

@@ -11,13 +11,13 @@ from types import FrameType
 _came = threading.Event()
 
 
-def came() -> bool:
+def is_interrupted() -> bool:
     """Whether the user has interrupted what is watched."""
     return _came.is_set()
 
 
 @contextmanager
-def watching() -> Iterator[None]:
+def watch_interrupts() -> Iterator[None]:
     """Notice SIGINT, and do what it did before. Nothing in other threads than the main one, which no signal reaches."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -31,7 +31,7 @@ def watching() -> Iterator[None]:
     signal.signal(signal.SIGINT, note)
     try:
         yield
-        if came():
+        if is_interrupted():
             raise KeyboardInterrupt
     finally:
         signal.signal(signal.SIGINT, before)

@@ -15,7 +15,7 @@ import numpy as np
 from rlfuse.errors import RewardError
 from rlfuse.samples import RewardFailure, Sample, Visual
 
-NOWHERE = np.empty(0, np.int32)
+NO_POSITIONS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Score:
 Outcome = Score | RewardFailure
 
 
-def own(item: Item, columns: Iterable[str]) -> Item:
+def private_copy(item: Item, columns: Iterable[str]) -> Item:
     """Return the item with copies and only these columns; RewardError names what cannot be copied."""
     memo: dict[int, Any] = {}
 
@@ -130,7 +130,7 @@ def item_of_sample(sample: Sample, prompt_key: str = "prompt") -> Item:
         data_source=prompt.data_source,
         ground_truth=prompt.ground_truth,
         columns={name: value for name, value in prompt.columns.items() if name != prompt_key},
-        visual=tuple(replace(each, positions=NOWHERE) for each in prompt.visual),
+        visual=tuple(replace(each, positions=NO_POSITIONS) for each in prompt.visual),
     )
 
 

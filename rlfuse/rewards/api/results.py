@@ -1,6 +1,6 @@
 """Convert what a reward function returned to scores, and what it raised to failures.
 
-NaN, infinity, a wrong length and non-numbers are `Unreadable`. Readers may run custom code (`__repr__`, `__len__`) and
+NaN, infinity, a wrong length and non-numbers are `InvalidResult`. Readers may run custom code (`__repr__`, `__len__`) and
 let its errors pass; `failure` never raises.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rlfuse.config.own_errors import TRACEBACK_LENGTH, headline, text, user_frames, user_traceback
+from rlfuse.config.custom_errors import TRACEBACK_LENGTH, headline, text, user_frames, user_traceback
 from rlfuse.config.secrets import hidden_text
 from rlfuse.rewards.api.items import Outcome, Score
 from rlfuse.samples import Reward, RewardFailure
@@ -20,15 +20,15 @@ Values = list[tuple[Any, dict[str, Any]]]
 """For each sample what a function gave as its reward, and what else is to be logged."""
 
 
-class Unreadable(ValueError):
+class InvalidResult(ValueError):
     """What a reward function returned is no reward. The message says what is."""
 
 
-def failure(name: str, error: BaseException, begins: str = "") -> RewardFailure:
-    """The failure of a call that raised, or gave what can't be read; `begins`: where the function does."""
-    unreadable = isinstance(error, Unreadable)
+def failure(name: str, error: BaseException, defined_at: str = "") -> RewardFailure:
+    """The failure of a call that raised, or gave what can't be read; `defined_at`: where the function does."""
+    unreadable = isinstance(error, InvalidResult)
     said = text(str(error)) if unreadable else headline(error)
-    where = begins if unreadable and user_frames(error) is None else user_traceback(error, begins)
+    where = defined_at if unreadable and user_frames(error) is None else user_traceback(error, defined_at)
     return RewardFailure(name, hidden_text(said)[:LINE_LENGTH], hidden_text(where))
 
 
@@ -39,16 +39,16 @@ def number(value: Any, what: str = "a reward") -> float:
         try:
             found = value.item()
         except (ValueError, RuntimeError):
-            raise Unreadable(f"returned an array of shape {tuple(value.shape)} where one number belongs") from None
+            raise InvalidResult(f"returned an array of shape {tuple(value.shape)} where one number belongs") from None
     if not isinstance(found, bool | int | float):
-        raise Unreadable(f"returned {_short(value)} ({type(value).__name__}); {what} has to be a number")
+        raise InvalidResult(f"returned {_short(value)} ({type(value).__name__}); {what} has to be a number")
     try:
         found = float(found)
     except OverflowError:
         digits = int(int.bit_length(found) * math.log10(2)) + 1
-        raise Unreadable(f"returned an integer of {digits} digits, above 1.8e308; {what} has to be finite") from None
+        raise InvalidResult(f"returned an integer of {digits} digits, above 1.8e308; {what} has to be finite") from None
     if not math.isfinite(found):
-        raise Unreadable(f"returned {found}; {what} has to be finite")
+        raise InvalidResult(f"returned {found}; {what} has to be finite")
     return found
 
 
@@ -56,9 +56,11 @@ def listed(name: str, value: Any, length: int) -> list[Any]:
     """A list with one entry for each of `length` samples."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, list | tuple):
-        raise Unreadable(f"returned {_short(value)} ({type(value).__name__}) as {name}; it has to be a list of numbers")
+        raise InvalidResult(
+            f"returned {_short(value)} ({type(value).__name__}) as {name}; it has to be a list of numbers"
+        )
     if len(values) != length:
-        raise Unreadable(f"returned {len(values)} {name} for {length} samples; it has to be one for each sample")
+        raise InvalidResult(f"returned {len(values)} {name} for {length} samples; it has to be one for each sample")
     return list(values)
 
 
@@ -73,7 +75,7 @@ def split(shape: str, result: Any, logs: list[dict[str, Any]]) -> Values:
 def _split_dict(result: Any, logs: list[dict[str, Any]]) -> Values:
     if not isinstance(result, dict) or "rewards" not in result:
         keys = f"a dict with the keys {list(result)}" if isinstance(result, dict) else _short(result)
-        raise Unreadable(f"returned {keys}; it has to be a dict with `rewards`")
+        raise InvalidResult(f"returned {keys}; it has to be a dict with `rewards`")
     values = listed("rewards", result["rewards"], len(logs))
     given = {key: value for key, value in result.items() if key not in ("rewards", "extra_logs")}
     for key, value in {**given, **(result.get("extra_logs") or {})}.items():
@@ -96,7 +98,7 @@ def read(shape: str, value: Any, log: dict[str, Any]) -> Outcome:
         return RewardFailure("", message, hidden_text(text(str(value.traceback or "")))[:TRACEBACK_LENGTH])
     if shape in ("verl", "verl batch") and isinstance(value, dict):
         if "score" not in value:
-            raise Unreadable(f"returned a dict with the keys {list(value)}; it needs `score`")
+            raise InvalidResult(f"returned a dict with the keys {list(value)}; it needs `score`")
         return Score(number(value["score"]), *_extras({key: value[key] for key in value if key != "score"}))
     if shape == "samples" and isinstance(value, Reward):
         return Score(number(value.value), *_extras(value.parts | ({"text": value.text} if value.text else {})))
@@ -110,7 +112,7 @@ def _extras(given: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
         name = text(str(key))
         try:
             numbers[name] = number(value)
-        except Unreadable:
+        except InvalidResult:
             notes[name] = _short(value)
     return numbers, notes
 

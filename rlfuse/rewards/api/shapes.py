@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 from types import CoroutineType, SimpleNamespace
 from typing import Any
 
-from rlfuse.config.own_errors import beginning, headline, user_traceback
+from rlfuse.config.custom_errors import definition_line, headline, user_traceback
 from rlfuse.config.secrets import hidden, hidden_text, remember
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api import interrupts
-from rlfuse.rewards.api.items import Item, Outcome, own
+from rlfuse.rewards.api.items import Item, Outcome, private_copy
 from rlfuse.rewards.api.results import failure, read, split, spread
-from rlfuse.rewards.thoughts import without_thought
+from rlfuse.rewards.reasoning_tags import without_reasoning
 from rlfuse.samples import RewardFailure, Visual
 
 SHAPES = """\
@@ -36,7 +36,7 @@ SHAPES = """\
              with start() too it is a model, which gets a process of its own and is started there"""
 
 # Parameters that only this shape has. TRL and OpenRLHF share `prompts`.
-TELLING = {
+SHAPE_OF_PARAMETER = {
     "solution_str": "verl",
     "solution_strs": "verl batch",
     "queries": "openrlhf",
@@ -44,7 +44,7 @@ TELLING = {
     "completion_ids": "trl",
     "samples": "samples",
 }
-GIVEN = {
+SHAPE_PARAMETERS = {
     "verl": {"data_source", "solution_str", "ground_truth", "extra_info"},
     "verl batch": {"data_sources", "solution_strs", "ground_truths", "extra_infos"},
     "trl": {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"},
@@ -52,9 +52,9 @@ GIVEN = {
     "samples": {"samples"},
 }
 # What every row has, whatever its columns.
-ALWAYS = ("data_source", "ground_truth")
+COMMON_COLUMNS = ("data_source", "ground_truth")
 # Columns that a TRL data set may hold and TRL does not hand on.
-WITHHELD = {"prompt", "completion"}
+WITHHELD_COLUMNS = {"prompt", "completion"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,33 +66,33 @@ class RewardFunction:
     call: Callable[..., Any]
     source: str | Callable[..., Any]
     """Where another process loads it from: absolute path or module with `:function`, URL, or the callable itself."""
-    named: dict[str, bool]
-    takes_all: bool
+    is_required: dict[str, bool]
+    takes_kwargs: bool
     kwargs: dict[str, Any] = field(default_factory=dict)
-    made_by: dict[str, Any] = field(default_factory=dict)
+    factory_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class or factory at `source` that made it."""
     start: Callable[[], None] | None = None
     """Of a model, an object with `start()` beside `score(samples)`: to be called before `score`, in the same process.
     It may take long and hold much, so that models get a process each."""
-    refusal: Callable[[Sequence[Visual]], str | None] | None = None
+    unsupported_reason: Callable[[Sequence[Visual]], str | None] | None = None
     """Of a model that may be shown clips and images: why it can't be shown these, as far as can be said before it is
     started; None: it can."""
     answer_only: bool = False
     """It is shown what follows a response's thought, and nothing of a thought without an end."""
-    begins: str = ""
-    awaited: threading.Event = field(default_factory=threading.Event, compare=False)
+    defined_at: str = ""
+    returns_awaitable: threading.Event = field(default_factory=threading.Event, compare=False)
     """Set for a coroutine function, and once a call of any other function has returned an awaitable."""
 
     @property
     def is_async(self) -> bool:
-        return self.awaited.is_set()
+        return self.returns_awaitable.is_set()
 
     @property
     def is_model(self) -> bool:
         return self.start is not None
 
     @property
-    def batched(self) -> bool:
+    def is_batched(self) -> bool:
         return self.shape != "verl"
 
     def score(self, items: Sequence[Item], timeout_s: float | None = None) -> list[Outcome]:
@@ -108,17 +108,17 @@ class RewardFunction:
 
     def _shown(self, item: Item) -> Item | RewardFailure:
         """Copy what the function may see of an item; a failure if it lacks a column."""
-        item = without_thought(item) if self.answer_only else item
+        item = without_reasoning(item) if self.answer_only else item
         if lacks := self._lacks(item):
             return lacks
         wanted = item.columns if self.shape == "samples" else {*self._columns([item]), "extra_info"}
         try:
-            return own(item, wanted)
+            return private_copy(item, wanted)
         except RewardError as error:
             return RewardFailure(self.name, str(error))
 
     def _score(self, items: list[Item], timeout_s: float | None) -> list[Outcome]:
-        if not self.batched:
+        if not self.is_batched:
             return [self._read(each) for each in self._results([self._single(item) for item in items], timeout_s)]
         log = _Log(len(items))
         [result] = self._results([self._batch(items, log)], timeout_s)
@@ -136,9 +136,9 @@ class RewardFunction:
         try:
             return action(*arguments)
         except BaseException as error:
-            if interrupts.came():
+            if interrupts.is_interrupted():
                 raise
-            return failure(self.name, error, self.begins)
+            return failure(self.name, error, self.defined_at)
 
     def _results(self, calls: list[dict[str, Any]], timeout_s: float | None) -> list[Any]:
         results = [self._attempt(self._start, arguments, timeout_s) for arguments in calls]
@@ -150,7 +150,7 @@ class RewardFunction:
         result = self.call(**(arguments | self.kwargs))
         if not inspect.isawaitable(result):
             return result
-        self.awaited.set()
+        self.returns_awaitable.set()
         return self._settle(result, timeout_s)
 
     async def _settle(self, awaitable: Awaitable[Any], timeout_s: float | None) -> Any:
@@ -159,19 +159,19 @@ class RewardFunction:
                 return await awaitable
         except BaseException as error:
             if limit.expired():
-                return timed_out(self.name, timeout_s)
-            return failure(self.name, error, self.begins)
+                return timeout_failure(self.name, timeout_s)
+            return failure(self.name, error, self.defined_at)
 
     def _lacks(self, item: Item) -> RewardFailure | None:
         if missing := self.missing(item.columns):
-            found = sorted({*item.columns, *ALWAYS})
+            found = sorted({*item.columns, *COMMON_COLUMNS})
             return RewardFailure(self.name, f"parameter {missing[0]!r} is no column of the row; its columns: {found}")
         return None
 
     def missing(self, columns: Collection[str]) -> list[str]:
         """Parameters that nothing is given for, of a row with these columns."""
-        known = {*columns, *ALWAYS, *GIVEN[self.shape], *self.kwargs}
-        return [name for name, required in self.named.items() if required and name not in known]
+        known = {*columns, *COMMON_COLUMNS, *SHAPE_PARAMETERS[self.shape], *self.kwargs}
+        return [name for name, required in self.is_required.items() if required and name not in known]
 
     def _single(self, item: Item) -> dict[str, Any]:
         given = {
@@ -215,7 +215,7 @@ class RewardFunction:
         return {**columns, **self._wanted(given)}
 
     def _wanted(self, given: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in given.items() if self.takes_all or name in self.named}
+        return {name: value for name, value in given.items() if self.takes_kwargs or name in self.is_required}
 
     def _columns(self, items: list[Item]) -> list[str]:
         """Select columns: those named, or all; for verl's shapes those without a default."""
@@ -223,8 +223,12 @@ class RewardFunction:
         for item in items:
             present.update(dict.fromkeys(item.columns))
         verls = self.shape.startswith("verl")
-        by_name = [name for name in self.named if self.named[name] or not verls]
-        rest = present.keys() - self.named - WITHHELD - GIVEN[self.shape] if self.takes_all and not verls else ()
+        by_name = [name for name in self.is_required if self.is_required[name] or not verls]
+        rest = (
+            present.keys() - self.is_required - WITHHELD_COLUMNS - SHAPE_PARAMETERS[self.shape]
+            if self.takes_kwargs and not verls
+            else ()
+        )
         return [name for name in present if name in by_name or name in rest]
 
 
@@ -234,31 +238,35 @@ def adapt(
     """Recognise the shape by parameter names or a method `score`. A class or factory is called with `kwargs`."""
     remember([kwargs, source])
     if inspect.isclass(found) or (kwargs and _shape(name, found) is None):
-        return replace(adapt(name, _made(name, found, kwargs or {}), source), made_by=dict(kwargs or {}))
+        return replace(adapt(name, _made(name, found, kwargs or {}), source), factory_kwargs=dict(kwargs or {}))
     scores = getattr(found, "score", None)
     call = functools.partial(_ask, scores) if callable(scores) else found
     shape = "samples" if callable(scores) else _shape(name, found)
     if shape is None:
         given = ", ".join(str(parameter) for parameter in _parameters(name, found))
         raise RewardError(
-            f"reward function {name} has the parameters ({given}), which fit no known shape. Name them as in one "
+            f"reward function {name} has the parameters ({given}), which match no known signature. Name them as in one "
             f"of:\n{SHAPES}\nor give kwargs with which it makes such a function"
         )
     parameters = _parameters(name, call)
-    named = {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if unknown := [key for key in kwargs or {} if key not in named and not takes_all]:
-        raise RewardError(f"reward function {name} has no parameter {', '.join(unknown)}; it has {', '.join(named)}")
+    is_required = {
+        p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if unknown := [key for key in kwargs or {} if key not in is_required and not takes_kwargs]:
+        raise RewardError(
+            f"reward function {name} has no parameter {', '.join(unknown)}; it has {', '.join(is_required)}"
+        )
     start = getattr(found, "start", None) if callable(scores) else None
-    function = RewardFunction(name, shape, call, source, named, takes_all, dict(kwargs or {}))
+    function = RewardFunction(name, shape, call, source, is_required, takes_kwargs, dict(kwargs or {}))
     if _is_coroutine_function(scores if callable(scores) else found):
-        function.awaited.set()
+        function.returns_awaitable.set()
     return replace(
         function,
         start=start if callable(start) else None,
-        refusal=getattr(found, "refusal", None) if callable(start) else None,
+        unsupported_reason=getattr(found, "unsupported_reason", None) if callable(start) else None,
         answer_only=callable(start) or getattr(found, "answer_only", False) is True,
-        begins=beginning(scores if callable(scores) else found),
+        defined_at=definition_line(scores if callable(scores) else found),
     )
 
 
@@ -272,7 +280,7 @@ def _shape(name: str, found: Any) -> str | None:
     if callable(getattr(found, "score", None)):
         return "samples"
     names = {parameter.name for parameter in _parameters(name, found)}
-    return next((shape for telling, shape in TELLING.items() if telling in names), None)
+    return next((shape for telling, shape in SHAPE_OF_PARAMETER.items() if telling in names), None)
 
 
 def _parameters(name: str, call: Any) -> list[inspect.Parameter]:
@@ -288,7 +296,7 @@ def _made(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any
     except RewardError as error:
         raise RewardError(f"reward function {name}: {hidden_text(str(error))}") from error
     except BaseException as error:
-        if interrupts.came():
+        if interrupts.is_interrupted():
             raise
         raise RewardError(
             f"reward function {name}: {name}(**{hidden(kwargs)}) failed: {hidden_text(headline(error))}. Correct the "
@@ -304,7 +312,7 @@ def _ask(score: Callable[..., Any], samples: list[Item]) -> Any:
     return score(samples)
 
 
-def timed_out(name: str, seconds: float) -> RewardFailure:
+def timeout_failure(name: str, seconds: float) -> RewardFailure:
     """The failure of a call that was given up."""
     return RewardFailure(name, f"{name} took longer than {seconds:g} s (reward.timeout_s) and was stopped")
 
@@ -339,7 +347,7 @@ def _completion(item: Item) -> str | list[dict[str, str]]:
 
 
 def _has(item: Item, name: str) -> bool:
-    return name in item.columns or name in ALWAYS
+    return name in item.columns or name in COMMON_COLUMNS
 
 
 @functools.cache

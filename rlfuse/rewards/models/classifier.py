@@ -14,20 +14,28 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+from rlfuse.config.custom_errors import headline
 from rlfuse.config.documentation import by_name
-from rlfuse.config.own_errors import headline
-from rlfuse.config.reward_labels import check_trust, columns, read_config, saved
+from rlfuse.config.reward_labels import check_trust, label_columns, read_config, saved_labels
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
 from rlfuse.rewards.api.results import failure
-from rlfuse.rewards.models.pooling import KEY, OTHERWISE, Asked, Pooling, check_head, sees, sight_of
-from rlfuse.rewards.models.sight import Sight
+from rlfuse.rewards.models.pooling import (
+    ALTERNATIVE,
+    KEY,
+    Pooling,
+    ScoringInput,
+    check_head,
+    is_video_model,
+    load_visual_inputs,
+)
+from rlfuse.rewards.models.visual_inputs import VisualInputs
 from rlfuse.samples import RewardFailure, Visual
 
 MAX_BATCH_TOKENS = 16384
 """Padded tokens of one forward pass; a longer sequence goes alone."""
-KEPT = 4096
+MAX_CACHED_SEQUENCES = 4096
 Tokens = tuple[int, ...]
 
 
@@ -63,14 +71,14 @@ class Classifier:
         if engine_kwargs and backend != "vllm":
             raise RewardError(f"reward.engine_kwargs={engine_kwargs} is for reward.model_backend=vllm only")
         self._name = f"{MODEL_PART}/{label}" if label else MODEL_PART
-        path = model_place(path, KEY)
+        path = resolve_model_path(path, KEY)
         if Path(path).is_dir():
-            labels, own = saved(Path(path))
+            labels, own = saved_labels(Path(path))
             check_trust(path, KEY, own, trust_remote_code)
             if labels:
-                columns(path, labels, [self._name])
+                label_columns(path, labels, [self._name])
             _check_tokens(path, trust_remote_code)
-            if sees(Path(path)):
+            if is_video_model(Path(path)):
                 if backend != "vllm":
                     raise RewardError(
                         f"reward.model_backend={backend}: {path} is a video model, of which transformers has no "
@@ -79,28 +87,30 @@ class Classifier:
                 check_head(Path(path))
         more = json.dumps(engine_kwargs or {}, sort_keys=True)
         self._settings = Settings(path, backend, dtype, device, trust_remote_code, more)
-        self._model: Loaded | None = None
-        self._sight: Sight | None = None
+        self._model: LoadedClassifier | None = None
+        self._visual_inputs: VisualInputs | None = None
 
     def start(self) -> None:
-        self._model = LOADED.get(self._settings)
+        self._model = LOADED_CLASSIFIERS.get(self._settings)
         if self._model is None:
-            LOADED[self._settings] = self._model = Loaded(self._settings, self._name)
-        self._column = columns(self._settings.path, self._model.labels, [self._name])[self._name]
+            LOADED_CLASSIFIERS[self._settings] = self._model = LoadedClassifier(self._settings, self._name)
+        self._column = label_columns(self._settings.path, self._model.labels, [self._name])[self._name]
 
-    def refusal(self, visual: Sequence[Visual]) -> str | None:
+    def unsupported_reason(self, visual: Sequence[Visual]) -> str | None:
         """Return why it can't score rows with these clips and images, else None. Loads no weights."""
         if self._settings.backend != "vllm":
             return (
                 f"{KEY}={self._settings.path} can't see {visual[0].path}: by reward.model_backend="
                 f"{self._settings.backend} it reads text alone. Give a video model under a head, and "
-                f"reward.model_backend=vllm, or {OTHERWISE}"
+                f"reward.model_backend=vllm, or {ALTERNATIVE}"
             )
-        self._sight = self._sight or sight_of(self._settings.path, self._settings.trust_remote_code)
-        return self._sight.refusal(visual)
+        self._visual_inputs = self._visual_inputs or load_visual_inputs(
+            self._settings.path, self._settings.trust_remote_code
+        )
+        return self._visual_inputs.unsupported_reason(visual)
 
     def score(self, samples: Sequence[Item]) -> list[float | RewardFailure]:
-        refused = [self.refusal(item.visual) if item.visual else None for item in samples]
+        refused = [self.unsupported_reason(item.visual) if item.visual else None for item in samples]
         seen = iter(self._model.logits([item for item, why in zip(samples, refused, strict=True) if not why]))
         return [RewardFailure("", why) if why else self._own(next(seen)) for why in refused]
 
@@ -108,7 +118,7 @@ class Classifier:
         return logits if isinstance(logits, RewardFailure) else _finite(logits[self._column])
 
 
-class Loaded:
+class LoadedClassifier:
     """A model with its tokenizer; `first`: the first label used."""
 
     def __init__(self, settings: Settings, first: str):
@@ -122,19 +132,19 @@ class Loaded:
                 f"reward.model_path: {path} is no folder here and the hub gave none: {headline(error)}"
             ) from error
         self.labels = list(config.id2label.values())
-        columns(path, self.labels, [first])  # before its weights are loaded
+        label_columns(path, self.labels, [first])  # before its weights are loaded
         self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusts)
         self._runner = Pooling(settings) if settings.backend == "vllm" else Transformers(settings, config)
         self._context = min(limit for limit in (self._runner.context, self._tokenizer.model_max_length) if limit)
-        self._kept: dict[Asked, list[float]] = {}
+        self._kept: dict[ScoringInput, list[float]] = {}
 
     def logits(self, samples: Sequence[Item]) -> list[list[float] | RewardFailure]:
         """Return all labels' logits of each sample, in order."""
         asked = [self._asked(item) for item in samples]
-        found = self._run({each for each in asked if isinstance(each, Asked)})
-        return [found[each] if isinstance(each, Asked) else each for each in asked]
+        found = self._run({each for each in asked if isinstance(each, ScoringInput)})
+        return [found[each] if isinstance(each, ScoringInput) else each for each in asked]
 
-    def _asked(self, item: Item) -> Asked | RewardFailure:
+    def _asked(self, item: Item) -> ScoringInput | RewardFailure:
         try:
             asked = self._runner.asked(item, self._tokenizer)
         except Exception as error:
@@ -147,18 +157,18 @@ class Loaded:
             f"{self._context}: lower data.max_response_length or give a model with a longer context",
         )
 
-    def _run(self, sequences: set[Asked]) -> dict[Asked, list[float] | RewardFailure]:
+    def _run(self, sequences: set[ScoringInput]) -> dict[ScoringInput, list[float] | RewardFailure]:
         found = {asked: self._kept[asked] for asked in sequences if asked in self._kept}
         if new := sorted(sequences - found.keys(), key=lambda asked: asked.tokens):
             found |= zip(new, self._runner.logits(new), strict=True)
         if len(self.labels) > 1:
             self._kept |= {asked: each for asked, each in found.items() if isinstance(each, list)}
-            for oldest in list(self._kept)[:-KEPT]:
+            for oldest in list(self._kept)[:-MAX_CACHED_SEQUENCES]:
                 del self._kept[oldest]
         return found
 
 
-LOADED: WeakValueDictionary[Settings, Loaded] = WeakValueDictionary()
+LOADED_CLASSIFIERS: WeakValueDictionary[Settings, LoadedClassifier] = WeakValueDictionary()
 
 
 class Transformers:
@@ -179,7 +189,7 @@ class Transformers:
         if info["missing_keys"]:
             raise RewardError(
                 f"reward.model_path: {settings.path} holds no weights for {sorted(info['missing_keys'])}, which would "
-                "be random. Give a trained sequence-classification model, not a language model."
+                "be random. Use a trained sequence-classification model, not a language model."
             )
         self._device = settings.device
         if self._device == "auto":
@@ -189,15 +199,15 @@ class Transformers:
         self._pad_id = text.pad_token_id
         self.context = getattr(text, "max_position_embeddings", None) or math.inf
 
-    def asked(self, item: Item, tokenizer: Any) -> Asked:
+    def asked(self, item: Item, tokenizer: Any) -> ScoringInput:
         """Return the item's tokens by the model's chat template, if any, as reward models are trained."""
         from rlfuse.data.messages import conversation
         from rlfuse.data.tokenizers import conversation_ids  # imports transformers
 
         messages = conversation(item.messages, item.response)
-        return Asked(tuple(conversation_ids(tokenizer, messages, item.columns.get("tools"))))
+        return ScoringInput(tuple(conversation_ids(tokenizer, messages, item.columns.get("tools"))))
 
-    def logits(self, sequences: Sequence[Asked]) -> list[list[float] | RewardFailure]:
+    def logits(self, sequences: Sequence[ScoringInput]) -> list[list[float] | RewardFailure]:
         """Return each sequence's logits, or its batch's failure."""
         found: dict[Tokens, list[float] | RewardFailure] = {}
         for batch in self._batches([asked.tokens for asked in sequences]):
@@ -234,7 +244,7 @@ class Transformers:
         return logits.float().tolist()
 
 
-def model_place(path: Any, key: str) -> str:
+def resolve_model_path(path: Any, key: str) -> str:
     """Return a model's folder, or a hub name unchanged. RewardError for a missing or wrong folder."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -250,13 +260,13 @@ def _check_tokens(path: str, trusts: bool) -> None:
     """Raise RewardError if the tokenizer has tokens without an embedding."""
     from transformers import AutoTokenizer
 
-    from rlfuse.data.tokenizers import beyond_embedding
+    from rlfuse.data.tokenizers import check_vocabulary_size
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusts)
     except (OSError, ValueError):
         return  # reported where the model is loaded
-    for problem in beyond_embedding(tokenizer, KEY, path, trusts):
+    for problem in check_vocabulary_size(tokenizer, KEY, path, trusts):
         raise RewardError(problem)
 
 

@@ -20,8 +20,8 @@ from rlfuse.engines.vllm.offline_engine import EngineSettings, OfflineEngine, en
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
 from rlfuse.rewards.api.results import failure
-from rlfuse.rewards.models.classifier import model_place
-from rlfuse.rewards.models.sight import Sight, portions
+from rlfuse.rewards.models.classifier import resolve_model_path
+from rlfuse.rewards.models.visual_inputs import VisualInputs, split_by_visual_tokens
 from rlfuse.samples import Reward, RewardFailure, Visual
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ Compare two answers to a question.
 {b}
 
 Which answer is better: more correct, helpful and to the point? Say A or B, and nothing else."""
-PLACES = ("prompt", "a", "b")
-OTHERWISE = "blind=true, where question and answers are enough, or an entry with sources that show nothing"
+PLACEHOLDERS = ("prompt", "a", "b")
+ALTERNATIVE = "blind=true, where question and answers are enough, or an entry with sources that show nothing"
 
 
 class Judge:
@@ -71,8 +71,8 @@ class Judge:
         `engine_kwargs`: more of vLLM's EngineArgs.
         `blind`: it goes by question and answers, and is not shown the clips and images of a row.
         """
-        model = model_place(model, "model")
-        if missing := [f"{{{place}}}" for place in PLACES if f"{{{place}}}" not in template]:
+        model = resolve_model_path(model, "model")
+        if missing := [f"{{{place}}}" for place in PLACEHOLDERS if f"{{{place}}}" not in template]:
             raise RewardError(f"template: lacks {', '.join(missing)}; it has to show the question and both answers")
         if len(verdicts) != 2 or len(set(verdicts)) != 2 or not all(isinstance(v, str) and v for v in verdicts):
             told = f"verdicts: got {verdicts}; give two different texts, for the first answer and the second"
@@ -85,7 +85,7 @@ class Judge:
         self._chat_template_kwargs = chat_template_kwargs or {}
         self._blind = blind
         self._engine: OfflineEngine | None = None
-        self._sight: Sight | None = None
+        self._visual_inputs: VisualInputs | None = None
 
     def start(self) -> None:
         if self._engine is not None:
@@ -94,12 +94,12 @@ class Judge:
         with sight.served() as model:
             started = engine(replace(self._settings, model=model))
         sight.start(started)
-        self._sight, self._tokenizer = sight, started.tokenizer
+        self._visual_inputs, self._tokenizer = sight, started.tokenizer
         self._tokens = [self._token(verdict) for verdict in self._verdicts]
         self._engine = started
 
     def score(self, samples: Sequence[Item]) -> list[Reward | RewardFailure]:
-        return [result for few in portions(samples) for result in self._compared(few)]
+        return [result for few in split_by_visual_tokens(samples) for result in self._compared(few)]
 
     def _compared(self, samples: Sequence[Item]) -> list[Reward | RewardFailure]:
         orders = [self._orders(item) for item in samples]
@@ -108,19 +108,19 @@ class Judge:
         verdicts = map(verdict, said[::2], said[1::2])
         return [pair if isinstance(pair, RewardFailure) else next(verdicts) for pair in orders]
 
-    def refusal(self, visual: Sequence[Visual]) -> str | None:
+    def unsupported_reason(self, visual: Sequence[Visual]) -> str | None:
         """Return why it can't score a row with these clips and images, else None. Loads no weights."""
         if self._blind:
             return None
-        self._sight = self._sight or self._new_sight()
-        return self._sight.refusal(visual)
+        self._visual_inputs = self._visual_inputs or self._new_sight()
+        return self._visual_inputs.unsupported_reason(visual)
 
-    def _new_sight(self) -> Sight:
-        return Sight(self._settings.model, self._settings.trust_remote_code, key="model", otherwise=OTHERWISE)
+    def _new_sight(self) -> VisualInputs:
+        return VisualInputs(self._settings.model, self._settings.trust_remote_code, key="model", otherwise=ALTERNATIVE)
 
     def _orders(self, item: Item) -> list[dict[str, Any]] | RewardFailure:
         visual = () if self._blind else item.visual
-        if visual and (why := self.refusal(visual)):
+        if visual and (why := self.unsupported_reason(visual)):
             return _failure(why)
         try:
             reference = item.column(self._reference)
@@ -135,18 +135,18 @@ class Judge:
         several = [f"{role}: {content}" for role, content in zip(roles, contents, strict=True)]
         question = contents[0] if len(contents) == 1 else "\n\n".join(several)
         if not visual:
-            shown, question = question, self._sight.quoted(question)
+            shown, question = question, self._visual_inputs.escape_markers(question)
             if shown != question and item.lacks_visual and not self._blind:
                 return _failure(
                     "the question has the marker of a clip or image, and none came along, as none does from saved "
                     "samples; blind=true has the judge go by the text"
                 )
-        answers = [self._sight.quoted(answer).strip() for answer in (item.response, str(reference))]
+        answers = [self._visual_inputs.escape_markers(answer).strip() for answer in (item.response, str(reference))]
         try:
             pair = [self._prompt(question.strip(), *order, visual) for order in (answers, answers[::-1])]
             longest = max(len(made.token_ids) for made in pair)
             if longest < self._engine.context:
-                return [self._sight.prompt(made, visual) for made in pair]
+                return [self._visual_inputs.prompt(made, visual) for made in pair]
         except Exception as error:
             return failure("", error)
         return _failure(
@@ -158,12 +158,12 @@ class Judge:
         shown = {"{prompt}": question, "{a}": a, "{b}": b}
         text = re.sub(r"\{(prompt|a|b)\}", lambda place: shown[place[0]], self._template)
         if self._tokenizer.chat_template is None:
-            return self._sight.assemble(text, visual, special=True)
+            return self._visual_inputs.assemble(text, visual, special=True)
         message = [{"role": "user", "content": text}]
         whole = self._tokenizer.apply_chat_template(
             message, tokenize=False, add_generation_prompt=True, **self._chat_template_kwargs
         )
-        return self._sight.assemble(whole, visual, special=False)
+        return self._visual_inputs.assemble(whole, visual, special=False)
 
     def _token(self, verdict: str) -> int:
         tokens = self._tokenizer.encode(verdict, add_special_tokens=False)

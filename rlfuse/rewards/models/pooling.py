@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlfuse.config.reward_labels import OWN_CLASS, head_labels
+from rlfuse.config.reward_labels import AUTO_MAP_CLASS, head_labels
 from rlfuse.engines.vllm.offline_engine import EngineSettings, engine
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.items import Item
 from rlfuse.rewards.api.results import failure
-from rlfuse.rewards.models.sight import Sight, portions
+from rlfuse.rewards.models.visual_inputs import VisualInputs, split_by_visual_tokens
 from rlfuse.samples import FramePlan, RewardFailure, Visual
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from rlfuse.video.prompt import VideoPrompt
 
 KEY = "reward.model_path"
-OTHERWISE = (
+ALTERNATIVE = (
     "score such rows by a judge or by functions, and name in this entry's sources data_sources that show nothing"
 )
 WEIGHT, BIAS = "score.weight", "score.bias"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ScoringInput:
     """A sequence to score; equal ones have the same logits."""
 
     tokens: tuple[int, ...]
@@ -42,9 +42,9 @@ class Asked:
     made: VideoPrompt | None = field(default=None, compare=False)
 
 
-def sight_of(path: str, trust_remote_code: bool) -> Sight:
+def load_visual_inputs(path: str, trust_remote_code: bool) -> VisualInputs:
     """Return how the reward model sees; for a text model, why not."""
-    return Sight(path, trust_remote_code, key=KEY, otherwise=OTHERWISE)
+    return VisualInputs(path, trust_remote_code, key=KEY, otherwise=ALTERNATIVE)
 
 
 class Pooling:
@@ -57,70 +57,70 @@ class Pooling:
                 "config.json; give a trained one, not a language model"
             )
         same = {name: getattr(settings, name) for name in ("dtype", "trust_remote_code", "engine_kwargs")}
-        self._sight = sight_of(settings.path, settings.trust_remote_code)
-        with self._sight.served(read_head) as model:
+        self._visual_inputs = load_visual_inputs(settings.path, settings.trust_remote_code)
+        with self._visual_inputs.served(read_head) as model:
             self._engine = engine(EngineSettings(model, **same, pooling=True))
-        self._sight.start(self._engine)
+        self._visual_inputs.start(self._engine)
         self.context = self._engine.context
         self._pad_id = self._engine.model_config.get_text_config().pad_token_id
 
-    def asked(self, item: Item, tokenizer: PreTrainedTokenizerBase) -> Asked:
+    def asked(self, item: Item, tokenizer: PreTrainedTokenizerBase) -> ScoringInput:
         """Return the sequence to score. RewardError or VideoError if markers do not match what the item shows."""
         from rlfuse.data.messages import conversation, map_texts
         from rlfuse.data.tokenizers import conversation_text, without_padding
 
-        quoted, response = self._sight.quoted, self._sight.quoted(item.response)
+        escape_markers, response = self._visual_inputs.escape_markers, self._visual_inputs.escape_markers(item.response)
         messages = conversation(item.messages, response)
         if not item.visual:
-            unmarked = map_texts(quoted, messages)
+            unmarked = map_texts(escape_markers, messages)
             if item.lacks_visual and unmarked != messages:
                 raise RewardError(
                     "the prompt has the marker of a clip or image, and none came along, as none does from saved samples"
                 )
             messages = unmarked
         text, special = conversation_text(tokenizer, messages, item.columns.get("tools"))
-        made = self._sight.assemble(text, item.visual, special)
+        made = self._visual_inputs.assemble(text, item.visual, special)
         # transformers scores the last token that is no padding, vLLM the last.
         ids = without_padding(made.token_ids.tolist(), self._pad_id, tokenizer.pad_token_id)
         made = replace(made, token_ids=made.token_ids[: len(ids)])
         shown = tuple((each.path, each.plan) for each in item.visual)
-        return Asked(tuple(made.token_ids.tolist()), shown, item.visual, made)
+        return ScoringInput(tuple(made.token_ids.tolist()), shown, item.visual, made)
 
-    def logits(self, sequences: Sequence[Asked]) -> list[list[float] | RewardFailure]:
+    def logits(self, sequences: Sequence[ScoringInput]) -> list[list[float] | RewardFailure]:
         """Return each sequence's logits, or why it can't be shown."""
         found: list[list[float] | RewardFailure] = []
-        for few in portions(sequences):
+        for few in split_by_visual_tokens(sequences):
             prompts = [self._prompt(each) for each in few]
             logits = iter(self._engine.logits([each for each in prompts if not isinstance(each, RewardFailure)]))
             found += [each if isinstance(each, RewardFailure) else next(logits) for each in prompts]
         return found
 
-    def _prompt(self, asked: Asked) -> dict[str, Any] | RewardFailure:
+    def _prompt(self, asked: ScoringInput) -> dict[str, Any] | RewardFailure:
         try:
-            return self._sight.prompt(asked.made, asked.visual)
+            return self._visual_inputs.prompt(asked.made, asked.visual)
         except Exception as error:
             return failure("", error)
 
 
-def sees(folder: Path) -> bool:
+def is_video_model(folder: Path) -> bool:
     """Return whether the folder is a whole video model and has no transformers classifier."""
     config = json.loads((folder / "config.json").read_text())
-    if config.get("vision_config") is None or OWN_CLASS in (config.get("auto_map") or {}):
+    if config.get("vision_config") is None or AUTO_MAP_CLASS in (config.get("auto_map") or {}):
         return False
-    from rlfuse.video.models.base import family_named  # imports transformers
+    from rlfuse.video.models.base import family_of_type  # imports transformers
 
-    return family_named(config.get("model_type", "")) is not None
+    return family_of_type(config.get("model_type", "")) is not None
 
 
 def check_head(folder: Path) -> dict[str, Path]:
     """Return the files of the head's tensors. RewardError unless they match the folder's config.json."""
-    from rlfuse.video.checkpoints import tensor_places, tensor_shape
+    from rlfuse.video.checkpoints import locate_tensors, tensor_shape
 
     config = json.loads((folder / "config.json").read_text())
     labels = len(config.get("id2label") or "01")  # transformers writes none where there are two without names
     hidden = (config.get("text_config") or config).get("hidden_size")
     try:
-        places = tensor_places(folder)
+        places = locate_tensors(folder)
     except FileNotFoundError as error:
         raise RewardError(f"{KEY}: {error}") from error
     if WEIGHT not in places:

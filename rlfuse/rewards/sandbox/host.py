@@ -23,25 +23,25 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-from rlfuse.rewards.sandbox import holdings
+from rlfuse.rewards.sandbox import resource_usage
 from rlfuse.rewards.sandbox.confinement import confine_calls, confine_files, die_with_parent, limit
 from rlfuse.rewards.sandbox.known_names import known_names
 from rlfuse.rewards.sandbox.messages import MessageError, decode, encode, pack, receive, send, write
 
 TICK_S = 0.01
 """How often limits are looked at: what code takes in between comes on top, at most some GB/s for each processor."""
-BUSY = 3
+WALL_TIME_FACTOR = 3
 """So much longer than its CPU time may a test take."""
-MOST_FILES = 1000
-MOST_THREADS = 500
+MAX_FILES = 1000
+MAX_THREADS = 500
 OPEN_FILES = 64
-DEEPEST = 200
+MAX_DEPTH = 200
 """Levels of JSON; a tuple or a set takes two, a dict three."""
-TEXT = 300
+MAX_TEXT = 300
 NAME = "<solution>"
 
 
-class Stopped(BaseException):
+class TestAborted(BaseException):
     """The test is over: a limit was reached or the candidate is gone. No test's `except Exception` catches it."""
 
     def __init__(self, reason: str, text: str):
@@ -75,7 +75,7 @@ def _test(job: dict[str, Any], end: float) -> dict[str, Any]:
         try:
             _watch(job, candidate, end)
             outcome = {"program": _program, "calls": _call, "asserts": _assert}[job["kind"]](candidate, job, test)
-        except Stopped as stopped:
+        except TestAborted as stopped:
             outcome = stopped.outcome
         finally:
             signal.signal(signal.SIGALRM, signal.SIG_IGN)  # a look that is due would set the timer again
@@ -108,13 +108,13 @@ def _assert(candidate: Candidate, job: dict[str, Any], source: str) -> dict[str,
     try:
         exec(compile(job["setup"], "<setup>", "exec"), names)
     except Exception as error:
-        return {"fault": f"{type(error).__name__}: {error}"[:TEXT]}
+        return {"fault": f"{type(error).__name__}: {error}"[:MAX_TEXT]}
     try:
         exec(compile(source, "<test>", "exec"), names)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"[:TEXT]
+        said = f"{type(error).__name__}: {error}"[:MAX_TEXT]
         if isinstance(error, AssertionError):
-            return {"reason": "wrong", "text": f"{said} in {source.strip()[:TEXT]}"}
+            return {"reason": "wrong", "text": f"{said} in {source.strip()[:MAX_TEXT]}"}
         return {"reason": _reason(type(error).__name__), "text": said}
     finally:
         names.clear()  # functions hold on to it, and so to the test, where the next candidate could find it
@@ -175,12 +175,12 @@ class Candidate:
             return 0.0
 
     def threads(self) -> int:
-        return len(holdings.threads(self._pid))
+        return len(resource_usage.threads(self._pid))
 
     def files(self, file_bytes: int) -> dict[int, int]:
         if os.stat(".").st_mtime_ns == self._untouched:  # each file has a name at first
             return {}
-        found = holdings.files(self._pid, OPEN_FILES, file_bytes)
+        found = resource_usage.files(self._pid, OPEN_FILES, file_bytes)
         found.pop(os.fstat(self._input).st_ino, None)
         return found
 
@@ -193,7 +193,7 @@ class Candidate:
             parts.append(part)
             size += len(part)
             if size > most:
-                raise Stopped("output", f"wrote more than {most} bytes")
+                raise TestAborted("output", f"wrote more than {most} bytes")
         return b"".join(parts).decode(errors="replace")
 
     def ask(self, name: str, arguments: Any, named: Any = None) -> dict[str, Any]:
@@ -209,20 +209,22 @@ class Candidate:
         except EOFError:
             return None
         except (MessageError, MemoryError) as error:
-            raise Stopped("output", f"returned what can't be read: {str(error)[:TEXT]}") from None
+            raise TestAborted("output", f"returned what can't be read: {str(error)[:MAX_TEXT]}") from None
         if not isinstance(reply, dict) or _nested(reply):
-            raise Stopped("output", f"returned what can't be read: no value, or one more than {DEEPEST} levels deep")
+            raise TestAborted(
+                "output", f"returned what can't be read: no value, or one more than {MAX_DEPTH} levels deep"
+            )
         return reply
 
     def died(self, allowed: int | None = None) -> None:
         """Stop, for the reason that the process ended for, unless with the exit status `allowed`."""
         self._status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         if self._status == -signal.SIGXCPU:
-            raise Stopped("timeout", "used up its CPU time")
+            raise TestAborted("timeout", "used up its CPU time")
         if self._status < 0:
-            raise Stopped("crash", f"died of {signal.Signals(-self._status).name}")
+            raise TestAborted("crash", f"died of {signal.Signals(-self._status).name}")
         if self._status != allowed:
-            raise Stopped("exit", f"ended the process with status {self._status}")
+            raise TestAborted("exit", f"ended the process with status {self._status}")
 
     def end(self) -> None:
         if self._status is None:
@@ -240,23 +242,23 @@ class Candidate:
 
 def _watch(job: dict[str, Any], candidate: Candidate, end: float) -> None:
     """Raise Stopped wherever the host is, as soon as time is over or too much was written."""
-    late = time.monotonic() + BUSY * job["timeout_s"]
+    late = time.monotonic() + WALL_TIME_FACTOR * job["timeout_s"]
 
     def stop(reason: str, text: str) -> NoReturn:
         # Once more only for a test that catches everything, and not on the way out.
         signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
-        raise Stopped(reason, text)
+        raise TestAborted(reason, text)
 
     def look(*_: Any) -> None:
         if candidate.cpu_s() > job["timeout_s"] or time.monotonic() > late:
             stop("timeout", f"took longer than {job['timeout_s']:g} s")
         if time.monotonic() > end:
             stop("timeout", f"all tests took longer than {job['total_s']:g} s")
-        if candidate.threads() > MOST_THREADS:
-            stop("memory", f"started more than {MOST_THREADS} threads")
+        if candidate.threads() > MAX_THREADS:
+            stop("memory", f"started more than {MAX_THREADS} threads")
         files = candidate.files(job["file_bytes"])
-        if len(files) > MOST_FILES or sum(files.values()) > 2 * job["file_bytes"]:
-            stop("files", f"wrote more than {2 * job['file_bytes']} bytes or {MOST_FILES} files")
+        if len(files) > MAX_FILES or sum(files.values()) > 2 * job["file_bytes"]:
+            stop("files", f"wrote more than {2 * job['file_bytes']} bytes or {MAX_FILES} files")
 
         signal.setitimer(signal.ITIMER_REAL, TICK_S)  # only now: a look that takes longer is not looked into
 
@@ -352,7 +354,7 @@ def _described(error: BaseException, namespace: dict[str, Any]) -> dict[str, Any
         namespace.clear()  # room for the words that say so
     frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == NAME]
     try:
-        name, message = type(error).__name__ + "", "".join(str(error)[:TEXT])
+        name, message = type(error).__name__ + "", "".join(str(error)[:MAX_TEXT])
     except BaseException as other:  # the code's own class may say anything
         name, message = "Exception", f"one that raises {type.__repr__(type(other))} when asked what it is"
     return {"error": name, "message": message, "line": frames[-1] if frames else None}
@@ -361,7 +363,7 @@ def _described(error: BaseException, namespace: dict[str, Any]) -> dict[str, Any
 def _nested(value: Any) -> bool:
     """Return whether JSON is too deep for its readers."""
     layer = [value]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         layer = [
             entry
             for inner in layer
@@ -373,7 +375,7 @@ def _nested(value: Any) -> bool:
 
 def _headline(reply: dict[str, Any]) -> str:
     said = f"{reply.get('error')}: {reply.get('message')}" if reply.get("message") else str(reply.get("error"))
-    return f"{said[:TEXT]} (line {reply['line']})" if isinstance(reply.get("line"), int) else said[:TEXT]
+    return f"{said[:MAX_TEXT]} (line {reply['line']})" if isinstance(reply.get("line"), int) else said[:MAX_TEXT]
 
 
 def _reason(error: Any) -> str:

@@ -11,13 +11,13 @@ import select
 import time
 from typing import Any
 
-MOST_BYTES = 64 * 2**20
+MAX_MESSAGE_BYTES = 64 * 2**20
 """Of one message between processes that trust each other."""
 
 
 LONG_BITS = 4096
 """Longer whole numbers go as hexadecimal digits: Python reads and writes 4,300 decimal ones at most."""
-MOST_ALIKE = 1000
+MAX_HASH_COLLISIONS = 1000
 """Entries of one set or dict whose hash another has too. Each is compared with all those, so that forty thousand of
 them take half a minute; the powers of two, by comparison, share 61 hashes."""
 
@@ -44,7 +44,7 @@ def write(pipe: int, message: bytes) -> None:
         rest = rest[os.write(pipe, rest) :]
 
 
-def receive(pipe: int, most: int = MOST_BYTES, deadline: float | None = None) -> Any:
+def receive(pipe: int, most: int = MAX_MESSAGE_BYTES, deadline: float | None = None) -> Any:
     """Return the next message. EOFError, TimeoutError at `deadline` (monotonic), or MessageError."""
     length = int.from_bytes(_exactly(pipe, 4, deadline), "big")
     if length > most:
@@ -124,8 +124,8 @@ def decode(said: Any) -> Any:
 
 def _few_alike(entries: list[Any]) -> list[Any]:
     """Refuse entries whose comparison would take exponential time."""
-    if len(entries) - len(set(map(hash, entries))) > MOST_ALIKE:
-        raise MessageError(f"more than {MOST_ALIKE} entries have hashes that others have")
+    if len(entries) - len(set(map(hash, entries))) > MAX_HASH_COLLISIONS:
+        raise MessageError(f"more than {MAX_HASH_COLLISIONS} entries have hashes that others have")
     return entries
 
 

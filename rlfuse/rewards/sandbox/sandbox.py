@@ -1,7 +1,7 @@
 """Run untrusted Python against tests, bounded in time, memory, files and processes, without network.
 
 Whether an output is right is decided by the caller, outside of the code's process. A failed test is an outcome; a
-sandbox that cannot start is a SandboxError. `Report.missing` lists the isolation that this kernel lacks.
+sandbox that cannot start is a SandboxError. `Report.missing_isolation` lists the isolation that this kernel lacks.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Report:
     """Of all tests, in order."""
 
     outcomes: list[Outcome]
-    missing: str
+    missing_isolation: str
 
 
 def run_code(

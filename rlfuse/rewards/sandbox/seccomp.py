@@ -13,7 +13,7 @@ import os
 import struct
 import sys
 
-from rlfuse.rewards.sandbox.system_calls import ABSENT, ALLOWED, CONDITIONAL, MACHINES, ME, WORD, Condition
+from rlfuse.rewards.sandbox.system_calls import ABSENT, ALLOWED, CONDITIONAL, MACHINES, OWN_PID, WORD, Condition
 
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 """Answers (linux/seccomp.h)."""
@@ -29,7 +29,7 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
 
 
-def answers() -> dict[str, int | Condition]:
+def actions() -> dict[str, int | Condition]:
     """Return the answer to each call that is not simply denied, or the condition under which it is allowed."""
     families = ((ALLOWED, ALLOW), (ABSENT, ENOSYS))
     found = {name: answer for table, answer in families for calls in table.values() for name in calls.split()}
@@ -39,7 +39,7 @@ def answers() -> dict[str, int | Condition]:
 def program(machine: str, me: int) -> list[Instruction]:
     """The filter for a machine of this kind, and for the process `me`."""
     architecture, calls = MACHINES[machine]
-    known = answers()
+    known = actions()
     code = [
         (LOAD, 0, 0, ARCHITECTURE), (IF_EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)
     ]  # fmt: skip
@@ -55,7 +55,7 @@ def _checks(condition: Condition, me: int) -> list[Instruction]:
     for checks in condition:
         steps: list[Instruction] = []
         for argument, mask, value in checks:
-            wanted = me if value == ME else value
+            wanted = me if value == OWN_PID else value
             for word in (0, 1):
                 part = mask >> 32 * word & WORD
                 if part:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 WORD = 0xFFFF_FFFF
 ALL = 0xFFFF_FFFF_FFFF_FFFF
-ME = -1
+OWN_PID = -1
 """Among values: the number of the process itself."""
 
 Check = tuple[int, int, int]
@@ -106,35 +106,35 @@ MACHINES = {"x86_64": (0xC000003E, _numbered(_X86_64)), "aarch64": (0xC00000B7, 
 """What the kernel calls the architecture (linux/audit.h), and its calls by number; by `os.uname().machine`."""
 
 ALLOWED = {
-    "descriptors it holds": """
+    "its open descriptors": """
         read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek close close_range dup dup2 dup3
         pipe pipe2 copy_file_range""",
-    "files by path or descriptor; Landlock decides which": """
+    "files by path or descriptor; Landlock restricts which": """
         creat unlink unlinkat rename renameat renameat2 ftruncate fsync fdatasync""",
-    "where files are, and that they are; Python looks for modules so": """
+    "existence and location of files, as Python needs to find modules": """
         stat fstat lstat newfstatat statx access faccessat faccessat2 statfs fstatfs readlink readlinkat getdents
         getdents64 getcwd chdir fchdir umask""",
-    "its own memory; RLIMIT_AS bounds it": "mprotect munmap brk mremap msync madvise",
+    "its own memory, limited by RLIMIT_AS": "mprotect munmap brk mremap msync madvise",
     "its own threads: locks, their state and registers": """
         futex futex_wait futex_wake futex_requeue futex_waitv set_robust_list set_tid_address rseq arch_prctl gettid
         sched_yield getcpu""",
-    "waiting for descriptors it holds": """
+    "waiting for its open descriptors": """
         poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd
         eventfd2 timerfd_create timerfd_settime timerfd_gettime""",
-    "time: telling it, sleeping": """
+    "reading clocks and sleeping": """
         time gettimeofday clock_gettime clock_getres nanosleep clock_nanosleep times""",
     "signals to itself: handlers and alarms": """
         rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack signalfd
         signalfd4 pause alarm getitimer setitimer restart_syscall""",
-    "a pair of sockets' two ends": "recvfrom shutdown getsockname getpeername getsockopt",
-    "who it is, what it may use and has used; limits can only fall": """
+    "both ends of a socket pair": "recvfrom shutdown getsockname getpeername getsockopt",
+    "its identity, limits and resource usage; limits can only be lowered": """
         getpid getppid getpgid getpgrp getsid getuid geteuid getresuid getgid getegid getresgid getgroups getrlimit
         setrlimit getrusage""",
-    "how it is scheduled, asked": """
+    "reading its scheduling": """
         getpriority sched_getaffinity sched_getparam sched_getscheduler sched_getattr sched_get_priority_max
         sched_get_priority_min sched_rr_get_interval""",
-    "the machine: name, memory, random numbers": "uname sysinfo getrandom",
-    "its end, and that of children, of which it has none": "exit exit_group wait4 waitid",
+    "machine name, memory and random numbers": "uname sysinfo getrandom",
+    "exit and wait": "exit exit_group wait4 waitid",
 }
 """Family, with the reason it is allowed for, and its calls."""
 
@@ -153,7 +153,7 @@ def _opening(flags: int) -> Condition:
     )
 
 
-_OF_ITSELF = _one_of(0, ME)
+_OF_ITSELF = _one_of(0, OWN_PID)
 _F_SETFL, _O_ASYNC = 4, 0o20000
 _FEW = 0x40000 | 0x2000
 CONDITIONAL: dict[str, tuple[str, Condition]] = {

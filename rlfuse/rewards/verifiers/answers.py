@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from rlfuse.rewards.thoughts import answer_of
+from rlfuse.rewards.reasoning_tags import answer_after_reasoning
 
 Found = TypeVar("Found")
 MAX_CHARS = 100_000
-SHOWN = 60
+MAX_SHOWN_CHARS = 60
 _LAYERS = 12
 _FULL_WIDTH = {**{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}, 0x3000: " ", 0x2212: "-"}
 _TAG = re.compile(r"<(/?)(answer|final[_ ]answer)>", re.IGNORECASE)
@@ -71,22 +71,22 @@ class Parts(NamedTuple):
     answer is"), both unwrapped; its text. All are within the last `<answer>` tag, if there is one (`is_tagged`)."""
 
     box: str | None
-    announced: str | None
+    announced_answer: str | None
     text: str
     is_tagged: bool
 
     @property
     def stated(self) -> str:
-        return self.box or self.announced or unwrapped(self.text)
+        return self.box or self.announced_answer or strip_wrapping(self.text)
 
 
 def answer_in(solution_str: str) -> str | None:
-    """Return the response without its thought, `folded`; None if it is longer than MAX_CHARS."""
-    answer = answer_of(solution_str)
-    return folded(answer) if len(answer) <= MAX_CHARS else None
+    """Return the response without its thought, `normalize_width`; None if it is longer than MAX_CHARS."""
+    answer = answer_after_reasoning(solution_str)
+    return normalize_width(answer) if len(answer) <= MAX_CHARS else None
 
 
-def folded(text: str) -> str:
+def normalize_width(text: str) -> str:
     """Return the text with full-width characters and minus signs as ASCII."""
     return text.translate(_FULL_WIDTH)
 
@@ -99,10 +99,10 @@ def parts_of(answer: str) -> Parts | None:
         if last == len(tags) - 1:
             return None
         text = answer[tags[last].end() if last >= 0 else 0 : tags[last + 1].start()].strip()
-    in_box, said = boxed(text), announced(text)
+    in_box, said = boxed(text), announced_answer(text)
     if not text or (in_box is None and _BOX.search(text)):
         return None
-    return Parts(*(None if part is None else unwrapped(part) for part in (in_box, said)), text, bool(tags))
+    return Parts(*(None if part is None else strip_wrapping(part) for part in (in_box, said)), text, bool(tags))
 
 
 def read_from(answer: str, find: Callable[..., Found | None]) -> Found | None:
@@ -110,7 +110,7 @@ def read_from(answer: str, find: Callable[..., Found | None]) -> Found | None:
     parts = parts_of(answer)
     if parts is None or parts.box is not None:
         return find(parts.box) if parts else None
-    return (find(parts.announced, first=True) if parts.announced else None) or find(parts.text)
+    return (find(parts.announced_answer, first=True) if parts.announced_answer else None) or find(parts.text)
 
 
 def boxed(text: str) -> str | None:
@@ -134,7 +134,7 @@ def _closing(text: str) -> int | None:
     return None
 
 
-def announced(text: str) -> str | None:
+def announced_answer(text: str) -> str | None:
     """Return what follows the last "answer is", "Final answer:", "答案" and so on: the rest of the line, the next line
     if the rest is empty, or a displayed formula; None if nothing is announced."""
     end = max((match.end() for match in _ANNOUNCEMENT.finditer(text)), default=None)
@@ -156,7 +156,7 @@ def _after_announcement(text: str) -> str:
     return _EMPHASIS_END.sub("", text.lstrip(" :="), count=1).lstrip(" \t\n:=")
 
 
-def unwrapped(text: str) -> str:
+def strip_wrapping(text: str) -> str:
     """Return the text without enclosing tags, emphasis, quotes, delimiters and final punctuation."""
     text = text.strip()
     for _ in range(_LAYERS):
@@ -171,7 +171,7 @@ def _layer_removed(text: str) -> str:
     for mark in _SYMMETRIC:
         inner = text[len(mark) : -len(mark)]
         if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark) and mark not in inner:
-            blocks = fenced(text) if mark == "```" else []
+            blocks = fenced_blocks(text) if mark == "```" else []
             return blocks[0][1] if blocks else inner.strip()
     for opening, closing in _PAIRS:
         inner = text[len(opening) : -len(closing)]
@@ -187,16 +187,16 @@ def _layer_removed(text: str) -> str:
         return text[leading.end() :].strip()
     lead = _ANNOUNCEMENT.search(text, 0, 80)
     if lead and text[: lead.start()].strip(" *_#").casefold() in _BEFORE_NOUN:
-        return (announced(text) if "\n" not in text else _after_announcement(text[lead.end() :])) or text
+        return (announced_answer(text) if "\n" not in text else _after_announcement(text[lead.end() :])) or text
     return text if text.endswith(("...", "…")) else text.rstrip(_TRAILING)
 
 
-def without_markup(text: str) -> str:
+def strip_markup(text: str) -> str:
     r"""Return the text without emphasis, quotes, math delimiters and the commands around the content of \text{...}."""
     return _MARKUP.sub(r"\1", text)
 
 
-def fenced(text: str) -> list[tuple[str, str]]:
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """Return (language, content) of each closed code block, paired as in CommonMark."""
     blocks, fence, language, content = [], "", "", []
     for line in text.splitlines():
@@ -225,18 +225,18 @@ def not_found(answer: str | None, wanted: str) -> dict[str, Any]:
     return verdict(0.0, f"no {wanted} in {excerpt(answer)}", found=False)
 
 
-def wrong(found: Any, truth: Any) -> dict[str, Any]:
+def wrong_answer(found: Any, truth: Any) -> dict[str, Any]:
     """Return the result of a wrong answer."""
     return verdict(0.0, f"answered {excerpt(found)}, right is {excerpt(truth)}")
 
 
-def overlapping(overlap: float, threshold: float, given: str, true: str) -> dict[str, Any]:
+def overlap_result(overlap: float, threshold: float, given: str, true: str) -> dict[str, Any]:
     """Return the result of an answer that overlaps the true one; right from `threshold` on."""
     right = overlap >= threshold
     return verdict(overlap, "" if right else f"answered {given}, right is {true}", right=right)
 
 
-def bad_truth(ground_truth: Any, valid: str) -> ValueError:
+def ground_truth_error(ground_truth: Any, valid: str) -> ValueError:
     """Return the error for a ground truth that cannot be read."""
     return ValueError(f"ground_truth: got {ground_truth!r:.500}; valid is {valid}. Correct the row.")
 
@@ -247,4 +247,4 @@ def excerpt(value: Any) -> str:
         text = repr(value)
     except ValueError:  # Python's limit
         text = "a whole number of more than 4,300 digits"
-    return text if len(text) <= SHOWN else "..." + text[-SHOWN:]
+    return text if len(text) <= MAX_SHOWN_CHARS else "..." + text[-MAX_SHOWN_CHARS:]

@@ -11,15 +11,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlfuse.rewards.thoughts import answer_only
+from rlfuse.rewards.reasoning_tags import answer_only
 from rlfuse.rewards.verifiers.answers import (
     answer_in,
-    bad_truth,
+    ground_truth_error,
     not_found,
-    overlapping,
+    overlap_result,
     read_from,
+    strip_markup,
     verdict,
-    without_markup,
 )
 
 # All quantifiers are bounded and white space is collapsed before, so that searching is linear.
@@ -61,12 +61,12 @@ def score(
         if size is None:
             return verdict(0.0, f"answered {_words(given)}, right is {_words(true)}: one is in pixels, one in shares")
         given, true = (_scaled(box, size) if _shares(box) else box for box in (given, true))
-    return overlapping(box_iou(given, true), threshold, _words(given), _words(true))
+    return overlap_result(box_iou(given, true), threshold, _words(given), _words(true))
 
 
 def box_in(text: str, *, first: bool = False) -> Box | None:
     """Return the last or `first` box in a text, corners in order; None if there is none."""
-    text = " ".join(without_markup(text).split())
+    text = " ".join(strip_markup(text).split())
     found = _BOX.findall(text)
     if not found:
         values = {match[1]: match[2] for match in _KEYED.finditer(text)}
@@ -99,7 +99,7 @@ def _true_box(ground_truth: Any) -> Box:
             numbers = []
         box = _ordered(numbers) if len(numbers) == 4 and all(map(math.isfinite, numbers)) else None
     if box is None:
-        raise bad_truth(ground_truth, "a box [x1, y1, x2, y2] with an area")
+        raise ground_truth_error(ground_truth, "a box [x1, y1, x2, y2] with an area")
     return box
 
 

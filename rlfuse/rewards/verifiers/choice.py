@@ -11,19 +11,19 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlfuse.rewards.thoughts import answer_only
+from rlfuse.rewards.reasoning_tags import answer_only
 from rlfuse.rewards.verifiers.answers import (
     Parts,
-    announced,
+    announced_answer,
     answer_in,
-    bad_truth,
-    folded,
+    ground_truth_error,
+    normalize_width,
     not_found,
     parts_of,
-    unwrapped,
+    strip_markup,
+    strip_wrapping,
     verdict,
-    without_markup,
-    wrong,
+    wrong_answer,
 )
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -73,16 +73,16 @@ def score(
     letter = _stated(parts, texts) if parts else None
     if letter is None:
         return not_found(answer, f"choice of {', '.join(texts)}" if texts else "letter")
-    return verdict(1.0) if letter == truth else wrong(letter, truth)
+    return verdict(1.0) if letter == truth else wrong_answer(letter, truth)
 
 
 def _stated(parts: Parts, texts: dict[str, str]) -> str | None:
-    lines = unwrapped(parts.text).splitlines() or [""]
+    lines = strip_wrapping(parts.text).splitlines() or [""]
     listed = {match[1] for line in lines if (match := _LISTED.match(line))}
     outer = [] if len(listed) > 1 else [lines[-1], lines[0]]  # no choice: a list of the options
-    places = [parts.box, parts.announced, *outer]
+    places = [parts.box, parts.announced_answer, *outer]
     if parts.box is not None and _NAMED.search(parts.box[:_MAX_CHARS]):
-        places = [parts.box, announced(parts.box)]  # nothing else counts
+        places = [parts.box, announced_answer(parts.box)]  # nothing else counts
     for place in places:
         letter = _choice(place, texts) if place else None
         if letter is not None:
@@ -100,7 +100,7 @@ def _options(given: Any) -> dict[str, str]:
     except (ValueError, TypeError):
         texts = {}
     # Parquet fills the letters that a row does not have with None.
-    found = {str(letter).upper(): folded(str(text)) for letter, text in texts.items() if text is not None}
+    found = {str(letter).upper(): normalize_width(str(text)) for letter, text in texts.items() if text is not None}
     if not found or not all(len(letter) == 1 and letter in LETTERS for letter in found):
         raise ValueError(
             f"options: got {given!r}; valid are up to 26 texts, in order or by their letters, also as JSON"
@@ -109,11 +109,11 @@ def _options(given: Any) -> dict[str, str]:
 
 
 def _letter_of_truth(ground_truth: Any, texts: dict[str, str]) -> str:
-    truth = unwrapped(folded(ground_truth)) if isinstance(ground_truth, str) else ""
+    truth = strip_wrapping(normalize_width(ground_truth)) if isinstance(ground_truth, str) else ""
     by_text = [letter for letter, text in texts.items() if _plain(text) == _plain(truth)]
     letter = by_text[0] if len(by_text) == 1 else _choice(truth, texts)
     if letter is None:
-        raise bad_truth(ground_truth, f"one of {texts}, or its letter" if texts else "a letter from A to Z")
+        raise ground_truth_error(ground_truth, f"one of {texts}, or its letter" if texts else "a letter from A to Z")
     return letter
 
 
@@ -122,7 +122,7 @@ def _choice(place: str, texts: dict[str, str]) -> str | None:
     named = [letter for letter, option in texts.items() if _plain(option) == plain]
     if len(named) == 1:
         return named[0]
-    text = without_markup(unwrapped(place[:_MAX_CHARS])).strip()
+    text = strip_markup(strip_wrapping(place[:_MAX_CHARS])).strip()
     lettered = _LETTERED.search(text)
     if lettered and not _NAMED.search(text[: lettered.start()]):  # Paris (B)
         text = f"({lettered['letter']}) {text[: lettered.start()]}"
@@ -142,4 +142,4 @@ def _choice(place: str, texts: dict[str, str]) -> str | None:
 
 
 def _plain(text: str) -> str:
-    return " ".join(without_markup(unwrapped(text)).split()).rstrip(".").casefold()
+    return " ".join(strip_markup(strip_wrapping(text)).split()).rstrip(".").casefold()

@@ -10,9 +10,9 @@ import math
 import re
 from typing import Any
 
+from rlfuse.rewards.reasoning_tags import answer_after_reasoning, answer_only
 from rlfuse.rewards.sandbox.sandbox import Kind, Limits, Outcome, run_code
-from rlfuse.rewards.thoughts import answer_of, answer_only
-from rlfuse.rewards.verifiers.answers import MAX_CHARS, bad_truth, excerpt, not_found, verdict
+from rlfuse.rewards.verifiers.answers import MAX_CHARS, excerpt, ground_truth_error, not_found, verdict
 from rlfuse.rewards.verifiers.code_blocks import solution
 from rlfuse.rewards.verifiers.code_tests import Tests, read_tests
 
@@ -38,7 +38,7 @@ def score(
     could isolate the code fully (`isolation` says what was missing); limits are those of `sandbox.Limits`."""
     limits = Limits(timeout_s, total_s, memory_mb, demand_isolation=demand_isolation)
     tests = read_tests(ground_truth)
-    answer = answer_of(solution_str)
+    answer = answer_after_reasoning(solution_str)
     if len(answer) > MAX_CHARS:
         return not_found(None, "code")
     code = solution(answer, tests.fn_name, is_program=tests.kind is Kind.PROGRAM)
@@ -47,13 +47,13 @@ def score(
     try:
         report = run_code(code, tests.kind, tests.given, fn_name=tests.fn_name, setup=tests.setup, limits=limits)
     except ValueError as error:
-        raise bad_truth(ground_truth, str(error)) from error
+        raise ground_truth_error(ground_truth, str(error)) from error
     problems = [_problem(tests, outcome, right) for outcome, right in zip(report.outcomes, tests.expected, strict=True)]
     passed = problems.count("") / len(problems)
     failed = [f"test {number}: {problem}" for number, problem in enumerate(problems, 1) if problem]
     result = verdict(passed if continuous else passed == 1, "; ".join(failed), right=passed == 1)
-    result |= {"passed": passed, "isolated": float(not report.missing)}
-    return result | ({"isolation": report.missing} if report.missing else {})
+    result |= {"passed": passed, "isolated": float(not report.missing_isolation)}
+    return result | ({"isolation": report.missing_isolation} if report.missing_isolation else {})
 
 
 def _problem(tests: Tests, outcome: Outcome, right: Any) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlfuse.rewards.sandbox.sandbox import Kind
-from rlfuse.rewards.verifiers.answers import bad_truth, excerpt
+from rlfuse.rewards.verifiers.answers import excerpt, ground_truth_error
 
 VALID = "inputs and outputs of the same length, with or without fn_name, assert_case or test and entry_point (see "
 VALID += "verifiers/code_tests.py)"
@@ -54,7 +54,7 @@ def read_tests(ground_truth: Any) -> Tests:
     try:
         return _tests(_decoded(ground_truth))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise bad_truth(ground_truth, f"{VALID}; {error}") from None
+        raise ground_truth_error(ground_truth, f"{VALID}; {error}") from None
 
 
 def _decoded(truth: Any) -> Any:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, not_found, parts_of, unwrapped, verdict, wrong
+from rlfuse.rewards.reasoning_tags import answer_only
+from rlfuse.rewards.verifiers.answers import (
+    answer_in,
+    ground_truth_error,
+    not_found,
+    parts_of,
+    strip_wrapping,
+    verdict,
+    wrong_answer,
+)
 
 
 @answer_only
@@ -20,15 +28,15 @@ def score(
     """1 if the answer is the ground truth or one of a list of them."""
     truths = [ground_truth] if isinstance(ground_truth, str) else ground_truth
     if not isinstance(truths, list | tuple) or not truths or not all(isinstance(t, str) and t.strip() for t in truths):
-        raise bad_truth(ground_truth, "a text that is not empty, or a list of such")
+        raise ground_truth_error(ground_truth, "a text that is not empty, or a list of such")
     answer = answer_in(solution_str)
     if answer and _plain(answer, ignore_case) in {_plain(truth, ignore_case) for truth in truths}:
         return verdict(1.0)
     parts = parts_of(answer) if answer else None
     if parts is None:
         return not_found(answer, "text")
-    right = {_plain(unwrapped(truth), ignore_case) for truth in truths}
-    return verdict(1.0) if _plain(parts.stated, ignore_case) in right else wrong(parts.stated, truths[0])
+    right = {_plain(strip_wrapping(truth), ignore_case) for truth in truths}
+    return verdict(1.0) if _plain(parts.stated, ignore_case) in right else wrong_answer(parts.stated, truths[0])
 
 
 def _plain(text: str, ignore_case: bool) -> str:

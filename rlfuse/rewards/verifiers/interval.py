@@ -10,15 +10,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlfuse.rewards.thoughts import answer_only
+from rlfuse.rewards.reasoning_tags import answer_only
 from rlfuse.rewards.verifiers.answers import (
     answer_in,
-    bad_truth,
+    ground_truth_error,
     not_found,
-    overlapping,
+    overlap_result,
     read_from,
-    unwrapped,
-    without_markup,
+    strip_markup,
+    strip_wrapping,
 )
 
 # All quantifiers are bounded, so that searching is linear; white space is collapsed before.
@@ -56,16 +56,16 @@ def score(
     answer = answer_in(solution_str)
     given = None
     if answer:
-        given = interval_in(unwrapped(answer), whole=True) if whole else read_from(answer, interval_in)
+        given = interval_in(strip_wrapping(answer), whole=True) if whole else read_from(answer, interval_in)
     if given is None:
         return not_found(answer, "interval")
-    return overlapping(interval_iou(given, true), threshold, *(f"{a:g} to {b:g}" for a, b in (given, true)))
+    return overlap_result(interval_iou(given, true), threshold, *(f"{a:g} to {b:g}" for a, b in (given, true)))
 
 
 def interval_in(text: str, *, whole: bool = False, first: bool = False) -> tuple[float, float] | None:
     """Return start and end, in seconds, of the last or `first` interval in a text; with `whole`, of the interval that
     the text consists of. None if there is none."""
-    text = _MINUTES.sub(r"\1:\2", _COMMA.sub(".", " ".join(without_markup(text).split())))
+    text = _MINUTES.sub(r"\1:\2", _COMMA.sub(".", " ".join(strip_markup(text).split())))
     starts, ends = (
         [match[2] for match in _KEYED.finditer(text) if bool(match["start"]) is wanted] for wanted in (True, False)
     )
@@ -83,7 +83,7 @@ def interval_in(text: str, *, whole: bool = False, first: bool = False) -> tuple
 def _true_interval(ground_truth: Any) -> tuple[float, float]:
     try:
         if isinstance(ground_truth, str):
-            text = unwrapped(ground_truth)
+            text = strip_wrapping(ground_truth)
         elif isinstance(ground_truth, dict):
             text = ", ".join(f"{key}: {float(value)}" for key, value in ground_truth.items())
         else:
@@ -92,7 +92,7 @@ def _true_interval(ground_truth: Any) -> tuple[float, float]:
         text = ""
     true = interval_in(text, whole=True)
     if true is None:
-        raise bad_truth(ground_truth, "an interval as in '3.2 to 5.0' or '[3.2, 5.0]', in seconds or mm:ss")
+        raise ground_truth_error(ground_truth, "an interval as in '3.2 to 5.0' or '[3.2, 5.0]', in seconds or mm:ss")
     return true
 
 

@@ -21,10 +21,18 @@ from jsonschema.validators import extend, validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, fenced, not_found, parts_of, unwrapped, verdict
+from rlfuse.rewards.reasoning_tags import answer_only
+from rlfuse.rewards.verifiers.answers import (
+    answer_in,
+    fenced_blocks,
+    ground_truth_error,
+    not_found,
+    parts_of,
+    strip_wrapping,
+    verdict,
+)
 
-SECONDS = 3.0
+DEFAULT_TIMEOUT_S = 3.0
 
 
 @answer_only
@@ -34,13 +42,13 @@ def score(
     ground_truth: str | dict[str, Any],
     extra_info: dict[str, Any] | None = None,
     *,
-    timeout_s: float = SECONDS,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> dict[str, Any]:
     """1 if the answer is JSON that the schema allows; `format` is 1 for any JSON. `timeout_s`: of validation."""
     try:
         validator = _validator(ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth), timeout_s)
     except (ValueError, TypeError, RecursionError, SchemaError) as error:
-        raise bad_truth(ground_truth, f"a JSON schema ({_line(error)})") from None
+        raise ground_truth_error(ground_truth, f"a JSON schema ({_line(error)})") from None
     answer = answer_in(solution_str)
     if not answer:
         return not_found(answer, "JSON")
@@ -61,7 +69,7 @@ def score(
     except (ArithmeticError, RecursionError) as error:
         return verdict(0.0, f"validating {type(error).__name__}: {_line(error)}")
     except (Unresolvable, regex.error) as error:  # in a part that only this answer led to
-        raise bad_truth(ground_truth, f"a JSON schema ({_line(error)})") from None
+        raise ground_truth_error(ground_truth, f"a JSON schema ({_line(error)})") from None
     return verdict(0.0, f"{error.json_path}: {_line(error)}") if error else verdict(1.0)
 
 
@@ -87,8 +95,8 @@ def _texts(answer: str) -> list[str]:
     """Return candidates for the JSON: the answer as written, its last code block, its unwrapped parts."""
     parts = parts_of(answer)
     text = parts.text if parts else answer
-    blocks = [content for language, content in fenced(text) if language in ("", "json", "jsonc", "json5")]
-    given = [answer, *blocks[-1:], text, unwrapped(text), *((parts.box, parts.announced) if parts else ())]
+    blocks = [content for language, content in fenced_blocks(text) if language in ("", "json", "jsonc", "json5")]
+    given = [answer, *blocks[-1:], text, strip_wrapping(text), *((parts.box, parts.announced_answer) if parts else ())]
     return list(dict.fromkeys(given_text for given_text in given if given_text))
 
 

@@ -11,20 +11,20 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from rlfuse.rewards.thoughts import answer_only
+from rlfuse.rewards.reasoning_tags import answer_only
 from rlfuse.rewards.verifiers.answers import (
     Parts,
     answer_in,
-    bad_truth,
     boxed,
-    folded,
+    ground_truth_error,
+    normalize_width,
     not_found,
     parts_of,
-    unwrapped,
+    strip_wrapping,
     verdict,
-    wrong,
+    wrong_answer,
 )
-from rlfuse.rewards.verifiers.math_structure import same
+from rlfuse.rewards.verifiers.math_structure import is_equivalent
 from rlfuse.rewards.verifiers.math_text import canonical, key
 
 MAX_CHARS, MAX_DEPTH = 500, 12
@@ -55,33 +55,33 @@ def score(
     for text in (given, truth):
         if problem := _too_large(text):
             return verdict(0.0, f"{problem}; compared as text only", found=text is truth)
-    return verdict(1.0) if same(truth, given) else wrong(part, ground_truth)
+    return verdict(1.0) if is_equivalent(truth, given) else wrong_answer(part, ground_truth)
 
 
 def _true_expression(ground_truth: Any) -> str:
     valid = isinstance(ground_truth, str) or (isinstance(ground_truth, int | float) and math.isfinite(ground_truth))
     text = str(ground_truth) if valid else ""
     in_box = boxed(text)
-    truth = canonical(unwrapped(folded(in_box if in_box is not None else text)))
+    truth = canonical(strip_wrapping(normalize_width(in_box if in_box is not None else text)))
     if not truth:
-        raise bad_truth(ground_truth, "an expression in LaTeX")
+        raise ground_truth_error(ground_truth, "an expression in LaTeX")
     return truth
 
 
 def _stated(parts: Parts) -> str:
     if parts.box is not None:
         return parts.box
-    if parts.announced is not None:
-        return _CLAUSE_END.split(parts.announced, maxsplit=1)[0]
+    if parts.announced_answer is not None:
+        return _CLAUSE_END.split(parts.announced_answer, maxsplit=1)[0]
     return _last_formula(parts.text)
 
 
 def _last_formula(text: str) -> str:
     """Return the last line if it is a formula and a few words, else the last formula, else the last line."""
-    text = unwrapped(text)
+    text = strip_wrapping(text)
     spans = _formulas(text)
     line_start = text.rfind("\n") + 1
-    line = unwrapped(text[line_start:])
+    line = strip_wrapping(text[line_start:])
     if not spans:
         return line
     start, end = spans[-1]

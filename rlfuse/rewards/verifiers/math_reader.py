@@ -41,7 +41,7 @@ _FACTORS = _GREEK | _ACCENTS | _FUNCTIONS.keys() | {"frac", "sqrt", "pi", "binom
 _OPEN = ("(", "{", "[", r"\lfloor", r"\lceil")
 
 
-class Unreadable(ValueError):
+class UnsupportedExpression(ValueError):
     """The expression is not understood, or too large to be evaluated."""
 
 
@@ -51,7 +51,7 @@ def read(latex: str) -> tuple[Any, set[str]]:
     try:
         return reader.whole(), reader.variables
     except RecursionError:
-        raise Unreadable("nested too deep") from None
+        raise UnsupportedExpression("nested too deep") from None
 
 
 class _Reader:
@@ -69,7 +69,7 @@ class _Reader:
     def whole(self) -> Any:
         tree = self._sum()
         if self._next != "":
-            raise Unreadable(self._next)
+            raise UnsupportedExpression(self._next)
         return tree
 
     @property
@@ -87,7 +87,7 @@ class _Reader:
 
     def _expect(self, token: str) -> None:
         if not self._take(token):
-            raise Unreadable(f"{self._next!r} instead of {token!r}")
+            raise UnsupportedExpression(f"{self._next!r} instead of {token!r}")
 
     def _sum(self) -> Any:
         tree = self._product()
@@ -130,12 +130,12 @@ class _Reader:
             if self._take("!"):
                 tree = ("!", tree)
                 if self._next == "!":
-                    raise Unreadable("!!")
+                    raise UnsupportedExpression("!!")
                 continue
             self.place += 1
             exponent = self._argument(signed=True)
             if self._next == "^":
-                raise Unreadable("x^y^z")
+                raise UnsupportedExpression("x^y^z")
             tree = ("^", tree, exponent)
         return tree
 
@@ -171,15 +171,15 @@ class _Reader:
             self.bars -= 1
             self._expect("|")
             return ("abs", tree)
-        raise Unreadable(token)
+        raise UnsupportedExpression(token)
 
     def _number(self, token: str) -> Any:
         mantissa, _, power = token.lower().partition("e")
         if len(mantissa) > MAX_DIGITS or len(power) > 5 or self._next == "_":
-            raise Unreadable(token[:20])
+            raise UnsupportedExpression(token[:20])
         value = ("*", Fraction(mantissa), ("^", Fraction(10), Fraction(power))) if power else Fraction(mantissa)
         if self._kind == "number" or self._kind == "repeating":
-            raise Unreadable("two numbers side by side")
+            raise UnsupportedExpression("two numbers side by side")
         if self._next == r"\frac" and token.isdecimal():  # a mixed number
             return ("+", value, self._atom())
         return value
@@ -194,14 +194,14 @@ class _Reader:
                 while self._kind != "end" and not self._take("}"):
                     self.place += 1
             elif self._kind == "end":
-                raise Unreadable("_")
+                raise UnsupportedExpression("_")
             else:
                 self.place += 1
             name += "_" + "".join(text for _, text in self.tokens[start : self.place] if text not in "{}")
         ahead = [text for _, text in self.tokens[self.place : self.place + 3]]
         is_function = ahead[0] == "(" and (name in ("f", "g", "h") or (name.isupper() and ahead[2] == ")"))
         if is_function or ("'" in name and ahead[0] == "("):
-            raise Unreadable(f"{name}(")
+            raise UnsupportedExpression(f"{name}(")
         self.variables.add(name)
         return ("symbol", name)
 
@@ -232,7 +232,7 @@ class _Reader:
             )
         if name in _GREEK or name.startswith("name"):
             return self._symbol(token)
-        raise Unreadable(token)
+        raise UnsupportedExpression(token)
 
     def _function(self, name: str) -> Any:
         function, base, exponent = _FUNCTIONS[name], None, None
@@ -243,7 +243,7 @@ class _Reader:
         if exponent == ("-", Fraction(1)) or exponent == Fraction(-1):
             function, exponent = _INVERSE.get(function, ""), None
             if not function:
-                raise Unreadable(rf"\{name}^{{-1}}")
+                raise UnsupportedExpression(rf"\{name}^{{-1}}")
         argument = self._power() if self._next in ("(", "{", "[") else self._function_argument()
         tree = ("call", function, argument)
         if base is not None:

@@ -11,10 +11,10 @@ import re
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from rlfuse.rewards.verifiers.math_reader import Unreadable
+from rlfuse.rewards.verifiers.math_reader import UnsupportedExpression
 from rlfuse.rewards.verifiers.math_text import key
-from rlfuse.rewards.verifiers.math_value import inexact, values
-from rlfuse.rewards.verifiers.units import factor_between, quantity
+from rlfuse.rewards.verifiers.math_value import to_mpf, values
+from rlfuse.rewards.verifiers.units import conversion_factor, quantity
 
 MAX_PARTS = 40
 ROUNDED = Fraction(1, 10**5)
@@ -50,7 +50,7 @@ class Part(NamedTuple):
     parts: list[str]
 
 
-def same(truth: str, answer: str) -> bool:
+def is_equivalent(truth: str, answer: str) -> bool:
     """Return whether the answer equals the truth."""
     if key(truth) == key(answer):
         return True
@@ -59,7 +59,7 @@ def same(truth: str, answer: str) -> bool:
         return _same_kind(one, other)
     for part, rest in ((one, answer), (other, truth)):
         if part.kind == "equation" and _names(part.parts[0]):  # x = 5, or (x, y) = (1, 2)
-            return same(part.parts[-1], rest) if part is one else same(rest, part.parts[-1])
+            return is_equivalent(part.parts[-1], rest) if part is one else is_equivalent(rest, part.parts[-1])
         is_ratio = part.kind == "ratio" and len(part.parts) == 2 and not part.mark and part.parts[1][0] != "0"
         if is_ratio and _read(rest).kind == "value":  # 3:4, but not 10:08
             return _same_value(rf"\frac{{{part.parts[0]}}}{{{part.parts[1]}}}", rest)
@@ -89,7 +89,7 @@ def _same_kind(one: Part, other: Part) -> bool:
     if one.kind in ("set", "union"):
         return _same_in_any_order(one.parts, other.parts)
     pairs = list(zip(one.parts, other.parts, strict=False))
-    return one.mark == other.mark and len(one.parts) == len(other.parts) and all(same(*pair) for pair in pairs)
+    return one.mark == other.mark and len(one.parts) == len(other.parts) and all(is_equivalent(*pair) for pair in pairs)
 
 
 def _marks_agree(one: str, other: str) -> bool:
@@ -101,7 +101,7 @@ def _same_in_any_order(truths: list[str], answers: list[str]) -> bool:
         return False
     left = list(answers)
     for truth in truths:
-        match = next((answer for answer in left if same(truth, answer)), None)
+        match = next((answer for answer in left if is_equivalent(truth, answer)), None)
         if match is None:
             return False
         left.remove(match)
@@ -243,17 +243,17 @@ def _as_intervals(part: Part) -> list[str]:
 
 def _same_equation(one: list[str], other: list[str]) -> bool:
     if len(one) == len(other) == 2:
-        if any(all(map(same, one, pair)) for pair in (other, other[::-1])):
+        if any(all(map(is_equivalent, one, pair)) for pair in (other, other[::-1])):
             return True
         return _proportional(*(_values(f"({left})-({right})") for left, right in (one, other)))
-    return key(one[0]) == key(other[0]) and same(one[-1], other[-1])
+    return key(one[0]) == key(other[0]) and is_equivalent(one[-1], other[-1])
 
 
 def _proportional(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool:
     pairs = [pair for pair in zip(one or (), other or (), strict=False) if None not in pair]
     if len(pairs) < 3 or any(not a or not b for a, b in pairs):
         return False
-    factors = [inexact(a) / inexact(b) for a, b in pairs]
+    factors = [to_mpf(a) / to_mpf(b) for a, b in pairs]
     return all(_close(factor, factors[0], _IDENTICAL) for factor in factors)
 
 
@@ -262,7 +262,7 @@ def _same_value(truth: str, answer: str) -> bool:
     if not true_unit and not unit:
         return _equal(true, given)
     if true_unit and unit:
-        factor = factor_between(unit, true_unit)
+        factor = conversion_factor(unit, true_unit)
         return factor is not None and _equal(true, given, factor)
     if "%" in (true_unit, unit):  # 45 and 0.45 are both 45%
         return _equal(true, given) or _equal(true, given, Fraction(1, 100) if unit else Fraction(100))
@@ -287,7 +287,7 @@ def _equal(truth: str, answer: str, factor: Fraction = Fraction(1)) -> bool:
     if _DECIMAL.search(truth) or _DECIMAL.search(answer):
         whole = constant and isinstance(true[0], Fraction) and true[0].denominator == 1
         tolerance = ROUNDED if constant and not whole else EXACT
-    pairs = [(a, b * factor if factor == 1 or isinstance(b, Fraction) else b * inexact(factor))
+    pairs = [(a, b * factor if factor == 1 or isinstance(b, Fraction) else b * to_mpf(factor))
              for a, b in zip(true, given, strict=True) if a is not None and b is not None]  # fmt: skip
     return len(pairs) >= (1 if constant else 3) and all(_close(a, b, tolerance) for a, b in pairs)
 
@@ -307,7 +307,7 @@ def _is_name(text: str) -> bool:
 def _values(text: str) -> tuple[Any, ...] | None:
     try:
         return tuple(values(text))
-    except Unreadable:
+    except UnsupportedExpression:
         return None
 
 
@@ -316,5 +316,5 @@ def _close(one: Any, other: Any, tolerance: Fraction) -> bool:
         if tolerance == _IDENTICAL:
             return one == other
         return abs(one - other) <= tolerance * abs(one)
-    one, other = inexact(one), inexact(other)
-    return bool(abs(one - other) <= inexact(tolerance) * abs(one))
+    one, other = to_mpf(one), to_mpf(other)
+    return bool(abs(one - other) <= to_mpf(tolerance) * abs(one))

@@ -13,7 +13,7 @@ from typing import Any
 
 import mpmath
 
-from rlfuse.rewards.verifiers.math_reader import Unreadable, read
+from rlfuse.rewards.verifiers.math_reader import UnsupportedExpression, read
 
 MAX_BITS = 10_000
 MAX_FACTORIAL = 1_000
@@ -34,7 +34,7 @@ def values(latex: str) -> list[Any]:
     try:
         return [_value_at(tree, variables, point) for point in range(POINTS if variables else 1)]
     except (RecursionError, OverflowError) as error:
-        raise Unreadable(type(error).__name__) from None
+        raise UnsupportedExpression(type(error).__name__) from None
 
 
 def _value_at(tree: Any, variables: set[str], point: int) -> Any:
@@ -70,9 +70,9 @@ def _evaluate(tree: Any, known: dict[str, Any]) -> Any:
 def _bounded(value: Any) -> Any:
     if isinstance(value, Fraction):
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-            raise Unreadable("too large to be evaluated")
+            raise UnsupportedExpression("too large to be evaluated")
     elif value and _is_finite(value) and abs(_context.mag(value)) > MAX_BITS:
-        raise Unreadable("too large to be evaluated")
+        raise UnsupportedExpression("too large to be evaluated")
     return value
 
 
@@ -80,7 +80,7 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, Fraction) or bool(_context.isfinite(value))
 
 
-def inexact(value: Any) -> Any:
+def to_mpf(value: Any) -> Any:
     """Return a Fraction as a number of DIGITS digits."""
     return _context.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
@@ -89,7 +89,7 @@ def _both(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def apply(one: Any, other: Any) -> Any:
         if isinstance(one, Fraction) and isinstance(other, Fraction):
             return operation(one, other)
-        return operation(inexact(one), inexact(other))
+        return operation(to_mpf(one), to_mpf(other))
 
     return apply
 
@@ -99,12 +99,12 @@ def _add(one: Any, other: Any) -> Any:
         return one + other
     if not one or not other:
         return one or other
-    one, other = inexact(one), inexact(other)
+    one, other = to_mpf(one), to_mpf(other)
     small, large = sorted((abs(one), abs(other)))
     if large > small * _LOST:
-        raise Unreadable("a sum of numbers of too different sizes")
+        raise UnsupportedExpression("a sum of numbers of too different sizes")
     result = one + other
-    return Fraction(0) if abs(result) < large * inexact(_CANCELLED) else result
+    return Fraction(0) if abs(result) < large * to_mpf(_CANCELLED) else result
 
 
 def _raise(base: Any, exponent: Any) -> Any:
@@ -113,42 +113,42 @@ def _raise(base: Any, exponent: Any) -> Any:
         if isinstance(base, Fraction):
             bits = max(base.numerator.bit_length(), base.denominator.bit_length())
             if abs(power) * (bits - (bits == 1)) > MAX_BITS and base not in (0, 1, -1):
-                raise Unreadable("too large to be evaluated")
+                raise UnsupportedExpression("too large to be evaluated")
             return base ** (power % 2 if abs(base) == 1 else power)
         if abs(power) > MAX_BITS:
-            raise Unreadable("too large to be evaluated")
+            raise UnsupportedExpression("too large to be evaluated")
         return base**power
-    base, exponent = inexact(base), inexact(exponent)
+    base, exponent = to_mpf(base), to_mpf(exponent)
     if not base:
         return base**exponent
     if abs(exponent) * (abs(_context.log(abs(base), 2)) + 5) > MAX_BITS:
-        raise Unreadable("too large to be evaluated")
+        raise UnsupportedExpression("too large to be evaluated")
     return base**exponent
 
 
 def _root(value: Any, index: Any) -> Any:
     if not isinstance(index, Fraction) or index.denominator != 1 or not 1 <= index <= MAX_FACTORIAL:
         return _raise(value, _both(lambda a, b: a / b)(Fraction(1), index))
-    value = inexact(value)
+    value = to_mpf(value)
     if index % 2 and not isinstance(value, _context.mpc) and value < 0:
         return -_context.root(-value, int(index))
     return _context.root(value, int(index))
 
 
 def _call(name: str, value: Any) -> Any:
-    value = inexact(value)
+    value = to_mpf(value)
     if (_context.mag(value) > 12 and name in ("exp", "sinh", "cosh", "tanh")) or _context.mag(value) > 200:
-        raise Unreadable("too large to be evaluated")
+        raise UnsupportedExpression("too large to be evaluated")
     if name in ("ln", "log10") and not value:
         raise _Undefined(f"{name}(0)")
     result = _defined(getattr(_context, name), value)
-    is_rounding = abs(result) < inexact(_CANCELLED) and abs(value) > 1e-30 and name != "exp"  # as in sin(pi)
+    is_rounding = abs(result) < to_mpf(_CANCELLED) and abs(value) > 1e-30 and name != "exp"  # as in sin(pi)
     return Fraction(0) if is_rounding else result
 
 
 def _whole(value: Any) -> int:
     if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
-        raise Unreadable("too large to be evaluated")
+        raise UnsupportedExpression("too large to be evaluated")
     return int(value)
 
 
@@ -160,7 +160,7 @@ def _factorial(value: Any) -> Any:
 
 def _binomial(above: Any, below: Any) -> Any:
     if not (isinstance(above, Fraction) and isinstance(below, Fraction)):
-        above, below = _small(inexact(above)), _small(inexact(below))
+        above, below = _small(to_mpf(above)), _small(to_mpf(below))
         over, under, rest = (_defined(_context.gamma, value + 1) for value in (above, below, above - below))
         return over / (under * rest)
     return Fraction(math.comb(_whole(above), _whole(below)))
@@ -175,13 +175,13 @@ def _defined(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _small(value: Any) -> Any:
     if abs(value) > 50:
-        raise Unreadable("too large to be evaluated")
+        raise UnsupportedExpression("too large to be evaluated")
     return value
 
 
 def _floor(value: Any) -> Any:
     if isinstance(value, _context.mpc):
-        raise Unreadable("floor of a complex number")
+        raise UnsupportedExpression("floor of a complex number")
     return Fraction(math.floor(value)) if isinstance(value, Fraction) else _context.floor(value)
 
 

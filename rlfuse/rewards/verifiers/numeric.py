@@ -10,10 +10,18 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, folded, not_found, parts_of, verdict, wrong
+from rlfuse.rewards.reasoning_tags import answer_only
+from rlfuse.rewards.verifiers.answers import (
+    answer_in,
+    ground_truth_error,
+    normalize_width,
+    not_found,
+    parts_of,
+    verdict,
+    wrong_answer,
+)
 
-LONGEST = 400
+MAX_NUMBER_CHARS = 400
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d++)?+|\.\d++)"
 _TIMES = r"\s?(?:\\times|\\cdot|[x\u00d7*·])\s?"
@@ -48,19 +56,19 @@ def score(
 ) -> dict[str, Any]:
     """1 if the number differs from the true one by `absolute` at most, or by `relative` of the true one (where none is
     given a hundred-thousandth; nothing between two whole numbers)."""
-    true = number_in(folded(str(ground_truth))) if isinstance(ground_truth, str | int | float) else None
+    true = number_in(normalize_width(str(ground_truth))) if isinstance(ground_truth, str | int | float) else None
     if true is None or isinstance(ground_truth, bool):
-        raise bad_truth(ground_truth, "a number")
+        raise ground_truth_error(ground_truth, "a number")
     answer = answer_in(solution_str)
     given = number_in(answer) if answer else None
     if given is None:
-        return not_found(answer, f"number of up to {LONGEST} characters")
+        return not_found(answer, f"number of up to {MAX_NUMBER_CHARS} characters")
     values = [given[0]]
     if given[1] != true[1]:  # only one is in percent
         values.append(given[0] / 100 if given[1] else given[0] * 100)
     if any(_near(value, true[0], relative, absolute) for value in values):
         return verdict(1.0)
-    return wrong(_short(given), ground_truth)
+    return wrong_answer(_short(given), ground_truth)
 
 
 def _near(value: Fraction, true: Fraction, relative: float | None, absolute: float) -> bool:
@@ -77,7 +85,7 @@ def number_in(text: str) -> tuple[Fraction, bool] | None:
     if parts.box is not None:
         found = _numbers(_after_equals(parts.box))
         return _value(found[0]) if len(found) == 1 else None
-    found = _numbers(_clause(parts.announced)) if parts.announced else []
+    found = _numbers(_clause(parts.announced_answer)) if parts.announced_answer else []
     if len(found) > 1 and found[0].string[found[0].end() : found[1].start()].strip(" $*") in ("or", "and"):
         return None
     if not found:
@@ -87,8 +95,8 @@ def number_in(text: str) -> tuple[Fraction, bool] | None:
     return _value(found[0]) if found else None
 
 
-def _clause(announced: str) -> str:
-    return _after_equals(_CLAUSE_END.split(announced, maxsplit=1)[0])
+def _clause(announced_answer: str) -> str:
+    return _after_equals(_CLAUSE_END.split(announced_answer, maxsplit=1)[0])
 
 
 def _after_equals(text: str) -> str:
@@ -102,11 +110,11 @@ def _numbers(text: str) -> list[re.Match[str]]:
 
 
 def _value(match: re.Match[str]) -> tuple[Fraction, bool] | None:
-    if len(match[0]) > LONGEST:
+    if len(match[0]) > MAX_NUMBER_CHARS:
         return None
     group = {name: (value or "").replace(",", "") for name, value in match.groupdict().items()}
     power = int(group["power"] or group["ten"] or group["bare"] or 0)
-    if abs(power) > LONGEST:
+    if abs(power) > MAX_NUMBER_CHARS:
         return None
     try:
         if group["up"]:

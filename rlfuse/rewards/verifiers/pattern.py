@@ -7,10 +7,10 @@ from typing import Any
 
 import regex
 
-from rlfuse.rewards.thoughts import answer_only
-from rlfuse.rewards.verifiers.answers import answer_in, bad_truth, excerpt, not_found, parts_of, verdict
+from rlfuse.rewards.reasoning_tags import answer_only
+from rlfuse.rewards.verifiers.answers import answer_in, excerpt, ground_truth_error, not_found, parts_of, verdict
 
-SECONDS = 1.0
+DEFAULT_TIMEOUT_S = 1.0
 
 
 @answer_only
@@ -22,14 +22,14 @@ def score(
     *,
     anywhere: bool = False,
     as_written: bool = False,
-    timeout_s: float = SECONDS,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> dict[str, Any]:
     """1 if the pattern matches the whole answer, unwrapped (not with `as_written`) or as written, or with `anywhere` a
     part of it as written. Matching that exceeds `timeout_s` counts as no match."""
     try:
         pattern = _compiled(ground_truth)
     except (regex.error, TypeError, ValueError) as error:
-        raise bad_truth(ground_truth, f"a regular expression ({error})") from None
+        raise ground_truth_error(ground_truth, f"a regular expression ({error})") from None
     answer = answer_in(solution_str)
     if not answer:
         return not_found(answer, "text")

@@ -137,7 +137,7 @@ def _known(word: str) -> Unit | None:
     return None
 
 
-def factor_between(one: str, other: str) -> Fraction | None:
+def conversion_factor(one: str, other: str) -> Fraction | None:
     """Return how many of `other` one of `one` is; None if they do not measure the same."""
     units = unit_of(one), unit_of(other)
     if units[0] and units[1]:

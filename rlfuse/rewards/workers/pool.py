@@ -27,24 +27,24 @@ from rlfuse.config.rewards import MODEL_PART, RewardConfig, RewardEntry, is_mode
 from rlfuse.engines.vllm.offline_engine import environment
 from rlfuse.errors import EngineError, RewardError
 from rlfuse.events import Span
-from rlfuse.rewards.api.combine import Outcomes, compose, covers, unscored, wanted, waves
+from rlfuse.rewards.api.combine import Outcomes, compose, covers, positions_to_score, uncovered_sources, waves
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.items import Item, item_of_sample
 from rlfuse.rewards.api.shapes import RewardFunction
 from rlfuse.rewards.workers.reward_worker import RewardWorker, pack
-from rlfuse.rewards.workers.reward_worker_handle import Call, RewardWorkerHandle, closed
+from rlfuse.rewards.workers.reward_worker_handle import Call, RewardWorkerHandle, pool_closed_error
 from rlfuse.samples import Prompt, Reward, RewardFailure, Sample
 
-WAITING = 2
+MAX_WAITING_BATCHES = 2
 """Batches that may wait before `put` does: the next is complete when the model is done with the present one."""
 
 
-class Batches:
+class ModelCallQueue:
     """Used as the queue of a `RewardWorkerHandle`."""
 
     def __init__(self, size: int, age_s: float):
         self._size, self._age_s = size, age_s
-        self._waiting: asyncio.Queue[tuple[float, Call]] = asyncio.Queue(WAITING * size)
+        self._waiting: asyncio.Queue[tuple[float, Call]] = asyncio.Queue(MAX_WAITING_BATCHES * size)
         self._taken: list[Call] = []
 
     async def put(self, call: Call) -> None:
@@ -54,7 +54,7 @@ class Batches:
         while not (calls := [call for call in self._taken if not call.answer.done()]):  # the others were given up
             self._taken = await self._take()
         self._taken = [call for call in calls if call.name != calls[0].name]
-        return together([call for call in calls if call.name == calls[0].name])
+        return merge_calls([call for call in calls if call.name == calls[0].name])
 
     async def _take(self) -> list[Call]:
         since, first = await self._waiting.get()
@@ -67,7 +67,7 @@ class Batches:
             pass
         except BaseException:
             for call in calls:
-                call.fail(closed())
+                call.fail(pool_closed_error())
             raise
         return calls
 
@@ -78,7 +78,7 @@ class Batches:
         return self._taken.pop() if self._taken else self._waiting.get_nowait()[1]
 
 
-def together(calls: Sequence[Call]) -> Call:
+def merge_calls(calls: Sequence[Call]) -> Call:
     """One call for all of them, of one label of a model; its answer becomes theirs; given up when all of them are."""
     items = [item for call in calls for item in call.items]
     positions = [position for call in calls for position in call.positions]
@@ -142,12 +142,12 @@ class RewardPool:
         self._family = video_family
         self._pace: dict[str, float] = {}  # seconds per sample, lately
         self._handles: list[RewardWorkerHandle] = []
-        self._queues: dict[str, asyncio.Queue[Call] | Batches] = {}  # by function; functions share one
+        self._queues: dict[str, asyncio.Queue[Call] | ModelCallQueue] = {}  # by function; functions share one
         self._tasks: list[asyncio.Task] = []
 
     def check_prompts(self, prompts: Sequence[Prompt], max_failure_rate: float = 0.0) -> None:
         """Raise RewardError if a data_source has no reward, or too many rows lack a column."""
-        if missing := unscored(self.entries, [prompt.data_source for prompt in prompts]):
+        if missing := uncovered_sources(self.entries, [prompt.data_source for prompt in prompts]):
             raise RewardError(
                 f"reward.functions: no entry scores data_source {', '.join(map(repr, missing[:8]))}"
                 + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
@@ -171,11 +171,11 @@ class RewardPool:
         )
 
     def _unseen(self, entry: RewardEntry, prompts: Sequence[Prompt]) -> str | None:
-        refusal = self._functions[entry.name].refusal
-        if refusal is None:
+        unsupported_reason = self._functions[entry.name].unsupported_reason
+        if unsupported_reason is None:
             return None
         shown = (each for each in prompts if each.visual and covers(entry, each.data_source))
-        found = ((row.index, why) for row in shown if (why := refusal(row.visual)))
+        found = ((row.index, why) for row in shown if (why := unsupported_reason(row.visual)))
         return next((f"{entry.name}, asked for row {index}: {why}" for index, why in found), None)
 
     async def start(self, slots: Slots | None = None) -> None:
@@ -183,7 +183,7 @@ class RewardPool:
         shared = asyncio.Queue(2 * max(self._workers, 1))
         self._queues = dict.fromkeys(self._plain, shared)
         for names in self._models.values():
-            self._queues |= dict.fromkeys(names, Batches(self._settings.batch_items, self._settings.batch_age_s))
+            self._queues |= dict.fromkeys(names, ModelCallQueue(self._settings.batch_items, self._settings.batch_age_s))
         self._handles = [self._function_worker(i, shared) for i in range(self._workers)]
         self._handles += [self._model_worker(i, model, slots) for i, model in enumerate(self._models)]
         try:
@@ -200,7 +200,8 @@ class RewardPool:
         known: list[Outcomes] = [{} for _ in items]
         for wave in waves(self.entries):
             asked = [
-                asyncio.ensure_future(self._ask(entry, items, wanted(entry, items, known), known)) for entry in wave
+                asyncio.ensure_future(self._ask(entry, items, positions_to_score(entry, items, known), known))
+                for entry in wave
             ]
             try:
                 await asyncio.gather(*asked)
@@ -240,11 +241,11 @@ class RewardPool:
             await handle.close()
         self._sweep()
 
-    async def _put(self, queue: asyncio.Queue[Call] | Batches, call: Call) -> None:
+    async def _put(self, queue: asyncio.Queue[Call] | ModelCallQueue, call: Call) -> None:
         if self._tasks:
             await queue.put(call)
         else:
-            call.fail(closed())
+            call.fail(pool_closed_error())
         if not self._tasks:  # closed while this waited for room: nobody else will look into the queue again
             self._sweep()
 
@@ -252,11 +253,11 @@ class RewardPool:
         """Fail all waiting calls; the room that this makes lets blocked callers find the pool closed."""
         for queue in self._queues.values():
             while not queue.empty():
-                queue.get_nowait().fail(closed())
+                queue.get_nowait().fail(pool_closed_error())
 
     def _calls(self, entry: RewardEntry, items: list[Item], positions: list[int]) -> Iterator[Call]:
         """Cut calls when there is room: one sample or as many as are quick for verl's functions, several for async
-        ones, all for batched ones; those of models are joined again by `Batches`.
+        ones, all for batched ones; those of models are joined again by `ModelCallQueue`.
         """
         function = self._functions[entry.name]
         told = self._engine_timeout_s if function.is_model else self._settings.timeout_s
@@ -267,21 +268,21 @@ class RewardPool:
             chosen = positions[start : start + self._size(function, len(positions))]
             start += len(chosen)
             limit = told + (ASYNC_GRACE_S if function.is_async and not function.is_model else 0.0)
-            call = Call(entry.name, [items[position] for position in chosen], chosen, limit, told, function.batched)
+            call = Call(entry.name, [items[position] for position in chosen], chosen, limit, told, function.is_batched)
             call.answer.add_done_callback(lambda _, call=call: self._learn(call))
             yield call
 
     def _size(self, function: RewardFunction, most: int) -> int:
         if function.is_model:
             return 1
-        if function.batched:
+        if function.is_batched:
             return most
         return ASYNC_ITEMS if function.is_async else max(1, int(CALL_S / self._pace.get(function.name, math.inf)))
 
     def _learn(self, call: Call) -> None:
         """Update the function's pace: at most twice as fast as before, in case the next samples are slow."""
-        if call.awaited:
-            self._functions[call.name].awaited.set()
+        if call.returns_awaitable:
+            self._functions[call.name].returns_awaitable.set()
         if call.seconds:
             pace = call.seconds / len(call.items)
             self._pace[call.name] = max(pace, self._pace.get(call.name, 0.0) / 2)
@@ -289,8 +290,8 @@ class RewardPool:
     def _function_worker(self, index: int, queue: asyncio.Queue[Call]) -> RewardWorkerHandle:
         # No CPU is asked for: a share that doesn't fit would leave the actor pending for ever, without a word.
         # On the driver's node: there the functions' files have been found.
-        beside = NodeAffinitySchedulingStrategy(this_node_id(), soft=False)
-        actor = ray.remote(RewardWorker).options(num_cpus=0, max_restarts=0, scheduling_strategy=beside)
+        driver_node = NodeAffinitySchedulingStrategy(this_node_id(), soft=False)
+        actor = ray.remote(RewardWorker).options(num_cpus=0, max_restarts=0, scheduling_strategy=driver_node)
         sources, where = [pack(self._functions[name]) for name in self._plain], f"reward/{index}"
         create = partial(actor.remote, where, sources, self._settings.timeout_s, self._settings.memory_mb)
         return RewardWorkerHandle(where, queue, create, self._engine_timeout_s)

@@ -19,19 +19,19 @@ from rlfuse.cluster import watchdog
 from rlfuse.cluster.child_processes import restore_child_signals
 from rlfuse.cluster.garbage import GROWN_MIB, GarbageCollector
 from rlfuse.cluster.host_memory import NO_MEMORY
-from rlfuse.config.own_errors import headline, user_traceback
+from rlfuse.config.custom_errors import headline, user_traceback
 from rlfuse.errors import RewardError
 from rlfuse.events import Recorder, Span
 from rlfuse.rewards.api.functions import RewardFunction, load_function
 from rlfuse.rewards.api.items import Item, Outcome
 from rlfuse.samples import RewardFailure
 
-DEFAULT_MB, KEPT_SHARE = 1024, 16
+DEFAULT_MB, RETAINED_DIVISOR = 1024, 16
 """Without a limit of ours; a process that keeps less than this share of its limit is as good as a new one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class FunctionSource:
     """What another process makes a reward function of."""
 
     name: str
@@ -46,7 +46,7 @@ class RewardWorker:
     def __init__(
         self,
         where: str,
-        sources: Sequence[Source],
+        sources: Sequence[FunctionSource],
         timeout_s: float,
         memory_mb: int | None = None,
         family: str | None = None,
@@ -63,9 +63,9 @@ class RewardWorker:
         """Load all functions and start what is a model; the reason in words if that failed."""
         try:
             if self._family is not None:
-                from rlfuse.video.models.base import bring_along
+                from rlfuse.video.models.base import register_custom_family
 
-                bring_along(self._family)
+                register_custom_family(self._family)
             self._functions = {source.name: unpack(source) for source in self._sources}
             for function in self._functions.values():
                 if function.start is not None:
@@ -74,7 +74,7 @@ class RewardWorker:
             return str(error)
         except BaseException as error:
             return f"{headline(error)}\n{user_traceback(error)}"
-        self._memory = Memory(self._memory_mb)
+        self._memory = MemoryLimit(self._memory_mb)
         return None
 
     def score(self, name: str, items: Sequence[Item]) -> tuple[list[Outcome], bool, bool]:
@@ -82,9 +82,9 @@ class RewardWorker:
         function = self._functions[name]
         try:
             outcomes = function.score(items, self._timeout_s)
-            return outcomes, function.is_async, not function.is_model and self._memory.is_used_up(outcomes)
+            return outcomes, function.is_async, not function.is_model and self._memory.is_exhausted(outcomes)
         finally:
-            self._garbage.guard()
+            self._garbage.collect_if_grown()
 
     def collect(self) -> list[Span]:
         """Collect garbage; every such collection since the last call."""
@@ -92,17 +92,20 @@ class RewardWorker:
         return self._recorder.drain()
 
 
-class Memory:
+class MemoryLimit:
     """Limit private data (RLIMIT_DATA) of this process to `more_mb` MiB beyond now. Linux only."""
 
     def __init__(self, more_mb: int | None):
-        self._start, self._kept = _data_bytes(), 2**20 * (DEFAULT_MB if more_mb is None else more_mb) // KEPT_SHARE
+        self._start, self._kept = (
+            _data_bytes(),
+            2**20 * (DEFAULT_MB if more_mb is None else more_mb) // RETAINED_DIVISOR,
+        )
         if more_mb is not None:
             limit, (_, hard) = self._start + more_mb * 2**20, resource.getrlimit(resource.RLIMIT_DATA)
             limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
-    def is_used_up(self, outcomes: Sequence[Outcome]) -> bool:
+    def is_exhausted(self, outcomes: Sequence[Outcome]) -> bool:
         """Whether a sample failed for want of memory that earlier calls hold: another process may score it."""
         failed = [outcome for outcome in outcomes if isinstance(outcome, RewardFailure)]
         if not any(NO_MEMORY.search(f"{each.message}\n{each.traceback}") for each in failed):
@@ -115,13 +118,13 @@ def _data_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
 
 
-def pack(function: RewardFunction) -> Source:
+def pack(function: RewardFunction) -> FunctionSource:
     """What another process loads the function from."""
     place = function.source if isinstance(function.source, str) else cloudpickle.dumps(function.source)
-    return Source(function.name, place, function.kwargs or function.made_by, function.answer_only)
+    return FunctionSource(function.name, place, function.kwargs or function.factory_kwargs, function.answer_only)
 
 
-def unpack(source: Source) -> RewardFunction:
+def unpack(source: FunctionSource) -> RewardFunction:
     """The function, under its name."""
     place = cloudpickle.loads(source.place) if isinstance(source.place, bytes) else source.place
     return replace(load_function(place, source.kwargs), name=source.name, answer_only=source.answer_only)

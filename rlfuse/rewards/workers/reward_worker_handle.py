@@ -18,12 +18,12 @@ from ray.exceptions import RayError, RayTaskError
 from rlfuse import clock
 from rlfuse.cluster import remote, watchdog
 from rlfuse.cluster.nodes import from_head
-from rlfuse.config.own_errors import headline, text
+from rlfuse.config.custom_errors import headline, text
 from rlfuse.config.secrets import hidden_text
 from rlfuse.errors import EngineError, WorkerLost
 from rlfuse.events import Recorder, Span
 from rlfuse.rewards.api.items import Item, Outcome
-from rlfuse.rewards.api.shapes import timed_out
+from rlfuse.rewards.api.shapes import timeout_failure
 from rlfuse.samples import RewardFailure
 
 
@@ -36,10 +36,10 @@ class Call:
     positions: list[int]
     limit_s: float
     timeout_s: float
-    batched: bool
+    is_batched: bool
     seconds: float = field(default=0.0, init=False)
-    awaited: bool = field(default=False, init=False)
-    repeated: bool = False
+    returns_awaitable: bool = field(default=False, init=False)
+    is_repeat: bool = False
     answer: asyncio.Future[list[Outcome]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future(), init=False
     )
@@ -58,13 +58,15 @@ class Queue(Protocol):
     async def get(self) -> Call: ...
 
 
-class Lost(Exception):
+class ProcessLost(Exception):
     """The process exceeded its time or memory, or died. `outcomes`: of the call unless repeated."""
 
-    def __init__(self, outcomes: list[Outcome], cause: str, late: bool = False, used_up: bool = False):
+    def __init__(
+        self, outcomes: list[Outcome], cause: str, is_timeout: bool = False, is_memory_exhausted: bool = False
+    ):
         super().__init__(cause)
         self.outcomes, self.cause = outcomes, cause
-        self.late, self.used_up = late, used_up
+        self.is_timeout, self.is_memory_exhausted = is_timeout, is_memory_exhausted
 
 
 class RewardWorkerHandle:
@@ -124,21 +126,23 @@ class RewardWorkerHandle:
         try:
             outcomes = await self._attempt(call)
             all_failed = all(isinstance(outcome, RewardFailure) for outcome in outcomes)
-            late = call.seconds >= call.timeout_s  # an async function that bounded itself: repeating could take as long
-            if late or not (several and call.batched and all_failed):
+            is_timeout = (
+                call.seconds >= call.timeout_s
+            )  # an async function that bounded itself: repeating could take as long
+            if is_timeout or not (several and call.is_batched and all_failed):
                 return outcomes
-        except Lost as lost:
+        except ProcessLost as lost:
             was_fresh = self._is_fresh
             # The next call waits for the other process, the present answer does not.
             self._restart = asyncio.create_task(self._replacement(lost))
-            if lost.late and (call.batched or not several):
+            if lost.is_timeout and (call.is_batched or not several):
                 return lost.outcomes
-            if not was_fresh and (call.batched or not several):
-                call.repeated = call.repeated or not lost.used_up
+            if not was_fresh and (call.is_batched or not several):
+                call.is_repeat = call.is_repeat or not lost.is_memory_exhausted
                 return await self._outcomes(call)
-            if not several and (lost.used_up or call.repeated):
+            if not several and (lost.is_memory_exhausted or call.is_repeat):
                 return lost.outcomes
-            call.repeated, outcomes = not (lost.late or lost.used_up), lost.outcomes
+            call.is_repeat, outcomes = not (lost.is_timeout or lost.is_memory_exhausted), lost.outcomes
         return await self._one_by_one(call, outcomes)
 
     async def _one_by_one(self, call: Call, outcomes: list[Outcome]) -> list[Outcome]:
@@ -165,42 +169,44 @@ class RewardWorkerHandle:
             reference = self._actor.score.remote(call.name, call.items)
             try:
                 answer = asyncio.wrap_future(reference.future())
-                outcomes, call.awaited, used_up = await asyncio.wait_for(answer, call.limit_s)
+                outcomes, call.returns_awaitable, is_memory_exhausted = await asyncio.wait_for(answer, call.limit_s)
             except TimeoutError:
                 if watchdog.is_stopped(self.where):
                     failure = RewardFailure(call.name, f"the process of {call.name} was stopped by a signal")
                     raise self._lost(call, failure) from None
                 stack = await watchdog.stack_of(self.where)
-                failure = replace(timed_out(call.name, call.timeout_s), traceback=stack)
-                raise self._lost(call, failure, late=True) from None
+                failure = replace(timeout_failure(call.name, call.timeout_s), traceback=stack)
+                raise self._lost(call, failure, is_timeout=True) from None
             except RayError as error:  # its process lives on where what it ran broke it
                 raise self._lost(call, _death(self.where, call.name, error)) from error
             call.seconds = clock.now() - span.start
-        if used_up:
+        if is_memory_exhausted:
             ray.kill(self._actor)
-            raise Lost(outcomes, f"{call.name} ran out of memory that earlier calls kept", used_up=True)
+            raise ProcessLost(
+                outcomes, f"{call.name} ran out of memory: earlier calls did not free theirs", is_memory_exhausted=True
+            )
         self._is_fresh = False
         return outcomes
 
-    def _lost(self, call: Call, failure: RewardFailure, late: bool = False) -> Lost:
+    def _lost(self, call: Call, failure: RewardFailure, is_timeout: bool = False) -> ProcessLost:
         ray.kill(self._actor)
-        return Lost([failure] * len(call.items), failure.message, late=late)
+        return ProcessLost([failure] * len(call.items), failure.message, is_timeout=is_timeout)
 
-    async def _replacement(self, lost: Lost) -> None:
+    async def _replacement(self, lost: ProcessLost) -> None:
         with self.recorder.span("restart", cause=lost.cause):
             await self.start()
 
 
-def closed() -> EngineError:
+def pool_closed_error() -> EngineError:
     """The answer to calls that nobody will serve."""
     return EngineError("the reward pool was closed while samples were waiting")
 
 
 def _death(where: str, name: str, error: Exception) -> RewardFailure:
     if isinstance(error, RayTaskError):
-        why, more = f"what it ran left it unusable, {headline(error.cause or error)}", str(error)
+        why, more = f"the function left the process unusable, {headline(error.cause or error)}", str(error)
     else:
-        why, _, more = remote.why_it_ended(error, where).partition("\n")
+        why, _, more = remote.cause_of_death(error, where).partition("\n")
     why, more = hidden_text(why), hidden_text(text(more))
     return RewardFailure(name, f"the process of {name} ended while it scored this sample: {why}", more)
 

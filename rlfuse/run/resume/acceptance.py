@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
+from rlfuse.config.custom_functions import absolute, map_functions, map_model_paths, with_values
 from rlfuse.config.declare import LENGTH, Effect
-from rlfuse.config.own_functions import absolute, replaced, with_functions_at, with_models_at
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError, UserError
 from rlfuse.parsing import parse_yaml
@@ -77,7 +77,7 @@ def accept(config: Config) -> Accepted:
                 "cluster.ray_address=auto, or send the job there by rlfuse submit"
             ]
         )
-    is_unnamed, config = config.trainer.experiment_name is None, named(with_local_paths(config), _reserve)
+    is_unnamed, config = config.trainer.experiment_name is None, with_run_name(with_local_paths(config), _reserve)
     folder = config.run_folder
     check_files(folder)
     if _is_running(folder):
@@ -128,13 +128,13 @@ def _is_longer(job: Accepted) -> bool:
     return "trainer.total_training_steps" in was or (trainer.total_epochs or 1) > (epochs or 1)
 
 
-def named(config: Config, reserve: Callable[[Path], bool] = lambda folder: not folder.exists()) -> Config:
+def with_run_name(config: Config, reserve: Callable[[Path], bool] = lambda folder: not folder.exists()) -> Config:
     """Return `config` with a name; `reserve` a new folder, False if another run has it."""
     if config.trainer.experiment_name is not None:
         return config
 
     def called(name: str) -> Config:
-        return replaced(config, {"trainer.experiment_name": name})
+        return with_values(config, {"trainer.experiment_name": name})
 
     project = called("-").run_folder.parent
     if config.trainer.resume_mode == "auto" and (last := _last_run(project, config)):
@@ -211,4 +211,4 @@ def with_local_paths(config: Config) -> Config:
     def local(path: str | None) -> str | None:
         return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path
 
-    return with_models_at(with_functions_at(config, absolute), local)
+    return map_model_paths(map_functions(config, absolute), local)

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlfuse.config.custom_functions import functions_named_by, traits_of
 from rlfuse.config.declare import LAYOUT, RESUME_FROM, RUN_NAME, Effect, Resume
 from rlfuse.config.documentation import by_name
 from rlfuse.config.facts import reward_file, reward_functions
 from rlfuse.config.job_file import settings_of
-from rlfuse.config.own_functions import functions_named_by, traits_of
 from rlfuse.config.parallelism import state_layout
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden

@@ -13,8 +13,8 @@ from typing import Any
 
 from rlfuse.config.declare import Effect, as_typed
 from rlfuse.config.documentation import by_name
-from rlfuse.config.foreign import renamed
 from rlfuse.config.job_file import settings_of
+from rlfuse.config.other_frameworks import renamed
 from rlfuse.config.presets import contents
 from rlfuse.config.schema import Config
 from rlfuse.run.resume.changes import Change

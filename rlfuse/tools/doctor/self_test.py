@@ -45,7 +45,7 @@ class Report:
     error: str = ""
 
 
-def judge_steps(
+def check_steps(
     reports: Sequence[Report], expected: dict[str, int], limit_s: float = LIMIT_S, uneven: float = UNEVEN
 ) -> list[Finding]:
     """Return one finding per step. `expected`: processes; `uneven`: 0 if they share cores."""
@@ -86,7 +86,7 @@ def self_test(device: str, count: int, limit_s: float = LIMIT_S) -> list[Finding
             process.start()
         try:
             told = _gather(reports, started, sum(expected.values()), limit_s)
-            return judge_steps(told, expected, limit_s, UNEVEN if device == "cuda" else 0.0)
+            return check_steps(told, expected, limit_s, UNEVEN if device == "cuda" else 0.0)
         finally:
             until = time.monotonic() + GRACE_S
             for process in started:

@@ -19,23 +19,23 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlfuse.cluster import placement, process_logs
-from rlfuse.cluster.nodes import watched
-from rlfuse.config.own_functions import replaced
+from rlfuse.cluster.nodes import fail_on_lost_node
+from rlfuse.config.custom_functions import with_values
 from rlfuse.config.sampling import validation
 from rlfuse.config.schema import Config
 from rlfuse.data.prompts import load_prompts
 from rlfuse.data.tokenizers import load_tokenizer
 from rlfuse.engines.rollout.engine_actor import engine_actor
-from rlfuse.engines.vllm.support import unserved_judges
-from rlfuse.errors import ConfigError, EngineError, first_of
+from rlfuse.engines.vllm.support import unsupported_judge_reasons
+from rlfuse.errors import ConfigError, EngineError, first_error
 from rlfuse.events import Recorder
 from rlfuse.fusion.board import Board
 from rlfuse.fusion.policies import stream
 from rlfuse.fusion.slot_table import SlotTable
-from rlfuse.protocols import Engines, NoClips, Sharing
+from rlfuse.protocols import DeviceSharing, Engines, NoClips
 from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.run import WORKER_IMPORTS, inference
-from rlfuse.run.starting import end_all, start_parts, within
+from rlfuse.run.starting import end_all, start_parts, with_progress
 from rlfuse.samples import Group, make_groups
 from rlfuse.step.executor import Executor, StepContext
 from rlfuse.stopping import NAMES, Stopped, Stopping
@@ -44,12 +44,12 @@ from rlfuse.tools.evaluation.responses import Responses
 from rlfuse.video.video_model import VideoModel
 
 WRITE_S = 0.5
-LOOKS = 60
+WRITES_PER_DRAIN = 60
 PURPOSE = "testing"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Loaded:
+class EvaluationInputs:
     """What is needed to answer, loaded and checked; `config` has the paths of what engines load."""
 
     config: Config
@@ -59,11 +59,11 @@ class Loaded:
     video_model: VideoModel | None
 
 
-def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) -> Loaded:
+def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) -> EvaluationInputs:
     """Load tokenizer, prompts and rewards; seeds are those of the validation after `step`."""
     reward = inference.reward_pool(config) if scored else None
-    judges = unserved_judges(config) if scored else ()
-    if problems := [*engine_actor(config.rollout.name).unserved(config, trains=False), *judges]:
+    judges = unsupported_judge_reasons(config) if scored else ()
+    if problems := [*engine_actor(config.rollout.name).unsupported_reasons(config, trains=False), *judges]:
         raise ConfigError(problems)
     video_model, tokenizer = inference.video_model_of(config), load_tokenizer(config.model)
     clips = inference.clip_reader(config, tokenizer, video_model)
@@ -72,13 +72,13 @@ def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) ->
     if reward is not None:
         reward.check_prompts(prompts, config.reward.max_failure_rate)
     groups = make_groups(prompts, config.rollout.val_kwargs.n, config.data.seed, step)
-    return Loaded(config, tokenizer, groups, reward, video_model)
+    return EvaluationInputs(config, tokenizer, groups, reward, video_model)
 
 
 class _Untrained:
     """In the places of trainer and weight sync: there is neither, and the model stays what engines have loaded."""
 
-    sharing = Sharing()
+    sharing = DeviceSharing()
 
     async def start(self, let_engines_start: Callable[[], None]) -> tuple[_Untrained, dict[str, Any]]:
         return self, {}
@@ -86,18 +86,18 @@ class _Untrained:
     async def measure(self) -> dict[str, Any]:
         return {}
 
-    async def leave_device(self, slot: int) -> None: ...
+    async def release_device(self, slot: int) -> None: ...
 
     async def restart_engine(self, slot: int) -> None:
         raise EngineError("The last rollout engine was lost; the same command goes on from what is written.")
 
 
-def answer(loaded: Loaded, groups: Sequence[Group], responses: Responses, display: Display) -> None:
+def answer(loaded: EvaluationInputs, groups: Sequence[Group], responses: Responses, display: Display) -> None:
     """Generate and score the rest of `groups` into the file. EngineError, or Stopped by a signal."""
     stopping = Stopping(0.0, display.say)
     try:
         with ExitStack() as kept:
-            kept.enter_context(process_logs.kept_on_failure(responses.path.absolute().with_suffix(".logs")))
+            kept.enter_context(process_logs.logs_kept_on_failure(responses.path.absolute().with_suffix(".logs")))
             if loaded.video_model is not None:
                 folder = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="rlfuse-text-part-")))
                 loaded = dataclasses.replace(loaded, config=inference.with_served_models(loaded.config, folder))
@@ -106,19 +106,19 @@ def answer(loaded: Loaded, groups: Sequence[Group], responses: Responses, displa
         told = f"{NAMES[end.by]}: {responses.written:,} responses are whole in {responses.path}"
         raise Stopped(f"{told}; the same command goes on from there.", end.by) from end
     except BaseExceptionGroup as error:
-        raise first_of(error) from error
+        raise first_error(error) from error
     finally:
         placement.stop()
         responses.close()
     display.say(f"{display.tokens:,} tokens, {display.speed:,.0f} a second")
 
 
-async def _answered(loaded: Loaded, groups: Sequence[Group], responses: Responses, display: Display) -> None:
-    config = replaced(loaded.config, {"cluster.max_restarts": 0})  # nobody could push weights to a new engine
+async def _answered(loaded: EvaluationInputs, groups: Sequence[Group], responses: Responses, display: Display) -> None:
+    config = with_values(loaded.config, {"cluster.max_restarts": 0})  # nobody could push weights to a new engine
     recorder = Recorder("driver")
     with display.part("Ray"):
         slots = await placement.start(config, WORKER_IMPORTS)
-    display.say(slots.told)
+    display.say(slots.summary)
     config = inference.with_transfer(config, slots.device)
     rollouts = inference.rollout_handles(config, slots, recorder, display.say)
     clips = inference.video_parts(config, loaded.video_model, slots, display.say).clips if loaded.video_model else None
@@ -126,22 +126,24 @@ async def _answered(loaded: Loaded, groups: Sequence[Group], responses: Response
     try:
         occupants = slots.occupants(config.rollout.tensor_model_parallel_size)
         starts = inference.engine_starts(rollouts, config, slots, display.part)
-        rewards = [within(display.part("rewards"), reward.start, slots)] if reward else []
-        towers = [within(display.part("encoder ranks"), clips.start)] if clips else []
-        telling = asyncio.ensure_future(display.tell())
+        rewards = [with_progress(display.part("rewards"), reward.start, slots)] if reward else []
+        towers = [with_progress(display.part("encoder ranks"), clips.start)] if clips else []
+        telling = asyncio.ensure_future(display.report_starting())
         try:
             parts = start_parts(slots.device, trainer=untrained.start, engines=starts, towers=towers, rewards=rewards)
-            facts = (await watched(parts, occupants)).engine_facts
+            facts = (await fail_on_lost_node(parts, occupants)).engine_facts
         finally:
             telling.cancel()
         engines = Engines(rollouts, reward, untrained, untrained, clips or NoClips())
         slot_table = SlotTable(len(rollouts), inference.starting_costs(config, facts, slots))
-        await watched(carry_out(config, groups, engines, slot_table, recorder, responses, display), occupants)
+        await fail_on_lost_node(
+            run_until_done(config, groups, engines, slot_table, recorder, responses, display), occupants
+        )
     finally:
         await end_all([*(handle.stop() for handle in rollouts), *(part.close() for part in (reward, clips) if part)])
 
 
-async def carry_out(
+async def run_until_done(
     config: Config,
     groups: Sequence[Group],
     engines: Engines,
@@ -173,7 +175,7 @@ async def carry_out(
 async def _write(engines: Engines, recorder: Recorder, responses: Responses, display: Display) -> None:
     recorded = [*engines.rollout, *([engines.reward] if engines.reward else []), engines.clips]
     while True:
-        for _ in range(LOOKS):
+        for _ in range(WRITES_PER_DRAIN):
             await asyncio.sleep(WRITE_S)
             _write_finished(responses, display)
         recorder.drain()

@@ -12,27 +12,27 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlfuse.config.compose import compose_job, to_config
+from rlfuse.config.custom_functions import FAMILY, METRICS, absolute, map_functions
 from rlfuse.config.documentation import keys
-from rlfuse.config.own_functions import FAMILY, METRICS, absolute, with_functions_at
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
 from rlfuse.errors import ConfigError
-from rlfuse.run.resume.acceptance import named
+from rlfuse.run.resume.acceptance import with_run_name
 from rlfuse.tools.evaluation.source import Source, find
 from rlfuse.tools.run_code import add_option, model_code, refuse_code, reward_code
 
 REWARD = ("reward.functions", "reward.model_path")
 _CUSTOM = (f"{key.name}=" for key in keys() if key.custom and key.name != FAMILY)
-TRAINING = ("data.train_files: `", f"{METRICS}:", *_CUSTOM)
+TRAINING_PROBLEMS = ("data.train_files: `", f"{METRICS}:", *_CUSTOM)
 """What mistakes begin with that are those of data.val_files, or of functions that training alone calls."""
-OWN = ("rollout.val_kwargs.", "data.val_files=")
+EVALUATION_KEYS = ("rollout.val_kwargs.", "data.val_files=")
 """Settings that an evaluation may have of its own."""
-MADE_OF = ("functions", "weights", "model_path", "model_dtype", "overlong_buffer")
-SEEN = ("sampling", "max_tokens", "levels", "fps_general", "fps_detail", "fps_motion", "task", "frames")
-SEEN += ("tokens_per_frame", "timestamps", "max_image_tokens", "mm_processor_kwargs")
+REWARD_KEYS = ("functions", "weights", "model_path", "model_dtype", "overlong_buffer")
+VIDEO_KEYS = ("sampling", "max_tokens", "levels", "fps_general", "fps_detail", "fps_motion", "task", "frames")
+VIDEO_KEYS += ("tokens_per_frame", "timestamps", "max_image_tokens", "mm_processor_kwargs")
 
 
-def parser(name: str, usage: str, **more: str) -> argparse.ArgumentParser:
+def make_parser(name: str, usage: str, **more: str) -> argparse.ArgumentParser:
     """Of a command that takes a job; options of its own can be added."""
     made = argparse.ArgumentParser(prog=f"rlfuse {name}", usage=f"rlfuse {name} {usage}", allow_abbrev=False, **more)
     for option in ("--config-dir", "--config-name"):
@@ -41,7 +41,7 @@ def parser(name: str, usage: str, **more: str) -> argparse.ArgumentParser:
     return made
 
 
-def parsed(made: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments(made: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Options, and the words that are left for `read`."""
     arguments, words = made.parse_known_args(argv)
     if unknown := [word for word in words if word.startswith("-")]:
@@ -58,8 +58,8 @@ def read(
     `files`: of prompts, in the place of data.val_files. `scored`: whether rewards are asked for. Without a job file a
     checkpoint's run has its own; what that names as code is refused without `run_code`.
     """
-    given, settings = checkpoint_among(words)
-    folder = own_job(given) if given is not None and not any(names_job(word) for word in settings) else []
+    given, settings = split_checkpoint(words)
+    folder = run_config_of(given) if given is not None and not any(is_job_argument(word) for word in settings) else []
     job = compose_job([*folder, *settings])
     if folder:
         content = OmegaConf.to_container(job)
@@ -79,11 +79,11 @@ def read(
     if not job.data.val_files:
         raise ConfigError(["data.val_files=[]: there are no prompts to answer; name held-out data"])
     job.data.train_files = job.data.val_files
-    return with_functions_at(_checked(job, scored), absolute), source
+    return map_functions(_checked(job, scored), absolute), source
 
 
 def _checked(job: DictConfig, scored: bool) -> Config:
-    spared = TRAINING if scored else TRAINING + REWARD
+    spared = TRAINING_PROBLEMS if scored else TRAINING_PROBLEMS + REWARD
     try:
         return to_config(job)
     except ConfigError as error:
@@ -111,13 +111,13 @@ def made_from(config: Config, source: Source, scored: bool) -> dict[str, Any]:
             "seed": data.seed,
             "stop": list(rollout.stop),
             **dataclasses.asdict(rollout.val_kwargs),
-            "video": {name: getattr(config.video, name) for name in SEEN},
-            "reward": {name: reward[name] for name in MADE_OF} if scored else None,
+            "video": {name: getattr(config.video, name) for name in VIDEO_KEYS},
+            "reward": {name: reward[name] for name in REWARD_KEYS} if scored else None,
         }
     )
 
 
-def checkpoint_among(words: Sequence[str]) -> tuple[str | None, list[str]]:
+def split_checkpoint(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """The word that names a model, if any, and the others. A folder's name may have a `=`, as those of sweeps do."""
     found = [word for word in words if _names_model(word)]
     if len(found) > 1:
@@ -134,12 +134,12 @@ def _names_model(word: str) -> bool:
     )
 
 
-def names_job(word: str) -> bool:
+def is_job_argument(word: str) -> bool:
     """Whether a word says which job it is."""
     return word.endswith((".yaml", ".yml")) or word.startswith(("experiment=", "--config-name="))
 
 
-def own_job(given: str) -> list[str]:
+def run_config_of(given: str) -> list[str]:
     """The `config.yaml` of the run that a folder is of; none where there is none."""
     folder = Path(os.path.expanduser(given)).absolute()
     files = (each / "config.yaml" for each in (folder, *folder.parents[:3]))
@@ -149,9 +149,9 @@ def own_job(given: str) -> list[str]:
 def run_of(settings: Sequence[str], job: DictConfig) -> Path | None:
     """The folder of the job's run; where the job gives no name, of its last one with these settings, if any."""
     if job.trainer.experiment_name is None:
-        trained = compose_job([word for word in settings if not word.lstrip("+").startswith(OWN)])
+        trained = compose_job([word for word in settings if not word.lstrip("+").startswith(EVALUATION_KEYS)])
         if OmegaConf.missing_keys(trained):
             return None
-        return named(OmegaConf.to_object(trained)).run_folder
+        return with_run_name(OmegaConf.to_object(trained)).run_folder
     trainer = job.trainer
     return (Path(trainer.default_local_dir) / trainer.project_name / trainer.experiment_name).absolute()

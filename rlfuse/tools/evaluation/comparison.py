@@ -24,14 +24,14 @@ class Comparison:
     constant), pairs of siblings and how many are flipped, parted, tied; groups, and how many are flat (all samples
     alike) before and after; samples that turned."""
     samples: pd.DataFrame
-    """Those with both rewards: texts, `before`, `after`, `shift` (of the rank among the data_source's samples, from -1
-    to 1) and `turned`."""
+    """Those with both rewards: texts, `before`, `after`, `rank_shift` (of the rank among the data_source's samples, from -1
+    to 1) and `advantage_flipped`."""
     unscored: int
     """Samples that lack one of the rewards, which are left out."""
 
     def disagreements(self, count: int = 10) -> pd.DataFrame:
         """The samples whose rank shifted most, largest shift first."""
-        order = self.samples["shift"].abs().sort_values(ascending=False, kind="stable").index
+        order = self.samples["rank_shift"].abs().sort_values(ascending=False, kind="stable").index
         return self.samples.loc[order[:count]]
 
 
@@ -52,8 +52,8 @@ def compare(before: pd.DataFrame, after: pd.DataFrame) -> Comparison:
     ranks = both.groupby(source)[["before", "after"]].rank(pct=True)
     over = both[["before", "after"]] - both.groupby(group)[["before", "after"]].transform("mean")
     both = both.assign(
-        shift=ranks["after"] - ranks["before"],
-        turned=np.sign(over["before"].round(12)) * np.sign(over["after"].round(12)) < 0,
+        rank_shift=ranks["after"] - ranks["before"],
+        advantage_flipped=np.sign(over["before"].round(12)) * np.sign(over["after"].round(12)) < 0,
     )
     parts = [(str(name), part) for name, part in both.groupby(source)] if source.nunique() > 1 else []
     rows = {name: _agreement(part, group) for name, part in [*parts, (ALL, both)]}
@@ -69,18 +69,18 @@ def _agreement(samples: pd.DataFrame, group: pd.Series) -> dict[str, float]:
         "pearson": _correlation(before, after),
         "spearman": _correlation(before.rank(), after.rank()),
     }
-    pairs = {"pairs": 0, "flipped": 0, "parted": 0, "tied": 0}
-    groups = {"groups": 0, "flat_before": 0, "flat_after": 0}
+    pairs = {"pairs": 0, "flipped": 0, "untied": 0, "tied": 0}
+    groups = {"groups": 0, "zero_std_before": 0, "zero_std_after": 0}
     for _, siblings in samples.groupby(group.loc[samples.index]):
         first, second = (_order(siblings[name].to_numpy()) for name in ("before", "after"))
         pairs["pairs"] += len(first)
         pairs["flipped"] += int((first * second < 0).sum())
-        pairs["parted"] += int(((first == 0) & (second != 0)).sum())
+        pairs["untied"] += int(((first == 0) & (second != 0)).sum())
         pairs["tied"] += int(((first != 0) & (second == 0)).sum())
         groups["groups"] += 1
-        groups["flat_before"] += int(not first.any())
-        groups["flat_after"] += int(not second.any())
-    return found | pairs | groups | {"turned": int(samples["turned"].sum())}
+        groups["zero_std_before"] += int(not first.any())
+        groups["zero_std_after"] += int(not second.any())
+    return found | pairs | groups | {"advantage_flipped": int(samples["advantage_flipped"].sum())}
 
 
 def _order(values: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rlfuse import __version__
 from rlfuse.cluster.child_processes import keep_hangup_from_children
 from rlfuse.cluster.scratch import keep_temporary_files
-from rlfuse.progress import SILENT_S, Console, quiet_libraries, say, timed, watched
+from rlfuse.progress import SILENT_S, Console, is_live_terminal, print_line, quiet_libraries, timed
 
 
 def begin(source: object) -> Display:
@@ -33,12 +33,12 @@ class Display:
         self.total = self.done = self.tokens = 0
         self._began = self._told = self._last = 0.0
         self._under_way: list[str] = []
-        self._looked_at = watched(self.console)
+        self._looked_at = is_live_terminal(self.console)
         self._status = self.console.status("")
         self._bars: Progress | None = None
 
     def say(self, text: str) -> None:
-        say(self.console, text)
+        print_line(self.console, text)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -58,7 +58,7 @@ class Display:
         else:
             self._status.stop()
 
-    async def tell(self) -> None:
+    async def report_starting(self) -> None:
         """Say until cancelled what still starts, so that no log is silent."""
         while True:
             await asyncio.sleep(SILENT_S)

@@ -21,26 +21,26 @@ from rich.text import Text
 from rlfuse import clock
 from rlfuse.config.schema import Config
 from rlfuse.errors import RewardError
-from rlfuse.files import claimed, is_claimed, write_whole
+from rlfuse.files import is_write_locked, write_atomically, write_lock
 from rlfuse.observe.live import figure
 from rlfuse.progress import Console
 from rlfuse.samples import Group, RewardFailure
-from rlfuse.tools.evaluation.arguments import made_from, parsed, parser, read
+from rlfuse.tools.evaluation.arguments import made_from, make_parser, parse_arguments, read
 from rlfuse.tools.evaluation.display import begin
 from rlfuse.tools.evaluation.responses import Responses
-from rlfuse.tools.evaluation.scores import ACC, LENGTHS, REWARD, averaged, by_source, score_name
+from rlfuse.tools.evaluation.scores import ACC, LENGTHS, REWARD, averaged_parts, score_name, statistics_by_source
 from rlfuse.tools.evaluation.source import Source
 
-FIGURES, RESPONSES = "eval.json", "responses.jsonl"
+REPORT_FILE, RESPONSES_FILE = "eval.json", "responses.jsonl"
 
 
 def main(argv: Sequence[str]) -> None:
     """Evaluate, print, write. Raises ConfigError, DataError, RewardError or EngineError."""
-    arguments, words = parsed(_parser(), argv)
+    arguments, words = parse_arguments(_parser(), argv)
     config, source = read(words, run_code=arguments.run_code)
     settings = made_from(config, source, scored=True)
     folder = arguments.out or folder_of(source, config, settings)
-    with claimed(folder / RESPONSES):
+    with write_lock(folder / RESPONSES_FILE):
         _evaluate(config, source, settings, folder, arguments.threshold)
 
 
@@ -49,21 +49,21 @@ def _evaluate(config: Config, source: Source, settings: dict[str, Any], folder: 
     with display.part("libraries"):
         from rlfuse.tools.evaluation.answering import answer, load
     began, loaded = clock.now(), load(config, source.step, scored=True, say=display.say)
-    responses = Responses(folder / RESPONSES, scored=True)
+    responses = Responses(folder / RESPONSES_FILE, scored=True)
     if left := responses.begin(settings, loaded.groups):
         answer(loaded, left, responses, display)
     answered = [Group(g.prompt, [s for s in g.samples if s.response is not None]) for g in loaded.groups]
     answered = [group for group in answered if group.samples]
-    found = by_source(answered, threshold)
+    found = statistics_by_source(answered, threshold)
     report = report_of(config, source, answered, found, threshold, clock.now() - began)
-    write_whole(folder / FIGURES, json.dumps(report, indent=2))
+    write_atomically(folder / REPORT_FILE, json.dumps(report, indent=2))
     show(found, answered, threshold, display.console)
-    display.say(f"written  {folder / FIGURES}, {RESPONSES}")
+    display.say(f"written  {folder / REPORT_FILE}, {RESPONSES_FILE}")
     check_failures(answered, config.reward.max_failure_rate)
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = parser(
+    made = make_parser(
         "eval",
         "[options] my_job.yaml [CHECKPOINT] [key=value ...]",
         description="Score a model on the job's held-out prompts (data.val_files), with rollout.val_kwargs.n answers "
@@ -87,10 +87,10 @@ def folder_of(source: Source, config: Config, settings: dict[str, Any]) -> Path:
 
 
 def _is_free(folder: Path, settings: dict[str, Any]) -> bool:
-    begun = Responses(folder / RESPONSES, True)
-    if is_claimed(begun.path):
+    begun = Responses(folder / RESPONSES_FILE, True)
+    if is_write_locked(begun.path):
         return False
-    return not folder.exists() or (not (folder / FIGURES).exists() and not begun.differs(settings))
+    return not folder.exists() or (not (folder / REPORT_FILE).exists() and not begun.differs(settings))
 
 
 def report_of(
@@ -119,21 +119,24 @@ def report_of(
 
 def show(found: dict[str, dict[str, Any]], groups: Sequence[Group], threshold: float, console: Console) -> None:
     """The figures as tables: scores, pass@k where there are several answers, and lengths in tokens."""
-    name, several = score_name(groups), averaged(groups)
-    ks = sorted({k for figures in found.values() for k in figures["pass@k"]})
+    name, several = score_name(groups), averaged_parts(groups)
+    k_values = sorted({k for figures in found.values() for k in figures["pass@k"]})
     scores = _table("answers", *([ACC, *several] if name != REWARD else []), REWARD, "pass@1")
-    passes, lengths = _table(*(f"pass@{k}" for k in ks)), _table("mean tokens", "median", "95 %", "longest", "cut off")
+    passes, lengths = (
+        _table(*(f"pass@{k}" for k in k_values)),
+        _table("mean tokens", "median", "95 %", "longest", "cut off"),
+    )
     for source, figures in found.items():
         each = round(figures["samples"] / figures["prompts"])
         spread = "" if figures["stderr"] is None else f" ±{figures['stderr']:.3f}"
         means = [figure(figures["score"]) + spread, *(figure(figures["parts"].get(part)) for part in several)]
         means += [figure(figures["reward"])] if name != REWARD else []
-        of_k = [figure(figures["pass@k"].get(k)) for k in ks]
+        of_k = [figure(figures["pass@k"].get(k)) for k in k_values]
         scores.add_row(Text(source), f"{figures['prompts']:,} x {each}", *means, *(of_k[:1] or ["-"]))
         passes.add_row(Text(source), *of_k)
         length, cut = figures["length"], figures["finish"].get("length", 0) / figures["samples"]
         lengths.add_row(Text(source), *(f"{length[key]:,.0f}" for key in LENGTHS), f"{cut:.1%}")
-    console.print(scores, *([passes] if len(ks) > 1 else []), lengths)
+    console.print(scores, *([passes] if len(k_values) > 1 else []), lengths)
     told = f"pass@k: an answer passes whose {name} is above {threshold:g}. ±: standard error over prompts."
     console.print(told, markup=False, soft_wrap=True)
     coverage = list(found.values())[-1]["coverage"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
-from rlfuse.files import claimed
-from rlfuse.tools.evaluation.arguments import made_from, parsed, parser, read
+from rlfuse.files import write_lock
+from rlfuse.tools.evaluation.arguments import made_from, make_parser, parse_arguments, read
 from rlfuse.tools.evaluation.display import begin
 from rlfuse.tools.evaluation.responses import Responses
 from rlfuse.tools.evaluation.source import Source
@@ -20,12 +20,12 @@ from rlfuse.tools.evaluation.source import Source
 
 def main(argv: Sequence[str]) -> None:
     """Generate and write. Raises ConfigError, DataError, RewardError or EngineError."""
-    arguments, words = parsed(_parser(), argv)
+    arguments, words = parse_arguments(_parser(), argv)
     out: Path = arguments.out
     if out.suffix != ".jsonl" or out.is_dir():
         raise ConfigError([f"--out {out}: must be a file whose name ends in .jsonl"])
     config, source = read(words, arguments.prompts or (), arguments.score, arguments.run_code)
-    with claimed(out):
+    with write_lock(out):
         _write(out, config, source, arguments.score)
 
 
@@ -44,7 +44,7 @@ def _write(out: Path, config: Config, source: Source, score: bool) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = parser(
+    made = make_parser(
         "generate",
         "[options] my_job.yaml [CHECKPOINT] --out FILE [key=value ...]",
         description="Write a model's responses to a file, as they finish; sampling is rollout.val_kwargs.* "

@@ -24,7 +24,7 @@ from rlfuse.config.compose import compose_job
 from rlfuse.config.rewards import RewardConfig
 from rlfuse.config.secrets import hidden, remember
 from rlfuse.errors import RewardError
-from rlfuse.files import claimed, replacing, write_whole
+from rlfuse.files import atomic_write, write_atomically, write_lock
 from rlfuse.observe.live import figure
 from rlfuse.observe.tracking import sample_of_row
 from rlfuse.progress import Console
@@ -35,10 +35,10 @@ from rlfuse.tools.evaluation.comparison import ALL, TEXTS, Comparison, compare
 from rlfuse.tools.evaluation.reward_table import as_columns
 from rlfuse.tools.run_code import add_option, refuse_code, reward_code
 
-TOGETHER = ("functions", "weights", "model_path")
+EXCLUSIVE_KEYS = ("functions", "weights", "model_path")
 """What a reward is made of: where one is given, the run's others are not taken."""
 TRUST = "model.trust_remote_code="
-SHOWN = 100
+MAX_SHOWN_CHARS = 100
 
 
 def main(argv: Sequence[str]) -> None:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
         raise RewardError(f"--examples {arguments.examples}: must be 0 or more")
     run = open_run(arguments.run)
     out = arguments.out or run.path / "replay"
-    with claimed(_files(out)[0]):
+    with write_lock(_files(out)[0]):
         _replay(run, arguments, out)
 
 
@@ -99,7 +99,7 @@ def _given(settings: Sequence[str]) -> set[str]:
 
 def _kept(run: RunFolder, settings: Sequence[str]) -> dict[str, Any]:
     given = _given(settings)
-    replaced = given.union(TOGETHER) if given.intersection(TOGETHER) else given
+    replaced = given.union(EXCLUSIVE_KEYS) if given.intersection(EXCLUSIVE_KEYS) else given
     return {name: value for name, value in (run.config.get("reward") or {}).items() if name not in replaced}
 
 
@@ -136,20 +136,22 @@ def show(found: Comparison, after: pd.DataFrame, examples: int) -> None:
     """Agreement and examples as tables at the terminal."""
     console = Console()
     table = Table("data_source", box=SIMPLE_HEAD, title="saved reward → this one", title_justify="left")
-    for name in ("samples", "mean", "Pearson", "Spearman", "flipped", "turned"):
+    for name in ("samples", "mean", "Pearson", "Spearman", "flipped", "advantage_flipped"):
         table.add_column(name, justify="right")
     for source, row in found.agreement.iterrows():
         means = f"{figure(row['mean_before'])} → {figure(row['mean_after'])}"
         correlations = (figure(row["pearson"]), figure(row["spearman"]))
         flipped = f"{row['flipped']:.0f} of {row['pairs']:.0f}"
-        table.add_row(Text(str(source)), f"{row['samples']:.0f}", means, *correlations, flipped, f"{row['turned']:.0f}")
+        table.add_row(
+            Text(str(source)), f"{row['samples']:.0f}", means, *correlations, flipped, f"{row['advantage_flipped']:.0f}"
+        )
     console.print(table)
     whole = found.agreement.loc[ALL]
     console.print(
         "flipped: pairs of answers to one prompt of which each reward prefers another; turned: samples that training "
-        f"would push the other way. Pairs that only this reward tells apart: {whole['parted']:.0f}, only the saved "
+        f"would push the other way. Pairs that only this reward tells apart: {whole['untied']:.0f}, only the saved "
         f"one: {whole['tied']:.0f}. Groups without any difference, from which nothing is learned: "
-        f"{whole['flat_before']:.0f} → {whole['flat_after']:.0f} of {whole['groups']:.0f}.\n"
+        f"{whole['zero_std_before']:.0f} → {whole['zero_std_after']:.0f} of {whole['groups']:.0f}.\n"
     )
     if found.unscored:
         failures = after["failure"].dropna()
@@ -158,7 +160,7 @@ def show(found: Comparison, after: pd.DataFrame, examples: int) -> None:
         console.print(told, markup=False, highlight=False, soft_wrap=True)
     shifted = found.disagreements(examples)
     if len(shifted):
-        console.print(_examples(shifted[shifted["shift"] != 0]))
+        console.print(_examples(shifted[shifted["rank_shift"] != 0]))
 
 
 def _examples(samples: pd.DataFrame) -> Table:
@@ -172,7 +174,7 @@ def _examples(samples: pd.DataFrame) -> Table:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS // 2]} … {text[-MAX_SHOWN_CHARS // 2 :]}"
 
 
 def write(
@@ -190,10 +192,10 @@ def write(
         "examples": _plain(found.disagreements(examples)),
     }
     paths = _files(out)
-    write_whole(paths[0], json.dumps(report, indent=2, default=str))
+    write_atomically(paths[0], json.dumps(report, indent=2, default=str))
     whole = table[list(TEXTS)].assign(before=table["reward"], after=after["reward"])
-    whole = whole.assign(shift=found.samples["shift"], turned=found.samples["turned"])
-    with replacing(paths[1]) as aside:
+    whole = whole.assign(rank_shift=found.samples["rank_shift"], advantage_flipped=found.samples["advantage_flipped"])
+    with atomic_write(paths[1]) as aside:
         whole = whole.join(after.drop(columns=["reward", "traceback"]))
         # All texts quoted: one with a carriage return would else begin a row.
         whole.rename(columns=_as_text).map(_as_text).to_csv(aside, index=False, quoting=csv.QUOTE_NONNUMERIC)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlfuse.errors import ConfigError
-from rlfuse.files import RowFile, finite, read_rows, write_whole
+from rlfuse.files import RowFile, json_safe, read_rows, write_atomically
 from rlfuse.observe.tracking import sample_row
 from rlfuse.samples import Group, Response, Reward, RewardFailure, Sample
 
@@ -52,7 +52,7 @@ class Responses:
                  "another file, or remove it"]
             )  # fmt: skip
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.made_from, json.dumps(made_from, indent=2))
+        write_atomically(self.made_from, json.dumps(made_from, indent=2))
         known = {row["id"]: row for row in read_rows(self.path)}
         self._file = RowFile(self.path)
         for sample in (sample for group in groups for sample in group.samples):
@@ -75,7 +75,7 @@ class Responses:
         if whole:
             done = {sample.id for sample in whole}
             self._open = [sample for sample in self._open if sample.id not in done]
-            self._file.append(finite(sample_row(sample)) for sample in whole)
+            self._file.append(json_safe(sample_row(sample)) for sample in whole)
         return whole
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlfuse.config.rewards import Given
 from rlfuse.rewards.api import interrupts
-from rlfuse.rewards.api.combine import Outcomes, compose, wanted, waves
+from rlfuse.rewards.api.combine import Outcomes, compose, positions_to_score, waves
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.items import Item
 from rlfuse.rewards.api.shapes import RewardFunction
@@ -29,9 +29,9 @@ def score_items(
             function.start()
     known: list[Outcomes] = [{} for _ in items]
     for wave in waves(entries):
-        asked = [(entry, wanted(entry, items, known)) for entry in wave]
+        asked = [(entry, positions_to_score(entry, items, known)) for entry in wave]
         for entry, positions in asked:
-            with interrupts.watching():
+            with interrupts.watch_interrupts():
                 outcomes = loaded[entry.name].score([items[position] for position in positions])
             for position, outcome in zip(positions, outcomes, strict=True):
                 known[position][entry.name] = outcome

@@ -26,7 +26,7 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(n - passed + 1, n + 1))
 
 
-def ks(n: int) -> list[int]:
+def k_values(n: int) -> list[int]:
     """1, 2, 4, ... and n."""
     return sorted({n, *(1 << power for power in range(n.bit_length()) if 1 << power <= n)})
 
@@ -45,12 +45,12 @@ def scores_of(groups: Sequence[Group]) -> list[list[float]]:
 
 def score_name(groups: Sequence[Group]) -> str:
     """What `score` is, of these samples."""
-    if several := averaged(groups):
+    if several := averaged_parts(groups):
         return f"mean of {' and '.join(several)}"
     return ACC if any(reward.accuracies for reward in _rewards(groups)) else REWARD
 
 
-def averaged(groups: Sequence[Group]) -> list[str]:
+def averaged_parts(groups: Sequence[Group]) -> list[str]:
     """The parts that a score is the mean of, where some sample has more than one `acc`."""
     given = [reward.accuracies for reward in _rewards(groups) if len(reward.accuracies) > 1]
     return list(dict.fromkeys(name for names in given for name in names))
@@ -61,19 +61,19 @@ def _rewards(groups: Sequence[Group]) -> list[Reward]:
     return [reward for reward in rewards if isinstance(reward, Reward)]
 
 
-def by_source(groups: Sequence[Group], threshold: float) -> dict[str, dict[str, Any]]:
-    """data_source -> `figures_of` its groups; of several sources also of all together, last, by a name of its own."""
+def statistics_by_source(groups: Sequence[Group], threshold: float) -> dict[str, dict[str, Any]]:
+    """data_source -> `score_statistics` its groups; of several sources also of all together, last, by a name of its own."""
     sources, total = list(dict.fromkeys(group.prompt.data_source for group in groups)), ALL
     found = {
-        source: figures_of([group for group in groups if group.prompt.data_source == source], threshold)
+        source: score_statistics([group for group in groups if group.prompt.data_source == source], threshold)
         for source in sources
     }
     while total in found:  # a source is called so
         total += " sources"
-    return found if len(sources) == 1 else found | {total: figures_of(groups, threshold)}
+    return found if len(sources) == 1 else found | {total: score_statistics(groups, threshold)}
 
 
-def figures_of(groups: Sequence[Group], threshold: float) -> dict[str, Any]:
+def score_statistics(groups: Sequence[Group], threshold: float) -> dict[str, Any]:
     """Return statistics of prompts. `stderr`: of the mean over prompts; pass@k: of prompts with k scores."""
     samples = [sample for group in groups for sample in group.samples]
     scored = [values for values in scores_of(groups) if values]
@@ -88,7 +88,9 @@ def figures_of(groups: Sequence[Group], threshold: float) -> dict[str, Any]:
         "reward": _mean([s.reward.value for s in samples if isinstance(s.reward, Reward)]),
         "score": _mean([value for values in scored for value in values]),
         "stderr": float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None,
-        "pass@k": {k: _mean([pass_at_k(n, c, k) for n, c in passed if n >= k]) for k in (ks(most) if most else ())},
+        "pass@k": {
+            k: _mean([pass_at_k(n, c, k) for n, c in passed if n >= k]) for k in (k_values(most) if most else ())
+        },
         "finish": dict(Counter(sample.response.finish_reason for sample in samples)),
         "length": _lengths(lengths),
         **_parts(samples),

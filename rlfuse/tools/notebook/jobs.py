@@ -24,7 +24,7 @@ STEP_S = 600.0
 """For the step under way of a job that was told to stop; then it is told to end at once."""
 STOPPING_S = 60.0
 KEPT = 60
-NOT_THEIRS = ("FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR", "MPLBACKEND")
+KERNEL_VARIABLES = ("FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR", "MPLBACKEND")
 """What a notebook's kernel sets for itself: the job writes to a pipe and draws to files."""
 
 
@@ -44,7 +44,7 @@ class Job:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={name: value for name, value in os.environ.items() if name not in NOT_THEIRS},
+            env={name: value for name, value in os.environ.items() if name not in KERNEL_VARIABLES},
             start_new_session=True,  # the notebook's interrupt reaches it through `stop`, once
         )
         self._lines: queue.Queue[str | None] = queue.Queue()

@@ -8,10 +8,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from rlfuse.algorithms.preferences import calibrate
-from rlfuse.observe.pairs import draw_reliability
+from rlfuse.observe.reward_model_summary import draw_reliability
 
 
-def orders(scored: pd.DataFrame, name: str = "judge") -> pd.DataFrame:
+def verdicts_by_order(scored: pd.DataFrame, name: str = "judge") -> pd.DataFrame:
     """The probability that the response is the better one: shown first, shown second, and the mean, its reward."""
     mean, position = scored[f"rewards/{name}"].astype(float), scored[f"rewards/{name}/position"].astype(float)
     return pd.DataFrame({"shown first": mean + position - 0.5, "shown second": mean - position + 0.5, "mean": mean})
@@ -19,7 +19,7 @@ def orders(scored: pd.DataFrame, name: str = "judge") -> pd.DataFrame:
 
 def plot_orders(scored: pd.DataFrame, right: pd.Series, name: str = "judge") -> Axes:
     """Each response by its two orders; `right`: above 0 where the response is truly the better one."""
-    found = orders(scored, name)
+    found = verdicts_by_order(scored, name)
     _, axes = plt.subplots(figsize=(4.5, 4.0), layout="constrained")
     for truth, colour, label in ((True, "#3f7fb5", "the response is right"), (False, "#c2385a", "the reference is")):
         chosen = found[(right > 0) == truth]
@@ -31,7 +31,7 @@ def plot_orders(scored: pd.DataFrame, right: pd.Series, name: str = "judge") -> 
     return axes
 
 
-def plot_sureness(probabilities: pd.Series, right: pd.Series) -> Axes:
+def plot_confidence(probabilities: pd.Series, right: pd.Series) -> Axes:
     """How often a judge is right, by how sure it is; both as of the response."""
     p = probabilities.to_numpy(float).clip(1e-6, 1 - 1e-6)
     gaps = np.log(p / (1 - p)) * np.where(right > 0, 1, -1)  # towards what is truly better

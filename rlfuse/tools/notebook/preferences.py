@@ -10,13 +10,13 @@ from matplotlib.axes import Axes
 
 from rlfuse.algorithms.preferences import calibrate
 from rlfuse.config.rewards import MODEL_PART, Given
-from rlfuse.data.messages import chat_messages
-from rlfuse.data.rows import raw_rows
+from rlfuse.data.messages import parse_messages
+from rlfuse.data.rows import read_raw_rows
 from rlfuse.errors import DataError
-from rlfuse.observe.pairs import draw_reliability
+from rlfuse.observe.reward_model_summary import draw_reliability
 from rlfuse.rewards.api.shapes import RewardFunction
-from rlfuse.tools.notebook.pictures import BUSY, new_axes
-from rlfuse.tools.notebook.scoring import need, score
+from rlfuse.tools.notebook.plots import BUSY, new_axes
+from rlfuse.tools.notebook.scoring import require_columns, score
 
 SIDES = ("chosen", "rejected")
 LENGTH_BINS = 7
@@ -25,12 +25,12 @@ LENGTH_BINS = 7
 def pairs(file: str, prompt_key: str = "prompt") -> pd.DataFrame:
     """Return preference pairs, one per row, with the file's other columns. DataError for whole texts."""
     rows = []
-    for where, row in raw_rows(file):
-        answers = {side: chat_messages(f"{file}, {where}, field {side}", row.get(side), "assistant") for side in SIDES}
+    for where, row in read_raw_rows(file):
+        answers = {side: parse_messages(f"{file}, {where}, field {side}", row.get(side), "assistant") for side in SIDES}
         prompt = row.get(prompt_key)
         if prompt is None and any(len(messages) == 1 for messages in answers.values()):
             raise DataError(f"{file}, {where}, field {prompt_key}: is missing, so answers can't be told from prompts.")
-        given = answers["chosen"][:-1] if prompt is None else chat_messages(f"{file}, {where}", prompt, "user")
+        given = answers["chosen"][:-1] if prompt is None else parse_messages(f"{file}, {where}", prompt, "user")
         texts = {side: messages[-1]["content"] for side, messages in answers.items()}
         shown = "\n".join(message["content"] for message in given)
         rest = {name: value for name, value in row.items() if name not in (prompt_key, *SIDES)}
@@ -46,7 +46,7 @@ def score_pairs(
     trust_remote_code: bool = False,
 ) -> pd.DataFrame:
     """Return `chosen_reward`, `rejected_reward`, `gap` and `failure` by the table's index."""
-    need(table, "messages", *SIDES)
+    require_columns(table, "messages", *SIDES)
     asked = table.drop(columns=[*SIDES, "messages"]).assign(prompt=table["messages"])
     if not functions and "dimension" in table and (labels := list(table["dimension"].dropna().unique())):
         functions = [{"path": f"{MODEL_PART}:{label}", "sources": [label]} for label in labels]
@@ -70,7 +70,7 @@ def plot_calibration(gaps: Sequence[float] | pd.Series) -> Axes:
 
 def plot_length_bias(table: pd.DataFrame, bins: int = LENGTH_BINS) -> Axes:
     """Plot how often pairs and reward prefer the longer answer, by length difference."""
-    need(table, "gap", *SIDES)
+    require_columns(table, "gap", *SIDES)
     table = table.dropna(subset="gap")
     difference = table["chosen"].str.len() - table["rejected"].str.len()
     unequal = difference != 0

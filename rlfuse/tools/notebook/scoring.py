@@ -8,10 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from rlfuse.config.own_functions import METRICS
-from rlfuse.config.own_modules import load
+from rlfuse.config.custom_functions import METRICS
+from rlfuse.config.custom_modules import load
 from rlfuse.config.rewards import Given
-from rlfuse.observe.own_metrics import Finished, by_figure, finished
+from rlfuse.observe.custom_metrics import FinishedSample, finished, metrics_by_name
 from rlfuse.observe.tracking import sample_of_row
 from rlfuse.rewards.api.items import Item, item_of_row, item_of_sample, tokens_of
 from rlfuse.rewards.api.results import number
@@ -38,7 +38,7 @@ def score(
     A run keeps the number of a response's tokens and not the tokens: a function that reads them fails here, unless the
     table has them as `response_ids`. `prompt_key`: of a run whose data.prompt_key is another.
     """
-    need(table, "prompt", "response")
+    require_columns(table, "prompt", "response")
     plain = table.astype(object).where(table.notna(), None)
     items = [_item(row, number, prompt_key) for number, row in enumerate(plain.to_dict("records"))]
     rewards = score_items(functions, items, weights, model_path, trust_remote_code)
@@ -53,17 +53,17 @@ def measure(table: pd.DataFrame, metric: str | Callable[..., Any], prompt_key: s
     asked, unless the table has them. What the metric raises, or returns that is no finite number, ends the cell.
     `prompt_key`: of a run whose data.prompt_key is another.
     """
-    need(table, "step", "id", "finish", "prompt", "response", "response_tokens", "reward")
+    require_columns(table, "step", "id", "finish", "prompt", "response", "response_tokens", "reward")
     function = load(METRICS, metric) if isinstance(metric, str) else metric
     plain, name = table.astype(object).where(table.notna(), None), getattr(function, "__name__", "metric")
     found = {}
     for step, rows in plain.groupby("step"):
-        returned = by_figure(function([_finished(row, prompt_key) for row in rows.to_dict("records")]))
-        found[step] = {figure or name: number(each, "a figure") for figure, each in returned.items()}
+        returned = metrics_by_name(function([_finished(row, prompt_key) for row in rows.to_dict("records")]))
+        found[step] = {figure or name: number(each, "a metric") for figure, each in returned.items()}
     return pd.DataFrame.from_dict(found, orient="index").rename_axis("step")
 
 
-def need(table: pd.DataFrame, *columns: str) -> None:
+def require_columns(table: pd.DataFrame, *columns: str) -> None:
     """ValueError for what is no table, or has not all of these columns."""
     if not isinstance(table, pd.DataFrame):
         raise ValueError(f"table: got a {type(table).__name__}; give a pandas table, as pandas.DataFrame(rows) makes")
@@ -78,7 +78,7 @@ def _item(row: dict, number: int, prompt_key: str) -> Item:
     return item_of_row(row, number)
 
 
-def _finished(row: dict, prompt_key: str) -> Finished:
+def _finished(row: dict, prompt_key: str) -> FinishedSample:
     sample = sample_of_row(row, prompt_key)
     parts = {name.removeprefix(PART): each for name, each in row.items() if name.startswith(PART) and each is not None}
     sample.reward = None if row["reward"] is None else Reward(row["reward"], parts)

@@ -19,21 +19,21 @@ from rlfuse.costs.spans import lengths_of
 from rlfuse.engines.memory.model_sizes import Shape, shapes_of
 from rlfuse.events import read_events
 from rlfuse.progress import Console
-from rlfuse.tools.planning.calibration import UNSEEN, errors_of, fitted, held_out
-from rlfuse.tools.planning.features import Work, works_of
+from rlfuse.tools.planning.calibration import UNMEASURED_RATE, fit_hardware, held_out, mean_errors
+from rlfuse.tools.planning.features import Work, work_of_run
 from rlfuse.tools.planning.hardware import (
     KINDS,
     Calibration,
     CalibrationError,
     Hardware,
     Source,
-    coefficients_of,
+    rounded_coefficients,
     write,
 )
 from rlfuse.tools.planning.node_order import MeasuredLinks, Pair, write_links
 from rlfuse.tools.planning.tables import table_of
 from rlfuse.tools.run_code import add_option, refuse_code
-from rlfuse.tools.simulate.recorded import generating
+from rlfuse.tools.simulate.recorded import read_generating_config
 
 OUT, LINKS_OUT = Path("calibration.yaml"), Path("links.yaml")
 LINKS = "links between nodes"
@@ -50,7 +50,7 @@ CROWDING = (
     "how much devices of a node slow one another: as many were at work all the time; give a run with fewer "
     "(trainer.n_gpus_per_node), too"
 )
-ALONE = "how much devices of a node slow one another: one was at work, and plans take as many to be as fast"
+NO_CONTENTION = "how much devices of a node slow one another: one was at work, and plans take as many to be as fast"
 NO_SCORING = "scoring: no passes were seen, and they are taken to be as fast as training"
 NO_RUN = "an engine's own scheduling, data, rewards, weights on their way: decoding was that of transformers"
 
@@ -68,15 +68,15 @@ def main(argv: Sequence[str]) -> None:
         works, sources, missing, speeds = _probed(arguments.model, console)
     else:
         works, sources, missing, speeds = _recorded(arguments.runs, arguments.model, arguments.run_code)
-    hardware = fitted(works)
+    hardware = fit_hardware(works)
     found, words = held_out(works)
     calibration = Calibration(
         measured="probe" if arguments.probe else "runs",
         device=arguments.device or _device(),
         count=max(source.slots for source in sources),
         rlfuse=version_of("rlfuse") or "unknown",
-        hardware=coefficients_of(replace(hardware, host_bytes_per_s=speeds.pop("host_bytes_per_s", inf))),
-        errors=errors_of(found),
+        hardware=rounded_coefficients(replace(hardware, host_bytes_per_s=speeds.pop("host_bytes_per_s", inf))),
+        errors=mean_errors(found),
         held_out=words,
         fitted_on=tuple(sources),
         not_measured=(*missing, *_unseen(hardware), *_between_ranks(works, hardware)),
@@ -139,7 +139,7 @@ def _measure_links(arguments: argparse.Namespace, console: Console) -> None:
     finally:
         placement.stop()
     alike = len({node.address for node in found}) < len(found)
-    names = [node.id[: nodes.ENOUGH_OF_AN_ID] if alike else node.address for node in found]
+    names = [node.id[: nodes.MIN_ID_PREFIX] if alike else node.address for node in found]
     pairs = [
         Pair(names[a], names[b], float(f"{rate / 1e9:.4g}"), round(wait * 1e6, 1))
         for (a, b), (wait, rate) in sorted(measured.items())
@@ -159,21 +159,21 @@ def _recorded(folders: Sequence[Path], model: str | None, run_code: bool) -> Mea
     works, sources, missing = [], [], [LINKS]
     for folder in folders:
         name = str(folder) if len({each.name for each in folders}) < len(folders) else folder.absolute().name
-        found, source = read_works(folder, name, model, run_code)
+        found, source = read_work(folder, name, model, run_code)
         works += found
         sources.append(source)
     if len({(source.parameters, source.layers) for source in sources}) == 1:
         missing.append(ONE_MODEL)
-    if len({work.beside for work in works}) == 1:
+    if len({work.busy_peers for work in works}) == 1:
         missing.append(CROWDING)
     if not any(work.kind == "scoring" for work in works):
         missing.append(NO_SCORING)
     return works, sources, missing, {}
 
 
-def read_works(folder: Path, name: str, model: str | None = None, run_code: bool = False) -> tuple[list[Work], Source]:
+def read_work(folder: Path, name: str, model: str | None = None, run_code: bool = False) -> tuple[list[Work], Source]:
     """The work of one run. Raises CalibrationError where it can't be told."""
-    config = generating(folder)
+    config = read_generating_config(folder)
     if model is None and config.model.trust_remote_code:
         what = f"model.trust_remote_code=true for model.path={config.model.path}"
         refuse_code(folder / "config.yaml", [what], run_code)
@@ -187,7 +187,7 @@ def read_works(folder: Path, name: str, model: str | None = None, run_code: bool
         config.model.path = model
         config.critic.path = config.ref.path = None
     shapes, spans = shapes_of(config), read_events(folder / "events.jsonl")
-    works = works_of(name, config, shapes, spans)
+    works = work_of_run(name, config, shapes, spans)
     if not works:
         raise CalibrationError(f"{folder / 'events.jsonl'}: no complete step after the first; let the run finish three")
     return works, _source(name, config, shapes["actor"], works, list(lengths_of(spans).values()))
@@ -227,12 +227,12 @@ def _probed(model: str | None, console: Console) -> Measured:
     }
     if probe.host_bytes_per_s is not None:
         speeds["host_bytes_per_s"] = probe.host_bytes_per_s
-    return probe.works, sources, [LINKS, NO_RUN, ALONE], speeds
+    return probe.works, sources, [LINKS, NO_RUN, NO_CONTENTION], speeds
 
 
 def _unseen(hardware: Hardware) -> list[str]:
     names = {"bytes_per_s": "the memory's bandwidth", "pass_flops": "products in passes", "train_flops": "in training"}
-    return [UNSEEN_RATE.format(words) for name, words in names.items() if getattr(hardware, name) == UNSEEN]
+    return [UNSEEN_RATE.format(words) for name, words in names.items() if getattr(hardware, name) == UNMEASURED_RATE]
 
 
 def _between_ranks(works: Sequence[Work], hardware: Hardware) -> Iterator[str]:

@@ -14,21 +14,21 @@ from itertools import product
 
 import numpy as np
 
-from rlfuse.costs.fit import MIN_SPANS, robust
-from rlfuse.tools.planning.features import Work, seconds_of
+from rlfuse.costs.fit import MIN_SPANS, fit_robust
+from rlfuse.tools.planning.features import Work, predicted_seconds
 from rlfuse.tools.planning.hardware import KINDS, CalibrationError, Errors, Hardware
 
-UNSEEN = 1e18  # a rate so high that nothing of it could be seen
-ROOFS = tuple(2.0**power for power in range(13))
+UNMEASURED_RATE = 1e18  # a rate so high that nothing of it could be seen
+ROOFLINE_RATIOS = tuple(2.0**power for power in range(13))
 """FLOP for each byte read at which decoding begins to be bound by computing: those that are tried."""
-MOST_CROWDING, NARROWED = 1.0, 6  # where `Hardware.crowding` is looked for, and how often that is halved
+MAX_CROWDING, CROWDING_ROUNDS = 1.0, 6  # where `Hardware.crowding` is looked for, and how often that is halved
 FOLDS = 5
-ACROSS_DEVICES = 0.1085  # error of CDMPP's forecasts on devices that it was not fitted to (arXiv 2311.09690)
+CROSS_DEVICE_ERROR = 0.1085  # error of CDMPP's forecasts on devices that it was not fitted to (arXiv 2311.09690)
 
 Fields = dict[str, float | bool]
 
 
-def fitted(works: Sequence[Work]) -> Hardware:
+def fit_hardware(works: Sequence[Work]) -> Hardware:
     """The device that these pieces of work tell. Raises CalibrationError where they tell of no decoding or training."""
     seen = {kind: sum(work.kind == kind for work in works) for kind in ("generating", "training")}
     if missing := [f"{kind} ({count})" for kind, count in seen.items() if count < MIN_SPANS]:
@@ -36,7 +36,7 @@ def fitted(works: Sequence[Work]) -> Hardware:
             f"too few pieces of work after the first step, {MIN_SPANS} of each kind are needed: {', '.join(missing)}; "
             "give a run of more steps"
         )
-    crowding = _crowding(works) if len({work.beside for work in works}) > 1 else 0.0
+    crowding = _crowding(works) if len({work.busy_peers for work in works}) > 1 else 0.0
     return _fitted(works, crowding)
 
 
@@ -45,15 +45,15 @@ def _crowding(works: Sequence[Work]) -> float:
     def off(crowding: float) -> float:
         return sum(total.error**2 for total in totals(works, _fitted(works, crowding)))
 
-    low, high = 0.0, MOST_CROWDING
-    for _ in range(NARROWED):
+    low, high = 0.0, MAX_CROWDING
+    for _ in range(CROWDING_ROUNDS):
         best = min(np.linspace(low, high, 5).tolist(), key=off)
-        low, high = max(0.0, best - (high - low) / 4), min(MOST_CROWDING, best + (high - low) / 4)
+        low, high = max(0.0, best - (high - low) / 4), min(MAX_CROWDING, best + (high - low) / 4)
     return best
 
 
 def _fitted(works: Sequence[Work], crowding: float) -> Hardware:
-    alone = [_alone(work, 1 + crowding * work.beside) for work in works]
+    alone = [_alone(work, 1 + crowding * work.busy_peers) for work in works]
     of = {kind: [work for work in alone if work.kind == kind] for kind in KINDS}
     models = {round(work.read / work.steps) for work in of["generating"]}
     passes = [work for work in (*of["scoring"], *of["training"]) if not work.optimizer_steps]
@@ -62,7 +62,7 @@ def _fitted(works: Sequence[Work], crowding: float) -> Hardware:
     known |= _fit_passes(passes, len(models) > 1, known)
     known |= _fit_decoding(of["generating"], known["pass_flops"])
     hardware = Hardware(**known, crowding=crowding)
-    left = [work.seconds - seconds_of(work, hardware) for work in works if work.kind == "step"]
+    left = [work.seconds - predicted_seconds(work, hardware) for work in works if work.kind == "step"]
     return replace(hardware, step_s=max(0.0, float(np.median(left))) if left else 0.0)
 
 
@@ -80,12 +80,12 @@ def _fit_passes(works: Sequence[Work], widths: bool, known: Fields) -> Fields:
         scores = work.kind == "scoring"
         rows.append([scores * work.calls, (not scores) * work.calls, work.layers])
         rows[-1] += [widths * work.hidden, scores * work.flops, (not scores) * work.flops, work.gathers]
-    updating, sending = (known.get(name, UNSEEN) for name in ("update_bytes_per_s", "sent_bytes_per_s"))
-    copying = known.get("copied_bytes_per_s", updating)
-    beside = [work.moved / updating + work.copied / copying + work.sent / sending for work in works]
-    seconds = np.maximum(_seconds(works) - beside, 0.0)
+    update_rate, sending = (known.get(name, UNMEASURED_RATE) for name in ("update_bytes_per_s", "sent_bytes_per_s"))
+    copy_rate = known.get("copied_bytes_per_s", update_rate)
+    busy_peers = [work.moved / update_rate + work.copied / copy_rate + work.sent / sending for work in works]
+    seconds = np.maximum(_seconds(works) - busy_peers, 0.0)
     columns = np.array(rows, float)[:, : None if any(work.gathers for work in works) else -1]
-    factors, _ = robust(columns * weights[:, None], seconds * weights)
+    factors, _ = fit_robust(columns * weights[:, None], seconds * weights)
     pass_call, train_call, layer, hidden, passed, trained = map(float, factors[:6])
     train_flops = _rate(trained)
     pass_flops = _rate(passed) if any(work.kind == "scoring" for work in works) else train_flops
@@ -111,16 +111,16 @@ def _fit_optimizer(works: Sequence[Work], known: Fields) -> Fields:
     if not works:
         return {}
     moved, copied, sent = np.array([[work.moved, work.copied, work.sent] for work in works], float).T
-    seconds, copying = _seconds(works), known.get("copied_bytes_per_s")
-    if copying:
-        seconds = np.maximum(seconds - copied / copying, 0.0)
-    amounts = np.stack([moved if copying else moved + copied, sent, np.ones_like(sent)], axis=1)
+    seconds, copy_rate = _seconds(works), known.get("copied_bytes_per_s")
+    if copy_rate:
+        seconds = np.maximum(seconds - copied / copy_rate, 0.0)
+    amounts = np.stack([moved if copy_rate else moved + copied, sent, np.ones_like(sent)], axis=1)
     told = [0]
     for column in (1, 2):
         if np.linalg.matrix_rank(_unit(amounts[:, [*told, column]])) > len(told):
             told.append(column)
     weights = _weights(works)
-    factors, _ = robust(amounts[:, told] * weights[:, None], seconds * weights)
+    factors, _ = fit_robust(amounts[:, told] * weights[:, None], seconds * weights)
     of = dict(zip(told, map(float, factors), strict=True))
     sending = {"sent_bytes_per_s": _rate(of[1])} if of.get(1) else {}
     return sending | {"update_bytes_per_s": _rate(of[0]), "optimizer_s": of.get(2, 0.0)}
@@ -140,9 +140,9 @@ def _fit_decoding(works: Sequence[Work], pass_flops: float) -> Fields:
     if np.linalg.matrix_rank(_unit(own)) < own.shape[1]:  # models of one depth
         own = own[:, :2]
     fits = []
-    for overlaps, ratio in product((True, False), ROOFS):
+    for overlaps, ratio in product((True, False), ROOFLINE_RATIOS):
         roof = (np.maximum(read, computed / ratio) if overlaps else read + computed / ratio) + cached
-        factors, loss = robust(np.column_stack([roof, own]) * weights[:, None], seconds * weights)
+        factors, loss = fit_robust(np.column_stack([roof, own]) * weights[:, None], seconds * weights)
         fits.append((loss, not overlaps, -ratio, factors))
     _, apart, ratio, (byte, step, sequence, *attention) = min(fits, key=lambda each: each[:3])
     bytes_per_s = _rate(float(byte))
@@ -154,7 +154,7 @@ def _fit_decoding(works: Sequence[Work], pass_flops: float) -> Fields:
         "decode_attention_s": float(sum(attention)),
         "decode_overlaps": not apart,
         "bytes_per_s": bytes_per_s,
-        "decode_flops": min(max(seen, min(-ratio * bytes_per_s, pass_flops)), UNSEEN),
+        "decode_flops": min(max(seen, min(-ratio * bytes_per_s, pass_flops)), UNMEASURED_RATE),
     }
 
 
@@ -170,7 +170,7 @@ def _seconds(works: Iterable[Work]) -> np.ndarray:
 
 
 def _rate(factor: float) -> float:
-    return min(1 / factor, UNSEEN) if factor > 0 else UNSEEN
+    return min(1 / factor, UNMEASURED_RATE) if factor > 0 else UNMEASURED_RATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def held_out(works: Sequence[Work]) -> tuple[list[Total], str]:
     for fold in sorted(set(places.values())):
         inside = [work for work in works if places[work.source, work.part] != fold]
         outside = [work for work in works if places[work.source, work.part] == fold]
-        found += totals(outside, fitted(inside))
+        found += totals(outside, fit_hardware(inside))
     return found, words
 
 
@@ -214,12 +214,12 @@ def totals(works: Iterable[Work], hardware: Hardware) -> list[Total]:
     sums: dict[tuple[str, str, int], np.ndarray] = {}
     for work in works:
         if work.kind in KINDS:
-            both = np.array([work.seconds, seconds_of(work, hardware)])
+            both = np.array([work.seconds, predicted_seconds(work, hardware)])
             sums[work.kind, work.source, work.part] = sums.get((work.kind, work.source, work.part), 0.0) + both
     return [Total(kind, source, *map(float, both)) for (kind, source, _), both in sums.items()]
 
 
-def errors_of(found: Sequence[Total]) -> Errors:
+def mean_errors(found: Sequence[Total]) -> Errors:
     """The mean of each kind's."""
     each = {kind: [total.error for total in found if total.kind == kind] for kind in KINDS}
     return Errors(**{kind: float(np.mean(shares)) for kind, shares in each.items() if shares})
@@ -232,7 +232,7 @@ def scaled(hardware: Hardware, flops_ratio: float, bandwidth_ratio: float) -> Ha
         if not (ratio > 0 and math.isfinite(ratio)):
             raise CalibrationError(f"{name}={ratio:g}: needs a number above 0: measured speeds of the two devices")
     faster = {name: getattr(hardware, name) * flops_ratio for name in ("pass_flops", "train_flops", "decode_flops")}
-    errors = {kind: math.hypot(error, ACROSS_DEVICES) for kind, error in hardware.errors.items()}
+    errors = {kind: math.hypot(error, CROSS_DEVICE_ERROR) for kind, error in hardware.errors.items()}
     copies = ("bytes_per_s", "hidden_bytes_per_s", "update_bytes_per_s", "copied_bytes_per_s")
     reading = {name: getattr(hardware, name) for name in copies}
     faster |= {name: rate * bandwidth_ratio for name, rate in reading.items() if rate is not None}

@@ -11,16 +11,18 @@ from rlfuse.config.input_files import AtLeastZero, Count, InputError, Positive, 
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import GIB, Budget
 from rlfuse.tools.planning.hardware import KINDS, Hardware, Links, NodeSpeed
-from rlfuse.tools.planning.node_order import Exchanged, NodeLinks, best_order, read_links
+from rlfuse.tools.planning.node_order import NodeLinks, NodeTraffic, best_order, read_links
 
-MOST_UTILIZATION = 0.547
+MAX_UTILIZATION = 0.547
 """Of a device's peak, in training: what DistTrain (arXiv 2408.04275) measured of a 72B model, the most published."""
-MOST_OF_EXPERTS = 0.493  # of mixtures of experts: MoE Parallel Folding (arXiv 2504.14960), likewise
-UNMEASURED = dict.fromkeys(KINDS, 0.3)  # assumed relative error of each kind of work without a calibration
+MAX_EXPERT_UTILIZATION = 0.493  # of mixtures of experts: MoE Parallel Folding (arXiv 2504.14960), likewise
+UNCALIBRATED_ERRORS = dict.fromkeys(KINDS, 0.3)  # assumed relative error of each kind of work without a calibration
 LAYER_S = 1e-4
 """Until the kernels of a layer's forward pass have been started, on a GPU. An allowance; a calibration measures it."""
 DECODE_STEP_S = 2e-3  # of a decoding step on a GPU, for scheduling and sampling; likewise
-WITHIN = 200e9  # bytes per second between devices of a node, where neither the file nor a calibration says
+DEFAULT_WITHIN_BYTES_PER_S = (
+    200e9  # bytes per second between devices of a node, where neither the file nor a calibration says
+)
 MEMORY_BANDWIDTH_GBS = {"cuda": 2000.0, "cpu": 20.0}  # where neither the file nor an option gives it
 Share = Annotated[float, number(above=True, most=1)]
 
@@ -30,7 +32,7 @@ class ClusterError(InputError):
 
 
 @dataclass(frozen=True, slots=True)
-class LinksGiven:
+class LinkSpecs:
     """What a device sends while it receives as much, and how long until the first byte is there."""
 
     within_gbs: Positive | None = None
@@ -80,7 +82,7 @@ class Cluster:
     peak_tflops: Positive | None = None
     """Peak TFLOP/s of a device in the job's precision, dense, as its data sheet says; required without `calibration`.
     With one, only the ratios of groups and the plausibility check use it."""
-    utilization: Annotated[float, number(above=True, most=MOST_UTILIZATION)] = 0.4
+    utilization: Annotated[float, number(above=True, most=MAX_UTILIZATION)] = 0.4
     """Share of the peak that passes and training achieve (MFU)."""
     memory_bandwidth_gbs: Positive | None = None
     """GB/s that a device reads from its memory; default: 2000 (`device: cpu`: 20)."""
@@ -89,7 +91,7 @@ class Cluster:
     host_memory_gb: Positive | None = None
     """GiB of a node's memory for what is moved off its GPUs; default: enough. `memory_margin` applies."""
     device: Annotated[str, one_of("cuda", "cpu")] = "cuda"
-    links: LinksGiven = field(default_factory=LinksGiven)
+    links: LinkSpecs = field(default_factory=LinkSpecs)
     calibration: Annotated[str, Schema(type="string", minLength=1)] | None = None
     """A file from `rlfuse calibrate`, relative to the working folder, that replaces `utilization` and
     `memory_bandwidth_gbs`. If it is of another device, the two ratios below scale it."""
@@ -142,7 +144,7 @@ class Cluster:
         enough = [node for node in self._nodes if node.devices >= config.trainer.n_gpus_per_node]
         return enough[: config.trainer.nnodes]
 
-    def lacks(self, config: Config) -> Iterator[str]:
+    def missing_for(self, config: Config) -> Iterator[str]:
         """Yield what the job needs and the cluster does not have."""
         nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
         if each > max(self.sizes):
@@ -163,7 +165,7 @@ class Cluster:
         """Return the speed of each node that a plan uses, the fastest first; empty without groups."""
         return tuple(node.speed for node in self._used(config)) if self.groups else ()
 
-    def achieved(self) -> str:
+    def throughput_note(self) -> str:
         if self.calibration is not None:
             return f"computing speed as measured (calibration={self.calibration})"
         done = self.peak_tflops * self.utilization
@@ -175,11 +177,11 @@ class Cluster:
     def hardware(self, experts: bool = False) -> Hardware:
         """Return what a device and its links do; `experts`: for mixtures of experts. Raises as `read_calibration`, and
         ClusterError for a measured speed that is not plausible."""
-        most, given = MOST_OF_EXPERTS if experts else MOST_UTILIZATION, self.links
+        most, given = MAX_EXPERT_UTILIZATION if experts else MAX_UTILIZATION, self.links
         between, wait = self._between()
         measured = None if self.calibration is None else self._measured(most)
         told = measured.sent_bytes_per_s if measured else None
-        within = given.within_gbs * 1e9 if given.within_gbs else told or WITHIN
+        within = given.within_gbs * 1e9 if given.within_gbs else told or DEFAULT_WITHIN_BYTES_PER_S
         links = Links(within, between, given.within_us * 1e-6, wait, max(self.sizes))
         if measured is not None:
             return replace(measured, links=links, host_bytes_per_s=given.host_gbs * 1e9)
@@ -193,7 +195,7 @@ class Cluster:
             decode_step_s=DECODE_STEP_S if gpu else 0.0,
             host_bytes_per_s=given.host_gbs * 1e9,
             links=links,
-            errors=UNMEASURED,
+            errors=UNCALIBRATED_ERRORS,
         )
 
     def node_links(self) -> NodeLinks | None:
@@ -212,7 +214,9 @@ class Cluster:
         """Return bytes per second and latency between nodes; if measured, of the best ring's slowest link."""
         if self.nodes == 1 or (links := self.node_links()) is None:
             return self.links.between_gbs * 1e9, self.links.between_us * 1e-6
-        order = best_order(links, Exchanged(ring=1e9, ring_hops=1, handed=0.0, hand_overs=0, nodes=self.nodes))
+        order = best_order(
+            links, NodeTraffic(ring_bytes=1e9, ring_hops=1, stage_bytes=0.0, stage_messages=0, nodes=self.nodes)
+        )
         pairs = list(zip(order, (*order[1:], order[0]), strict=True))
         return min(links.bytes_per_s[a][b] for a, b in pairs), max(links.seconds[a][b] for a, b in pairs)
 

@@ -12,35 +12,35 @@ from math import inf
 
 from rlfuse.config.schema import Config
 from rlfuse.costs.model import Costs
-from rlfuse.engines.memory.activations import leaves
-from rlfuse.engines.memory.estimate import ITEM, Moved, quantized_away
+from rlfuse.engines.memory.activations import largest_activation_plan
+from rlfuse.engines.memory.estimate import ITEM, Moved, quantization_savings
 from rlfuse.engines.memory.model_sizes import Shape
-from rlfuse.engines.pipeline.partition import share_with_logits
+from rlfuse.engines.pipeline.partition import logits_fraction
 from rlfuse.simulate.job_step import micro_batches
 from rlfuse.tools.planning.exchanges import (
     Exchange,
     Traffic,
-    carried_in_gradients,
-    carried_in_step,
-    held_of,
-    moved_in_gradients,
-    moved_in_step,
-    of_gradients,
-    of_pass,
-    of_step,
-    stepped,
+    gradient_exchange,
+    gradient_traffic,
+    offloaded_gradient_bytes,
+    offloaded_step_bytes,
+    optimizer_bytes,
+    parameters_per_rank,
+    pass_exchange,
+    step_exchange,
+    step_traffic,
 )
-from rlfuse.tools.planning.hardware import ENDS, Hardware, NodeSpeed, WorkSpeed
+from rlfuse.tools.planning.hardware import END_LAYERS, Hardware, NodeSpeed, WorkSpeed
 
-STAYS = Moved()
+NOTHING_MOVED = Moved()
 
 
 def costs_of(
-    config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved = STAYS
+    config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved = NOTHING_MOVED
 ) -> Costs:
     """`context`: tokens of a sample with its prompt, in the mean."""
     width = config.rollout.tensor_model_parallel_size
-    hardware = hardware.in_node_of(config.trainer.n_gpus_per_node)
+    hardware = hardware.with_node_size(config.trainer.n_gpus_per_node)
     ranks = _Ranks(config, shapes, hardware, context)
     waits = hardware.host_bytes_per_s
     return Costs(
@@ -51,7 +51,7 @@ def costs_of(
         score_call_s=hardware.pass_call_s,
         train_tokens_per_s=width / ranks.train_token_s(),
         train_call_s=hardware.train_call_s,
-        optimizer_s=ranks.optimizer_s() + ranks.fetched_s(moved.optimizers),
+        optimizer_s=ranks.optimizer_s() + ranks.optimizer_transfer_s(moved.optimizers),
         switch_s=ranks.switch_s(moved),
         link_bytes_per_s=0.0 if waits == float("inf") else waits / 2,  # a cache is carried through the host's memory
         step_s=ranks.push_s() + hardware.step_s,
@@ -67,7 +67,7 @@ def _decoding(config: Config, shape: Shape, hardware: Hardware) -> dict[str, flo
     token = 2 * (shape.passed + shape.head)  # every decoded token passes the head
     reduced = 2 * len(shape.layers) * shape.hidden * item
     sent = links.all_reduce(reduced, width) - links.all_reduce(0, width)
-    read = ((sum(shape.layers) + shape.head) * item - quantized_away(config, shape)) / speed
+    read = ((sum(shape.layers) + shape.head) * item - quantization_savings(config, shape)) / speed
     start = hardware.decode_step_s + 2 * len(shape.layers) * links.all_reduce(0, width)
     own = hardware.decode_sequence_s + hardware.decode_attention_s * len(shape.layers) / width
     each = token / flops + own
@@ -86,7 +86,7 @@ def work_speeds(
     config: Config, shape: Shape, hardware: Hardware, nodes: Sequence[NodeSpeed], context: float
 ) -> tuple[WorkSpeed, ...]:
     """Return how fast each of these nodes works; decoding by a step of an engine's mean batch. `context`: as above."""
-    hardware = hardware.in_node_of(config.trainer.n_gpus_per_node)
+    hardware = hardware.with_node_size(config.trainer.n_gpus_per_node)
     engines = config.slots / config.rollout.tensor_model_parallel_size
     samples = config.data.train_batch_size * config.rollout.n / engines
     batch = max(1, round(min(samples, config.rollout.max_num_seqs) / 2))
@@ -99,24 +99,26 @@ def work_speeds(
     return tuple(WorkSpeed(node.compute, step_s(NodeSpeed()) / step_s(node)) for node in nodes)
 
 
-def optimizer_trips(
+def optimizer_transfer_seconds(
     config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved
 ) -> tuple[float, float]:
     """Return (seconds, those overlapped with other work) of moving optimizers to the device, and back if that is done
     for each update, in a step. Arguments: as `costs_of`."""
-    hardware = hardware.in_node_of(config.trainer.n_gpus_per_node)
+    hardware = hardware.with_node_size(config.trainer.n_gpus_per_node)
     ranks, residency = _Ranks(config, shapes, hardware, context), config.actor.optimizer_residency
     if residency == "step":
         updates = config.actor.ppo_epochs * -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
         return updates * 2 * moved.optimizers / hardware.host_bytes_per_s, 0.0
-    hidden = ranks.hidden_s(moved.optimizers) if residency == "forecast" else 0.0
+    hidden = ranks.overlapped_transfer_s(moved.optimizers) if residency == "forecast" else 0.0
     return moved.optimizers / hardware.host_bytes_per_s, hidden
 
 
-def carried(config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float) -> tuple[float, float]:
+def offload_traffic(
+    config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float
+) -> tuple[float, float]:
     """(bytes, seconds) between a device and optimizers that stay on its host, in a step. Arguments as of `costs_of`."""
-    hardware = hardware.in_node_of(config.trainer.n_gpus_per_node)
-    return _Ranks(config, shapes, hardware, context).carried()
+    hardware = hardware.with_node_size(config.trainer.n_gpus_per_node)
+    return _Ranks(config, shapes, hardware, context).offload_traffic()
 
 
 class _Ranks:
@@ -140,7 +142,7 @@ class _Ranks:
 
     def score_token_s(self) -> float:
         shape, flops = self._policy, max(_flops(self._config, each, self._context) for each in self._trained)
-        gathered = self._stages * self._exchange_s(of_pass(self._config, shape))
+        gathered = self._stages * self._exchange_s(pass_exchange(self._config, shape))
         computed = flops / self._hardware.pass_flops + self._hidden_s(shape) + self._summed_s(shape)
         once = (gathered + self._begun_s(shape)) / self._micro_batch
         return self._width * (computed + once + self._exchanged(shape))
@@ -155,13 +157,15 @@ class _Ranks:
         flops = _flops(self._config, shape, self._context) / len(shape.layers)
         seconds = self._micro_batch * flops / hardware.train_flops
         device = "cpu" if hardware.host_bytes_per_s == inf else "cuda"
-        return leaves(self._config, shape, role, device, seconds, hardware.host_bytes_per_s).run_again
+        return largest_activation_plan(
+            self._config, shape, role, device, seconds, hardware.host_bytes_per_s
+        ).recomputed_fraction
 
     def _train_token_s(self, shape: Shape, passes: float) -> float:
         flops = _flops(self._config, shape, self._context) / self._hardware.train_flops
-        exchanged = self._stages * self._exchange_s(of_gradients(self._config, shape))
-        held = self._config, held_of(self._config, shape), self._copies
-        exchanged += moved_in_gradients(*held).seconds(self._hardware) + self._carried_s(carried_in_gradients(*held))
+        exchanged = self._stages * self._exchange_s(gradient_exchange(self._config, shape))
+        held = self._config, parameters_per_rank(self._config, shape), self._copies
+        exchanged += gradient_traffic(*held).seconds(self._hardware) + self._carried_s(offloaded_gradient_bytes(*held))
         once = (passes * self._begun_s(shape) + exchanged) / self._micro_batch
         computed = passes * (flops + self._hidden_s(shape)) + (passes - 1) * self._summed_s(shape)
         return self._width * (computed + once + 2 * self._exchanged(shape) + self._handed_on(shape))
@@ -172,7 +176,7 @@ class _Ranks:
         handed_on = (self._stages - 1) * links.send(0, self._far)
         if self._config.training.vocabulary_parallel:
             handed_on += links.all_reduce(0, self._stages)
-        begun = (len(shape.layers) + self._stages * ENDS) * self._hardware.layer_s
+        begun = (len(shape.layers) + self._stages * END_LAYERS) * self._hardware.layer_s
         return begun + 2 * len(shape.layers) * links.all_reduce(0, self._width) + handed_on
 
     def _hidden_s(self, shape: Shape) -> float:
@@ -213,20 +217,20 @@ class _Ranks:
         if self._stages == 1:
             return 0.0
         links, far = self._hardware.links, self._far
-        times = 2 + 2 * self._config.training.vocabulary_parallel * share_with_logits(self._config.data)
+        times = 2 + 2 * self._config.training.vocabulary_parallel * logits_fraction(self._config.data)
         return times * (links.send(shape.hidden * self._item, far) - links.send(0, far))
 
     def optimizer_s(self) -> float:
         return self._hardware.optimizer_s + sum(map(self._step_s, self._trained)) / len(self._trained)
 
     def _step_s(self, shape: Shape) -> float:
-        held, hardware = held_of(self._config, shape) / self._stages, self._hardware
-        moved = moved_in_step(self._config, held, self._copies).seconds(hardware)
+        held, hardware = parameters_per_rank(self._config, shape) / self._stages, self._hardware
+        moved = step_traffic(self._config, held, self._copies).seconds(hardware)
         if self._config.actor.offload_optimizer:  # the host's memory is taken to be no faster than the way there
-            states = stepped(held / self._copies, self._item)
-            moved += states / min(hardware.updating, hardware.host_bytes_per_s) - states / hardware.updating
-            moved += self._carried_s(carried_in_step(self._config, held, self._copies))
-        return self._exchange_s(of_step(self._config, shape)) + moved
+            states = optimizer_bytes(held / self._copies, self._item)
+            moved += states / min(hardware.update_rate, hardware.host_bytes_per_s) - states / hardware.update_rate
+            moved += self._carried_s(offloaded_step_bytes(self._config, held, self._copies))
+        return self._exchange_s(step_exchange(self._config, shape)) + moved
 
     def _carried_s(self, size: float) -> float:
         """Return the seconds of bytes between a device and its host's memory, which on CPUs is the same memory."""
@@ -234,12 +238,12 @@ class _Ranks:
             return Traffic(2 * size).seconds(self._hardware)
         return size / self._hardware.host_bytes_per_s
 
-    def carried(self) -> tuple[float, float]:
+    def offload_traffic(self) -> tuple[float, float]:
         """Return (bytes, seconds) of a step's gradients and weights to optimizers on the host and back."""
         data, size = self._config.data, 0.0
         for shape in self._trained:
-            held = self._config, held_of(self._config, shape) / self._stages, self._copies
-            size += self._of_rank / self._micro_batch * carried_in_gradients(*held) + carried_in_step(*held)
+            held = self._config, parameters_per_rank(self._config, shape) / self._stages, self._copies
+            size += self._of_rank / self._micro_batch * offloaded_gradient_bytes(*held) + offloaded_step_bytes(*held)
         size *= self._config.actor.ppo_epochs * -(-data.train_batch_size // self._config.actor.ppo_mini_batch_size)
         return size, self._carried_s(size)
 
@@ -247,17 +251,17 @@ class _Ranks:
         speed, residency = self._hardware.host_bytes_per_s, self._config.actor.optimizer_residency
         if residency == "step":
             return (moved.all - moved.optimizers) / speed
-        hidden = self.hidden_s(moved.optimizers) if residency == "forecast" else 0.0
+        hidden = self.overlapped_transfer_s(moved.optimizers) if residency == "forecast" else 0.0
         return moved.all / speed - hidden / 2
 
-    def hidden_s(self, optimizers: float) -> float:
+    def overlapped_transfer_s(self, optimizers: float) -> float:
         """Return the seconds of moving optimizers that the first mini-batch's gradients hide at least."""
         rows = self._config.actor.ppo_mini_batch_size * self._config.rollout.n
         flops = 3 * min(_flops(self._config, each, self._context) for each in self._trained)
         gradients = rows * self._context / self._copies * flops / self._stages / self._hardware.train_flops
         return min(optimizers / self._hardware.host_bytes_per_s, gradients)
 
-    def fetched_s(self, optimizers: float) -> float:
+    def optimizer_transfer_s(self, optimizers: float) -> float:
         """Return the mean seconds of an optimizer's transfers if it is on the device only for its steps."""
         if self._config.actor.optimizer_residency != "step":
             return 0.0
@@ -266,7 +270,7 @@ class _Ranks:
     def push_s(self) -> float:
         """Return the seconds of gathering new weights and copying them to an engine."""
         weights, links = self._policy.parameters * self._item, self._hardware.links
-        gathered = self._exchange_s(of_pass(self._config, self._policy))
+        gathered = self._exchange_s(pass_exchange(self._config, self._policy))
         stages = links.all_gather(weights, self._stages * self._width)
         return gathered + stages + 2 * weights / self._hardware.bytes_per_s
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlfuse.config.schema import Config
-from rlfuse.engines.deepspeed.memory import REDUCED
+from rlfuse.engines.deepspeed.memory import REDUCE_BUCKET_ELEMENTS
 from rlfuse.engines.memory.model_memory import ITEM, MAX_CACHED_BYTES, gradient_item
 from rlfuse.engines.memory.model_sizes import Shape
-from rlfuse.tools.planning.hardware import ADAM, Hardware
+from rlfuse.tools.planning.hardware import ADAM_BYTES, Hardware
 
 PREFETCHED = 50_000_000  # parameters that are gathered ahead (stage3_prefetch_bucket_size)
 
@@ -24,14 +24,14 @@ class Traffic:
 
     in_place: float = 0.0
     copied: float = 0.0  # into new memory, where the device is a host
-    on_hosts: float = 0.0  # likewise, and not at all on GPUs
+    host_only: float = 0.0  # likewise, and not at all on GPUs
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.in_place + other.in_place, self.copied + other.copied, self.on_hosts + other.on_hosts)
+        return Traffic(self.in_place + other.in_place, self.copied + other.copied, self.host_only + other.host_only)
 
     def seconds(self, hardware: Hardware) -> float:
-        copied = self.copied + (self.on_hosts if hardware.is_host else 0.0)
-        return self.in_place / hardware.updating + copied / hardware.copying
+        copied = self.copied + (self.host_only if hardware.is_host else 0.0)
+        return self.in_place / hardware.update_rate + copied / hardware.copy_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Exchange:
         return self.bytes + (self.scattered if hardware.is_host else 0.0)
 
 
-def of_pass(config: Config, shape: Shape) -> Exchange:
+def pass_exchange(config: Config, shape: Shape) -> Exchange:
     """Of a micro-batch without gradients."""
     if not config.sharded_weights:
         return Exchange()
@@ -57,12 +57,12 @@ def of_pass(config: Config, shape: Shape) -> Exchange:
     return Exchange(weights, modules=shape.modules, messages=messages, copies=copies)
 
 
-def of_gradients(config: Config, shape: Shape) -> Exchange:
+def gradient_exchange(config: Config, shape: Shape) -> Exchange:
     """Of a micro-batch's forward and backward pass."""
     sums = shape.parameters * gradient_item(config)
     if not config.sharded_weights:
         return Exchange(2 * sums if config.sharded_gradients else 0.0)
-    forward, scatters = of_pass(config, shape), _messages(shape, REDUCED)
+    forward, scatters = pass_exchange(config, shape), _messages(shape, REDUCE_BUCKET_ELEMENTS)
     backward = _by_gloo(2 * forward.bytes, shape.modules)  # gloo's tensor, and that which it copies into, are new
     return Exchange(
         2 * forward.bytes + sums,
@@ -73,35 +73,35 @@ def of_gradients(config: Config, shape: Shape) -> Exchange:
     )
 
 
-def of_step(config: Config, shape: Shape) -> Exchange:
+def step_exchange(config: Config, shape: Shape) -> Exchange:
     """Of an optimizer step."""
-    held, stages = held_of(config, shape), config.training.pipeline_parallel_size
+    held, stages = parameters_per_rank(config, shape), config.training.pipeline_parallel_size
     weights, sums = held * ITEM[config.model.dtype], held * gradient_item(config)
     gathered = weights if config.sharded_optimizer and not config.sharded_weights else 0.0
     summed = 0.0 if config.sharded_gradients else 2 * sums
     return Exchange(gathered + summed, copies=_by_gloo(gathered / stages, 1))
 
 
-def moved_in_gradients(config: Config, held: float, copies: float) -> Traffic:
+def gradient_traffic(config: Config, held: float, copies: float) -> Traffic:
     """In a micro-batch, of `held` parameters with gradients, of which there are so many copies."""
     return _handed_over(config, held, copies) if config.sharded_gradients else Traffic()
 
 
-def moved_in_step(config: Config, held: float, copies: float) -> Traffic:
+def step_traffic(config: Config, held: float, copies: float) -> Traffic:
     """In an optimizer step, which is of one flat tensor where optimizers are divided."""
     share, item, weight = held / copies, gradient_item(config), ITEM[config.model.dtype]
     if not config.sharded_optimizer:
-        return _handed_over(config, held, copies) + Traffic((ADAM + _in_halves(item, weight)) * held)
-    step = updated(share, weight) + _written(4 * share, (item + 4) * share)
+        return _handed_over(config, held, copies) + Traffic((ADAM_BYTES + _in_halves(item, weight)) * held)
+    step = optimizer_traffic(share, weight) + _written(4 * share, (item + 4) * share)
     return step if config.sharded_gradients else step + _handed_over(config, held, copies)
 
 
-def updated(share: float, item: int) -> Traffic:
+def optimizer_traffic(share: float, item: int) -> Traffic:
     """Return the traffic of a flat float32 tensor's step, with the gradients' norm in float64; on hosts Adam creates
     two tensors of square roots, on GPUs it is one kernel."""
     roots = 4 * share
     return Traffic(
-        (4 + 2 * 8) * share + stepped(share, item), on_hosts=2 * 2 * roots if roots > MAX_CACHED_BYTES else 0.0
+        (4 + 2 * 8) * share + optimizer_bytes(share, item), host_only=2 * 2 * roots if roots > MAX_CACHED_BYTES else 0.0
     )
 
 
@@ -111,12 +111,12 @@ def _in_halves(item: int, weight: int) -> int:
     return (2 * item + (item + 4) * (item < 4) + 4 + weight) * (weight < 4)
 
 
-def stepped(share: float, item: int) -> float:
+def optimizer_bytes(share: float, item: int) -> float:
     """Bytes where the optimizer is: gradients' scaling and use, weights to those that models read."""
-    return (8 + ADAM + 4 + item) * share
+    return (8 + ADAM_BYTES + 4 + item) * share
 
 
-def carried_in_gradients(config: Config, held: float, copies: float) -> float:
+def offloaded_gradient_bytes(config: Config, held: float, copies: float) -> float:
     """Return the bytes between a device and its host in a micro-batch under `actor.offload_optimizer`: gradient sums
     that stay on the host travel to the device and back."""
     of_weights = ITEM[config.model.dtype] == gradient_item(config)  # else divided gradients are summed on the device
@@ -124,7 +124,7 @@ def carried_in_gradients(config: Config, held: float, copies: float) -> float:
     return 2 * gradient_item(config) * held / copies if config.actor.offload_optimizer and on_host else 0.0
 
 
-def carried_in_step(config: Config, held: float, copies: float) -> float:
+def offloaded_step_bytes(config: Config, held: float, copies: float) -> float:
     """Return the same of a step: a rank's float32 gradients, and its weights back. Sums on the host travel again for
     their norm, which makes up for the first micro-batch, which has none."""
     return (4 + ITEM[config.model.dtype]) * held / copies if config.actor.offload_optimizer else 0.0
@@ -141,7 +141,7 @@ def _messages(shape: Shape, together: int) -> int:
 
 def _by_gloo(size: float, messages: int) -> Traffic:
     """Return the bytes that gloo copies for so many messages."""
-    return Traffic(on_hosts=2 * size if size / messages > MAX_CACHED_BYTES else 0.0)
+    return Traffic(host_only=2 * size if size / messages > MAX_CACHED_BYTES else 0.0)
 
 
 def _handed_over(config: Config, held: float, copies: float) -> Traffic:
@@ -157,6 +157,6 @@ def _handed_over(config: Config, held: float, copies: float) -> Traffic:
     return bucket + kept + (flat + Traffic(2 * item * share) if copies > 1 else Traffic())
 
 
-def held_of(config: Config, shape: Shape) -> float:
+def parameters_per_rank(config: Config, shape: Shape) -> float:
     """Parameters of a rank: of its share of every layer, and of what is whole on each; all stages together."""
     return shape.parameters - sum(shape.layers) * (1 - 1 / config.training.tensor_model_parallel_size)

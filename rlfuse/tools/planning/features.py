@@ -1,6 +1,6 @@
 """Describe the work of a recorded run in units that carry over to other models: FLOP, bytes, layers, calls.
 
-`seconds_of` has the form that `costs` gives to a plan. The first step (warm-up) and validation do not count.
+`predicted_seconds` has the form that `costs` gives to a plan. The first step (warm-up) and validation do not count.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from rlfuse.config.schema import Config
-from rlfuse.costs.spans import busiest, is_optimizer_step, lengths_of, spans_within, unexplained, updates
-from rlfuse.engines.memory.estimate import ITEM, quantized_away
+from rlfuse.costs.spans import busiest_ranks, is_optimizer_step, lengths_of, spans_within, unexplained_seconds, updates
+from rlfuse.engines.memory.estimate import ITEM, quantization_savings
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.events import Span
 from rlfuse.samples import PASSES
 from rlfuse.step.scoring import model_of
 from rlfuse.tools.planning.exchanges import (
     Traffic,
-    held_of,
-    moved_in_gradients,
-    moved_in_step,
-    of_gradients,
-    of_pass,
-    of_step,
+    gradient_exchange,
+    gradient_traffic,
+    parameters_per_rank,
+    pass_exchange,
+    step_exchange,
+    step_traffic,
 )
-from rlfuse.tools.planning.hardware import ENDS, Hardware
+from rlfuse.tools.planning.hardware import END_LAYERS, Hardware
 
 ROLES = {"actor": "actor", "critic": "critic", "ref": "reference"}  # a model's name in spans -> in shapes
 
@@ -34,7 +34,7 @@ ROLES = {"actor": "actor", "critic": "critic", "ref": "reference"}  # a model's 
 class Work:
     """One piece of work of one device; amounts of all that it did, of which most are 0."""
 
-    kind: str  # `generating scoring training`, `step` (everything else) or `copying`
+    kind: str  # `generating scoring training`, `step` (everything else) or `copy_rate`
     source: str  # the run, or the part of a probe
     part: int  # step of the run, or place in the probe: what is held out together
     seconds: float
@@ -52,12 +52,12 @@ class Work:
     optimizer_steps: int = 0
     sent: float = 0.0  # bytes to other ranks of its node
     gathers: float = 0  # modules that ZeRO 3 looks after, in each pass
-    beside: int = 0  # other devices of its node that were at work at the same time
+    busy_peers: int = 0  # other devices of its node that were at work at the same time
 
 
-def seconds_of(work: Work, hardware: Hardware) -> float:
+def predicted_seconds(work: Work, hardware: Hardware) -> float:
     """What a device takes for it."""
-    hardware = hardware.crowded(work.beside)
+    hardware = hardware.with_busy_peers(work.busy_peers)
     if work.kind == "step":
         return hardware.step_s + work.moved / hardware.bytes_per_s
     if work.kind == "generating":
@@ -69,7 +69,7 @@ def seconds_of(work: Work, hardware: Hardware) -> float:
     call_s = hardware.pass_call_s if scoring else hardware.train_call_s
     rate = hardware.pass_flops if scoring else hardware.train_flops
     started = work.calls * call_s + work.layers * hardware.layer_s
-    states = work.moved / hardware.updating + work.copied / hardware.copying
+    states = work.moved / hardware.update_rate + work.copied / hardware.copy_rate
     computed = work.hidden / hardware.hidden_bytes_per_s + work.flops / rate
     exchanged = work.gathers * hardware.gather_s + work.sent / (hardware.sent_bytes_per_s or inf)
     return started + computed + states + work.optimizer_steps * hardware.optimizer_s + exchanged
@@ -82,7 +82,7 @@ def forward_flops(shape: Shape, prompts: Sequence[float], responses: Sequence[fl
     return 2 * (shape.passed * sum(whole) + shape.head * sum(responses)) + attention
 
 
-def works_of(source: str, config: Config, shapes: Mapping[str, Shape], spans: Sequence[Span]) -> list[Work]:
+def work_of_run(source: str, config: Config, shapes: Mapping[str, Shape], spans: Sequence[Span]) -> list[Work]:
     """All work of a run's steps but the first; nothing where it has no second one."""
     lengths = lengths_of(spans)
     steps = [span for span in spans if span.kind == "step" and spans_within(spans, span)][1:]
@@ -92,9 +92,9 @@ def works_of(source: str, config: Config, shapes: Mapping[str, Shape], spans: Se
         found += [_decoding(part, span, config, shapes["actor"]) for span in inside if span.kind == "decode"]
         found += _calls(part, config, shapes, inside, lengths)
         pushed = 2 * shapes["actor"].parameters * ITEM[config.model.dtype]
-        found += [Work("step", *part, rest, moved=pushed) for rest in unexplained(inside)]
-    beside = config.trainer.n_gpus_per_node - 1
-    return [replace(work, beside=beside) for work in found if work.seconds > 0]
+        found += [Work("step", *part, rest, moved=pushed) for rest in unexplained_seconds(inside)]
+    busy_peers = config.trainer.n_gpus_per_node - 1
+    return [replace(work, busy_peers=busy_peers) for work in found if work.seconds > 0]
 
 
 def _decoding(part: tuple[str, int], span: Span, config: Config, shape: Shape) -> Work:
@@ -108,7 +108,7 @@ def _decoding(part: tuple[str, int], span: Span, config: Config, shape: Shape) -
         steps=steps,
         batch=batch,
         attended=steps * batch * len(shape.layers) / width,
-        read=steps * ((sum(shape.layers) + shape.head) * item - quantized_away(config, shape)) / width,
+        read=steps * ((sum(shape.layers) + shape.head) * item - quantization_savings(config, shape)) / width,
         computed=2 * steps * batch * (shape.passed + shape.head) / width,
         moved=steps * seen["context"] * shape.cache.bytes_of(1, item) / width,
     )
@@ -127,18 +127,18 @@ def _calls(
     learn = 4 if config.model.enable_gradient_checkpointing else 3
     gradients = [span for span in _with_forwards(spans) if not is_optimizer_step(span)]
     for kind, passes, model, found in (
-        ("scoring", 1, model_of, busiest(spans, PASSES, PASSES)),
-        ("training", learn, _learning, busiest(gradients, updates(spans), ("backward",))),
+        ("scoring", 1, model_of, busiest_ranks(spans, PASSES, PASSES)),
+        ("training", learn, _learning, busiest_ranks(gradients, updates(spans), ("backward",))),
     ):
         for call, done in found:
             shape = shapes[ROLES[model(call.kind)]]
-            each, own = of_pass(config, shape), Traffic()
+            each, own = pass_exchange(config, shape), Traffic()
             if kind == "training":
-                each = of_gradients(config, shape)
-                own = moved_in_gradients(config, held_of(config, shape), copies)
+                each = gradient_exchange(config, shape)
+                own = gradient_traffic(config, parameters_per_rank(config, shape), copies)
             own += each.copies if copies > 1 else Traffic()
             layers = passes * len(shape.layers)
-            begun = layers + passes * ENDS
+            begun = layers + passes * END_LAYERS
             for span in done:
                 hidden = layers * shape.hidden * ITEM[config.model.dtype] * span.tokens
                 flops = passes * _flops(config, shape, span, lengths)
@@ -147,7 +147,10 @@ def _calls(
             yield Work(kind, *part, call.seconds - sum(span.seconds for span in done), calls=1)
     for span in filter(is_optimizer_step, spans):
         shape = shapes[ROLES[_learning(span.kind)]]
-        own, sent = moved_in_step(config, held_of(config, shape), copies), share * of_step(config, shape).bytes
+        own, sent = (
+            step_traffic(config, parameters_per_rank(config, shape), copies),
+            share * step_exchange(config, shape).bytes,
+        )
         work = Work("training", *part, span.seconds, optimizer_steps=1, sent=sent)
         yield replace(work, moved=own.in_place, copied=own.copied)
 

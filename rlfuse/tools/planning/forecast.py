@@ -21,21 +21,21 @@ from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.schedules.problem import Problem
 from rlfuse.simulate.bound import Bound, lower_bound
-from rlfuse.simulate.tuning import find, resample
+from rlfuse.simulate.tuning import choose_prefill_share, resample
 from rlfuse.simulate.workload import Drawn, Lognormal, Workload
 from rlfuse.step.scoring import PASSES
-from rlfuse.tools.planning.cluster_file import UNMEASURED, Cluster
+from rlfuse.tools.planning.cluster_file import UNCALIBRATED_ERRORS, Cluster
 from rlfuse.tools.planning.hardware import Hardware, WorkSpeed
 from rlfuse.tools.planning.search import Plan
 from rlfuse.tools.planning.searched_job import Job
-from rlfuse.tools.planning.space import POLICY, but_for
-from rlfuse.tools.planning.step_time import NOTHING, Seconds, StepTimes, of_slowest, seconds_of
+from rlfuse.tools.planning.space import POLICY, with_setting
+from rlfuse.tools.planning.step_time import MIN_GAIN, Seconds, StepTimes, simulated_seconds, slowest_node_costs
 from rlfuse.tools.simulate.recorded import Recording
 
-SPREAD = 0.6  # sigma of log-lengths where no run tells them
+LENGTH_SIGMA = 0.6  # sigma of log-lengths where no run tells them
 HALVINGS = 20  # until lengths have the mean that is asked for, to a ten-thousandth
-UNCOUNTED = 1e18  # bytes per second of a link that nothing tells of
-WANTED = {"decoding": "generates", "scoring": "scores", "training": "trains"}
+UNLIMITED_BANDWIDTH = 1e18  # bytes per second of a link that nothing tells of
+REQUIRED_WORK = {"decoding": "generates", "scoring": "scores", "training": "trains"}
 
 
 class ForecastError(UserError):
@@ -61,7 +61,7 @@ class Forecast:
 def recorded_costs(config: Config, recording: Recording, folder: str) -> Costs:
     """What a run measured, under this job's limits. Raises ForecastError for work of the job's that it did not do."""
     passes = set(Experience(config).kinds) & PASSES.keys()
-    unknown = {kind: words for kind, words in WANTED.items() if kind not in recording.fit.accuracy}
+    unknown = {kind: words for kind, words in REQUIRED_WORK.items() if kind not in recording.fit.accuracy}
     if missing := [words for kind, words in unknown.items() if passes or kind != "scoring"]:
         raise ForecastError(
             f"--from {folder}: the run's events don't tell how long it {' and '.join(missing)}; record a run without "
@@ -83,19 +83,19 @@ def lengths_of(config: Config, mean: float | None, recording: Recording | None =
 
 def _around(mean: float, samples: int, group: int, limit: int) -> np.ndarray:
     """Return int64 [samples]: lengths with this mean, although the limit cuts some."""
-    low, high = 0.0, log(limit) + 6 * SPREAD  # of the log of the median: all are cut at the limit by the latter
+    low, high = 0.0, log(limit) + 6 * LENGTH_SIGMA  # of the log of the median: all are cut at the limit by the latter
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        longer = Drawn(Lognormal(exp(middle), SPREAD), samples, limit).draw(group, 1).mean() >= mean
+        longer = Drawn(Lognormal(exp(middle), LENGTH_SIGMA), samples, limit).draw(group, 1).mean() >= mean
         low, high = (low, middle) if longer else (middle, high)
-    return Drawn(Lognormal(exp(high), SPREAD), samples, limit).draw(group, 1)
+    return Drawn(Lognormal(exp(high), LENGTH_SIGMA), samples, limit).draw(group, 1)
 
 
 def forecast(
     config: Config,
     times: StepTimes,
     costs: Costs,
-    errors: Mapping[str, float] = UNMEASURED,
+    errors: Mapping[str, float] = UNCALIBRATED_ERRORS,
     speeds: Sequence[WorkSpeed] = (),
 ) -> Forecast:
     """Forecast a step with tuned thresholds, of pipelines with their first schedule. `errors`: relative, by kind of
@@ -107,12 +107,12 @@ def forecast(
         settings = times.tuned(workload, policy)
         linked, share, why = _disaggregated(config, workload, policy, settings, max(errors.values()))
         if share:
-            steps[policy] = seconds_of(linked, training, policy, replace(settings, prefill_share=share))
+            steps[policy] = simulated_seconds(linked, training, policy, replace(settings, prefill_share=share))
         whys.append(why)
     if config.training.pipeline_parallel_size == 1:
         lost = steps[config.fusion.policy].step - _overlapped(times, workload, config.fusion.policy).step
         return Forecast(steps, errors, bound=lower_bound(workload), disaggregate=whys[0], lost_overlap=lost)
-    counts, forward = times.mini_batch(config, of_slowest(costs, speeds))
+    counts, forward = times.mini_batch(config, slowest_node_costs(costs, speeds))
     schedule = times.planner(config, counts, forward).problem(counts)
     return Forecast(steps, errors, schedule=schedule, disaggregate=whys[0])
 
@@ -120,7 +120,7 @@ def forecast(
 def _overlapped(times: StepTimes, workload: Workload, policy: str) -> Seconds:
     training = replace(workload.training, early=True, critic_early=True)
     overlapped = replace(workload, training=training)
-    return seconds_of(overlapped, 0.0, policy, times.tuned(overlapped, policy))
+    return simulated_seconds(overlapped, 0.0, policy, times.tuned(overlapped, policy))
 
 
 def _disaggregated(
@@ -128,8 +128,8 @@ def _disaggregated(
 ) -> tuple[Workload, float, str]:
     """Return the step with links, the share of engines that only prefill, and why."""
     free = not workload.link_bytes_per_s and config.trainer.nnodes == 1
-    linked = replace(workload, link_bytes_per_s=UNCOUNTED) if free else workload
-    found = find(linked, policy, settings, config.rollout.disaggregate, error)
+    linked = replace(workload, link_bytes_per_s=UNLIMITED_BANDWIDTH) if free else workload
+    found = choose_prefill_share(linked, policy, settings, config.rollout.disaggregate, error)
     why = found.why + ("; copying KV caches is not counted" if free and "simulated" in found.why else "")
     return linked, found.share, why
 
@@ -149,7 +149,7 @@ def assumptions(
         slowest = f"its slowest took {max(recording.rates):.2f} times as long"
         found.append(f"all slots are like the run's typical ones; {slowest}")
     if machines is not None and hardware is not None:
-        found.append(f"{machines.achieved()}; 2 FLOP per parameter and token forward, twice that backward")
+        found.append(f"{machines.throughput_note()}; 2 FLOP per parameter and token forward, twice that backward")
         links = hardware.links
         found.append(
             f"GB/s of a device: {hardware.bytes_per_s / 1e9:g} of its memory while decoding, "
@@ -170,7 +170,7 @@ class Finalists:
 
     plans: tuple[Plan, ...]  # the first one with the policy that is best for it
     policies: Mapping[str, Seconds]  # steps of the first under each policy that may be chosen
-    left_out: int  # plans that could not be tuned in time
+    untuned_plans: int  # plans that could not be tuned in time
 
 
 def finalists(
@@ -184,16 +184,16 @@ def finalists(
             break
         config = changed(job.config, plan.settings)
         tuned.append(replace(plan, seconds=job.simulated(config, plan.memory, tuned=True)))
-    left_out = len(plans) - 1 - len(tuned)
+    untuned_plans = len(plans) - 1 - len(tuned)
     tuned.sort(key=lambda plan: plan.seconds.step)
-    if tuned and tuned[0].seconds.step < (1 - NOTHING) * best.seconds.step:
+    if tuned and tuned[0].seconds.step < (1 - MIN_GAIN) * best.seconds.step:
         tuned.append(best)
         best, policies = _under_best_policy(job, tuned.pop(0))
         tuned.sort(key=lambda plan: plan.seconds.step)
-    return Finalists((best, *tuned), policies, left_out)
+    return Finalists((best, *tuned), policies, untuned_plans)
 
 
-def untuned(job: Job, plan: Plan) -> Plan:
+def with_untuned_step(job: Job, plan: Plan) -> Plan:
     """Return the plan with the step that a run starts with, which the search compares."""
     return replace(plan, seconds=job.simulated(changed(job.config, plan.settings), plan.memory))
 
@@ -201,10 +201,10 @@ def untuned(job: Job, plan: Plan) -> Plan:
 def _under_best_policy(job: Job, plan: Plan) -> tuple[Plan, dict[str, Seconds]]:
     """Return the plan with its fastest policy (the job's, if the gain is below NOTHING), and all policies."""
     config = changed(job.config, plan.settings)
-    errors = job.hardware.errors or UNMEASURED
+    errors = job.hardware.errors or UNCALIBRATED_ERRORS
     steps = forecast(config, job.times, job.costs(config, plan.memory), errors, job.speeds(config)).steps
     policies = {policy: steps[policy] for policy in job.axes[POLICY]}
     fastest, given = min(policies, key=lambda policy: policies[policy].step), job.config.fusion.policy
-    if given in policies and policies[given].step <= policies[fastest].step * (1 + NOTHING):
+    if given in policies and policies[given].step <= policies[fastest].step * (1 + MIN_GAIN):
         fastest = given
-    return replace(plan, settings=but_for(plan.settings, POLICY, fastest), seconds=policies[fastest]), policies
+    return replace(plan, settings=with_setting(plan.settings, POLICY, fastest), seconds=policies[fastest]), policies

@@ -25,15 +25,15 @@ from rlfuse.config.input_files import (
     one_of,
     read_yaml,
 )
-from rlfuse.files import write_whole
+from rlfuse.files import write_atomically
 
-ADAM = 32  # bytes of a parameter that an optimizer step reads and writes: weights and moments
+ADAM_BYTES = 32  # bytes of a parameter that an optimizer step reads and writes: weights and moments
 RATES = ["pass_flops", "train_flops", "decode_flops", "bytes_per_s", "hidden_bytes_per_s", "update_bytes_per_s"]
 RATES += ["copied_bytes_per_s"]
-WAITS = ["pass_call_s", "train_call_s", "decode_step_s", "decode_sequence_s", "decode_attention_s", "layer_s"]
-WAITS += ["optimizer_s"]
+LATENCIES = ["pass_call_s", "train_call_s", "decode_step_s", "decode_sequence_s", "decode_attention_s", "layer_s"]
+LATENCIES += ["optimizer_s"]
 """Of a device's own work: what other devices of its node slow."""
-ENDS = 2  # embedding and head of a micro-batch count as so many layers until their kernels run
+END_LAYERS = 2  # embedding and head of a micro-batch count as so many layers until their kernels run
 KINDS = ("generating", "scoring", "training")  # kinds of work whose forecasts have errors of their own
 
 
@@ -117,25 +117,25 @@ class Hardware(Coefficients):
         return bool(self.copied_bytes_per_s)
 
     @property
-    def updating(self) -> float:
+    def update_rate(self) -> float:
         return self.update_bytes_per_s or self.bytes_per_s
 
     @property
-    def copying(self) -> float:
-        return self.copied_bytes_per_s or self.updating
+    def copy_rate(self) -> float:
+        return self.copied_bytes_per_s or self.update_rate
 
     def decoding_s(self, read_s: float, computed_s: float) -> float:
         return max(read_s, computed_s) if self.decode_overlaps else read_s + computed_s
 
-    def in_node_of(self, devices: int) -> Hardware:
-        return replace(self.crowded(devices - 1), links=replace(self.links, per_node=devices))
+    def with_node_size(self, devices: int) -> Hardware:
+        return replace(self.with_busy_peers(devices - 1), links=replace(self.links, per_node=devices))
 
-    def crowded(self, beside: int) -> Hardware:
-        longer = 1 + self.crowding * beside
+    def with_busy_peers(self, busy_peers: int) -> Hardware:
+        longer = 1 + self.crowding * busy_peers
         if longer == 1:
             return self
         slower = {name: rate / longer for name in RATES if (rate := getattr(self, name)) is not None}
-        return replace(self, **slower, **{name: getattr(self, name) * longer for name in WAITS}, crowding=0.0)
+        return replace(self, **slower, **{name: getattr(self, name) * longer for name in LATENCIES}, crowding=0.0)
 
 
 Text = Annotated[str, Schema(type="string", minLength=1)]
@@ -194,7 +194,7 @@ class Calibration:
         return Hardware(**asdict(self.hardware), errors=errors)
 
 
-def coefficients_of(hardware: Hardware) -> Coefficients:
+def rounded_coefficients(hardware: Hardware) -> Coefficients:
     """Return the measured numbers for a file, to six digits."""
     given = {entry.name: getattr(hardware, entry.name) for entry in fields(Coefficients)}
     known = {name: float(f"{each:.6g}") for name, each in given.items() if each is not None}
@@ -203,7 +203,7 @@ def coefficients_of(hardware: Hardware) -> Coefficients:
 
 def write(calibration: Calibration, path: Path) -> None:
     """Write it as YAML. NotWritable where no file can be made there."""
-    write_whole(path, yaml.safe_dump(_plain(asdict(calibration)), sort_keys=False, width=100))
+    write_atomically(path, yaml.safe_dump(_plain(asdict(calibration)), sort_keys=False, width=100))
 
 
 def _plain(value: object) -> object:
@@ -212,11 +212,11 @@ def _plain(value: object) -> object:
     return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
 
 
-def read_file(path: Path) -> Calibration:
+def read_calibration_file(path: Path) -> Calibration:
     """Raises CalibrationError, naming file, line, field, value and what it may be."""
     return read_yaml(path, Calibration, CalibrationError, "`rlfuse calibrate` writes such a file")
 
 
 def read_calibration(path: Path) -> Hardware:
     """Return `as_hardware` of a calibration file."""
-    return read_file(path).as_hardware()
+    return read_calibration_file(path).as_hardware()

@@ -38,7 +38,7 @@ def rounds_of(count: int) -> list[list[tuple[int, int]]]:
     return [each for each in found if each]
 
 
-def measure(nodes: Sequence[Node], device: str, tell: Callable[[str], None]) -> dict[tuple[int, int], Link]:
+def measure(nodes: Sequence[Node], device: str, print_line: Callable[[str], None]) -> dict[tuple[int, int], Link]:
     """Of every two nodes. Raises EngineError that names the pair that did not answer."""
     options = {"num_cpus": 0, "num_gpus": 1 if device == "cuda" else 0}
     remote = ray.remote(concurrency_groups={STORE: 1})(_End)
@@ -52,7 +52,7 @@ def measure(nodes: Sequence[Node], device: str, tell: Callable[[str], None]) -> 
         for number, pairs in enumerate(rounds, 1):
             for pair, seconds in _round(ends, nodes, pairs, device).items():
                 found[pair] = _fitted(seconds)
-            tell(f"{number} of {len(rounds)} rounds: {len(found)} pairs measured")
+            print_line(f"{number} of {len(rounds)} rounds: {len(found)} pairs measured")
     finally:
         for end in ends:
             ray.kill(end)

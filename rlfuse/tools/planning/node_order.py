@@ -16,12 +16,12 @@ from rlfuse.config.input_files import AtLeastZero, InputError, Positive, Schema,
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import ITEM
 from rlfuse.engines.memory.model_sizes import Shape
-from rlfuse.files import write_whole
-from rlfuse.tools.planning.exchanges import held_of
+from rlfuse.files import write_atomically
+from rlfuse.tools.planning.exchanges import parameters_per_rank
 
-FEW = 7  # nodes of which every order is tried
+MAX_EXHAUSTIVE_NODES = 7  # nodes of which every order is tried
 TRIES, STARTS = 4000, 4  # changes of an order, and orders that are begun from
-COOLEST = 1e-3  # share of the first order's seconds at which annealing ends
+FINAL_TEMPERATURE = 1e-3  # share of the first order's seconds at which annealing ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,18 @@ class NodeLinks:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
+class NodeTraffic:
     """What a step sends between nodes: bytes, and how many messages wait for one another."""
 
-    ring: float  # of a device on each link of a ring of ranks that have the same stage
+    ring_bytes: float  # of a device on each link of a ring of ranks that have the same stage
     ring_hops: int
-    handed: float  # from stage to stage of a pipeline
-    hand_overs: int
+    stage_bytes: float  # from stage to stage of a pipeline
+    stage_messages: int
     nodes: int  # that are used, the first of an order
-    nodes_of_a_pipeline: int = 1
+    nodes_per_pipeline: int = 1
 
 
-def exchanged(config: Config, shape: Shape, tokens: int) -> Exchanged:
+def node_traffic(config: Config, shape: Shape, tokens: int) -> NodeTraffic:
     """Return what a step over `tokens` sends of one model. Each micro-batch scatters sharded gradients and gathers
     sharded weights twice; otherwise it is once per mini-batch."""
     training, actor, item = config.training, config.actor, ITEM[config.model.dtype]
@@ -58,22 +58,22 @@ def exchanged(config: Config, shape: Shape, tokens: int) -> Exchanged:
     times = micro_batches + mini_batches if config.sharded_gradients else 2 * mini_batches
     times = 3 * micro_batches if config.sharded_weights else times
     nodes = config.trainer.nnodes
-    around = held_of(config, shape) * item / stages / max(1, each // pipeline) * times
-    return Exchanged(
-        ring=around,
+    around = parameters_per_rank(config, shape) * item / stages / max(1, each // pipeline) * times
+    return NodeTraffic(
+        ring_bytes=around,
         ring_hops=int(times * max(0, nodes // wide - 1)),
-        handed=2 * chunks * mine * shape.hidden * item if wide > 1 else 0.0,
-        hand_overs=int(2 * chunks * micro_batches) if wide > 1 else 0,
+        stage_bytes=2 * chunks * mine * shape.hidden * item if wide > 1 else 0.0,
+        stage_messages=int(2 * chunks * micro_batches) if wide > 1 else 0,
         nodes=nodes,
-        nodes_of_a_pipeline=wide,
+        nodes_per_pipeline=wide,
     )
 
 
-def seconds_of(order: Sequence[int], links: NodeLinks, sent: Exchanged) -> float:
+def exchange_seconds(order: Sequence[int], links: NodeLinks, sent: NodeTraffic) -> float:
     """Of the slowest ring and the slowest pipeline, over nodes in this order."""
-    used, wide = order[: sent.nodes], sent.nodes_of_a_pipeline
-    rings = [_slowest(path, links, sent.ring, sent.ring_hops) for path in _rings(used, wide)]
-    lines = [_slowest(path, links, sent.handed, sent.hand_overs) for path in _pipelines(used, wide)]
+    used, wide = order[: sent.nodes], sent.nodes_per_pipeline
+    rings = [_slowest(path, links, sent.ring_bytes, sent.ring_hops) for path in _rings(used, wide)]
+    lines = [_slowest(path, links, sent.stage_bytes, sent.stage_messages) for path in _pipelines(used, wide)]
     return max(rings, default=0.0) + max(lines, default=0.0)
 
 
@@ -95,25 +95,25 @@ def _pipelines(order: Sequence[int], wide: int) -> Iterator[Sequence[int]]:
         yield order[first : first + wide]
 
 
-def best_order(links: NodeLinks, sent: Exchanged, seed: int = 0) -> tuple[int, ...]:
+def best_order(links: NodeLinks, sent: NodeTraffic, seed: int = 0) -> tuple[int, ...]:
     """Nodes by their places in `links`, the order that takes least."""
     given = tuple(range(len(links.names)))
-    if len(given) <= FEW:
-        return min(permutations(given), key=lambda order: seconds_of(order, links, sent))
+    if len(given) <= MAX_EXHAUSTIVE_NODES:
+        return min(permutations(given), key=lambda order: exchange_seconds(order, links, sent))
     draw = random.Random(seed)
     found = [_annealed(given, links, sent, draw)]
     found += [_annealed(draw.sample(given, len(given)), links, sent, draw) for _ in range(STARTS - 1)]
-    return min((given, *found), key=lambda order: seconds_of(order, links, sent))
+    return min((given, *found), key=lambda order: exchange_seconds(order, links, sent))
 
 
-def _annealed(start: Sequence[int], links: NodeLinks, sent: Exchanged, draw: random.Random) -> tuple[int, ...]:
+def _annealed(start: Sequence[int], links: NodeLinks, sent: NodeTraffic, draw: random.Random) -> tuple[int, ...]:
     """Reverse stretches or swap nodes; accept slower orders with falling probability."""
     now = best = list(start)
-    taken = least = seconds_of(now, links, sent)
+    taken = least = exchange_seconds(now, links, sent)
     for tried in range(TRIES):
-        temperature = taken * COOLEST ** ((tried + 1) / TRIES) / 4
+        temperature = taken * FINAL_TEMPERATURE ** ((tried + 1) / TRIES) / 4
         other = _changed(now, draw)
-        seconds = seconds_of(other, links, sent)
+        seconds = exchange_seconds(other, links, sent)
         if seconds <= taken or draw.random() < math.exp((taken - seconds) / max(temperature, 1e-12)):
             now, taken = other, seconds
             if taken < least:
@@ -190,7 +190,7 @@ def _named(pairs: Iterable[frozenset[str]]) -> str:
 def write_links(links: MeasuredLinks, path: Path) -> None:
     """Write them as YAML. NotWritable where no file can be made there."""
     given = asdict(links) | {"nodes": list(links.nodes), "pairs": [asdict(pair) for pair in links.pairs]}
-    write_whole(path, yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=100))
+    write_atomically(path, yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=100))
 
 
 def read_links(path: Path) -> MeasuredLinks:

@@ -14,7 +14,7 @@ from rlfuse.engines.memory.estimate import GIB, Memory
 from rlfuse.observe.schedule_picture import INK, legend, save
 from rlfuse.tools.planning.calibration import Total
 from rlfuse.tools.planning.hardware import KINDS
-from rlfuse.tools.planning.search import Plan, error_of
+from rlfuse.tools.planning.search import Plan, step_error_s
 
 ROLE_HUES = {"engine": "#6aa3d8", "actor": "#7fbf9b", "critic": "#f0b45c", "reference": "#b39ad6", "tower": "#d98880"}
 OTHER = "#c8c8c8"
@@ -97,7 +97,7 @@ def draw_plans(plans: Sequence[Plan], names: Sequence[str], errors: Mapping[str,
         widths = [plan.seconds.kinds[kind] for plan in plans]
         axes.barh(names, widths, left=left, color=colour, label=kind)
         left = [at + width for at, width in zip(left, widths, strict=True)]
-    axes.errorbar(left, names, xerr=[error_of(plan.seconds, errors) for plan in plans], fmt="none", color="black")
+    axes.errorbar(left, names, xerr=[step_error_s(plan.seconds, errors) for plan in plans], fmt="none", color="black")
     axes.invert_yaxis()
     axes.set_xlabel("seconds of a step, and how far they may be off")
     legend(figure, axes.get_legend_handles_labels()[0], len(KIND_HUES))

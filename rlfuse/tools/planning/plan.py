@@ -19,31 +19,31 @@ from rlfuse.algorithms.experience import Experience
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.input_files import read, unwritable
 from rlfuse.config.schema import Config
-from rlfuse.engines.memory.activations import PASS_OF, leaves, words
+from rlfuse.engines.memory.activations import PASS_OF, describe_activations, largest_activation_plan
 from rlfuse.engines.memory.estimate import GIB, Budget, Memory, Moved, memory_of
 from rlfuse.engines.memory.model_sizes import Shape, served_shapes, shapes_of
 from rlfuse.engines.memory.remedies import problems, remedies
 from rlfuse.engines.vllm.gpu_settings import gpu_settings
 from rlfuse.engines.vllm.setup import memory_arguments
-from rlfuse.engines.vllm.support import unplannable
+from rlfuse.engines.vllm.support import unplannable_reasons
 from rlfuse.errors import ConfigError
+from rlfuse.fusion.custom_policies import load_policy
 from rlfuse.fusion.decisions import traits_of
-from rlfuse.fusion.own_policies import load_policy
 from rlfuse.progress import Console
 from rlfuse.tools.planning import search_command
 from rlfuse.tools.planning.cluster_file import Cluster, ClusterError, read_cluster
 from rlfuse.tools.planning.planned_job import (
     DataLengths,
-    beyond_limits,
-    completed,
-    facts_of,
-    needed_by_run,
-    plannable,
+    facts_for_device,
+    missing_inputs,
+    over_limit_options,
     prompt_tokens,
     read_lengths,
-    unset,
+    unset_keys,
+    with_placeholders,
+    without_unresolvable_arguments,
 )
-from rlfuse.tools.planning.step_time import NOTHING, standings
+from rlfuse.tools.planning.step_time import MIN_GAIN, fastest_labels
 from rlfuse.tools.planning.tables import memory_table, placement_table, settings_table, table_of
 
 if TYPE_CHECKING:
@@ -60,15 +60,16 @@ def main(argv: Sequence[str]) -> None:
     arguments, words = _parser().parse_known_args(argv)
     if arguments.cluster is not None:
         arguments.cluster = read_cluster(arguments.cluster)
-    from rlfuse.engines.trainer.families import untrainable  # imports transformers
+    from rlfuse.engines.trainer.families import training_problems  # imports transformers
 
     config = to_config(
-        plannable(completed(compose_job(words))), lambda config: facts_of(config, device_of(config, arguments))
+        without_unresolvable_arguments(with_placeholders(compose_job(words))),
+        lambda config: facts_for_device(config, device_of(config, arguments)),
     )
     _check(arguments, config)
     policy = load_policy(config.fusion.policy)
-    beyond = beyond_limits(config, arguments.prompt_tokens, arguments.response_tokens)
-    if wrong := [*untrainable(config), *unplannable(config, device_of(config, arguments)), *beyond]:
+    beyond = over_limit_options(config, arguments.prompt_tokens, arguments.response_tokens)
+    if wrong := [*training_problems(config), *unplannable_reasons(config, device_of(config, arguments)), *beyond]:
         raise ConfigError(wrong)
     shapes = shapes_of(config)
     budget = budget_of(config, arguments)
@@ -76,15 +77,17 @@ def main(argv: Sequence[str]) -> None:
     memory = memory_of(config, shapes, budget, served)
     console = Console(highlight=False)
     console.print(
-        settings_table(config, unset(config)), placement_table(config, shapes), memory_table(config, shapes, memory)
+        settings_table(config, unset_keys(config)),
+        placement_table(config, shapes),
+        memory_table(config, shapes, memory),
     )
-    blocked = Experience(config).why_late() if traits_of(policy).trains_early else ""
+    blocked = Experience(config).overlap_blocker() if traits_of(policy).trains_early else ""
     data = read_lengths(config)
     if isinstance(data, DataLengths):
         console.print(data.table())
         if arguments.run is None:
             arguments.prompt_tokens = arguments.prompt_tokens or prompt_tokens(config, data)
-    away, unread = _activations_away(config, shapes, budget.device), not_looked_at(config, budget.device, data)
+    away, unread = _activations_away(config, shapes, budget.device), planning_notes(config, budget.device, data)
     for line in (*away, *filter(None, [blocked]), *unread):
         console.print(escape(line), soft_wrap=True)
     if arguments.memory_picture is not None:
@@ -147,7 +150,7 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
         wrong.append(f"{' and '.join(costs)}: each gives the costs; give one of them")
     if arguments.cluster is not None and arguments.device_memory is not None:
         wrong.append("--cluster and --device-memory: both tell the memory; give one of them")
-    wrong += arguments.cluster.lacks(config) if arguments.cluster is not None else ()
+    wrong += arguments.cluster.missing_for(config) if arguments.cluster is not None else ()
     wrong += unwritable("--picture", arguments.picture, ".png", ".html")
     wrong += unwritable("--memory-picture", arguments.memory_picture, ".png")
     if arguments.picture is not None:
@@ -183,10 +186,14 @@ def _activations_away(config: Config, shapes: Mapping[str, Shape], device: str) 
     if not config.model.enable_activation_offload:
         return []
     learning = {role: shape for role, shape in shapes.items() if role in PASS_OF}
-    return [line for role, shape in learning.items() for line in words(leaves(config, shape, role, device), role)]
+    return [
+        line
+        for role, shape in learning.items()
+        for line in describe_activations(largest_activation_plan(config, shape, role, device), role)
+    ]
 
 
-def not_looked_at(config: Config, device: str, lengths: DataLengths | str) -> list[str]:
+def planning_notes(config: Config, device: str, lengths: DataLengths | str) -> list[str]:
     """What the plan took for granted, a line each; `lengths`: of the data, or why they are unknown."""
     data, lines = config.data, []
     if config.cluster.device == "auto":
@@ -199,7 +206,7 @@ def not_looked_at(config: Config, device: str, lengths: DataLengths | str) -> li
         f"{unread}memory is for the longest samples that the limits allow, "
         f"data.max_prompt_length={data.max_prompt_length} and data.max_response_length={data.max_response_length}"
     )
-    return [*lines, *needed_by_run(config)]
+    return [*lines, *missing_inputs(config)]
 
 
 def _show_settings(config: Config, memory: Memory, all_of_them: bool, console: Console) -> None:
@@ -227,8 +234,8 @@ def _forecast(
             soft_wrap=True,
         )
         return
-    from rlfuse.simulate.tuning import error_of
-    from rlfuse.tools.planning.cluster_file import UNMEASURED
+    from rlfuse.simulate.tuning import cost_error
+    from rlfuse.tools.planning.cluster_file import UNCALIBRATED_ERRORS
     from rlfuse.tools.planning.costs import costs_of, work_speeds
     from rlfuse.tools.planning.forecast import assumptions, forecast, lengths_of, recorded_costs
     from rlfuse.tools.planning.hardware import KINDS
@@ -248,7 +255,7 @@ def _forecast(
         costs = costs_of(config, shapes, hardware, times.context, memory.moved)
         speeds = work_speeds(config, shapes["actor"], hardware, machines.speeds(config), times.context)
     roomy = replace(costs, kv_tokens=max(1, memory.kv_tokens))
-    errors = dict.fromkeys(KINDS, error_of(recording.fit)) if recording else hardware.errors or UNMEASURED
+    errors = dict.fromkeys(KINDS, cost_error(recording.fit)) if recording else hardware.errors or UNCALIBRATED_ERRORS
     found = forecast(config, times, roomy, errors, speeds)
     console.print(time_table(found))
     console.print(f"  rollout.disaggregate={config.rollout.disaggregate}: {found.disaggregate}", soft_wrap=True)
@@ -280,13 +287,13 @@ def _machines(config: Config, memory: Memory, arguments: argparse.Namespace) -> 
 def _travels(
     config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved
 ) -> Iterator[str]:
-    from rlfuse.tools.planning.costs import carried, optimizer_trips
+    from rlfuse.tools.planning.costs import offload_traffic, optimizer_transfer_seconds
 
     if moved.optimizers:
-        trips = optimizer_trips(config, shapes, hardware, context, moved)
+        trips = optimizer_transfer_seconds(config, shapes, hardware, context, moved)
         yield _optimizer_words(config, moved.optimizers, *trips)
     if config.actor.offload_optimizer:
-        yield _offload_words(*carried(config, shapes, hardware, context))
+        yield _offload_words(*offload_traffic(config, shapes, hardware, context))
 
 
 def _optimizer_words(config: Config, size: float, seconds: float, hidden: float) -> str:
@@ -312,10 +319,10 @@ def time_table(found: Forecast) -> Table:
     table.add_row("generation", f"{seconds.generating:.2f}")
     table.add_row("scoring after it", f"{seconds.scoring:.2f}")
     table.add_row("training after that", f"{seconds.training:.2f}")
-    if found.lost_overlap > NOTHING * seconds.step:
+    if found.lost_overlap > MIN_GAIN * seconds.step:
         table.add_row("lost overlap: training waits for the batch", f"{found.lost_overlap:.2f}")
     table.add_section()
-    told = standings(found.steps, found.errors)
+    told = fastest_labels(found.steps, found.errors)
     for policy, each in found.steps.items():
         words = "step" if policy == mine else f"step under {policy} ({each.step / seconds.step:.2f} times as long)"
         table.add_row(words + (f", {told[policy]}" if policy in told else ""), f"{each.step:.2f}")

@@ -17,32 +17,32 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 
 from rlfuse.config.checks import value_of
+from rlfuse.config.custom_functions import with_values
 from rlfuse.config.documentation import keys
-from rlfuse.config.facts import Facts, facts_of_a_plan, missing_for_run
-from rlfuse.config.own_functions import replaced
+from rlfuse.config.facts import Facts, missing_for_run, planning_facts
 from rlfuse.config.prepared import command_for
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError, UserError, VideoError
-from rlfuse.files import write_whole
+from rlfuse.files import write_atomically
 from rlfuse.progress import Console
 from rlfuse.tools.planning.tables import table_of
 
-STAND_INS = {
+PLACEHOLDERS = {
     "data.train_files": ["train.parquet"],
     "reward.functions": ["rlfuse.rewards.verifiers.exact:score"],
 }
 """What a job file has where the job does not say, to be replaced."""
 
 
-def completed(given: DictConfig) -> DictConfig:
+def with_placeholders(given: DictConfig) -> DictConfig:
     """With something where a job needs what no plan does."""
-    for key, value in STAND_INS.items():
+    for key, value in PLACEHOLDERS.items():
         if not OmegaConf.select(given, key) and not (key.startswith("reward.") and given.reward.model_path):
             OmegaConf.update(given, key, value)
     return given
 
 
-def plannable(given: DictConfig) -> DictConfig:
+def without_unresolvable_arguments(given: DictConfig) -> DictConfig:
     """Return a copy without the arguments of reward functions that only the run's machine can resolve (secrets)."""
     job = deepcopy(given)
     for entry in job.reward.functions:
@@ -61,30 +61,30 @@ def _resolves(kwargs: DictConfig, name: str) -> bool:
     return True
 
 
-def facts_of(config: Config, device: str) -> Facts:
+def facts_for_device(config: Config, device: str) -> Facts:
     """What a plan knows of the job's surroundings: no more of a model than its config.json, and which device."""
-    found = facts_of_a_plan(config)
+    found = planning_facts(config)
     enough = "a plan needs no more of a model than a folder with its config.json"
     wrong = {key: f"{why}; {enough}" for key, why in found.model_problems.items()}
     return replace(found, model_problems=wrong, cuda={"cuda": True, "cpu": False}.get(device))
 
 
-def unset(config: Config) -> list[str]:
+def unset_keys(config: Config) -> list[str]:
     """Return the keys that the job leaves to be set before a run."""
-    return [key for key, value in STAND_INS.items() if value_of(config, key) == value]
+    return [key for key, value in PLACEHOLDERS.items() if value_of(config, key) == value]
 
 
-def needed_by_run(config: Config) -> Iterator[str]:
+def missing_inputs(config: Config) -> Iterator[str]:
     """Yield a line for each kind of thing that the run needs and the plan did not."""
-    if keys_ := unset(config):
+    if keys_ := unset_keys(config):
         yield f"the run needs {', '.join(keys_)}, which the job does not set"
-    stand_ins = {str(each) for key in unset(config) for each in STAND_INS[key]}
+    stand_ins = {str(each) for key in unset_keys(config) for each in PLACEHOLDERS[key]}
     if missing := [path for path in missing_for_run(config) if path not in stand_ins]:
         command = next(filter(None, map(command_for, missing)), None)
         yield f"the run will need {', '.join(missing)}, not found here" + (f": `{command}`" if command else "")
 
 
-def beyond_limits(config: Config, prompt_tokens: float | None, response_tokens: float | None) -> Iterator[str]:
+def over_limit_options(config: Config, prompt_tokens: float | None, response_tokens: float | None) -> Iterator[str]:
     """Mean lengths, as an option gave them, that the job's limits would cut."""
     for name, mean in (("prompt", prompt_tokens), ("response", response_tokens)):
         limit = getattr(config.data, f"max_{name}_length")
@@ -92,7 +92,7 @@ def beyond_limits(config: Config, prompt_tokens: float | None, response_tokens: 
             yield f"--{name}-tokens {mean:g}: needs at most data.max_{name}_length={limit}; raise that key with it"
 
 
-def differing(given: DictConfig, settings: Mapping[str, object]) -> list[tuple[str, object]]:
+def changed_settings(given: DictConfig, settings: Mapping[str, object]) -> list[tuple[str, object]]:
     """What the plan changes in the job."""
     return [(key, value) for key, value in settings.items() if OmegaConf.select(given, key) != value]
 
@@ -108,13 +108,13 @@ def write_job(path: Path, given: DictConfig, settings: Mapping[str, object], pla
                 settings.get(key.name, reduce(getitem, key.name.split("."), as_given)),
                 force_add=True,
             )
-    read = OmegaConf.to_object(plannable(OmegaConf.merge(OmegaConf.structured(Config), written)))
+    read = OmegaConf.to_object(without_unresolvable_arguments(OmegaConf.merge(OmegaConf.structured(Config), written)))
     for key in keys():  # a reference to what the plan changes
         if value_of(read, key.name) != value_of(planned, key.name):
             OmegaConf.update(written, key.name, value_of(planned, key.name), force_add=True)
-    open_keys = ", ".join(unset(planned))
+    open_keys = ", ".join(unset_keys(planned))
     heading = "# Written by `rlfuse plan --search`.\n" + (f"# Put yours: {open_keys}.\n" if open_keys else "")
-    write_whole(path, heading + OmegaConf.to_yaml(written))
+    write_atomically(path, heading + OmegaConf.to_yaml(written))
     console.print(f"job file: {path}; `rlfuse plan {path}`, `rlfuse train {path}`", soft_wrap=True)
     if open_keys:
         console.print(f"  put yours into it: {open_keys}", soft_wrap=True)
@@ -169,7 +169,7 @@ def prompt_tokens(config: Config, lengths: DataLengths | str) -> int:
 
 def read_lengths(config: Config) -> DataLengths | str:
     """Return the lengths of data.train_files, or why they are unknown: nothing where the job has none, or not here."""
-    files = [] if "data.train_files" in unset(config) else config.data.train_files
+    files = [] if "data.train_files" in unset_keys(config) else config.data.train_files
     if not files or not all(Path(file).expanduser().exists() for file in files):
         return ""
     try:
@@ -184,23 +184,23 @@ def _prompts(config: Config) -> DataLengths:
     from rlfuse.data.clips import ClipReader
     from rlfuse.data.prompts import load_prompts
     from rlfuse.data.tokenizers import load_tokenizer
-    from rlfuse.video.models.base import bring_along
-    from rlfuse.video.video_model import VideoModel, usable_family
+    from rlfuse.video.models.base import register_custom_family
+    from rlfuse.video.video_model import VideoModel, supported_family
 
-    bring_along(config.model.video_family)
+    register_custom_family(config.model.video_family)
     path, trusts, data = config.model.path, config.model.trust_remote_code, config.data
     tokenizer, is_folder = load_tokenizer(config.model), Path(path).expanduser().is_dir()
-    if not is_folder and usable_family(AutoConfig.from_pretrained(path, trust_remote_code=trusts)):
+    if not is_folder and supported_family(AutoConfig.from_pretrained(path, trust_remote_code=trusts)):
         raise VideoError(f"model.path={path} is not on this machine", "Download the model to plan with its clips")
-    model = VideoModel.at(path, trusts) if is_folder else None
+    model = VideoModel.from_pretrained(path, trusts) if is_folder else None
     with TemporaryDirectory(prefix="rlfuse-plan-") as images:
-        video, workers = replaced(config, {"video.max_failure_rate": 1.0}).video, len(os.sched_getaffinity(0))
+        video, workers = with_values(config, {"video.max_failure_rate": 1.0}).video, len(os.sched_getaffinity(0))
         clips = ClipReader(model, video, tokenizer, workers, Path(images)) if model else None
-        unlimited = replaced(config, {"data.max_prompt_length": NO_LIMIT}).data
+        unlimited = with_values(config, {"data.max_prompt_length": NO_LIMIT}).data
         prompts, report = load_prompts(list(data.train_files), tokenizer, unlimited, clips)
     tokens = {ROWS["rl"]: [len(prompt.token_ids) for prompt in prompts]}
     for visual in (each for prompt in prompts for each in prompt.visual):
-        tokens.setdefault("image" if visual.plan.still else "clip", []).append(visual.plan.tokens)
+        tokens.setdefault("image" if visual.plan.is_image else "clip", []).append(visual.plan.tokens)
     return DataLengths(tokens, str(report), data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
 
 
@@ -208,7 +208,7 @@ def _pairs(config: Config) -> DataLengths:
     from rlfuse.data.preferences import load_preferences
     from rlfuse.data.tokenizers import load_tokenizer
 
-    data, unlimited = config.data, replaced(config, {"data.max_prompt_length": NO_LIMIT}).data
+    data, unlimited = config.data, with_values(config, {"data.max_prompt_length": NO_LIMIT}).data
     pairs, report = load_preferences(list(data.train_files), load_tokenizer(config.model), unlimited)
     sides = [side for pair in pairs for side in (pair.chosen_ids, pair.rejected_ids)]
     shared = [len(pair.shared_ids) for pair in pairs for _ in range(2)]

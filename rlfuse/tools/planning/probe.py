@@ -18,25 +18,25 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from rlfuse.engines.memory.model_sizes import Shape, read_shape
-from rlfuse.engines.trainer.measuring import matmul_rate
-from rlfuse.tools.planning.exchanges import updated
+from rlfuse.engines.trainer.cost_measurement import matmul_rate
+from rlfuse.tools.planning.exchanges import optimizer_traffic
 from rlfuse.tools.planning.features import Work, forward_flops
-from rlfuse.tools.planning.hardware import ENDS
+from rlfuse.tools.planning.hardware import END_LAYERS
 
-ENOUGH_S, FEWEST = 0.12, 3  # a measurement is repeated until it has taken so long, but at least so many times
+MIN_MEASURE_S, MIN_REPEATS = 0.12, 3  # a measurement is repeated until it has taken so long, but at least so many times
 DEPTHS, WIDTHS, VOCABULARY = (2, 4), (256, 512), 1024
 TOKENS, BATCHES, CONTEXTS, STEPS = (64, 192, 512), (1, 4, 16), (64, 256), 4
 COPIED = 1 << 26  # bytes
-STEPPED = (4_000_000, 8_000_000, 16_000_000)  # parameters of optimizer steps, larger than any cache
-NORMED = 1 << 18  # gradients of one parameter, whose norm is made at a time
+OPTIMIZER_SIZES = (4_000_000, 8_000_000, 16_000_000)  # parameters of optimizer steps, larger than any cache
+NORM_CHUNK = 1 << 18  # gradients of one parameter, whose norm is made at a time
 
 
 @dataclass
 class Probe:
-    """Measures; `tell` hears a line for each measurement."""
+    """Measures; `print_line` hears a line for each measurement."""
 
-    tell: Callable[[str], None]
-    enough_s: float = ENOUGH_S
+    print_line: Callable[[str], None]
+    min_measure_s: float = MIN_MEASURE_S
     tokens: tuple[int, ...] = TOKENS
     works: list[Work] = field(default_factory=list)
     shapes: dict[str, Shape] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Probe:
         with _threads(self.device):
             dtype = _dtype(AutoConfig.from_pretrained(folder)) if folder else self._own_dtype
             self._rates(dtype)
-            for parameters in STEPPED:
+            for parameters in OPTIMIZER_SIZES:
                 self._optimizer(parameters, dtype)
             for name, config in _configs(folder):
                 with tempfile.TemporaryDirectory() as where:
@@ -65,7 +65,7 @@ class Probe:
     def _seconds(self, run: Callable[[], Any]) -> float:
         run()
         taken: list[float] = []
-        while len(taken) < FEWEST or sum(taken) < self.enough_s:
+        while len(taken) < MIN_REPEATS or sum(taken) < self.min_measure_s:
             self._wait()
             began = time.perf_counter()
             run()
@@ -79,16 +79,18 @@ class Probe:
 
     def _rates(self, dtype: torch.dtype) -> None:
         self.product_flops = matmul_rate(dtype, self.device)
-        self.tell(f"matrix products in {str(dtype).removeprefix('torch.')}: {self.product_flops / 1e9:,.1f} GFLOP/s")
+        self.print_line(
+            f"matrix products in {str(dtype).removeprefix('torch.')}: {self.product_flops / 1e9:,.1f} GFLOP/s"
+        )
         data = torch.zeros(COPIED // 4, device=self.device)
         other = torch.empty_like(data)
         self.copy_bytes_per_s = 2 * COPIED / self._seconds(lambda: other.copy_(data))
-        self.tell(f"copies: {self.copy_bytes_per_s / 1e9:,.1f} GB/s read and written")
+        self.print_line(f"copies: {self.copy_bytes_per_s / 1e9:,.1f} GB/s read and written")
         if self.device == "cuda":
             host = torch.zeros(COPIED // 4, pin_memory=True)
             both = self._seconds(lambda: host.copy_(data)) + self._seconds(lambda: data.copy_(host))
             self.host_bytes_per_s = 2 * COPIED / both
-            self.tell(f"to the host and back: {self.host_bytes_per_s / 1e9:,.1f} GB/s")
+            self.print_line(f"to the host and back: {self.host_bytes_per_s / 1e9:,.1f} GB/s")
         else:
             anew = Work("copying", "", 0, self._seconds(data.clone), copied=2 * COPIED)
             self._add("copies", "into new memory", anew)
@@ -105,7 +107,7 @@ class Probe:
 
     def _add(self, name: str, what: str, work: Work) -> None:
         self.works.append(replace(work, source="probe", part=self._part))
-        self.tell(f"{name}, {what}: {1e3 * work.seconds:,.2f} ms")
+        self.print_line(f"{name}, {what}: {1e3 * work.seconds:,.2f} ms")
 
     def _passes(self, name: str, model: Any, shape: Shape, tokens: int, item: int) -> None:
         ids = torch.ones(1, tokens, dtype=torch.long, device=self.device)
@@ -118,7 +120,7 @@ class Probe:
         learned = self._seconds(learn)
         model.zero_grad(set_to_none=True)
         layers = len(shape.layers)
-        begun = layers + ENDS
+        begun = layers + END_LAYERS
         hidden, flops = layers * shape.hidden * item * tokens, forward_flops(shape, [0], [tokens])
         self._part += 1
         self._add(name, f"a pass over {tokens} tokens", Work("scoring", "", 0, scored, 0, begun, hidden, flops))
@@ -160,7 +162,7 @@ class Probe:
 
         @torch.no_grad()
         def step() -> None:
-            for part in master.grad.split(NORMED):
+            for part in master.grad.split(NORM_CHUNK):
                 torch.linalg.vector_norm(part.double())
             master.grad.mul_(1.0)
             optimizer.step()
@@ -168,8 +170,8 @@ class Probe:
 
         seconds = self._seconds(step)
         self._part += 1
-        moved = updated(parameters, dtype.itemsize)
-        copied = moved.on_hosts if self.device == "cpu" else 0.0
+        moved = optimizer_traffic(parameters, dtype.itemsize)
+        copied = moved.host_only if self.device == "cpu" else 0.0
         work = Work("training", "", 0, seconds, moved=moved.in_place, copied=copied, optimizer_steps=1)
         self._add("optimizer", f"a step of {parameters:,} parameters", work)
 

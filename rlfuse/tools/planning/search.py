@@ -2,7 +2,7 @@
 
 A structure (degrees, ZeRO stage, machines) enters with a sketch of the bound of its fastest filling, then gets its
 bound, then its fillings, each simulated if it fits. When a simulated plan comes first, no other plan is faster.
-`settled` then descends from neighbour to neighbour.
+`refine` then descends from neighbour to neighbour.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import Memory
 from rlfuse.engines.memory.remedies import Setting, changed, problems
 from rlfuse.tools.planning.searched_job import Job
-from rlfuse.tools.planning.space import FASTEST, POLICY, Filling, Fillings, but_for, structural, structures
-from rlfuse.tools.planning.step_time import NOTHING, Seconds
+from rlfuse.tools.planning.space import FASTEST, POLICY, Filling, Fillings, is_structural, structures, with_setting
+from rlfuse.tools.planning.step_time import MIN_GAIN, Seconds
 
-LOOKING = 0.7  # share of a search's time after which the plans that were found are tried under other policies
-FIRST = 8  # plans that are simulated under every policy
-LATE, SLOWER = "not looked at in time", "can't be as fast"
+SEARCH_SHARE = 0.7  # share of a search's time after which the plans that were found are tried under other policies
+POLICY_CANDIDATES = 8  # plans that are simulated under every policy
+TIMED_OUT, NOT_FASTER = "not looked at in time", "can't be as fast"
 Progress, Clock = Callable[[str], None], Callable[[], float]
 
 
@@ -39,12 +39,12 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """Plans, the best first, then the fastest, one for each structure that was simulated."""
 
     plans: tuple[Plan, ...]
     bound_s: float  # no plan of the space takes less; 0 if not all structures were bounded
-    left: int  # structures and fillings not looked at in time; 0: the search is complete
+    unexplored: int  # structures and fillings not looked at in time; 0: the search is complete
     structures: int
     simulated: int
     not_fitting: int
@@ -65,18 +65,18 @@ def search(
     job: Job,
     facts: Facts,
     seconds: float,
-    tell: Progress = lambda _: None,
+    report_progress: Progress = lambda _: None,
     patience: float = inf,
     clock: Clock = time.monotonic,
-) -> Found:
-    """Search the fastest plan for at most `seconds` of `clock`. `tell` receives lines of progress; the search ends
+) -> SearchResult:
+    """Search the fastest plan for at most `seconds` of `clock`. `report_progress` receives lines of progress; the search ends
     after `patience` plans in a row without gain."""
-    return _Search(job, tell, clock).run(facts, seconds, patience)
+    return _Search(job, report_progress, clock).run(facts, seconds, patience)
 
 
 class _Search:
-    def __init__(self, job: Job, tell: Progress, clock: Clock):
-        self._job, self._tell, self._clock = job, tell, clock
+    def __init__(self, job: Job, report_progress: Progress, clock: Clock):
+        self._job, self._tell, self._clock = job, report_progress, clock
         self._fillings = Fillings(job.axes)
         self._heap: list[_Entry] = []
         self._numbers = count()
@@ -88,9 +88,9 @@ class _Search:
         self._unseen = True  # whether there are structures that time did not reach for
         self._told = self._clock()
 
-    def run(self, facts: Facts, seconds: float, patience: float = inf) -> Found:
+    def run(self, facts: Facts, seconds: float, patience: float = inf) -> SearchResult:
         now = self._clock()
-        looking, until = now + LOOKING * seconds, now + seconds
+        looking, until = now + SEARCH_SHARE * seconds, now + seconds
         try:
             self._enter_structures(facts, looking)
             while not self._done and self._clock() < looking and len(self._plans) < self._gained + patience:
@@ -104,7 +104,7 @@ class _Search:
                 raise
         bounds = [entry.seconds for entry in self._heap] + list(self._under_one.values()) + [0.0] * self._unseen
         plans, count = tuple(ranked(self._plans)), len(self._structures)
-        return Found(
+        return SearchResult(
             plans, min(bounds, default=inf), self._left(), count, len(self._plans), self._refused, self._nearest
         )
 
@@ -131,7 +131,7 @@ class _Search:
                 return
 
     def _try_other_policies(self, until: float) -> None:
-        for plan in list(ranked(self._plans))[:FIRST]:
+        for plan in list(ranked(self._plans))[:POLICY_CANDIDATES]:
             if self._under_one[plan.settings] < min(each.seconds.step for each in self._plans):
                 for policy in self._job.axes[POLICY]:
                     if policy == dict(plan.settings)[POLICY]:
@@ -139,7 +139,7 @@ class _Search:
                     if self._clock() >= until:
                         return
                     self._tell_at_times()
-                    self._plans.append(under(self._job, plan, policy))
+                    self._plans.append(with_policy(self._job, plan, policy))
             del self._under_one[plan.settings]
 
     def _tell_at_times(self) -> None:
@@ -162,7 +162,7 @@ class _Search:
             elif entry.kind == "structure":
                 self._enter(entry.structure, self._fillings.first(entry.structure))
             elif entry.kind == "sketch":
-                config, memory = self._job.lean(self._settings(entry.structure, FASTEST))
+                config, memory = self._job.sized_without_activations(self._settings(entry.structure, FASTEST))
                 self._push(self._job.bound(config, memory, roomy=True), "structure", entry.structure)
         except KeyboardInterrupt:
             heapq.heappush(self._heap, entry)
@@ -176,7 +176,7 @@ class _Search:
         settings = self._job.settings_of(config, self._settings(structure, filling))
         plan = Plan(settings, memory, self._job.simulated(config, memory))
         self._plans.append(plan)
-        if plan.seconds.step < (1 - NOTHING) * self._least:
+        if plan.seconds.step < (1 - MIN_GAIN) * self._least:
             self._least, self._gained = plan.seconds.step, len(self._plans)
         self._under_one[settings] = bound
         self._push(plan.seconds.step, "simulated", structure, filling)
@@ -184,17 +184,17 @@ class _Search:
 
     def _enter_structure(self, structure: tuple[Setting, ...]) -> float:
         """Add its fastest filling if its smallest may fit; return the bytes missing, as `_missing`."""
-        config, least = self._job.lean(self._settings(structure, self._fillings.smallest))
+        config, least = self._job.sized_without_activations(self._settings(structure, self._fillings.smallest))
         if wrong := problems(config, least):
             self._refuse(least, wrong)
         else:
             config = changed(self._job.config, self._settings(structure, FASTEST))
-            self._push(self._job.sketched(config), "sketch", structure)
+            self._push(self._job.quick_bound(config), "sketch", structure)
         return _missing(least)
 
     def _enter(self, structure: tuple[Setting, ...], found: Iterable[Filling]) -> None:
         for filling in found:
-            config, memory = self._job.lean(self._settings(structure, filling))
+            config, memory = self._job.sized_without_activations(self._settings(structure, filling))
             if wrong := problems(config, memory):
                 self._refuse(memory, wrong)
                 self._enter(structure, self._fillings.after(structure, filling, fits=False))
@@ -219,7 +219,7 @@ def _missing(memory: Memory) -> float:
     return max(memory.total(phase) for phase in memory.phases) - memory.budget.bytes
 
 
-def under(job: Job, plan: Plan, policy: str) -> Plan:
+def with_policy(job: Job, plan: Plan, policy: str) -> Plan:
     """The same under another policy."""
     settings = tuple((dict(plan.settings) | {POLICY: policy}).items())
     return Plan(settings, plan.memory, job.simulated(changed(job.config, settings), plan.memory))
@@ -237,7 +237,7 @@ def ranked(plans: Iterable[Plan]) -> Iterator[Plan]:
 
 def structure_of(plan: Plan) -> tuple[Setting, ...]:
     """Return the plan's settings that make it a plan of its own to a reader."""
-    return tuple(setting for setting in plan.settings if structural(setting[0]))
+    return tuple(setting for setting in plan.settings if is_structural(setting[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +246,12 @@ class Neighbour:
 
     setting: Setting
     plan: Plan | None
-    why_not: str = ""
+    reason: str = ""
 
 
-def settled(
-    job: Job, found: Found, facts: Facts, seconds: float = inf, clock: Clock = time.monotonic
-) -> tuple[Found, list[Neighbour]]:
+def refine(
+    job: Job, found: SearchResult, facts: Facts, seconds: float = inf, clock: Clock = time.monotonic
+) -> tuple[SearchResult, list[Neighbour]]:
     """Descend from the best plan to neighbours until none gains more than NOTHING, within `seconds` of `clock`; return
     the plans and the neighbours of the best one. Keys keep the job's values where a change gains no more than NOTHING,
     or than a calibration's error: faster plans then come behind."""
@@ -268,7 +268,7 @@ def settled(
     return replace(found, plans=(best, *ranked(others))), neighbours.told(best)
 
 
-def neighbours_of(job: Job, plan: Plan, facts: Facts) -> list[Neighbour]:
+def evaluate_neighbours(job: Job, plan: Plan, facts: Facts) -> list[Neighbour]:
     """Return what becomes of the neighbours of this plan, however long that takes."""
     return _Neighbours(job, facts, inf, time.monotonic).told(plan)
 
@@ -284,8 +284,8 @@ class _Neighbours:
 
     def faster(self, best: Plan) -> list[Plan]:
         """Return the neighbours that gain more than NOTHING, as time allows, under the plan's and the job's policy."""
-        enough, beside = (1 - NOTHING) * best.seconds.step, [settings for _, settings in self._beside(best)]
-        own = [but_for(settings, POLICY, self._job.config.fusion.policy) for settings in beside]
+        enough, beside = (1 - MIN_GAIN) * best.seconds.step, [settings for _, settings in self._beside(best)]
+        own = [with_setting(settings, POLICY, self._job.config.fusion.policy) for settings in beside]
         tried = [self._tried(settings, enough) for settings in dict.fromkeys([*beside, *own])]
         return [plan for plan in tried if isinstance(plan, Plan) and plan.seconds.step < enough]
 
@@ -299,13 +299,13 @@ class _Neighbours:
     def nearer_the_job(self, best: Plan) -> Plan:
         """Return the plan with as many of the job's values as cost no more than NOTHING or the error."""
         job, before = self._job, None
-        most = best.seconds.step + max(NOTHING * best.seconds.step, _left_open(job, best))
+        most = best.seconds.step + max(MIN_GAIN * best.seconds.step, _left_open(job, best))
         while best is not before:  # some values can go only when others have gone
             before = best
             for key, value in before.settings:
                 given = value_of(job.config, key)
                 if given != value and given in job.axes[key]:
-                    tried = self._tried(but_for(best.settings, key, given), most)
+                    tried = self._tried(with_setting(best.settings, key, given), most)
                     if isinstance(tried, Plan) and tried.seconds.step <= most:
                         best = tried
         return best
@@ -317,7 +317,7 @@ class _Neighbours:
                 continue
             at = values.index(given[key])
             for value in (*values[max(0, at - 1) : at], *values[at + 1 : at + 2]):
-                yield (key, value), but_for(best.settings, key, value)
+                yield (key, value), with_setting(best.settings, key, value)
 
     def _tried(self, settings: tuple[Setting, ...], most: float = inf) -> Plan | str:
         if settings in self._plans:
@@ -325,14 +325,14 @@ class _Neighbours:
         late = self._clock() >= self._until
         if settings not in self._sized:
             if late:
-                return LATE
+                return TIMED_OUT
             self._sized[settings] = self._with_memory(settings)
         if isinstance(sized := self._sized[settings], str):
             return sized
         if self._job.bound(*sized) > most:
-            return SLOWER
+            return NOT_FASTER
         if late:
-            return LATE
+            return TIMED_OUT
         self._plans[settings] = Plan(settings, sized[1], self._job.simulated(*sized))
         return self._plans[settings]
 
@@ -347,9 +347,9 @@ class _Neighbours:
 
 def _left_open(job: Job, plan: Plan) -> float:
     """Return the error of a step in seconds by a calibration; 0 without one."""
-    return error_of(plan.seconds, job.hardware.errors) if job.cluster.calibration else 0.0
+    return step_error_s(plan.seconds, job.hardware.errors) if job.cluster.calibration else 0.0
 
 
-def error_of(seconds: Seconds, errors: Mapping[str, float]) -> float:
+def step_error_s(seconds: Seconds, errors: Mapping[str, float]) -> float:
     """Seconds by which a step may be off, were all kinds of work off in the same direction."""
     return sum(errors.get(kind, 0.0) * each for kind, each in seconds.kinds.items())

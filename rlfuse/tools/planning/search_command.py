@@ -18,75 +18,84 @@ from rich.table import Table
 
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.declare import as_typed
-from rlfuse.config.facts import Facts, facts_of_a_plan
+from rlfuse.config.facts import Facts, planning_facts
 from rlfuse.config.input_files import unwritable
 from rlfuse.config.keys import did_you_mean
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import GIB
 from rlfuse.engines.memory.model_sizes import served_shapes, shapes_of
 from rlfuse.engines.memory.remedies import changed
-from rlfuse.engines.vllm.support import unplannable
+from rlfuse.engines.vllm.support import unplannable_reasons
 from rlfuse.errors import ConfigError
-from rlfuse.fusion.own_policies import load_policy
+from rlfuse.fusion.custom_policies import load_policy
 from rlfuse.progress import Console
 from rlfuse.tools.planning.cluster_file import Cluster, read_cluster
-from rlfuse.tools.planning.forecast import Finalists, finalists, lengths_of, untuned
-from rlfuse.tools.planning.node_order import best_order, exchanged, seconds_of
+from rlfuse.tools.planning.forecast import Finalists, finalists, lengths_of, with_untuned_step
+from rlfuse.tools.planning.node_order import best_order, exchange_seconds, node_traffic
 from rlfuse.tools.planning.planned_job import (
-    beyond_limits,
-    completed,
-    differing,
-    facts_of,
-    needed_by_run,
-    plannable,
+    changed_settings,
+    facts_for_device,
+    missing_inputs,
+    over_limit_options,
     prompt_tokens,
     read_lengths,
+    with_placeholders,
+    without_unresolvable_arguments,
     write_job,
 )
-from rlfuse.tools.planning.search import Found, Neighbour, Plan, error_of, neighbours_of, search, settled, structure_of
+from rlfuse.tools.planning.search import (
+    Neighbour,
+    Plan,
+    SearchResult,
+    evaluate_neighbours,
+    refine,
+    search,
+    step_error_s,
+    structure_of,
+)
 from rlfuse.tools.planning.searched_job import Job
 from rlfuse.tools.planning.space import axes_of
-from rlfuse.tools.planning.step_time import Seconds, standings
+from rlfuse.tools.planning.step_time import Seconds, fastest_labels
 from rlfuse.tools.planning.tables import memory_table, table_of
 
 DOES_NOT_FIT = 3
 SECONDS, PATIENCE = 60.0, 64  # default time; plans without gain before it ends earlier
-LOOKING, SETTLING = 0.5, 0.8  # shares of the time for searching, and until neighbours end
+SEARCH_SHARE, REFINE_SHARE = 0.5, 0.8  # shares of the time for searching, and until neighbours end
 SHOWN = 8  # plans in the table
 
 
 def main(argv: Sequence[str]) -> None:
     """Do what the arguments say. Raises ConfigError and its like; SystemExit(3) where no plan fits."""
-    from rlfuse.engines.trainer.families import untrainable  # imports transformers
+    from rlfuse.engines.trainer.families import training_problems  # imports transformers
 
     arguments, words = _parser().parse_known_args(argv)
     _check(arguments, words)
     console, cluster = Console(highlight=False), read_cluster(arguments.cluster)
-    given = completed(compose_job(words))
-    config = _accepted(cluster, plannable(given), arguments.keep)
+    given = with_placeholders(compose_job(words))
+    config = _accepted(cluster, without_unresolvable_arguments(given), arguments.keep)
     load_policy(config.fusion.policy)
-    beyond = beyond_limits(config, arguments.prompt_tokens, arguments.response_tokens)
+    beyond = over_limit_options(config, arguments.prompt_tokens, arguments.response_tokens)
     task = [f"trainer.task={config.trainer.task}: what is searched are steps that generate; drop --search"]
     task *= config.trainer.task != "rl"
-    refused = [*untrainable(config), *unplannable(config, config.cluster.device)]
-    if wrong := [*task, *cluster.lacks(config), *refused, *beyond]:
+    refused = [*training_problems(config), *unplannable_reasons(config, config.cluster.device)]
+    if wrong := [*task, *cluster.missing_for(config), *refused, *beyond]:
         raise ConfigError(wrong)
     (job, facts), began = _job(config, cluster, arguments), time.monotonic()
     seconds, patience = arguments.seconds or SECONDS, inf if arguments.seconds else PATIENCE
     with console.status("") as status:
-        found = search(job, facts, LOOKING * seconds, lambda line: status.update(escape(line)), patience)
+        found = search(job, facts, SEARCH_SHARE * seconds, lambda line: status.update(escape(line)), patience)
     if not found.plans:
-        _nothing_fits(found, LOOKING * seconds, console)
+        _nothing_fits(found, SEARCH_SHARE * seconds, console)
     else:
         around: list[Neighbour] = []
         with console.status("neighbours of the best plan"), suppress(KeyboardInterrupt):  # what was found is shown
-            found, around = settled(job, found, facts, began + SETTLING * seconds - time.monotonic())
+            found, around = refine(job, found, facts, began + REFINE_SHARE * seconds - time.monotonic())
         with console.status("the best plans with tuned thresholds"):
             last = finalists(job, found.plans[:SHOWN], began + seconds - time.monotonic())
             compared = found.plans[0]
             if structure_of(compared) != structure_of(last.plans[0]):
-                compared = untuned(job, last.plans[0])
-                around = neighbours_of(job, compared, facts)
+                compared = with_untuned_step(job, last.plans[0])
+                around = evaluate_neighbours(job, compared, facts)
         console.print(_plans_table(job, last.plans), _neighbours_table(compared, around))
         _show(job, given, found, last, arguments, console)
     if not found.plans:
@@ -131,7 +140,7 @@ def _accepted(cluster: Cluster, given: DictConfig, keep: Collection[str]) -> Con
 
     def accepted(nodes: int, each: int) -> Config:
         job = _on_these(nodes, each, cluster.device, given, keep)
-        return to_config(job, lambda config: facts_of(config, config.cluster.device))
+        return to_config(job, lambda config: facts_for_device(config, config.cluster.device))
 
     try:
         return accepted(cluster.nodes, cluster.sizes[0])
@@ -172,7 +181,7 @@ def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tup
     )
     actor = shapes["actor"]
     facts = replace(
-        facts_of_a_plan(config),
+        planning_facts(config),
         attention_heads=actor.heads,
         layers=len(actor.layers),
         video=actor.tower > 0,
@@ -181,11 +190,13 @@ def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tup
     return job, facts
 
 
-def _nothing_fits(found: Found, seconds: float, console: Console) -> None:
+def _nothing_fits(found: SearchResult, seconds: float, console: Console) -> None:
     _, wrong = found.nearest or (0.0, ("the checks refuse every combination",))
-    if found.left:
+    if found.unexplored:
         looked = f"none of {found.not_fitting} combinations that were looked at in {seconds:g} s"
-        console.print(f"[bold red]no plan was found that fits[/]: {looked}; {found.left} were not.", soft_wrap=True)
+        console.print(
+            f"[bold red]no plan was found that fits[/]: {looked}; {found.unexplored} were not.", soft_wrap=True
+        )
         console.print("--seconds searches longer. The nearest:")
     else:
         console.print(f"[bold red]no plan fits[/] of {found.structures} structures. The nearest:")
@@ -197,7 +208,7 @@ def _nothing_fits(found: Found, seconds: float, console: Console) -> None:
 def _show(
     job: Job,
     given: DictConfig,
-    found: Found,
+    found: SearchResult,
     last: Finalists,
     arguments: argparse.Namespace,
     console: Console,
@@ -216,7 +227,7 @@ def _show(
     if placed := _placed(job, config):
         settings["cluster.node_order"], line = placed
         console.print(escape(line), soft_wrap=True)
-    words = " ".join(f"{key}={as_typed(value)}" for key, value in differing(given, settings))
+    words = " ".join(f"{key}={as_typed(value)}" for key, value in changed_settings(given, settings))
     console.print(f"[bold green]best[/]  {escape(words)}", soft_wrap=True)
     if arguments.out is not None:
         write_job(arguments.out, given, settings, changed(job.config, settings.items()), console)
@@ -227,10 +238,10 @@ def _placed(job: Job, config: Config) -> tuple[list[str], str] | None:
     uneven = len(job.cluster.sizes) > 1  # which of the measured nodes has how many devices is not known
     if config.trainer.nnodes == 1 or uneven or (links := job.cluster.node_links()) is None:
         return None
-    sent = exchanged(config, job.shapes["actor"], sum(job.lengths) + len(job.lengths) * job.prompt_tokens)
+    sent = node_traffic(config, job.shapes["actor"], sum(job.lengths) + len(job.lengths) * job.prompt_tokens)
     order = best_order(links, sent)
     names = [links.names[at] for at in order[: config.trainer.nnodes]]
-    before, after = (seconds_of(each, links, sent) for each in (range(len(order)), order))
+    before, after = (exchange_seconds(each, links, sent) for each in (range(len(order)), order))
     return (
         names,
         f"nodes in the order {', '.join(names)}: {after:.3g} s of exchanges between them, {before:.3g} s as listed",
@@ -265,7 +276,7 @@ def _plans_table(job: Job, plans: Sequence[Plan]) -> Table:
     best = plans[0]
     for plan in plans:
         config, seconds = changed(job.config, plan.settings), plan.seconds
-        same = plan is not best and not plan.seconds.surely_slower(best.seconds, job.hardware.errors)
+        same = plan is not best and not plan.seconds.is_significantly_slower(best.seconds, job.hardware.errors)
         table.add_row(
             ("= " if same else "  ") + name_of(job, plan),
             f"{config.actor.ppo_max_token_len_per_gpu}",
@@ -276,7 +287,7 @@ def _plans_table(job: Job, plans: Sequence[Plan]) -> Table:
             f"{max(map(plan.memory.total, plan.memory.phases)) / GIB:.1f}",
             *(f"{each:.1f}" for each in seconds.kinds.values()),
             f"{seconds.step:.2f}",
-            f"{error_of(seconds, job.hardware.errors):.1f}",
+            f"{step_error_s(seconds, job.hardware.errors):.1f}",
         )
     table.caption_justify = "left"
     table.caption = (
@@ -299,7 +310,7 @@ def _neighbours_table(best: Plan, around: Sequence[Neighbour]) -> Table:
 
 def _why(best: Plan, each: Neighbour) -> str:
     if each.plan is None:
-        return each.why_not
+        return each.reason
     more = each.plan.seconds.step - best.seconds.step
     mine, others = best.seconds.kinds, each.plan.seconds.kinds
     kinds = [(kind, others[kind] - mine[kind]) for kind in mine]
@@ -309,22 +320,24 @@ def _why(best: Plan, each: Neighbour) -> str:
 
 def _policies_table(policies: Mapping[str, Seconds], errors: Mapping[str, float]) -> Table:
     table = table_of("The best plan under each policy, with tuned thresholds", "fusion.policy", numbers=("step",))
-    told = standings(policies, errors)
+    told = fastest_labels(policies, errors)
     for name, seconds in policies.items():
         table.add_row(name + (f" ({told[name]})" if name in told else ""), f"{seconds.step:.2f}")
     return table
 
 
-def _told(job: Job, found: Found, last: Finalists, errors: Mapping[str, float]) -> list[str]:
+def _told(job: Job, found: SearchResult, last: Finalists, errors: Mapping[str, float]) -> list[str]:
     best = found.plans[0].seconds.step
     looked = f"{found.structures} structures, {found.simulated} plans simulated, {found.not_fitting} did not fit"
     more = f"none of this space can be more than {max(0.0, 1 - found.bound_s / best):.1%} faster in the simulator"
-    if found.left:
+    if found.unexplored:
         gain = more if found.bound_s else "of structures that time did not reach for nothing is known"
-        more = f"cut with {found.left} that were not looked at, --seconds searches longer; {gain}"
+        more = f"cut with {found.unexplored} that were not looked at, --seconds searches longer; {gain}"
     lengths, cluster = job.lengths, job.cluster
     unbounded = cluster.host_memory_gb is None and found.plans[0].memory.host > 0
-    late = [f"{last.left_out} more plans: not tuned in time; --seconds searches longer"] if last.left_out else []
+    late = (
+        [f"{last.untuned_plans} more plans: not tuned in time; --seconds searches longer"] if last.untuned_plans else []
+    )
     config, devices = changed(job.config, last.plans[0].settings), cluster.devices
     idle = f"{config.slots} of {devices} devices are used: a run takes the same number of devices on each of its nodes"
     return [
@@ -335,9 +348,9 @@ def _told(job: Job, found: Found, last: Finalists, errors: Mapping[str, float]) 
         + ("; hosts are taken to have room for what is pinned (host_memory_gb)" if unbounded else ""),
         f"assumed: responses of {sum(lengths) / len(lengths):.0f} tokens in the mean, prompts of {job.prompt_tokens} "
         "(--response-tokens, --prompt-tokens)",
-        f"assumed: {cluster.achieved()}",
+        f"assumed: {cluster.throughput_note()}",
         "errors: "
         + ", ".join(f"{kind} {each:.0%}" for kind, each in errors.items())
         + ("" if job.cluster.calibration else ", an allowance: nothing was measured; `rlfuse calibrate` measures"),
-        *needed_by_run(job.config),
+        *missing_inputs(job.config),
     ]

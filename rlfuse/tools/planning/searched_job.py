@@ -15,12 +15,12 @@ from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.remedies import Setting, changed, problems
 from rlfuse.engines.memory.tracing import MetaModel, Work
 from rlfuse.tools.planning.cluster_file import Cluster
-from rlfuse.tools.planning.costs import STAYS, costs_of, work_speeds
+from rlfuse.tools.planning.costs import NOTHING_MOVED, costs_of, work_speeds
 from rlfuse.tools.planning.hardware import Hardware, WorkSpeed
 from rlfuse.tools.planning.space import CACHE, POLICY, Axes
 from rlfuse.tools.planning.step_time import Seconds, StepTimes
 
-OF_ENGINES = frozenset({"rollout.max_num_seqs", *CACHE.values(), POLICY})
+ENGINE_ONLY_KEYS = frozenset({"rollout.max_num_seqs", *CACHE.values(), POLICY})
 """Axes on which only what engines and controller do depends."""
 
 
@@ -50,8 +50,8 @@ class Job:
     def bound(self, config: Config, memory: Memory, roomy: bool = False) -> float:
         return self.times.bound(config, self.costs(config, memory), self.speeds(config), roomy)
 
-    def sketched(self, config: Config) -> float:
-        return self.times.sketched(config, self._costs_of(config), self.speeds(config))
+    def quick_bound(self, config: Config) -> float:
+        return self.times.quick_bound(config, self._costs_of(config), self.speeds(config))
 
     def simulated(self, config: Config, memory: Memory, policy: str | None = None, tuned: bool = False) -> Seconds:
         return self.times.simulated(config, self.costs(config, memory), self.speeds(config), policy, tuned)
@@ -60,7 +60,7 @@ class Job:
         found = self._costs_of(config, memory.moved)
         return replace(found, max_sequences=config.rollout.max_num_seqs, kv_tokens=max(1, memory.kv_tokens))
 
-    def _costs_of(self, config: Config, moved: Moved = STAYS) -> Costs:
+    def _costs_of(self, config: Config, moved: Moved = NOTHING_MOVED) -> Costs:
         key = (moved, *self._but_of_engines(config))
         if key not in self._costs:
             context = self.times.context
@@ -69,13 +69,13 @@ class Job:
 
     def _but_of_engines(self, config: Config) -> tuple[object, ...]:
         """Return the values of the axes that trainer ranks depend on."""
-        return tuple(value_of(config, key) for key in self.axes if key not in OF_ENGINES)
+        return tuple(value_of(config, key) for key in self.axes if key not in ENGINE_ONLY_KEYS)
 
     def speeds(self, config: Config) -> tuple[WorkSpeed, ...]:
         nodes = self.cluster.speeds(config)
         return work_speeds(config, self.shapes["actor"], self.hardware, nodes, self.times.context)
 
-    def lean(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
+    def sized_without_activations(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
         """Size the cache, with memory without activations: no plan needs less."""
         return self._sized(settings, self._lean)
 
@@ -118,7 +118,7 @@ def _without_passes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         )
 
     @functools.cache
-    def lean(shape: Shape) -> Shape:
+    def sized_without_activations(shape: Shape) -> Shape:
         return replace(shape, model=idle(shape.model))
 
-    return {role: lean(shape) for role, shape in shapes.items()}
+    return {role: sized_without_activations(shape) for role, shape in shapes.items()}

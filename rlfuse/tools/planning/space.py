@@ -12,24 +12,24 @@ from typing import Any
 from rlfuse.config.checks import Check, check, checks, value_of
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
-from rlfuse.engines.memory.activations import layer_costs, leaves
+from rlfuse.engines.memory.activations import largest_activation_plan, layer_costs
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.remedies import Setting
-from rlfuse.engines.pipeline.partition import share_with_logits
-from rlfuse.engines.trainer.activation_places import Place
+from rlfuse.engines.pipeline.partition import logits_fraction
+from rlfuse.engines.trainer.activation_placement import Place
 from rlfuse.engines.trainer.backends import model_memory
 from rlfuse.errors import EngineError
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.tools.planning.cluster_file import Cluster
 
 OFFLOAD, RESIDENCY = "actor.offload_optimizer", "actor.optimizer_residency"
-AGAIN, TOKENS = "model.enable_gradient_checkpointing", "actor.ppo_max_token_len_per_gpu"
+CHECKPOINTING, TOKEN_BUDGET = "model.enable_gradient_checkpointing", "actor.ppo_max_token_len_per_gpu"
 SEQUENCES = "rollout.max_num_seqs"
 CHUNKS, PLACEMENT = "training.virtual_pipeline_model_parallel_size", "training.pipeline_placement"
 VOCABULARY = "training.vocabulary_parallel"
 POLICY = "fusion.policy"  # memory does not depend on it: every plan is simulated under all policies
 CACHE = {"cuda": "rollout.gpu_memory_utilization", "cpu": "rollout.kv_cache_memory_mb"}
-FILLED = (AGAIN, TOKENS, SEQUENCES, *CACHE.values(), POLICY)  # keys that a structure is filled with
+FILLING_KEYS = (CHECKPOINTING, TOKEN_BUDGET, SEQUENCES, *CACHE.values(), POLICY)  # keys that a structure is filled with
 FEW_NODES = 8  # up to here every number of nodes is tried, above it powers of two and all
 
 Axes = Mapping[str, tuple[object, ...]]
@@ -49,14 +49,14 @@ def axes_of(config: Config, shape: Shape, cluster: Cluster, keep: Collection[str
         PLACEMENT: ("v", "interleaved"),
         VOCABULARY: (False, True) if _wide(config, shape) else (config.training.vocabulary_parallel,),
         "training.tensor_model_parallel_size": _shared(shape, min(each, shape.heads)),
-        "training.ulysses_sequence_parallel_size": _cuts(config, min(cluster.devices, 16), TOKENS in keep),
+        "training.ulysses_sequence_parallel_size": _cuts(config, min(cluster.devices, 16), TOKEN_BUDGET in keep),
         **model_memory(config).choices,
         OFFLOAD: (False, True) if gpu else (False,),
         RESIDENCY: ("forecast", "step") if gpu else ("training",),  # with the weights is never sooner, nor takes less
         "model.enable_activation_offload": (False, True) if _too_long(config, shape, cluster.device) else (False,),
         "rollout.quantization": tuple(dict.fromkeys((None, config.rollout.quantization))),
-        AGAIN: (False, True),
-        TOKENS: _tokens(config),
+        CHECKPOINTING: (False, True),
+        TOKEN_BUDGET: _tokens(config),
         SEQUENCES: _with(config.rollout.max_num_seqs, (64, 128, 256, 512, 1024)),
         CACHE[cluster.device]: _caches(config, gpu),
         POLICY: tuple(dict.fromkeys((config.fusion.policy, *POLICIES))),
@@ -76,11 +76,11 @@ def _too_long(config: Config, shape: Shape, device: str) -> bool:
     training = replace(config.training, pipeline_parallel_size=1, ulysses_sequence_parallel_size=1)
     model = replace(config.model, enable_activation_offload=True, enable_gradient_checkpointing=False)
     longest = replace(config, actor=one, training=training, model=model)
-    return set(leaves(longest, shape, "actor", device).places.layers) != {Place.DEVICE}
+    return set(largest_activation_plan(longest, shape, "actor", device).places.layers) != {Place.DEVICE}
 
 
 def _wide(config: Config, shape: Shape) -> bool:
-    layers, _, head = layer_costs(shape, share_with_logits(config.data))
+    layers, _, head = layer_costs(shape, logits_fraction(config.data))
     return head >= max(layers)
 
 
@@ -129,9 +129,9 @@ def _cuts(config: Config, most: int, one_budget: bool) -> tuple[int, ...]:
     return _powers(min(most, max(2, 1 << (-(-longest // least) - 1).bit_length())))
 
 
-def structural(key: str) -> bool:
+def is_structural(key: str) -> bool:
     """Whether others have to go with it; plans that differ in such an axis are plans of their own to a reader."""
-    return key not in FILLED
+    return key not in FILLING_KEYS
 
 
 def structures(
@@ -143,8 +143,8 @@ def structures(
     refusals.append(partial(_placed_for_nothing, config))
     refusals.append(lambda there: there.actor.offload_optimizer and there.actor.optimizer_residency == "step")
     if cluster is not None:
-        refusals.append(lambda there: any(cluster.lacks(there)))
-    values = {key: each[:: -1 if key == "trainer.nnodes" else 1] for key, each in axes.items() if structural(key)}
+        refusals.append(lambda there: any(cluster.missing_for(there)))
+    values = {key: each[:: -1 if key == "trainer.nnodes" else 1] for key, each in axes.items() if is_structural(key)}
     for settings in combinations(config, values, refusals):
         yield tuple(settings.items())
 
@@ -163,7 +163,7 @@ def _placed_for_nothing(config: Config, there: Config) -> bool:
     return training.pipeline_placement != config.training.pipeline_placement
 
 
-def but_for(settings: tuple[Setting, ...], key: str, value: object) -> tuple[Setting, ...]:
+def with_setting(settings: tuple[Setting, ...], key: str, value: object) -> tuple[Setting, ...]:
     """The settings but for one, and for what only pipelines have where that is the last of them to go."""
     given = dict(settings) | {key: value}
     if (key, value) == ("training.pipeline_parallel_size", 1):
@@ -176,7 +176,11 @@ class Fillings:
     in each axis, the fastest first."""
 
     def __init__(self, axes: Axes):
-        self._axes = {AGAIN: axes[AGAIN], TOKENS: axes[TOKENS][::-1], SEQUENCES: axes[SEQUENCES][::-1]}
+        self._axes = {
+            CHECKPOINTING: axes[CHECKPOINTING],
+            TOKEN_BUDGET: axes[TOKEN_BUDGET][::-1],
+            SEQUENCES: axes[SEQUENCES][::-1],
+        }
         again, tokens, sequences = (len(values) - 1 for values in self._axes.values())
         self.smallest: Filling = (again, tokens, sequences)
 
@@ -184,7 +188,7 @@ class Fillings:
         return tuple((key, values[at]) for (key, values), at in zip(self._axes.items(), filling, strict=True))
 
     def first(self, structure: Iterable[Setting]) -> list[Filling]:
-        return [(0, at, 0) for at in range(1 if _in_order(structure) else len(self._axes[TOKENS]))]
+        return [(0, at, 0) for at in range(1 if _in_order(structure) else len(self._axes[TOKEN_BUDGET]))]
 
     def after(self, structure: Iterable[Setting], filling: Filling, fits: bool) -> Iterator[Filling]:
         """Yield the next fillings, none of which is faster by the bound. With the same number of sequences, recomputed

@@ -13,24 +13,24 @@ from rlfuse.costs.model import Costs
 from rlfuse.engines.memory.activations import head_share, layer_costs, stage_parts
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.pipeline.layout import pipelines_of
-from rlfuse.engines.pipeline.partition import share_with_logits, stage_costs
+from rlfuse.engines.pipeline.partition import logits_fraction, stage_costs
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.schedules.baselines import serial_1f1b
 from rlfuse.fusion.schedules.operations import Kind, Operation
 from rlfuse.fusion.schedules.planning import Planner, planner_of
 from rlfuse.simulate.bound import lower_bound
 from rlfuse.simulate.job_step import micro_batches, workload_of
-from rlfuse.simulate.runner import later_step
-from rlfuse.simulate.speed import some_of
+from rlfuse.simulate.runner import simulate_later_step
+from rlfuse.simulate.speed import evenly_spaced
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import Workload
 from rlfuse.tools.planning.hardware import WorkSpeed
 
-MOST_ENGINES, MOST_SAMPLES = 8, 384  # of the simulated part of a plan
-FEW_PROMPTS, NEAR = 16, 0.02  # prompts simulated at least; tolerance of samples per engine
-AMPLE = 1 << 40  # tokens, of a cache that is never full
-NOTHING_TO_TRAIN = 1e15  # tokens per second, where training is a schedule of its own
-NOTHING = 0.002  # share of a step that is not worth a change
+MAX_ENGINES, MAX_SAMPLES = 8, 384  # of the simulated part of a plan
+MIN_PROMPTS, PROPORTION_TOLERANCE = 16, 0.02  # prompts simulated at least; tolerance of samples per engine
+UNLIMITED_KV_TOKENS = 1 << 40  # tokens, of a cache that is never full
+FREE_TRAINING_RATE = 1e15  # tokens per second, where training is a schedule of its own
+MIN_GAIN = 0.002  # share of a step that is not worth a change
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,20 @@ class Seconds:
     def kinds(self) -> dict[str, float]:
         return {"generating": self.generating, "scoring": self.scoring, "training": self.training}
 
-    def surely_slower(self, other: Seconds, errors: Mapping[str, float]) -> bool:
+    def is_significantly_slower(self, other: Seconds, errors: Mapping[str, float]) -> bool:
         """Return whether it is slower than the other whatever the errors, which both have in common."""
         mine, others = self.kinds, other.kinds
         unsure = sum(errors.get(kind, 0.0) * abs(mine[kind] - others[kind]) for kind in mine)
         return self.step - other.step > unsure
 
 
-def standings(steps: Mapping[str, Seconds], errors: Mapping[str, float]) -> dict[str, str]:
+def fastest_labels(steps: Mapping[str, Seconds], errors: Mapping[str, float]) -> dict[str, str]:
     """Of these steps by name the fastest, in words; of several, where errors or next to nothing leave open which is."""
     best = min(steps.values(), key=lambda each: each.step)
-    enough = (1 + NOTHING) * best.step
-    first = [name for name, each in steps.items() if each.step <= enough or not each.surely_slower(best, errors)]
+    enough = (1 + MIN_GAIN) * best.step
+    first = [
+        name for name, each in steps.items() if each.step <= enough or not each.is_significantly_slower(best, errors)
+    ]
     return dict.fromkeys(first, "the fastest" if len(first) == 1 else "equal within the error")
 
 
@@ -81,24 +83,24 @@ class StepTimes:
 
     def bound(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = (), roomy: bool = False) -> float:
         """Return a lower bound for any cache; `roomy`: for any number of micro-batches."""
-        costs = replace(costs, kv_tokens=AMPLE)
+        costs = replace(costs, kv_tokens=UNLIMITED_KV_TOKENS)
         workload, training = self.workload(config, costs, speeds, roomy, schedule=False)
         if workload not in self._bounds:
             self._bounds[workload] = lower_bound(workload).seconds
         return self._bounds[workload] + training
 
-    def sketched(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = ()) -> float:
+    def quick_bound(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = ()) -> float:
         """Return a quick lower bound: the passes and training of all slots."""
         engines, lengths = self._some(config)
         few = workload_of(config, costs, engines, lengths[: config.rollout.n], self._prompt_tokens)
         scoring, training = few.scoring, few.training
         token_s, training_s = (len(scoring.kinds) - scoring.by_update) / scoring.tokens_per_s, 0.0
         if config.training.pipeline_parallel_size > 1:
-            training_s = self._pipeline_s(config, of_slowest(costs, speeds), schedule=False, roomy=True)
+            training_s = self._pipeline_s(config, slowest_node_costs(costs, speeds), schedule=False, roomy=True)
         else:
             token_s += training.epochs * len(training.models) / training.tokens_per_s
         tokens = sum(lengths) + len(lengths) * self._prompt_tokens
-        some = some_of(engine_speeds(config, speeds), engines)
+        some = evenly_spaced(engine_speeds(config, speeds), engines)
         return tokens * token_s / (sum(speed.compute for speed in some) or engines) + training_s
 
     def simulated(
@@ -115,12 +117,12 @@ class StepTimes:
         key = (workload, training, policy, tuned)
         if key not in self._simulated:
             settings = self.tuned(workload, policy) if tuned else Settings()
-            self._simulated[key] = seconds_of(workload, training, policy, settings)
+            self._simulated[key] = simulated_seconds(workload, training, policy, settings)
         return self._simulated[key]
 
     def tuned(self, workload: Workload, policy: str) -> Settings:
         """Return the policy's tuned settings, if simulating is quick."""
-        if workload.samples > MOST_SAMPLES:
+        if workload.samples > MAX_SAMPLES:
             return Settings()
         if (workload, policy) not in self._tuned:
             self._tuned[workload, policy] = tune(workload, policy)
@@ -142,8 +144,8 @@ class StepTimes:
         workload = self._some_engines(config, some, speeds)
         training = 0.0
         if config.training.pipeline_parallel_size > 1:
-            training = self._pipeline_s(config, of_slowest(costs, speeds), schedule, roomy)
-            free = replace(workload.training, tokens_per_s=NOTHING_TO_TRAIN, call_s=0.0, optimizer_s=0.0)
+            training = self._pipeline_s(config, slowest_node_costs(costs, speeds), schedule, roomy)
+            free = replace(workload.training, tokens_per_s=FREE_TRAINING_RATE, call_s=0.0, optimizer_s=0.0)
             workload = replace(workload, training=free)
         return workload, training
 
@@ -159,7 +161,7 @@ class StepTimes:
         actor = self._held(config, "actor")
         shared = head_share(config, actor)
         if schedule:
-            key = (config.fusion.training, *astuple(config.training), *counts.items(), share_with_logits(config.data))
+            key = (config.fusion.training, *astuple(config.training), *counts.items(), logits_fraction(config.data))
             if key not in self._schedules:
                 planner = self.planner(config, counts, 1.0)
                 took = serial_1f1b(planner.problem(counts)) if alone and not shared else planner.plan(counts).seconds
@@ -173,7 +175,7 @@ class StepTimes:
             held = [pipelines.stages_on(position) for position in range(stages)]
             busy = [counts["actor"] * sum(shares[i] for i in mine) + sum(shares[: min(mine)]) for mine in held]
             seconds = 3 * forward * max(each - min(mine) * shared for each, mine in zip(busy, held, strict=True))
-        steps = mini_batches_of(config) * config.actor.ppo_epochs
+        steps = mini_batches_per_step(config) * config.actor.ppo_epochs
         return steps * (seconds + len(counts) * costs.optimizer_s)
 
     def mini_batch(self, config: Config, costs: Costs) -> tuple[dict[str, int], float]:
@@ -206,16 +208,16 @@ class StepTimes:
         engines, lengths = self._some(config)
         workload = workload_of(config, costs, engines, lengths, self._prompt_tokens)
         scoring = replace(workload.scoring, deferred=False)  # what a schedule takes and fills is worked out apart
-        training = replace(workload.training, bubbles=None, mini_batches=mini_batches_of(config))
-        some = some_of(engine_speeds(config, speeds), engines)
+        training = replace(workload.training, bubbles=None, mini_batches=mini_batches_per_step(config))
+        some = evenly_spaced(engine_speeds(config, speeds), engines)
         compute = tuple(speed.compute for speed in some)
         decode = tuple(speed.decode / speed.compute for speed in some)
         return replace(workload, scoring=scoring, training=training, slot_speed=compute, decode_speed=decode)
 
     def _some(self, config: Config) -> tuple[int, tuple[int, ...]]:
         all_of_them, rows = config.slots // config.rollout.tensor_model_parallel_size, config.rollout.n
-        mini_batches = mini_batches_of(config)
-        engines, prompts = cut(all_of_them, config.actor.ppo_mini_batch_size, mini_batches, rows)
+        mini_batches = mini_batches_per_step(config)
+        engines, prompts = simulated_part(all_of_them, config.actor.ppo_mini_batch_size, mini_batches, rows)
         return engines, self._lengths(rows, prompts * mini_batches)
 
     @functools.cache  # noqa: B019, as long as the search
@@ -229,14 +231,14 @@ class StepTimes:
         return tuple(np.random.default_rng(1).permutation(some).ravel().tolist())
 
 
-def mini_batches_of(config: Config) -> int:
+def mini_batches_per_step(config: Config) -> int:
     """Of a step."""
     return -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
 
 
-def seconds_of(workload: Workload, training_s: float, policy: str, settings: Settings) -> Seconds:
+def simulated_seconds(workload: Workload, training_s: float, policy: str, settings: Settings) -> Seconds:
     """Simulated; `training_s`: of training beside what is simulated."""
-    result = later_step(workload, policy, settings).result
+    result = simulate_later_step(workload, policy, settings).result
     scored = result.generation_and_scoring_s
     return Seconds(result.generation_s, scored - result.generation_s, result.step_s - scored + training_s)
 
@@ -257,7 +259,7 @@ def engine_speeds(config: Config, nodes: Sequence[WorkSpeed]) -> tuple[WorkSpeed
     return tuple(WorkSpeed(*map(min, zip(*engine, strict=True))) for engine in engines)
 
 
-def of_slowest(costs: Costs, nodes: Sequence[WorkSpeed]) -> Costs:
+def slowest_node_costs(costs: Costs, nodes: Sequence[WorkSpeed]) -> Costs:
     """Return the costs of pipelines, which wait for each other in every mini-batch."""
     slowest = min((node.compute for node in nodes), default=1.0)
     return replace(costs, train_tokens_per_s=costs.train_tokens_per_s * slowest)
@@ -267,18 +269,18 @@ def stage_shares(config: Config, shape: Shape, role: str = "actor") -> list[floa
     """Of a forward pass, of each stage."""
     found = stage_parts(config, shape, role)
     sizes, sharers = [len(part.layers) for part in found], sum(part.head is not None for part in found)
-    costs = stage_costs(sizes, *layer_costs(shape, share_with_logits(config.data)), sharers)
+    costs = stage_costs(sizes, *layer_costs(shape, logits_fraction(config.data)), sharers)
     return [cost / sum(costs) for cost in costs]
 
 
 @functools.cache
-def cut(engines: int, mini_batch: int, mini_batches: int, rows: int) -> tuple[int, int]:
+def simulated_part(engines: int, mini_batch: int, mini_batches: int, rows: int) -> tuple[int, int]:
     """Return how many engines, and prompts per mini-batch, of a step to simulate: as many per engine as in the whole
     step, or all of them if no smaller number is in proportion."""
     each = mini_batch * mini_batches * rows / engines
-    most = min(engines, MOST_ENGINES, max(2, MOST_SAMPLES // each))
-    for prompts in range(-(-FEW_PROMPTS // mini_batches), mini_batch):
+    most = min(engines, MAX_ENGINES, max(2, MAX_SAMPLES // each))
+    for prompts in range(-(-MIN_PROMPTS // mini_batches), mini_batch):
         some = engines * prompts / mini_batch
-        if some >= most and abs(round(some) - some) <= NEAR * some:
+        if some >= most and abs(round(some) - some) <= PROPORTION_TOLERANCE * some:
             return round(some), prompts
     return engines, mini_batch

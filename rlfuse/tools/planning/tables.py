@@ -17,8 +17,8 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.memory.activations import layer_costs, micro_batch_tokens, parts_on
 from rlfuse.engines.memory.estimate import GIB, Memory
 from rlfuse.engines.memory.model_sizes import Shape
-from rlfuse.engines.memory.sharing import sharing_words
-from rlfuse.engines.pipeline.partition import share_with_logits
+from rlfuse.engines.memory.sharing import describe_sharing
+from rlfuse.engines.pipeline.partition import logits_fraction
 
 
 def table_of(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
@@ -58,14 +58,14 @@ def placement_table(config: Config, shapes: Mapping[str, Shape]) -> Table:
     rewards = reward.num_workers * (len(models) < len(reward.functions)) + len(models) + bool(reward.model_path)
     table.caption = f"beside them: the driver and {rewards} reward processes"
     if config.training.pipeline_parallel_size > 1:
-        table.caption += f"; {stages_told(config, shapes['actor'])}"
+        table.caption += f"; {stage_note(config, shapes['actor'])}"
     table.caption_justify = "left"
     return table
 
 
-def stages_told(config: Config, shape: Shape) -> str:
+def stage_note(config: Config, shape: Shape) -> str:
     """By what layers are shared out over stages."""
-    share = share_with_logits(config.data)
+    share = logits_fraction(config.data)
     layers, _, head = layer_costs(shape.share(config.training.tensor_model_parallel_size), share)
     if config.training.vocabulary_parallel:
         return "stages of as many layers, which share the actor's head"
@@ -103,7 +103,7 @@ def memory_table(config: Config, shapes: Mapping[str, Shape], memory: Memory) ->
         f"the longest samples ({longest})",
     ]
     if memory.budget.device == "cuda":
-        notes += sharing_words(config, memory)
+        notes += describe_sharing(config, memory)
     if memory.host:
         per_node = memory.host * config.trainer.n_gpus_per_node / GIB
         notes.append(f"{per_node:.1f} GiB of a node's host memory at most, pinned for what is off the devices")

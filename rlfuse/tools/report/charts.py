@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from rlfuse.observe.idle import CAUSES, WORKS
+from rlfuse.observe.idle import CAUSES, WORK_LABELS
 from rlfuse.tools.report.gather import QUANTILES, Gathered, Timeline
 
 POINTS, LEAST_POINTS = 400, 80
@@ -42,13 +42,15 @@ COLOURS = {
     "idle/start_up": "#efece8",
 }
 """What slots do, in the order in which it is stacked."""
-WORDS = {f"busy/{name}": word for name, word in WORKS.items()} | {f"idle/{name}": word for name, word in CAUSES.items()}
+WORDS = {f"busy/{name}": word for name, word in WORK_LABELS.items()} | {
+    f"idle/{name}": word for name, word in CAUSES.items()
+}
 CURVES = (
     ("mean reward", ("critic/score/mean",)),
     ("held out", ("val-core/",)),
     ("response length, tokens", ("response_length/mean", "response_length/max")),
     ("share of responses cut off at the limit", ("response_length/clip_ratio",)),
-    ("KL to the reference, nats", ("critic/kl", "actor/kl_loss")),
+    ("KL to the reference, nats", ("actor/reward_kl_penalty", "actor/kl_loss")),
     ("policy change of a step, nats", ("actor/ppo_kl",)),
     ("entropy, nats per token", ("actor/entropy", "response/entropy")),
     ("policy loss", ("actor/pg_loss",)),

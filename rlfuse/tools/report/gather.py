@@ -18,7 +18,7 @@ import numpy as np
 from rlfuse.config.schema import AlertsConfig
 from rlfuse.events import Span, union
 from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps
-from rlfuse.observe.idle import divide
+from rlfuse.observe.idle import intervals_by_slot
 from rlfuse.run_folder.reader import RunFolder
 from rlfuse.run_folder.status import Status, read
 
@@ -144,7 +144,7 @@ def _chosen_steps(steps: Mapping[int, Span], most: int) -> list[int]:
 def _rows(run: RunFolder) -> list[Row]:
     places: dict[tuple[str, ...], dict[str, int]] = {}
     rows = []
-    for row in run.each_row():
+    for row in run.iter_rows():
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
         names = tuple(numbers)
         if names not in places:
@@ -189,7 +189,7 @@ def _whole(name: str, parts: Sequence[Span]) -> Generated:
 
 def _timeline(step: Span, spans: Sequence[Span], slots: int, width: int) -> Timeline:
     shown = sorted({i * slots // min(slots, ROWS) for i in range(min(slots, ROWS))})
-    divided = divide(spans, step.start, step.end, slots, width)
+    divided = intervals_by_slot(spans, step.start, step.end, slots, width)
     rows = [(f"slot {slot}", _bars(divided[slot].items(), step)) for slot in shown]
     rewards = union(span for span in spans if span.where.startswith("reward/") and span.kind == "reward")
     if rewards:
@@ -254,7 +254,7 @@ def _validated(run: RunFolder, budget: _Budget, most: int) -> list[dict[str, Any
     """Rows of `validation.jsonl`: the same first prompts at each of some steps, so that answers can be compared."""
     every: list[float] = []
     last = Counter[tuple[str, str]]()
-    for row in run.validated():  # of ascending steps
+    for row in run.validation_rows():  # of ascending steps
         if row["step"] not in every[-1:]:
             every.append(row["step"])
             last.clear()
@@ -263,7 +263,7 @@ def _validated(run: RunFolder, budget: _Budget, most: int) -> list[dict[str, Any
         return []
     steps = _spread(every, VALIDATIONS)
     questions = list(last)[: max(1, most // len(steps) // max(last.values()))]
-    rows = (row for row in run.validated() if row["step"] in steps and _question(row) in questions)
+    rows = (row for row in run.validation_rows() if row["step"] in steps and _question(row) in questions)
     return [_shown_row(run, budget, row) | {"validation": True} for row in islice(rows, most)]
 
 
@@ -280,11 +280,11 @@ def _spread(steps: Sequence[float], count: int) -> list[float]:
 
 def _shown_row(run: RunFolder, budget: _Budget, row: dict[str, Any]) -> dict[str, Any]:
     """Without the data's columns, long texts cut short, its picture inside."""
-    texts = {name: cut_short(row[name]) for name in ("prompt", "response")}
+    texts = {name: truncate_text(row[name]) for name in ("prompt", "response")}
     kept = {name: value for name, value in row.items() if name not in ("columns", "contact_sheet")}
     return kept | texts | {"picture": budget.picture(run.path, row.get("contact_sheet"))}
 
 
-def cut_short(text: str) -> str:
+def truncate_text(text: str) -> str:
     """The text, or its beginning and how much more there is."""
     return text if len(text) <= TEXT else f"{text[:TEXT]}\n… {len(text) - TEXT:,} more characters in samples.jsonl"

@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from rlfuse.files import write_whole
+from rlfuse.files import write_atomically
 from rlfuse.run_folder.reader import RunFolder, open_run, reading
 from rlfuse.tools.report import charts, tables
 from rlfuse.tools.report.gather import Gathered, gather
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
             gathered.append(gather(folder, name, len(folders)))
     with reading(folders[0].path):
         page = render(gathered)
-    write_whole(out, page)
+    write_atomically(out, page)
     shown = "" if len(folders) == 1 else f"{len(folders)} runs, "
     print(f"report     {out}  ({shown}{len(page.encode()) / 1e6:.1f} MB)")
 
@@ -94,8 +94,8 @@ def render(runs: Sequence[Gathered]) -> str:
         timelines=[embedded(each) for each in shown],
         time_legend=_legend(time.values()),
         timeline_legend=_legend(shown),
-        differing=tables.differing(runs) if len(runs) > 1 else [],
-        became=tables.became(runs),
+        differing_settings=tables.differing_settings(runs) if len(runs) > 1 else [],
+        outcomes=tables.outcomes(runs),
         facts=tables.facts(runs),
         idle=tables.idle(runs),
         alerts=[(run.name, step, alert) for run in runs for step, alert in run.alerts][:MOST_ALERTS],

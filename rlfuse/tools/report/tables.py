@@ -12,7 +12,7 @@ import yaml
 from rlfuse.config.job_file import settings_of
 from rlfuse.fusion.selection import choice
 from rlfuse.observe.idle import CAUSES
-from rlfuse.run_folder.run_lock import last_sign
+from rlfuse.run_folder.run_lock import last_log_write
 from rlfuse.run_folder.status import state_now
 from rlfuse.tools.report.charts import COLOURS
 from rlfuse.tools.report.gather import Gathered
@@ -32,7 +32,7 @@ COMPARED = {
 }
 
 
-def became(runs: Sequence[Gathered]) -> Rows:
+def outcomes(runs: Sequence[Gathered]) -> Rows:
     """What became of each run: state, figures of its first and last steps, what it told."""
     first, last = zip(*map(_became, runs), strict=True)
     return _filled(first) + compared(runs) + _filled(last)
@@ -40,7 +40,7 @@ def became(runs: Sequence[Gathered]) -> Rows:
 
 def _became(run: Gathered) -> tuple[dict[str, str], dict[str, str]]:
     status, summary = run.status, run.summary
-    seconds = status.seconds(last_sign(run.run.path)) if status else summary.get("seconds")
+    seconds = status.seconds(last_log_write(run.run.path)) if status else summary.get("seconds")
     faults = summary.get("faults") or {
         name.removeprefix("fault/"): value
         for name, value in (run.rows[-1] if run.rows else {}).items()
@@ -156,7 +156,7 @@ def idle_shares(run: Gathered) -> dict[str, float]:
     return {name: totals[f"idle/{name}"] / whole for name in CAUSES if totals[f"idle/{name}"]} if whole else {}
 
 
-def differing(runs: Sequence[Gathered]) -> Rows:
+def differing_settings(runs: Sequence[Gathered]) -> Rows:
     """Settings in which runs differ, those that all of them know first; without the names, which stand above."""
     flat = [_settings(run) for run in runs]
     keys = sorted(

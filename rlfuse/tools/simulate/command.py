@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rlfuse.config.input_files import WorkloadError, publish, schema_of, unwritable
-from rlfuse.files import write_whole
+from rlfuse.files import write_atomically
+from rlfuse.fusion.custom_policies import load_policy, loaded_policy
 from rlfuse.fusion.decisions import Settings, traits_of
-from rlfuse.fusion.own_policies import load_policy, loaded_policy
 from rlfuse.fusion.policies import POLICIES
-from rlfuse.simulate.runner import Result, Simulated, later_step
+from rlfuse.simulate.runner import Result, Simulated, simulate_later_step
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import EXAMPLE, Workload, read_workload
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     print(table(workload, results))
     if arguments.out is not None:
         objects = [result.as_json() for result in results]
-        write_whole(arguments.out, json.dumps(objects[0] if len(objects) == 1 else objects, indent=2) + "\n")
+        write_atomically(arguments.out, json.dumps(objects[0] if len(objects) == 1 else objects, indent=2) + "\n")
     if arguments.picture is not None:
         from rlfuse.observe.step_picture import draw
 
@@ -69,7 +69,7 @@ def _run(workload: Workload, policies: Sequence[str], threshold: float | None) -
         if (tuned := traits_of(loaded_policy(policy)).tuned) and threshold is None:
             chosen = ", ".join(f"{name} {getattr(settings, name):g}" for name in tuned)
             print(f"{policy}: {chosen} (best on other draws of the lengths)")
-        results.append(later_step(workload, policy, settings))
+        results.append(simulate_later_step(workload, policy, settings))
     return results
 
 

@@ -18,7 +18,7 @@ from rlfuse.costs.rates import slot_rates
 from rlfuse.costs.spans import spans_within
 from rlfuse.events import Span, read_events
 from rlfuse.parsing import parse_yaml
-from rlfuse.simulate.job_step import whole_samples, workload_of
+from rlfuse.simulate.job_step import finished_lengths, workload_of
 from rlfuse.simulate.workload import Workload
 
 
@@ -41,12 +41,12 @@ class Recording:
     fit: Fit
     steps: list[Step]
     rates: tuple[float, ...] = ()  # of each slot; empty where none is slow
-    by_rates: bool = True  # whether work was shared out by measured rates: not with trainer.deterministic
+    use_measured_rates: bool = True  # whether work was shared out by measured rates: not with trainer.deterministic
 
 
 def read_run(folder: Path) -> Recording:
     """Raises WorkloadError where the folder holds no run, or its events tell no costs; RunError for damaged events."""
-    config, spans = generating(folder), read_events(folder / "events.jsonl")
+    config, spans = read_generating_config(folder), read_events(folder / "events.jsonl")
     fitted, rates = fit_run(config, spans)
     if "decoding" not in fitted.accuracy:
         raise WorkloadError(
@@ -79,7 +79,7 @@ def fit_run(config: Config, spans: Sequence[Span]) -> tuple[Fit, tuple[float, ..
 def recorded_workload(config: Config, costs: Costs, rates: Sequence[float], step: Sequence[Span]) -> Workload:
     """Return a recorded step, each slot at its own speed."""
     engines = config.slots // config.rollout.tensor_model_parallel_size
-    found = workload_of(config, costs, engines, *whole_samples(step))
+    found = workload_of(config, costs, engines, *finished_lengths(step))
     return replace(found, slot_speed=tuple(1 / rate for rate in rates))
 
 
@@ -98,7 +98,7 @@ def config_of(path: Path) -> Config:
     return config
 
 
-def generating(folder: Path) -> Config:
+def read_generating_config(folder: Path) -> Config:
     """The configuration of a run. WorkloadError for one that only trains a reward model, or can't be read."""
     config = config_of(folder / "config.yaml")
     if config.trainer.task == "reward_model":

@@ -22,8 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlfuse.config.declare import as_typed
 from rlfuse.config.documentation import by_name, groups
-from rlfuse.config.foreign import counterpart
 from rlfuse.config.keys import accepts_entry, explain_value, fits, is_free
+from rlfuse.config.other_frameworks import counterpart
 from rlfuse.errors import ConfigError
 from rlfuse.parsing import parse_yaml
 from rlfuse.tools.translate.conversions import CONVERSIONS, DEFAULTS
@@ -50,16 +50,16 @@ class VerlCommand:
 
     origin: str
     settings: dict[str, Any] = field(default_factory=dict)
-    unread: dict[str, str] = field(default_factory=dict)
+    unparsed: dict[str, str] = field(default_factory=dict)
 
     def add(self, word: Word) -> None:
         found = SETTING.fullmatch(word.text)
         if found is None:
             if not REDIRECTION.match(word.text):
-                self.unread[word.text] = "is no setting (a configuration that it names is not read)"
+                self.unparsed[word.text] = "is no setting (a configuration that it names is not read)"
         elif word.unknown:
             said = ", ".join(word.unknown)
-            self.unread[f"{found[1]}={found[2]}"] = f"only the script's surroundings know {said}; write the value"
+            self.unparsed[f"{found[1]}={found[2]}"] = f"only the script's surroundings know {said}; write the value"
         else:
             self.settings[found[1]] = _value(found[2])
 
@@ -120,7 +120,9 @@ def _of_yaml(origin: str, text: str) -> VerlCommand:
         raise ConfigError([f"{origin}: holds no keys; a configuration of verl has data, actor_rollout_ref, trainer"])
     command = VerlCommand(origin)
     if "defaults" in content:
-        command.unread["defaults"] = "files that it names are not read; what they set beside verl's defaults is missing"
+        command.unparsed["defaults"] = (
+            "files that it names are not read; what they set beside verl's defaults is missing"
+        )
     _take_leaves(command, content)
     return command
 
@@ -137,7 +139,7 @@ def _take_leaves(command: VerlCommand, content: DictConfig, prefix: str = "") ->
             else:
                 command.settings[name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
         except OmegaConfBaseException:
-            command.unread[f"{name}={as_typed(raw)}"] = "what stands in ${...} is not in the file; write the value"
+            command.unparsed[f"{name}={as_typed(raw)}"] = "what stands in ${...} is not in the file; write the value"
 
 
 @dataclass(slots=True)
@@ -174,7 +176,7 @@ def _problem(key: str, value: Any) -> str | None:
     return None if value is None or known.in_range(value) else f"{key} must be {known.range}"
 
 
-def translated(command: VerlCommand) -> Translation:
+def translate(command: VerlCommand) -> Translation:
     """The job that means what the command does."""
     job, given, later = Translation(), command.settings, []
     for name, value in given.items():
@@ -192,8 +194,8 @@ def translated(command: VerlCommand) -> Translation:
             later.append((name, value, in_verl))
     for name, value, in_verl in later:
         _elsewhere(job, name, value, in_verl)
-    job.to_decide += command.unread.items()
-    _fill_in(job, given, {_key(setting.partition("=")[0]) for setting in command.unread})
+    job.to_decide += command.unparsed.items()
+    _fill_in(job, given, {_key(setting.partition("=")[0]) for setting in command.unparsed})
     return job
 
 
@@ -203,7 +205,7 @@ def _elsewhere(job: Translation, name: str, value: Any, in_verl: str) -> None:
         job.no_counterpart.setdefault("nothing here is called so, or does that", []).append(in_verl)
     elif not found.keys:
         job.no_counterpart.setdefault(found.note, []).append(in_verl)
-    elif found.same:
+    elif found.is_same:
         written = found.values.get(as_typed(value))
         ours = value if written is None else yaml.safe_load(written)
         job.set(found.keys[0], ours, in_verl, in_verl if written else name)
@@ -269,4 +271,4 @@ def main(argv: list[str]) -> None:
         print(USAGE, end="")
         return
     command = read(argv)
-    print(as_text(translated(command), command.origin), end="")
+    print(as_text(translate(command), command.origin), end="")

@@ -62,7 +62,7 @@ def importance(value: Any, given: Given) -> Outcome:
     return {"algorithm.rollout_is_threshold": next(thresholds, 2.0)}
 
 
-def own_reward(value: Any, given: Given) -> Outcome:
+def custom_reward(value: Any, given: Given) -> Outcome:
     """A file and a name are one entry here."""
     group = next((group for group in REWARD if given.get(f"{group}.path")), None)
     if group is None:
@@ -139,7 +139,7 @@ CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     **dict.fromkeys(ROLLOUT_IS, importance),
     "algorithm.rollout_correction.rollout_is_threshold": ignored,
     "algorithm.rollout_correction.bypass_mode": renamed("algorithm.old_log_probs", off=False, to="engine"),
-    **{f"{group}.{leaf}": own_reward for group in REWARD for leaf in ("path", "name")},
+    **{f"{group}.{leaf}": custom_reward for group in REWARD for leaf in ("path", "name")},
     **dict.fromkeys(("reward_model.enable", "reward_model.model.path"), reward_model),
     **dict.fromkeys(("reward.reward_model.enable", "reward.reward_model.model_path"), reward_model),
     **{f"{group}.{leaf}": overlong for group in OVERLONG for leaf in ("enable", "len")},

@@ -18,13 +18,13 @@ import numpy as np
 
 from rlfuse.tools.whatif.run_operations import Piece
 
-HALF = 0.5  # of the time lost, from which on a part counts as its cause
-CORRELATED = 0.9
-PAIRS = 8  # micro-batches that tell a correlation
-SLOW = 1.1  # a worker below so many times its expected time is like the others
-VARIES = 0.1  # standard deviation over mean of their durations, below which there is nothing to correlate
-SPIKE = 3.0  # an operation that took so many times what its like take stood still meanwhile
-SPIKES = 4
+MAIN_CAUSE_SHARE = 0.5  # of the time lost, from which on a part counts as its cause
+MIN_CORRELATION = 0.9
+MIN_PAIRS = 8  # micro-batches that tell a correlation
+SLOW_RATE = 1.1  # a worker below so many times its expected time is like the others
+MIN_VARIATION = 0.1  # standard deviation over mean of their durations, below which there is nothing to correlate
+SPIKE_FACTOR = 3.0  # an operation that took so many times what its like take stood still meanwhile
+MIN_SPIKES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Evidence:
     """What rules look at beside the shares."""
 
     pieces: Sequence[Piece]
@@ -49,7 +49,7 @@ class Seen:
     share: Callable[[np.ndarray, np.ndarray], float]  # of the lost time that a part's ideal durations save
 
 
-def likely(found: Mapping[str, Any], seen: Seen) -> Cause:
+def likely_cause(found: Mapping[str, Any], seen: Evidence) -> Cause:
     """The first rule that holds. `found`: the fields of a run's slowdown so far."""
     for rule in (_machine, _collection, _stages, _tail, _lengths):
         if (cause := rule(found, seen)) is not None:
@@ -61,10 +61,10 @@ def likely(found: Mapping[str, Any], seen: Seen) -> Cause:
     )
 
 
-def _machine(found: Mapping[str, Any], seen: Seen) -> Cause | None:
+def _machine(found: Mapping[str, Any], seen: Evidence) -> Cause | None:
     share = found.get("M_W")
     rates = [found["rates"][worker] for worker in seen.slowest]
-    if share is None or share < HALF or found["S_machine"] < found["S_skew"] or max(rates) < SLOW:
+    if share is None or share < MAIN_CAUSE_SHARE or found["S_machine"] < found["S_skew"] or max(rates) < SLOW_RATE:
         return None
     slow = ", ".join(f"{worker} ({found['rates'][worker]:.2f} times its expected time)" for worker in seen.slowest)
     return Cause(
@@ -74,35 +74,35 @@ def _machine(found: Mapping[str, Any], seen: Seen) -> Cause | None:
     )
 
 
-def _collection(found: Mapping[str, Any], seen: Seen) -> Cause | None:
+def _collection(found: Mapping[str, Any], seen: Evidence) -> Cause | None:
     spikes = {kind: _spikes(seen, kind) for kind in ("forward", "backward")}
     forward, workers = spikes["forward"], Counter(seen.pieces[number].worker for number in spikes["forward"])
-    alone = len(forward) >= SPIKES and len(spikes["backward"]) * SPIKES <= len(forward)
-    if not alone or (found["steps"] > 1 and max(workers.values()) > HALF * len(forward) + 1):
+    alone = len(forward) >= MIN_SPIKES and len(spikes["backward"]) * MIN_SPIKES <= len(forward)
+    if not alone or (found["steps"] > 1 and max(workers.values()) > MAIN_CAUSE_SHARE * len(forward) + 1):
         return None
     part = np.zeros(len(seen.pieces), bool)
     part[forward] = True
-    if (share := seen.share(part, seen.typical)) < HALF:
+    if (share := seen.share(part, seen.typical)) < MAIN_CAUSE_SHARE:
         return None
     return Cause(
         "gc",
-        f"{len(forward)} forwards on {len(workers)} workers took over {SPIKE:g} times as long as their like, and "
+        f"{len(forward)} forwards on {len(workers)} workers took over {SPIKE_FACTOR:g} times as long as their like, and "
         f"{len(spikes['backward'])} backwards; without them {percent(share)} of the time lost to machines goes",
         "collect garbage on all workers at once: trainer.gc_freq",
     )
 
 
-def _spikes(seen: Seen, kind: str) -> list[int]:
+def _spikes(seen: Evidence, kind: str) -> list[int]:
     return [
         piece.number
         for piece in seen.pieces
-        if piece.kind == kind and seen.recorded[piece.number] > SPIKE * seen.typical[piece.number]
+        if piece.kind == kind and seen.recorded[piece.number] > SPIKE_FACTOR * seen.typical[piece.number]
     ]
 
 
-def _stages(found: Mapping[str, Any], _: Seen | None) -> Cause | None:
+def _stages(found: Mapping[str, Any], _: Evidence | None) -> Cause | None:
     share = found.get("M_S")
-    if share is None or share < HALF:
+    if share is None or share < MAIN_CAUSE_SHARE:
         return None
     return Cause(
         "stages",
@@ -111,10 +111,10 @@ def _stages(found: Mapping[str, Any], _: Seen | None) -> Cause | None:
     )
 
 
-def _tail(found: Mapping[str, Any], seen: Seen) -> Cause | None:
+def _tail(found: Mapping[str, Any], seen: Evidence) -> Cause | None:
     decoding = np.array([piece.kind in ("decode", "prefill") for piece in seen.pieces])
     share = seen.share(decoding, seen.balanced)
-    if found["S_skew"] < found["S_machine"] or share < HALF:
+    if found["S_skew"] < found["S_machine"] or share < MAIN_CAUSE_SHARE:
         return None
     return Cause(
         "tail",
@@ -124,10 +124,10 @@ def _tail(found: Mapping[str, Any], seen: Seen) -> Cause | None:
     )
 
 
-def _lengths(found: Mapping[str, Any], seen: Seen) -> Cause | None:
+def _lengths(found: Mapping[str, Any], seen: Evidence) -> Cause | None:
     pairs = _pairs(seen)
     found_correlation = correlation(*pairs)
-    if found_correlation is None or found_correlation < CORRELATED:
+    if found_correlation is None or found_correlation < MIN_CORRELATION:
         return None
     return Cause(
         "lengths",
@@ -143,14 +143,14 @@ def _correlated(value: float, pairs: int) -> str:
 def correlation(of: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> float | None:
     """Return the correlation of forward and backward seconds [P] of the same micro-batches, each relative to the mean
     of its `of` (a worker's part of the model); None for too few pairs or durations that hardly vary."""
-    if len(of) < PAIRS:
+    if len(of) < MIN_PAIRS:
         return None
     _, of, counts = np.unique(of, return_inverse=True, return_counts=True, axis=0)
     one, other = (each / (np.bincount(of, each) / counts)[of] for each in (forward, backward))
-    return float(np.corrcoef(one, other)[0, 1]) if min(one.std(), other.std()) >= VARIES else None
+    return float(np.corrcoef(one, other)[0, 1]) if min(one.std(), other.std()) >= MIN_VARIATION else None
 
 
-def _pairs(seen: Seen) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _pairs(seen: Evidence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     found: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
     for piece in seen.pieces:
         if piece.kind in ("forward", "backward") and piece.span.kind == piece.kind:
@@ -167,16 +167,16 @@ def _pairs(seen: Seen) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return of.astype(int), forward, backward
 
 
-def likely_of_job(found: Mapping[str, Any], pairs: int) -> Cause:
+def likely_job_cause(found: Mapping[str, Any], pairs: int) -> Cause:
     """Return the cause of a training job's slowdown. `found`: the fields of its `Slowdown` so far."""
-    if found["M_W"] >= HALF:
+    if found["M_W"] >= MAIN_CAUSE_SHARE:
         return Cause(
             "machine",
             f"{percent(found['M_W'])} of the time lost is saved if the slowest few workers work like the others",
             "look at the slowest workers: what else runs there, how hot they are",
         )
     related, share = found["correlation"], found["M_L"]
-    if related is not None and related >= CORRELATED and share >= HALF:
+    if related is not None and related >= MIN_CORRELATION and share >= MAIN_CAUSE_SHARE:
         return Cause(
             "lengths",
             f"{_correlated(related, pairs)}, and {percent(share)} of the time lost is saved if all micro-batches are "

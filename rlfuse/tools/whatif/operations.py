@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numba
 import numpy as np
 
-ALONE = -1
+NO_GROUP = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Operations:
     start: np.ndarray
     end: np.ndarray
     waits: np.ndarray  # int [E, 2]: (an operation, what it waits for)
-    group: np.ndarray  # int [N]: operations with the same number end together; `ALONE`: in no group
+    group: np.ndarray  # int [N]: operations with the same number end together; `NO_GROUP`: in no group
     communicates: np.ndarray  # bool [N]: by its kind, whether or not it is in a group
     pairs: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
     """int [P, 3]: forward and backward of one micro-batch on one worker, and the chunk of the model that they run."""
@@ -49,13 +49,13 @@ class Operations:
     def own_seconds(self) -> np.ndarray:
         """Return float [N]: durations, of transfers from when the last of their group had started."""
         starts = self.start.copy()
-        grouped = self.group != ALONE
+        grouped = self.group != NO_GROUP
         last = np.full(self.group.max(initial=0) + 1, -np.inf)
         np.maximum.at(last, self.group[grouped], self.start[grouped])
         starts[grouped] = last[self.group[grouped]]
         return np.maximum(self.end - starts, 0.0)  # clocks of two hosts differ
 
-    def kinds_of(self, *names: str) -> np.ndarray:
+    def has_kind(self, *names: str) -> np.ndarray:
         return np.isin(self.kind, [number for number, name in enumerate(self.kinds) if name in names])
 
 
@@ -70,7 +70,7 @@ class Replay:
         self.operations = operations
         count = len(operations)
         unit = np.arange(count)  # what runs together: an operation, or all members of a group under the first's number
-        grouped = np.flatnonzero(operations.group != ALONE)
+        grouped = np.flatnonzero(operations.group != NO_GROUP)
         _, first, of = np.unique(operations.group[grouped], return_index=True, return_inverse=True)
         unit[grouped] = grouped[first[of]]
         self._members, self._member_from = _rows(unit, np.arange(count), count)

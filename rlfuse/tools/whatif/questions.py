@@ -15,14 +15,14 @@ from rlfuse.fusion.decisions import Settings
 from rlfuse.health.detection import Alarm
 from rlfuse.health.monitor import read_alarms
 from rlfuse.run_folder.reader import RunFolder
-from rlfuse.simulate.runner import later_step
+from rlfuse.simulate.runner import simulate_later_step
 from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import Workload
 from rlfuse.tools.run_code import policy_code, refuse_code
 from rlfuse.tools.simulate.recorded import config_of, fit_run, recorded_workload
-from rlfuse.tools.whatif.causes import SLOW
+from rlfuse.tools.whatif.causes import SLOW_RATE
 from rlfuse.tools.whatif.run_operations import COMMUNICATION, KINDS, REWARD, operations, recorded_steps
-from rlfuse.tools.whatif.slowdown import SLOWEST, TOGETHER, Job, JobSlowdown, Run, RunSlowdown, slowest
+from rlfuse.tools.whatif.slowdown import COMBINED_KINDS, SLOWEST, Job, JobSlowdown, Run, RunSlowdown, slowest
 
 SIMULATED = 3  # steps, the last of the run
 LONGEST = 0.05  # of the responses
@@ -45,7 +45,7 @@ def answers(
     `simulated=None` skips what needs simulation. Raises PolicyError for a policy that cannot be used."""
     kinds = {"rewards take no time": ([REWARD], 0.0), "links twice as fast": (COMMUNICATION, 0.5)}
     for question, (names, factor) in (kinds | {f"{kind} takes no time": ([kind], 0.0) for kind in without}).items():
-        yield _replayed(run, question, np.where(run.operations.kinds_of(*names), factor * run.own, run.own))
+        yield _replayed(run, question, np.where(run.operations.has_kind(*names), factor * run.own, run.own))
     if simulated is None:
         return
     asked: list[tuple[str, Callable[[Workload], Workload], str]] = [
@@ -70,7 +70,7 @@ def job_answers(job: Job, found: JobSlowdown, without: Sequence[str] = ()) -> It
         yield _replayed(job, "last stage like the others", job.without(operations.stage == operations.stages - 1))
     yield _replayed(job, "links twice as fast", np.where(operations.communicates, job.own / 2, job.own))
     for kind in without:
-        part = operations.kinds_of(*TOGETHER.get(kind, (kind,)))
+        part = operations.has_kind(*COMBINED_KINDS.get(kind, (kind,)))
         yield _replayed(job, f"{kind} takes no time", np.where(part, 0.0, job.own))
 
 
@@ -82,19 +82,22 @@ def _replayed(analysis: Job | Run, question: str, durations: np.ndarray) -> Answ
 class Simulated:
     """Recorded steps on a virtual clock, under the run's own policy or another."""
 
-    def __init__(self, workloads: Sequence[Workload], policy: str, by_rates: bool = True):
-        self.workloads, self.policy, self._by_rates = workloads, policy, by_rates
+    def __init__(self, workloads: Sequence[Workload], policy: str, use_measured_rates: bool = True):
+        self.workloads, self.policy, self._by_rates = workloads, policy, use_measured_rates
         self._settings: Callable[[str], Settings] = cache(lambda name: tune(workloads[-1], name))
 
     def seconds(self, change: Callable[[Workload], Workload], policy: str = "") -> float:
         settings = self._settings(policy or self.policy)
-        steps = [later_step(change(each), policy or self.policy, settings, self._by_rates) for each in self.workloads]
+        steps = [
+            simulate_later_step(change(each), policy or self.policy, settings, self._by_rates)
+            for each in self.workloads
+        ]
         return fmean(step.result.step_s for step in steps)
 
-    def decided_anew(self, rates: Mapping[str, float]) -> float | None:
+    def resimulated_ratio(self, rates: Mapping[str, float]) -> float | None:
         """Return the ratio that `Run.found` needs; None where no slot is slow."""
         slots = [max(rate, 1.0) for worker, rate in rates.items() if worker.startswith("slot ")]
-        if max(slots) < SLOW:
+        if max(slots) < SLOW_RATE:
             return None
         speeds = tuple(1 / rate for rate in slots)
         slow = self.seconds(lambda workload: replace(workload, slot_speed=speeds))
@@ -137,7 +140,7 @@ STEPS = 20  # of a run, the last
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class RunAnalysis:
     """A run's last undisturbed steps, and what was found."""
 
     steps: list[tuple[Span, list[Span]]]
@@ -147,7 +150,7 @@ class Examined:
     alarms: list[Alarm]  # what the run told of slow and faulty workers itself, and when that began
 
 
-def examine(run: RunFolder, steps: int = STEPS, run_code: bool = False) -> Examined:
+def analyse_run(run: RunFolder, steps: int = STEPS, run_code: bool = False) -> RunAnalysis:
     """RunError or WorkloadError where the folder doesn't tell enough. Steps on other ranks than the last are left out:
     a run may have been resumed on more devices, or fewer."""
     config, recorded = config_of(file := run.path / "config.yaml"), recorded_steps(run, steps)
@@ -159,5 +162,5 @@ def examine(run: RunFolder, steps: int = STEPS, run_code: bool = False) -> Exami
     together = KINDS if config.sharded_weights else together
     analysis = Run(operations(recorded, run.width, together), spans)
     clock = simulated(config, recorded)
-    found = analysis.found() if clock is None else analysis.found(clock.decided_anew)
-    return Examined(recorded, analysis, clock, found, read_alarms(run.path))
+    found = analysis.found() if clock is None else analysis.found(clock.resimulated_ratio)
+    return RunAnalysis(recorded, analysis, clock, found, read_alarms(run.path))

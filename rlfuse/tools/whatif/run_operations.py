@@ -19,8 +19,8 @@ import numpy as np
 from rlfuse.errors import RunError
 from rlfuse.events import Span
 from rlfuse.run_folder.reader import RunFolder
-from rlfuse.samples import PASSES, prompt_of
-from rlfuse.tools.whatif.operations import ALONE, Operations
+from rlfuse.samples import PASSES, prompt_id
+from rlfuse.tools.whatif.operations import NO_GROUP, Operations
 
 CONTROLLER, REWARD, DRIVER = "controller", "reward", "driver"
 ROLES = ("slot", "reward", "encoder", DRIVER)
@@ -29,8 +29,8 @@ KINDS = (
     *("adv", "forward", "head", "backward", "optimizer", "update_weights", CONTROLLER),
 )
 COMMUNICATION = ("move", "update_weights")
-FAILED = ("lost", "restart", "restart_engine")  # spans of interrupted steps, which are left out
-WORK_OF = {
+INTERRUPTED = ("lost", "restart", "restart_engine")  # spans of interrupted steps, which are left out
+CALL_WORKERS = {
     **dict.fromkeys(PASSES, "trainer/"),
     **dict.fromkeys(("update_actor", "update_critic"), "trainer/"),
     **{"update_weights": "rollout/", REWARD: "reward/", "data": "encoder/", "step": "trainer/"},
@@ -39,8 +39,8 @@ WORK_OF = {
 CALLS = (*PASSES, "update_actor", "update_critic", "update_weights", REWARD, "data", "gen", "switch")
 """Of jobs that generate; of others a step is one call."""
 RENAMED = {"weight_gradients": "backward"}
-EXPLAINED_S = 2e-3  # what began so soon after its own reasons had ended was not kept waiting
-SAME_S = 1e-4  # clocks of one host, read one after the other
+MAX_UNEXPLAINED_S = 2e-3  # what began so soon after its own reasons had ended was not kept waiting
+CLOCK_TOLERANCE_S = 1e-4  # clocks of one host, read one after the other
 
 
 @dataclass(eq=False, repr=False, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Piece:
     call: Call | None = None
     step: int = 0
     number: int = -1
-    group: int = ALONE
+    group: int = NO_GROUP
     waits: list[Piece] = field(default_factory=list)
 
 
@@ -73,7 +73,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RecordedOperations:
     """Operations of a run, and what they were made of."""
 
     operations: Operations  # `rank` is the number of the worker, `stage` that of the pipeline
@@ -85,14 +85,14 @@ class Recorded:
 def recorded_steps(run: RunFolder, at_most: int) -> list[tuple[Span, list[Span]]]:
     """The last steps of a run that went undisturbed, with their spans. RunError where there is none."""
     steps = sorted(run.steps().values(), key=lambda step: step.start)[-2 * at_most :]
-    starts, inside = [step.start - SAME_S for step in steps], [list[Span]() for _ in steps]
+    starts, inside = [step.start - CLOCK_TOLERANCE_S for step in steps], [list[Span]() for _ in steps]
     interesting = re.compile(rf'"step":(?:{"|".join(str(step.step) for step in steps) or "none"}),').search
     for span in run.spans(lambda line: interesting(line) is not None, [step.step for step in steps]):
         place = bisect_right(starts, span.start) - 1
-        if place >= 0 and span.end <= steps[place].end + SAME_S:
+        if place >= 0 and span.end <= steps[place].end + CLOCK_TOLERANCE_S:
             inside[place].append(span)
     kinds = [{span.kind for span in spans} for spans in inside]
-    undisturbed = ["optimizer" in each and not each & set(FAILED) for each in kinds]
+    undisturbed = ["optimizer" in each and not each & set(INTERRUPTED) for each in kinds]
     whole = [each for each, kept in zip(zip(steps, inside, strict=True), undisturbed, strict=True) if kept]
     if not whole:
         raise RunError(f"{run.path / 'events.jsonl'}: no step that went undisturbed to its end; let the run finish one")
@@ -101,7 +101,7 @@ def recorded_steps(run: RunFolder, at_most: int) -> list[tuple[Span, list[Span]]
 
 def operations(
     steps: Sequence[tuple[Span, Sequence[Span]]], width: int = 1, together: Collection[str] = ()
-) -> Recorded:
+) -> RecordedOperations:
     """What ran in these steps and what it waited for. `width`: trainer ranks of a slot; `together`: kinds of passes of
     which all ranks compute their n-th at the same time."""
     pieces: list[Piece] = []
@@ -112,7 +112,7 @@ def operations(
     workers = sorted({piece.worker for piece in pieces}, key=_place)
     of = {worker: number for number, worker in enumerate(workers)}
     waits = [(piece.number, before.number) for piece in pieces for before in piece.waits]
-    groups = {key: number for number, key in enumerate({(p.step, p.group) for p in pieces if p.group != ALONE})}
+    groups = {key: number for number, key in enumerate({(p.step, p.group) for p in pieces if p.group != NO_GROUP})}
     found = Operations(
         kind=np.array([KINDS.index(piece.kind) for piece in pieces]),
         kinds=KINDS,
@@ -122,10 +122,12 @@ def operations(
         start=np.array([piece.start for piece in pieces]),
         end=np.array([piece.end for piece in pieces]),
         waits=np.array(waits, dtype=np.int64).reshape(-1, 2),
-        group=np.array([groups.get((piece.step, piece.group), ALONE) for piece in pieces]),
+        group=np.array([groups.get((piece.step, piece.group), NO_GROUP) for piece in pieces]),
         communicates=np.array([piece.kind in COMMUNICATION for piece in pieces]),
     )
-    return Recorded(operations=found, workers=tuple(workers), pieces=pieces, steps=tuple(step for step, _ in steps))
+    return RecordedOperations(
+        operations=found, workers=tuple(workers), pieces=pieces, steps=tuple(step for step, _ in steps)
+    )
 
 
 def _place(worker: str) -> tuple[int, list[tuple[int, str]]]:
@@ -182,17 +184,20 @@ class _Step:
             call = Call(span, () if span.kind in (REWARD, "data") else self.slots if slot is None else (slot,))
             if span.kind.startswith("update_"):
                 whole[slot] = call
-            self._divide(call, work[WORK_OF.get(span.kind, "none/").rstrip("/")])
+            self._divide(call, work[CALL_WORKERS.get(span.kind, "none/").rstrip("/")])
             calls.append(call)
         return calls
 
     def _divide(self, call: Call, candidates: Sequence[Span]) -> None:
-        span, first = call.span, bisect_left(candidates, call.span.start - SAME_S, key=lambda each: each.start)
+        span, first = (
+            call.span,
+            bisect_left(candidates, call.span.start - CLOCK_TOLERANCE_S, key=lambda each: each.start),
+        )
         last = bisect_right(candidates, span.end, key=lambda each: each.start)
         call.work = [
             self._piece(each, _kind(each, span), call)
             for each in candidates[first:last]
-            if each.end <= span.end + SAME_S and self._belongs(each, call)
+            if each.end <= span.end + CLOCK_TOLERANCE_S and self._belongs(each, call)
         ]
         self._lock(call)
         start, end = span.start, span.end
@@ -288,7 +293,7 @@ class _Step:
             if other.span.kind == piece.span.kind
             and abs(other.stage - piece.stage) == 1
             and all(other.span.attributes.get(name) == attributes[name] for name in same)
-            and other.end <= piece.start + SAME_S
+            and other.end <= piece.start + CLOCK_TOLERANCE_S
         ]
 
     def _decoded(self, piece: Piece, samples: Iterable[str]) -> list[Piece]:
@@ -302,18 +307,25 @@ class _Step:
 
     def _scores(self, piece: Piece, samples: Iterable[str]) -> list[Piece]:
         """Return the calls that scored these samples and their siblings, and their advantages."""
-        groups = dict.fromkeys(prompt_of(name) for name in samples)
-        ended = {id(each): each for group in groups for each in self.scored[group] if each.end <= piece.start + SAME_S}
+        groups = dict.fromkeys(prompt_id(name) for name in samples)
+        ended = {
+            id(each): each
+            for group in groups
+            for each in self.scored[group]
+            if each.end <= piece.start + CLOCK_TOLERANCE_S
+        }
         found = list(ended.values())
         after = max((each.end for each in found), default=piece.start)
         advantages = self.streams["adv"].after(after)
-        return found + ([advantages] if advantages is not None and advantages.end <= piece.start + SAME_S else [])
+        return found + (
+            [advantages] if advantages is not None and advantages.end <= piece.start + CLOCK_TOLERANCE_S else []
+        )
 
     def _woken(self, piece: Piece, woken: _Stream) -> None:
         """If its own reasons do not explain its start, it waited for what ended last."""
         ready = max((each.end for each in piece.waits), default=-np.inf)
         last = woken.before(piece.start)
-        if last is not None and piece.start - ready > EXPLAINED_S and last.end > ready:
+        if last is not None and piece.start - ready > MAX_UNEXPLAINED_S and last.end > ready:
             piece.waits.append(last)
 
     def _note(self, piece: Piece) -> None:
@@ -326,7 +338,7 @@ class _Step:
             names += ["data"] if span.kind == "data" else []
             if span.kind == REWARD or span.kind in PASSES:
                 names.append("scored")
-                for group in dict.fromkeys(map(prompt_of, span.samples)):
+                for group in dict.fromkeys(map(prompt_id, span.samples)):
                     self.scored[group].append(piece)
         else:
             names = [] if piece is call.begin else [span.where]
@@ -342,11 +354,11 @@ class _Stream:
         insort(self._pieces, piece, key=lambda each: each.end)
 
     def before(self, time: float) -> Piece | None:
-        place = bisect_right(self._pieces, time + SAME_S, key=lambda each: each.end)
+        place = bisect_right(self._pieces, time + CLOCK_TOLERANCE_S, key=lambda each: each.end)
         return self._pieces[place - 1] if place else None
 
     def after(self, time: float) -> Piece | None:
-        return next((piece for piece in self._pieces if piece.start >= time - SAME_S), None)
+        return next((piece for piece in self._pieces if piece.start >= time - CLOCK_TOLERANCE_S), None)
 
 
 def _kind(span: Span, call: Span | None = None) -> str:

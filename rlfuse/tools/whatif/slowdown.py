@@ -14,16 +14,19 @@ from typing import Any
 import numpy as np
 
 from rlfuse.costs.fit import fit
-from rlfuse.costs.rates import Group, comparable, typical_seconds
+from rlfuse.costs.rates import Group, group_comparable, typical_seconds
 from rlfuse.events import Span
 from rlfuse.samples import PASSES
-from rlfuse.tools.whatif.causes import Cause, Seen, correlation, likely, likely_of_job
-from rlfuse.tools.whatif.operations import ALONE, Operations, Replay
-from rlfuse.tools.whatif.run_operations import CONTROLLER, DRIVER, Recorded
+from rlfuse.tools.whatif.causes import Cause, Evidence, correlation, likely_cause, likely_job_cause
+from rlfuse.tools.whatif.operations import NO_GROUP, Operations, Replay
+from rlfuse.tools.whatif.run_operations import CONTROLLER, DRIVER, RecordedOperations
 
-ATTRIBUTED = 1.03  # a smaller slowdown is within the error of the replay
+MIN_SLOWDOWN = 1.03  # a smaller slowdown is within the error of the replay
 SLOWEST = 0.03  # of the workers, rounded up: those whose share of the slowdown is `M_W`
-TOGETHER = {"forward-pp-comm": ("forward-send", "forward-recv"), "backward-pp-comm": ("backward-send", "backward-recv")}
+COMBINED_KINDS = {
+    "forward-pp-comm": ("forward-send", "forward-recv"),
+    "backward-pp-comm": ("backward-send", "backward-recv"),
+}
 """Kinds of a training job that the study also attributes together."""
 DECODING = ("decode", "prefill")
 TRAINING = ("forward", "backward")
@@ -33,7 +36,7 @@ PHASES = [["encode"], [*DECODING, *PASSES], TRAINING]  # the shorter of the two 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """Of recorded steps; fields that attribute it are None where `S` is below `ATTRIBUTED`."""
+    """Of recorded steps; fields that attribute it are None where `S` is below `MIN_SLOWDOWN`."""
 
     S: float
     waste: float  # share of the workers' time
@@ -58,7 +61,7 @@ class JobSlowdown(Slowdown):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSlowdown(Slowdown):
     """Of a run's last steps: S = S_machine * S_skew. Ideal is the same work, predicted by fitted costs at the speed of
-    a typical worker, shared out evenly. `M_W` is None where `S_machine` is below `ATTRIBUTED`."""
+    a typical worker, shared out evenly. `M_W` is None where `S_machine` is below `MIN_SLOWDOWN`."""
 
     steps: int
     S_machine: float
@@ -91,7 +94,7 @@ class _Analysis:
 
     def by_kind(self, ideal: np.ndarray, more: Mapping[str, Sequence[str]]) -> dict[str, float]:
         names = {name: (name,) for name in self.operations.kinds if name != CONTROLLER} | more
-        parts = {name: self.operations.kinds_of(*kinds) for name, kinds in names.items()}
+        parts = {name: self.operations.has_kind(*kinds) for name, kinds in names.items()}
         return _largest_first({name: self.alone(part, ideal) for name, part in parts.items() if part.any()})
 
 
@@ -116,19 +119,19 @@ class Job(_Analysis):
             "ideal_seconds": ideal,
             "launch_delay": 1 - self.seconds / float((last - first).mean()),
         }
-        if slowdown < ATTRIBUTED:
+        if slowdown < MIN_SLOWDOWN:
             return JobSlowdown(**found)
         workers, (forward, backward, chunk) = self._workers(), operations.pairs.T
         of = np.stack([operations.rank[forward], chunk], axis=1)
         found |= {
-            "S_t": self.by_kind(self.ideal, TOGETHER),
+            "S_t": self.by_kind(self.ideal, COMBINED_KINDS),
             "workers": workers.tolist(),
             "M_W": self.share(self.without(slowest(operations, workers)), self.ideal),
             "M_S": self.share(self.without(operations.stage == operations.stages - 1), self.ideal),
             "M_L": self.share(self.even, self.ideal),
             "correlation": correlation(of, self.own[forward], self.own[backward]),
         }
-        return JobSlowdown(**found, cause=likely_of_job(found, len(operations.pairs)))
+        return JobSlowdown(**found, cause=likely_job_cause(found, len(operations.pairs)))
 
     def without(self, part: np.ndarray) -> np.ndarray:
         """Return the recorded durations, but ideal ones for a part, bool [N]."""
@@ -175,7 +178,7 @@ def _largest_first(values: Mapping[str, float]) -> dict[str, float]:
 class Run(_Analysis):
     """A recorded run. `typical`: durations without slow machines; `balanced`: these shared out evenly."""
 
-    def __init__(self, recorded: Recorded, spans: Iterable[Span]):
+    def __init__(self, recorded: RecordedOperations, spans: Iterable[Span]):
         """`spans`: of the recorded steps, which costs are fitted to."""
         super().__init__(recorded.operations)
         self.recorded = recorded
@@ -189,15 +192,17 @@ class Run(_Analysis):
             return np.zeros(len(self.operations), bool)
         return self.operations.rank == self.recorded.workers.index(worker)
 
-    def found(self, decided_anew: Callable[[Mapping[str, float]], float | None] = lambda rates: None) -> RunSlowdown:
+    def found(
+        self, resimulated_ratio: Callable[[Mapping[str, float]], float | None] = lambda rates: None
+    ) -> RunSlowdown:
         """Replay the run as recorded, under both ideals, and with each kind and worker as recorded.
 
-        `decided_anew`: from the rates of all workers, a step's time over what it would be if none were slow and the
+        `resimulated_ratio`: from the rates of all workers, a step's time over what it would be if none were slow and the
         fusion policy decided accordingly, which no replay can tell; None if unknown.
         """
         healthy, ideal = self.mean(self.typical), self.mean(self.balanced)
         rates = {worker: self._rate(self._of(worker)) for worker in self.recorded.workers if worker != DRIVER}
-        if (ratio := decided_anew(rates)) is not None:
+        if (ratio := resimulated_ratio(rates)) is not None:
             healthy = min(healthy, self.seconds / ratio)
             ideal = min(ideal, healthy)
         measured = float(np.mean([step.seconds for step in self.recorded.steps]))
@@ -216,18 +221,18 @@ class Run(_Analysis):
             "workers": _largest_first(workers),
             "rates": _largest_first(rates),
         }
-        if found["S"] < ATTRIBUTED:
+        if found["S"] < MIN_SLOWDOWN:
             return RunSlowdown(**found)
         found |= {"S_t": self.by_kind(self.balanced, {})}
         slow = list(found["workers"])[: ceil(SLOWEST * len(workers))]
-        if found["S_machine"] >= ATTRIBUTED:
+        if found["S_machine"] >= MIN_SLOWDOWN:
             found["M_W"] = self._saved(np.logical_or.reduce([self._of(worker) for worker in slow]), self.typical)
         if self.operations.stages > 1:
             last = self.operations.stage == self.operations.stages - 1
             pipelined = ["pipeline" in piece.span.attributes for piece in self.recorded.pieces]
             found["M_S"] = self._saved(last & pipelined, self.balanced)
-        seen = Seen(self.recorded.pieces, self.own, self.typical, self.balanced, slow, self._saved)
-        return RunSlowdown(**found, cause=likely(found, seen))
+        seen = Evidence(self.recorded.pieces, self.own, self.typical, self.balanced, slow, self._saved)
+        return RunSlowdown(**found, cause=likely_cause(found, seen))
 
     def _saved(self, part: np.ndarray, ideal: np.ndarray) -> float:
         return self.share(np.where(part, ideal, self.own), ideal)
@@ -237,12 +242,12 @@ class Run(_Analysis):
         return float(self.own[part].sum() / typical) if typical else 1.0
 
 
-def _groups(recorded: Recorded, flat_batch: int) -> list[Group]:
+def _groups(recorded: RecordedOperations, flat_batch: int) -> list[Group]:
     """Return the operations that are comparable; those of the driver are not."""
     pieces = [piece for piece in recorded.pieces if piece.worker != DRIVER]
     kinds = ["decode" if piece.kind in DECODING else piece.kind for piece in pieces]
     numbers = np.array([piece.number for piece in pieces])
-    groups = comparable(kinds, [piece.span for piece in pieces], flat_batch)
+    groups = group_comparable(kinds, [piece.span for piece in pieces], flat_batch)
     return [(numbers[mine], terms) for mine, terms in groups]
 
 
@@ -251,13 +256,13 @@ def balanced_seconds(operations: Operations, typical: np.ndarray, kinds: Sequenc
     some. Operations of one kind on one worker take as long as one another."""
     balanced = typical.copy()
     for step in range(operations.steps):
-        inside = (operations.step == step) & (operations.group == ALONE)
+        inside = (operations.step == step) & (operations.group == NO_GROUP)
         for names in kinds:
-            for part in (inside & operations.kinds_of(name) for name in names):
+            for part in (inside & operations.has_kind(name) for name in names):
                 if part.any():
                     _, of, counts = np.unique(operations.rank[part], return_inverse=True, return_counts=True)
                     balanced[part] = (np.bincount(of, typical[part]) / counts)[of]
-            part = inside & operations.kinds_of(*names)
+            part = inside & operations.has_kind(*names)
             if part.any():
                 workers, of = np.unique(operations.rank[part], return_inverse=True)
                 total = np.bincount(of, balanced[part])

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from rlfuse.errors import UserError
-from rlfuse.tools.whatif.operations import ALONE, Operations
+from rlfuse.tools.whatif.operations import NO_GROUP, Operations
 
 FORWARD, BACKWARD = "forward", "backward"
 COMPUTE = ("forward-compute", "backward-compute", "gc", "first-op")  # in the stream of computing
@@ -118,7 +118,7 @@ class _Builder:
             self._data_parallel(worker)
             self._micro_batches(worker)
         self._pair()
-        group = np.full(len(self.kinds), ALONE)
+        group = np.full(len(self.kinds), NO_GROUP)
         for number, members in enumerate(self.groups.values()):
             group[members] = number
         waits = [np.stack([np.atleast_1d(each) for each in pair], axis=1) for pair in self.waits]

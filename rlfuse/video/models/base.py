@@ -1,7 +1,7 @@
 """Register families of video models, each in a file of its own: tower, sizes, costs, vLLM route, positions, export.
 
 Files of this folder are imported when the first configuration with a visual part is seen, custom ones in each process
-that needs them (`bring_along`). Parameters of a family's module have the checkpoint's names.
+that needs them (`register_custom_family`). Parameters of a family's module have the checkpoint's names.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForTokenClassification
 
+from rlfuse.config.custom_functions import FAMILY
+from rlfuse.config.custom_modules import load
 from rlfuse.config.model_files import with_keys_of
-from rlfuse.config.own_functions import FAMILY
-from rlfuse.config.own_modules import load
 from rlfuse.errors import ConfigError
 from rlfuse.samples import Visual
 from rlfuse.video import models
@@ -56,8 +56,8 @@ class Route(StrEnum):
 class VideoFamily(torch.nn.Module, ABC):
     """The tower of a family, made from a configuration of it without weights, and what else is known of the family."""
 
-    whole: ClassVar[type[PreTrainedModel]]
-    prefixes: ClassVar[tuple[str, ...]]
+    model_class: ClassVar[type[PreTrainedModel]]
+    tower_prefixes: ClassVar[tuple[str, ...]]
     merge: ClassVar[int] = 2
     temporal_patch: ClassVar[int] = 1
     """Frames of a unit: no attention crosses its bounds."""
@@ -96,7 +96,7 @@ class VideoFamily(torch.nn.Module, ABC):
         return None
 
     @staticmethod
-    def fed_layers(config: PreTrainedConfig) -> int:
+    def deepstack_layers(config: PreTrainedConfig) -> int:
         """How many layers of the text part, from the first on, get features of their own, added to their output."""
         return 0
 
@@ -106,7 +106,7 @@ class VideoFamily(torch.nn.Module, ABC):
         return {f"{plan.modality}_grid_thw": torch.tensor([plan.grid])}
 
     @staticmethod
-    def written_by_engine(config: PreTrainedConfig, ids: np.ndarray, visual: Visual) -> tuple[int, int]:
+    def engine_written_span(config: PreTrainedConfig, ids: np.ndarray, visual: Visual) -> tuple[int, int]:
         """Return the span of a prompt that vLLM writes for one placeholder."""
         return int(visual.positions[0]), int(visual.positions[-1]) + 1
 
@@ -114,26 +114,29 @@ class VideoFamily(torch.nn.Module, ABC):
     def export(cls, folder: str | Path, out: str | Path, head: torch.nn.Linear | None = None) -> Path:
         """Write the text part of the model with its tokenizer to `out`. `head`: of a reward model."""
         out = Path(out)
-        whole = cls.whole.from_pretrained(folder, dtype="auto", use_safetensors=True)
-        config = whole.config.text_config
+        model_class = cls.model_class.from_pretrained(folder, dtype="auto", use_safetensors=True)
+        config = model_class.config.text_config
         if config.model_type not in TEXT_PARTS:
             known = ", ".join(TEXT_PARTS)
             raise ValueError(f"{folder}: the text part is a {config.model_type}; exact alone are those of {known}")
         # The whole model's word is final where the two configurations differ: it decided how the weights were saved.
-        config.tie_word_embeddings = whole.config.tie_word_embeddings
-        config.image_token_id, config.video_token_id = whole.config.image_token_id, whole.config.video_token_id
-        config.id2label = whole.config.id2label
+        config.tie_word_embeddings = model_class.config.tie_word_embeddings
+        config.image_token_id, config.video_token_id = (
+            model_class.config.image_token_id,
+            model_class.config.video_token_id,
+        )
+        config.id2label = model_class.config.id2label
         kind = AutoModelForCausalLM if head is None else AutoModelForSequenceClassification
         with torch.device("meta"):
-            text = kind.from_config(config, dtype=whole.dtype)
-        text.model = whole.model.language_model
+            text = kind.from_config(config, dtype=model_class.dtype)
+        text.model = model_class.model.language_model
         if head is None:
-            text.lm_head, text.generation_config = whole.lm_head, GenerationConfig()
+            text.lm_head, text.generation_config = model_class.lm_head, GenerationConfig()
         else:
             text.score = head
         text.save_pretrained(out)
         if head is None:  # transformers would refuse to save many that it loads
-            whole.generation_config.to_json_file(out / "generation_config.json")
+            model_class.generation_config.to_json_file(out / "generation_config.json")
         file, source = out / "config.json", config.get_config_dict(folder)[0].get("text_config") or {}
         saved, every = json.loads(file.read_text()), json.loads(text.config.to_json_string(use_diff=False))
         file.write_text(json.dumps(with_keys_of(source, saved, every), indent=2, sort_keys=True) + "\n")
@@ -156,7 +159,7 @@ def video_family(model_type: str) -> Callable[[type[VideoFamily]], type[VideoFam
     return register
 
 
-def bring_along(family: str | None) -> None:
+def register_custom_family(family: str | None) -> None:
     """Register a family of the user's own, `path/file.py:name`, in this process. ConfigError where it is none."""
     if family is None:
         return
@@ -168,10 +171,10 @@ def bring_along(family: str | None) -> None:
 
 def family_of(config: PreTrainedConfig) -> type[VideoFamily] | None:
     """The family of a model with a visual part; None for a model of text, and for a family that is not registered."""
-    return None if getattr(config, "vision_config", None) is None else family_named(config.model_type)
+    return None if getattr(config, "vision_config", None) is None else family_of_type(config.model_type)
 
 
-def family_named(model_type: str) -> type[VideoFamily] | None:
+def family_of_type(model_type: str) -> type[VideoFamily] | None:
     """The family whose models' config.json has this `model_type`; None if it is not registered."""
     _import_built_in()
     return FAMILIES.get(model_type)
@@ -186,7 +189,7 @@ def m_rope(config: PreTrainedConfig) -> MRope | None:
 def embedding_width(config: PreTrainedConfig) -> int:
     """Features of a visual token in models of this configuration: of the text part's input, and of layers it feeds."""
     family = family_of(config)
-    return config.get_text_config().hidden_size * (1 + (family.fed_layers(config) if family else 0))
+    return config.get_text_config().hidden_size * (1 + (family.deepstack_layers(config) if family else 0))
 
 
 def known_families() -> str:
@@ -211,15 +214,15 @@ def register_language_models(config: PreTrainedConfig) -> None:
 
 @cache
 def _register(family: type[VideoFamily]) -> None:
-    whole, towers = family.whole, [prefix.rstrip(".") for prefix in family.prefixes]
-    family_base = [each for each in whole.__mro__ if issubclass(each, PreTrainedModel)][-2]
+    model_class, towers = family.model_class, [prefix.rstrip(".") for prefix in family.tower_prefixes]
+    family_base = [each for each in model_class.__mro__ if issubclass(each, PreTrainedModel)][-2]
     skipped = tuple(rf"^(model\.)?{tower}\." for tower in towers)
 
     def drop_tower(body: torch.nn.Module) -> None:
         for tower in towers:  # `from_pretrained` makes models without memory, and fills what is left of them
             delattr(body, tower)
 
-    class Policy(whole):  # type: ignore[valid-type, misc]
+    class Policy(model_class):  # type: ignore[valid-type, misc]
         """The language model with its output layer."""
 
         _keys_to_ignore_on_load_unexpected = skipped
@@ -237,13 +240,13 @@ def _register(family: type[VideoFamily]) -> None:
             super().__init__(config)
             drop_tower(self.model)
 
-    older_names = get_checkpoint_conversion_mapping(whole.__name__)  # of the tensors in checkpoints of the hub
+    older_names = get_checkpoint_conversion_mapping(model_class.__name__)  # of the tensors in checkpoints of the hub
     for own, auto, head in (
         (Policy, AutoModelForCausalLM, "ForCausalLM"),
         (Value, AutoModelForTokenClassification, "ForTokenClassification"),
     ):
-        own.__name__ = whole.__name__.removesuffix("ForConditionalGeneration") + head
+        own.__name__ = model_class.__name__.removesuffix("ForConditionalGeneration") + head
         # `exist_ok`: transformers passes over classes for its own configurations otherwise, without a word.
-        auto.register(whole.config_class, own, exist_ok=True)
+        auto.register(model_class.config_class, own, exist_ok=True)
         if older_names is not None:
             register_checkpoint_conversion_mapping(own.__name__, older_names, overwrite=True)

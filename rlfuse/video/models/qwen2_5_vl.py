@@ -22,7 +22,7 @@ class Sampling(ProcessorSampling):
     cap_pixels_per_frame: bool = False
     max_video_tokens: int = 128_000
 
-    def most_pixels(self, frames: int) -> int:
+    def frame_pixel_limit(self, frames: int) -> int:
         if not self.cap_pixels_per_frame:
             return self.max_pixels
         share = int(self.max_video_tokens * 28**2 * 0.9) * Qwen25VL.temporal_patch // frames
@@ -33,8 +33,8 @@ class Sampling(ProcessorSampling):
 class Qwen25VL(VideoFamily):
     """See the module."""
 
-    whole = Qwen2_5_VLForConditionalGeneration
-    prefixes = ("visual.",)
+    model_class = Qwen2_5_VLForConditionalGeneration
+    tower_prefixes = ("visual.",)
     temporal_patch = 2
     route = Route.VIDEO_EMBEDS
     sampling = Sampling(fps=2.0, min_frames=4, max_frames=768, min_pixels=128 * 28**2, max_pixels=768 * 28**2)
@@ -64,4 +64,4 @@ class Qwen25VL(VideoFamily):
     def grid_inputs(config: PreTrainedConfig, plan: VideoPlan) -> dict[str, torch.Tensor]:
         """And of a clip seconds, which vLLM takes to be 1.0 where none are given; positions count them in float64."""
         seconds = torch.tensor([plan.seconds_per_temporal_patch], dtype=torch.float64)
-        return VideoFamily.grid_inputs(config, plan) | ({} if plan.still else {"second_per_grid_ts": seconds})
+        return VideoFamily.grid_inputs(config, plan) | ({} if plan.is_image else {"second_per_grid_ts": seconds})

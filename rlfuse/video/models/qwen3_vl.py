@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig, Qwen3VLForConditionalGeneration, Qwen3VLVisionModel
 
 from rlfuse.samples import Visual
-from rlfuse.video.media_settings import within
+from rlfuse.video.media_settings import smart_resize
 from rlfuse.video.models.base import Route, VideoFamily, video_family
 from rlfuse.video.plan import Geometry, Timestamps, VideoPlan
 from rlfuse.video.positions import MRope
@@ -35,7 +35,7 @@ class Sampling(ProcessorSampling):
         if min(height, width) < cell:
             scale = max(cell / height, cell / width)
             height, width = int(height * scale), int(width * scale)
-        return within(height, width, cell, self.min_pixels, most, frames, geometry.temporal_patch)
+        return smart_resize(height, width, cell, self.min_pixels, most, frames, geometry.temporal_patch)
 
     def frame_bounds(self, frames: int, geometry: Geometry) -> tuple[int, int]:
         return self.min_pixels // frames, self._most_of_clip(frames, geometry.cell) // frames
@@ -51,8 +51,8 @@ class Sampling(ProcessorSampling):
 class Qwen3VL(VideoFamily):
     """See the module."""
 
-    whole = Qwen3VLForConditionalGeneration
-    prefixes = ("visual.",)
+    model_class = Qwen3VLForConditionalGeneration
+    tower_prefixes = ("visual.",)
     temporal_patch = 2
     route = Route.VIDEO_EMBEDS
     timestamps = Timestamps("<{:.1f} seconds><|vision_start|>", between="<|vision_end|>", behind="<|vision_end|>")
@@ -67,14 +67,14 @@ class Qwen3VL(VideoFamily):
         return torch.cat([seen.pooler_output, *seen.deepstack_features], dim=-1)
 
     @staticmethod
-    def fed_layers(config: PreTrainedConfig) -> int:
+    def deepstack_layers(config: PreTrainedConfig) -> int:
         return len(config.vision_config.deepstack_visual_indexes)
 
     @staticmethod
     def cost(config: PreTrainedConfig) -> CostModel:
         """Return the cost of a unit: attention spans it; each merger takes four patches."""
         vision = config.vision_config
-        width, layers, mergers = vision.hidden_size, vision.depth, 1 + Qwen3VL.fed_layers(config)
+        width, layers, mergers = vision.hidden_size, vision.depth, 1 + Qwen3VL.deepstack_layers(config)
         linear = layers * (4 * width * width + 2 * width * vision.intermediate_size)
         linear += mergers * width * (4 * width + vision.out_hidden_size)
         return CostModel(linear, layers * 2 * width)
@@ -87,13 +87,13 @@ class Qwen3VL(VideoFamily):
     def grid_inputs(config: PreTrainedConfig, plan: VideoPlan) -> dict[str, torch.Tensor]:
         """And of a clip the times that vLLM writes, to the bit those that the prompt here was written from."""
         times = torch.tensor([plan.patch_times], dtype=torch.float64)
-        return VideoFamily.grid_inputs(config, plan) | ({} if plan.still else {"timestamps": times})
+        return VideoFamily.grid_inputs(config, plan) | ({} if plan.is_image else {"timestamps": times})
 
     @staticmethod
-    def written_by_engine(config: PreTrainedConfig, ids: np.ndarray, visual: Visual) -> tuple[int, int]:
+    def engine_written_span(config: PreTrainedConfig, ids: np.ndarray, visual: Visual) -> tuple[int, int]:
         """Of a clip also times, and the tokens around each unit: all that stands within those around the clip."""
-        first, behind = VideoFamily.written_by_engine(config, ids, visual)
-        if visual.plan.still:
+        first, behind = VideoFamily.engine_written_span(config, ids, visual)
+        if visual.plan.is_image:
             return first, behind
         around = np.flatnonzero(ids[: first - 1] == config.vision_start_token_id)
         return int(around.max(initial=-1)) + 1, behind + 1

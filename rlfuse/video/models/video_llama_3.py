@@ -20,7 +20,7 @@ class Sampling(ProcessorSampling):
 
     use_token_compression: bool = True
 
-    def most_pixels(self, frames: int) -> int:
+    def frame_pixel_limit(self, frames: int) -> int:
         return self.max_pixels // frames
 
 
@@ -28,8 +28,8 @@ class Sampling(ProcessorSampling):
 class VideoLlama3(VideoFamily):
     """See the module."""
 
-    whole = VideoLlama3ForConditionalGeneration
-    prefixes = ("vision_model.", "projector.")
+    model_class = VideoLlama3ForConditionalGeneration
+    tower_prefixes = ("vision_model.", "projector.")
     timestamps = Timestamps("Time {:.1f}s:", between=",")
     sampling = Sampling(fps=1.0, min_frames=4, max_frames=180, min_pixels=128 * 28**2, max_pixels=768 * 28**2)
     image_merge = 1

@@ -1,0 +1,198 @@
+"""Read custom functions and video models, `path/file.py:name`, from the file's syntax tree without executing it.
+
+A file is read once, until `forget`: traits stay the same if it is edited during a run. Problems are `ConfigError`s.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import operator
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlfuse.config.declare import CUSTOM, declared, names_function
+from rlfuse.config.estimators import ESTIMATORS, Traits
+from rlfuse.config.rewards import map_judge_paths
+from rlfuse.errors import ConfigError
+
+DECORATOR = "advantage_estimator"
+_OF_KL = ("log_probs", "ref_log_probs")
+PARAMETERS = {
+    "algorithm.adv_estimator": ("token_rewards", "scores", "mask", "groups", "values", "dimensions", "weights",
+                                "gamma", "lam", "by_std", "n"),
+    "algorithm.kl_penalty": _OF_KL,
+    "actor.loss_mode": ("log_probs", "old_log_probs", "advantages", "mask", "clip_low", "clip_high", "clip_c"),
+    "actor.kl_loss_type": _OF_KL,
+}  # fmt: skip
+"""Keys that name a function of algorithms -> what it is given, by name, of what it asks for."""
+FAMILY = "model.video_family"
+METRICS = "trainer.metrics"
+POLICY = "fusion.policy"
+REWARDS = "reward.functions"
+_ARGUMENT = {POLICY: "snapshot", METRICS: "list of samples"}
+"""Keys whose function is called with one argument -> what that is."""
+_TRAIT_OF = {"values": "needs_critic", "dimensions": "each_reward", "weights": "each_reward"}
+"""Parameters that are there for estimators with this trait only."""
+
+
+def traits_of(estimator: str) -> Traits:
+    """Return the traits of an estimator, none of an unknown name. ConfigError for unreadable custom ones."""
+    if names_function(estimator):
+        return read("algorithm.adv_estimator", estimator)
+    return ESTIMATORS.get(estimator, Traits())
+
+
+def split(value: str) -> tuple[Path, str]:
+    """`path/file.py:name` as an absolute path and a name."""
+    file, _, name = value.rpartition(":")
+    return Path(file).expanduser().absolute(), name
+
+
+def absolute(key: str, value: str) -> str:
+    """The same function by an absolute path: workers may have another working directory."""
+    return "{}:{}".format(*split(value))
+
+
+def map_functions(config: Any, place: Callable[[str, str], str]) -> Any:
+    """Return the job with `place(key, function)` for each custom function except rewards."""
+    chosen = {key.name: operator.attrgetter(key.name)(config) for key in declared(type(config)) if key.custom}
+    moved: dict[str, Any] = {key: place(key, value) for key, value in chosen.items() if names_function(value)}
+    return with_values(config, {**moved, METRICS: [place(METRICS, each) for each in config.trainer.metrics]})
+
+
+def functions_named_by(config: Any) -> list[tuple[str, str]]:
+    """Return each custom function or class that a job names except rewards, with its key."""
+    found = []
+    for key in (key for key in declared(type(config)) if key.custom):
+        value = operator.attrgetter(key.name)(config)
+        given = value if isinstance(value, list) else [value]
+        found += [(key.name, each) for each in given if each and (names_function(each) or not key.choices)]
+    return found
+
+
+def map_model_paths(config: Any, place: Callable[[str | None], str | None]) -> Any:
+    """The job with `place(path)` for each of its models, those of its rewards and their judges included."""
+    models = ("model.path", "critic.path", "ref.path", "reward.model_path")
+    moved: dict[str, Any] = {key: place(operator.attrgetter(key)(config)) for key in models}
+    return with_values(config, {**moved, REWARDS: map_judge_paths(config.reward.functions, place)})
+
+
+def with_values(config: Any, values: Mapping[str, Any]) -> Any:
+    """The job with these values of keys, each of a group."""
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{name: value})})
+    return config
+
+
+def forget() -> None:
+    """What was read: the files may be others by now."""
+    _read.cache_clear()
+
+
+def read(key: str, value: str) -> Traits:
+    """The traits of a function that is as the key needs it; ConfigError for another."""
+    if not names_function(value):
+        raise _problem(key, value, f"names no {_kind(key)} of a file", f"write {CUSTOM}")
+    return _read(key, value, *split(value))
+
+
+@cache
+def _read(key: str, value: str, path: Path, name: str) -> Traits:
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except OSError:
+        raise _problem(key, value, f"there is no file {path}", "correct the path") from None
+    except (SyntaxError, ValueError) as error:
+        where = f"syntax error in line {error.lineno}: " if isinstance(error, SyntaxError) else ""
+        raise _problem(key, value, f"{where}{getattr(error, 'msg', error)}", "correct the file") from error
+    kind, nodes = _kind(key), ast.ClassDef if key == FAMILY else ast.FunctionDef | ast.AsyncFunctionDef
+    found = {node.name: node for node in tree.body if isinstance(node, nodes)}
+    # Rewards, and policies that are no plain `def`, are checked when they are loaded.
+    loaded = key == REWARDS or (key == POLICY and name not in found)
+    loaded = loaded and not _bound(tree).isdisjoint({name, "*"})
+    if name not in found and not loaded:
+        known = ", ".join(each for each in found if not each.startswith("_")) or "none"
+        several = "classes" if key == FAMILY else "functions"
+        raise _problem(key, value, f"the file has no {kind} `{name}`; its {several}: {known}", "name one of them")
+    # Not of rewards: their files may extend sys.path first, and are executed before anything starts.
+    absent = [each for each in _imported(tree) if key != REWARDS and not _is_there(each, path.resolve().parent)]
+    if absent:
+        raise _problem(key, value, f"Python finds no package `{absent[0]}`", "install it, or correct the file")
+    return Traits() if loaded or key == FAMILY else _judged(key, value, found[name])
+
+
+def _judged(key: str, value: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Traits:
+    if isinstance(function, ast.AsyncFunctionDef):
+        raise _problem(key, value, "the function is async", "make it a plain `def`")
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    first = [each.arg for each in positional[: len(positional) - len(arguments.defaults)]]
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    by_name = [each.arg for each, default in pairs if default is None]
+    if argument := _ARGUMENT.get(key):
+        if not (positional or arguments.vararg) or first[1:] or by_name:
+            takes = f"takes ({ast.unparse(arguments)}), which is not one {argument}"
+            raise _problem(key, value, takes, f"correct it to `def {function.name}({argument.split()[-1]})`")
+        return Traits()
+    given, needed = PARAMETERS[key], first + by_name
+    if unknown := [each for each in needed if each not in given or each in (a.arg for a in arguments.posonlyargs)]:
+        wrong = f"its parameter `{unknown[0]}` is not one of {', '.join(given)}, which are given by name"
+        raise _problem(key, value, wrong, "rename it, or give it a default")
+    try:
+        traits = _stated(function) if key == "algorithm.adv_estimator" else Traits()
+    except (TypeError, ValueError) as error:
+        says = str(error).removeprefix("Traits.__init__() ")
+        valid = f"traits are {', '.join(Traits.__dataclass_fields__)}, written out as True, False or a text"
+        raise _problem(key, value, f"@{DECORATOR}: {says}; {valid}", "correct it") from error
+    for parameter, trait in _TRAIT_OF.items() if key == "algorithm.adv_estimator" else ():
+        if parameter in needed and not getattr(traits, trait):
+            wrong = f"its parameter `{parameter}` is only there for estimators with {trait}=True"
+            raise _problem(key, value, wrong, f"put @{DECORATOR}({trait}=True) above it")
+    return traits
+
+
+def _stated(function: ast.FunctionDef) -> Traits:
+    for each in function.decorator_list:
+        named = each.func if isinstance(each, ast.Call) else each
+        if getattr(named, "attr", getattr(named, "id", None)) != DECORATOR:
+            continue
+        if not isinstance(each, ast.Call) or each.args:
+            raise ValueError(f"takes traits by name, as @{DECORATOR}(needs_groups=True)")
+        return Traits(**{str(keyword.arg): ast.literal_eval(keyword.value) for keyword in each.keywords})
+    return Traits()
+
+
+def _imported(tree: ast.Module) -> list[str]:
+    found: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            found += [alias.name.split(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.append(node.module.split(".")[0])
+    return found
+
+
+def _kind(key: str) -> str:
+    return "class" if key == FAMILY else "function"
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    found |= {node.name for node in ast.walk(tree) if isinstance(node, definitions)}
+    return found | {each.asname or each.name for node in ast.walk(tree) for each in getattr(node, "names", ())
+                    if isinstance(each, ast.alias)}  # fmt: skip
+
+
+def _is_there(package: str, folder: Path) -> bool:
+    beside = (folder / f"{package}.py").exists() or (folder / package).is_dir()
+    return beside or importlib.util.find_spec(package) is not None
+
+
+def _problem(key: str, value: str, valid: str, remedy: str) -> ConfigError:
+    return ConfigError([f"{key}={value}: {valid}; {remedy}"])

@@ -1,0 +1,295 @@
+"""Setting names of verl, TRL and OpenRLHF, each with its counterpart here or the reason why there is none.
+
+A counterpart of verl without a note has the same meaning and accepts verl's default. Names that are also keys of rlfuse
+are only in `other_meanings`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Counterpart:
+    """What a foreign name becomes here."""
+
+    origin: str
+    keys: tuple[str, ...]
+    note: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def same(self) -> bool:
+        """Whether the name alone changes, but for `values`."""
+        return bool(self.keys) and not self.note
+
+
+_VERL = (
+    ("actor.ppo_micro_batch_size_per_gpu", "sequences on one rank, where verl counts those of all",
+     "actor_rollout_ref.actor.ppo_micro_batch_size critic.ppo_micro_batch_size"),
+    ("actor.loss_mode", "", "actor_rollout_ref.actor.policy_loss.loss_mode"),
+    ("actor.offload_optimizer", "", "actor_rollout_ref.actor.fsdp_config.optimizer_offload"),
+    ("model.dtype", "engines and training use the same",
+     "actor_rollout_ref.actor.fsdp_config.dtype actor_rollout_ref.rollout.dtype"),
+    ("data.seed", "one seed for the run",
+     "actor_rollout_ref.actor.fsdp_config.seed actor_rollout_ref.rollout.seed "
+     "actor_rollout_ref.actor.data_loader_seed"),
+    ("actor.grad_clip", "", "actor_rollout_ref.actor.optim.clip_grad"),
+    ("actor.optim.lr_scheduler_type", "constant or cosine", "actor_rollout_ref.actor.optim.warmup_style"),
+    ("trainer.total_training_steps", "the run's own number of steps, by which verl replaces this one",
+     "actor_rollout_ref.actor.optim.total_training_steps"),
+    ("algorithm.rollout_is_threshold", "", "actor_rollout_ref.actor.tis_imp_ratio_cap"),
+    ("model.use_remove_padding", "", "actor_rollout_ref.model.use_rmpad"),
+    ("actor.strategy", "deepspeed, sharded by actor.zero_stage; fsdp2 on CPUs",
+     "actor_rollout_ref.actor.strategy critic.strategy"),
+    ("training.tensor_model_parallel_size", "one setting for all models; ZeRO 0 or 1 goes with it",
+     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"),
+    ("", "LoRA is not supported; all weights are trained", "actor_rollout_ref.model.lora_adapter_path"),
+    ("ref.path", "", "actor_rollout_ref.ref.model.path"),
+    ("data.max_prompt_length", "", "actor_rollout_ref.rollout.prompt_length"),
+    ("data.max_response_length", "", "actor_rollout_ref.rollout.response_length"),
+    ("rollout.temperature", "0 is greedy, in rollout.val_kwargs", "actor_rollout_ref.rollout.do_sample"),
+    ("rollout.update_weights_bucket_mb", "",
+     "actor_rollout_ref.rollout.update_weights_bucket_megabytes "
+     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"),
+    ("rollout.weight_transfer", "auto | shm | ipc", "actor_rollout_ref.rollout.checkpoint_engine.backend"),
+    ("video.freeze_vision_tower", "", "actor_rollout_ref.actor.freeze_vision_tower"),
+    ("cluster.timeout_s", "of a worker's start and of every remote call", "actor_rollout_ref.nccl_timeout"),
+    ("critic.path", "", "critic.model.path"),
+    ("actor.optim.weight_decay", "one setting for actor and critic", "critic.optim.weight_decay"),
+    ("actor.grad_clip", "one setting for actor and critic", "critic.optim.clip_grad"),
+    ("algorithm.adv_estimator", "gae has a critic, the others have none", "critic.enable"),
+    ("reward.functions", "as reward.functions=[path/file.py:function]",
+     "custom_reward_function.path custom_reward_function.name reward.custom_reward_function.path "
+     "reward.custom_reward_function.name"),
+    ("reward.model_path", "giving a path turns it on, in verl `enable` does",
+     "reward.reward_model.model_path reward_model.model.path"),
+    ("reward.model_path", "giving a path turns it on", "reward.reward_model.enable reward_model.enable"),
+    ("reward.num_workers", "", "reward_model.num_workers"),
+    ("reward.batch_items", "", "reward_model.micro_batch_size_per_gpu"),
+    ("model.trust_remote_code", "one setting for all models", "reward_model.model.trust_remote_code"),
+    ("reward.device", "reward models share the slots' GPUs", "reward_model.enable_resource_pool"),
+    ("reward.model_backend", "vllm | hf", "reward_model.rollout.name reward.reward_model.rollout.name"),
+    ("reward.functions", "as {path: path/file.py:function, kwargs: {...}}", "custom_reward_function.reward_kwargs"),
+    ("reward.functions", "each function is a dimension of its own", "algorithm.gdpo_reward_keys"),
+    ("reward.weights", "", "algorithm.gdpo_reward_weights"),
+    ("algorithm.rollout_is_threshold", "a number turns it on",
+     "algorithm.rollout_is algorithm.rollout_correction.rollout_is"),
+    ("algorithm.rollout_is_threshold", "a number turns it on, in verl rollout_is does",
+     "algorithm.rollout_correction.rollout_is_threshold"),
+    ("algorithm.old_log_probs", "`engine` in place of true", "algorithm.rollout_correction.bypass_mode"),
+    ("trainer.resume_mode", "give the folder itself", "trainer.resume_from_path"),
+    ("trainer.max_ckpt_to_keep", "", "trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep"),
+    ("trainer.log_val_generations", "so many of each validation are in the run folder's validation.jsonl",
+     "trainer.validation_data_dir"),
+    ("trainer.log_samples", "so many of each step are in the run folder's samples.jsonl", "trainer.rollout_data_dir"),
+    ("model.trust_remote_code", "", "data.trust_remote_code"),
+    ("cluster.device", "", "trainer.device"),
+    ("data.seed", "", "trainer.seed"),
+)  # fmt: skip
+"""(key here, note, verl names whose counterpart no rule finds)."""
+VERL = {name: (key, note) for key, note, names in _VERL for name in names.split()}
+VERL_VALUES = {"actor_rollout_ref.actor.tis_imp_ratio_cap": {"-1": "null"}}
+"""verl name -> its values that are written otherwise here; all others mean the same."""
+
+VERL_LEAVES = {
+    "ulysses_sequence_parallel_size": (
+        "training.ulysses_sequence_parallel_size",
+        "one setting for all models; how far a sequence is cut depends on its length",
+    ),
+    "full_determinism": ("trainer.deterministic", "one setting for the run"),
+}
+"""Leaves that mean the same in several groups of verl."""
+
+SAME_NAME = {
+    "trainer.default_local_dir": "here PROJECT/EXPERIMENT is made below it, in verl it is the run's own folder"
+}
+"""Keys that verl has too, and what else it means by them."""
+
+VERL_PREFIXES = (
+    ("actor_rollout_ref.rollout.engine_kwargs.vllm.", "rollout.engine_kwargs."),
+    ("actor_rollout_ref.actor.", "actor."),
+    ("actor_rollout_ref.rollout.", "rollout."),
+    ("actor_rollout_ref.model.", "model."),
+    ("actor_rollout_ref.ref.", "ref."),
+    ("reward_model.reward_kwargs.overlong_buffer_cfg.", "reward.overlong_buffer."),
+    ("reward.reward_kwargs.overlong_buffer_cfg.", "reward.overlong_buffer."),
+    ("reward_model.overlong_buffer.", "reward.overlong_buffer."),
+    ("custom_reward_function.overlong_buffer.", "reward.overlong_buffer."),
+    ("critic.optim.", "actor.optim."),
+    ("critic.model.", "model."),
+    ("critic.", "actor."),
+)
+
+OVERLONG = re.compile(r"\.overlong_buffer(_cfg)?\.(enable|len)$")
+VERL_GROUPS = ("actor_rollout_ref.", "critic.", "reward_model.", "reward.reward_model.", "actor.", "ref.")
+
+VLLM_OPTIONS = {
+    "max_num_batched_tokens",
+    "enforce_eager",
+    "max_model_len",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "swap_space",
+    "disable_log_stats",
+}
+
+_NO_COUNTERPART = (
+    ("generation and training share the slots always", "actor_rollout_ref.hybrid_engine"),
+    ("tokens are balanced over the ranks always", "trainer.balance_batch"),
+    ("to validate only, write `rlfuse eval` in place of `rlfuse train`", "trainer.val_only"),
+    ("prompts of a step are data.train_batch_size", "data.gen_batch_size"),
+    ("all validation rows are generated together", "data.val_batch_size"),
+    ("the column is data_source", "data.reward_fn_key"),
+    ("prompts stay messages always; reward functions in TRL's shape get them as `prompts`", "data.return_raw_chat"),
+    ("the column of images is images always", "data.image_key"),
+    ("the column of clips is videos always; what is seen of them are the keys of video", "data.video_key"),
+    ("engines return log-probs always", "actor_rollout_ref.rollout.calculate_log_probs"),
+    ("engines start from model.path and get weights from the trainer", "actor_rollout_ref.rollout.load_format"),
+    ("engines are asynchronous always", "actor_rollout_ref.rollout.mode"),
+    ("jobs are single-turn", "actor_rollout_ref.rollout.multi_turn actor_rollout_ref.rollout.agent"),
+    ("rollout.val_kwargs.temperature=0 is greedy", "actor_rollout_ref.rollout.val_kwargs.do_sample"),
+    ("LoRA is not supported; all weights are trained", "actor_rollout_ref.model.lora"),
+    ("put the change into the model's own config.json", "actor_rollout_ref.model.override_config"),
+    ("reward functions are called for every sample; name them in reward.functions",
+     "reward_model.reward_manager reward.reward_manager"),
+    ("rewards run beside generation with every fusion but serial", "reward_model.launch_reward_fn_async"),
+    ("responses' code runs in a sandbox on the job's own machines, without a service",
+     "reward.sandbox_fusion sandbox_fusion"),
+    ("groups are compared by their rewards", "algorithm.filter_groups.metric"),
+    ("samples are reweighed by algorithm.rollout_is_threshold, not rejected",
+     "algorithm.rollout_correction.rollout_rs"),
+    ("there are slots / rollout.tensor_model_parallel_size engines", "actor_rollout_ref.rollout.data_parallel_size"),
+    ("Ray starts with the devices of this machine, or connects to cluster.ray_address", "ray_kwargs ray_init"),
+    ("every run records its spans in the run folder", "global_profiler"),
+)  # fmt: skip
+"""(why nothing here corresponds, verl names or prefixes)."""
+NO_COUNTERPART = tuple((name, why) for why, names in _NO_COUNTERPART for name in names.split())
+
+NO_COUNTERPART_WORDS = (
+    ("megatron", "DeepSpeed trains, Megatron is not used; sharding is actor.zero_stage"),
+    ("fsdp", "DeepSpeed trains, FSDP is not used; sharding is actor.zero_stage"),
+    ("use_dynamic_bsz", "micro-batches are filled by tokens always, up to actor.ppo_max_token_len_per_gpu"),
+    ("log_prob_", "passes without gradients use the token budget actor.ppo_max_token_len_per_gpu"),
+    ("lora_", "LoRA is not supported; all weights are trained"),
+    (".lora.", "LoRA is not supported; all weights are trained"),
+    ("profiler", "every run records its spans in the run folder"),
+    ("torch_compile", "models run uncompiled in training; actor.cuda_graphs records passes of small ones"),
+)
+"""(word in a verl name, why nothing here corresponds)."""
+
+_TRL_AND_OPENRLHF = (
+    ("actor.ppo_micro_batch_size_per_gpu", "sequences per micro-batch on a rank", "per_device_train_batch_size", ""),
+    ("actor.ppo_mini_batch_size", "prompts per optimizer step; accumulation follows",
+     "gradient_accumulation_steps", ""),
+    ("rollout.n", "", "num_generations", "n_samples_per_prompt"),
+    ("actor.ppo_epochs", "", "num_iterations num_ppo_epochs", ""),
+    ("data.max_response_length", "", "max_completion_length response_length", "generate_max_len"),
+    ("data.apply_chat_template_kwargs", "", "chat_template_kwargs", ""),
+    ("rollout.temperature", "", "temperature", ""),
+    ("rollout.top_p", "", "top_p", ""),
+    ("rollout.top_k", "-1 for all", "top_k", ""),
+    ("rollout.min_p", "", "min_p", ""),
+    ("actor.optim.lr", "", "learning_rate", "actor_learning_rate"),
+    ("actor.optim.lr_warmup_steps", "training steps here, optimizer steps in TRL", "warmup_steps", ""),
+    ("actor.grad_clip", "", "max_grad_norm", ""),
+    ("actor.kl_loss_coef", "with actor.use_kl_loss=true", "beta", ""),
+    ("algorithm.kl_ctrl.kl_coef", "with algorithm.use_kl_in_reward=true", "kl_coef", "init_kl_coef"),
+    ("actor.clip_ratio", "", "epsilon cliprange", "eps_clip"),
+    ("actor.clip_ratio_high", "", "epsilon_high", ""),
+    ("critic.optim.lr", "actor and critic are separate models; the critic's step is set by its own rate",
+     "vf_coef", ""),
+    ("actor.loss_agg_mode", "or a preset: algorithm=grpo | dr_grpo | dapo", "loss_type", ""),
+    ("algorithm.norm_adv_by_std_in_grpo", "", "scale_rewards", ""),
+    ("model.enable_gradient_checkpointing", "", "gradient_checkpointing", ""),
+    ("model.path", "", "model_name_or_path", "pretrain"),
+    ("reward.model_path", "", "reward_model_path", "reward_pretrain"),
+    ("reward.functions", "", "reward_funcs", ""),
+    ("reward.weights", "", "reward_weights", ""),
+    ("algorithm.adv_estimator", "normalize_then_sum is gdpo", "multi_objective_aggregation", ""),
+    ("trainer.total_training_steps", "", "max_steps", ""),
+    ("trainer.total_epochs", "", "num_train_epochs", "num_episodes"),
+    ("trainer.save_freq", "", "save_steps", ""),
+    ("trainer.test_freq", "", "eval_steps", ""),
+    ("trainer.max_ckpt_to_keep", "", "save_total_limit", ""),
+    ("trainer.default_local_dir", "", "output_dir", "save_path"),
+    ("trainer.experiment_name", "", "run_name", ""),
+    ("trainer.logger", "", "report_to", "use_wandb"),
+    ("algorithm.kl_ctrl.target_kl", "with algorithm.kl_ctrl.type=adaptive", "", "kl_target"),
+    ("algorithm.kl_penalty", "", "", "kl_estimator"),
+    ("critic.path", "", "", "critic_pretrain"),
+    ("reward.functions", "as reward.functions=[http://host:port/path] or [path/file.py:function]", "", "remote_rm_url"),
+    ("data.train_files", "", "", "prompt_data"),
+    ("data.prompt_key", "", "", "input_key"),
+    ("data.prompt_is_chat", "true unless set to false", "", "apply_chat_template"),
+    ("data.max_prompt_length", "", "", "prompt_max_len"),
+    ("data.train_batch_size", "", "", "rollout_batch_size"),
+    ("actor.ppo_micro_batch_size_per_gpu", "", "", "micro_train_batch_size"),
+    ("critic.optim.lr", "", "", "critic_learning_rate"),
+    ("actor.optim.lr_warmup_steps_ratio", "", "", "lr_warmup_ratio"),
+    ("critic.cliprange_value", "", "", "value_clip"),
+    ("algorithm.lam", "", "", "lambd"),
+    ("algorithm.adv_estimator", "", "", "advantage_estimator"),
+    ("trainer.critic_warmup", "the first step that trains the actor: add 1", "", "freezing_actor_steps"),
+    ("trainer.n_gpus_per_node", "slots / rollout.tensor_model_parallel_size engines", "", "vllm_num_engines"),
+    ("rollout.tensor_model_parallel_size", "", "", "vllm_tensor_parallel_size"),
+    ("rollout.gpu_memory_utilization", "", "", "vllm_gpu_memory_utilization"),
+)  # fmt: skip
+"""(key here, note, names of TRL, names of OpenRLHF)."""
+TRL = {name: (key, note) for key, note, names, _ in _TRL_AND_OPENRLHF for name in names.split()}
+OPENRLHF = {name: (key, note) for key, note, _, names in _TRL_AND_OPENRLHF for name in names.split()}
+
+
+def counterpart(name: str, known: frozenset[str]) -> Counterpart | None:
+    """What `name` of verl, TRL or OpenRLHF becomes, given our keys; None if the name is nobody's we know."""
+    leaf = name.rsplit(".", 1)[-1]
+    of_verl = name.startswith(VERL_GROUPS)
+    if name in VERL or (of_verl and leaf in VERL_LEAVES):
+        key, note = VERL.get(name) or VERL_LEAVES[leaf]
+        return Counterpart("verl", (key,) if key else (), note, VERL_VALUES.get(name, {}))
+    for start, why in NO_COUNTERPART:
+        if name == start or name.startswith((start + ".", start + "_")):
+            return Counterpart("verl", (), why)
+    if OVERLONG.search(name):
+        return Counterpart("verl", ("reward.overlong_buffer.len",), "above 0 turns it on, in verl `enable` does")
+    for prefix, ours in VERL_PREFIXES:
+        rest = name.removeprefix(prefix)
+        free = ours == "rollout.engine_kwargs."
+        if rest != name and (ours + rest in known or free):
+            note = "one setting for actor and critic" if prefix.startswith("critic.") else ""
+            return Counterpart("verl", (ours + rest,), note)
+    if name.startswith("actor_rollout_ref.rollout.") and leaf in VLLM_OPTIONS:
+        return Counterpart("verl", (f"rollout.engine_kwargs.{leaf}",))
+    for word, why in NO_COUNTERPART_WORDS:
+        if word in name and of_verl:
+            return Counterpart("verl", (), why)
+    for origin, table in (("TRL", TRL), ("OpenRLHF", OPENRLHF)):
+        if name in table:
+            return Counterpart(origin, (table[name][0],), table[name][1])
+    return None
+
+
+def renamed(name: str, value: str, known: frozenset[str]) -> str | None:
+    """Our key for verl's `name` where it means the same with this value; None where something else changes too."""
+    found = None if name in known else counterpart(name, known)
+    plain = found is not None and found.origin == "verl" and found.same and value.strip() not in found.values
+    return found.keys[0] if plain else None
+
+
+def is_verls(name: str, known: frozenset[str]) -> bool:
+    """Whether only verl has such a name."""
+    found = None if name in known else counterpart(name, known)
+    return name.startswith("actor_rollout_ref.") or (found is not None and found.origin == "verl")
+
+
+def other_meanings(given: Mapping[str, str], known: frozenset[str]) -> dict[str, str]:
+    """Of settings (name -> value as typed) a line for each that means something else in verl, if any name is verl's."""
+    if not any(is_verls(name, known) for name in given):
+        return {}
+    return {
+        name: f"{name}={given[name]}: a key here as in verl, but {text}"
+        for name, text in SAME_NAME.items()
+        if given.get(name, "null") != "null"
+    }

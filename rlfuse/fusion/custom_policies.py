@@ -1,0 +1,104 @@
+"""Find a policy by name: a built-in one, or a function `policy(snapshot) -> list[Decision]` in a user's file.
+
+Decisions of a user's policy are checked against their snapshot (`refusals`) before any of them starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import traceback
+from collections.abc import Callable, Sequence
+
+from rlfuse.config.custom_errors import headline
+from rlfuse.config.custom_functions import POLICY
+from rlfuse.config.custom_modules import load
+from rlfuse.config.declare import names_function
+from rlfuse.errors import ConfigError, UserError
+from rlfuse.fusion.decision_checks import InvalidDecision, check, listed
+from rlfuse.fusion.decisions import Decision, Move, Policy, Snapshot, Switch
+from rlfuse.fusion.policies import POLICIES
+
+MAX_MOVES_WITHOUT_PROGRESS = 20  # switches per slot and moves per sample without any progress before it is an error
+
+_loaded: dict[str, Policy] = {}
+
+
+class PolicyError(UserError):
+    """A fusion policy can't be used, or decided what can't be done. The message says which, why and what is valid."""
+
+
+def load_policy(name: str, given_as: str = "") -> Policy:
+    """Return the policy of that name, from its file as it is now. Raises PolicyError, naming it as `given_as`."""
+    given_as = given_as or f"{POLICY}={name}"
+    if name in POLICIES:
+        return POLICIES[name]
+    if not names_function(name):
+        near = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.5)
+        valid = f"policies: {', '.join(POLICIES)}, or path/file.py:name for your own"
+        raise PolicyError(f"{given_as}: unknown policy; {f'did you mean {near[0]}?' if near else valid}")
+    try:
+        function = load(POLICY, name)
+    except ConfigError as error:
+        raise PolicyError(error.problems[0].replace(f"{POLICY}={name}", given_as)) from error
+    if not callable(function) or inspect.isclass(function):
+        raise PolicyError(f"{given_as}: is not a function; a policy is `def name(snapshot)` and returns a list")
+    _loaded[name] = policy = CheckedPolicy(function, name)
+    return policy
+
+
+def loaded_policy(name: str) -> Policy:
+    """Return the policy as `load_policy` last loaded it: editing its file during a run changes nothing."""
+    return _loaded[name] if name in _loaded else load_policy(name)
+
+
+class CheckedPolicy:
+    """A user's policy, each of whose decisions can be carried out."""
+
+    def __init__(self, function: Callable[[Snapshot], list[Decision]], name: str):
+        self.function, self.__name__ = function, name
+        self._slots: Sequence | None = None  # of the board that it decides on
+        self._unfinished = self._moves_without_progress = 0
+
+    def __call__(self, view: Snapshot) -> list[Decision]:
+        try:
+            decisions = self.function(view)
+        except (Exception, SystemExit) as error:
+            led = "".join(traceback.format_tb(error.__traceback__)[1:]).rstrip()
+            raise self._error(f"raised {headline(error)}\n{led}".rstrip()) from error
+        if not isinstance(decisions, list | tuple):
+            raise self._error(f"returned a {type(decisions).__name__}; a policy returns a list of decisions")
+        try:
+            check(view, decisions)
+        except InvalidDecision as why:
+            raise self._error(f"decided what is not possible. {why}") from None
+        if not decisions and not (view.in_flight or view.busy or view.scoring):
+            raise self._error(f"decided nothing and nothing runs; what there is to do: {_left_to_do(view)}")
+        self._count(view, decisions)
+        return list(decisions)
+
+    def _count(self, view: Snapshot, decisions: Sequence[Decision]) -> None:
+        """Raise PolicyError for switches and moves without end."""
+        to_and_fro = [decision for decision in decisions if isinstance(decision, Switch | Move)]
+        same = view.slots is self._slots and view.unfinished == self._unfinished
+        if not same or len(to_and_fro) < len(decisions):
+            self._slots, self._unfinished, self._moves_without_progress = view.slots, view.unfinished, 0
+        self._moves_without_progress += sum(len(each.samples) if isinstance(each, Move) else 1 for each in to_and_fro)
+        if self._moves_without_progress > MAX_MOVES_WITHOUT_PROGRESS * (len(view.slots) + view.unfinished):
+            raise self._error(
+                f"switched slots and moved samples {self._moves_without_progress} times while no sample was finished and no other "
+                f"work began; what there is to do: {_left_to_do(view)}"
+            )
+
+    def _error(self, what: str) -> PolicyError:
+        return PolicyError(f"the fusion policy {self.__name__} {what}")
+
+
+def _left_to_do(view: Snapshot) -> str:
+    found = [f"Generate groups {listed(view.waiting)}"] if view.waiting else []
+    found += [f"Score {kind} of {len(names)} samples" for kind, names in view.unscored.items() if names]
+    gradients = "Train" if view.settings.pipelined else "Accumulate"
+    found += [f"{gradients} {len(names)} samples of the {model}" for model, names in view.ready.items() if names]
+    found += [f"OptimizerStep of the {model}" for model in view.ready_to_step]
+    idle = f"idle engines {listed(view.idle_engines)}, idle trainers {listed(view.idle_trainers)}"
+    return f"{'; '.join(found) or 'nothing yet'} ({idle})"

@@ -1,0 +1,178 @@
+"""Show clips and images of a row to a judge or classifier that runs in vLLM.
+
+The model sees the frames and sizes of the row's plan. Embeddings of the policy's tower are reused if file, plan and
+tower are the same; otherwise the model's own tower makes them, cached up to KEPT_BYTES. Markers in answers are text.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlfuse.engines.vllm.offline_engine import OfflineEngine
+from rlfuse.errors import RewardError, VideoError
+from rlfuse.samples import Embedding, Visual
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig
+
+    from rlfuse.video.plan import Geometry
+    from rlfuse.video.prompt import VideoPrompt
+    from rlfuse.video.video_model import VideoModel
+
+MAX_CACHED_BYTES = 1 << 30
+BLOCK_BYTES = 64 << 20
+MAX_VISUAL_TOKENS = 1 << 16
+"""Visual tokens of samples scored together: of 3,584 features, half a GB per copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class InProcessEmbedding(Embedding):
+    """Rows in this process."""
+
+    rows: torch.Tensor | None = None
+
+    def read(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+        return self.rows[first:last]
+
+
+class VisualInputs:
+    """Shows clips to one model. `unsupported_reason` works at once, the rest after `start`."""
+
+    def __init__(self, path: str, trust_remote_code: bool = False, *, key: str, otherwise: str):
+        """`key`: how the user named the model; `otherwise`: the remedy for rows that it cannot see."""
+        from rlfuse.video.video_model import VideoModel
+
+        self._name, self._otherwise = f"{key}={path}", otherwise
+        self._path = path
+        try:
+            self._model: VideoModel | None = VideoModel.from_pretrained(path, trust_remote_code)
+        except VideoError:
+            self._model = None
+        except (OSError, ValueError) as error:
+            raise RewardError(f"{self._name} can't be read: {error}") from error
+        self._tower: Any = None
+        self._own: OrderedDict[str, InProcessEmbedding] = OrderedDict()
+
+    def unsupported_reason(self, visual: Sequence[Visual]) -> str | None:
+        return next((why for each in visual if (why := self._refusal(each))), None)
+
+    def _refusal(self, visual: Visual) -> str | None:
+        from rlfuse.video.models.base import Route, known_families
+        from rlfuse.video.vllm_route import Refusal, select_route
+
+        model, plan = self._model, visual.plan
+        if model is None:
+            families = known_families()
+            return f"{self._name} can't see {visual.path}: give a model of {families}, or {self._otherwise}"
+        own = self._image_geometry if plan.is_image else model.geometry
+        if own != plan.geometry:
+            return (
+                f"{self._name} can't see {visual.path}: it takes frames as {own}, and they were planned for the "
+                f"policy as {plan.geometry}. Give a model of the policy's family, or {self._otherwise}"
+            )
+        if model.family.route is Route.VIDEO_EMBEDS:
+            route = select_route(self._config, plan)
+            return f"{self._name} can't see {visual.path}: {route.reason}" if isinstance(route, Refusal) else None
+        return None
+
+    @cached_property
+    def _config(self) -> PreTrainedConfig:
+        """Cached: `unsupported_reason` is called for every row of a data set."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self._model.folder)
+
+    @cached_property
+    def _image_geometry(self) -> Geometry:
+        return self._model.image_sizes(None)[1]
+
+    @contextmanager
+    def served(self, read_head: Callable[[str], torch.nn.Linear] | None = None) -> Iterator[str]:
+        """Yield the folder that vLLM loads: the whole model, or its text part, removed afterwards."""
+        if self._model is None:
+            yield self._path
+        else:
+            with TemporaryDirectory(prefix="rlfuse-text-part-") as folder:
+                head = read_head(self._model.folder) if read_head else None
+                yield self._model.servable_folder(Path(folder) / "model", head)
+
+    def start(self, engine: OfflineEngine) -> None:
+        self._tokenizer, self._dtype, self._prompts = engine.tokenizer, engine.dtype, engine.prompts
+
+    def assemble(self, text: str, visual: Sequence[Visual], special: bool) -> VideoPrompt:
+        """Return the prompt's tokens with visual ones; VideoError if markers do not match.
+
+        `special`: the text has no chat template, so special tokens are added as the tokenizer does.
+        """
+        from rlfuse.data.templates import with_bos
+        from rlfuse.video.prompt import VideoPrompt
+
+        if self._model is None:
+            ids = self._tokenizer(text, add_special_tokens=special).input_ids
+            return VideoPrompt(np.asarray(ids, np.int32), ())
+        text = with_bos(text, self._tokenizer) if special else text
+        return self._model.prompt(self._tokenizer, text, [each.plan for each in visual])
+
+    def escape_markers(self, text: str) -> str:
+        """Escape markers in the text, for `assemble`."""
+        from rlfuse.video.prompt import escape_markers
+
+        return escape_markers(text) if self._model else text
+
+    def prompt(self, made: VideoPrompt, visual: Sequence[Visual]) -> dict[str, Any]:
+        pairs = zip(visual, made.positions, strict=True)
+        shown = [replace(each, positions=places, source=self._embedding(each)) for each, places in pairs]
+        shown.sort(key=lambda each: each.positions[0])
+        self._prompts.check("of a reward", made.token_ids, shown)
+        return self._prompts.prompt(made.token_ids, shown)
+
+    def _embedding(self, visual: Visual) -> Embedding:
+        from rlfuse.video.embedding import content_hash, embedding_key
+        from rlfuse.video.towers import Tower
+
+        if self._tower is None:
+            import torch
+
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self._tower = Tower(self._model.folder, device, self._dtype)
+        key, given = embedding_key(content_hash(visual.path), visual.plan, self._tower.version), visual.source
+        if given is not None and given.key == key and any(map(os.path.exists, (given.path, *given.copies))):
+            return given
+        if key not in self._own:
+            rows = self._encode(visual)
+            self._own[key] = InProcessEmbedding(key, "", *rows.shape, rows=rows)
+            while sum(each.rows.nbytes for each in self._own.values()) > MAX_CACHED_BYTES and len(self._own) > 1:
+                self._own.popitem(last=False)
+        self._own.move_to_end(key)
+        return self._own[key]
+
+    def _encode(self, visual: Visual) -> torch.Tensor:
+        import torch
+
+        from rlfuse.video.decode_pool import DecodePool
+
+        plan, parts = visual.plan, []
+        with DecodePool() as pool:
+            for first, last in self._tower.shape.blocks(plan, 0, len(plan.times), BLOCK_BYTES):
+                frames = torch.from_numpy(pool.decode(visual.path, plan, first, last))
+                parts.append(self._tower.rows(frames, plan, first).to("cpu", torch.bfloat16))
+        return torch.cat(parts)
+
+
+def split_by_visual_tokens(samples: Sequence[Any]) -> Iterator[list[Any]]:
+    """Split samples by the tokens of their `visual`, which bounds the copies of embeddings."""
+    behind = accumulate(sum(each.plan.tokens for each in sample.visual) for sample in samples)
+    for _, few in groupby(zip(behind, samples, strict=True), key=lambda pair: pair[0] // MAX_VISUAL_TOKENS):
+        yield [sample for _, sample in few]

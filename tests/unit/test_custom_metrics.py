@@ -1,0 +1,175 @@
+"""A user's own figures of a step's samples: the page's example by hand, where they go, and what goes wrong."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_journal import finished, log_in, run_step, told  # noqa: F401
+from transformers import Qwen2Config
+
+from rlfuse.config.checks import check
+from rlfuse.config.facts import read_facts
+from rlfuse.config.schema import Config
+from rlfuse.errors import ConfigError
+from rlfuse.observe import custom_metrics
+from rlfuse.observe.custom_metrics import CustomMetrics
+from rlfuse.observe.terminal import step_line
+from rlfuse.observe.tracking import read_metrics
+from rlfuse.run.build import _attempt
+from rlfuse.run.job import Job
+from rlfuse.samples import Group, Reward, RewardFailure
+from rlfuse.tasks.remainder import write_parquet
+from rlfuse.tasks.vocabulary import build_tokenizer
+
+PAGE = Path(__file__).parents[2] / "rlfuse/observe/README.md"
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return lambda text: Path("mine.py").write_text(text)
+
+
+def metrics(*names):
+    """Those functions of `mine.py`, and what is said of them."""
+    config, said = Config(), []
+    config.trainer.metrics = [f"mine.py:{name}" for name in names]
+    return CustomMetrics(config, said.append), said
+
+
+def problems(*names):
+    config = Config()
+    config.trainer.metrics, config.model.path, config.data.train_files = list(names), "m", ["a"]
+    return [each for each in check(config, read_facts(config)) if each.startswith("trainer.metrics")]
+
+
+def samples(*rewards):
+    """One sample of each of as many prompts."""
+    return [finished(4, number, reward) for number, reward in enumerate(rewards)]
+
+
+def block(language):
+    return re.search(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+
+
+def test_the_pages_metric_by_hand(write):
+    write(block("python"))
+    named = re.search(r"trainer\.metrics=\[(.*?)\]", PAGE.read_text())[1]
+    assert problems(named) == []
+    mine, said = metrics(named.partition(":")[2])
+    one, two, three = samples(Reward(1.0), Reward(0.0), RewardFailure("judge", "timed out"))
+    assert mine.of([one, one, two, three]) == {
+        "custom/groups/solved": pytest.approx(1 / 3),
+        "custom/groups/tokens_of_right": 5.0,
+    }
+    assert mine.of([two], "val-custom") == {"val-custom/groups/solved": 0.0} and not said
+
+
+async def test_figures_go_to_the_folder_the_sinks_and_the_terminal(told, write, tmp_path, monkeypatch):  # noqa: F811
+    write("def share(samples): return {'right': sum(s.reward or 0 for s in samples) / len(samples)}\n"
+          "def count(samples): return len(samples)\n")  # fmt: skip
+    (tmp_path / "run").mkdir()
+    log, said = log_in(tmp_path / "run", timeline_freq=0, metrics=["mine.py:share", "mine.py:count"]), []
+    monkeypatch.setattr(log.loggers.terminal, "say", said.append)
+    held_out = samples(Reward(1.0), Reward(1.0))
+    log.metrics.log_validation(0, SimpleNamespace(groups=[Group(held_out[0].prompt, held_out)]))
+    await run_step(log, 1, [Reward(1.0), Reward(0.0), RewardFailure("judge", "timed out"), Reward(0.0)])
+    log.close()
+    before, first = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert (before["val-custom/share/right"], before["val-custom/count"]) == (1.0, 2.0)
+    assert (first["custom/share/right"], first["custom/count"]) == (0.25, 4.0)
+    logged = dict(told.of("log"))
+    assert logged[0]["val-custom/count"] == 2.0 and logged[1]["custom/count"] == 4.0
+    assert "val-custom/share/right 1.000" in said[0] and "share/right 0.25  count 4" in "\n".join(said)
+    assert "share/right 0.25  count 4" in step_line(1, 3, first)
+
+
+def test_a_function_gets_what_a_reward_gets_and_what_came_of_the_sample(write):
+    write("import pathlib\ndef seen(samples):\n"
+          "    s = samples[0]\n"
+          "    pathlib.Path('seen').write_text(repr((s.id, s.step, s.prompt_index, s.prompt_text, s.response,"
+          " s.data_source, s.ground_truth, s.response_ids, s.finish_reason, s.reward, s.parts)))\n"
+          "    s.parts.clear(), s.response_ids.clear(), s.columns.clear()\n    return {}\n")  # fmt: skip
+    [sample] = samples(Reward(0.5, {"exact": 1.0}))
+    sample.prompt.columns["extra_info"] = {"level": 3}
+    mine, _ = metrics("seen")
+    assert mine.of([sample]) == {}
+    wanted = ("4/0/0", 4, 0, "how many?", "seven", "sums", "7", [0, 1, 2, 3, 4], "stop", 0.5, {"exact": 1.0})
+    assert Path("seen").read_text() == repr(wanted)
+    assert sample.reward.parts == {"exact": 1.0} and sample.prompt.columns == {"extra_info": {"level": 3}}
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return 1 / 0", r"raised ZeroDivisionError: division by zero(.|\n)*mine.py., line 2, in f"),
+        ("raise SystemExit(3)", "raised SystemExit: 3"),
+        ("return {'a': float('nan'), 'b': 2}", "a: returned nan; a metric must be finite"),
+        ("return {'a': None, 'b': 2}", r"a: returned None \(NoneType\); a metric must be a number"),
+        ("pass", r"returned None \(NoneType\); a metric must be a number"),
+        ("return [1, 2]", r"returned \[1, 2\] \(list\); a metric must be a number"),
+        ("import torch\n    return {'a': torch.ones(2), 'b': torch.tensor(2)}", "a: returned an array of shape"),
+    ],
+)
+def test_what_goes_wrong_is_told_once_and_costs_that_figure_alone(write, body, says):
+    write(f"def f(samples):\n    {body}\ndef g(samples):\n    return 7\n")
+    mine, said = metrics("f", "g")
+    for _ in range(3):
+        found = mine.of(samples(Reward(1.0)))
+        assert found == {"custom/g": 7.0} | ({"custom/f/b": 2.0} if "'b'" in body else {})
+    (line,) = said
+    assert line.startswith("trainer.metrics=mine.py:f: ") and re.search(says, line), line
+    assert "own_metrics.py" not in line and "The run goes on without it" in line
+
+
+def test_one_that_hangs_is_left_and_not_asked_again(write, monkeypatch):
+    monkeypatch.setattr(custom_metrics, "TIME_LIMIT_S", 0.2)
+    write("import threading\nasked = []\ndef f(samples):\n    asked.append(1)\n    threading.Event().wait(60)\n"
+          "def g(samples): return len(asked)\n")  # fmt: skip
+    mine, said = metrics("f", "g")
+    assert [mine.of(samples(Reward(1.0))) for _ in range(2)] == [{"custom/g": 1.0}] * 2
+    assert said == ["trainer.metrics=mine.py:f: took longer than 0.2 s and is not asked again. The run goes on without "
+                    "it, and this is said once."]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("other.py:f", "there is no file .*other.py; correct the path"),
+        ("mine.py:best", "has no function `best`; its functions: f, g, k; name one"),
+        ("mine.py:g", r"takes \(samples, step\), which is not one list of samples; correct it to `def g\(samples\)`"),
+        ("mine.py:k", "the function is async"),
+        ("mine.py", "names no function of a file; write path/file.py:name"),
+    ],
+)
+def test_what_cannot_be_used_is_told_before_anything_starts(write, name, says):
+    write("def f(samples): ...\ndef g(samples, step): ...\nasync def k(samples): ...\n")
+    (problem,) = problems(name)
+    assert problem.startswith(f"trainer.metrics={name}: ") and re.search(says, problem), problem
+    assert problems("mine.py:f") == []
+    assert re.search("two functions are called f, .*rename one", problems("mine.py:f", "other/mine.py:f")[-1])
+
+
+def test_a_file_that_fails_is_told_with_what_else_is_wrong_and_leaves_no_trace_of_a_run(write, tmp_path):
+    write("def f(samples): ...\n1 / 0\n")
+    config, (train, _) = Config(), write_parquet(tmp_path, 8, 2, seed=1)
+    config.model.path, config.data.train_files, config.data.train_batch_size = str(tmp_path / "model"), [str(train)], 4
+    config.trainer.metrics, config.trainer.logger = ["mine.py:f"], []
+    config.reward.functions = ["rlfuse.rewards.verifiers.numeric:score"]
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    Qwen2Config(hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    job = Job(config, tmp_path / "run", None, {"step": 0}, 0.0)
+    fails = r"metrics=mine\.py:f: its file can't be executed: ZeroDivisionError"
+    with pytest.raises(ConfigError, match=fails):
+        _attempt(job, None)
+    assert not job.folder.exists()
+    config.fusion.policy = "half"
+    with pytest.raises(ConfigError, match=rf"(?s)1. fusion.policy=half: .*2. trainer.{fails}"):
+        _attempt(job, None)
+
+
+def test_tensors_and_booleans_are_figures(write):
+    write("import torch\ndef f(samples): return {'a': torch.tensor(0.5), 'b': True, 3: 1}\n")
+    found = metrics("f")[0].of(samples(Reward(1.0)))
+    assert found == {"custom/f/a": 0.5, "custom/f/b": 1.0, "custom/f/3": 1.0}

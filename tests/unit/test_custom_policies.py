@@ -1,0 +1,285 @@
+"""A user's own fusion policy: the README's example beside the built-in ones, and what is told of one that is wrong."""
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from transformers import Qwen2Config
+from worlds.playing import play
+from worlds.scenes import Scene, scenes
+
+from rlfuse.cli import main
+from rlfuse.config.checks import check
+from rlfuse.config.facts import Facts
+from rlfuse.config.schema import Config
+from rlfuse.errors import ConfigError
+from rlfuse.fusion.custom_policies import CheckedPolicy, PolicyError, load_policy
+from rlfuse.fusion.decisions import Traits, traits_of
+from rlfuse.fusion.policies import POLICIES
+from rlfuse.run.build import _attempt
+from rlfuse.run.job import Job
+from rlfuse.simulate.runner import simulate
+from rlfuse.simulate.tuning import tune
+from rlfuse.simulate.workload import EXAMPLE, parse
+from rlfuse.tasks.remainder import write_parquet
+from rlfuse.tasks.vocabulary import build_tokenizer
+
+README = Path(__file__).resolve().parents[2] / "rlfuse/fusion/README.md"
+SMALL = parse(EXAMPLE | {"slots": 3, "response_tokens": {"lognormal": {"median": 60, "sigma": 1.0}, "cap": 300,
+                                                         "count": 48}})  # fmt: skip
+exploring = settings(deadline=None, derandomize=True, max_examples=8)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """The README's policy, by the name that a user gives."""
+    path = tmp_path_factory.mktemp("policy") / "mine.py"
+    path.write_text(re.search(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)[1])
+    return f"{path}:half_and_half"
+
+
+def played(policy, scene):
+    """Scenes name policies of that table."""
+    with patch.dict(POLICIES, {"own": policy}):
+        return play(replace(scene, policy="own"))
+
+
+def policy(folder, body, top=""):
+    """The name of a policy with this body."""
+    path = folder / "policy.py"
+    helpers = "from rlfuse.fusion.decisions import *\nfrom rlfuse.fusion.policies import *\n"
+    path.write_text(f"{helpers}from rlfuse.fusion.assignment import *\n{top}\ndef mine(view):\n    {body}\n")
+    return f"{path}:mine"
+
+
+# The README's example ------------------------------------------------------------------------------------------------
+
+
+def learned(run):
+    """What a step generated, and of each model the samples of one optimizer step after the other."""
+    lengths = {span.samples[0]: span.tokens for span in run.spans if span.kind == "generate"}
+    steps, open_ = defaultdict(list), defaultdict(set)
+    for span in sorted(run.spans, key=lambda span: span.end):
+        model = span.attributes.get("model")
+        if span.kind == "backward":
+            open_[model] |= set(span.samples)
+        elif span.kind == "optimizer" and span.where == "trainer/0":
+            steps[model].append(open_.pop(model))
+    return lengths, dict(steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"failures": [{"slot": 3, "at_s": 2.0}]}], ids=["example", "a lost engine"])
+def test_the_example_ends_with_the_samples_and_mini_batches_of_serial(own, more):
+    workload = parse(EXAMPLE | more)
+    serial, mine = simulate(workload, "serial"), simulate(workload, own)
+    assert mine.result.policy == own
+    lengths, steps = learned(mine)
+    assert (lengths, steps) == learned(serial)
+    assert len(lengths) == 256 and {model: len(each) for model, each in steps.items()} == {"actor": 4}
+    assert mine.result.step_s < serial.result.step_s
+
+
+@pytest.mark.slow
+@exploring
+@given(scene=scenes())
+def test_whatever_finishes_first_and_fails_each_sample_is_learned_from_once(own, scene):
+    assert len(played(load_policy(own), scene).learned) == 1
+
+
+@pytest.mark.slow
+@exploring
+@given(scene=scenes(steps=2, reference=True, estimator="grpo"))
+def test_pipelines_that_score_in_their_bubbles_keep_every_rule(own, scene):
+    pipelined = replace(scene.settings, lockstep=True, lockstep_backward=True, pipelined=True)
+    assert len(played(load_policy(own), replace(scene, settings=pipelined)).learned) == 2
+
+
+@pytest.mark.slow
+def test_the_command_puts_it_beside_the_others(own, tmp_path, capsys):
+    (tmp_path / "workload.json").write_text(json.dumps(EXAMPLE))
+    arguments = [str(tmp_path / "workload.json"), "--policy", "serial", own, "--out", str(tmp_path / "out.json")]
+    assert main(["simulate", *arguments]) == 0
+    assert [result["policy"] for result in json.loads((tmp_path / "out.json").read_text())] == ["serial", own]
+    lines = capsys.readouterr().out.splitlines()  # an import may tell something first
+    start = lines.index(next(line for line in lines if line.startswith("policy ")))
+    head, *rows = lines[start : start + 3]
+    assert len(rows) == 2 and all(len(row) == len(head) for row in rows) and rows[1].startswith(f"{own}  ")
+
+
+# The registry --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_policy_of_a_file_may_state_traits_and_is_tuned(tmp_path):
+    top = (
+        'from rlfuse.fusion.decisions import fusion_policy\n@fusion_policy(tuned=("threshold", "max_decode_slowdown"))'
+    )
+    name = policy(tmp_path, "return rlhfuse(view)", top)
+    assert traits_of(load_policy(name)) == Traits(("threshold", "max_decode_slowdown"))
+    assert name not in POLICIES and "mine" not in POLICIES
+    assert tune(SMALL, name) == tune(SMALL, "rlhfuse")
+    with pytest.raises(PolicyError, match=r"tuned=\['treshold'\]: no settings that are tuned; those are threshold"):
+        load_policy(policy(tmp_path, "return []", top.replace('"thr', '"tr')))
+
+
+@pytest.mark.slow
+def test_an_edit_changes_what_is_found_but_not_what_a_run_tunes(tmp_path):
+    top = 'from rlfuse.fusion.decisions import fusion_policy\n@fusion_policy(tuned=("threshold",))'
+    name = policy(tmp_path, "return rlhfuse(view)", top)
+    load_policy(name)
+    before = tune(SMALL, name)
+    policy(tmp_path, "return oh no")
+    assert tune(SMALL, name) == before
+    with pytest.raises(PolicyError, match="SyntaxError"):
+        simulate(SMALL, name)
+
+
+# The name ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_key_takes_a_file_and_tells_the_form_of_another_name():
+    def told(value):
+        config = Config()
+        config.fusion.policy = value
+        return [problem for problem in check(config, Facts()) if problem.startswith("fusion.policy")]
+
+    assert told("mine.py:half_and_half") == told("stream") == []
+    for wrong in ("mine.py", "mine:f", "mine.py:", "mine.py:half and half"):
+        assert told(wrong) == [
+            f"fusion.policy={wrong}: `{wrong}` is not one of serial, stream, rlhfuse, adaptive; use one of these, or "
+            "path/file.py:name for a custom one"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "told"),
+    [
+        (None, "nothing.py:f", "there is no file .*nothing.py; correct the path"),
+        ("def good(view): ...\nbad = 1", "mine.py:f", "the file has no function `f`; its functions: good"),
+        ("f = 1", "mine.py:f", "is not a function; a policy is `def name.snapshot.`"),
+        ("class f: ...", "mine.py:f", "is not a function"),
+        ("async def f(view): ...", "mine.py:f", "the function is async"),
+        ("def f(): ...", "mine.py:f", r"takes \(\), which is not one snapshot"),
+        ("def f(view, costs): ...", "mine.py:f", r"takes \(view, costs\), which is not one snapshot"),
+        ("def f(view) ...", "mine.py:f", "syntax error in line 1"),
+        ("import nothing_at_all\ndef f(view): ...", "mine.py:f", "Python does not find the package `nothing_at_all`"),
+        ("raise SystemExit(3)\ndef f(view): ...", "mine.py:f", "its file can't be executed: SystemExit: 3"),
+        ("", "adaptve", "unknown policy; did you mean adaptive"),
+        ("", "half", "unknown policy; policies: serial, stream, rlhfuse, adaptive, or path/file.py:name for your own"),
+    ],
+)
+def test_a_wrong_name_is_told_with_what_is_valid(text, name, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(text or "")
+    Path("workload.json").write_text(json.dumps(EXAMPLE))
+    with pytest.raises(PolicyError, match=f"^fusion.policy={name}: .*{told}"):
+        load_policy(name)
+    assert main(["simulate", "workload.json", "--policy", name]) == 2
+    assert re.search(f"--policy {name}: .*{told}", capsys.readouterr().err)
+
+
+def test_a_job_with_a_policy_that_is_missing_starts_nothing(tmp_path):
+    config, (train, held_out) = Config(), write_parquet(tmp_path, 8, 2, seed=1)
+    config.model.path, config.fusion.policy = str(tmp_path / "model"), f"{tmp_path}/nothing.py:f"
+    config.data.train_files, config.data.val_files, config.data.train_batch_size = [str(train)], [str(held_out)], 4
+    config.reward.functions = [f"{tmp_path}/nothing_either.py:f"]
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    Qwen2Config(hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    job = Job(config, tmp_path / "run", None, {"step": 0}, 0.0)
+    with pytest.raises(ConfigError, match=r"(?s)1. fusion.policy=.*no file .*nothing.py.*2. .*nothing_either.py"):
+        _attempt(job, None)
+    assert not (tmp_path / "run").exists()
+
+
+# What it decides -----------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "return None": "returned a NoneType; a policy returns a list of decisions",
+    "return 1 / 0": r"raised ZeroDivisionError: division by zero\n(.*\n)*.*policy.py., line 6",
+    "return []": r"decided nothing and nothing runs; what there is to do: Generate groups 0, 1, 2, 3, 4, 5 \(idle engi",
+    "return ['go']": "'go' can't be carried out: a str is no decision; those are Generate, Move, Switch, Score, Accumu",
+    "return [Generate(7, (0,))]": r"Generate\(slot=7, groups=\(0,\)\) can't be carried out: there is no slot 7; slots "
+    "are 0 to 2",
+    "return [Generate(0, (9,))]": "group 9 doesn't wait for that; those that do: 0, 1, 2, 3, 4, 5",
+    "return [Generate(0, (0,)), Generate(1, (0,))]": "group 0 was taken twice",
+    "return [Generate(0, view.waiting)]": "it needs a tuple of at least one group; those that can be taken: 0, 1",
+    "return [Generate(0, ())]": "it needs a tuple of at least one group",
+    "return [Generate('0', (0,))]": "there is no slot 0; slots are 0 to 2",
+    "return [Switch(1, 'trainer'), Generate(1, (0,))]": "slot 1 was given other work in the same list",
+    "return [Generate(1, (0,)), Switch(1, 'trainer')]": "slot 1 was given other work in the same list",
+    "return [Switch(0, 'rollout')]": "slot 0 has that role already",
+    "return [Switch(0, 'judge')]": "there is no role 'judge'; roles: rollout, trainer",
+    "return admit(view) + [Move(('x',), 0, 1)]": "sample 'x' doesn't wait for that; those that do: none",
+    "return admit(view) or [Move(tuple(view.slots[0].samples), 0, 0)]": "source and target are one slot",
+    "return admit(view) or [Move(tuple(view.slots[0].samples), 0, 1, 'usb')]": "carry='usb'; valid: kv, tokens",
+    "return admit(view) or [Switch(0, 'trainer')]": "slot 0 is no engine without samples; slots that are: none",
+    "return [Score('reward', ('x',))]": "sample 'x' doesn't wait for that; those that do: none",
+    "return [Score('taste', ('x',))]": "there is no scoring 'taste'; kinds: ",
+    "return [Score('ref', ('x',), 0)]": "slot 0 is no idle trainer; slots that are: none",
+    "return [Score('ref', ('x',))]": "it needs a slot; idle trainers: none",
+    "return [Score('ref', ('x',), 0, ('taste',))]": "there is no scoring 'taste'; kinds: ",
+    "return [Score('ref', ('x',), 0, 'values')]": "also='values'; it has to be a tuple",
+    "return [Score('ref', ('x',), 0, ('reward',))]": "rewards are scored in calls without other kinds",
+    "return [Accumulate('actor', ('x',), 0, ('teacher',))]": "there is no model 'teacher' to train; models: actor",
+    "return [Score('ref', tuple(names), s, ('ref',)) for s in view.idle_trainers if (names := view.unscored['ref'])]"
+    " or serial(view)": "sample '.*' was taken twice in the same list",
+    "return [Accumulate('actor', ('x',), 0)]": "slot 0 is no idle trainer",
+    "return [Accumulate('teacher', ('x',), 0)]": "there is no model 'teacher' to train; models: actor",
+    "return [Train({'actor': ('x',)})]": "no rank holds a stage of the models here: decide Accumulate",
+    "return [OptimizerStep('actor')]": "'actor' has no step to take now; models that have: none",
+    "return [OptimizerStep({})]": "has no step to take now",
+    "return [Accumulate([], ('x',), 0)]": "can't be carried out: unhashable type",
+    "return serial(view) if view.waiting else [d for d in serial(view) if not isinstance(d, OptimizerStep)]": "decided "
+    r"nothing and nothing runs; what there is to do: OptimizerStep of the actor \(idle engines none, idle trainers ",
+    "return [Switch(s, 'trainer') for s in view.idle_engines] + "
+    "[Switch(s, 'rollout') for s in view.idle_trainers]": "switched slots and moved samples [0-9]+ times while no "
+    "sample was finished and no other work began; what there is to do: Generat",
+    "return admit(view) or [Move(names, slot, (slot + 1) % 3) for slot, names in ("
+    "(s.index, tuple(n for n, e in s.samples.items() if e.state == 'generating')) for s in view.slots) if names]": (
+        "switched slots and moved samples"
+    ),
+}
+
+
+@pytest.mark.parametrize("body", WRONG)
+def test_what_it_decides_wrongly_is_told_and_nothing_hangs(body, tmp_path):
+    name = policy(tmp_path, body)
+    with pytest.raises(PolicyError, match=WRONG[body]) as told:
+        simulate(SMALL, name)
+    assert str(told.value).startswith(f"the fusion policy {name} ")
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("return [Generate(1, (0,))]", "slot 1 doesn't generate, as it is drained; slots that do: 0, 2"),
+        ("return admit(view) or [Move(tuple(view.slots[0].samples), 0, 1)]", "slot 1 doesn't generate, as it is drai"),
+        (
+            "return serial(view) if view.unfinished or not view.all_ranks_idle else [Score('old_log_prob', tuple("
+            "view.unscored['old_log_prob']), 1)]",
+            "slot 1 is no idle trainer, as it is drained; slots that are: 0, 2",
+        ),
+    ],
+)
+def test_a_drained_slot_gets_nothing_from_it(body, why, tmp_path):
+    with pytest.RaisesGroup(pytest.RaisesExc(PolicyError, match=why)):
+        played(load_policy(policy(tmp_path, body)), Scene("serial", slots=3, drained=(1,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name if name == "adaptive" else pytest.param(name, marks=pytest.mark.slow) for name in POLICIES]
+)
+@exploring
+@given(scene=scenes(steps=2))
+def test_nothing_that_built_in_policies_decide_is_refused(name, scene):
+    reading = CheckedPolicy(POLICIES[name], name)
+    assert len(played(reading, scene).learned) == 2
+    pipelined = replace(scene.settings, lockstep=True, lockstep_backward=True, pipelined=True)
+    assert len(played(reading, replace(scene, settings=pipelined)).learned) == 2

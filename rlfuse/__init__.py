@@ -1,4 +1,4 @@
-"""rlfuse: RLHF post-training whose generation, reward and training overlap sample by sample."""
+"""rlfuse: RLHF post-training that overlaps generation, reward and training sample by sample."""
 
 import sys
 
@@ -7,8 +7,8 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed package, by its metadata: nothing of it is imported. None where it is missing."""
-    from importlib.metadata import PackageNotFoundError, version  # takes longer than all that is imported with this
+    """Return the version of an installed package without importing it; None if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version  # slower to import than this whole module
 
     try:
         return version(package)
@@ -17,7 +17,7 @@ def version_of(package: str) -> str | None:
 
 
 def __getattr__(name: str) -> str:
-    """`__version__`, looked up when somebody asks: pyproject.toml says it, and from there the installed metadata."""
+    """Look up `__version__` lazily in the installed metadata."""
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return version_of(__name__) or "unknown"

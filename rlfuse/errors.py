@@ -1,7 +1,7 @@
-"""Every failure whose message says all that a person needs, in one hierarchy with the exit status of each.
+"""Exceptions whose message is all that a user needs, each with its exit status.
 
-Role: raised by any module, told and turned into an exit status by `rlfuse.train.run_command`; whatever else ends a command
-is a defect, and keeps its traceback. They travel between processes whole.
+Role: raised by any module; `rlfuse.train.run_command` prints the message and returns the status. Every other exception
+is a defect and keeps its traceback. All of them can be pickled.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from contextlib import contextmanager
 OK, FAILED, USER_ERROR, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 """Exit statuses. PREEMPTED is EX_TEMPFAIL of sysexits.h: the same command may succeed later."""
 LONGEST = 1500
-"""Characters of a problem that are shown."""
+"""Maximum number of characters shown of a problem."""
 
 
 class RlfuseError(Exception):
-    """A failure that is told with its message alone."""
+    """A failure that is reported by its message, without a traceback."""
 
     status = FAILED
 
 
 class UserError(RlfuseError, ValueError):
-    """What a person named can't be used as it is: the message says what, what would be valid, and what to change."""
+    """Invalid user input. The message names the value, the valid range, and what to change."""
 
     status = USER_ERROR
 
 
 class ConfigError(UserError):
-    """The configuration can't be run. `problems` has one line each."""
+    """An invalid configuration. `problems`: one line each."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = [_one_line(problem) for problem in problems]
@@ -42,34 +42,34 @@ class ConfigError(UserError):
 
 
 def _one_line(problem: str) -> str:
-    """A problem without the line breaks of a value that is shown in it, and without the middle of a long one."""
+    """Return the problem on one line, with the middle of a long one cut out."""
     problem = " ".join(problem.splitlines())
     return problem if len(problem) <= LONGEST else f"{problem[: LONGEST // 2]} ... {problem[-LONGEST // 2 :]}"
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first error of a group: the others are its echo in workers that waited for the same thing."""
+    """Return the first error of a group: the others follow from it, in workers that waited for the same result."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 class ErrorCollector:
-    """Those of a person in different parts of a job, told together: in its reward's code and in its data, say."""
+    """Collect user errors from independent parts of a job (reward code, data, ...) to report them together."""
 
     def __init__(self) -> None:
         self._found: list[UserError] = []
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """A UserError in the body ends it, and is kept."""
+        """Collect a UserError that the body raises."""
         try:
             yield
         except UserError as error:
             self._found.append(error)
 
     def raise_all(self) -> None:
-        """Raise the only one as it is, several as one ConfigError."""
+        """Raise a single error unchanged, several as one ConfigError."""
         if len(self._found) == 1:
             raise self._found[0]
         if self._found:
@@ -78,26 +78,26 @@ class ErrorCollector:
 
 
 class DataError(UserError):
-    """Data that can't be used: which file, which row, which field, and what to do."""
+    """Invalid data. The message names the file, the row, the field, and what to do."""
 
 
 class RewardError(UserError):
-    """A reward function or reward model can't be used. The message says which, why and what to change."""
+    """An unusable reward function or reward model. The message names it, the reason, and what to change."""
 
 
 class RunError(UserError):
-    """A run folder that can't be read. The message is for the person who named it."""
+    """A run folder that cannot be read."""
 
 
 class NotWritable(UserError, OSError):
-    """A place that a person named can't be written to. The message names it, the reason, and what to do."""
+    """A path given by the user that cannot be written to. The message names it, the reason, and what to do."""
 
     def __init__(self, path: object, why: str):
         super().__init__(f"{path}: can't be written ({why}). Choose another path.")
 
 
 class VideoError(UserError):
-    """A clip or its prompt can't be used: which file, what is wrong, what to do. Travels between processes whole."""
+    """An unusable clip, or a prompt that does not fit it. The message names the file, the problem and the remedy."""
 
     def __init__(self, problem: str, remedy: str, file: str = ""):
         super().__init__(problem, remedy, file)
@@ -110,31 +110,31 @@ class VideoError(UserError):
         return f"{where}{self.problem}. {self.remedy}."
 
     def of(self, file: str) -> VideoError:
-        """The same, naming the clip's file."""
+        """Return a copy that names the clip's file."""
         return VideoError(self.problem, self.remedy, file)
 
 
 class SlotRefused(UserError):
-    """A slot of a run can't be drained or restored now. The message says why, and what can be done."""
+    """A slot that cannot be drained or restored at present. The message names the reason and what to do."""
 
 
 class NotWritten(RlfuseError, OSError):
-    """Rows or a file that a full disk keeps from being written. The message names it, the reason, and what to do."""
+    """Rows or a file that could not be written because the disk is full. The message names the file and what to do."""
 
 
 class EngineError(RlfuseError, RuntimeError):
-    """A worker failed. The message says which one, what it was doing and what to do; `__cause__` is the original."""
+    """A worker failed. The message names the worker, its task and what to do; `__cause__` is the original error."""
 
 
 class WorkerLost(EngineError):
-    """A process died, hangs or ran out of memory, nothing is wrong with what it was asked: another may do it."""
+    """A process died, hangs or ran out of memory; the request itself is valid and may be retried elsewhere."""
 
     before_first_step = False
-    """Whether the run, or its restart, had begun no step."""
+    """True if no step of the run, or of its restart, had begun."""
 
 
 class NodeLost(WorkerLost):
-    """Nodes are gone, with what lived there; `nodes`: their ids."""
+    """Nodes were lost, with all processes on them; `nodes`: their ids."""
 
     def __init__(self, text: str, nodes: tuple[str, ...] = ()) -> None:
         super().__init__(text)
@@ -142,16 +142,16 @@ class NodeLost(WorkerLost):
 
 
 class NodeLeft(NodeLost):
-    """Nodes whose slots were drained are gone, or may go now: the run goes on without them, and nothing failed."""
+    """Raised instead of NodeLost for a planned drain: the run continues without these nodes, nothing failed."""
 
 
 class EngineLost(WorkerLost):
-    """A rollout engine is gone, and the run can go on without it: its samples are generated elsewhere."""
+    """A rollout engine was lost. The run can continue: other engines generate its samples."""
 
 
 class EngineFailed(EngineLost):
-    """A rollout engine failed with an exception, not from outside: one that takes its place may end so, too."""
+    """A rollout engine ended with an error of its own, which may end its replacement as well."""
 
 
 class NotSaved(EngineError):
-    """A checkpoint could not be written. Every process is as before, and the run can go on without it."""
+    """A checkpoint could not be written. All processes are unaffected, and the run can continue without it."""

@@ -1,14 +1,13 @@
-"""Everything that happens is an event: typed spans of work, the one source for traces, idle accounting and reports.
+"""Typed spans of work, the only source of traces, idle accounting and reports.
 
-Role: a leaf, but for `clock` and `files`, that any module may import. Each process owns one `Recorder`; the driver
-drains them all after a step and appends the spans to `events.jsonl` in the run folder. Times are seconds since the
-epoch by the recording process's `clock`.
+Role: each process has one `Recorder`; after a step the driver drains them all and appends the spans to `events.jsonl`
+in the run folder. Times are seconds since the epoch by the recording process's `clock`.
 
-    events.jsonl                               the last steps; whenever it is long, its rows become a part
-    events/00003-steps-641-1280.jsonl.gz       the third part, compressed; without .gz while that is under way
+    events.jsonl                               the latest steps; rotated into a part once it is long
+    events/00003-steps-641-1280.jsonl.gz       the third part, compressed; without .gz during compression
 
-Invariants: every span is in one file, also when the driver is killed meanwhile or finds the disk full, and a reader
-that is at work while rows become a part reads each of them once.
+Invariants: every span is in exactly one file, also if the driver is killed or the disk is full during a rotation, and a
+concurrent reader reads each span once.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ from rlfuse.files import RowFile, atomic_write, read_rows, sync
 PARTS, PART = "events", re.compile(r"-steps-(-?\d+)-(-?\d+)\.jsonl")
 PART_BYTES = 64 << 20
 COMPRESSION = 3
-"""Of gzip: 9 times smaller for recorded runs, at a second for each part."""
+"""Level of gzip: recorded runs become 9x smaller, in one second per part."""
 Intervals = list[tuple[float, float]]
-"""(start, end) in seconds, in order of time, none of them overlapping."""
+"""(start, end) in seconds, ascending and disjoint."""
 
 
 @dataclass(slots=True)
 class Span:
-    """One piece of work: what, where, when, for which samples, how many tokens, caused by what."""
+    """One piece of work: kind, place, time, samples, tokens and cause."""
 
     kind: str
     """`generate reward old_log_prob ref values forward backward optimizer update_weights data checkpoint ...`."""
     where: str
-    """The process or slot that did it: `rollout/0`, `trainer/1`, `reward/0`, `driver`."""
+    """Process or slot: `rollout/0`, `trainer/1`, `reward/0`, `driver`."""
     start: float
     end: float = 0.0
     step: int = -1
     samples: tuple[str, ...] = ()
     tokens: int = 0
     cause: str = ""
-    """What made it start: a policy decision, a finished sample, an optimizer step."""
+    """Trigger: a policy decision, a finished sample, an optimizer step."""
     attributes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -59,7 +58,7 @@ class Span:
 
 
 def union(spans: Iterable[Span]) -> Intervals:
-    """The time that at least one of the spans covers."""
+    """Return the intervals that at least one of the spans covers."""
     joined: Intervals = []
     for start, end in sorted((span.start, span.end) for span in spans):
         if joined and start <= joined[-1][1]:
@@ -70,28 +69,28 @@ def union(spans: Iterable[Span]) -> Intervals:
 
 
 def covered(spans: Iterable[Span]) -> float:
-    """Seconds covered by at least one of the spans."""
+    """Return the seconds covered by at least one of the spans."""
     return sum(end - start for start, end in union(spans))
 
 
 class Recorder:
-    """The spans of one process, kept until drained. Used from one thread or event loop."""
+    """Spans of one process, kept until drained. Not thread-safe."""
 
     def __init__(self, where: str):
         self.where = where
         self.step = -1
         self.open: dict[int, Span] = {}
-        """Spans under way, oldest first."""
+        """Unfinished spans, oldest first."""
         self.listeners: list[Callable[[str], Any]] = []
-        """Each is told what begins and ends, as it does."""
+        """Each is called with `began KIND` and `ended KIND`."""
         self._spans: list[Span] = []
 
     @contextmanager
     def span(self, kind: str, **fields: Any) -> Iterator[Span]:
-        """Record the body as a span; the body may set fields on the yielded span. Recorded also when it raises."""
+        """Record the body as a span, also if it raises. The body may set fields of the yielded span."""
         span = Span(kind, self.where, clock.now(), step=fields.pop("step", self.step), **fields)
         self.open[id(span)] = span
-        self._tell(f"began {kind}")
+        self._notify(f"began {kind}")
         try:
             yield span
         except BaseException as error:
@@ -101,29 +100,29 @@ class Recorder:
             span.end = clock.now()
             del self.open[id(span)]
             self._spans.append(span)
-            self._tell(f"ended {kind}")
+            self._notify(f"ended {kind}")
 
     def add(self, span: Span) -> None:
         self._spans.append(span)
 
-    def _tell(self, event: str) -> None:
-        for hear in self.listeners:
-            hear(event)
+    def _notify(self, event: str) -> None:
+        for listener in self.listeners:
+            listener(event)
 
     def drain(self) -> list[Span]:
-        """All spans since the last drain, oldest first."""
+        """Return all spans since the last call, oldest first."""
         spans, self._spans = self._spans, []
         return spans
 
 
 class EventLog(RowFile):
-    """Appends spans to `events.jsonl`. Steps that run again after a resume are there twice: both happened."""
+    """Writer of `events.jsonl`. Steps that are repeated after a resume are recorded twice."""
 
     def write(self, spans: list[Span]) -> None:
         self.append(asdict(span) for span in spans)
 
     def rotate(self) -> None:
-        """Make a part of the rows if they are PART_BYTES long. On a full disk they stay as they are."""
+        """Move the rows into a part once they exceed PART_BYTES. On a full disk the file is left unchanged."""
         if self.size < PART_BYTES:
             return
         with suppress(OSError):
@@ -134,7 +133,7 @@ class EventLog(RowFile):
             self.path.rename(part)
             rows, self._file = self._file, self.path.open("ab", buffering=0)
             rows.close()
-            for each in sorted(part.parent.glob("[0-9]*.jsonl")):  # and what a kill or a full disk left so
+            for each in sorted(part.parent.glob("[0-9]*.jsonl")):  # also older ones that are not compressed yet
                 _compress(each)
 
 
@@ -150,22 +149,22 @@ def _compress(part: Path) -> None:
 
 
 def _parts(path: Path) -> dict[str, Path]:
-    """Name -> file of each part, oldest first; `path`: of `events.jsonl`."""
+    """Return name -> file of each part, oldest first; `path`: `events.jsonl`."""
     found = sorted(path.with_name(PARTS).glob("[0-9]*.jsonl*"))
-    return {part.name.removesuffix(".gz"): part for part in found}  # the compressed one, once there is one
+    return {part.name.removesuffix(".gz"): part for part in found}  # .gz comes last and wins
 
 
 def read_spans(
     path: Path, wanted: Callable[[str], bool] = lambda line: True, steps: Collection[int] | None = None
 ) -> Iterator[Span]:
-    """The spans of a run folder's `events.jsonl` and its parts, oldest first.
+    """Yield the spans of a run folder's `events.jsonl` and its parts, oldest first.
 
-    `wanted` judges lines before they are parsed, which takes most of the time; parts without `steps` are skipped.
-    RunError for damaged files.
+    `wanted` filters lines before they are parsed, which takes most of the time; parts without any of `steps` are
+    skipped. RunError for damaged files.
     """
     done: set[str] = set()
     while True:
-        with _opened(path) as current:  # before it may become a part
+        with _opened(path) as current:  # opened first: it may be rotated meanwhile
             parts = _parts(path)
             if (name := next((name for name in parts if name not in done), None)) is None:
                 yield from map(span_of, read_rows(path, wanted, current))
@@ -188,10 +187,10 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def span_of(fields: dict[str, Any]) -> Span:
-    """A span from the object of its line."""
+    """Return the span of a parsed row."""
     return Span(**{**fields, "samples": tuple(fields["samples"])})
 
 
 def read_events(path: Path) -> list[Span]:
-    """All spans of a run folder's `events.jsonl` and its parts."""
+    """Return all spans of a run folder's `events.jsonl` and its parts."""
     return list(read_spans(path))

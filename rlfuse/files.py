@@ -1,11 +1,10 @@
-"""Files that survive kills and full disks: JSON lines to which a run adds rows, small files replaced whole, syncing.
+"""Files that survive kills and full disks: JSON Lines files, small files written atomically, syncing.
 
-Role: the one reader and writer of rows for reports, notebooks, summaries and resumed runs. What must outlive a power
-loss is synced by the node that wrote it: where several nodes share a file system, only that one can be sure.
-Invariants: a row is a line that decodes to an object and has its end. A writer that was killed leaves at most one that
-is not, the last: readers leave it out and warn, whoever goes on with the file cuts it off. Anywhere else such a line is
-damage that nobody should guess about. Rows that find no room on the disk leave the file as it was. Files that a command
-adds to, or writes several of, are `write_lock` by one process at a time.
+Role: the only reader and writer of rows, for reports, notebooks, summaries and resumed runs. Files that must survive a
+power loss are synced by the node that wrote them: on a shared file system other nodes cannot ensure this.
+Invariants: a row is a complete line with a JSON object. A killed writer leaves at most one incomplete line, the last:
+readers skip it with a warning, the next writer truncates it; an invalid line elsewhere is an error. A failed append
+leaves the file unchanged. Files that a command extends are protected by `write_lock`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from rlfuse.errors import NotWritable, NotWritten, RunError
 from rlfuse.parsing import parse_json
 
 UNWRITABLE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
-"""Errors that mean another place would do; a full disk is none."""
+"""Errors that another path would avoid; a full disk is not among them."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a full disk, a quota, or a limit on the size of files."""
 
@@ -37,21 +36,21 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def read_rows(
     path: Path, wanted: Callable[[str], bool] = lambda line: True, opened: IO[bytes] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a file, oldest first; none where there is no file. RunError for a damaged line, but for the last.
+    """Yield the rows of a file, oldest first; none if there is no file. RunError for a damaged line before the last.
 
-    `wanted` judges lines before they are parsed, which takes most of the time. `opened`: the file, if it may have been
-    renamed since. One whose name ends in .gz is decompressed.
+    `wanted` filters lines before they are parsed, which takes most of the time. `opened`: the open file, for a path
+    that may be renamed meanwhile. Files ending in .gz are decompressed.
     """
     for row, _ in _rows(path, wanted, opened):
         yield row
 
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""Texts for the numbers that JSON lacks."""
+"""JSON strings for non-finite numbers."""
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with texts in place of NaN and infinity."""
+    """Return `value` with NaN and infinity as strings."""
     if isinstance(value, float):
         return value if math.isfinite(value) else json.dumps(float(value))
     if isinstance(value, dict):
@@ -60,12 +59,12 @@ def json_safe(value: Any) -> Any:
 
 
 def parse_non_finite(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of metrics with NaN and infinity in place of their texts."""
+    """Return a row of metrics with NaN and infinity as numbers again."""
     return {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
 
 
 class RowFile:
-    """Adds rows to a file. What is there stays up to the first row that `keep` refuses, and but for one cut short."""
+    """Append rows to a file. Existing rows are kept up to the first that `keep` rejects; an incomplete one is cut."""
 
     def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] | None = None):
         self.path = path
@@ -73,7 +72,7 @@ class RowFile:
         self._file.truncate(_whole(path) if keep is None else _kept(path, keep))
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """All of them, or NotWritten and none."""
+        """Append all rows, or raise NotWritten and append none."""
         text = "".join(json.dumps(row, separators=(",", ":"), default=str) + "\n" for row in rows)
         before, left = self.size, memoryview(text.encode())
         try:
@@ -85,11 +84,11 @@ class RowFile:
 
     @property
     def size(self) -> int:
-        """Bytes so far."""
+        """Return the size in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
-        """Have the disk keep what was added, also where power is lost."""
+        """Flush the rows to disk, so that they survive a power loss."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -99,7 +98,7 @@ class RowFile:
 def _rows(
     path: Path, wanted: Callable[[str], bool], opened: IO[bytes] | None = None
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each row, and the byte where its line ends."""
+    """Yield each row with the byte offset of its end."""
     if opened is None and not path.exists():
         return
     with opened or (gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as lines:
@@ -109,7 +108,7 @@ def _rows(
             try:
                 row = _decoded(line, wanted)
             except ValueError as error:
-                if line.endswith(b"\n") and lines.read(1):  # one without is the last, though its writer may go on now
+                if line.endswith(b"\n") and lines.read(1):  # an incomplete last line is skipped
                     raise RunError(f"{path}, line {number}: {error}; remove that line") from error
                 return _warn(path, start)
             if row is not None:
@@ -117,20 +116,20 @@ def _rows(
 
 
 def _decoded(line: bytes, wanted: Callable[[str], bool] = lambda line: True) -> dict[str, Any] | None:
-    """The row of a line, None if it is not wanted; ValueError if it is none."""
+    """Parse the row of a line; None if it is not wanted. ValueError if it is not a row."""
     text = line.decode()
     if not text.endswith("\n"):
-        raise ValueError("the line has no end")
+        raise ValueError("the line is incomplete")
     if not wanted(text):
         return None
     row = parse_json(text)
     if not isinstance(row, dict):
-        raise ValueError(f"{text[:40].strip()} is no object")
+        raise ValueError(f"{text[:40].strip()} is not a JSON object")
     return row
 
 
 def _kept(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
-    """Bytes up to the first row that is refused. RunError for one without what `keep` looks at."""
+    """Return the byte offset of the first rejected row. RunError for a row without the fields that `keep` reads."""
     kept = 0
     for row, end in _rows(path, lambda line: True):
         try:
@@ -143,7 +142,7 @@ def _kept(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
 
 
 def _whole(path: Path) -> int:
-    """Bytes up to a last line that is no row. Reads that line alone: files of events are long."""
+    """Return the byte offset of the end of the last complete row. Reads only the last line: event files are long."""
     if not (size := path.stat().st_size):
         return 0
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -157,30 +156,30 @@ def _whole(path: Path) -> int:
 
 
 def _warn(path: Path, start: int) -> None:
-    warnings.warn(f"{path}: the last row, from byte {start} on, was cut short, and is left out", stacklevel=2)
+    warnings.warn(f"{path}: skipping the last row (from byte {start}), which is incomplete", stacklevel=2)
 
 
 def not_written(path: Path, what: str, error: OSError) -> NotWritten:
-    """Return the error for a file that a full disk keeps from being written."""
+    """Return the error for a file that could not be written because the disk is full."""
     free = shutil.disk_usage(path.parent).free / 2**20
     return NotWritten(
         f"{path}: {what} ({error.strerror}); {path.parent} has {free:,.1f} MiB free. Free disk space there and rerun "
-        "the command; what was written before is complete."
+        "the command; everything written before is complete."
     )
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file aside and rename it: whoever is killed, or finds no room, leaves what there was. NotWritten then."""
+    """Write a temporary file and rename it, so that a kill or a full disk (NotWritten) keeps the previous file."""
     with atomic_write(path) as aside:
         aside.write_text(text)
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; the file there replaces `path` when the body ends, and is removed where it raises.
+    """Yield a temporary path; its file replaces `path` when the body ends, and is removed if the body raises.
 
-    Other processes may do the same. What is no regular file (`/dev/stdout`, a pipe) is written to directly. Raises
-    NotWritable, a UserError, where no file can be made there, and NotWritten where the disk is full.
+    Safe for concurrent writers. Paths that are not regular files (`/dev/stdout`, a pipe) are written to directly.
+    Raises NotWritable if the file cannot be created, and NotWritten if the disk is full.
     """
     path = path.resolve()
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
@@ -204,9 +203,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of what one process at a time may write; UserError where another holds it, or it can't be made.
+    """Hold the exclusive lock for writing `path`; UserError if another process holds it or it cannot be created.
 
-    `path`: the file, or one of several that are written together. The lock ends with the process, however that ends.
+    `path`: the file, or one of several that are written together. The lock is released when the process ends.
     """
     place = _lock_of(path)
     made = not path.parent.exists()
@@ -218,9 +217,9 @@ def write_lock(path: Path) -> Iterator[None]:
     with _locked(place) as held:
         if not held:
             holder = "another process"
-            with suppress(OSError):  # it ends just now
+            with suppress(OSError):  # released meanwhile
                 holder = place.read_text() or holder
-            raise RunError(f"{path}: {holder} is writing there. Wait for it to end, or choose another place.")
+            raise RunError(f"{path}: {holder} is writing this file. Wait for it to end, or choose another path.")
         place.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         try:
             yield
@@ -232,7 +231,7 @@ def write_lock(path: Path) -> Iterator[None]:
 
 
 def is_write_locked(path: Path) -> bool:
-    """Whether a process holds the lock of `path`."""
+    """Return whether a process holds the write lock of `path`."""
     place = _lock_of(path)
     if not place.exists():
         return False
@@ -246,7 +245,7 @@ def _lock_of(path: Path) -> Path:
 
 @contextmanager
 def _locked(place: Path) -> Iterator[bool]:
-    """Whether the body has the lock."""
+    """Yield whether the lock was acquired."""
     while True:
         with place.open("a") as file:
             try:
@@ -254,27 +253,27 @@ def _locked(place: Path) -> Iterator[bool]:
             except BlockingIOError:
                 yield False
                 return
-            except OSError:  # network file systems may have no locks
+            except OSError:  # some network file systems have no locks
                 pass
-            if place.exists() and os.path.samestat(os.fstat(file.fileno()), place.stat()):  # not removed in between
+            if place.exists() and os.path.samestat(os.fstat(file.fileno()), place.stat()):  # not removed meanwhile
                 yield True
                 return
 
 
 def sync_all(path: Path) -> None:
-    """As `sync`, of a folder with everything below it; or of a file."""
+    """Sync a file, or a folder with everything in it."""
     for each in (*path.rglob("*"), path):
-        with suppress(FileNotFoundError):  # another's temporary file
+        with suppress(FileNotFoundError):  # a temporary file of another process
             sync(each)
 
 
 def sync(path: Path) -> None:
-    """Have the disk keep what a file holds, or the names that a folder holds. OSError where it can't."""
+    """Flush a file, or a folder's entries, to disk. OSError if that fails."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems have nothing to do for a folder
+        if error.errno != errno.EINVAL:  # some network file systems do not support it for folders
             raise
     finally:
         os.close(descriptor)

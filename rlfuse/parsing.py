@@ -1,7 +1,7 @@
-"""JSON and YAML from files and peers, parsed within bounds.
+"""Parse JSON and YAML from files and other processes, within bounds.
 
-Invariant: what Python can't hold or would take minutes to hold (integers of thousands of digits, brackets nested
-thousands deep, aliases of aliases) is the parser's usual error, in words for users.
+Invariant: input that would exhaust time or memory (integers of thousands of digits, brackets nested thousands deep,
+aliases of aliases) raises the parser's usual error, with a message for users.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 import yaml
 
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 10x faster, if libyaml is installed
 SAFE_LOAD = partial(yaml.load, Loader=LOADER)
 MAX_ALIASED_VALUES = 100_000
-"""Values that the aliases of a YAML document may stand for."""
-NESTED = "brackets are nested too deep to be read"
+"""Maximum number of values that the aliases of a YAML document may expand to."""
+NESTED = "brackets are nested too deeply"
 
 
 class TooManyAliases(yaml.YAMLError):
-    """A YAML document of which hardly anything is written out."""
+    """A YAML document whose aliases expand to too many values."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what JSON text holds. Raises ValueError: json.JSONDecodeError where the text is not JSON."""
+    """Parse JSON text. Raises ValueError, or its subclass json.JSONDecodeError if the text is not JSON."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -38,14 +38,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_yaml(text: str, create: Callable[[str], Any] = SAFE_LOAD) -> Any:
-    """Return what `create` makes of a YAML document. Raises yaml.YAMLError, and what else `create` raises."""
+    """Parse a YAML document with `create`. Raises yaml.YAMLError, and the errors of `create`."""
     try:
         node = yaml.compose(text, Loader=LOADER)
         sizes: dict[int, int] = {}
         if node is not None and _size(node, sizes) - len(sizes) > MAX_ALIASED_VALUES:
-            raise TooManyAliases(
-                f"its aliases (*name) expand to more than {MAX_ALIASED_VALUES:,} values; write them out"
-            )
+            raise TooManyAliases(f"its aliases (*name) expand to more than {MAX_ALIASED_VALUES:,} values; remove them")
         return create(text)
     except RecursionError:
         raise yaml.YAMLError(NESTED) from None
@@ -60,7 +58,7 @@ def parse_yaml(text: str, create: Callable[[str], Any] = SAFE_LOAD) -> Any:
 
 
 def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Return how many nodes there are with every alias written out; RecursionError for one within itself."""
+    """Return the number of nodes with all aliases expanded. RecursionError for an alias inside itself."""
     if id(node) not in sizes:
         parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
         inner = parts if isinstance(node, yaml.CollectionNode) else []

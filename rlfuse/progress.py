@@ -1,7 +1,7 @@
-"""What starts before the first step, and how long it took: a tick for each part.
+"""Progress of startup: a line with the duration for each completed part.
 
-Role: `part` is put around everything that takes seconds until a run steps: by `rlfuse.train` before there is a log,
-later by `RunLog.part`. Waits for nothing; where it takes long a line says so now and then.
+Role: `part` wraps everything that takes seconds before the first step: used by `rlfuse.train` until there is a log,
+then by `RunLog.part`. Waits for nothing.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from rich.segment import Segment
 from rlfuse.console import CONTROL
 
 SILENT_S = 30.0
-"""A log is not silent for longer while something is under way."""
+"""Maximum seconds without a line in the log while work is in progress."""
 QUIET_LIBRARIES = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-"""Variables by which libraries, imported after they are set, keep their notes and bars to themselves."""
+"""Environment variables that silence notes and progress bars of libraries imported afterwards."""
 
 
 class Console(rich.console.Console):
-    """A console that styles text, but shows no control character that the text itself has, and no link."""
+    """A Rich console that strips control characters and links from text."""
 
     def __init__(self, *, file: TextIO | None = None, **options: Any):
-        # The stream of now: a live view redirects sys.stdout to one of its own.
+        # The current stream: a live view redirects sys.stdout.
         super().__init__(file=file or getattr(sys.stdout, "rich_proxied_file", None), **options)
 
     def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
@@ -46,34 +46,34 @@ class Console(rich.console.Console):
 
 
 def quiet_libraries() -> None:
-    """Before libraries are imported: what this process prints is its own. Whoever set a variable keeps it."""
+    """Silence libraries that are imported later. Variables set by the user are kept."""
     os.environ.update(QUIET_LIBRARIES | os.environ)
-    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)  # it says it found no GPU
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)  # no GPU
 
 
-def say(console: Console, text: str) -> None:
-    """Print a line as it is."""
+def print_line(console: Console, text: str) -> None:
+    """Print a line without markup and wrapping."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def is_live_terminal(console: Console) -> bool:
-    """Whether somebody looks on, at a terminal that can draw over what it shows; nobody does at those of CI systems."""
+    """Return whether the console is an interactive terminal that can redraw lines, outside of CI systems."""
     return console.is_terminal and not console.is_dumb_terminal and "CI" not in os.environ
 
 
 def is_due(every: int, step: int, total: int) -> bool:
-    """Whether something that happens every so many steps, and after the last, is due; 0 or less: never."""
+    """Return whether an action of every `every` steps, and after the last, is due; `every` <= 0: never."""
     return every > 0 and (step == total or step % every == 0)
 
 
 def done_line(name: str, seconds: float) -> str:
-    """The line of what is done."""
+    """Return the line for a completed part."""
     return f"✓ {name}  {seconds:.1f} s"
 
 
 @contextmanager
 def timed(name: str, say: Callable[[str], None]) -> Iterator[None]:
-    """A tick when the body has ended well."""
+    """Print a line when the body completes."""
     began = time.monotonic()
     yield
     say(done_line(name, time.monotonic() - began))
@@ -81,21 +81,21 @@ def timed(name: str, say: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def part(name: str, quiet: bool = False) -> Iterator[None]:
-    """As `timed`, where no live view is drawn yet: a spinner at a terminal, in logs a line every `SILENT_S`."""
+    """Like `timed`, before there is a live view: a spinner on terminals, in logs a line every `SILENT_S`."""
     console, began, done = Console(quiet=quiet), time.monotonic(), threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         while not done.wait(SILENT_S):
             console.print(f"… {name}: {time.monotonic() - began:.0f} s so far", highlight=False, markup=False)
 
-    looked_at, telling = is_live_terminal(console), threading.Thread(target=tell, daemon=True, name="progress")
-    if not looked_at:
-        telling.start()
+    live, reporter = is_live_terminal(console), threading.Thread(target=report, daemon=True, name="progress")
+    if not live:
+        reporter.start()
     try:
-        with console.status(name) if looked_at else nullcontext():
+        with console.status(name) if live else nullcontext():
             yield
     finally:
         done.set()
-        if not looked_at:
-            telling.join()  # it may be in the middle of a line, and the last one is ours
+        if not live:
+            reporter.join()  # it may be printing a line
     console.print(done_line(name, time.monotonic() - began), highlight=False, markup=False)

@@ -1,7 +1,7 @@
-"""What the controller knows of engines: small async protocols, implemented by Ray actors and by the simulator alike.
+"""Async protocols between the controller and its engines, implemented by Ray actors and by the simulator.
 
-Invariants: every method is bounded in time by its implementation and raises `EngineError` naming the worker; results
-come back in the order of the arguments; no method changes the samples it is given.
+Invariants: every implementation bounds the time of a call and raises `EngineError` with the worker's name; results are
+in the order of the arguments; no method modifies the samples it receives.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rlfuse.events import Span
 from rlfuse.samples import Group, Partial, Prompt, Response, Reward, RewardFailure, Row, Sample
 
 Part = Literal["weights", "kv_cache"]
-"""Of what a rollout engine holds on its device."""
+"""Device memory of a rollout engine that can be released and restored separately."""
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How responses are drawn; the seed belongs to the sample."""
+    """Sampling parameters; the seed belongs to the sample."""
 
     temperature: float
     top_p: float
@@ -31,26 +31,26 @@ class Sampling:
     max_tokens: int
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    """Texts that end a response; what of the tokens goes beyond them stays, as it was drawn."""
+    """Stop strings. Sampled tokens that extend past a stop string are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a rollout engine holds right now."""
+    """Current load of a rollout engine."""
 
     running: int
     waiting: int
     kv_use: float
-    """Share of the KV cache in use, 0 to 1."""
+    """Fraction of the KV cache in use, 0 to 1."""
     steps: int = 0
-    """That it has done since it was built."""
+    """Decode steps since the engine was built."""
 
 
 class Recorded(Protocol):
-    """Every engine keeps spans of its work until they are drained."""
+    """A worker that keeps spans of its work until they are drained."""
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        """Those since the last call. `collect`: its processes collect garbage first, as all others do now."""
+        """Return the spans since the last call. `collect`: collect garbage in its processes first."""
 
 
 class RolloutEngine(Recorded, Protocol):
@@ -59,216 +59,220 @@ class RolloutEngine(Recorded, Protocol):
     def generate(
         self, samples: Sequence[Sample], sampling: Sampling, partials: Mapping[str, Partial] | None = None
     ) -> AsyncIterator[tuple[str, Response | Partial]]:
-        """(sample id, response) for each sample, in finishing order, as soon as each is finished.
+        """Yield (sample id, response) as soon as a sample is finished, in finishing order.
 
-        A sample in `partials` goes on from there; its response holds all tokens, those it came with too. A sample that
-        is evicted comes as a `Partial`.
+        A sample in `partials` continues from there, and its response includes those tokens. An evicted sample is
+        yielded as a `Partial`.
         """
 
     async def evict(self, sample_ids: Sequence[str], carry: str = "tokens") -> None:
-        """End these samples here now; their `generate` yields a `Partial` for each that isn't finished.
+        """Abort these samples; their `generate` yields a `Partial` for each that is not finished.
 
-        `carry`: `kv` puts their KV cache where another engine of the run finds it, `tokens` lets it go.
+        `carry`: `kv` stores the KV cache for another engine of the run, `tokens` drops it.
         """
 
     async def load(self) -> Load: ...
 
     async def sleep(self, discard: bool = False) -> None:
-        """Give the device up: the slot takes the role `trainer`. Nothing is being generated.
+        """Release the device, for the slot's role `trainer`. No sample may be in progress.
 
-        As `wake`, of no effect where there is no engine, or it has done so already; a loss shows when something is to
-        be generated.
+        Like `wake`, a no-op if there is no engine or it already sleeps; a lost engine is reported by the next
+        `generate`. `discard`: drop the weights instead of copying them to the host.
         """
 
     async def wake(self, part: Part | None = None) -> None:
-        """Take the device back, or only for the `part` given: weights are pushed to an engine without its KV cache.
+        """Restore device memory, or only that `part`: weights are pushed to an engine without its KV cache.
 
-        Nothing may be generated before it is all awake.
+        `generate` may only be called once all parts are restored.
         """
 
 
 class RewardScorer(Recorded, Protocol):
-    """Reward functions and reward models in processes of their own."""
+    """Reward functions and reward models, in separate processes."""
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[Reward | RewardFailure]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSharing:
-    """How a slot's engine and its trainer ranks share the device, as the memory plan decides."""
+    """How a slot's engine and its trainer ranks share the device, from the memory plan."""
 
     alternates: bool = True
-    """They take turns; False: both stay."""
+    """They use the device alternately; False: both stay resident."""
     max_rank_bytes: int | None = None
-    """Bytes that each rank may allocate where both stay; None: no limit."""
+    """Bytes that each rank may allocate if both stay resident; None: no limit."""
     max_cached_bytes: int = 0
-    """Unused bytes that a rank's allocator may keep while the engine has the device."""
+    """Unused bytes that a rank's allocator may keep while the engine uses the device."""
     max_cached_bytes_in_push: int = 0
-    """The same while the engine's weights are there alongside the models."""
+    """The same while the engine's weights and the models are both resident."""
     pinned_host_bytes: int = 0
-    """Bytes of host memory that each rank's models take while they are off the device."""
+    """Bytes of host memory that each rank's models use while they are offloaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """Arrays that a model's pass returned, float32 [T] per row, and when its first rank began with it."""
+    """Arrays of a model's pass, float32 [T] per row, and the time at which its first rank began."""
 
     arrays: list[np.ndarray]
     began: float
 
 
 class Trainer(Recorded, Protocol):
-    """Actor, critic and reference over all trainer ranks. `slot`: only that slot's ranks; None: all of them.
+    """Actor, critic and reference on all trainer ranks. `slot`: only that slot's ranks; None: all of them.
 
-    It is also a `Stages` if `pipelined`, else a `WholeModels`.
+    It also implements `Stages` if `pipelined`, else `WholeModels`.
     """
 
     @property
     def pipelined(self) -> bool:
-        """Whether ranks hold stages, so that gradients of all models are one decision (`Train`)."""
+        """True if ranks hold pipeline stages: gradients of all models are then one decision (`Train`)."""
 
     @property
     def lockstep(self) -> bool:
-        """Whether passes need all ranks together."""
+        """True if a forward pass needs all ranks."""
 
     @property
     def lockstep_backward(self) -> bool:
-        """Whether gradients need all ranks together."""
+        """True if a backward pass needs all ranks."""
 
     async def score(self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None) -> dict[str, PassResult]:
-        """Run passes of these models over the same rows, one after the other.
+        """Run forward passes of these models over the same rows, one model after the other.
 
-        Of `actor` and `ref` log-probs of the response tokens at the sampling temperature, of `critic` its value of the
-        state before each.
+        `actor` and `ref` return log-probs of the response tokens at the sampling temperature, `critic` the value of
+        the state before each token.
         """
 
     async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
-        """Scale what was accumulated by the mini-batch's count, all-reduce, clip, update; its mean diagnostics.
+        """Scale the accumulated gradient by the mini-batch's count, all-reduce, clip, update; return mean metrics.
 
-        `lengths`: trainable tokens of every row that was accumulated since the last step; `lr_factor`: share of the
-        model's full learning rate.
+        `lengths`: trainable tokens of each row accumulated since the last step; `lr_factor`: multiplies the model's
+        learning rate.
         """
 
     async def probe(self) -> Sequence[float | None]:
-        """How fast each slot's ranks do fixed work now, all at the same time: more is faster.
+        """Measure each slot's speed on a fixed workload, all slots concurrently; higher is faster.
 
-        None of a slot whose device has no room for that.
+        None for a slot without device memory for the workload.
         """
 
     async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
-        """Share work out by these rates of slots from now on: time over expected time; none: all as expected.
+        """Assign work by these rates (measured over expected time, one per slot) from now on; empty: all equal.
 
-        `saved`: a checkpoint of what the ranks hold, which have their devices, so that layers may move between them.
+        `saved`: a checkpoint of the present state, from which layers can move between ranks; the ranks hold their
+        devices.
         """
 
     @property
     def offloaded_optimizers(self) -> Mapping[int, float]:
-        """Slot whose ranks have their device, but not what only optimizer steps read -> seconds that this takes to
-        come. Without the slots where it is on its way."""
+        """Slot whose models are on the device while its optimizer state is offloaded -> seconds to load that state.
+
+        Slots whose state is being loaded are not included.
+        """
 
     async def fetch_optimizers(self, slot: int) -> None:
-        """It sets out, beside whatever the slot's ranks do. A step that finds it away waits for it."""
+        """Start loading the slot's optimizer state, concurrently with its other work. A step waits for the state."""
 
     sharing: DeviceSharing
 
     async def acquire_device(self, slot: int) -> None:
-        """The slot's ranks get their models onto the device (role `trainer`), unless they have them there."""
+        """Move the slot's models onto the device (role `trainer`); no-op if they are on it."""
 
     async def release_device(self, slot: int) -> None:
-        """The slot's ranks give the device up (role `rollout`), unless they have."""
+        """Move the slot's models off the device (role `rollout`); no-op if they are off."""
 
     async def save(self, folder: Path) -> None:
-        """Write `actor/` (with `huggingface/` inside) and `critic/` below `folder`."""
+        """Write `actor/` (which contains `huggingface/`) and `critic/` to `folder`."""
 
     async def save_metadata(self, folder: Path) -> None:
-        """Write what `save` writes except weights and optimizer state."""
+        """Write everything that `save` writes, except weights and optimizer state."""
 
     def discard_gradients(self) -> None:
-        """The run ends within a step: what it accumulated is not waited for, and only `save` may follow."""
+        """Discard accumulated gradients, because the run ends within a step. Only `save` may follow."""
 
     async def load(self, folder: Path) -> None:
-        """Read what `save` wrote."""
+        """Load a checkpoint that `save` wrote."""
 
 
 class WholeModels(Protocol):
-    """A `Trainer` whose ranks hold whole models: gradients of any rows of one model, on any slot."""
+    """A `Trainer` without pipeline stages: accumulates gradients of any rows and models, on any slot."""
 
     async def accumulate(
         self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None
     ) -> dict[str, PassResult]:
-        """Add the rows' unnormalised gradient to each model: of sums over tokens, which the step divides.
+        """Add the rows' unnormalised gradient (of sums over tokens, which `step` divides) to each model.
 
-        Rows for `actor` carry `advantages` and what its loss needs, for `critic` `values` and `returns`. Where they
-        carry no `old_log_probs`, the actor's forward pass returns them; no other pass returns arrays.
+        Rows for `actor` have `advantages` and the other inputs of its loss, rows for `critic` `values` and `returns`.
+        For rows without `old_log_probs` the actor's forward pass returns them; no other pass returns arrays.
         """
 
 
 class Stages(Protocol):
-    """A `Trainer` whose ranks hold stages of pipelines: gradients of all models in one schedule, on all slots."""
+    """A `Trainer` whose ranks hold pipeline stages: gradients of all models in one schedule, on all slots."""
 
     async def train(
         self, rows: Mapping[str, Sequence[Row]], scored: Mapping[str, Sequence[Row]]
     ) -> tuple[dict[str, float], dict[str, list[np.ndarray]], list[np.ndarray]]:
-        """Add gradients of all models of `rows` in one pipeline schedule, whose bubbles score the rows of `scored`.
+        """Accumulate gradients of all models of `rows` in one pipeline schedule; score `scored` in its bubbles.
 
-        Metrics of the schedule, float32 [T] per scored row of each model, and what `WholeModels.accumulate` gives.
+        Returns the metrics of the schedule, float32 [T] per scored row of each model, and the arrays that
+        `WholeModels.accumulate` returns.
         """
 
 
 class WeightSync(Protocol):
-    """From the trainer's actor to every rollout engine."""
+    """Transfer of weights from the trainer's actor to every rollout engine."""
 
     async def push(self, version: int) -> None:
-        """All engines hold the actor's present weights as `version` when this returns, and their devices.
+        """Load the actor's current weights into all engines as `version`, and give the engines their devices.
 
-        Whoever had these before. Caches are reset; lost engines are replaced first.
+        Applies regardless of the devices' previous owner. Prefix caches are reset; lost engines are replaced first.
         """
 
     async def restart_engine(self, slot: int) -> None:
-        """The slot has another engine, with the actor's present weights under the version of the last push.
+        """Start a new engine on the slot, with the actor's current weights under the version of the last push.
 
-        It is asked for where all engines are lost; it gets the slot's device, whoever had that before.
+        Called only when every engine has failed. The engine gets the slot's device regardless of the previous owner.
         """
 
 
 class Clips(Recorded, Protocol):
-    """Vision towers and what they made of clips."""
+    """Vision towers and the embeddings of clips."""
 
     async def encode(self, groups: Sequence[Group], holder: str, check_failures: bool = True) -> list[Group]:
-        """The groups whose prompts can be generated from: clips are encoded, and kept until `holder` is released.
+        """Encode the groups' clips, keep them until `holder` is released, and return the groups that succeeded.
 
-        `check_failures`: EngineError where too many of them can't.
+        `check_failures`: raise EngineError if too many clips fail.
         """
 
     def prefetch(self, prompts: Sequence[Prompt], beside: str) -> None:
-        """Begin with the clips of what is probably encoded next, while what this holder has goes on."""
+        """Start decoding the clips that are probably encoded next, concurrently with the work of holder `beside`."""
 
     async def release(self, holder: str) -> dict[str, float]:
-        """They may be forgotten. `video/*` since the last call."""
+        """Release the holder's embeddings; return `video/*` metrics since the last call."""
 
 
 class NoClips:
-    """The `Clips` of a model of text."""
+    """`Clips` for text-only models."""
 
     async def encode(self, groups: Sequence[Group], holder: str, check_failures: bool = True) -> list[Group]:
-        """All of them."""
+        """Return all groups."""
         return list(groups)
 
     def prefetch(self, prompts: Sequence[Prompt], beside: str) -> None:
-        """There is nothing to decode."""
+        """Do nothing."""
 
     async def release(self, holder: str) -> dict[str, float]:
-        """Nothing was held."""
+        """Return no metrics."""
         return {}
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        """Nothing is recorded."""
+        """Return no spans."""
         return []
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The hands of the controller."""
+    """The backends that the controller drives."""
 
     rollout: Sequence[RolloutEngine]
     reward: RewardScorer
@@ -278,5 +282,5 @@ class Engines:
 
     @property
     def recorded(self) -> list[Recorded]:
-        """All that keep spans."""
+        """Return all workers that keep spans."""
         return [*self.rollout, self.trainer, self.reward, self.clips]

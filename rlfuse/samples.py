@@ -1,11 +1,11 @@
-"""What moves through a run: prompts become groups of samples, samples gain a response, a reward and per-token tensors.
+"""Data types of a run: prompts, groups of samples, responses, rewards and the rows that trainer ranks receive.
 
-Role: the nouns that every other module shares. Plain data: no Ray, vLLM or torch import.
+Role: shared by all modules; plain data without an import of Ray, vLLM or torch.
 Invariants:
-- a sample's identity is (step, prompt index, sibling) and its seed derives from them and the run's seed, so *where*
-  and *when* it is generated never changes *what* is sampled;
-- every per-token array of a sample has one entry for each response token, 0 where it is not trainable;
-- a response carries the version of the weights that wrote it.
+- a sample is identified by (step, prompt index, rollout index), and its seed derives from these and the run's seed, so
+  that *where* and *when* it is generated never changes *what* is sampled;
+- every per-token array of a sample has one entry for each response token, 0 where the token is not trainable;
+- a response records the version of the weights that generated it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class FramePlan(Protocol):
-    """What encoding asks of a `FramePlan`."""
+    """The attributes of `video.plan.FramePlan` that encoding reads."""
 
     times: Sequence[float]
-    """Seconds, one per frame shown."""
+    """Seconds, one per frame."""
     height: int
     width: int
     temporal_patch: int
@@ -36,15 +36,17 @@ class FramePlan(Protocol):
     tokens: int
     """Visual tokens of the whole clip."""
     kept: bytes | None
-    """A byte for each token that the tower makes of the frames, 1 for those that are visual tokens; None: all are."""
+    """One byte for each token that the vision tower outputs, 1 for those that are kept; None: all are kept."""
     hash: str
-    """Equal for plans that show the same frames in the same size."""
+    """Equal for plans with the same frames in the same size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Handle of a cached clip: bf16 [tokens, hidden] at `path` in a node's shared memory. Of towers that feed layers of
-    the text model besides its input, `hidden` is of all of them together."""
+    """Handle of a cached clip: bf16 [tokens, hidden] at `path` in a node's shared memory.
+
+    For towers that also feed deeper layers of the text model (DeepStack), `hidden` covers all of these layers.
+    """
 
     key: str
     path: str
@@ -54,10 +56,7 @@ class Embedding:
     """Paths of the same rows in the shared memory of other nodes."""
 
     def read(self, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Rows `first` to `last` (exclusive), mapped and not copied; what a reader writes to them stays with it.
-
-        The file that is on the reader's node is mapped. EngineError if there is none.
-        """
+        """Map rows `first` to `last` (exclusive) of this node's file, copy-on-write. EngineError if there is none."""
         import torch
 
         here = next(filter(os.path.exists, (self.path, *self.copies)), self.path)
@@ -65,26 +64,24 @@ class Embedding:
             flat = torch.from_file(here, shared=False, size=self.tokens * self.hidden, dtype=torch.bfloat16)
         except RuntimeError as error:
             raise EngineError(
-                f"embedding {self.key} is not at {here}: it was dropped, or lies on another node. Hold it (the "
-                "step's name in `encode`) for as long as it is read."
+                f"Embedding {self.key} is not at {here}: it was dropped, or it is on another node. Keep it with a "
+                "holder in `encode` for as long as it is read."
             ) from error
         return flat.view(self.tokens, self.hidden)[first:last]
 
 
 @dataclass(frozen=True, slots=True)
 class Visual:
-    """A clip of a prompt: its plan, and where its embedding stands. Travels as a handle, not as numbers."""
+    """A clip of a prompt: its frame plan, and a handle of its embedding."""
 
     positions: np.ndarray
-    """int32 [v], ascending: places of the prompt that hold placeholders, one for each row of the embedding."""
+    """int32 [v], ascending: positions of the placeholder tokens in the prompt, one for each row of the embedding."""
     source: Embedding | None = None
-    """Handle of bf16 [v, hidden] in every node's shared memory, mapped, so that what is not looked at is not loaded;
-    None until it is encoded."""
+    """Handle of bf16 [v, hidden], mapped so that only the rows in use are loaded; None until it is encoded."""
     path: str = ""
-    """Of its file; with the plan, for whoever encodes it again."""
+    """File of the clip; with the plan, enough to encode it again."""
     plan: FramePlan | None = None
-    """The only source of the frames and of their count of tokens, for engine and trainer alike, and of M-RoPE's
-    positions."""
+    """Frames, token count and M-RoPE positions, for engine and trainer alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,74 +89,74 @@ class Prompt:
     """One row of data after tokenisation."""
 
     index: int
-    """Row number in the loaded data set; stable for a given list of files."""
+    """Row number in the loaded dataset; stable for a given list of files."""
     token_ids: np.ndarray
     """int32 [prompt tokens], chat template applied."""
     text: str
     """The templated prompt as text."""
     messages: tuple[dict[str, Any], ...]
-    """Chat messages as the row gave them (a plain string becomes one user message)."""
+    """Chat messages of the row (a plain string becomes one user message)."""
     data_source: str
     ground_truth: Any
     columns: dict[str, Any] = field(default_factory=dict)
-    """Every column of the row, handed to reward functions by name (`extra_info`, `answer`, ...)."""
+    """All columns of the row, passed to reward functions by name (`extra_info`, `answer`, ...)."""
     visual: tuple[Visual, ...] = ()
-    """Its clips, in order."""
+    """Clips of the prompt, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What a rollout engine returns for one sample."""
+    """The response that a rollout engine generated for one sample."""
 
     token_ids: np.ndarray
-    """int32 [T]; includes the end-of-sequence token when the model wrote one."""
+    """int32 [T]; includes the end-of-sequence token if the model generated it."""
     log_probs: np.ndarray
-    """float32 [T], of the sampled tokens under the engine's weights at the sampling temperature."""
+    """float32 [T]: log-probs of the sampled tokens under the engine's weights at the sampling temperature."""
     finish_reason: str
     """`stop` or `length`."""
     weight_version: int
     text: str
     """Decoded without special tokens."""
     trainable: np.ndarray | None = None
-    """bool [T]: tokens that the model wrote. Others, for example a tool's output, are context: they have no log-prob
-    (0 in every per-token array), no gradient, and no part in lengths and entropy. None: all are trainable."""
+    """bool [T]: tokens that the model generated. Others, such as a tool's output, are context: they are 0 in every
+    per-token array, have no gradient, and do not count in lengths and entropy. None: all are trainable."""
 
     def __post_init__(self) -> None:
         mask, tokens = self.trainable, len(self.token_ids)
         if mask is not None and (mask.dtype != bool or mask.shape != (tokens,) or not mask.any()):
             raise ValueError(
-                f"Response.trainable: {mask.dtype} {list(mask.shape)} with {int(mask.sum())} of {tokens} tokens; it is "
-                "bool, of one entry per token, and at least one token is trainable"
+                f"Response.trainable: got {mask.dtype} {list(mask.shape)}, {int(mask.sum())} of {tokens} tokens set; "
+                "it must be bool with one entry per token, at least one of them True"
             )
 
     @property
     def mask(self) -> np.ndarray:
-        """bool [T]: `trainable`."""
+        """bool [T]: True where a token is trainable."""
         return _mask(self.token_ids, self.trainable)
 
     @property
     def length(self) -> int:
-        """Trainable tokens."""
+        """Number of trainable tokens."""
         return int(self.mask.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """What a sample has when it leaves an engine unfinished: enough for another engine to go on as if it had stayed."""
+    """An unfinished response, from which any engine continues with the tokens that the first would have generated."""
 
     token_ids: np.ndarray
-    """int32 [t], possibly none."""
+    """int32 [t]; t may be 0."""
     log_probs: np.ndarray
     """float32 [t]."""
     weight_version: int
-    """Of the weights that drew the first token."""
+    """Version of the weights that generated the first token."""
     kv_key: str | None = None
-    """Where its KV cache lies, when it travels too."""
+    """Key of its KV cache, if that is transferred too."""
     trainable: np.ndarray | None = None
-    """bool [t], as of its `Response`."""
+    """bool [t], as in `Response`."""
 
     def extended(self, token_ids: np.ndarray, log_probs: np.ndarray, version: int) -> Partial:
-        """With tokens drawn after these; `version`: of the weights that drew the first of them."""
+        """Return it with tokens appended; `version`: of the weights that generated the first appended token."""
         before = self.trainable
         return Partial(
             np.concatenate([self.token_ids, token_ids]),
@@ -171,21 +168,21 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A sample's reward: the value that is trained on and the named parts it was made of."""
+    """A sample's reward: the value used in training, and its named parts."""
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
-    """What is logged: each function's number as it came, and whatever else it gave."""
+    """Logged values: each function's unscaled score, and all other numbers that it returned."""
     text: str | None = None
-    """Optional note for the log, for instance why a value is zero."""
+    """Optional note for the log, for example the reason for a score of zero."""
     dimensions: dict[str, float] = field(default_factory=dict)
-    """Function -> what its weight multiplies: its number, clipped; 0 where a gate closed. Filled in by `compose`."""
+    """Function -> the clipped score that its weight multiplies; 0 if a gate closed. Set by `compose`."""
     gate: str | None = None
-    """The gate that closed, so that nothing else was asked."""
+    """The gate that closed, so that no further function was called."""
 
     @property
     def accuracies(self) -> list[str]:
-        """Names of the parts that are an `acc`, one for each function that returns one."""
+        """Names of the `acc` parts, one for each function that returns `acc`."""
         return [name for name in self.parts if name.rsplit("/", 1)[-1] == "acc"]
 
     @property
@@ -197,21 +194,21 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class RewardFailure:
-    """A reward function raised, timed out or lost its process. Never becomes a number."""
+    """A reward function that raised, timed out or lost its process. It never becomes a number."""
 
     function: str
     message: str
-    """One line: the exception or what was waited for."""
+    """One line: the exception, or the time limit that was exceeded."""
     traceback: str = ""
 
 
 PASSES = {"old_log_prob": ("actor", "old_log_probs"), "ref": ("ref", "ref_log_probs"), "values": ("critic", "values")}
-"""Kind of scoring -> the model whose forward pass it is, and the tensor that it adds to a sample."""
+"""Kind of scoring -> the model that runs the forward pass, and the tensor that the pass adds to a sample."""
 
 
 @dataclass(slots=True)
 class Sample:
-    """One response to one prompt, from its seed to its advantages."""
+    """One rollout of a prompt: its seed, and later its response, reward and per-token tensors."""
 
     prompt: Prompt
     step: int
@@ -226,24 +223,23 @@ class Sample:
     def id(self) -> str:
         return f"{self.step}/{self.prompt.index}/{self.rollout_index}"
 
-    @property
-    def finished(self) -> Response:
-        """The response; ValueError while there is none."""
+    def require_response(self) -> Response:
+        """Return the response. ValueError if the sample has none yet."""
         if self.response is None:
             raise ValueError(f"sample {self.id} has no response yet")
         return self.response
 
     @property
     def tokens(self) -> int:
-        """Prompt plus response tokens, 0 response tokens while unfinished."""
+        """Number of prompt and response tokens; only the prompt's while there is no response."""
         return len(self.prompt.token_ids) + (len(self.response.token_ids) if self.response else 0)
 
     def row(self, *names: str) -> Row:
-        """The part that a trainer rank needs, with the named per-token arrays."""
+        """Return the row for a trainer rank, with the named per-token arrays. ValueError if a clip is not encoded."""
         tensors, visual = {name: self.tensors[name] for name in names}, self.prompt.visual
         if bare := next((each for each in visual if each.source is None), None):
-            raise ValueError(f"sample {self.id}: {bare.path} is not encoded; encode it before any pass.")
-        response = self.finished
+            raise ValueError(f"sample {self.id}: clip {bare.path} is not encoded; encode it before a forward pass")
+        response = self.require_response()
         return Row(self.prompt.token_ids, response.token_ids, tensors, self.id, visual, response.trainable)
 
 
@@ -254,7 +250,7 @@ def _mask(token_ids: np.ndarray, trainable: np.ndarray | None) -> np.ndarray:
 def padded(
     arrays: Sequence[np.ndarray], masks: Sequence[np.ndarray], dtype: np.typing.DTypeLike = np.float32
 ) -> np.ndarray:
-    """[B, T] of one [T of the row] per row, 0 where a mask is False."""
+    """Return one array per row as a matrix [B, T], 0 where a mask is False."""
     matrix = np.zeros((len(masks), max(map(len, masks))), dtype)
     for row, array, mask in zip(matrix, arrays, masks, strict=True):
         row[: len(mask)][mask] = array[mask]
@@ -262,12 +258,12 @@ def padded(
 
 
 def flattened(arrays: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
-    """The values where masks are True, row after row."""
+    """Return the values where masks are True, row after row."""
     return np.concatenate([array[mask] for array, mask in zip(arrays, masks, strict=True)])
 
 
 def per_row(flat: np.ndarray, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """float32 [T of the row] per row, of one value for each True of the masks in order; 0 where a mask is False."""
+    """Invert `flattened`: return float32 [T of the row] per row, 0 where a mask is False."""
     rows, start = [], 0
     for mask in masks:
         row = np.zeros(len(mask), np.float32)
@@ -278,13 +274,13 @@ def per_row(flat: np.ndarray, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def prompt_id(sample_id: str) -> str:
-    """What the ids of samples of one prompt have in common, within a step."""
+    """Return the prefix that the ids of all samples of a prompt share, within a step."""
     return sample_id.rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sequence as trainer ranks see it: prompt, response, and per-token arrays of the response."""
+    """A sequence for trainer ranks: prompt, response, and per-token arrays of the response."""
 
     prompt_ids: np.ndarray
     response_ids: np.ndarray
@@ -292,7 +288,7 @@ class Row:
     id: str = ""
     visual: tuple[Visual, ...] = ()
     trainable: np.ndarray | None = None
-    """As of its `Response`."""
+    """bool [T], as in `Response`."""
 
     @property
     def tokens(self) -> int:
@@ -300,36 +296,36 @@ class Row:
 
     @property
     def mask(self) -> np.ndarray:
-        """bool [T]: `trainable`."""
+        """bool [T]: True where a token is trainable."""
         return _mask(self.response_ids, self.trainable)
 
     @property
     def length(self) -> int:
-        """Trainable tokens."""
+        """Number of trainable tokens."""
         return int(self.mask.sum())
 
     @property
     def prompt_key(self) -> tuple[bytes, tuple[str, ...]]:
-        """Rows with the same key have the same prompt, embeddings included."""
+        """Equal for rows with the same prompt, embeddings included."""
         return self.prompt_ids.tobytes(), tuple(visual.source.key for visual in self.visual)
 
 
 @dataclass(slots=True)
 class Group:
-    """The n samples of one prompt: generated on one engine (they share its prefix), compared by group estimators."""
+    """The n samples of one prompt, which share the prompt's prefix cache and are compared by group estimators."""
 
     prompt: Prompt
     samples: list[Sample]
 
 
 def sample_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int) -> int:
-    """A 31-bit seed owned by the sample: the same wherever and whenever the sample is generated."""
+    """Return the 31-bit seed of a sample, independent of where and when the sample is generated."""
     digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_index}/{rollout_index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def make_groups(prompts: Sequence[Prompt], n: int, run_seed: int, step: int) -> list[Group]:
-    """`n` seeded, unfinished samples for each prompt, in the order of `prompts`."""
+    """Return a group of `n` seeded samples without responses for each prompt, in the order of `prompts`."""
     return [
         Group(prompt, [Sample(prompt, step, k, sample_seed(run_seed, step, prompt.index, k)) for k in range(n)])
         for prompt in prompts
@@ -342,6 +338,6 @@ class MicroBatch:
 
     rows: tuple[Row, ...]
     weight: float = 1.0
-    """0 for a filler: collectives need equal counts on all ranks, so a rank may run tokens that must not count."""
+    """0 for a filler, which keeps the number of collectives equal on all ranks and must not count."""
     degree: int = 1
-    """So many consecutive ranks hold slices of it; all of them get it."""
+    """Number of consecutive ranks that split its sequences; each of them receives all rows."""

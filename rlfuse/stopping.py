@@ -1,9 +1,9 @@
 """Stop a run on Ctrl-C, SIGTERM and SIGHUP.
 
-    the first --> a step is running: it ends --> checkpoint --> Stopped
-             '--> none has begun: nothing to save, work cancelled --> Stopped
-    SIGTERM, SIGHUP --> and the grace period is over first: work cancelled --> Stopped, the last checkpoint counts
-    Ctrl-C, and Ctrl-C again --> work cancelled --> Stopped, the last checkpoint counts; and again: KeyboardInterrupt
+    first signal, a step is running    --> finish the step --> checkpoint --> Stopped
+    first signal, before the first step --> cancel work --> Stopped
+    SIGTERM, SIGHUP, grace period exceeded --> cancel work --> Stopped; resume from the last checkpoint
+    Ctrl-C twice --> cancel work --> Stopped; resume from the last checkpoint; three times: KeyboardInterrupt
 
 Signals that were ignored when the process started (background jobs, nohup) stay ignored.
 """
@@ -27,18 +27,18 @@ from rlfuse.errors import first_error
 
 NAMES = {SIGINT: "Ctrl-C", SIGTERM: "SIGTERM", SIGHUP: "SIGHUP (the terminal was closed)"}
 ONCE_S = 0.3
-"""Two within this time are one: a wrapper (srun, docker, a script) hands on what the terminal sent to all."""
+"""Signals within this time count as one: wrappers (srun, docker) forward a Ctrl-C that the terminal sent to all."""
 
 _last: signal.Signals | None = None
 
 
 def stop_signal() -> signal.Signals | None:
-    """By which signal this process was told to stop, be it that its work was over by then."""
+    """Return the signal that requested this process to stop; None if there was none."""
     return _last
 
 
 class Stopped(Exception):
-    """The run was told to end by signal `by`, and ended; the message says what became of the step under way."""
+    """The run ended because of signal `by`; the message states whether the current step was saved."""
 
     def __init__(self, text: str, by: signal.Signals):
         super().__init__(text)
@@ -46,16 +46,16 @@ class Stopped(Exception):
 
 
 class Stopping:
-    """Whether a signal stops this job. `grace_s`: limit of a step after SIGTERM or SIGHUP; `say`: prints a line."""
+    """Stop requests of a job. `grace_s`: time limit of a step after SIGTERM or SIGHUP; `say`: prints a line."""
 
     def __init__(self, grace_s: float, say: Callable[[str], None]):
         self.grace_s, self._say = grace_s, say
         self.step: int | None = None
-        """Under way, its end is worth waiting for; None before the first."""
+        """The step in progress, which may finish before the run stops; None before the first."""
         self.by: signal.Signals | None = None
         self.relocation: Exception | None = None
-        """Nobody told the job to stop, but it goes on in another place: what it leaves the step under way with."""
-        self._at = 0.0  # of the first Ctrl-C
+        """Set if the job continues on other nodes without a stop signal: the error to raise after the step."""
+        self._at = 0.0  # time of the first Ctrl-C
         self._ending = self._raised = self._hung_up = False
         self._limit: asyncio.TimerHandle | None = None
         self._limited_by = SIGTERM
@@ -65,29 +65,29 @@ class Stopping:
         return self.by is not None or self.relocation is not None
 
     def stop_error(self, step: int) -> Exception:
-        """To be raised: the step under way is saved, and a signal came, or the job goes on elsewhere."""
+        """Return the error to raise once `step` is saved, after a stop request or for a relocation."""
         if self.by is None and self.relocation is not None:
             return self.relocation
         by = self.by or SIGTERM
         return Stopped(f"{NAMES[by]}: stopped after step {step}, which is saved.", by)
 
     async def listen_during(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work`; Stopped if a signal came, unless it ended well nevertheless. Only a main thread gets signals."""
+        """Run `work`; raise Stopped if a signal ended it. Signals are handled in the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             return await work
         self._task, self._loop = asyncio.ensure_future(work), asyncio.get_running_loop()
         before = {number: signal.getsignal(number) for number in NAMES}
         for number in NAMES:
             if number == SIGTERM or before[number] != signal.SIG_IGN:
-                signal.signal(number, self._hear)
+                signal.signal(number, self._handle)
         try:
             with _woken_by_signals(self._loop):
                 await self._task
         except BaseException as error:
-            # While Ray starts, SIGTERM is its own: it exits with the signal's number.
+            # While Ray starts, it handles SIGTERM and exits with the signal's number.
             started = isinstance(error, SystemExit) and error.code == SIGTERM
-            told = self.by is not None or started
-            if not told or self._raised or isinstance(error, Stopped | KeyboardInterrupt):
+            stopped = self.by is not None or started
+            if not stopped or self._raised or isinstance(error, Stopped | KeyboardInterrupt):
                 raise
             raise Stopped(self._why(first_error(error)), self.by or SIGTERM) from first_error(error)
         finally:
@@ -95,7 +95,7 @@ class Stopping:
                 again = number == SIGHUP and self._hung_up  # the kernel and the shell send one each
                 signal.signal(number, signal.SIG_IGN if again else handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         global _last
         now, again = time.monotonic(), number == SIGINT and self._at > 0
         if again and now - self._at < ONCE_S:
@@ -126,20 +126,20 @@ class Stopping:
     def _why(self, error: BaseException) -> str:
         name = NAMES[self.by or SIGTERM]
         if self.step is None:
-            return f"{name} before the first step: there was nothing to save."
+            return f"{name} before the first step: nothing to save."
         if not isinstance(error, asyncio.CancelledError | SystemExit):
-            return f"{name}, and before step {self.step} was saved: {error}"
+            return f"{name}; the run failed before step {self.step} was saved: {error}"
         if self._ending:
-            return f"{NAMES[SIGINT]} again: step {self.step} was broken off, and what it did is lost."
+            return f"{NAMES[SIGINT]} again: step {self.step} was cancelled and its work is lost."
         return (
             f"{NAMES[self._limited_by]}: step {self.step} was not finished and saved within "
-            f"trainer.preemption_grace_s={self.grace_s:g} s, so what it did is lost."
+            f"trainer.preemption_grace_s={self.grace_s:g} s; its work is lost."
         )
 
 
 @contextmanager
 def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Wake the main thread, so that handlers run soon if another thread receives the signal."""
+    """Wake the main thread, so that handlers run promptly if another thread receives the signal."""
     reads, writes = socket.socketpair()
     with reads, writes:
         reads.setblocking(False)
@@ -154,11 +154,11 @@ def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
 
 
 def _drop_lost_output(terminal: bool) -> None:
-    """Discard output whose pipe has no reader, or that goes to a closed terminal: writing would raise."""
+    """Discard output to pipes without a reader and to a closed terminal, where writing would raise."""
     poll, null = select.poll(), os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         poll.register(descriptor, 0)
-    lost = {descriptor for descriptor, _ in poll.poll(0)}  # without events, errors and hang-ups only
+    lost = {descriptor for descriptor, _ in poll.poll(0)}  # reports errors and hang-ups only
     for descriptor in (1, 2):
         if descriptor in lost or (terminal and os.isatty(descriptor)):
             os.dup2(null, descriptor)

@@ -1,4 +1,4 @@
-"""Read the weights that this program pushes: safetensors files, mapped into memory."""
+"""Map safetensors files of pushed weights into memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from safetensors.torch import _TYPES
 
 
 def map_tensors(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and tensors of a file that `safetensors.torch.save_file` wrote.
+    """Yield the names and tensors of a file written by `safetensors.torch.save_file`.
 
-    safetensors' own `safe_open` never frees two integers per tensor (0.6 to 0.8): 64 bytes, for every tensor of a push.
+    Not `safetensors.safe_open`, which leaks 64 bytes per tensor of every push (versions 0.6 to 0.8).
     """
     data = torch.from_file(str(path), size=os.path.getsize(path), dtype=torch.uint8)
     start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")

@@ -1,11 +1,10 @@
 """The Hydra application: `python -m rlfuse.train key=value ...`, also `rlfuse train`.
 
-Role: command line -> checked `Config` -> `rlfuse.run.build.run`. Everything a user can get wrong ends here as one
-message and an exit status: 2 for the configuration, the data or a reward function's shape, 1 for a worker that failed,
-75 for a run that SIGTERM or SIGHUP ended, 130 for Ctrl-C (`stopping`). RLFUSE_TRACEBACK=1 shows where it came from.
-Hydra gives presets, `--cfg job` and `--multirun`, whose jobs fail one by one, and whose sweepers may optimise what
-`run_job` returns. Invariant: torch, Ray and Transformers are imported only after the names of all settings are known to
-be right.
+Role: command line -> checked `Config` -> `rlfuse.run.build.run`. Errors become one message and an exit status: 2 for
+invalid configuration, data or reward functions, 1 for a failed worker, 75 for SIGTERM or SIGHUP, 130 for Ctrl-C
+(`stopping`). RLFUSE_TRACEBACK=1 shows the traceback. Hydra provides presets, `--cfg job` and `--multirun`; sweepers may
+optimise the value that `run_job` returns. Invariant: torch, Ray and Transformers are imported only after all key names
+were checked.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from rlfuse.user_folders import append_modules, redirect_caches
 
 HELP = """\
 Train a job:
-  rlfuse train experiment=quickstart actor.optim.lr=1e-6    a preset of conf/experiment, one change
+  rlfuse train experiment=quickstart actor.optim.lr=1e-6    a preset of conf/experiment with one override
   rlfuse train my_job.yaml rollout.n=8                      your own YAML file with the keys below
-  rlfuse train --config-dir DIR --config-name my_job        the same, in Hydra's words
+  rlfuse train --config-dir DIR --config-name my_job        the same with Hydra's options
   rlfuse train my_job.yaml actor_rollout_ref.rollout.n=8    verl's names, where they mean the same (rlfuse translate)
-  rlfuse train --config-dir DIR my_job.yaml +lengths=long   a preset of your own, DIR/lengths/long.yaml
-  rlfuse train -m my_job.yaml actor.optim.lr=1e-6,1e-5      one job for each value, in one wandb group; then a table
+  rlfuse train --config-dir DIR my_job.yaml +lengths=long   a custom preset, DIR/lengths/long.yaml
+  rlfuse train -m my_job.yaml actor.optim.lr=1e-6,1e-5      a sweep: one job per value in one wandb group, then a table
   rlfuse train -m my_job.yaml hydra/sweeper=optuna hydra.sweeper.direction=maximize 'rollout.n=choice(4,8,16)'
-                                                            the best last validation score (hydra-optuna-sweeper)
-  rlfuse train --cfg job my_job.yaml                        print the composed job, run nothing; --info: its files
-  rlfuse train --help WORD                                  only keys about WORD; --help --markdown: conf/KEYS.md
+                                                            maximise the last validation score (hydra-optuna-sweeper)
+  rlfuse train --cfg job my_job.yaml                        print the composed job without running it; --info: its files
+  rlfuse train --help WORD                                  keys that match WORD; --help --markdown: conf/KEYS.md
 Presets:
   algorithm={algorithms}
   fusion={policies}
@@ -43,7 +42,7 @@ Presets:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what `argv` describes; returns the exit status."""
+    """Run the job or jobs that `argv` describes; return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--help" in argv or "-h" in argv:
         return run_command(lambda: show_help([word for word in argv if word not in ("--help", "-h")]))
@@ -51,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def launch(argv: list[str]) -> None:
-    """Judge the names, then let Hydra compose and run the job or jobs."""
+    """Check all key names, then let Hydra compose and run the job or jobs."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -70,7 +69,7 @@ def launch(argv: list[str]) -> None:
     application = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(one)
     arguments, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [arguments[0], *command.options, *command.overrides]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra would print and exit; raised, errors can be told in one line
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra would print and exit; raised, errors are reported in one line
     try:
         application()
     except (HydraException, OmegaConfBaseException) as error:
@@ -84,19 +83,18 @@ def launch(argv: list[str]) -> None:
 
 
 class JobFailed(RlfuseError):
-    """A job of a sweep, whose message was printed when it failed with this exit status."""
+    """A failed job of a sweep, whose message was already printed."""
 
     def __init__(self, name: str, status: int):
-        super().__init__(f"{name} failed; its message stands above")
+        super().__init__(f"{name} failed; see its message above")
         self.status = status
 
 
 def run_job(job, sweep) -> float | None:
-    """One composed job; of a sweep, its last validation score.
+    """Run one composed job; in a sweep, return its last validation score.
 
-    In a sweep a job that fails raises JobFailed, by which Hydra's launchers go on with the others and optimising
-    sweepers learn of it; alone it ends the process, because Hydra adds lines of its own to exceptions. A job that a
-    person or a scheduler ended takes its sweep along.
+    A failing job raises JobFailed in a sweep, so that Hydra's launchers continue with the other jobs; otherwise it ends
+    the process, because Hydra adds lines of its own to exceptions. A stop signal ends the whole sweep.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -110,7 +108,7 @@ def run_job(job, sweep) -> float | None:
     ended = (PREEMPTED, INTERRUPTED)
     if trial is not None:
         trial.state = {OK: "finished", USER_ERROR: "refused"}.get(status, "stopped" if status in ended else "failed")
-    if trial is not None and status == OK and stop_signal() is not None:  # in its last step, so that it is finished
+    if trial is not None and status == OK and stop_signal() is not None:  # during its last step, so that it finished
         raise SystemExit(stopped_by(stop_signal()))
     if status == OK:
         return trial and trial.numbers().get("val_after")
@@ -120,7 +118,7 @@ def run_job(job, sweep) -> float | None:
 
 
 def _run(job, trial, sweeper) -> None:
-    """`trial`: of a sweep, None for a single job; `sweeper`: Hydra's settings of it."""
+    """Run the job. `trial`: its record in a sweep, None for a single job; `sweeper`: Hydra's settings."""
     from rlfuse import __version__
     from rlfuse.cluster import fork_server
     from rlfuse.cluster.child_processes import keep_hangup_from_children
@@ -136,11 +134,11 @@ def _run(job, trial, sweeper) -> None:
         if trial is not None:
             check_sweeper(sweeper, config)
             trial.folder = config.run_folder
-        config = accept(config).config  # before the seconds that torch takes
+        config = accept(config).config  # before importing torch, which takes seconds
         quiet = "console" not in config.trainer.logger
         if not quiet:
             print(f"rlfuse {__version__}: {config.run_folder}", flush=True)
-        keep_temporary_files()  # before libraries are imported, which remember where they were
+        keep_temporary_files()  # before importing libraries that read the folder once
         keep_hangup_from_children()
         fork_server.start_early(config, WORKER_IMPORTS)
         quiet_libraries()
@@ -159,19 +157,19 @@ def _run(job, trial, sweeper) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """What a table has room for."""
+    """Return the first line of an error, for a table."""
     if problems := getattr(error, "problems", None):
         return hidden_text(problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""))
     return hidden_text(next(iter(str(error).splitlines()), type(error).__name__))
 
 
 def check_sweeper(sweeper, config) -> None:
-    """ConfigError where a sweeper that optimises the validation score would get none, or look for the lowest."""
+    """Raise ConfigError for an optimising sweeper without validation data, or one that minimises the score."""
     from rlfuse.errors import ConfigError
 
     problems, optimises = [], not sweeper._target_.endswith(".BasicSweeper")
     if optimises and not config.data.val_files:
-        problems.append("data.val_files=[]: the sweeper optimises the last validation score; name held-out data")
+        problems.append("data.val_files=[]: the sweeper optimises the last validation score; set held-out data")
     if str(sweeper.get("direction", "maximize")).endswith("minimize"):
         problems.append("hydra.sweeper.direction=minimize: higher validation scores are better; set it to maximize")
     if problems:
@@ -179,7 +177,7 @@ def check_sweeper(sweeper, config) -> None:
 
 
 def run_command(action: Callable[[], None]) -> int:
-    """Do `action`; a known failure becomes one message on stderr and an exit status, a defect keeps its traceback."""
+    """Run `action` and return the exit status; print known errors as one message, others with their traceback."""
     prepare_streams()
     append_modules(os.getcwd())
     if redirected := redirect_caches():
@@ -194,7 +192,7 @@ def run_command(action: Callable[[], None]) -> int:
         _trace()
         print(end, file=sys.stderr)
         return stopped_by(end.by)
-    except BrokenPipeError:  # the reader of a pipe left, as in `rlfuse train --help | head`
+    except BrokenPipeError:  # for example `rlfuse train --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except SystemExit as error:
@@ -209,7 +207,7 @@ def run_command(action: Callable[[], None]) -> int:
 
 
 def _trace(always: bool = False) -> bool:
-    """Print the traceback of the error at hand if that is asked for, with those of workers; whether it is."""
+    """Print the current traceback, with those of workers, if requested; return whether it was printed."""
     shown = always or os.environ.get("RLFUSE_TRACEBACK") == "1"
     if shown:
         print(hidden_text(traceback.format_exc()), file=sys.stderr)
@@ -217,29 +215,29 @@ def _trace(always: bool = False) -> bool:
 
 
 def stopped_by(number: signal.Signals) -> int:
-    """The exit status of what a signal ended."""
+    """Return the exit status for a run that a signal ended."""
     return INTERRUPTED if number == signal.SIGINT else PREEMPTED
 
 
 def known_failure(error: Exception) -> int | None:
-    """The exit status of an error whose message says all a user needs; None for a defect, which keeps its traceback."""
+    """Return the exit status of an error that is reported by its message; None for a defect."""
     if isinstance(error, RlfuseError):
         return error.status
     return FAILED if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) else None
 
 
 def _explained(error: Exception) -> str:
-    """The message of a known failure; of a full disk that was met anywhere else, with what to do."""
+    """Return the message of a known error, or of a full disk."""
     if isinstance(error, RlfuseError):
         return str(error)
     return (
         f"{error.filename or 'A file'} could not be written: {error.strerror}. Free disk space where runs and "
-        "temporary files are written (df -h shows how much there is), and rerun the command."
+        "temporary files are written (df -h shows the free space), and rerun the command."
     )
 
 
 def show_help(words: list[str]) -> None:
-    """Usage, presets and every key."""
+    """Print usage, presets and all keys, or the keys that match `words`."""
     from rlfuse.config.compose import conf_folder
     from rlfuse.config.documentation import print_help
 

@@ -1,8 +1,8 @@
-"""The user's folders, and where libraries write instead if HOME is not writable, as under an arbitrary user id.
+"""Cache folders of the user, and their replacements if HOME is not writable (containers with an arbitrary user id).
 
-Role: `redirect_caches` is called by every command at startup, and by workers on the nodes of a running Ray cluster,
-before a library is imported that looks for its folders then; workers also call `keep_compiled_kernels`. Invariant: a
-variable that is set, and a folder that is writable, stay as they are; what is read from HOME is still read there.
+Role: every command calls `redirect_caches` at startup, as do workers on the nodes of a running Ray cluster, before
+libraries are imported; workers also call `keep_compiled_kernels`. Invariant: variables that are set and folders that
+are writable are left unchanged; models are still read from HOME.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""As `python -P`: modules in the working folder shadow no installed ones in any process that has this variable."""
+"""Like `python -P`, for child processes too: modules in the working folder do not shadow installed ones."""
 FOLDERS = {
     "XDG_CACHE_HOME": ".cache",
     "XDG_CONFIG_HOME": ".config",
@@ -25,11 +25,11 @@ FOLDERS = {
     "FLASHINFER_WORKSPACE_BASE": ".cache/flashinfer",
     "CUDA_CACHE_PATH": ".nv/ComputeCache",
 }
-"""Variables that libraries read -> where they write below HOME without them."""
+"""Environment variables of libraries -> their default folders below HOME."""
 
 
 def home() -> Path:
-    """Return the home folder; / where neither HOME nor the user database has one."""
+    """Return the home folder; / if neither HOME nor the user database has one."""
     found = Path(os.path.expanduser("~"))
     return found if found.is_absolute() else Path("/")
 
@@ -41,14 +41,14 @@ def append_modules(*folders: str) -> None:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether files can be written in a folder or, until it exists, in the nearest existing folder above it."""
-    while not os.path.exists(folder):  # nor can one be seen that lies in another user's
+    """Return whether files can be written in a folder or, until it exists, in its nearest existing parent."""
+    while not os.path.exists(folder):  # also False inside another user's private folder
         folder = folder.parent
     return os.access(folder, os.W_OK | os.X_OK)
 
 
 def cache_folder() -> Path:
-    """Return the folder for caches whose own is read-only: $RLFUSE_CACHE, else one of this user for temporary files."""
+    """Return the folder for redirected caches: $RLFUSE_CACHE, else a private folder for temporary files."""
     if given := os.environ.get("RLFUSE_CACHE"):
         return Path(given)
     folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / f"rlfuse-cache-{os.getuid()}"
@@ -59,10 +59,10 @@ def cache_folder() -> Path:
 
 
 def keep_compiled_kernels() -> None:
-    """Have torch keep compiled kernels for the next run, as vLLM and Triton do, unless a variable says where.
+    """Make torch keep compiled kernels for the next run, as vLLM and Triton do, unless its variable is set.
 
-    Its default is the folder for temporary files, which a run removes when it ends. Kernels are loaded and executed, so
-    no other user may be able to write them; without a folder of this user's nothing is kept.
+    Torch's default is the folder for temporary files, which a run removes at its end. Kernels are loaded and executed,
+    so that they are only kept in a folder that no other user can write to.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / f"rlfuse-inductor-{os.getuid()}"
     with suppress(OSError):
@@ -72,7 +72,7 @@ def keep_compiled_kernels() -> None:
 
 
 def _made_private(folder: Path) -> bool:
-    """Make a folder that only this user can change; False where there is one that others own or can write to."""
+    """Create a folder that only this user can write to; return False if others own it or can write to it."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
@@ -82,7 +82,7 @@ def redirect_caches() -> str:
     """Point the variables in `FOLDERS` to `cache_folder()` where HOME is read-only; return a line about it, or ""."""
     try:
         pwd.getpwuid(os.getuid())
-    except KeyError:  # torch asks for the user's name
+    except KeyError:  # torch needs a user name
         os.environ.setdefault("USER", str(os.getuid()))
     redirected = {name for name, own in FOLDERS.items() if name not in os.environ and not is_writable(home() / own)}
     if not redirected:
@@ -94,5 +94,5 @@ def redirect_caches() -> str:
         os.environ[name] = str(cache_folder() / FOLDERS[name])
     return (
         f"HOME={home()} is not writable; caches are written to {cache_folder()}. Set HOME or RLFUSE_CACHE to a "
-        "writable folder to keep them elsewhere."
+        "writable folder to change this."
     )

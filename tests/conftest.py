@@ -9,24 +9,24 @@ from pathlib import Path
 
 import pytest
 
-# A shell's script ignores Ctrl-C in what it starts in the background: tests that press it would wait for good.
+# Shell scripts start background processes with SIGINT ignored: tests of Ctrl-C would wait forever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# nohup ignores SIGHUP in what it starts: tests that close a terminal would see no signal.
+# nohup ignores SIGHUP: tests that close a terminal would receive no signal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
 def _scripts_find_their_neighbours():
-    """Commands set this for their child processes; scripts of later tests import modules next to them."""
+    """Unset the variable that commands set for child processes: scripts of later tests import modules next to them."""
     yield
     os.environ.pop("PYTHONSAFEPATH", None)
 
 
 @pytest.fixture(scope="session")
 def write_shadows():
-    """Writes modules with the names of all that is installed to a folder; returns the file that lists those imported.
+    """Write modules with the names of all installed packages to a folder; return the file that lists those imported.
 
-    Not of namespace packages, to which Python prefers any module.
+    Namespace packages are left out: Python prefers any module to them.
     """
     installed = Path(sysconfig.get_path("purelib"))
     names = {path.parent.name for path in installed.glob("*/__init__.py")}
@@ -43,12 +43,12 @@ def write_shadows():
 
 
 def pytest_make_parametrize_id(val):
-    """Name a test after the beginning of a long text: names of a million characters fill the logs."""
+    """Shorten test ids made from long texts."""
     return f"{val[:40]!r}..." if isinstance(val, str | bytes) and len(val) > 100 else None
 
 
 def pytest_testnodedown(node, error):
-    """Remember that an xdist worker died: the tests that were assigned to it did not run."""
+    """Record that an xdist worker died: the tests assigned to it did not run."""
     node.config.worker_died = getattr(node.config, "worker_died", False) or bool(error)
 
 

@@ -1,6 +1,6 @@
-"""Which modules of the package name which: imports anywhere in a file, and dotted names in strings.
+"""Build the import graph of the package: imports anywhere in a file, and dotted names in strings.
 
-`python tests/import_graph.py` prints how many lines `rlfuse train` reaches, and where they are.
+`python tests/import_graph.py` prints the number of lines that `rlfuse train` reaches, by package and module.
 """
 
 import ast
@@ -25,13 +25,13 @@ MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """All that stands in a file."""
+    """Return all syntax nodes of a file."""
     return tuple(ast.walk(ast.parse(path.read_text())))
 
 
 @cache
 def imports(module: str) -> frozenset[str]:
-    """Modules of rlfuse that this one imports, anywhere in it: inside functions and for type checking, too."""
+    """Return the rlfuse modules that this one imports, including imports inside functions and for type checking."""
     found = set()
     for node in nodes(MODULES[module]):
         if isinstance(node, ast.ImportFrom):
@@ -46,7 +46,7 @@ def imports(module: str) -> frozenset[str]:
 
 @cache
 def strings(module: str) -> frozenset[str]:
-    """Its strings and the fixed parts of its f-strings, without docstrings."""
+    """Return its strings and the constant parts of its f-strings, without docstrings."""
     all_nodes = nodes(MODULES[module])
     documentation = {id(node.value) for node in all_nodes if isinstance(node, ast.Expr)}
     return frozenset(
@@ -62,8 +62,9 @@ def inside(package: str) -> set[str]:
 
 @cache
 def named(module: str) -> frozenset[str]:
-    """Modules that its strings name. All modules of a package where a string ends behind its dot, as f-strings do, or
-    where its `__path__` is looked through."""
+    """Return the modules that its strings name.
+
+    All modules of a package if a string ends with the package and a dot (f-strings), or if its `__path__` is listed."""
     found = set()
     for text in strings(module):
         for match in DOTTED.finditer(text):
@@ -81,7 +82,7 @@ def named(module: str) -> frozenset[str]:
 
 
 def reach(start: str, *, without: str | None = None) -> set[str]:
-    """All modules that running `start` may import, packages included; `without`: as if that one were not there."""
+    """Return all modules that running `start` may import, packages included, except through `without`."""
     found, left = set(), [start]
     while left:
         module = left.pop()
@@ -106,13 +107,13 @@ sys.meta_path.insert(0, Recorder())
 
 
 def record_imports(folder: Path) -> dict[str, str]:
-    """Variables by which a command and all of its processes write to `folder` which modules of rlfuse they import."""
+    """Return environment variables that make a command and its processes record their rlfuse imports in `folder`."""
     (folder / "sitecustomize.py").write_text(RECORDER)
     return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def recorded_imports(folder: Path) -> dict[str, set[str]]:
-    """Modules by process; what a fork has from its parent is with the parent."""
+    """Return the imported modules of each process; a fork's inherited modules are listed with its parent."""
     found = {path.stem: {*path.read_text().split()} for path in folder.glob("*.imports")}
     return {process: {name for name in names if name in MODULES} for process, names in found.items()}
 
@@ -122,7 +123,7 @@ def lines(modules) -> int:
 
 
 def main() -> None:
-    """Print lines that `rlfuse train` reaches: of each package, and by each module through which alone they are."""
+    """Print the lines that `rlfuse train` reaches, by package and by the only module that leads to them."""
     reached = reach(TRAIN)
     print(
         f"{TRAIN} reaches {lines(reached):,} of {lines([*MODULES]):,} lines, {len(reached)} of {len(MODULES)} modules"

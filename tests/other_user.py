@@ -1,4 +1,4 @@
-"""Runs a function as a user who owns nothing: in a fork, since another user may not read this one's interpreter."""
+"""Run a function as a user without files, in a fork, because another user may not read this interpreter."""
 
 import json
 import os
@@ -6,12 +6,12 @@ import os
 import pytest
 
 UID = 54321
-"""Of nobody: the user database has no name and no home for it."""
+"""User id without an entry in the user database."""
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 def as_other_user(function, **variables):
-    """What `function` returns, as JSON, with these environment variables."""
+    """Return the result of `function`, passed as JSON, run with these environment variables."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         try:

@@ -1,11 +1,11 @@
-"""One row of 32,768 tokens: its update's time and memory, with activations that stay, are run again, or wait on a disk.
+"""Time and memory of an update with one row of 32,768 tokens: activations kept, recomputed, or offloaded to disk.
 
     python tests/benchmarks/activation_offload.py                     # minutes: a small model in float32
     python tests/benchmarks/activation_offload.py --tokens 8192 --repeats 5
 
-Each way has a process of its own, where a real `TrainerRank` learns from the row; the ways take turns. Memory is the
-kernel's peak of the process's resident memory, above what it had before the model came. Ends with status 1 where the
-row does not fit `--budget` MiB with a disk, or does without, or where the gradient is another.
+Each variant runs in a separate process, where a real `TrainerRank` trains on the row; the variants alternate. Memory is
+the process's peak resident memory above its level before the model was loaded. Exits with status 1 if the row does not
+fit `--budget` MiB with a disk, fits without one, or if the gradients differ.
 """
 
 from __future__ import annotations

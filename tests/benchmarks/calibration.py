@@ -1,4 +1,4 @@
-"""A calibration file: curves measured on a device, and the cost model that tells them.
+"""A calibration file: curves measured on a device, and the cost model fitted to them.
 
 Role: pure; `gpu_curves.py` measures and writes. `costs` in the file are the fields of `rlfuse.costs.model.Costs`.
 """
@@ -33,7 +33,7 @@ Curves = dict[str, list[Point]]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the cost model holds beside times."""
+    """Parameters of the cost model other than times."""
 
     parameters: int
     kv_bytes_per_token: int
@@ -42,7 +42,7 @@ class Facts:
 
 
 def costs_of(curves: Curves, facts: Facts) -> Fit:
-    """The cost model that tells these curves: `costs.fit` on them as if they were a run's events."""
+    """Return the cost model fitted to these curves, with `costs.fit` as for a run's events."""
     parameter, to_host, to_device = (
         _each(curves[curve], unit)
         for curve, unit in (("optimizer", "parameters"), ("to_host", "bytes"), ("to_device", "bytes"))

@@ -1,9 +1,9 @@
-"""How well a calibration forecasts runs that it was not fitted to: other models, lengths, batch sizes, algorithms.
+"""Prediction error of a calibration on runs that it was not fitted to: other models, lengths, batch sizes, algorithms.
 
     python tests/benchmarks/calibration_transfer.py outputs/calibration    # makes the runs that are missing there
 
-Each run in turn is predicted from all others: the seconds of each kind of work of its steps, and the steps themselves,
-by the simulator on the samples that were generated. The first step of a run warms up and is not counted.
+Each run is predicted from all others: the duration of each kind of work in its steps, and the steps themselves, by the
+simulator on the generated samples. The first step of a run is warm-up and is not counted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
         every += steps
         kinds = " | ".join(f"{errors[kind]:.1%}" for kind in KINDS)
         print(f"| {name} | {kinds} | {np.mean(steps):.1%} | {max(steps):.1%} |")
-    print(f"\nsteps: {len(every)}, off by {np.mean(every):.1%} in the mean, {max(every):.1%} at worst")
+    print(f"\nsteps: {len(every)}, off by {np.mean(every):.1%} on average, {max(every):.1%} maximum")
 
 
 def make(folder: Path, name: str, words: tuple[str, ...], steps: int) -> None:
@@ -86,7 +86,7 @@ def make(folder: Path, name: str, words: tuple[str, ...], steps: int) -> None:
 
 
 def _errors(folder: Path, works: list[Work], hardware: Hardware) -> tuple[dict[str, float], list[float]]:
-    """Of each kind, in the mean over steps; of each step."""
+    """Return the mean error of each kind over steps, and the error of each step."""
     found = totals(works, hardware)
     kinds = {kind: float(np.mean([total.error for total in found if total.kind == kind])) for kind in KINDS}
     config, spans = config_of(folder / "config.yaml"), read_events(folder / "events.jsonl")

@@ -2,13 +2,13 @@
 
     python tests/benchmarks/chaos.py [--seed 1] [--times 2] [--jobs quickstart video] [--steps 60 20] [--folder chaos]
 
-The quickstart runs on two nodes of a Ray cluster on this machine, the video job on two slots of its own. The same
-command restarts a killed driver, and another node replaces a killed one. In some restarts, as the seed decides, another
-process is killed before they are over. An undisturbed run that `--folder` has is used again. Compared under
-`fusion=serial` in float32 are the bits of the final weights, and the samples of every step, each of which must occur
-once. Nothing of the run may be left afterwards: processes, files in its folder, shared memory, temporary files, locks.
-Prints the seed, every kill and the differences; status 1 if there is one. `tests/end_to_end/test_faults.py` compares a
-short run with faults at fixed moments in the same way.
+The quickstart runs on two nodes of a Ray cluster on this machine, the video job on two slots of one node. The same
+command restarts a killed driver, and another node replaces a killed one. In some restarts, chosen by the seed, another
+process is killed before the restart has completed. An undisturbed run in `--folder` is reused. Under `fusion=serial` in
+float32, the final weights must be bitwise equal, and each sample of every step must occur exactly once. Afterwards no
+process, file in the run folder, shared memory, temporary file or lock may remain. Prints the seed, every kill and the
+differences; exits with status 1 if there is one. `tests/end_to_end/test_faults.py` compares a short run with faults at
+fixed moments in the same way.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def differences(expected: Path, found: Path) -> list[str]:
     rows = [[json.loads(line) for line in (run / "samples.jsonl").open()] for run in (expected, found)]
     want, have = (Counter((row["step"], row["id"]) for row in some) for some in rows)
     told += [
-        f"sample {id} of step {step} is there {have[step, id]} times" for step, id in want | have if have[step, id] != 1
+        f"sample {id} of step {step} occurs {have[step, id]} times" for step, id in want | have if have[step, id] != 1
     ]
     text = [{(row["step"], row["id"]): row["response"] for row in some} for some in rows]
     other = sorted(key for key in text[0] if text[1].get(key) != text[0][key])

@@ -1,13 +1,13 @@
-"""A GRPO step of TRL, with vLLM in its process, and of rlfuse: alternately on one GPU, in six minutes.
+"""A GRPO step of TRL with in-process vLLM and of rlfuse, alternately on one GPU, in six minutes.
 
     python tests/benchmarks/compare_trl_gpu.py outputs/compare_trl [--sizes 0.5b 1.5b] [--steps 4] [--limit 360]
     python tests/benchmarks/compare_trl_gpu.py outputs/compare_trl --device cpu --tiny      the same code without a GPU
 
 Random models of Qwen2.5's shape in bfloat16, 32 prompts of 64 tokens x 8 responses of 512 tokens, no KL, one update per
-step; rewards depend on the text alone. What TRL would do in addition by default (recomputed activations, a reference
-model) is off, and it sleeps its engine while it trains, as rlfuse does where both do not fit. Both sides run once per
-repetition, in alternating order, and repetitions go on until the next run would exceed the limit. Steps are medians
-without the first of each run; the ratio is taken within each repetition. On a CPU, TRL generates by transformers.
+step; rewards depend only on the text. TRL's additional defaults (recomputed activations, a reference model) are off.
+TRL's engine sleeps during training, as rlfuse's does if both do not fit. Both sides run once per repetition, in
+alternating order, until the next run would exceed the limit. Reported steps are medians without the first of each run;
+the ratio is taken within each repetition. On a CPU, TRL generates with transformers.
 """
 
 from __future__ import annotations

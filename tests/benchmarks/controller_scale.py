@@ -1,9 +1,9 @@
-"""How much of one driver's time a large cluster takes: 1,024 slots and 65,536 samples, one step in virtual time.
+"""CPU time of the driver for a large cluster: 1,024 slots and 65,536 samples, one step in virtual time.
 
     python tests/benchmarks/controller_scale.py [--slots 1024] [--samples 65536] [--profile]
 
-The controller, board and policies are those of real jobs; only engines are simulated. The time reported is the whole
-process's, simulated engines included, and so an upper limit of the controller's own.
+The controller, board and policies are those of real jobs; only the engines are simulated. The reported time is that of
+the whole process, simulated engines included: an upper limit for the controller.
 """
 
 from __future__ import annotations

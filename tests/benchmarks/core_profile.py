@@ -1,6 +1,6 @@
 """The engine core's step by part, and the kernels of a step: imported by vLLM's workers for `gpu_profile.py`.
 
-With one device they are in the engine core's process, whose parts are not made yet.
+With one device the workers are in the engine core's process, whose own parts do not exist yet at import.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""CPU time of an engine per token, without its model: rlfuse's rollout worker next to vLLM's `AsyncLLM` and `LLM`.
+"""CPU time of an engine per token without its model: rlfuse's rollout worker, vLLM's `AsyncLLM` and `LLM`.
 
     python tests/benchmarks/device_speed.py [--sequences 256] [--tokens 512] [--repeats 3]
 
-The executor computes nothing (`null_executor.py`), with asynchronous scheduling and vLLM's second model runner as on
-GPUs, so that what is measured is the work around the device: on a GPU the larger of the two limits a decode step. CPU
-time says something on a busy machine, too. Each engine runs in a process of its own, one after the other within each
-repetition; tokens and log-probs of all three have to be the same. Sampling is the same for all: log-probs of the
-sampled tokens, the final output only, no text.
+The executor computes nothing (`null_executor.py`). Asynchronous scheduling and vLLM's second model runner are on, as on
+GPUs, so that the measurement is the host's work around the device; on a GPU the slower of the two limits a decode step.
+CPU time is meaningful on a busy machine, too. Each engine runs in a separate process, one after the other within each
+repetition; tokens and log-probs of all three must be equal. Sampling is the same for all: log-probs of the sampled
+tokens, only the final output, no text.
 """
 
 from __future__ import annotations

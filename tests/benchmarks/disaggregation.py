@@ -1,12 +1,12 @@
-"""Prefill and decoding on engines of their own, or not: simulated steps over lengths of prompts and responses.
+"""Simulated steps with and without separate prefill engines, over lengths of prompts and responses.
 
     python tests/benchmarks/disaggregation.py [--quick]
 
-Prints the table of tests/benchmarks/README.md. All figures are simulated: engines of 20 ms a decoding step and 10,000
-prompt tokens a second, KV caches of 28 kB a token over links of 20 GB/s, 16 samples an engine, responses log-normal
-around their median (sigma 0.8, five times that at most), scoring and training at 200,000 and 50,000 tokens a second,
-`adaptive` with its first settings. Ratios are of whole steps, `on` (with its best share) over `off`, caches that are
-copied charged as stalls.
+Prints the table of tests/benchmarks/README.md. All numbers are simulated: decode steps of 20 ms, 10,000 prompt tokens
+per second, KV caches of 28 kB per token over links of 20 GB/s, 16 samples per engine, log-normal response lengths
+(sigma 0.8, at most five times the median), scoring and training at 200,000 and 50,000 tokens per second, `adaptive`
+with its initial settings. Ratios are of whole steps, `on` (with its best share) over `off`; copied caches count as
+stalls.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def workload(engines: int, prompt: int, median: int, group: int, history: float 
 
 
 def ratio(engines: int, prompt: int, median: int, group: int, history: float | None) -> float:
-    """`on` over `off`, as the reason says."""
+    """Return `on` over `off`, parsed from the reason."""
     why = choose_prefill_share(workload(engines, prompt, median, group, history), "adaptive", Settings(), "on", 0.0).why
     return float(re.search(r"takes ([\d.]+) times", why)[1])
 

@@ -1,11 +1,11 @@
-"""Steps of a job with clips, with and without `video.encode_ahead`, in turns within one run.
+"""Steps of a job with clips, with and without `video.encode_ahead`, alternating within one run.
 
     python tests/benchmarks/encode_ahead.py [--repeats 5] [key=value ...]
 
-Two slots on two cores, GRPO on real clips of 10 to 30 s at 4 frames a second, a random VideoLLaMA3 with a heavy tower.
-Without, clips are decoded ahead, as by default. The learning rate is 0, and the caches hold the clips of
-two steps only, so that each step has as many to encode. Each turn has a step that is not counted, in which clips of the
-other way are used up, and two that are; which way is first alternates. Prints medians, and ratios turn by turn.
+Two slots on two cores, GRPO on real clips of 10 to 30 s at 4 frames per second, a random VideoLLaMA3 with a heavy
+tower. Without it, clips are decoded ahead, as by default. The learning rate is 0, and the caches hold the clips of only
+two steps, so that every step encodes the same number of clips. Each variant has one uncounted step, which uses up clips
+of the other variant, and two counted ones; the order alternates. Prints medians, and ratios within each repetition.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlfuse.tasks.small_video_models import SmallModel, byte_tokenizer, write_sm
 WAYS = {"decoded ahead": False, "encoded ahead": True}
 COUNTED = 2
 KINDS = ("step", "encode_clips", "encode")
-"""Of the spans that are told."""
+"""Kinds of the reported spans."""
 CLIPS = Clips(train=24, val=2, kinds=(Kind.ORDER,), shortest_s=10, longest_s=30)
 MODEL = SmallModel(heads=4, layers=2, tower_heads=16, tower_layers=8)
 JOB = (
@@ -64,7 +64,7 @@ class Benchmark:
     number: int = 0
 
     async def drive(self, controller: Controller, _: int) -> None:
-        """A first step warms up, then the ways take turns."""
+        """Run a warm-up step, then alternate the variants."""
         await controller.update_weights(0)
         await self._step(controller)
         for turn in range(self.repeats):

@@ -1,10 +1,10 @@
-"""Which families of models engine and trainer agree on: GRPO and PPO jobs of tiny random models, two steps each.
+"""Model families on which engine and trainer agree: GRPO and PPO jobs of tiny random models, two steps each.
 
     python tests/benchmarks/families.py [--only Gemma2 ...] [--out rlfuse/engines/FAMILIES.md]
 
-In float32 on one slot of this host, with every part real. What is told of a job is the largest difference between the
-log-probs of sampled tokens by engine and by trainer, after the first weights and after each update, or the message it
-was refused with before anything started. Takes a minute or two a family; writes the table that is in the documentation.
+Runs real jobs in float32 on one slot of this host. Reports the largest difference between the log-probs of sampled
+tokens by engine and by trainer, after the first weight push and after each update, or the message with which the job
+was refused at startup. Takes one or two minutes per family; writes the table of the documentation.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def write_video_model(folder: Path, name: str) -> dict[str, object]:
 
 
 def run_job(folder: Path, settings: dict[str, object], algorithm: str) -> str:
-    """What a cell of the table says."""
+    """Return the text of a cell of the table."""
     settings = settings | {
         "algorithm": algorithm,
         "model.path": folder / "model",
@@ -163,12 +163,12 @@ def run_job(folder: Path, settings: dict[str, object], algorithm: str) -> str:
     if min(row["actor/grad_norm"] for row in rows) <= 0 or len(rows) != 3:
         return f"nothing was learned in {len(rows)} steps"
     first = re.search(r"by rollout engines and trainer differ by at most (\S+)", done.stdout)
-    apart = max(*(row[APART] for row in rows), float(first[1]) if first else float("nan"))
-    return f"{apart:.0e}" if apart < BOUND else f"**{apart:.0e}**"
+    difference = max(*(row[APART] for row in rows), float(first[1]) if first else float("nan"))
+    return f"{difference:.0e}" if difference < BOUND else f"**{difference:.0e}**"
 
 
 def _message(text: str, folder: Path) -> str:
-    """The line that says why."""
+    """Return the line with the reason."""
     lines = [line.strip() for line in text.replace(f"={folder}/model", "").splitlines() if line.strip()]
     said = [line for line in lines if "model.path" in line or "critic.path" in line or "rlfuse:" in line]
     return (said or lines or ["no word"])[0].removeprefix("1. ").partition("; choose")[0]

@@ -1,14 +1,14 @@
-"""Passes in the bubbles of a critic-free job's training: one step's old and reference log-probs, gradients and updates.
+"""Scoring passes in the pipeline bubbles of a critic-free job: log-probs, gradients and updates of one step.
 
     python tests/benchmarks/filled_bubbles.py [--out FOLDER] [--repeats 5] [--mini-batches 4] [--micro-batches 4]
 
-On 2 ranks, each bound to a core, a batch of mini-batches is scored and trained on, again and again, orders in turn:
+On 2 ranks, each bound to a core, a batch of mini-batches is repeatedly scored and trained on, in alternating order:
 - serial (`fusion.training=serial`): all old log-probs, all reference passes, then 1F1B of one mini-batch after another;
-- fused: passes of the first mini-batch, then schedules in whose bubbles those of later ones run.
-Passes before training get as many micro-batches as those in schedules. The first round measures durations and finds
-schedules, and doesn't count. Then operations of fixed length (forward 30 ms, backward 60 ms, sleeping) on 2 and 4
-ranks: one schedule that trains on a mini-batch and scores the next under both models, against the three one after the
-other. Prints medians and writes `table.md`: measured, planned by the schedules, and the same work in 1F1B.
+- fused: passes of the first mini-batch, then schedules whose bubbles run the passes of later mini-batches.
+Passes before training have as many micro-batches as those in schedules. The first round measures durations, searches
+schedules and is not counted. Then operations of fixed length (forward 30 ms, backward 60 ms, sleeping) run on 2 and 4
+ranks: one schedule that trains on a mini-batch and scores the next with both models, against the three sequentially.
+Prints medians and writes `table.md`: measured, planned by the schedules, and the same work in 1F1B.
 """
 
 from __future__ import annotations

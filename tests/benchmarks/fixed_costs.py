@@ -1,11 +1,11 @@
-"""What a step costs beside its work: CPU time by process, the driver's by module, Ray calls by method.
+"""Fixed costs of a step: CPU time by process, the driver's by module, Ray calls by method.
 
     python tests/benchmarks/fixed_costs.py [--steps 6] [key=value ...]
 
-The quickstart without validation and checkpoints, its learning rates 0, so that every step's work is alike. Steps
-without the profiler give CPU seconds and calls, as many later ones with it what the driver's own thread does. The first
-steps, in which everything is done for the first time and thresholds are tuned, are left out. CPU seconds and counts
-say something on a busy machine, too; wall seconds don't.
+The quickstart without validation and checkpoints, with learning rates of 0, so that all steps do the same work. Steps
+without the profiler give CPU seconds and calls; the same number of later steps with it gives the profile of the
+driver's thread. The first steps (warm-up, tuning of thresholds) are not counted. CPU seconds and counts are meaningful
+on a busy machine, too; wall seconds are not.
 """
 
 from __future__ import annotations

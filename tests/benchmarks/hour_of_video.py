@@ -2,11 +2,11 @@
 
     python tests/benchmarks/hour_of_video.py [--seconds 3600] [--layers 2] [key=value ...]
 
-Writes an hour of 360 x 640 pixels as mp4, a small random VideoLLaMA3 with a context for it, and runs one step of the
-real job (`rlfuse.train`, GRPO with two answers, two slots) on that one question: plan, decode, encode on two ranks,
-rollout, log-probs, update with up to two ranks to a sequence. Seconds are from the run's own events; memory is the most
-that each process was seen to hold, shared pages included, looked at five times a second. Nothing is cut or left out:
-the prompt's length is printed.
+Writes an hour of 360 x 640 pixels as mp4 and a small random VideoLLaMA3 with a sufficient context, and runs one step of
+the real job (`rlfuse.train`, GRPO with two responses, two slots) on a single question: plan, decode, encode on two
+ranks, rollout, log-probs, update with up to two ranks per sequence. Seconds come from the run's events; memory is the
+maximum of each process, shared pages included, sampled five times per second. Nothing is truncated: the prompt's length
+is printed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def command(folder: Path) -> list[str]:
 
 
 def watched(job: list[str]) -> dict[str, float]:
-    """Run it; MiB at the most of each kind of process."""
+    """Run the job and return the peak MiB of each kind of process."""
     peaks: dict[str, float] = defaultdict(float)
     with subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         tree = psutil.Process(process.pid)
@@ -122,10 +122,12 @@ def report(run: Path, peaks: dict[str, float]) -> None:
         mine = [span for span in spans[kind] if span.where == "driver"]
         print(f"{kind:<14} {covered(mine):8.1f} s")
     print(
-        f"prefill on the engine {row['video/prefill_s']:.1f} s; encoded {row['video/encoded_over_unique_tokens']:.2f} times"
+        f"prefill on the engine {row['video/prefill_s']:.1f} s; "
+        f"encoded {row['video/encoded_over_unique_tokens']:.2f} times"
     )
     print(
-        f"tokens run over unique in passes {row['perf/computed_over_unique_tokens']:.4f}, degree {row['video/sequence_parallel_degree']:.0f}"
+        f"computed over unique tokens in passes {row['perf/computed_over_unique_tokens']:.4f}, "
+        f"degree {row['video/sequence_parallel_degree']:.0f}"
     )
     for name in ("driver", "EncoderRank", "decoder", "RolloutWorker", "vLLM", "TrainerRank", "EmbeddingCache"):
         print(f"peak memory  {name:<15} {peaks.get(name, float('nan')):8.0f} MiB")

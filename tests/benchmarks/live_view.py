@@ -1,10 +1,10 @@
-"""The picture of a live run: the terminal's view of a quickstart, some samples generated, others scored already.
+"""Write the picture of a live run: the terminal's view of a quickstart while some samples generate and others score.
 
     python tests/benchmarks/live_view.py [--out jobs/live.svg] [--step 8] [key=value ...]
 
-Needs what `rlfuse prepare quickstart` makes. Runs the job as `rlfuse train experiment=quickstart` does, looks every
-20 ms, and keeps the first view of the step in which a slot generates while another scores or trains (the last one, if
-none does).
+Needs the output of `rlfuse prepare quickstart`. Runs the job as `rlfuse train experiment=quickstart` does, samples the
+view every 20 ms, and keeps the first view of the step in which a slot generates while another scores or trains (else
+the last one).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Looking:
         self.step, self.seen = step, None
 
     async def drive(self, controller: Controller, start: int) -> None:
-        """As the run would, with somebody looking on."""
+        """Draw as a run on an interactive terminal does."""
         looking = asyncio.create_task(self._look(controller.metrics.loggers.terminal))
         await controller.run(start)
         looking.cancel()

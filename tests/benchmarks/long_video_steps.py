@@ -1,24 +1,23 @@
-"""Steps of one long clip, four ways side by side: nothing reused, encoded once at degree 1, 2 and the chosen one.
+"""Steps on one long clip, four variants side by side: nothing reused; encoded once at degree 1, 2 and the chosen one.
 
     python tests/benchmarks/long_video_steps.py [--frames 8 16 ... 1024] [--repeats 3] [--answers 4] [--out FOLDER]
 
-A step is a rollout of so many answers of 32 tokens to a question about one clip, their old and reference log-probs, and
-an update (one mini-batch). Its parts are the real ones: an mp4 file, `DecodePool`, `SequenceParallelEncoder` on two
-ranks, a vLLM engine that gets embeddings, and a `TrainerGroup` of two ranks, each on a core; with fewer cores than two
-the figures mean little. The model is a random VideoLLaMA3 (float32; a frame is 4 visual tokens and a timestamp of one).
-Left out of all four ways alike: rewards, which are nothing here, and weight sync; the learning rate is 0, so that all
-steps are the same work.
+A step consists of a rollout of `--answers` responses of 32 tokens to a question about one clip, their old and reference
+log-probs, and an update (one mini-batch). All parts are real: an mp4 file, `DecodePool`, `SequenceParallelEncoder` on
+two ranks, a vLLM engine that receives embeddings, and a `TrainerGroup` of two ranks, each on a core; the results mean
+little with fewer than two cores. The model is a random VideoLLaMA3 (float32; a frame has 4 visual tokens and one
+timestamp token). Rewards and weight sync are omitted in all variants; the learning rate is 0, so that all steps do the
+same work.
 
-- none: as systems without reuse do, each answer in each of the four passes has the clip decoded and encoded for itself,
-  and its prompt run for itself;
-- once: the clip is encoded once and the prompt runs once for all answers, whole, on one rank;
-- once, 2 ranks: and cut over both ranks in every pass of the trainer;
-- ours: and cut where that is predicted to be sooner.
+- none: as in systems without reuse, each response decodes and encodes the clip and runs its prompt in all four passes;
+- once: the clip is encoded once and the prompt runs once for all responses, on one rank;
+- once, 2 ranks: in addition, every pass of the trainer is split over both ranks;
+- ours: split where that is predicted to be faster.
 
-The ways take turns within each repetition, another one first each time, and each step gets files of new content, so
-that no cache knows them; all ways must draw the same tokens. Last, with four ranks: the most memory that a rank takes
-above what it held before an update of the longest clip, at degree 1, 2 and 4. Prints tables; writes
-`long_video_steps.json` and `.png`. `long_video_tables.py` puts several runs together.
+The variants alternate within each repetition, starting with a different one each time. Each step gets files with new
+content, so that no cache contains them; all variants must sample the same tokens. Last, on four ranks: the peak memory
+of a rank during an update of the longest clip, above its level before, at degree 1, 2 and 4. Prints tables; writes
+`long_video_steps.json` and `.png`. `long_video_tables.py` combines several runs.
 """
 
 from __future__ import annotations
@@ -242,7 +241,7 @@ class Bench:
         return path
 
     async def memory(self, slots: placement.Slots, frames: int) -> dict[int, float]:
-        """MiB that a rank takes at the most in an update of one answer, by degree; on four ranks."""
+        """Return the peak MiB of a rank in an update of one response, by degree, on four ranks."""
         await self.engine.stop()
         for rank in self.group.ranks:
             ray.kill(rank)
@@ -303,7 +302,7 @@ def write_clip(path: Path, frames: int) -> Path:
 
 
 async def measure(bench: Bench, slots: placement.Slots, options: argparse.Namespace) -> dict[str, Any]:
-    """Every step of every length, kept in the file as they come; the first of all warms up."""
+    """Run all steps of all lengths and append each to the file; the first one is warm-up."""
     file = options.out / "long_video_steps.json"
     await bench.start(slots)
     found: dict[str, Any] = {"costs": repr(bench.group.costs), "steps": {}, "memory": {}}

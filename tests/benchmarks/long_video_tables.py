@@ -1,4 +1,4 @@
-"""What `long_video_steps.py` found, as tables and a picture; runs of several lengths put together.
+"""Combine results of `long_video_steps.py` into tables and a picture.
 
 python tests/benchmarks/long_video_tables.py some.json more.json --picture long_video_steps.png
 """

@@ -1,11 +1,11 @@
-"""The memory that `rlfuse plan` tells for CPU hosts, against the peaks of real ranks and real engines.
+"""Memory that `rlfuse plan` predicts for CPU hosts, against the peaks of real ranks and real engines.
 
     python tests/benchmarks/memory_peaks.py                # all cases, minutes each; or the names of some
-    python tests/benchmarks/memory_peaks.py --returned     # the same in a heap without holes
+    python tests/benchmarks/memory_peaks.py --returned     # the same with a heap without fragmentation
 
-Each case holds its models in fresh processes, where `TrainerRank` does what a step asks of it, once its optimizers have
-their states, on the largest micro-batches that the plan knows of; or where vLLM answers as many prompts as it takes at
-once. The peak is the kernel's, of a process's resident memory, above what the process had before its models came.
+Each case loads its models in fresh processes. There a `TrainerRank` with initialised optimizers runs all calls of a
+step on the largest micro-batches of the plan, or vLLM generates as many concurrent samples as it admits. The peak is
+the process's peak resident memory above its level before the models were loaded.
 """
 
 from __future__ import annotations
@@ -183,15 +183,15 @@ def _rank(config: Config, number: int, meeting: Any) -> float:
     rank.setup()
     _step(rank, [], [_micro_batch(SequenceLengths(((8, 8),)))])
     large = [[_micro_batch(texts) for texts in worst(config, False, learns)] for learns in (False, True)]
-    large[1].append(large[1][0])  # the most logits, before there are gradients and, as a plan has it, beside them
+    large[1].append(large[1][0])  # the most logits, without gradients and, in the plan, with them
     for _ in range(STEPS):
         _step(rank, *large)
     return _peak() - before
 
 
 def _step(rank: Any, passed: list[MicroBatch], learned: list[MicroBatch]) -> None:
-    """All that a step asks a rank for; a rank whose share of the critic is done may go on with the actor before either
-    takes its step."""
+    """Run all calls of a step on a rank; it may continue with the actor after its share of the critic, before either
+    optimizer steps."""
     for name in ("actor", "ref"):
         if passed and name in rank.engines:
             rank.score((name,), passed)

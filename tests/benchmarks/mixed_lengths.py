@@ -1,17 +1,16 @@
-"""Passes over a few long rows among many short ones: a degree for each row, against one degree for all.
+"""Passes over a few long rows among many short ones: a sequence-parallel degree per row against one for all.
 
     python tests/benchmarks/mixed_lengths.py [--ranks 2 4] [--mixtures 1+64 2+64 ...] [--long 4096] [--short 32 192]
         [--repeats 5] [--out FILE]
 
-The random Qwen2 of `sequence_parallel.py` on so many ranks, each bound to a core if there are enough. Log-probs and
-gradients of each mixture take turns within each repetition, another one first each time: at every fixed degree, as the
-planner has it, and what the bound is made of.
-That is the larger of all work shared out evenly (every rank runs the whole batch by itself, at the same time as the
-others, divided by ranks: so it knows what ranks take from each other on shared cores) and of the longest row alone at
-its best degree. `over bound` and `over fixed` (the fixed degree of the least median) are medians of ratios within a
-repetition, with their range; `planned` is what the planner itself expects of the former. `CPU, s` is what all ranks
-compute in the pass at each fixed degree and as chosen: with fewer cores than ranks no pass takes less than that shared
-out over the cores, however ranks wait for each other. What comes first warms up.
+The random Qwen2 of `sequence_parallel.py`, each rank bound to a core if there are enough. Log-probs and gradients of
+each mixture alternate within each repetition, with a rotating first variant: every fixed degree, the planner's choice,
+and the terms of the bound. The bound is the larger of all work divided evenly (every rank runs the whole batch alone,
+concurrently with the others, divided by the number of ranks, so that it includes contention on shared cores) and the
+longest row alone at its best degree. `over bound` and `over fixed` (the fixed degree with the smallest median) are
+medians of ratios within a repetition, with their range; `planned` is the planner's expectation of the former. `CPU, s`
+is the CPU time of all ranks in the pass at each fixed degree and as chosen: with fewer cores than ranks no pass can be
+faster than this time divided by the cores. The first passes are warm-up.
 """
 
 from __future__ import annotations

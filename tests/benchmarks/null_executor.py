@@ -1,8 +1,8 @@
-"""An executor for vLLM that computes nothing: what is left of an engine's time is scheduling and output processing.
+"""An executor for vLLM that computes nothing, to measure an engine's scheduling and output processing.
 
 Imported by name in vLLM's processes (`distributed_executor_backend="null_executor.NullExecutor"`). Tokens and log-probs
-depend on a request's seed and position alone. `as_on_gpus` lets an engine on a CPU host have asynchronous scheduling
-and vLLM's second model runner, as it has on GPUs.
+depend only on a request's seed and position. `as_on_gpus` enables asynchronous scheduling and vLLM's second model
+runner on CPU hosts, as on GPUs.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A rank's step with its optimizer there all the time, fetched by forecast, or there in its updates alone.
+"""A rank's step with its optimizer state always resident, prefetched, or resident only during updates.
 
     python tests/benchmarks/optimizer_residency.py                                 # minutes, on two cores
     python tests/benchmarks/optimizer_residency.py --tokens 16 --repeats 1 --layers 1
 
-A real `TrainerRank` on one core whose device is this host too, so that its moves are copies from one place in memory to
-another; fetches have the other core. A step: the rank leaves and takes its device and makes two updates, each of four
-micro-batches of `--tokens`. The ways take turns; ratios are within a repetition. Planned are ratios by the seconds of
-moves and gradients where the optimizer comes with the weights, and bytes beside activations as `rlfuse plan` counts
-them. Ends with status 1 where a ratio is off by more than a tenth.
+A real `TrainerRank` on one core whose device is this host too, so that its moves are copies within memory; prefetching
+uses the other core. In a step the rank leaves and takes its device and makes two updates, each of four micro-batches of
+`--tokens`. The variants alternate; ratios are within a repetition. Planned ratios use the durations of moves and
+gradients of the variant that loads the optimizer with the weights; planned bytes besides activations are those of
+`rlfuse plan`. Exits with status 1 if a ratio is off by more than a tenth.
 """
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ def _rank(config: Config) -> MovingRank:
 
 
 def _planned_bytes(config: Config, way: str) -> float:
-    """What lies there beside activations before an update."""
+    """Bytes on the device besides activations before an update."""
     memory = memory_of(config, shapes_of(config), Budget("cuda", 64 * GIB))
     counted = {Item.PARAMETERS, Item.GRADIENTS} | (set() if way == "step" else {Item.OPTIMIZER})
     return sum(part.size for part in memory.parts if part.role == "actor" and part.item in counted)
 
 
 def _compare(rank: MovingRank, tokens: int, repeats: int, planned: dict[str, float]) -> float:
-    """Print the ways' rows; by how much a ratio is off at the most."""
+    """Print the variants' rows; return the maximum error of a ratio."""
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     each_s = _step(rank, "training", tokens, 0.0)["gradients"] / UPDATES / MICRO_BATCHES
     for _ in range(repeats):

@@ -1,12 +1,12 @@
-"""How far the proven bound and each policy are from the optimum, on workloads small enough for CP-SAT to find it.
+"""Distance of the proven bound and of each policy from the optimum, on workloads small enough for CP-SAT.
 
     python tests/benchmarks/optimum.py [--quick] [--seconds 60] [--out optimum.json]
 
-2 to 4 slots and 12 to 24 samples of known lengths. An engine takes a step as long whatever it decodes, up to as many
-sequences as it can hold; prompts are read in no time. Then a schedule is a packing: lanes of engines until each slot's
-change of role, scoring and the first mini-batch's training after it, then the other mini-batches.
-The optimum is over all schedules in which every slot changes its role once and every sample moves at most once. Times
-are rounded down to ticks, so that what the solver proves holds. `found` is the best that it or a policy reached.
+2 to 4 slots and 12 to 24 samples of known lengths. The duration of a decode step does not depend on the batch, up to
+the engine's maximum number of sequences; prefill takes no time. A schedule is then a packing: lanes of engines until
+each slot's change of role, then scoring and training of the first mini-batch, then the other mini-batches. The optimum
+is over all schedules in which every slot changes its role once and every sample moves at most once. Times are rounded
+down to ticks, so that the solver's proof holds. `found` is the best schedule of the solver or a policy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POLICIES = ("serial", "stream", "rlhfuse", "adaptive")
 TICKS = 200
 """Of a second."""
 SIZES, LANES, SCORING, TRAINING = ((2, 12), (3, 18), (4, 24)), (2, 4), (0.2, 0.6), (0.2, 1.0)
-"""(slots, samples), sequences of an engine, and work over the slots' time of generation at the least."""
+"""(slots, samples), sequences per engine, and minimum ratio of other work to generation time."""
 STEP_S = 0.02
 
 

@@ -1,4 +1,4 @@
-"""Seconds by part of what a process does, for `gpu_profile.py`."""
+"""Time by part of a process, for `gpu_profile.py`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What `jobs/pictures.sh` needs beside the commands: rows of tables, one good contact sheet, two runs in one picture.
+"""Inputs of `jobs/pictures.sh` besides commands: rows of tables, a contact sheet, two runs in one picture.
 
 python tests/benchmarks/pictures.py row RUN_DIR ...             a row of the README's table for each quickstart run
 python tests/benchmarks/pictures.py sheet RUN_DIR PNG           the sheet whose answers differ most, latest first
-python tests/benchmarks/pictures.py proxy PNG TITLE=RUN_DIR ... reward model and truth, a panel for each run
+python tests/benchmarks/pictures.py proxy PNG TITLE=RUN_DIR ... reward model and true reward, a panel for each run
 python tests/benchmarks/pictures.py model FOLDER                the shapes of Qwen2.5-7B-Instruct, for `rlfuse plan`
 """
 

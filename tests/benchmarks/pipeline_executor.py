@@ -1,14 +1,13 @@
-"""The pipeline executor, serial and fused side by side in one run: measured makespans beside the simulated ones.
+"""The pipeline executor, serial and fused side by side in one run: measured and simulated makespans.
 
     python tests/benchmarks/pipeline_executor.py [--out FOLDER] [--ranks 2 4 8] [--repeats 3] [--micro-batches 8]
                                                  [--hidden 256]
 
 Operations of fixed length (forward 30 ms, backward 60 ms, sleeping: more ranks than cores) on 2, 4 and 8 ranks, whole
-and split backward; actor and critic of as many stages in opposite directions. On 2 ranks, each bound to a core, real
-compute too: an actor and a critic train, the simulation taking the medians of what operations took in the serial run.
+and split backward; actor and critic with the same number of stages in opposite directions. On 2 ranks, each bound to a
+core, also real compute: an actor and a critic train, and the simulation uses the median durations of the serial run.
 Serial is each model's 1F1B, one after the other, without a barrier; fused is the best list schedule. Serial runs first
-in each repetition; medians are reported. Writes `table.md` and, of real compute, `schedules.png` (the runs that are the
-medians).
+in each repetition; medians are reported. Writes `table.md` and, for real compute, `schedules.png` (the median runs).
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ async def real(group: PipelineGroup, count: int, repeats: int, out: Path) -> lis
             middle = {order: sorted(each, key=lambda run: run.makespan)[repeats // 2] for order, each in runs.items()}
             picture(middle, out / "schedules.png")
         for model in work:
-            group._accumulated[model] = []  # nobody steps here
+            group._accumulated[model] = []  # no optimizer step here
     return lines
 
 

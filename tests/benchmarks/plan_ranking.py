@@ -1,13 +1,12 @@
-"""Whether plans take as long as `rlfuse plan --search` says: jobs under several plans each, predicted and really run.
+"""Error and ranking of `rlfuse plan --search`: jobs under several plans each, predicted and measured.
 
     python tests/benchmarks/plan_ranking.py outputs/ranking    # makes the runs that are missing there, a minute each
 
-The plans of a job are the job as it is, the one that the search ranks first, and others that differ in a key. They are
-predicted from a calibration on the other jobs as they are, and on one slot where that is tried: no plan is predicted
-from runs of its own job, but for the lengths of its responses. The search is given those of the step with neither the
-most nor the fewest tokens; predicted is the mean over all steps but the first, each on its own lengths, measured the
-mean of the same steps. They have the same lengths under every plan: nothing learns (learning rates are 0), and what is
-sampled depends on the step alone.
+The plans of a job are the job as it is, the search's first choice, and others that differ in one key. They are
+predicted from a calibration on the other jobs, and on one slot where that is a candidate: a plan never uses runs of its
+own job, except for response lengths. The search gets the lengths of the step with the median number of tokens;
+predicted and measured are means over all steps but the first. Lengths are the same under every plan: nothing is learned
+(learning rates are 0), and samples depend only on the step.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ SECONDS = 30.0
 FROZEN = ("actor.optim.lr=0", "critic.optim.lr=0")
 CLUSTER = Cluster(1, 2, 10, calibration="of the other jobs", device="cpu")
 LINKS = Links(within_bytes_per_s=1e9, within_s=2e-4)
-"""Gloo between two processes of one machine: its order of magnitude, where the other jobs don't tell."""
+"""Gloo between two processes of one machine (order of magnitude), if the other jobs have no measurement."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def main() -> None:
         _show(name, plans)
     ranks = spearmanr([plan.predicted_s for plan in every], [plan.measured_s for plan in every]).statistic
     off = [abs(plan.predicted_s / plan.measured_s - 1) for plan in every]
-    told = f"rank correlation {ranks:.3f}, off by {mean(off):.1%} in the mean, {max(off):.1%} at worst"
+    told = f"rank correlation {ranks:.3f}, off by {mean(off):.1%} on average, {max(off):.1%} maximum"
     print(f"\nall {len(every)} plans: {told}")
 
 
@@ -121,7 +120,7 @@ def folder_of(folder: Path, name: str) -> Path:
 
 
 def _calibrating(folder: Path, name: str, steps: int) -> list[Path]:
-    """Runs of a job that tell of the machine."""
+    """Return the runs of a job that calibrate the machine."""
     plans = [(), *(OTHERS[each] for each in TRIED[name] if each == ONE_SLOT)]
     return [_made(folder, name, ONE_SLOT, settings, steps) for settings in plans]
 

@@ -1,9 +1,8 @@
 """The fastest plan for public models on 8, 64 and 512 devices: `python tests/benchmarks/plan_search.py [model ...]`.
 
-Prints rows of a table: the plan, its step, the share of the peak that its training reaches where nothing overlaps with
-it (`fusion=serial`; what is computed again does not count), memory of the fullest phase, and how long the search took:
-seconds of the processor, whatever else a machine does. Sizes are those of the models' config.json on the hub; no
-weights are needed.
+Prints table rows: the plan, its step time, the MFU of training without overlap (`fusion=serial`; recomputation does not
+count), memory of the fullest phase, and the CPU time of the search. Sizes are those of the models' config.json on the
+hub; no weights are needed.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def main() -> None:
 
 
 def job_of(folder: str, shape: Shape, devices: int) -> Job:
-    """GRPO on nodes of eight A100 of 80 GB: 32 prompts of 8 answers for each device, answers of 1,024 in the mean."""
+    """GRPO on nodes of eight A100 of 80 GB: per device 32 prompts with 8 responses of 1,024 tokens on average."""
     cluster = Cluster(nodes=devices // 8, devices_per_node=8, device_memory_gb=80, peak_tflops=312)
     words = [
         f"model.path={folder}",

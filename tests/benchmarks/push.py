@@ -1,11 +1,11 @@
-"""Seconds of a push of weights from trainer ranks to engines: whole and sharded models, engines on one slot and on two.
+"""Seconds of a weight push from trainer ranks to engines: whole and sharded models, engines on one slot and on two.
 
     python tests/benchmarks/push.py [--zero 1 3] [--widths 1 2] [--hidden 512] [--layers 6] [--buckets 16 512]
                                     [--repeats 7] [--device cpu]
 
-A random Qwen2 on two slots: two DeepSpeed ranks under each stage of ZeRO (stage 3 gathers every bucket), and two
-engines or one that spans both slots (tensor parallel). Bucket sizes (rollout.update_weights_bucket_mb) alternate within
-a repetition; engines report the version of each push. The transfer is that of a run on the device: CUDA IPC on GPUs,
+A random Qwen2 on two slots: two DeepSpeed ranks under each ZeRO stage (stage 3 gathers every bucket), and two engines
+or one that spans both slots (tensor parallel). Bucket sizes (rollout.update_weights_bucket_mb) alternate within a
+repetition; engines report the version of each push. The transfer is that of a run on the device: CUDA IPC on GPUs,
 shared memory on CPUs.
 """
 

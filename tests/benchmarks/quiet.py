@@ -1,11 +1,11 @@
-"""Runs a command and tells whether the machine was its own: the CPU time that others took, before and meanwhile.
+"""Run a command and check that the machine was quiet: CPU time of other processes before and during the command.
 
     python tests/benchmarks/quiet.py [--note FILE] COMMAND ...
 
-The command and all that it starts carry a mark in their environment; what every other process took, and what the
-hypervisor gave to other machines (steal), is the disturbance, as a share of all cores. Above LIMIT before it starts,
-the command is not started; above it on the whole, or above PEAK in any ten seconds of it, what was measured
-is no good. Both end with status 3; RLFUSE_BUSY=1 starts all the same, and says so. Last lines go to FILE too.
+The command and its child processes are marked in their environment. The disturbance is the CPU time of all other
+processes and of other virtual machines (steal), as a fraction of all cores. The command is not started if the
+disturbance exceeds LIMIT before; the measurement is invalid if it exceeds LIMIT on average, or PEAK in any ten seconds.
+Both exit with status 3; RLFUSE_BUSY=1 starts the command in any case, with a note. The last lines also go to FILE.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Others:
 
 
 def measure(command: list[str]) -> tuple[int, str]:
-    """Status, and what is to be said."""
+    """Return the exit status and the message."""
     others = Others(mark := uuid.uuid4().hex)
     time.sleep(BEFORE_S)
     before = others.share()
@@ -86,7 +86,7 @@ def measure(command: list[str]) -> tuple[int, str]:
 
 
 def main() -> int:
-    """Measure, tell."""
+    """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--note", type=Path, metavar="FILE")
     parser.add_argument("command", nargs=argparse.REMAINDER)

@@ -1,13 +1,13 @@
-"""Every fusion policy on real engines, side by side in one run: the same samples, step after step, policy after policy.
+"""Every fusion policy on real engines, side by side in one run, on the same samples.
 
     python tests/benchmarks/real_policies.py [--repeats 6] [--out FOLDER] [key=value ...]
 
-Two slots, each bound to one core, which vLLM engine and DeepSpeed rank take in turns. The task is the quickstart's
-with a longer tail (at temperature 1.2 some responses ramble up to the cap), trained by GRPO with a reference model. The
-learning rate is 0, so that every policy meets the same weights, and samples carry their seeds, so that it meets the
-same responses. Lengths are known to policies from one earlier draw of each prompt with other seeds, as in a second
-epoch. Orders alternate; medians are reported. Then every step is simulated with the costs fitted to all of them. Writes
-`table.md`, `steps.json` and `timeline.png` (of the repetition in which `adaptive` gained what it gains in the median).
+Two slots, each bound to one core, used alternately by a vLLM engine and a DeepSpeed rank. The task is the quickstart's
+with a longer tail (at temperature 1.2 some responses run up to the cap), trained by GRPO with a reference model. The
+learning rate is 0 and samples carry their seeds, so that every policy gets the same weights and responses. Policies
+predict lengths from an earlier draw of each prompt with other seeds, as in a second epoch. Orders alternate; medians
+are reported. Then every step is simulated with the costs fitted to all of them. Writes `table.md`, `steps.json` and
+`timeline.png` (of the repetition with the median gain of `adaptive`).
 """
 
 from __future__ import annotations

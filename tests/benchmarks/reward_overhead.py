@@ -1,11 +1,10 @@
-"""What the pool of reward workers costs beyond the functions themselves: 10,000 trivial rewards, on one core.
+"""Overhead of the pool of reward workers: 10,000 trivial rewards on one core.
 
     python tests/benchmarks/reward_overhead.py [--samples 10000] [--tokens 200] [--repetitions 5] [--core 0]
 
-The driver, Ray and the reward worker are pinned to one core. Reported is the time of a whole `RewardPool.score`, from
-samples to composed rewards, for each sample; the first repetition begins without any knowledge of the function's pace.
-The rewards are compared with those of scoring in this process, sample by sample and bit by bit, in two orders. Target:
-under 0.2 ms for each sample.
+The driver, Ray and the reward worker are pinned to one core. Reports the time per sample of a whole `RewardPool.score`,
+from samples to composed rewards; the first repetition starts without an estimate of the function's speed. The rewards
+are compared bitwise with those computed in this process, in two orders. Target: below 0.2 ms per sample.
 """
 
 from __future__ import annotations

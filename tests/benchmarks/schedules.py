@@ -1,11 +1,11 @@
-"""How good fused schedules are: ours, baselines, what RLHFuse published, the proven bound, seconds and memory.
+"""Quality of fused schedules: ours, baselines, RLHFuse's published ones and the proven bound; seconds and memory.
 
     python tests/benchmarks/schedules.py [PART ...] [--seeds N]
 
 Parts, all by default: `whole` (no cap), `capped` (whole backward at the published memory), `lean` (at 1.10), `split`
 (cap 1.0), `v` (split, two chunks per device for both models, then for the actor alone, cap 1.0), `large` (N = 32,
 M = 128 at cap 2.0) and `robust` (jitter, communication, B : W). One core; nothing is cached. Times are wall time; CPU
-time beside them shows what a busy machine took away.
+time next to it shows the influence of a busy machine.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def robust(seeds: int) -> None:
         "split, cap 1.0": {"split_backward": True, "memory_cap": 1.0},
         "split in a V, cap 1.0": {"split_backward": True, "memory_cap": 1.0, "chunks_per_device": 2},
     }
-    print("\nrobustness on instance 1: makespan of the planned order over the plan, and replanned where it says so")
+    print("\nrobustness on instance 1: makespan of the planned order over the plan, or replanned if noted")
     for name, fields in ways.items():
         given = problem(1, **fields)
         found, _ = run(given, 10)
@@ -184,7 +184,7 @@ PARTS: dict[str, Callable[[int], None]] = {
 
 
 def main() -> None:
-    """Run the parts that were asked for."""
+    """Run the selected parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
     parser.add_argument("--seeds", type=int, default=3, help="of the capped part")

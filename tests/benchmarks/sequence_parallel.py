@@ -1,13 +1,13 @@
-"""Log-prob and gradient passes at each fixed degree and at the chosen one: seconds, and peak memory of a rank.
+"""Log-prob and gradient passes at each fixed sequence-parallel degree and at the chosen one: seconds and peak memory.
 
     python tests/benchmarks/sequence_parallel.py [--ranks 2] [--rows 1 2 3] [--lengths 256 512 ... 8192] [--repeats 3]
 
-A random Qwen2 (4 layers, 8 heads, hidden 256, float32) on so many ranks, each bound to a core if there are enough; the
-response is the last eighth of a row. Degrees take turns on the same ranks, one round after the other; `chosen` is what
-the planner takes by its measured costs, `over` its time relative to the best fixed degree. Seconds are medians of wall
-time on the driver. Memory is what a rank's process holds at its peak above what it held before the pass (the kernel's
-high-water mark on CPU hosts, the allocator's on GPUs), the most over ranks. Then a group of answers to one prompt is
-scored, with and without a shared prompt. With fewer cores than ranks, higher degrees save memory alone.
+A random Qwen2 (4 layers, 8 heads, hidden 256, float32), each rank bound to a core if there are enough; the response is
+the last eighth of a row. Degrees alternate on the same ranks; `chosen` is the planner's choice from measured costs,
+`over` its time relative to the best fixed degree. Seconds are medians of wall time on the driver. Memory is the peak of
+a rank's process above its level before the pass (the kernel's high-water mark on CPU hosts, the allocator's on GPUs),
+the maximum over ranks. Then the responses to one prompt are scored, with and without a shared prompt. With fewer cores
+than ranks, higher degrees only save memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Forced(TrainerGroup):
 
 
 def reset(rank) -> None:
-    """Give freed memory back and start the high-water mark anew."""
+    """Release freed memory and reset the high-water mark."""
     import ctypes
     import gc
 

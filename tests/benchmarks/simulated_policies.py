@@ -5,7 +5,7 @@
 Workloads: 16, 128 and 512 samples per slot on 8 to 32 slots; response lengths log-normal with median 200, sigma 0.8 to
 1.3, capped at 512, 1,024 and 2,048; scoring 0.1, 0.3 and 0.6 times and training 0.1, 0.4 and 1 times the slot-seconds
 that `serial` spends on generation. Seeds are held out: rlhfuse and adaptive are tuned on lengths drawn with others.
-`--history`: how well lengths are known before, as the sigma of log(expected / true); `none`: not at all.
+`--history`: accuracy of the predicted lengths, as the sigma of log(expected / true); `none`: no prediction.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def distance(row: dict, policy: str) -> float:
 
 
 def summary(rows: list[dict]) -> str:
-    """The figures that targets are stated in."""
+    """The numbers that targets refer to."""
     lines = []
     for policy in POLICIES[1:]:
         for time_of in ("step_s", "generation_and_scoring_s"):

@@ -1,21 +1,20 @@
-"""A slot at a half and at a third of its speed: work shared out as if slots were alike, and by what they take.
+"""A slot at a half and at a third of its speed: work divided evenly, and by measured rates.
 
-    python tests/benchmarks/slow_ranks.py [ranks] [pipeline] [step] [--beside 1 2] [--repeats 5] [--zero 1 3]
+    python tests/benchmarks/slow_ranks.py [ranks] [pipeline] [step] [--programs 1 2] [--repeats 5] [--zero 1 3]
 
-Two slots, each bound to one core; one, two ... programs that do nothing but compute are bound to the second slot's, so
-that all processes of that slot get a half, a third ... of it.
+Two slots, each bound to one core; one, two ... compute-bound programs are bound to the second slot's core, so that all
+processes of that slot get a half, a third ... of it.
 
 - `ranks`: gradients and optimizer steps of an actor on ranks with whole models, ZeRO 1 and 3.
-- `pipeline`: those of actor and critic in two stages; by rates layers move, and the schedule is searched anew.
-- `step`: a whole step of the quickstart's task with a model that keeps a core busy, rollout and rewards included: with
-  `serial`, whose shares only rates change, and with `adaptive`, whose free slots take what is left in any case.
+- `pipeline`: those of actor and critic in two stages; with rates, layers move and the schedule is searched again.
+- `step`: a whole step of the quickstart's task with a model that saturates a core, rollout and rewards included: with
+  `serial`, where only rates change the shares, and with `adaptive`, where idle slots take remaining work in any case.
 
-In each repetition three plans take turns on the same rows or samples, from the same weights: `alone` is shared out
-alike without anybody beside, `alike` the same with them, `by rates` with them and told that the second slot's rate is
-2, 3 ... *Ideal* is the time of `alone` if its work were divided over what is left of the machine: two slots, one at
-1 / rate of its speed. *Won* is the share of what lies between `alike` and ideal, *apart* how far the weights of `by
-rates` end from those of `alike`, relative to their norm. Medians. Only a quiet machine leaves each slot what is
-reckoned with.
+In each repetition three plans alternate on the same rows or samples, from the same weights: `alone` is an even division
+without the other programs, `even` the same with them, `by rates` with them and a rate of 2, 3 ... for the second slot.
+*Ideal* is the time of `alone` if its work were divided over the remaining capacity: two slots, one at 1 / rate of its
+speed. *Gained* is the fraction of the gap between `even` and ideal that is closed, *difference* the distance of the
+weights of `by rates` from those of `even`, relative to their norm. Medians. Requires a quiet machine.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ Take = Callable[[Sequence[float]], Awaitable[Turn]]
 
 
 @contextmanager
-def beside(core: int, count: int) -> Iterator[None]:
+def busy_programs(core: int, count: int) -> Iterator[None]:
     """So many programs compute on this core."""
     programs = [subprocess.Popen([sys.executable, "-c", BUSY, str(core)]) for _ in range(count)]
     try:
@@ -96,32 +95,32 @@ def beside(core: int, count: int) -> Iterator[None]:
             program.wait()
 
 
-def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def relative_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Norm of the difference over the norm."""
     one, other = (torch.cat([tensors[name].flatten().double() for name in expected]) for tensors in (found, expected))
     return float((one - other).norm() / other.norm())
 
 
 async def compared(name: str, take: Take, options: argparse.Namespace) -> None:
-    """Lines of the table: the three plans take turns."""
+    """Print the table's lines; the three plans alternate."""
     core = sorted(os.sched_getaffinity(0))[1]
     await take([1.0, 1.0])
-    for count in options.beside:
+    for count in options.programs:
         figures = []
         for _ in range(options.repeats):
             alone = await take([1.0, 1.0])
-            with beside(core, count):
-                alike = await take([1.0, 1.0])
+            with busy_programs(core, count):
+                even = await take([1.0, 1.0])
                 by_rates = await take([1.0, 1.0 + count])
             ideal = alone.seconds * 2 / (1 + 1 / (1 + count))
-            won = (alike.seconds - by_rates.seconds) / (alike.seconds - ideal)
-            differ = apart(by_rates.weights, alike.weights)
-            figures.append((alone.seconds, alike.seconds, by_rates.seconds, ideal, won, differ))
-        *seconds, won, _ = [statistics.median(each) for each in zip(*figures, strict=True)]
+            gained = (even.seconds - by_rates.seconds) / (even.seconds - ideal)
+            differ = relative_difference(by_rates.weights, even.weights)
+            figures.append((alone.seconds, even.seconds, by_rates.seconds, ideal, gained, differ))
+        *seconds, gained, _ = [statistics.median(each) for each in zip(*figures, strict=True)]
         least, most = min(each[4] for each in figures), max(each[4] for each in figures)
         times = " | ".join(f"{each:.2f} s" for each in seconds)
         differ = max(each[5] for each in figures)
-        print(f"| {name} | {count} | {times} | {won:.0%} ({least:.0%} to {most:.0%}) | {differ:.0e} |", flush=True)
+        print(f"| {name} | {count} | {times} | {gained:.0%} ({least:.0%} to {most:.0%}) | {differ:.0e} |", flush=True)
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -280,12 +279,14 @@ def main() -> None:
     """Measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
-    parser.add_argument("--beside", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--programs", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--zero", type=int, nargs="+", default=[1, 3])
     options = parser.parse_args()
     options.parts = options.parts or PARTS
-    print("| work | beside | alone | alike | by rates | ideal | won | apart |\n" + "|---" * 8 + "|", flush=True)
+    print(
+        "| work | programs | alone | even | by rates | ideal | gained | difference |\n" + "|---" * 8 + "|", flush=True
+    )
     if {"ranks", "pipeline"} & set(options.parts):
         asyncio.run(training(options))
     if "step" in options.parts:

@@ -1,11 +1,11 @@
-"""What slots that are slow for a while cost, with rates and under a fixed plan, next to the bound for those rates.
+"""Cost of temporarily slow slots, with measured rates and under a fixed plan, next to the bound for those rates.
 
     python tests/benchmarks/slow_slots.py [--seeds 2] [--steps 3] [--policy adaptive] [--slow 1 8] [--out results.json]
 
-64 slots; 0 to 8 of them are 1.5 to 5 times slower, each from a random moment of the run to another: within a step,
-or over several. A step has 2,048 long-tailed samples in groups of eight, two passes and four mini-batches. Rates are
-learned as in a real run, within steps and from step to step. A fixed plan is the same policy that takes no notice: it
-gives every slot the same.
+64 slots; 0 to 8 of them are 1.5 to 5 times slower, each between two random moments of the run: within a step, or over
+several. A step has 2,048 long-tailed samples in groups of eight, two passes and four mini-batches. Rates are estimated
+as in a real run, within steps and from step to step. The fixed plan is the same policy without rates, which assigns
+every slot the same amount.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def episodes(rng: np.random.Generator, slots: int, slow: int, steps: int) -> lis
 
 
 def slowdowns_of(found: list[tuple[int, float, float, float]], step: int, seconds: float) -> list[dict]:
-    """Those of one step, which takes about so long; what is there at its end stays if it takes longer."""
+    """Return the slow slots of one step of about this duration; the last state stays if the step takes longer."""
     return [
         {"slot": slot, "rate": rate, "from_s": max(0.0, begin - step) * seconds}
         | ({"until_s": (end - step) * seconds} if end < step + 1 else {})

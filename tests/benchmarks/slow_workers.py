@@ -3,8 +3,8 @@
     python tests/benchmarks/slow_workers.py [--runs 14] [--recorded 20] [--seed 1]
 
 Runs come from `injected_faults` and `recorded_steps` in `tests/worlds`, with 2 to 16 slots and, for each kind, one of
-64. Right is a run whose faulty machine is named; wrong is every worker named elsewhere.
-No time is measured, so the machine need not be quiet.
+64. A true positive is a run whose faulty machine is named; every worker named elsewhere is a false positive. No time is
+measured, so that the machine need not be quiet.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/soak.py --steps 3000 [--out soak.png] [--every 5] [key=value ...]
 
-PPO with critic and reference on two slots, a random model and answers of at most 24 tokens, so that the steps of days
-pass in an hour; a checkpoint every 200 steps. Every process is sampled from outside. Memory is the resident set; Ray's
-object store is in the raylet's. Growth is the slope of a line through the second half; `+-` is twice its error.
+PPO with critic and reference on two slots, a random model and responses of at most 24 tokens, so that an hour covers
+the steps of days; a checkpoint every 200 steps. Every process is sampled from outside. Memory is the resident set;
+Ray's object store is in the raylet's. Growth is the slope of a line through the second half; `+-` is twice its error.
 """
 
 from __future__ import annotations

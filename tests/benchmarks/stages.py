@@ -1,19 +1,19 @@
-"""Stages of a model whose head is worth nine layers: cut evenly, by cost, in chunks, and with a head that all share.
+"""Pipeline stages of a model whose head costs as much as nine layers: split evenly, by cost, in chunks, shared head.
 
     python tests/benchmarks/stages.py [--out FOLDER] [--parts simulated sleeping real] [--repeats 5]
                                       [--micro-batches 8] [--hidden 128]
 
-The model has Qwen2.5-0.5B's proportions: 24 layers, a head worth 9.1 of them where every position has logits, 4.6 where
-half of them have. An actor trains, its backward whole; of every cut the best list schedule is run. A shared head may
-take half as much memory more than 1F1B.
+The model has Qwen2.5-0.5B's proportions: 24 layers, a head worth 9.1 of them if all positions have logits, 4.6 if half
+of them do. An actor trains with whole backward; for every split the best list schedule is run. A shared head may use
+half as much memory more than 1F1B.
 
 simulated: on 4, 8 and 16 devices, twice as many micro-batches as devices; transfers take no time.
-sleeping: on 4 ranks whose operations take what the model says (more ranks than cores), their exchanges real ones;
-    measured beside simulated.
-real: computed on 4 ranks, of such a model scaled down, half of whose positions have logits. With fewer cores than ranks
-    it tells what a cut costs in work and waiting, not what it gains.
+sleeping: on 4 ranks whose operations take the modelled time (more ranks than cores), with real transfers; measured and
+    simulated.
+real: computed on 4 ranks, with a scaled-down model, half of whose positions have logits. With fewer cores than ranks it
+    shows the cost of a split in work and waiting, not its gain.
 
-Cuts take turns in each repetition; told are medians. Writes `table.md`.
+Splits alternate in each repetition; medians are reported. Writes `table.md`.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ async def real(group: PipelineGroup, count: int, repeats: int) -> list[str]:
             await group.setup((plan.layout,))
             await group.run(plan.rows, rows)  # warms up
             took[name].append((await group.run(plan.rows, rows)).makespan)
-            group._accumulated["actor"] = []  # nobody steps here
+            group._accumulated["actor"] = []  # no optimizer step here
     return compared("real compute", "50%", plans, took)
 
 

@@ -1,21 +1,22 @@
-"""Ranks that share layers beside ranks with whole models or whole stages, and whole models under each stage of ZeRO:
-seconds, and what a plan says of them.
+"""Tensor-parallel ranks against ranks with whole models or pipeline stages, and whole models under each ZeRO stage.
 
     python tests/benchmarks/tensor_parallel.py [--parts whole zero stages] [--ranks 2] [--hidden 512] [--layers 6]
                                                [--rows 8] [--tokens 256] [--repeats 7]
                                                [--zero 0 2 3] [--dtype bfloat16]
 
-whole: a random Qwen2 under ZeRO 1, on two groups of real ranks, each rank bound to a core if there are enough; one
-    group has whole models and cuts the rows up, in the other all ranks share every layer. The plan knows a rank by the
-    probe of `rlfuse calibrate --probe`, which all of them take at the same time (in bfloat16 with layers of the model's
-    widths), and their link by what a sum takes them: by nothing that is told here. What sharing saves, and whether the
-    plan's bytes are a rank's, is measured by `memory_peaks.py "two ranks, shared layers"`.
-zero: the same with whole models alone, a group for each stage of ZeRO, two at a time, and two micro-batches a rank.
-stages: gradients in 1F1B, a row in each micro-batch, on four real ranks: a pipeline of four stages, and one of two
-    whose layers two ranks share. Operations sleep for as long as a plan says that they compute (more ranks than
-    cores); what ranks sum and hand on they do in earnest, and the plan knows by what a sum takes two pairs.
+Reports seconds and the plan's prediction.
 
-All ways take turns, and a ratio is of one turn; told is the median.
+whole: a random Qwen2 under ZeRO 1, on two groups of real ranks, each rank bound to a core if there are enough: one
+    group has whole models and divides the rows, the other shares every layer. The plan's speed of a rank comes from the
+    probe of `rlfuse calibrate --probe`, which all ranks run concurrently (in bfloat16 with layers of the model's
+    widths), and its link speed from a measured all-reduce: nothing comes from the measured passes. The memory that
+    sharing saves is measured by `memory_peaks.py "two ranks, shared layers"`.
+zero: the same with whole models only, a group for each ZeRO stage, two at a time, and two micro-batches per rank.
+stages: gradients in 1F1B, one row per micro-batch, on four real ranks: a pipeline of four stages, and one of two stages
+    whose layers two ranks share. Operations sleep for the planned duration (more ranks than cores); all-reduces and
+    transfers are real, and the plan uses the measured duration of an all-reduce in two concurrent pairs.
+
+Variants alternate, and ratios are within a repetition; medians are reported.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ LARGE = 1 << 24
 SLEEPING_FLOPS = 5e10
 """Per second, of ranks that sleep."""
 PAIRS = """
-| | apart, s (planned) | shared, s (planned) | shared / apart | by the plan | off by |
+| | separate, s (planned) | shared, s (planned) | shared / separate | planned ratio | error |
 |---|---|---|---|---|---|"""
 
 
@@ -196,7 +197,7 @@ async def zero(folder: str, slots: placement.Slots, options: argparse.Namespace)
 
 
 def line(what: str, took: Sequence[tuple[float, float]], *planned: float) -> None:
-    """Print what each turn took, and was to take, apart and shared."""
+    """Print the measured and planned durations of each repetition, separate and shared."""
     (apart, shared), ratio = map(median, zip(*took, strict=True)), median(shared / apart for apart, shared in took)
     told = planned[1] / planned[0]
     cells = f"{apart:.3f} ({planned[0]:.3f}) | {shared:.3f} ({planned[1]:.3f}) | {ratio:.2f} | {told:.2f}"

@@ -5,9 +5,9 @@
 
 A random Qwen3-0.6B in bfloat16 with float32 masters, all weights trained. A step is one row: the forward pass, the
 policy loss (or the negative log-likelihood), the backward pass and AdamW. Activations are recomputed in the backward
-pass unless `--no-checkpointing` says otherwise; recomputation does not count as work. MFU counts 6 FLOPs per parameter
-and token, causal attention at half of the full one, and the dense bfloat16 peak of an H100 (989 TFLOP/s), which the
-published rows agree with: 11, 27 and 17 %.
+pass unless `--no-checkpointing` is given; recomputation does not count as work. MFU counts 6 FLOPs per parameter and
+token, causal attention at half of full attention, and the dense bfloat16 peak of an H100 (989 TFLOP/s), which
+reproduces the published rows: 11, 27 and 17 %.
 """
 
 from __future__ import annotations

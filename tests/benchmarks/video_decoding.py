@@ -2,9 +2,9 @@
 
     python tests/benchmarks/video_decoding.py [--height 360] [--width 640] [--fps 5] [--gop 10] [--repeats 3]
 
-Writes the clip itself (a picture a second, so that encoding is cheap), as MP4 and as Matroska, whose keyframes have to
-be looked for. For comparison: the same file decoded from end to end by plain PyAV, with no frame converted, the least
-that a reader without seeking takes.
+Writes the clip itself (one picture per second, so that encoding is cheap), as MP4 and as Matroska, whose keyframes have
+to be searched. For comparison: the same file decoded from end to end by plain PyAV without converting a frame, the
+minimum for a reader without seeking.
 """
 
 from __future__ import annotations

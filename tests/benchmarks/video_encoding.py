@@ -1,10 +1,10 @@
-"""Encoding a batch of clips on 1 and 2 ranks: seconds, how even the shards were, and what running units together gives.
+"""Encode a batch of clips on 1 and 2 ranks: seconds, balance of the shards, and the gain from batching units.
 
     python tests/benchmarks/video_encoding.py [--repeats 5] [--frames 192] [--ranks 1 2] [--steps 1 2 4 8]
 
-Clips of several lengths and sizes, frames from a generator that costs nothing to speak of (decoding is measured with
-the decoder). Each repetition encodes new contents, so nothing is found in the cache. Ranks share the machine's cores,
-one thread each. `ideal` is the ratio that the shards' costs allow, `measured` that of the medians.
+Clips of several lengths and sizes, with frames from a generator of negligible cost (decoding is measured separately).
+Each repetition encodes new contents, so that no cache contains them. Ranks share the machine's cores, one thread each.
+`ideal` is the ratio that the shards' costs allow, `measured` that of the medians.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, settings
 
-# On a busy machine an example takes as long as others let it: time is no property of what is tested.
+# No deadline: durations depend on the load of the machine.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
@@ -39,19 +39,19 @@ trainer:
 
 @pytest.fixture(autouse=True)
 def weights_may_be_unpickled(monkeypatch):
-    """A rank forbids it to the process that it is made in; other tests' files are their own."""
+    """Undo what a rank forbids to the test process."""
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
 
 
 @pytest.fixture(autouse=True)
 def hangups_are_received():
-    """`rlfuse train` blocks SIGHUP in its thread. In a test that thread is also the thread of all later tests."""
+    """`rlfuse train` blocks SIGHUP in its thread. In a test this thread also runs all later tests."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
 
 @pytest.fixture(autouse=True)
 def logging_stays():
-    """Hydra sets the root logger up for the process; its handler would write to a stream of a test that is over."""
+    """Remove Hydra's root log handler, which would write to the stream of a finished test."""
     root = logging.getLogger()
     level, before = root.level, list(root.handlers)
     yield
@@ -62,7 +62,7 @@ def logging_stays():
 
 @pytest.fixture(scope="module")
 def one_decode_pool():
-    """Let all readers of clips and images in a module share their decoders, whose start takes longer than a test."""
+    """Share decoders between all readers of clips and images in a module: starting them takes longer than a test."""
     from rlfuse.data import clips
     from rlfuse.video.decode_pool import DecodePool
 
@@ -74,7 +74,7 @@ def one_decode_pool():
 
 @pytest.fixture
 def job(tmp_path):
-    """A 15-line job file whose files exist."""
+    """Write a 15-line job file whose files exist."""
     (tmp_path / "model").mkdir()
     limits = {"max_position_embeddings": 2048, "num_attention_heads": 4}
     (tmp_path / "model" / "config.json").write_text(json.dumps(limits))
@@ -91,7 +91,7 @@ SUMMARY = {"reward_first": 0.1, "reward_last": 0.2, "seconds": 7.0, "steps": 3}
 
 
 class Ran(list):
-    """Configurations, and the group of the sweep that each was run in."""
+    """Collect the configurations that were run, each with the group of its sweep."""
 
     def __init__(self):
         super().__init__()
@@ -100,8 +100,7 @@ class Ran(list):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Configurations that reached rlfuse.run.build.run, which leaves the folder of a run whose held-out score is n /
-    8."""
+    """Collect configurations that reach rlfuse.run.build.run, which writes a run folder with held-out score n / 8."""
     configs = Ran()
 
     def run(config):

@@ -1,4 +1,4 @@
-"""What a confined process does of each family of system calls: `test_calls` runs these and looks what went wrong."""
+"""Programs for each family of system calls, which `test_calls` runs in a confined process."""
 
 TRIES = {
     "its open descriptors": """
@@ -154,7 +154,7 @@ TRIES = {
         for option in (1, 1 | HIGH, 4, 22, 35):
             assert tried("prctl", option, 0, 0, 0, 0) == errno.EPERM""",
 }
-"""What a process does of each allowed family, and within and beyond each condition."""
+"""Program for each allowed family, and for values within and beyond each condition."""
 
 TRYING = """
 import concurrent.futures, ctypes, errno, fcntl, mmap, os, random, resource, selectors, shutil, signal, socket, sys

@@ -1,4 +1,4 @@
-"""What documents say is there: files and headings that they link, commands with their options, jobs, keys, messages."""
+"""Documents are correct: linked files and headings, commands with their options, jobs, keys and messages."""
 
 import argparse
 import ast
@@ -31,7 +31,7 @@ JOBS = ROOT / "jobs"
 
 
 def listed():
-    """Markdown files that are tracked, or are to be; of a copy without git those of the folders that have some."""
+    """Return all Markdown files that git does not ignore; without git, those of known folders."""
     ask = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
     told = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True).stdout.split("\n")
     folders = ("", "conf/", "jobs/", "rlfuse/engines/", "tests/benchmarks/", "tests/gpu/")
@@ -48,7 +48,7 @@ def text_of(name):
 
 
 def parted(text):
-    """What stands outside of fences, and (language, content) of each."""
+    """Return the text outside of code fences, and (language, content) of each fence."""
     parts = re.split(r"^```(\w*)(?:\n|\Z)", text, flags=re.MULTILINE)
     return "".join(parts[0::4]), list(zip(parts[1::4], parts[2::4], strict=True))
 
@@ -65,7 +65,7 @@ def blocks(text, language):
 
 
 def anchors(text):
-    """Of the headings, as GitHub makes them."""
+    """Return the anchors of headings, as GitHub generates them."""
     found = []
     for heading in re.findall(r"^#{1,6} (.+?)\s*$", without_code(text), re.MULTILINE):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
@@ -99,22 +99,22 @@ NEEDED = (
     ("model", "path", "model.path=m"),
     ("reward", "functions", "reward.functions=[a.py:f]"),
 )
-"""What a document's part of a job leaves to the others: (group, key, setting)."""
+"""Settings that a partial job in a document leaves out: (group, key, setting)."""
 COMPOSED = cache(lambda words, files: to_config(compose_job([*words]), lambda _: Facts()))
 
 
 class Parsed(Exception):
-    """A command's own parser took its arguments: (what it made of them, the words that it left)."""
+    """Raised when a command's parser has parsed its arguments: (namespace, remaining words)."""
 
 
 def composed(words):
-    """Checked, but for what stands on other machines; once for the same words and files."""
+    """Check the command, except for files on other machines; cached by words and files."""
     return COMPOSED(tuple(words), tuple(Path(word).read_text() for word in words if Path(word).is_file()))
 
 
 @pytest.fixture
 def parsers_stop(monkeypatch):
-    """Our commands' parsers take arguments as they do, and then end the command: nothing is done."""
+    """Make argument parsers raise `Parsed` after parsing, so that commands do nothing else."""
     known = argparse.ArgumentParser.parse_known_args
 
     def parse_known_args(self, args=None, namespace=None):
@@ -137,7 +137,7 @@ def parsers_stop(monkeypatch):
 
 
 def typed(text):
-    """Words of each command in the fences of a document: all lines for bash, those behind `$` where output follows."""
+    """Return the words of each command in the fences of a document; in transcripts, of lines after `$`."""
     lines = [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
     lines += [line[2:] for block in blocks(text, "") for line in block.splitlines() if line.startswith("$ ")]
     for line in lines:
@@ -145,7 +145,7 @@ def typed(text):
 
 
 def split(words):
-    """The commands of a line, without variables before them and files that they are directed to."""
+    """Return the commands of a line, without variable assignments and redirections."""
     end = next((at for at, word in enumerate(words) if word in ("&&", "||", "|", ">", ";")), len(words))
     mine = words[:end]
     while mine and re.fullmatch(r"[A-Z_]+=.*", mine[0]):
@@ -157,21 +157,21 @@ def split(words):
 
 
 def mentioned(text):
-    """Words of each command in the sentences and tables of a document, but for those that leave something open."""
+    """Return the words of each complete command in the sentences and tables of a document."""
     for piece in re.findall(r"(?<!`)`(rlfuse [^`]+)`(?!`)", without_code(text)):
         if not re.search(r"\.\.\.|[\[|]", piece):
             yield shlex.split(piece)
 
 
 def parsed_by(name, words):
-    """What the command's parser makes of its arguments: (namespace, words left)."""
+    """Return (namespace, remaining words) from the command's parser."""
     with pytest.raises(Parsed) as end:
         importlib.import_module(MODULES[name]).main(words)
     return end.value.args
 
 
 def first_error(word):
-    """Of a setting with several values the one that a sweep begins with."""
+    """Return a setting with the first of a sweep's values."""
     if "=" not in word or word.endswith(".yaml"):
         return word
     override = OverridesParser.create().parse_override(word)
@@ -180,7 +180,7 @@ def first_error(word):
 
 
 def try_train(words):
-    """Names, types and values of a job; of a sweep, of its first one."""
+    """Check names, types and values of a job; of a sweep, of its first job."""
     if "--help" in words:
         return
     if "-m" in words:
@@ -192,7 +192,7 @@ def try_train(words):
 
 
 def try_command(words):
-    """Raises for a command that would be refused for what it says, and SystemExit for its options."""
+    """Raise an error for an invalid command, and SystemExit for invalid options."""
     name, arguments = words[1], words[2:]
     assert name in COMMANDS, words
     if not arguments or name == "train":
@@ -219,7 +219,7 @@ def try_command(words):
 
 
 def try_script(words):
-    """A script of ours, called with settings: it is there, and they make a job with its last experiment."""
+    """Check a script of the repository that is called with settings: they compose with its last experiment."""
     at = next(at for at, word in enumerate(words) if re.search(r"/.*\.(sh|slurm|py|yaml)$", word))
     script = ROOT / words[at]
     assert script.exists(), words
@@ -233,7 +233,7 @@ def try_script(words):
 
 @pytest.fixture
 def beside(tmp_path, monkeypatch):
-    """A folder with the files that a document shows with their names, and `jobs`, as the working folder."""
+    """Create a working folder with `jobs` and the files that a document shows by name."""
 
     def write(text):
         for language in ("yaml", "python"):
@@ -302,7 +302,7 @@ def test_jobs_that_are_shown_compose(name, tmp_path):
 
 
 def known(name):
-    """Whether this is a key, a group of keys, below a free key, or a preset's group."""
+    """Return whether this is a key, a group of keys, below a free key, or a preset group."""
     return name in by_name() or name in groups() or is_free(name) or name in PRESET_GROUPS
 
 
@@ -318,18 +318,18 @@ def test_keys_in_the_text_exist(name):
 
 VERLS = json.loads((Path(__file__).parent / "verl_keys.json").read_text())
 FOREIGN = {*VERLS, *VERL}
-"""Names of verl, some of whose groups are called as here."""
+"""Check verl's names: some of its groups have the same names as ours."""
 
 
 def rows(text, head):
-    """The cells of tables that begin with this head."""
+    """Return the cells of tables that begin with this header."""
     for table in re.findall(rf"^\| {head} \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE):
         for line in table.splitlines():
             yield [re.findall(r"`([^`]+)`", cell) for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
 def fields_of(*files):
-    """Fields of the dataclasses in installed files, which are not imported."""
+    """Return the fields of dataclasses in installed files, without importing them."""
     found = set()
     for file in files:
         for node in ast.parse((Path(sysconfig.get_path("purelib")) / file).read_text()).body:
@@ -364,7 +364,7 @@ def test_names_of_trl_are_those_of_the_installed_one():
 
 
 def templates():
-    """Texts of the source as they are printed: `...` stands for what is filled in."""
+    """Return the source's texts as they are printed, with `...` for replacement fields."""
     for path in (ROOT / "rlfuse").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
@@ -380,7 +380,7 @@ def test_messages_are_in_the_words_printed():
     said = list(templates())
     text = without_code(text_of("jobs/troubleshooting.md"))
     messages = [piece for row in rows(text, "(?:printed|title)") for piece in row[0]]
-    messages.remove("rlfuse: command not found")  # the shell's
+    messages.remove("rlfuse: command not found")  # from the shell
     assert len(messages) > 60
     for message in messages:
         pieces = [piece for piece in re.split(r"\.\.\.", message) if piece.strip()]

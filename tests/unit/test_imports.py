@@ -1,4 +1,4 @@
-"""Who may import whom, no circles, how much `rlfuse train` reaches, and files and functions of readable length."""
+"""Import rules: layers, no cycles, lines that `rlfuse train` reaches; maximum length of functions."""
 
 import ast
 import importlib.util
@@ -34,22 +34,23 @@ PACKAGES = [line.split() for line in """
     tools
     notebook cli
 """.strip().splitlines()]  # fmt: skip
-"""From the lowest up; those on one line may import one another. Each imports from its own line and those above it."""
+"""Layers, lowest first. A module imports only from its own line and the lines above it."""
 RANK = {package: rank for rank, line in enumerate(PACKAGES) for package in line}
 CORE = frozenset(package for package, rank in RANK.items() if rank <= RANK["run_folder"])
-"""Runs in one process on simulated engines, and reads what a run left: no backend, no cluster."""
+"""Packages that run in one process on simulated engines: they import no backend and no cluster code."""
 BACKENDS = ("vllm", "deepspeed", "ray", "torch.distributed")
 REACH = 53_000
-"""Lines that `rlfuse train` may reach; `python tests/import_graph.py` says where they are."""
+"""Maximum number of lines that `rlfuse train` may reach; `python tests/import_graph.py` lists them."""
 PRIVATE = {
     "rlfuse.engines.deepspeed": r"deepspeed(\.|$)|ds_\w+$",
     "rlfuse.engines.fsdp2": r"torch\.distributed\.(fsdp|tensor|device_mesh)\b",
 }
 """Trainer backend -> names of its library."""
 STAGE_KEY = {
-    f"rlfuse.{name}" for name in ("config.schema", "config.parallelism", "config.foreign", "run.resume.changes")
+    f"rlfuse.{name}"
+    for name in ("config.schema", "config.parallelism", "config.other_frameworks", "run.resume.changes")
 }
-"""Declare, check and translate `actor.zero_stage`, and judge whether it may change."""
+"""Files that declare, check, translate and resume `actor.zero_stage`."""
 OF_DEEPSPEED = {
     "rlfuse.run.worker_imports",  # loads it once for all ranks
     "rlfuse.tools.doctor.examine",  # its compiled operations
@@ -57,7 +58,7 @@ OF_DEEPSPEED = {
     "rlfuse.tools.planning.exchanges",  # the size of its buckets
 }
 FUNCTION = {"rlfuse": 50, "jobs": 50, "tests": 60}
-"""Lines of a function; that of a test may hold a table. A file has one concept, however long."""
+"""Maximum lines of a function; tests may contain a table."""
 
 
 def package_of(module: str) -> str:
@@ -65,7 +66,7 @@ def package_of(module: str) -> str:
 
 
 def third_party(module: str) -> set[str]:
-    """Dotted names that it imports, uses as attributes, or has as strings."""
+    """Return the dotted names that it imports, uses as attributes, or contains as strings."""
     found = {text for text in strings(module) if re.fullmatch(r"[a-z]\w*(\.\w+)+", text)}
     for node in nodes(MODULES[module]):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -79,7 +80,7 @@ def third_party(module: str) -> set[str]:
 
 @pytest.mark.slow
 def test_no_import_runs_back_up():
-    """Not even inside a function, for type checking, or by a name in a string."""
+    """Includes imports inside functions and for type checking, and names in strings."""
     wrong = [
         f"{module} names {other}"
         for module in MODULES
@@ -103,7 +104,7 @@ def test_the_core_imports_no_backend():
 
 @pytest.mark.slow
 def test_a_trainer_backend_is_private_to_its_folder():
-    """Its library and its modules, apart from dotted names in the table of backends."""
+    """Includes its library and its modules, except dotted names in the table of backends."""
     wrong = []
     for module in MODULES:
         used = third_party(module)
@@ -133,7 +134,7 @@ def test_importing_the_core_loads_no_backend():
 
 @pytest.mark.slow
 def test_tools_are_found_by_name_alone():
-    """rlfuse/cli.py has their names, and `rlfuse.notebook` offers some of their functions."""
+    """rlfuse/cli.py names them, and `rlfuse.notebook` exports some of their functions."""
     wanted = {
         f"{module} names {other}"
         for module in MODULES
@@ -146,14 +147,14 @@ def test_tools_are_found_by_name_alone():
 
 @pytest.mark.slow
 def test_nothing_imports_bundled_tasks():
-    """`rlfuse.tasks` is a link to jobs/tasks: only `rlfuse prepare` goes there, by a name that rlfuse/cli.py has."""
+    """`rlfuse.tasks` is a link to jobs/tasks; only `rlfuse prepare` uses it, through the name in rlfuse/cli.py."""
     assert (PACKAGE / "tasks").resolve() == ROOT / "jobs" / "tasks"
     wanted = [module for module in MODULES for other in imports(module) if ".tasks" in other]
     assert not wanted
 
 
 def engine_arguments() -> set[str]:
-    """Names of vLLM's engine arguments that are no key of ours and no attribute of transformers' configurations."""
+    """Names of vLLM's engine arguments that are neither rlfuse keys nor attributes of transformers' configurations."""
     source = Path(importlib.util.find_spec("vllm").origin).parent / "engine" / "arg_utils.py"
     kinds = [node for node in ast.parse(source.read_text()).body if getattr(node, "name", "").endswith("EngineArgs")]
     names = {node.target.id for kind in kinds for node in kind.body if isinstance(node, ast.AnnAssign)}
@@ -170,7 +171,7 @@ BACKEND_NAMES = {
             "cluster.scratch": "files that it leaves in /dev/shm",
             "config.checks": "sizes among rollout.engine_kwargs, with which the memory plan computes, too",
             "config.rewards": "values of reward.model_backend",
-            "config.foreign": "keys of other frameworks",
+            "config.other_frameworks": "keys of other frameworks",
             "config.quantization": "values of rollout.quantization, reported with the other keys'",
             "config.schema": "a default",
             "engines.memory.estimate": "the argument by which an engine's activations are counted",
@@ -182,7 +183,7 @@ BACKEND_NAMES = {
         },
     ),
 }  # fmt: skip
-"""Folder of a backend -> (pattern and table of its names, modules elsewhere that have some, and why)."""
+"""Folder of a backend -> (pattern and table of its names, other modules that contain some, with the reason)."""
 
 
 @pytest.mark.slow
@@ -215,7 +216,7 @@ def test_modules_import_in_no_circle():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         circle = error.args[1]
-    assert not circle, f"modules import in a circle: {' <- '.join(circle)}"
+    assert not circle, f"import cycle: {' <- '.join(circle)}"
 
 
 @pytest.mark.slow
@@ -232,7 +233,7 @@ def test_functions_are_short(folder):
 
 @pytest.mark.slow
 def test_no_file_binds_a_constant_twice():
-    """As two files of which each had its own may do after they are merged: functions then read the second one."""
+    """A merge of two files can leave two definitions; functions then read the second one."""
     twice = []
     for module, path in MODULES.items():
         constants = [node for node in nodes(path)[0].body if isinstance(node, ast.Assign | ast.AnnAssign)]

@@ -1,4 +1,4 @@
-"""READMEs of packages: the files that they name are there, and the code that they show runs."""
+"""READMEs of packages: the code that they show runs."""
 
 import re
 from pathlib import Path

@@ -1,36 +1,26 @@
-"""Prose of the pages: no word of the list below, short sentences, and a first sentence that says what a page is for.
+"""The prose of pages, docstrings, comments and messages: words to replace, length of sentences, purpose of a page.
 
-Code, quoted text and link targets are skipped. A kind of text is checked once its (name, text) pairs are in `TEXTS`.
+Code, quoted text and link targets are skipped. No prose linter on PyPI checks phrases in docstrings and messages.
 """
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+from texts import ROOT, comments, docstrings, function_docstrings, message_list, messages, modules
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = (
-    "CONTRIBUTING.md",
-    "README.md",
-    "jobs/README.md",
-    "jobs/clusters.md",
-    "jobs/coming_from.md",
-    "jobs/first_day.md",
-    "jobs/long_video.md",
-    "jobs/papers.md",
-    "jobs/platforms.md",
-    "jobs/rewards.md",
-    "jobs/runs.md",
-    "jobs/security.md",
-    "jobs/troubleshooting.md",
-    "jobs/trusting_a_run.md",
-    "jobs/when_fusion_pays.md",
-    "tests/README.md",
-    "tests/benchmarks/README.md",
-    "tests/benchmarks/gpu.md",
-    "tests/benchmarks/planning.md",
-    "tests/gpu/README.md",
-)
+GENERATED = {"conf/KEYS.md", "jobs/messages.md", "rlfuse/engines/FAMILIES.md"}
+"""Pages whose texts are checked in the package."""
+FOLDERS = (".", "jobs", "rlfuse", "tests")
+
+
+def pages() -> list[str]:
+    found = {path for folder in FOLDERS for path in (ROOT / folder).glob("*.md" if folder == "." else "**/*.md")}
+    return sorted({path.resolve().relative_to(ROOT).as_posix() for path in found} - GENERATED)
+
+
+PAGES = pages()
 INSTEAD = {
     r"told|tells?|said|says|heard|asked": "logged, reported, received, requested",
     r"beside": "alongside, next to",
@@ -57,15 +47,42 @@ INSTEAD = {
 """Patterns of words, and what to write instead."""
 EXCEPTIONS: dict[tuple[str, str], str] = {}
 """(name, words) that are right where they are: the reason."""
-TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
+NO_VERB = re.compile(
+    r"(?:[`\[(\d]|(?:A|All|An|As|At|By|Each|Every|For|From|How|If|In|Into|It|Its|No|None|Nothing|Of|On|One|Since|That|The"
+    r"|Their|Those|To|Under|What|When|Where|Whether|Who|Whoever|Whose|Why|With|Without)\b)"
+)
+"""First words of a docstring that are no verb; ruff's D401 finds others."""
 MAX_WORDS = 20
+
+
+def notebook_text(path: Path) -> str:
+    cells = json.loads(path.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+def module_text(path: Path) -> str:
+    source = path.read_text()
+    return "\n\n".join([*docstrings(source), *comments(source), *messages(source)])
+
+
+def texts() -> dict[str, dict[str, str]]:
+    """Return file -> text for each page, for each package, and for the notebooks."""
+    found = {page: {page: (ROOT / page).read_text()} for page in PAGES}
+    found["notebooks"] = {path.name: notebook_text(path) for path in (ROOT / "notebooks").glob("*.ipynb")}
+    for path in modules():
+        name = path.relative_to(ROOT).as_posix()
+        found.setdefault(name.rpartition("/")[0], {})[name] = module_text(path)
+    return found
+
+
+TEXTS = texts()
 
 
 def prose(text: str) -> str:
     """Return Markdown without code, quotes, images and link targets; a code span becomes the word CODE."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
-    text = re.sub(r"`[^`]*`", "CODE", text)
+    text = re.sub(r"``[^`]+``|`[^`]*`", "CODE", text)
     text = re.sub(r'"[^"\n]*"', "QUOTE", text)
     return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
 
@@ -93,21 +110,32 @@ def wrong_words(name: str, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_text_has_no_word_of_the_list(name):
-    found = wrong_words(name, TEXTS[name])
-    assert not found, f"{name}:\n" + "\n".join(found)
+def test_texts_have_no_word_of_the_list(name):
+    found = {file: wrong for file, text in TEXTS[name].items() if (wrong := wrong_words(file, text))}
+    assert not found, "\n".join(f"{file}: {each}" for file, wrong in found.items() for each in wrong)
+
+
+@pytest.mark.parametrize("path", modules(), ids=str)
+def test_docstrings_of_functions_start_with_a_verb(path):
+    found = [text.split("\n")[0] for text in function_docstrings(path.read_text()) if NO_VERB.match(text)]
+    assert not found, f"{path}: write what the function does, as in `Return the ...`:\n" + "\n".join(found)
+
+
+def test_the_list_of_messages_is_current():
+    renew = "python tests/texts.py > jobs/messages.md"
+    assert (ROOT / "jobs/messages.md").read_text() == message_list(), f"run {renew}, and read what changed"
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_sentences_of_a_page_are_short(page):
-    lengths = [words(sentence) for sentence in sentences(TEXTS[page])]
-    longest = max(sentences(TEXTS[page]), key=words)
+    lengths = [words(sentence) for sentence in sentences(TEXTS[page][page])]
+    longest = max(sentences(TEXTS[page][page]), key=words)
     assert sum(lengths) <= MAX_WORDS * len(lengths), f"{page}: {sum(lengths) / len(lengths):.1f}; longest: {longest}"
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_starts_with_a_title_and_a_sentence_on_what_it_is_for(page):
-    title, empty, first = TEXTS[page].split("\n", 2)
+    title, empty, first = TEXTS[page][page].split("\n", 2)
     assert re.match(r"# \w", title) and not empty
     assert re.match(r"[A-Z]", first), f"{page}: prose has to follow the title, not {first[:40]!r}"
     assert 5 <= words(sentences(first)[0]) <= 40
@@ -115,8 +143,19 @@ def test_a_page_starts_with_a_title_and_a_sentence_on_what_it_is_for(page):
 
 def test_exceptions_are_few_needed_and_explained():
     assert len(EXCEPTIONS) <= 30 and all(EXCEPTIONS.values())
+    files = {file: text for group in TEXTS.values() for file, text in group.items()}
     for name, phrase in EXCEPTIONS:
-        assert phrase in " ".join(prose(TEXTS[name]).split()).lower(), f"{name}: {phrase} is not in the text"
+        assert phrase in " ".join(prose(files[name]).split()).lower(), f"{name}: {phrase} is not in the text"
+
+
+def test_texts_of_a_module_are_found():
+    source = (
+        '"""Doc."""\nx = 1  # one\n# two\n# three\n"""Field."""\ndef f():\n    """Do."""\n'
+        'raise E(f"{x} is not the valid value, " + "give 1")  # noqa\n'
+    )
+    assert list(function_docstrings(source)) == ["Do."]
+    assert (list(docstrings(source)), list(comments(source))) == (["Doc.", "Field.", "Do."], ["one", "two three"])
+    assert list(messages(source)) == ["… is not the valid value, give 1"]
 
 
 def test_words_and_sentences_are_found():

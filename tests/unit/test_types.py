@@ -1,4 +1,4 @@
-"""A type checker finds nothing in the controller, the policies, the simulator and the contracts between rooms."""
+"""mypy finds no error in the controller, the policies, the simulator and the interfaces between packages."""
 
 import subprocess
 import sys

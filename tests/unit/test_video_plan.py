@@ -1,4 +1,4 @@
-"""The video plan, cell by cell of Seed1.5-VL's table, and the prompts that are made from it."""
+"""The frame plan against every cell of Seed1.5-VL's table, and the prompts made from it."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ def clip(duration_s=10.0, fps=24.0, height=1080, width=1920, frames=None):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token for every printable character, as small as a tokenizer with special tokens gets."""
+    """A minimal tokenizer with special tokens: one token for every printable character."""
     vocab = {"<unk>": 0, **{chr(code): code - 31 for code in range(32, 127)}}
     inner = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
@@ -171,7 +171,7 @@ def test_shape_is_kept_and_the_level_used(level, height, width):
 @pytest.mark.parametrize(
     ("size", "level", "expected"),
     [
-        ((56, 56), 640, (56, 56)),  # never enlarged by as much as a cell
+        ((56, 56), 640, (56, 56)),  # enlarged by less than one cell
         ((1, 1), 640, (28, 28)),
         ((20_000, 1), 640, (640 * 28, 28)),
         ((1, 10_000), 4, (28, 112)),
@@ -194,7 +194,7 @@ def test_hash_is_stable_and_tells_what_matters():
     assert len({plan.hash, *(other.hash for other in changed)}) == 1 + len(changed)
     assert pickle.loads(pickle.dumps(plan)).hash == plan.hash
     program = (
-        "from rlfuse.video.plan import *; print(plan_video(ClipFacts(10.0, 24.0, 1080, 1920), SeedSampling()).hash)"
+        "from rlfuse.video.plan import *; print(plan_video(ClipMetadata(10.0, 24.0, 1080, 1920), SeedSampling()).hash)"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == plan.hash
 

@@ -1,7 +1,7 @@
-"""CUDA graphs on CPUs: a recorded pass is a list of operations on fixed tensors, and a replay runs them again.
+"""CUDA graphs emulated on CPUs: a recorded pass is a list of operations on fixed tensors, which a replay runs again.
 
-Role: takes the place of `cuda_graphs.CudaRecording`. What CUDA refuses while it records, a wait for the device, is
-refused here. Graphs that share a pool overwrite each other's results, so a replay fills those of all others with NaN.
+Role: replaces `cuda_graphs.CudaRecording`. As under CUDA, waiting for the device during a recording raises an error.
+Graphs that share a pool overwrite each other's results, so that a replay fills the results of all others with NaN.
 """
 
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "is_nonz
 
 
 def is_launched(operation):
-    """Whether an operation computes anything: views and empty tensors take no kernel."""
+    """Return whether an operation launches a kernel; views and empty tensors launch none."""
     views = [each.alias_info is not None and not each.alias_info.is_write for each in operation._schema.returns]
     return not any(views) and "empty" not in operation.overloadpacket.__name__
 
@@ -24,7 +24,7 @@ def tensors(tree):
 
 
 class Count(TorchDispatchMode):
-    """Counts operations that are launched, and refuses those that wait for the device."""
+    """Count launched operations, and reject those that wait for the device."""
 
     def __init__(self, may_wait=False):
         super().__init__()

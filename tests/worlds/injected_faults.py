@@ -1,22 +1,22 @@
-"""Made runs, healthy or with a fault in one of their machines, as spans and agents' samples: for detection to be tried.
+"""Synthetic runs, healthy or with a fault in one machine, as spans and agents' samples, to test fault detection.
 
 A slot generates (its batch shrinks to a tail), scores as soon as it is done, then all train; the next step begins when
-the last has. Costs as the detector gets them are wrong by up to 30 %, and don't know that time is not linear in the
-batch and in tokens. What is drawn for each run, and where its range comes from:
+all have finished. The detector's costs are off by up to 30 % and ignore that time is not linear in the batch and in
+tokens. Values drawn for each run, and the source of their range:
 
-    slots            2, 3, 4, 8, 16, 32, 64, on machines of their own, or 8 on one from 16 slots on
+    slots            2, 3, 4, 8, 16, 32, 64, one per machine, or 8 per machine from 16 slots on
     steps            11 to 15 of 40 to 80 s, or 40 to 60 of 1.5 to 3.5 s (as the quickstart's)
     scatter          of spans 0.05 to 0.2 (recorded on two cores: 0.2, by `rlfuse.costs.fit`), of a step on a
-                     slot 0.02 to 0.08, of machines 0.03; one span in a hundred takes 2 to 5 times as long
-    slow             1.3 to 3 times as long (the What-if study, arXiv 2505.05713, slowed jobs 1.16 to 2.03 times), by
-                     other work on its core or by a lower clock
-    jittery          bursts of 3 to 8 times as long that take 35 to 65 % of the time, each 2 to 30 s (0.3 to 3 steps)
-    dying disk       latency 5 to 100 times as high, stalls 5 to 60 % of the time; work 1 to 1.3 times as long
-    memory pressure  stalls 10 to 60 % of the time, 20 to 500 page faults a second; work 1 to 1.6 times as long
-    network delay    1 to 50 ms more, up to 100 segments sent again a second; work as ever
+                     slot 0.02 to 0.08, of machines 0.03; one span in a hundred takes 2x to 5x longer
+    slow             1.3x to 3x (the What-if study, arXiv 2505.05713, slowed jobs by 1.16x to 2.03x), by other work
+                     on its core or by a lower clock
+    jittery          bursts of 3x to 8x that take 35 to 65 % of the time, each 2 to 30 s (0.3 to 3 steps)
+    dying disk       latency 5x to 100x higher, stalls 5 to 60 % of the time; work takes 1x to 1.3x
+    memory pressure  stalls 10 to 60 % of the time, 20 to 500 page faults per second; work takes 1x to 1.6x
+    network delay    1 to 50 ms more, up to 100 retransmissions per second; work is unaffected
     a fault lasts    5 to 12 minutes (most of Minder's last longer than 5), or 20 to 40 short steps
 
-Healthy runs have one each of `NEAR_MISSES`: what looks like a fault and is none.
+Each healthy run contains one of `NEAR_MISSES`, which look like a fault and are not.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from rlfuse.health.series import ExpectedSeconds, Sample, Series, WarmUpFilter
 SLOTS = (2, 3, 4, 8, 16, 32, 64)
 FAULTS = ("slow", "jittery", "dying disk", "memory pressure", "network delay")
 NEAR_MISSES = (
-    "long sequences",  # one slot always gets them
-    "tail",  # one slot always ends alone
-    "checkpoint",  # the first machine writes one every few steps
-    "staggered starts",  # some begin steps later, and warm up then
-    "hiccups",  # one machine stops for up to 40 s (3 short steps) now and then
-    "missing samples",  # an agent is silent for long
+    "long sequences",  # always on the same slot
+    "tail",  # the same slot always finishes last
+    "checkpoint",  # written by the first machine every few steps
+    "staggered starts",  # some start steps later, with their own warm-up
+    "hiccups",  # one machine occasionally stops for up to 40 s (3 short steps)
+    "missing samples",  # an agent sends nothing for a long time
     "restart",  # a worker is replaced
-    "slower together",  # the whole cluster is, from the middle on
+    "slower together",  # the whole cluster slows down from the middle on
 )
 
 
 @dataclass
 class Fault:
-    """What is wrong with a machine (for `slow` and `jittery`: with one slot) from second `begins` to `ends`."""
+    """A fault of a machine (`slow` and `jittery`: of one slot) from second `begins` to `ends`."""
 
     kind: str
     slot: int
@@ -56,14 +56,14 @@ class Fault:
     ends: float
     slowdown: float = 1.0
     bursts: list[tuple[float, float]] = field(default_factory=list)
-    """From second to second of the fault."""
+    """Times in seconds since the start of the fault."""
     steps: range | None = None
-    """Where steps are short, it begins and ends with these."""
+    """For short steps, it begins and ends with a step."""
     strength: float = 0.0
-    """0 to 1 of what signals of the node show."""
+    """Visibility in the node's signals, 0 to 1."""
 
     def factor(self, at: float) -> float:
-        """How many times as long work takes."""
+        """Slowdown: measured over normal duration."""
         if not self.begins <= at < self.ends:
             return 1.0
         if self.kind == "jittery":
@@ -72,7 +72,7 @@ class Fault:
 
 
 class MadeRun:
-    """One run; `steps` yields what a driver would have at the end of each."""
+    """A synthetic run; `steps` yields the data that a driver has at the end of each step."""
 
     def __init__(self, seed: int, slots: int, fault: str | None = None, near_miss: str | None = None):
         self.rng = rng = np.random.default_rng(seed)
@@ -102,7 +102,7 @@ class MadeRun:
 
     @property
     def guilty(self) -> set[str]:
-        """Everyone on the faulty machine, and the machine."""
+        """All workers on the faulty machine, and the machine."""
         if self.fault is None:
             return set()
         node = f"node/{self.fault.slot // self.per_node}"
@@ -133,7 +133,7 @@ class MadeRun:
         return [(float(at), float(at + rng.uniform(0.3, 1) * longest)) for at in starts]
 
     def steps(self) -> Iterator[tuple[int, float, float, list[Span], list[Sample]]]:
-        """(number, start, end, spans, samples) of each."""
+        """Yield (number, start, end, spans, samples) of each step."""
         for number in range(1, self.count + 1):
             start, spans = self.now, []
             if self.fault is not None and self.fault.steps is not None:
@@ -154,7 +154,7 @@ class MadeRun:
         return self.near_miss == "staggered starts" and slot % 3 == 1 and number <= 4
 
     def _lasts(self, slot: int, at: float, seconds: float, number: int) -> float:
-        """Seconds of a piece of work that would take so long on a usual machine."""
+        """Return the duration of work that takes `seconds` on a healthy machine."""
         rng, factor = self.rng, float(self.machines[slot])
         if self.fault is not None and self._hit(slot):
             factor *= self.fault.factor(at)
@@ -168,7 +168,7 @@ class MadeRun:
         return seconds * factor * spike * float(rng.lognormal(0, self.scatter)) * float(self.luck[slot])
 
     def _hit(self, slot: int) -> bool:
-        """Of a fault of the machine all its slots are, of one of a slot it alone."""
+        """Return the affected slots: all of a faulty machine, or a single one."""
         fault = self.fault
         own = fault.kind in ("slow", "jittery")
         return slot == fault.slot if own else slot // self.per_node == fault.slot // self.per_node
@@ -241,7 +241,7 @@ class MadeRun:
         if fault is not None and self._hit(slot) and (factor := fault.factor(at)) > 1:
             if fault.kind == "memory pressure":
                 faults += float(rng.poisson(20 + 480 * fault.strength))
-            elif fault.strength < 0.5:  # a core that others use: it waits, and works as long as ever
+            elif fault.strength < 0.5:  # a core shared with others: it waits, its own work takes as long as before
                 waits += busy * (1 - 1 / factor)
                 busy /= factor
         return {"cpu": busy * rng.uniform(0.9, 1.0) + 0.01, "core_wait": waits, "page_faults": faults}
@@ -272,7 +272,7 @@ class MadeRun:
 
 
 def alarms_of(run: MadeRun, continuity_s: float = 240.0) -> list[Alarm]:
-    """What the detector says of it; the first step is warm-up, as in a run."""
+    """Return the detector's findings; the first step is warm-up, as in a run."""
     detector = Detector(continuity_s, lambda worker: worker.partition("/")[2] if "node" not in worker else worker)
     expected, settled, found = ExpectedSeconds(), WarmUpFilter(), []
     for number, start, end, spans, samples in run.steps():

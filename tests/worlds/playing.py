@@ -1,8 +1,8 @@
-"""The real controller, execution, board and selection on engines that take random times: any finishing order happens.
+"""The real controller, executor, board and selection on engines with random durations: any finishing order occurs.
 
-Role: `play` runs a `Scene` (scenes.py) on a virtual clock. The engines (random_engines.py) hold every call against
-the rules of the machine, the watched policy every decision against its snapshot, and the journal every step against
-what it should have learned from.
+Role: `play` runs a `Scene` (scenes.py) on a virtual clock. The engines (random_engines.py) check every call against
+the rules of the machine, the watched policy checks every decision against its snapshot, and the journal checks which
+samples each step learned from.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from worlds.random_engines import Rollout, Trainer
 from worlds.scenes import Scene
 
 PATIENCE_S = 100_000.0
-"""Virtual seconds after which a run counts as stuck; the longest take hundreds."""
+"""Virtual seconds after which a run counts as stuck; the longest runs take hundreds."""
 
 
 def prompts(count: int, first: int = 0) -> list[Prompt]:
@@ -49,14 +49,14 @@ def prompts(count: int, first: int = 0) -> list[Prompt]:
 
 
 def play(scene: Scene) -> World:
-    """Run the scene; the world after it, with what happened in it. Raises what goes wrong."""
+    """Run the scene and return its world with a record of all events. Raises the first error."""
     world = World(scene)
     run_virtual(asyncio.wait_for(world.run(), PATIENCE_S))
     return world
 
 
 def play_whole_batches(scene: Scene, run: Callable[[Scene], World] = play) -> None:
-    """With dynamic sampling a step learns from a whole batch, or ends the run with the number that it found."""
+    """Check that dynamic sampling fills the whole batch, or ends the run with the number of groups found."""
     try:
         world = run(scene)
     except* DataError as stopped:
@@ -67,7 +67,7 @@ def play_whole_batches(scene: Scene, run: Callable[[Scene], World] = play) -> No
 
 
 class World:
-    """A machine, a job on it and a record of what was done to whom."""
+    """A machine, a job on it and a record of all calls."""
 
     resumed = False
 
@@ -80,7 +80,7 @@ class World:
         self.stopping = Stopping(0.0, print)
         self.first: dict[str, int] = {}
         self.went_on: dict[str, int] = {}
-        """Sample -> the engine where it went on last."""
+        """Sample -> the engine that continued it last."""
         self.has: dict[str, Partial] = {}
         self.scored: dict[str, Counter] = defaultdict(Counter)
         self.decided: Counter = Counter()
@@ -133,7 +133,7 @@ class World:
             clock=loop.time,
         )
         if self.resumed:
-            await hand_over_all(to_ranks, self.rollouts, self.trainer)  # as the wiring of a job
+            await hand_over_all(to_ranks, self.rollouts, self.trainer)  # as in a real job
             await self.trainer.load(Path("checkpoint"))
         await self.controller.run(0)
 
@@ -145,7 +145,7 @@ class World:
         if slot in self.draining.drained:
             self.draining.restore_slot(slot)
         else:
-            with suppress(SlotRefused):  # the last that works
+            with suppress(SlotRefused):  # the last working engine
                 self.draining.drain_slot(slot)
 
     async def pass_time(self) -> None:
@@ -177,7 +177,7 @@ class World:
     # The watched policy ----------------------------------------------------------------------------------------------
 
     def policy(self, view):
-        """The scene's policy, each of whose decisions must be possible."""
+        """The scene's policy; checks that each decision is possible."""
         decisions = POLICIES[self.scene.policy](view)
         self.decided.update(type(decision).__name__ for decision in decisions)
         slots, names, groups, admitted = Counter(), Counter(), Counter(), Counter()
@@ -237,7 +237,7 @@ class World:
         return decisions
 
     def _fits(self, view, place, groups) -> None:
-        """Within capacity, unless one group alone is larger."""
+        """Check that the slot's capacity is kept, unless one group alone exceeds it."""
         load, reserved = place.load, place.reserved
         for group in groups:
             count = view.waiting[group]
@@ -254,7 +254,7 @@ class World:
     def span(self, kind, **fields):
         yield Span(kind, "driver", 0.0)
 
-    def note(self, values) -> None:
+    def add(self, values) -> None:
         pass
 
     def watch(self, board) -> None:
@@ -293,7 +293,7 @@ class World:
         assert all(sample.reward is not None for sample in board.samples.values())
 
     def log_step(self, step, board, spans) -> None:
-        """A step is over: everything in it happened as often as it should."""
+        """Check at the end of a step that each action occurred as often as it should."""
         assert not any(rollout.held for rollout in self.rollouts)
         config, kept = self.scene.config(), board.groups_to_train()
         whole = {sample.id for sample in board.needed_samples()}
@@ -305,7 +305,7 @@ class World:
                 first = {sample.id for group in board.groups[: self.scene.mini_batch] for sample in group.samples}
                 assert not first & counts.keys(), f"{kind} is the first update's"
                 missing -= first
-            if kind in self.experience.deferred:  # those of a mini-batch that failed as a whole
+            if kind in self.experience.deferred:  # a mini-batch whose rewards all failed
                 missing -= {sample.id for sample, _ in board.failures()}
             assert not missing, f"{kind} is missing"
         chosen = [number for number in range(len(board.groups)) if number in self._chosen(board)]
@@ -321,7 +321,7 @@ class World:
         self.experience.prepared, self.experience.completed = Counter(), 0
 
     def _chosen(self, board) -> set[int]:
-        """Groups that the step should learn from."""
+        """Return the groups that the step should learn from."""
         numbers = set(range(len(board.groups)))
         if self.scene.batches is not None:
             return set(self.experience.groups_with_nonzero_std(board.groups)[: self.scene.batch])
@@ -336,7 +336,7 @@ class World:
 
 
 class Watched(Experience):
-    """Computes nothing; sees to it that groups are prepared once, when all is there, and completed once."""
+    """An estimator that computes nothing; checks that groups are prepared once, with all inputs, and completed once."""
 
     def __init__(self, world: World):
         super().__init__(world.scene.config())

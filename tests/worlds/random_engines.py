@@ -1,4 +1,4 @@
-"""Engines that take random times, and hold every call against the rules of the machine: `playing.World` has them."""
+"""Engines of `playing.World` with random durations, which check every call against the rules of the machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def partial(tokens: int, version: int = 0) -> Partial:
 
 
 class Rollout:
-    """An engine whose samples end in any order; it also knows whose device its slot is."""
+    """An engine whose samples finish in any order; it also tracks which side owns its slot's device."""
 
     def __init__(self, world: World, index: int):
         self.world, self.index, self.weight_version = world, index, -1
@@ -56,14 +56,14 @@ class Rollout:
         assert self.has("rollout") and not self.work
 
     def has(self, role) -> bool:
-        """Whether this side has the device; where both stay on it, each has it."""
+        """Return whether this side owns the device; if both stay resident, both do."""
         return self.role == role or not self.world.trainer.sharing.alternates
 
     def _receive(self, sample, came_with, results) -> None:
         world = self.world
         assert sample.response is None and not any(sample.id in rollout.held for rollout in world.rollouts)
         had = world.has.pop(sample.id, None)
-        assert came_with is had, "it goes on with what it had, wherever that was"
+        assert came_with is had, "it continues its own partial response"
         world.first.setdefault(sample.id, self.index)
         if came_with:
             world.went_on[sample.id] = self.index
@@ -105,7 +105,7 @@ class Rollout:
 
 
 class Trainer:
-    """Ranks on the same devices: one thing at a time, and only in the role for it."""
+    """Ranks on the same devices: one call at a time, and only in the role `trainer`."""
 
     def __init__(self, world: World):
         self.world, self.sharing = world, DeviceSharing()
@@ -113,7 +113,7 @@ class Trainer:
         self.gradients: dict[str, list[str]] = defaultdict(list)
         self.steps: dict[str, list[set[str]]] = defaultdict(list)
         self.filled: Counter[str] = Counter()
-        """Model -> schedules that scored by it."""
+        """Model -> schedules that computed its scores."""
 
     @contextmanager
     def _working(self, slot, kind):
@@ -145,7 +145,7 @@ class Trainer:
         return {model: PassResult(self._gained(model, rows), 0.0) for model in models}
 
     def _gained(self, model, rows) -> list[np.ndarray]:
-        """The actor's first update gives what no pass gave before."""
+        """Return the old log-probs that only the actor's first update provides."""
         if model != "actor" or not rows or "old_log_probs" in rows[0].tensors:
             return []
         assert self.world.experience.fused_into_first_update and not self.steps["actor"], "weights have changed"
@@ -180,7 +180,7 @@ class Trainer:
 
     @contextmanager
     def _probing(self):
-        """Between boards: no slot does anything."""
+        """Check between steps that no slot is busy."""
         assert not any(device.work or device.held for device in self.world.rollouts)
         yield
         assert not any(device.work or device.held for device in self.world.rollouts)

@@ -1,8 +1,8 @@
-"""Three recorded runs of the quickstart (two slots on two cores of an AMD EPYC, 23 November 2026): their own work.
+"""Three recorded runs of the quickstart (two slots on two cores of an AMD EPYC, 23 November 2026).
 
 `recorded_steps.npz` has a row for each piece of work of an engine or rank (`rlfuse.health.series`), written by
-`python tests/worlds/recorded_steps.py RUN_DIR ...`; what agents saw was not recorded. `DrawnRun` makes longer runs of
-these: of some of their slots, with steps drawn from the recorded ones, and with one slot slowed if asked for.
+`python tests/worlds/recorded_steps.py RUN_DIR ...`, without agents' samples. `DrawnRun` builds longer runs from some of
+the slots, with steps drawn from the recorded ones and optionally one slowed slot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SLOTS = [(run, slot) for run in range(3) for slot in range(2)]
 
 
 def keep(folders: list[Path]) -> None:
-    """Write the file, of runs with two slots."""
+    """Write the file for runs with two slots."""
     rows = []
     for run, folder in enumerate(folders):
         spans = read_events(folder / "events.jsonl")
@@ -41,7 +41,7 @@ def keep(folders: list[Path]) -> None:
 
 
 def recorded() -> dict[tuple[int, int, int], list[Span]]:
-    """(run, slot, step) -> its spans, from the step's start on."""
+    """Return (run, slot, step) -> spans, with times from the step's start."""
     file = np.load(FILE)
     found: dict[tuple[int, int, int], list[Span]] = {}
     for values in zip(*(file[name].tolist() for name in COLUMNS), strict=True):
@@ -57,10 +57,10 @@ def recorded() -> dict[tuple[int, int, int], list[Span]]:
 
 
 class DrawnRun:
-    """`slots` of the recorded ones over `count` steps drawn with replacement; `kind` of fault: slow, jittery, None.
+    """A run of `slots` recorded slots, `count` steps drawn with replacement; `kind` of fault: slow, jittery or None.
 
-    The odd slot is 1.4 to 3 times as slow from a sixth to a third of the run on, for 20 to 36 steps; `jittery`: 3 to 6
-    times in half to three quarters of them. (Below 1.4, two cores' own scatter hides it.)
+    The faulty slot is 1.4x to 3x slower for 20 to 36 steps, starting after a sixth to a third of the run; `jittery`: 3x
+    to 6x in half to three quarters of these steps. (Below 1.4, the scatter of two cores hides it.)
     """
 
     costs = Costs()
@@ -80,7 +80,7 @@ class DrawnRun:
         self.homes: dict[str, str] = {}
 
     def steps(self):
-        """(number, start, end, spans, samples) of each."""
+        """Yield (number, start, end, spans, samples) of each step."""
         now = 0.0
         for number, (step, factor) in enumerate(zip(self._steps, self._factors, strict=True), 1):
             spans = []

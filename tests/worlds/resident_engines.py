@@ -1,8 +1,7 @@
-"""Engines and ranks that write every call into a residency ledger, and a job that is played on them from its start.
+"""Engines and ranks that record every call in a residency ledger, and a whole job that runs on them.
 
-Role: `ResidentWorld` is `playing.World` on devices as GPUs are: the real controller, execution, weight push, order of
-start, saving and loading call engines that move nothing but the ledger's items. A call whose things lie elsewhere ends
-the test.
+Role: `ResidentWorld` is `playing.World` with GPU-like devices: the real controller, executor, weight push, start order,
+saving and loading call engines that only move items of the ledger. A call whose items are not resident fails the test.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ BUCKETS = [["embedding"], ["layer"]]
 
 
 class ResidentRollout(Rollout):
-    """An engine with weights and a KV cache, each of which can be asleep; it can be lost, also in a push."""
+    """An engine whose weights and KV cache can each be asleep; it can be lost, also during a push."""
 
     name = "an engine"
 
@@ -111,9 +110,9 @@ class ResidentTrainer(Trainer):
         self.towers, self.disk_is_full = 0, False
         self.residency, self.fetched, self.waited = "training", 0, 0
         self.complete: set[int] = set()
-        """Slots where optimizers are, too."""
+        """Slots whose optimizer state is resident."""
         self.coming: dict[int, asyncio.Task] = {}
-        self.turns = [asyncio.Lock() for _ in world.rollouts]  # a rank answers one call after the other
+        self.turns = [asyncio.Lock() for _ in world.rollouts]  # a rank answers calls one at a time
 
     def doing(self, name, slot=None):
         slots = range(len(self.world.rollouts)) if slot is None else (slot,)
@@ -162,7 +161,7 @@ class ResidentTrainer(Trainer):
     async def make_room(self, slot):
         assert slot in self.there and "weights" in self.world.rollouts[slot].asleep, "before the engine's weights wake"
 
-    # Optimizers that come by themselves: a rank answers at once, and copies beside its other calls
+    # Prefetched optimizer state: a rank answers immediately and copies alongside its other calls
 
     async def fetch_optimizers(self, slot):
         self.offloaded_optimizers.pop(slot, None)
@@ -181,7 +180,7 @@ class ResidentTrainer(Trainer):
 
     @asynccontextmanager
     async def optimizers_there(self):
-        """For what reads them, as ranks see to by themselves."""
+        """Load optimizer state for calls that read it, as ranks do automatically."""
         slots = range(len(self.world.rollouts))
         for slot in slots:
             await self.arrived(slot)
@@ -249,7 +248,7 @@ class ResidentTrainer(Trainer):
 
 
 class Encoder:
-    """Encoder ranks have a share of the device of their own, and keep it."""
+    """Encoder ranks, which keep a fixed share of the device."""
 
     def __init__(self):
         self.updated = []
@@ -259,18 +258,17 @@ class Encoder:
 
 
 class ResidentWorld(World):
-    """`tower`: a folder, if the job trains a vision tower; `told`: the step before SIGTERM.
+    """`tower`: a folder, if the job trains a vision tower; `stop_after`: the step before SIGTERM.
 
-    `resumed`: the job goes on from a checkpoint; `residency`: of optimizers; `alternates`: engines and ranks take turns
-    on their devices, else both stay. Every step ends with a validation and a
-    checkpoint.
+    `resumed`: the job continues from a checkpoint; `residency`: of optimizers; `alternates`: engines and ranks use
+    their devices alternately, else both stay resident. Every step ends with a validation and a checkpoint.
     """
 
-    def __init__(self, scene, tower=None, told=0, resumed=False, residency="training", alternates=True):
+    def __init__(self, scene, tower=None, stop_after=0, resumed=False, residency="training", alternates=True):
         super().__init__(scene)
         self.ledger = ResidencyReplay(scene.slots, alternates)
         self.rollouts = [ResidentRollout(self, index) for index in range(scene.slots)]
-        self.trainer, self.told, self.resumed = ResidentTrainer(self), told, resumed
+        self.trainer, self.stop_after, self.resumed = ResidentTrainer(self), stop_after, resumed
         self.trainer.residency, self.encoder = residency, Encoder()
         self.trainer.sharing = DeviceSharing(alternates)
         tower = tower and TowerPush(self.trainer, self.encoder, tower)
@@ -318,5 +316,5 @@ class ResidentWorld(World):
 
     def log_step(self, step, board, spans):
         super().log_step(step, board, spans)
-        if step == self.told:
+        if step == self.stop_after:
             self.stopping.by = signal.SIGTERM

@@ -1,4 +1,4 @@
-"""Scenes that property tests play: a job on a machine, of every kind, in small. `playing.play` runs one."""
+"""Scenes for property tests: small jobs and machines of every kind. `playing.play` runs one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlfuse.fusion.decisions import Settings
 
 @dataclass(frozen=True)
 class Scene:
-    """A job on a machine, small enough to be played hundreds of times."""
+    """A job on a machine, small enough to run hundreds of times."""
 
     policy: str = "stream"
     slots: int = 2
@@ -33,15 +33,15 @@ class Scene:
     settings: Settings = field(default_factory=Settings)
     known: bool = False
     failing: int = 0
-    """Per cent of samples that get no reward."""
+    """Percentage of samples without a reward."""
     batches: int | None = None
-    """Most batches for dynamic sampling, 0: no limit; None: without it."""
+    """Maximum number of batches for dynamic sampling; 0: no limit; None: no dynamic sampling."""
     lost: tuple[float, ...] = ()
-    """When engine 0, 1, .. is lost."""
+    """Times at which engines 0, 1, ... are lost."""
     drained: tuple[int, ...] = ()
-    """Slots that are so from the start on."""
+    """Slots that are drained from the start."""
     changes: tuple[tuple[float, int], ...] = ()
-    """(when, slot): it is drained, or restored if it was."""
+    """(time, slot): the slot is drained, or restored if it was drained."""
     seed: int = 0
 
     def config(self) -> Config:
@@ -62,7 +62,7 @@ class Scene:
 
 @st.composite
 def scenes(draw, data: str = "exact", steps: int = 1, **fixed) -> Scene:
-    """Every kind of job and machine, in small."""
+    """Strategy that draws small jobs and machines of every kind."""
     slots, batch, zero = draw(st.integers(1, 4)), draw(st.integers(1, 6)), draw(st.integers(0, 4))
     costs = Costs(
         max_sequences=draw(st.integers(1, 8)),
@@ -74,7 +74,7 @@ def scenes(draw, data: str = "exact", steps: int = 1, **fixed) -> Scene:
         link_bytes_per_s=draw(st.sampled_from([0.0, 1e9])),
     )
     old_log_probs = draw(st.sampled_from(["trainer", "engine"]))
-    # Engines' log-probs let the actor learn before all is generated: then the last engine can't be replaced.
+    # With engines' log-probs the actor learns before generation ends; then the last engine can't be replaced.
     spared = 0 if old_log_probs == "trainer" and data == "exact" else 1
     settings = Settings(
         credit_samples=draw(st.sampled_from([1, 2, 5, 1 << 30])),

@@ -1,6 +1,6 @@
-"""Tables of training jobs with known durations, as a profiler would have written them: 1F1B, with or without chunks.
+"""Profiler tables of training jobs with known durations: 1F1B, with or without model chunks.
 
-Role: `table` computes every start and end by its definition, one after the other, with nothing of the replay.
+Role: `table` computes every start and end from its definition, independently of the replay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COMPUTE = {"F": ("forward", 1.0), "B": ("backward", 2.0)}
 
 @dataclass
 class Job:
-    """`slow`: (stage, rank) -> how much longer its computing takes; `noise`: relative, of every computation."""
+    """`slow`: (stage, rank) -> slowdown of its computation; `noise`: relative scatter of every computation."""
 
     stages: int = 4
     ranks: int = 4
@@ -27,21 +27,21 @@ class Job:
     slow: dict[tuple[int, int], float] = field(default_factory=dict)
     noise: float = 0.0
     delay: float = 0.0
-    """Before every computation, of the host."""
+    """Host time before every computation, in seconds."""
     last_stage: float = 1.0
-    """How much longer computing takes there."""
+    """Slowdown of the computation."""
     chunks: int = 1
-    """Of each stage's layers."""
+    """Computing time of each stage's layers, in seconds."""
     lengths: float = 0.0
-    """Standard deviation of the logarithm of what a micro-batch's sequences cost, in all of its computations."""
+    """Standard deviation of the log cost of a micro-batch's sequences."""
 
 
 Unit = tuple[str, int, int]
-"""Direction, micro-batch, chunk of the stage's layers."""
+"""Direction, micro-batch and chunk of the stage's layers."""
 
 
 def order(job: Job, stage: int) -> list[Unit]:
-    """Of a stage: 1F1B, with several chunks Megatron's interleaved one."""
+    """Return the order of a stage: 1F1B, or Megatron's interleaved order for several chunks."""
     total, group = job.micro_batches * job.chunks, job.stages * job.chunks
 
     def unit(kind: str, number: int) -> Unit:
@@ -60,7 +60,7 @@ def order(job: Job, stage: int) -> list[Unit]:
 
 
 class Step:
-    """One step of one rank: when each operation starts and ends, from 0."""
+    """One step of one rank: start and end of each operation, from 0."""
 
     def __init__(self, job: Job, rank: int, rng: np.random.Generator):
         self.job, self.rank, self.orders = job, rank, [order(job, stage) for stage in range(job.stages)]
@@ -78,7 +78,7 @@ class Step:
         )
 
     def neighbour(self, unit: Unit, stage: int, towards: int) -> tuple[Unit, int] | None:
-        """What computes the unit before (-1) or after (1) this in the model, for forward; for backward reversed."""
+        """Return the unit before (-1) or after (1) this one in the model for forward; reversed for backward."""
         kind, micro_batch, chunk = unit
         place = chunk * self.job.stages + stage + (towards if kind == "F" else -towards)
         if not 0 <= place < self.job.stages * self.job.chunks:
@@ -86,7 +86,7 @@ class Step:
         return (kind, micro_batch, place // self.job.stages), place % self.job.stages
 
     def receives(self, unit: Unit, stage: int) -> float:
-        """When the receive is asked for: once the computation of its kind before has ended."""
+        """Return when the receive is posted: after the previous computation of its kind."""
         own = [each for each in self.orders[stage] if each[0] == unit[0]]
         position = own.index(unit)
         return self.end(own[position - 1], stage) if position else 0.0
@@ -106,7 +106,7 @@ class Step:
 
 
 def table(job: Job, seed: int = 0) -> pd.DataFrame:
-    """The rows, and how long each step took in `attrs["step_seconds"]`."""
+    """Return the rows, with the duration of each step in `attrs["step_seconds"]`."""
     rng, rows, begin, lasted = np.random.default_rng(seed), [], 0.0, []
     for number in range(job.steps):
         steps = [Step(job, rank, rng) for rank in range(job.ranks)]

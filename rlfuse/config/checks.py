@@ -1,4 +1,4 @@
-"""Find every problem of a typed configuration before any process starts.
+"""Find all problems of a typed configuration before any process starts.
 
 `check` is a pure function of the configuration and of `Facts`; `compose` raises all problems together. A message gives
 the key, the value received, the valid range and what to change. Ranges of single values are declared in the schema.
@@ -19,10 +19,18 @@ from rlfuse.config.estimators import ESTIMATORS, Traits
 from rlfuse.config.facts import Facts, reward_file
 from rlfuse.config.graph_checks import graph_problems
 from rlfuse.config.keys import did_you_mean
-from rlfuse.config.parallelism import activation_problems, divisors, pipelines, shares, slices, strategy, value_of
+from rlfuse.config.parallelism import (
+    activation_problems,
+    divisors,
+    pipeline_problems,
+    sequence_parallel_problems,
+    strategy_problems,
+    tensor_parallel_problems,
+    value_of,
+)
 from rlfuse.config.parallelism import problem as _problem
 from rlfuse.config.prepared import command_for
-from rlfuse.config.quantization import quantized
+from rlfuse.config.quantization import quantization_problems
 from rlfuse.config.rewards import names_code, read_entries
 from rlfuse.config.schema import Config
 
@@ -34,18 +42,18 @@ ENGINE_SHARE = "gpu_memory_utilization"
 
 
 def check(config: Config, facts: Facts) -> list[str]:
-    """One line per problem, in the order of the schema's groups for single values, then combinations."""
+    """Return one line per problem: first single values in the order of the schema, then combinations."""
     return [problem for find in checks(config) for problem in find(config, facts)]
 
 
 def checks(config: Config) -> list[Check]:
-    """All of them, each of few keys: of every value by itself, then of combinations. `config`: tells its task."""
+    """Return the checks that apply to the task of `config`: one per key, then those of combinations of keys."""
     shared = (
         _files,
         _lengths,
         _devices,
         _engine_sizes,
-        strategy,
+        strategy_problems,
         activation_problems,
         graph_problems,
         _logging,
@@ -62,10 +70,10 @@ def _value(key: Key, config: Config, facts: Facts) -> Iterator[str]:
         return
     for given in (value if isinstance(value, list) else [value]) if key.choices else ():
         if why := key.rejected.get(given):
-            yield f"{shown}: {why}; take one of {', '.join(key.names)}"
+            yield f"{shown}: {why}; use one of {', '.join(key.names)}"
         elif not key.accepts(given):
             custom = f", or {CUSTOM} for a custom one" if key.custom else ""
-            meant = did_you_mean(given, key.names) or f"; take one of these{custom}"
+            meant = did_you_mean(given, key.names) or f"; use one of these{custom}"
             valid = ", ".join((*key.names, *["null"] * key.optional))
             yield f"{shown}: `{given}` is not one of {valid}{meant}"
     if not key.in_range(value):
@@ -91,7 +99,7 @@ def _files(config: Config, facts: Facts) -> Iterator[str]:
 
 def _made_by(path: str) -> str | None:
     command = command_for(path)
-    return f"`{command}` makes it" if command else None
+    return f"run `{command}` to create it" if command else None
 
 
 def _lengths(config: Config, facts: Facts) -> Iterator[str]:
@@ -105,7 +113,7 @@ def _lengths(config: Config, facts: Facts) -> Iterator[str]:
     buffer = config.reward.overlong_buffer.len
     if buffer > 0 and buffer >= response:
         valid = f"must be below data.max_response_length={response}"
-        yield _problem(config, "reward.overlong_buffer.len", valid, "shorten it, or 0 turns the penalty off")
+        yield _problem(config, "reward.overlong_buffer.len", valid, "shorten it, or set 0 to disable the penalty")
 
 
 def _which(prompt: int, response: int, context: int) -> str:
@@ -140,7 +148,7 @@ def _advantages(config: Config, facts: Facts) -> Iterator[str]:
     traits = _traits(config, facts)
     yield from facts.function_problems
     if traits and traits.needs_groups and n == 1:
-        valid = f"must be 2 or more with algorithm.adv_estimator={estimator}, which compares the samples of a prompt"
+        valid = f"must be 2 or more with algorithm.adv_estimator={estimator}, which compares the samples of a group"
         yield _problem(config, "rollout.n", valid, "set rollout.n=8, or algorithm=ppo")
     if config.algorithm.filter_groups.enable and n == 1:
         valid = "must be false with rollout.n=1, where every group's rewards are equal"
@@ -151,11 +159,18 @@ def _advantages(config: Config, facts: Facts) -> Iterator[str]:
     adaptive = config.algorithm.kl_ctrl.type == "adaptive"
     if adaptive and not config.algorithm.use_kl_in_reward:
         valid = "has an effect only with algorithm.use_kl_in_reward=true"
-        yield _problem(config, "algorithm.kl_ctrl.type", valid, "set that, or fixed here")
+        yield _problem(
+            config,
+            "algorithm.kl_ctrl.type",
+            valid,
+            "set algorithm.use_kl_in_reward=true, or algorithm.kl_ctrl.type=fixed",
+        )
     samples = config.data.train_batch_size * config.rollout.n
-    if adaptive and 0 < config.algorithm.kl_ctrl.horizon <= 0.2 * samples:  # 0.2: what `algorithms.kl` clips errors to
+    if adaptive and 0 < config.algorithm.kl_ctrl.horizon <= 0.2 * samples:  # `algorithms.kl` clips errors to 0.2
         valid = f"must be above {0.2 * samples:g}: a step of {samples} samples could turn the coefficient negative"
-        yield _problem(config, "algorithm.kl_ctrl.horizon", valid, f"set it to {10 * samples}, or fewer samples a step")
+        yield _problem(
+            config, "algorithm.kl_ctrl.horizon", valid, f"set it to {10 * samples}, or reduce the samples per step"
+        )
     validation = config.rollout.val_kwargs
     if validation.temperature == 0 and validation.n > 1:
         valid = "must be 1 with rollout.val_kwargs.temperature=0, where all responses to a prompt are equal"
@@ -165,17 +180,17 @@ def _advantages(config: Config, facts: Facts) -> Iterator[str]:
 def _fusion(config: Config, facts: Facts) -> Iterator[str]:
     data = config.fusion.data
     if data in ("partial_rollout", "one_step_off") and config.algorithm.rollout_is_threshold is None:
-        valid = "generates under older weights, so it needs importance correction"
+        valid = "generates with older weights, so it requires importance correction"
         yield _problem(config, "fusion.data", valid, "set algorithm.rollout_is_threshold=2, or fusion.data=exact")
     if data != "exact" and config.algorithm.filter_groups.enable:
-        valid = "decides itself which groups a step learns from"
+        valid = "selects the groups of a step itself, so it can't be combined with algorithm.filter_groups"
         remedy = "set algorithm.filter_groups.enable=false, or fusion.data=exact"
         yield _problem(config, "fusion.data", valid, remedy)
-    held = {"fusion.policy": "serial", "fusion.data": "exact", "fusion.tail_speculation": 0}
-    held |= {"training.pipeline_parallel_size": 1, "training.ulysses_sequence_parallel_size": 1}
-    for name, value in held.items() if config.trainer.deterministic else ():
+    required = {"fusion.policy": "serial", "fusion.data": "exact", "fusion.tail_speculation": 0}
+    required |= {"training.pipeline_parallel_size": 1, "training.ulysses_sequence_parallel_size": 1}
+    for name, value in required.items() if config.trainer.deterministic else ():
         if value_of(config, name) != value:
-            valid = "what is added up first, or cut where, goes by measured times; trainer.deterministic rules that out"
+            valid = "depends on measured times, e.g. in the order of summation; not allowed with trainer.deterministic"
             yield _problem(config, name, valid, f"set {name}={value}, or trainer.deterministic=false")
 
 
@@ -183,8 +198,10 @@ def _log_probs(config: Config, facts: Facts) -> Iterator[str]:
     if config.algorithm.old_log_probs != "engine":
         return
     if config.algorithm.rollout_is_threshold is not None:
-        valid = "corrects the engine against the trainer, so it needs algorithm.old_log_probs=trainer"
-        yield _problem(config, "algorithm.rollout_is_threshold", valid, "set that, or null here")
+        valid = "corrects the mismatch between engine and trainer, so it requires algorithm.old_log_probs=trainer"
+        yield _problem(
+            config, "algorithm.rollout_is_threshold", valid, "set algorithm.old_log_probs=trainer, or null here"
+        )
     for name, whole in (("rollout.top_p", 1.0), ("rollout.top_k", -1), ("rollout.min_p", 0.0)):
         if value_of(config, name) != whole:
             valid = "must be {} with algorithm.old_log_probs=engine: the engine's log-probs are of the truncated "
@@ -197,7 +214,9 @@ def _devices(config: Config, facts: Facts) -> Iterator[str]:
     name = "rollout.tensor_model_parallel_size"
     nodes, local, heads = config.trainer.nnodes, config.trainer.n_gpus_per_node, facts.attention_heads
     if parallel >= 1 and slots >= 1 and local % parallel:
-        where = f"must divide the {local} slots" + (" of a node, which an engine does not leave" if nodes > 1 else "")
+        where = f"must divide the {local} slots" + (
+            " of a node, because an engine does not span nodes" if nodes > 1 else ""
+        )
         yield _problem(config, name, where, f"set {name}={math.gcd(parallel, local, heads or 0)}")
     if parallel >= 1 and heads and heads % parallel:
         valid = f"must divide the {heads} attention heads of {config.model.path}"
@@ -211,11 +230,11 @@ def _devices(config: Config, facts: Facts) -> Iterator[str]:
         valid = f"this machine has {facts.gpus} GPUs"
         yield _problem(config, "trainer.n_gpus_per_node", valid, f"set {facts.gpus}, or cluster.device=cpu")
     if config.actor.offload_optimizer and facts.cuda is False:
-        valid = "needs GPUs; on CPU hosts the optimizer's state is in host memory already"
+        valid = "needs GPUs; on CPU hosts the optimizer state is already in host memory"
         yield _problem(config, "actor.offload_optimizer", valid, "set actor.offload_optimizer=false")
     if config.actor.optimizer_residency in ("forecast", "step") and facts.cuda is False:
-        valid = "needs GPUs; on CPU hosts an engine and its rank have their memory side by side, and nothing moves"
-        yield _problem(config, "actor.optimizer_residency", valid, "set training")
+        valid = "needs GPUs; on CPU hosts engine and trainer rank share the host memory, and nothing is offloaded"
+        yield _problem(config, "actor.optimizer_residency", valid, "set actor.optimizer_residency=training")
     if config.rollout.weight_transfer == "ipc" and facts.cuda is False:
         yield _problem(config, "rollout.weight_transfer", "needs GPUs", "set rollout.weight_transfer=auto")
 
@@ -225,7 +244,7 @@ def _engine_sizes(config: Config, facts: Facts) -> Iterator[str]:
     for name, value in config.rollout.engine_kwargs.items():
         key, number = f"rollout.engine_kwargs.{name}={value}", isinstance(value, int | float)
         if name in ENGINE_COUNTS and value is not None and not (number and value >= 1 and value == value // 1):
-            yield f"{key}: must be a whole number of 1 or more; correct it, or leave it out for the default"
+            yield f"{key}: must be a whole number of 1 or more; correct it, or remove it for the default"
         if name == ENGINE_SHARE and not (number and 0 < value <= 1):
             yield f"{key}: must be above 0 and 1 or less; correct it, or set rollout.{ENGINE_SHARE}"
 
@@ -236,39 +255,39 @@ def _disaggregated(config: Config, facts: Facts) -> Iterator[str]:
         return
     engines = config.slots // max(1, config.rollout.tensor_model_parallel_size)
     if engines < 2:
-        valid = f"on needs two engines or more, one that reads prompts and one that decodes; this job has {engines}"
+        valid = f"on needs at least two engines, one to prefill and one to decode; this job has {engines}"
         yield _problem(config, name, valid, "set auto or off, or more trainer.n_gpus_per_node")
     if nodes > 1:
-        valid = f"on needs KV caches that travel between all engines, which they do within a node; this job has {nodes}"
+        valid = f"on needs KV cache transfers between all engines, within one node; this job has {nodes} nodes"
         yield _problem(config, name, valid, "set auto or off")
     if config.trainer.deterministic:
-        valid = "is chosen by measured times; trainer.deterministic rules that out"
+        valid = "depends on measured times; not allowed with trainer.deterministic"
         yield _problem(config, name, valid, "set off, or trainer.deterministic=false")
 
 
 def _drained(config: Config, facts: Facts) -> Iterator[str]:
     drained, count = config.cluster.drain, config.slots // max(1, config.rollout.tensor_model_parallel_size)
     if len({slot for slot in drained if 0 <= slot < count}) < len(drained):
-        valid = f"must name slots of this job, 0 to {count - 1}, none twice"
-        yield _problem(config, "cluster.drain", valid, "leave the others out")
+        valid = f"must list slots of this job, 0 to {count - 1}, without duplicates"
+        yield _problem(config, "cluster.drain", valid, "remove the others")
     elif len(drained) >= count > 0:
-        remedy = f"name {count - 1} of them at most" if count > 1 else "leave it empty"
-        yield _problem(config, "cluster.drain", f"must leave one of {count} slots that works", remedy)
+        remedy = f"list at most {count - 1} slots" if count > 1 else "leave it empty"
+        yield _problem(config, "cluster.drain", f"must leave at least one of the {count} slots undrained", remedy)
 
 
 def _video(config: Config, facts: Facts) -> Iterator[str]:
     levels, budget = config.video.levels, config.video.max_tokens
     if not levels or min(levels) < 1 or levels != sorted(set(levels), reverse=True):
-        valid = "must be whole numbers from 1 up, largest first, none twice"
+        valid = "must be whole numbers of at least 1 in descending order, without duplicates"
         yield _problem(config, "video.levels", valid, "for instance video.levels=[640,512,384,256,160,128]")
     elif config.video.sampling == "seed_vl" and budget < levels[-1]:
-        valid = f"must hold a frame at the smallest level, {levels[-1]}"
+        valid = f"must be at least the smallest of video.levels, {levels[-1]}"
         yield _problem(config, "video.max_tokens", valid, "raise it, or add a smaller level to video.levels")
     if not facts.video:
         return
     if config.algorithm.filter_groups.enable:
         name = "algorithm.filter_groups.enable"
-        valid = "must be false with a video model (clips are encoded before a step begins)"
+        valid = "must be false with a video model (clips are encoded before each step)"
         yield _problem(config, name, valid, f"set {name}=false")
 
 
@@ -277,20 +296,20 @@ def _tower(config: Config, facts: Facts) -> Iterator[str]:
         return
     for name, off in (("video.disk_cache", "null"), ("video.encode_ahead", "false")):
         if value_of(config, name):
-            valid = "keeps embeddings that a trained tower makes stale"
+            valid = "keeps embeddings, which become stale when the vision tower is trained"
             yield _problem(config, name, valid, f"set it to {off}, or video.freeze_vision_tower=true")
     if config.training.pipeline_parallel_size > 1:
-        valid = "can't be false in a pipeline, whose stages have no tower to train"
+        valid = "can't be false with pipeline parallelism, where no stage has a vision tower to train"
         yield _problem(
             config, "video.freeze_vision_tower", valid, "set it to true, or training.pipeline_parallel_size=1"
         )
     if config.training.tensor_model_parallel_size > 1:
-        valid = "can't be false where ranks share a model's layers: no rank has a tower of its own to train"
+        valid = "can't be false with tensor parallelism, where no rank has a whole vision tower to train"
         yield _problem(
             config, "video.freeze_vision_tower", valid, "set it to true, or training.tensor_model_parallel_size=1"
         )
     if config.fusion.data in ("partial_rollout", "one_step_off"):
-        valid = f"can't be false with fusion.data={config.fusion.data}, which trains on clips that older towers encoded"
+        valid = f"can't be false with fusion.data={config.fusion.data}, which trains on clips encoded by older towers"
         yield _problem(config, "video.freeze_vision_tower", valid, "set it to true, or fusion.data=exact")
 
 
@@ -302,7 +321,7 @@ def _reward(config: Config, facts: Facts) -> Iterator[str]:
         yield _problem(config, "reward.device", "needs GPUs in the job's slots", "set reward.device=auto")
     for function in (entry.path for entry in entries if names_code(entry.path)):
         if not isinstance(function, str):
-            yield f"reward.functions: got {function!r}; an entry is a text or a dictionary with a path"
+            yield f"reward.functions: got {function!r}; an entry must be a string or a dictionary with a path"
             continue
         source, colon, name = function.rpartition(":")
         file = reward_file(function)
@@ -312,35 +331,46 @@ def _reward(config: Config, facts: Facts) -> Iterator[str]:
         if file is not None and file in facts.missing:
             yield f"reward.functions: the file `{file}` does not exist; correct the path"
         elif source.split(".")[0] in facts.unknown_modules:
-            yield f"reward.functions: Python finds no package `{source.split('.')[0]}`; install it, or give a .py file"
+            yield f"reward.functions: no Python package `{source.split('.')[0]}`; install it, or give a .py file"
 
 
 def _logging(config: Config, facts: Facts) -> Iterator[str]:
     if facts.unwritable:
-        yield _problem(config, "trainer.default_local_dir", facts.unwritable, "give a folder that you may write to")
+        yield _problem(config, "trainer.default_local_dir", facts.unwritable, "give a writable folder")
     if facts.wandb:
         remedy = "run `wandb login` once, set WANDB_API_KEY, or set trainer.wandb_mode=offline"
         yield _problem(config, "trainer.wandb_mode", facts.wandb, remedy)
     if "tensorboard" in config.trainer.logger and facts.tensorboard is False:
-        remedy = "pip install 'rlfuse[tensorboard]', or leave it out"
-        yield _problem(config, "trainer.logger", "tensorboard needs its package, which is not installed", remedy)
+        remedy = "pip install 'rlfuse[tensorboard]', or remove it"
+        yield _problem(config, "trainer.logger", "the package tensorboard is not installed", remedy)
 
 
 def _kl(config: Config, facts: Facts) -> Iterator[str]:
     by_source, name = config.algorithm.kl_coef_by_source, "algorithm.kl_coef_by_source"
     for source, value in by_source.items():
         if not (math.isfinite(value) and value >= 0):
-            yield f"{name}.{source}={value}: must be 0 or more; it is the coefficient of a penalty"
+            yield f"{name}.{source}={value}: must be 0 or more, as the coefficient of a penalty"
     if by_source and not config.uses_reference:
-        valid = "there is no KL to weigh; set algorithm.use_kl_in_reward=true or actor.use_kl_loss=true"
-        yield f"{name}: {valid}, or leave it out"
+        valid = (
+            "has no effect without a KL penalty or loss; set algorithm.use_kl_in_reward=true or actor.use_kl_loss=true"
+        )
+        yield f"{name}: {valid}, or remove it"
     if by_source and config.algorithm.kl_ctrl.type == "adaptive":
-        valid = "steers one coefficient, but algorithm.kl_coef_by_source gives several"
-        yield _problem(config, "algorithm.kl_ctrl.type", valid, "set it to fixed, or leave the sources out")
+        valid = "adapts one coefficient, but algorithm.kl_coef_by_source sets several"
+        yield _problem(
+            config, "algorithm.kl_ctrl.type", valid, "set it to fixed, or remove algorithm.kl_coef_by_source"
+        )
     if (traits := _traits(config, facts)) and traits.each_reward and config.algorithm.use_kl_in_reward:
-        valid = f"algorithm.adv_estimator={config.algorithm.adv_estimator} normalises reward functions, to which the "
-        valid += "KL per token does not belong"
-        yield _problem(config, "algorithm.use_kl_in_reward", valid, "set actor.use_kl_loss=true and false here")
+        valid = (
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} normalises the reward functions, without the "
+        )
+        valid += "KL penalty per token"
+        yield _problem(
+            config,
+            "algorithm.use_kl_in_reward",
+            valid,
+            "set actor.use_kl_loss=true and algorithm.use_kl_in_reward=false",
+        )
 
 
 def _preferences(config: Config, facts: Facts) -> Iterator[str]:
@@ -349,20 +379,20 @@ def _preferences(config: Config, facts: Facts) -> Iterator[str]:
         if value_of(config, name) > 1:
             yield _problem(config, name, "must be 1 with trainer.task=reward_model", f"set {name}=1")
     if config.cluster.drain:
-        valid = "must be empty with trainer.task=reward_model, where all ranks work together"
-        yield _problem(config, "cluster.drain", valid, "leave it out")
+        valid = "must be empty with trainer.task=reward_model, where all ranks train together"
+        yield _problem(config, "cluster.drain", valid, "remove it")
     for name in ("data.apply_chat_template_kwargs", "data.prompt_is_chat"):
         if value_of(config, name) != by_name()[name].default:
-            valid = "has no effect with trainer.task=reward_model, which reads pairs as reward models score them"
-            yield _problem(config, name, valid, "leave it out")
+            valid = "has no effect with trainer.task=reward_model, which formats pairs as reward models score them"
+            yield _problem(config, name, valid, "remove it")
     if config.trainer.metrics:
-        valid = "must be empty with trainer.task=reward_model: they are of samples, and pairs are none"
-        yield _problem(config, METRICS, valid, "leave it out; accuracy, calibration, loss and margin are logged anyway")
+        valid = "must be empty with trainer.task=reward_model, which has preference pairs instead of samples"
+        yield _problem(config, METRICS, valid, "remove it; accuracy, calibration, loss and margin are always logged")
     if 1 <= config.data.train_batch_size < config.slots:
-        valid = f"must be at least the {config.slots} slots, a pair for each"
+        valid = f"must be at least {config.slots}, one pair per slot"
         yield _problem(config, "data.train_batch_size", valid, f"set {config.slots} or more")
     if facts.video:
-        yield _problem(config, "model.path", "reward models of clips can't be trained", "give a model of text")
+        yield _problem(config, "model.path", "training reward models on clips is not supported", "give a text model")
 
 
 def _resume(config: Config, facts: Facts) -> Iterator[str]:
@@ -370,18 +400,28 @@ def _resume(config: Config, facts: Facts) -> Iterator[str]:
     if mode in facts.missing:
         near = difflib.get_close_matches(mode, ("auto", "disable"), n=1)
         remedy = f"did you mean {near[0]}?" if near else "correct the path"
-        valid = "must be auto, disable or the path of a global_step_N folder; there is no such folder"
+        valid = "must be auto, disable or the path of a global_step_N folder; that folder does not exist"
         yield _problem(config, "trainer.resume_mode", valid, remedy)
 
 
 def _sampling(config: Config, facts: Facts) -> Iterator[str]:
     for text in config.rollout.stop:
         if not text:
-            yield _problem(config, "rollout.stop", "an empty text would end every response", "leave it out")
+            yield _problem(config, "rollout.stop", "an empty string would stop every response", "remove it")
         elif re.fullmatch(r"(\\[nrt])+", text):
-            valid = f"`{text}` is a backslash and a letter here, not a line break"
+            valid = f"`{text}` is read as a backslash and a letter, not as a line break"
             yield _problem(config, "rollout.stop", valid, 'write it into the job file, as stop: ["\\n\\n"]')
 
 
-_OF_SAMPLES = (_batches, _advantages, _log_probs, quantized, _sampling, _fusion, _disaggregated, pipelines, shares)
-_OF_SAMPLES += (slices, _drained, _video, _tower, _reward, _kl)
+_OF_SAMPLES = (
+    _batches,
+    _advantages,
+    _log_probs,
+    quantization_problems,
+    _sampling,
+    _fusion,
+    _disaggregated,
+    pipeline_problems,
+    tensor_parallel_problems,
+)
+_OF_SAMPLES += (sequence_parallel_problems, _drained, _video, _tower, _reward, _kl)

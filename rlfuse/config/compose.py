@@ -1,8 +1,8 @@
 """Compose a checked `Config` from a command line with Hydra.
 
 Precedence, lowest first: schema, presets of the job file, its settings, presets of the command line, its settings.
-Every mistake, also Hydra's and OmegaConf's own errors, becomes a `ConfigError`. Imports nothing heavy, so that a
-mistyped key is reported within a second.
+Every problem, including errors of Hydra and OmegaConf, becomes a `ConfigError`. No heavy imports, so that mistyped keys
+are reported within a second.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from rlfuse.config.keys import (
     parse_override,
     rename,
 )
-from rlfuse.config.options import as_own_group, explain_choice, own_groups, sort_out
-from rlfuse.config.other_frameworks import is_verls
-from rlfuse.config.presets import layered
+from rlfuse.config.options import as_custom_group, custom_groups, explain_choice, parse_command_line
+from rlfuse.config.other_frameworks import is_verl_name
+from rlfuse.config.presets import order_layers
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import remember
 from rlfuse.errors import ConfigError
 
 CONF = (Path(__file__).resolve().parents[1] / "conf").resolve()
-MOST_TEXT = 10_000_000
+MAX_TEXT = 10_000_000
 _REFERENCES = re.compile(r"\$\{(\.*)([\w.\[\]-]+)\}")
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -57,80 +57,82 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command line taken apart; its names are right."""
+    """A parsed command line whose names are valid."""
 
     overrides: list[str]
     options: list[str]
-    told: list[str]
+    notes: list[str]
 
-    def tell(self) -> None:
-        for line in self.told:
+    def print_notes(self) -> None:
+        for line in self.notes:
             print(line, file=sys.stderr)
 
 
 def conf_folder() -> Path:
-    """The presets' folder, which is there. Raises ConfigError."""
+    """Return the folder of the presets. Raises ConfigError if it is missing."""
     if not (CONF / "config.yaml").is_file():
-        remedy = "install rlfuse again, or in a checkout make the link again: ln -sfn ../conf rlfuse/conf"
+        remedy = "reinstall rlfuse, or in a checkout restore the link: ln -sfn ../conf rlfuse/conf"
         raise ConfigError([f"{CONF}: the presets are missing; {remedy}"])
     return CONF
 
 
 def read_command(argv: list[str]) -> Command:
-    """Take `argv` apart and judge its names; a job file among it becomes Hydra's `job_file` group."""
-    line = sort_out(argv)
+    """Parse `argv` and check its names; a job file becomes Hydra's `job_file` group."""
+    line = parse_command_line(argv)
     if line.completes:
         return Command(line.words, line.options, [])
     if len(line.files) > 1:
         given = " ".join(map(str, line.files))
-        raise ConfigError([f"{given}: a job has one job file; put what differs on the command line"])
-    own, folders = own_groups(line.folder), [*filter(None, [line.folder]), CONF]
-    right, wrong, renamed = _judged(line.words, own)
+        raise ConfigError([f"{given}: only one job file is allowed; put the other settings on the command line"])
+    custom, folders = custom_groups(line.folder), [*filter(None, [line.folder]), CONF]
+    valid, wrong, renamed = _check_words(line.words, custom)
     file = job_file.read(line.files[0]) if line.files else None
     swept = [*file.swept] if file and "--multirun" in line.options else []
-    layers = layered(right, swept, file, own, folders)
+    layers = order_layers(valid, swept, file, custom, folders)
     problems = [*(file.problems if file else []), *wrong, *layers.problems]
     extra = [f"hydra.searchpath=['file://{line.folder}']"] if line.folder else []
     if problems:
-        once = layered([word for word in right if not _sweeps(word)], (), file, own, folders)
-        raise ConfigError([*problems, *_wrong_besides(problems, [*extra, *once.overrides])])
-    told = [*(file.told if file else []), *renamed, *layers.told]
-    overrides = [_each_opened(word) for word in layers.overrides] if "--multirun" in line.options else layers.overrides
-    return Command([*extra, *overrides], line.options, told)
+        single = order_layers([word for word in valid if not _sweeps(word)], (), file, custom, folders)
+        raise ConfigError([*problems, *_further_problems(problems, [*extra, *single.overrides])])
+    notes = [*(file.notes if file else []), *renamed, *layers.notes]
+    overrides = [_open_sweep(word) for word in layers.overrides] if "--multirun" in line.options else layers.overrides
+    return Command([*extra, *overrides], line.options, notes)
 
 
-def _judged(words: list[str], own: frozenset[str]) -> tuple[list[str], list[str], list[str]]:
-    presets = {word: preset for word in words if (preset := as_own_group(word, own)) is not None}
+def _check_words(words: list[str], custom: frozenset[str]) -> tuple[list[str], list[str], list[str]]:
+    presets = {word: preset for word in words if (preset := as_custom_group(word, custom)) is not None}
     settings = {word: parse_override(word) for word in words if word not in presets}
     renames = rename({each.name: each.value for each in settings.values() if each.sign != "~"})
-    right, wrong = [], []
+    valid, wrong = [], []
     for word in words:
         if word in presets:
-            right.append(presets[word])
+            valid.append(presets[word])
             continue
         name, value = settings[word].name, settings[word].value
         ours = f"{renames.names[name]}={value}" if name in renames.names else word
-        ours = re.sub(r"=(~/[^'\"\[\]{},\s]*)$", r'="\1"', ours)  # a shell leaves it so, Hydra can't read it unquoted
+        ours = re.sub(
+            r"=(~/[^'\"\[\]{},\s]*)$", r'="\1"', ours
+        )  # the shell keeps `~`, which Hydra can't parse unquoted
         if problem := renames.problems.get(name) or explain_override(ours) or _explain_value(ours):
             wrong.append(problem)
         else:
-            right.append(_opened(ours))
-    if wrong and any(is_verls(each.name, frozenset(by_name())) for each in settings.values()):
-        wrong[-1] += " (`rlfuse translate -- WORDS` makes a job file of a whole command of verl)"
-    return right, wrong, list(renames.told.values())
+            valid.append(_open_free(ours))
+    if wrong and any(is_verl_name(each.name, frozenset(by_name())) for each in settings.values()):
+        wrong[-1] += " (`rlfuse translate -- WORDS` converts a whole verl command to a job file)"
+    return valid, wrong, list(renames.notes.values())
 
 
-def _wrong_besides(problems: list[str], overrides: list[str]) -> list[str]:
+def _further_problems(problems: list[str], overrides: list[str]) -> list[str]:
     try:
-        to_config(_composed(overrides))
+        to_config(_compose(overrides))
     except ConfigError as error:
         names = {word for problem in problems for word in re.findall(r"[\w.]+", problem)} & by_name().keys()
         return [each for each in error.problems if not names & {*re.findall(r"[\w.]+", each.partition(": ")[0])}]
     return []
 
 
-def _opened(word: str) -> str:
-    """Convert to Hydra's syntax: `++` before free dictionaries, brackets around the only entry of a list."""
+def _open_free(word: str) -> str:
+    """Convert to Hydra's syntax: `++` before names in free dictionaries, brackets around a single list entry."""
     name, _, value = word.lstrip("+").partition("=")
     if accepts_entry(name) and not _sweeps(word):
         return f"{name}={_bracketed(value)}"
@@ -140,7 +142,7 @@ def _opened(word: str) -> str:
     return f"++{word.lstrip('+')}" if free else word
 
 
-def _each_opened(word: str) -> str:
+def _open_sweep(word: str) -> str:
     override = OverridesParser.create().parse_override(word)
     if not accepts_entry(override.key_or_group) or not override.is_choice_sweep():
         return word
@@ -157,13 +159,13 @@ def _sweeps(word: str) -> bool:
 
 
 def compose_job(argv: list[str]) -> DictConfig:
-    """The job that `argv` describes, typed but not yet checked."""
+    """Return the job that `argv` describes, typed but not yet checked."""
     command = read_command(argv)
     command.print_notes()
-    return _composed(command.overrides)
+    return _compose(command.overrides)
 
 
-def _composed(overrides: list[str]) -> DictConfig:
+def _compose(overrides: list[str]) -> DictConfig:
     try:
         with initialize_config_dir(str(conf_folder()), version_base="1.3"):
             return compose("config", overrides)
@@ -172,7 +174,7 @@ def _composed(overrides: list[str]) -> DictConfig:
 
 
 def _check_references(job: DictConfig) -> None:
-    """Raise ConfigError where nested references (`${key}`) expand to more than `MOST_TEXT` characters."""
+    """Raise ConfigError if nested references (`${key}`) expand to more than `MAX_TEXT` characters."""
     whole, known = OmegaConf.to_container(job), dict[str, int]()
 
     def size(value: Any, path: list[str]) -> int:
@@ -186,7 +188,7 @@ def _check_references(job: DictConfig) -> None:
         parts = re.split(r"[.\[\]]+", ".".join(path).rstrip("]"))
         name, node = ".".join(parts), whole
         if name not in known:
-            known[name] = 0  # one that refers to itself is OmegaConf's to refuse
+            known[name] = 0  # OmegaConf rejects a reference to itself
             for part in parts:
                 key = int(part) if isinstance(node, list) and part.isdecimal() else part
                 held = range(len(node)) if isinstance(node, list) else node
@@ -194,38 +196,38 @@ def _check_references(job: DictConfig) -> None:
             known[name] = size(node, parts)
         return known[name]
 
-    if (characters := size(whole, [])) > MOST_TEXT:
-        about = "more than a million million" if characters > 10**12 else f"{characters:,}"
-        raise ConfigError([f"references (${{key}}) of the job stand for {about} characters, {MOST_TEXT:,} at most"])
+    if (characters := size(whole, [])) > MAX_TEXT:
+        about = "more than 10^12" if characters > 10**12 else f"{characters:,}"
+        raise ConfigError(
+            [f"references (${{key}}) of the job expand to {about} characters, but at most {MAX_TEXT:,} are allowed"]
+        )
 
 
-def to_config(job: DictConfig, look: Callable[[Config], Facts] = read_facts) -> Config:
-    """Build checked dataclasses; raise all problems together. `look`: what is read of the world."""
+def to_config(job: DictConfig, get_facts: Callable[[Config], Facts] = read_facts) -> Config:
+    """Return the checked dataclasses; raise all problems together. `get_facts` reads disk, hub and devices."""
     try:
         _check_references(job)
         missing = OmegaConf.missing_keys(job)
-        for name in missing & by_name().keys():  # `check` reports them beside all others
+        for name in missing & by_name().keys():  # `check` reports them together with all others
             OmegaConf.update(job, name, [] if by_name()[name].type.startswith("list") else "")
         config = OmegaConf.to_object(job) if missing <= by_name().keys() else None
     except RecursionError:
-        raise ConfigError(
-            ["references (${key}) of the job are nested too deep to be read; write their values"]
-        ) from None
+        raise ConfigError(["references (${key}) of the job are nested too deeply; write the values instead"]) from None
     except OmegaConfBaseException as error:
         raise ConfigError([explain_failure(error, [])]) from error
     if config is None:
-        raise ConfigError([f"{name}=???: is left open; give it a value" for name in missing - by_name().keys()])
+        raise ConfigError([f"{name}=???: has no value; set one" for name in missing - by_name().keys()])
     if not isinstance(config, Config):
         raise ConfigError([f"the composed job is a {type(config).__name__}; conf/config.yaml must begin with `schema`"])
     remember(dataclasses.asdict(config))
-    problems = _wrong_types(config) or check(config, look(config))
+    problems = _wrong_types(config) or check(config, get_facts(config))
     if problems:
         raise ConfigError(problems)
     return config
 
 
 def _wrong_types(config: Config) -> list[str]:
-    """Report what OmegaConf accepts: entries of lists and dictionaries, interpolations, non-finite numbers."""
+    """Return type errors that OmegaConf accepts: in lists, dictionaries and interpolations, and non-finite numbers."""
     found = []
     for name, key in by_name().items():
         value = value_of(config, name)
@@ -237,12 +239,12 @@ def _wrong_types(config: Config) -> list[str]:
 
 
 def load(argv: list[str]) -> Config:
-    """`load(["experiment=quickstart", "trainer.total_training_steps=2"])`: composed, typed and checked."""
+    """Compose, type and check a job: `load(["experiment=quickstart", "trainer.total_training_steps=2"])`."""
     return to_config(compose_job(argv))
 
 
 def explain_failure(error: BaseException, overrides: list[str]) -> str:
-    """One line for what Hydra or OmegaConf raised."""
+    """Return one line that explains an error of Hydra or OmegaConf."""
     chain: list[str] = []
     grammar = False
     cause: BaseException | None = error
@@ -258,25 +260,25 @@ def explain_failure(error: BaseException, overrides: list[str]) -> str:
     if sweep:
         name, _, value = sweep[1].partition("=")
         many = is_free(name) or (name in by_name() and by_name()[name].type.startswith("list"))
-        listed = f"for a list write {name}=[{value}], " if many else ""
-        return f"{sweep[1]}: several values; {listed}to run one job for each add --multirun"
+        as_list = f"for a list write {name}=[{value}], " if many else ""
+        return f"{sweep[1]}: several values; {as_list}add --multirun to run one job for each"
     where = re.search(r"full_key: ([\w.\[\]]+)", text)
-    if grammar or where is None or where[1].startswith("hydra."):  # in no key yet, or Hydra's own to explain
+    if grammar or where is None or where[1].startswith("hydra."):  # not about a key, or about Hydra's own settings
         first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
         guilty = next((word for word in overrides if grammar and "${" in word), None)
-        return f"{guilty}: {first}; correct what stands in ${{...}}" if guilty else first
+        return f"{guilty}: {first}; correct the expression in ${{...}}" if guilty else first
     name = re.sub(r"\[\d+\]", "", where[1])
     file = re.search(r"In '([^']+)'", text)
     prefix = f"conf file {file[1]}: " if file and not file[1].startswith(f"job_file/{job_file.NAME}") else ""
     if is_free(name):
         given = re.search(r"Value '([^']*)'", text)
         shown = f"{name}={given[1]}" if given else name
-        return f"{prefix}{shown}: is no value of this dictionary; see `rlfuse train --help`"
+        return f"{prefix}{shown}: invalid value for this dictionary; see `rlfuse train --help`"
     if name not in by_name():
         return prefix + (explain_name(name, None) or f"{name}: is a group of keys, not a value")
     value = re.search(r"Value '([^']*)'", text)
     if re.search(r"Interpolation|resolv", text):
-        return f"{prefix}{name}: {text.strip().splitlines()[0]}; correct what stands in ${{...}}"
+        return f"{prefix}{name}: {text.strip().splitlines()[0]}; correct the expression in ${{...}}"
     return prefix + explain_value(name, value[1] if value else _given(name, overrides))
 
 
@@ -293,7 +295,7 @@ def _explain_value(word: str) -> str | None:
         name, value = parse_override(word).name, override.value()
         return explain_form(name, value) or explain_type(name, value)
     except RecursionError:
-        return f"{word}: brackets are nested too deep to be read; no setting needs four levels"
+        return f"{word}: brackets are nested too deeply; no setting needs four levels"
     except (HydraException, ValueError):
-        quoting = "brackets must close, and special characters need quotes, as 'key=\"value\"'"
-        return f"{word}: the value can't be read; {quoting}"
+        quoting = "close all brackets, and quote special characters, as in 'key=\"value\"'"
+        return f"{word}: the value can't be parsed; {quoting}"

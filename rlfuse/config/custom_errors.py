@@ -1,6 +1,6 @@
 """Describe exceptions of custom code: one line, and a traceback that begins in that code.
 
-Inspecting an exception may run code of its class; these functions never raise and return printable text.
+Inspecting an exception may run code of its class; these functions never raise, and they return printable text.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from typing import Any
 from rlfuse.console import plain
 
 CALLERS = (
-    *(str(Path(__file__).parents[1] / room) for room in ("config", "fusion", "observe", "rewards")),
+    *(str(Path(__file__).parents[1] / package) for package in ("config", "fusion", "observe", "rewards")),
     str(Path(asyncio.__file__).parent),
     inspect.__file__,
     "<frozen importlib",
 )
-"""Beginnings of the files whose frames only lead into a user's code."""
+"""Prefixes of files whose frames only lead to the user's code."""
 TRACEBACK_LENGTH = 20_000
-MOST_LINKED = 100
-"""Exceptions of a chain or group that are shown. While a longer one is handled, each that is raised walks all of it."""
+MAX_LINKED = 100
+"""Maximum length of an exception chain or group that is shown; the cost of handling one grows with its length."""
 
 
 def headline(error: BaseException) -> str:
-    """Type and message of an exception on one line."""
+    """Return the type and message of an exception on one line."""
     kind = _safely(lambda: text(type(error).__name__), otherwise="an exception without a name")
-    said = _safely(lambda: text(str(error)), otherwise="(its message can't be shown)")
-    return f"{kind}: {(said.strip().splitlines() or ['(no message)'])[0]}"
+    message = _safely(lambda: text(str(error)), otherwise="(its message can't be shown)")
+    return f"{kind}: {(message.strip().splitlines() or ['(no message)'])[0]}"
 
 
-def _safely(look: Callable[..., str], *arguments: Any, otherwise: str) -> str:
-    """Return what `look` finds; an exception's class may raise when it is inspected."""
+def _safely(inspect_error: Callable[..., str], *arguments: Any, otherwise: str) -> str:
+    """Return `inspect_error(*arguments)`, or `otherwise` if the exception's class raises when inspected."""
     try:
-        return look(*arguments)
+        return inspect_error(*arguments)
     except BaseException:
         return otherwise
 
 
 def user_traceback(error: BaseException, begins: str = "") -> str:
-    """The traceback without the frames that led into the user's code; `begins` instead of one without theirs."""
+    """Return the traceback from the first frame of the user's code; after `begins` if it has no such frame."""
     return _safely(_traceback, error, begins, otherwise=begins)
 
 
 def _traceback(error: BaseException, begins: str) -> str:
     frame = user_frames(error)
-    if _are_many(error):
-        led = f"(more than {MOST_LINKED} exceptions led to it or are in it; they are left out)"
-        parts = ["Traceback (most recent call last):\n", *traceback.format_tb(frame), f"{headline(error)}\n{led}"]
+    if _is_long_chain(error):
+        omitted = f"(more than {MAX_LINKED} linked exceptions are omitted)"
+        parts = ["Traceback (most recent call last):\n", *traceback.format_tb(frame), f"{headline(error)}\n{omitted}"]
     else:
         parts = traceback.format_exception(type(error), error, frame)
     shown = text("".join(parts)).rstrip()
@@ -63,16 +63,16 @@ def _traceback(error: BaseException, begins: str) -> str:
 
 
 def user_frames(error: BaseException) -> TracebackType | None:
-    """The frames from the first of the user's code on; None where all are ours."""
+    """Return the traceback from the first frame of the user's code on; None if it has none."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(CALLERS):
         frame = frame.tb_next
     return frame
 
 
-def _are_many(error: BaseException) -> bool:
+def _is_long_chain(error: BaseException) -> bool:
     seen, waiting = set(), [error]
-    while waiting and len(seen) <= MOST_LINKED:
+    while waiting and len(seen) <= MAX_LINKED:
         one = waiting.pop()
         if one is None or id(one) in seen:
             continue
@@ -80,11 +80,11 @@ def _are_many(error: BaseException) -> bool:
         waiting += one.__cause__, one.__context__
         if isinstance(one, BaseExceptionGroup):
             waiting += one.exceptions
-    return len(seen) > MOST_LINKED
+    return len(seen) > MAX_LINKED
 
 
 def definition_line(call: Any) -> str:
-    """Where a function begins, as a traceback shows it; empty for what has no Python code."""
+    """Return where a function is defined, in the format of a traceback; empty if it has no Python code."""
     while isinstance(call, functools.partial):
         call = call.func
     call = inspect.unwrap(call)

@@ -1,6 +1,6 @@
 """Read custom functions and video models, `path/file.py:name`, from the file's syntax tree without executing it.
 
-A file is read once, until `forget`: traits stay the same if it is edited during a run. Problems are `ConfigError`s.
+A file is read once, until `clear_cache`, so edits during a run do not change its traits. Problems are `ConfigError`s.
 """
 
 from __future__ import annotations
@@ -28,44 +28,45 @@ PARAMETERS = {
     "actor.loss_mode": ("log_probs", "old_log_probs", "advantages", "mask", "clip_low", "clip_high", "clip_c"),
     "actor.kl_loss_type": _OF_KL,
 }  # fmt: skip
-"""Keys that name a function of algorithms -> what it is given, by name, of what it asks for."""
+"""Key of a custom algorithm function -> names of the arguments that it may take."""
 FAMILY = "model.video_family"
 METRICS = "trainer.metrics"
 POLICY = "fusion.policy"
 REWARDS = "reward.functions"
 _ARGUMENT = {POLICY: "snapshot", METRICS: "list of samples"}
-"""Keys whose function is called with one argument -> what that is."""
+"""Key whose function is called with one argument -> description of the argument."""
 _TRAIT_OF = {"values": "needs_critic", "dimensions": "each_reward", "weights": "each_reward"}
-"""Parameters that are there for estimators with this trait only."""
+"""Parameter -> trait of the estimators that receive it."""
 
 
 def traits_of(estimator: str) -> Traits:
-    """Return the traits of an estimator, none of an unknown name. ConfigError for unreadable custom ones."""
+    """Return the traits of an estimator, or default traits for an unknown name. Raises ConfigError for invalid
+    files."""
     if names_function(estimator):
         return read("algorithm.adv_estimator", estimator)
     return ESTIMATORS.get(estimator, Traits())
 
 
-def split(value: str) -> tuple[Path, str]:
-    """`path/file.py:name` as an absolute path and a name."""
+def split_reference(value: str) -> tuple[Path, str]:
+    """Return the absolute path and the name of `path/file.py:name`."""
     file, _, name = value.rpartition(":")
     return Path(file).expanduser().absolute(), name
 
 
 def absolute(key: str, value: str) -> str:
-    """The same function by an absolute path: workers may have another working directory."""
-    return "{}:{}".format(*split(value))
+    """Return `value` with an absolute path, because workers may have another working directory."""
+    return "{}:{}".format(*split_reference(value))
 
 
 def map_functions(config: Any, place: Callable[[str, str], str]) -> Any:
-    """Return the job with `place(key, function)` for each custom function except rewards."""
+    """Return the job with `place(key, function)` applied to each custom function except rewards."""
     chosen = {key.name: operator.attrgetter(key.name)(config) for key in declared(type(config)) if key.custom}
     moved: dict[str, Any] = {key: place(key, value) for key, value in chosen.items() if names_function(value)}
     return with_values(config, {**moved, METRICS: [place(METRICS, each) for each in config.trainer.metrics]})
 
 
-def functions_named_by(config: Any) -> list[tuple[str, str]]:
-    """Return each custom function or class that a job names except rewards, with its key."""
+def custom_functions_of(config: Any) -> list[tuple[str, str]]:
+    """Return (key, function or class) for each custom one of a job, except rewards."""
     found = []
     for key in (key for key in declared(type(config)) if key.custom):
         value = operator.attrgetter(key.name)(config)
@@ -75,30 +76,30 @@ def functions_named_by(config: Any) -> list[tuple[str, str]]:
 
 
 def map_model_paths(config: Any, place: Callable[[str | None], str | None]) -> Any:
-    """The job with `place(path)` for each of its models, those of its rewards and their judges included."""
+    """Return the job with `place(path)` applied to each model, including reward models and judges."""
     models = ("model.path", "critic.path", "ref.path", "reward.model_path")
     moved: dict[str, Any] = {key: place(operator.attrgetter(key)(config)) for key in models}
     return with_values(config, {**moved, REWARDS: map_judge_paths(config.reward.functions, place)})
 
 
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:
-    """The job with these values of keys, each of a group."""
+    """Return the job with new values of keys of the form GROUP.KEY."""
     for key, value in values.items():
         group, _, name = key.partition(".")
         config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{name: value})})
     return config
 
 
-def forget() -> None:
-    """What was read: the files may be others by now."""
+def clear_cache() -> None:
+    """Forget all files that were read, since they may have changed."""
     _read.cache_clear()
 
 
 def read(key: str, value: str) -> Traits:
-    """The traits of a function that is as the key needs it; ConfigError for another."""
+    """Return the traits of the function that a key names. Raises ConfigError for an invalid one."""
     if not names_function(value):
-        raise _problem(key, value, f"names no {_kind(key)} of a file", f"write {CUSTOM}")
-    return _read(key, value, *split(value))
+        raise _problem(key, value, f"does not name a {_kind(key)} in a file", f"write {CUSTOM}")
+    return _read(key, value, *split_reference(value))
 
 
 @cache
@@ -106,27 +107,27 @@ def _read(key: str, value: str, path: Path, name: str) -> Traits:
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError:
-        raise _problem(key, value, f"there is no file {path}", "correct the path") from None
+        raise _problem(key, value, f"the file {path} does not exist", "correct the path") from None
     except (SyntaxError, ValueError) as error:
         where = f"syntax error in line {error.lineno}: " if isinstance(error, SyntaxError) else ""
         raise _problem(key, value, f"{where}{getattr(error, 'msg', error)}", "correct the file") from error
     kind, nodes = _kind(key), ast.ClassDef if key == FAMILY else ast.FunctionDef | ast.AsyncFunctionDef
     found = {node.name: node for node in tree.body if isinstance(node, nodes)}
-    # Rewards, and policies that are no plain `def`, are checked when they are loaded.
+    # Rewards, and policies that are not defined by `def`, are checked when they are loaded.
     loaded = key == REWARDS or (key == POLICY and name not in found)
     loaded = loaded and not _bound(tree).isdisjoint({name, "*"})
     if name not in found and not loaded:
         known = ", ".join(each for each in found if not each.startswith("_")) or "none"
         several = "classes" if key == FAMILY else "functions"
         raise _problem(key, value, f"the file has no {kind} `{name}`; its {several}: {known}", "name one of them")
-    # Not of rewards: their files may extend sys.path first, and are executed before anything starts.
-    absent = [each for each in _imported(tree) if key != REWARDS and not _is_there(each, path.resolve().parent)]
+    # Except for rewards: their files may extend sys.path, and they are executed at startup anyway.
+    absent = [each for each in _imported(tree) if key != REWARDS and not _is_importable(each, path.resolve().parent)]
     if absent:
-        raise _problem(key, value, f"Python finds no package `{absent[0]}`", "install it, or correct the file")
-    return Traits() if loaded or key == FAMILY else _judged(key, value, found[name])
+        raise _problem(key, value, f"Python does not find the package `{absent[0]}`", "install it, or correct the file")
+    return Traits() if loaded or key == FAMILY else _check_signature(key, value, found[name])
 
 
-def _judged(key: str, value: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Traits:
+def _check_signature(key: str, value: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Traits:
     if isinstance(function, ast.AsyncFunctionDef):
         raise _problem(key, value, "the function is async", "make it a plain `def`")
     arguments = function.args
@@ -136,33 +137,33 @@ def _judged(key: str, value: str, function: ast.FunctionDef | ast.AsyncFunctionD
     by_name = [each.arg for each, default in pairs if default is None]
     if argument := _ARGUMENT.get(key):
         if not (positional or arguments.vararg) or first[1:] or by_name:
-            takes = f"takes ({ast.unparse(arguments)}), which is not one {argument}"
+            takes = f"takes ({ast.unparse(arguments)}) instead of one {argument}"
             raise _problem(key, value, takes, f"correct it to `def {function.name}({argument.split()[-1]})`")
         return Traits()
     given, needed = PARAMETERS[key], first + by_name
     if unknown := [each for each in needed if each not in given or each in (a.arg for a in arguments.posonlyargs)]:
-        wrong = f"its parameter `{unknown[0]}` is not one of {', '.join(given)}, which are given by name"
+        wrong = f"its parameter `{unknown[0]}` is not one of {', '.join(given)}, which are passed by name"
         raise _problem(key, value, wrong, "rename it, or give it a default")
     try:
-        traits = _stated(function) if key == "algorithm.adv_estimator" else Traits()
+        traits = _declared_traits(function) if key == "algorithm.adv_estimator" else Traits()
     except (TypeError, ValueError) as error:
-        says = str(error).removeprefix("Traits.__init__() ")
-        valid = f"traits are {', '.join(Traits.__dataclass_fields__)}, written out as True, False or a text"
-        raise _problem(key, value, f"@{DECORATOR}: {says}; {valid}", "correct it") from error
+        reason = str(error).removeprefix("Traits.__init__() ")
+        valid = f"traits are {', '.join(Traits.__dataclass_fields__)}, with the literal values True, False or a string"
+        raise _problem(key, value, f"@{DECORATOR}: {reason}; {valid}", "correct it") from error
     for parameter, trait in _TRAIT_OF.items() if key == "algorithm.adv_estimator" else ():
         if parameter in needed and not getattr(traits, trait):
-            wrong = f"its parameter `{parameter}` is only there for estimators with {trait}=True"
+            wrong = f"its parameter `{parameter}` is only passed to estimators with {trait}=True"
             raise _problem(key, value, wrong, f"put @{DECORATOR}({trait}=True) above it")
     return traits
 
 
-def _stated(function: ast.FunctionDef) -> Traits:
+def _declared_traits(function: ast.FunctionDef) -> Traits:
     for each in function.decorator_list:
         named = each.func if isinstance(each, ast.Call) else each
         if getattr(named, "attr", getattr(named, "id", None)) != DECORATOR:
             continue
         if not isinstance(each, ast.Call) or each.args:
-            raise ValueError(f"takes traits by name, as @{DECORATOR}(needs_groups=True)")
+            raise ValueError(f"pass traits by name, as in @{DECORATOR}(needs_groups=True)")
         return Traits(**{str(keyword.arg): ast.literal_eval(keyword.value) for keyword in each.keywords})
     return Traits()
 
@@ -189,9 +190,9 @@ def _bound(tree: ast.Module) -> set[str]:
                     if isinstance(each, ast.alias)}  # fmt: skip
 
 
-def _is_there(package: str, folder: Path) -> bool:
-    beside = (folder / f"{package}.py").exists() or (folder / package).is_dir()
-    return beside or importlib.util.find_spec(package) is not None
+def _is_importable(package: str, folder: Path) -> bool:
+    is_neighbour = (folder / f"{package}.py").exists() or (folder / package).is_dir()
+    return is_neighbour or importlib.util.find_spec(package) is not None
 
 
 def _problem(key: str, value: str, valid: str, remedy: str) -> ConfigError:

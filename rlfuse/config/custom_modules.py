@@ -1,7 +1,7 @@
-"""Execute custom files as modules: one per file and process, importable under the same name in every process.
+"""Execute custom files as modules: one per file and process, importable by the same name in every process.
 
-A file keeps the name that Python would give it in its folder; if another module has that, `..._HEX` with its path, so
-that a fresh process can unpickle its objects. A changed file is executed again. Its folder is appended to `sys.path`.
+A module is named after its file. If another module has that name, its name is `..._HEX` with the encoded path, so that
+new processes can unpickle its objects. A changed file is executed again. Its folder is appended to `sys.path`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any
 
 import psutil
 
-from rlfuse.config.custom_functions import read, split
+from rlfuse.config.custom_functions import read, split_reference
 from rlfuse.errors import ConfigError
 
 __path__: list[str] = []
 
 _executed: dict[Path, tuple[ModuleType, bytes]] = {}
-_started = psutil.Process().create_time() - 1  # its clock counts from a second in which the machine started
-"""What was written before is what this process has imported, and forks of it have."""
+_started = psutil.Process().create_time() - 1  # its clock has a resolution of up to one second
+"""Files not written since then are the versions that this process, and its forks, have imported."""
 
 
 def load(key: str, value: str, module: Callable[[Path], ModuleType] | None = None) -> Callable[..., Any]:
-    """Return the function that a key names; ConfigError for an unusable one. `module` executes its file."""
+    """Return the function that a key names. Raises ConfigError for an invalid one. `module` executes its file."""
     read(key, value)
-    path, name = split(value)
+    path, name = split_reference(value)
     try:
         return getattr((module or load_module)(path), name)
     except (Exception, SystemExit) as error:
@@ -41,7 +41,7 @@ def load(key: str, value: str, module: Callable[[Path], ModuleType] | None = Non
 
 
 def load_module(path: Path) -> ModuleType:
-    """The module of the file at a path; raises what its code does."""
+    """Return the module of the file at a path. Raises the exceptions of its code."""
     path = path.expanduser().resolve()
     text = path.read_bytes()
     known, before = _executed.get(path), set(sys.modules)
@@ -55,7 +55,7 @@ def load_module(path: Path) -> ModuleType:
     module, former = module_from_spec(spec), sys.modules.get(spec.name)
     sys.modules[spec.name] = module
     try:
-        # Compiled here, not by importlib: its cache takes an edit within a second that keeps the length for no edit.
+        # importlib's cache would miss an edit within one second that keeps the length of the file.
         exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
     except BaseException:
         if former is None:
@@ -64,23 +64,23 @@ def load_module(path: Path) -> ModuleType:
             sys.modules[spec.name] = former
         raise
     _executed[path] = module, text
-    _note_neighbours(path.parent, before)
+    _record_neighbours(path.parent, before)
     return module
 
 
 def _imported(path: Path) -> ModuleType | None:
-    """Return the module that an `import` made of the file, unless a later edit may have been missed."""
+    """Return the module that an `import` statement loaded from the file, unless the file was edited since."""
     module = sys.modules.get(path.stem)
     file = getattr(module, "__file__", None)
     return module if file and Path(file).resolve() == path and os.stat(path).st_ctime < _started else None
 
 
-def _note_neighbours(folder: Path, before: set[str]) -> None:
-    """Record files of the folder that the new module imported: a job may name them, too."""
+def _record_neighbours(folder: Path, before: set[str]) -> None:
+    """Record files of the folder that the new module imported, since a job may name them, too."""
     for name in set(sys.modules) - before:
         file = getattr(sys.modules[name], "__file__", None)
         if file and Path(file).parent == folder and Path(file).suffix == ".py":
-            with suppress(OSError):  # written to be imported, and gone since
+            with suppress(OSError):  # removed after it was imported
                 _executed.setdefault(Path(file), (sys.modules[name], Path(file).read_bytes()))
 
 
@@ -92,7 +92,7 @@ def _name(path: Path) -> str:
 
 
 class Finder(MetaPathFinder):
-    """Finds the modules of this package by the paths in their names."""
+    """Finder of the modules of this package, by the paths encoded in their names."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,6 +1,6 @@
 """Declare configuration keys: `key(...)` has the default, the effect on resume and the valid values of a field.
 
-The string below a field is its documentation. Checks, help, conf/KEYS.md, error messages and resume read `declared`.
+The string below a field is its help text. Checks, help, conf/KEYS.md, error messages and resume read `declared`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any
 from omegaconf import MISSING
 
 CUSTOM = "path/file.py:name"
-"""The form of a custom function or class as the value of a key."""
+"""Syntax of a custom function or class as the value of a key."""
 
 
 class Effect(Enum):
-    """Effect of a changed value on a run that resumes with it; the value completes "these changes ..."."""
+    """Effect of a changed setting on a resumed run; the value completes "these changes ..."."""
 
-    IMMEDIATE = "take effect at once and leave the training as it is"
-    NEXT_STEP = "take effect from the next step on"
-    EXPERIMENT = "take effect, but before and after are then no longer one experiment"
-    FIXED = "can't change in a run"
+    IMMEDIATE = "take effect immediately and do not affect training"
+    NEXT_STEP = "take effect from the next step"
+    EXPERIMENT = "take effect, but results before and after are not comparable"
+    FIXED = "can't be changed in a run"
 
     @property
     def label(self) -> str:
@@ -39,7 +39,8 @@ class Effect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Effect of a change on resume and the reason; `sometimes`: of the changes that `run.resume` decides by value."""
+    """Effect of a change on resume, with the reason. `sometimes`: the alternative, which `run.resume` selects by
+    value."""
 
     effect: Effect
     reason: str
@@ -48,36 +49,36 @@ class Resume:
 
 RUN_NAME = Resume(Effect.IMMEDIATE, "names the run folder")
 RESUME_FROM = Resume(Effect.IMMEDIATE, "the checkpoint to resume from")
-LOGGING = Resume(Effect.IMMEDIATE, "what is logged, and when alerts are raised")
-SAVING = Resume(Effect.IMMEDIATE, "when to validate and to save")
+LOGGING = Resume(Effect.IMMEDIATE, "logging and alerts")
+SAVING = Resume(Effect.IMMEDIATE, "validation and checkpoint intervals")
 RESOURCES = Resume(Effect.IMMEDIATE, "memory, processes and time limits")
 TOLERANCE = Resume(Effect.IMMEDIATE, "error tolerance")
-LENGTH = Resume(Effect.NEXT_STEP, "how long it trains")
-OPTIMIZER = Resume(Effect.NEXT_STEP, "how large the optimizer's steps are")
-LOSS_WEIGHTS = Resume(Effect.NEXT_STEP, "weights and bounds in the loss")
-KL_CONTROL = Resume(Effect.NEXT_STEP, "the controller restarts from a new coefficient")
-SCHEDULING = Resume(Effect.NEXT_STEP, "when and where work runs, never what is computed")
-ROUNDING = Resume(Effect.NEXT_STEP, "the same numbers up to rounding")
-PROMPTS = Resume(Effect.EXPERIMENT, "other prompts from the same number of batches on")
-ORDER = Resume(Effect.EXPERIMENT, "another order: some prompts of this epoch repeat, others are skipped")
-BATCH = Resume(Effect.EXPERIMENT, "another batch; the position in the data is counted in batches")
-UPDATES = Resume(Effect.EXPERIMENT, "another number of updates per batch")
-SAMPLING = Resume(Effect.EXPERIMENT, "responses are sampled differently")
-VALIDATION = Resume(Effect.EXPERIMENT, "validation scores before and after can't be compared")
-REWARD = Resume(Effect.EXPERIMENT, "another reward: values before and after can't be compared")
-ADVANTAGE = Resume(Effect.EXPERIMENT, "another advantage")
-LOSS = Resume(Effect.EXPERIMENT, "another loss")
-FRAMES = Resume(Effect.EXPERIMENT, "the model sees other frames")
-WEIGHTS = Resume(Effect.FIXED, "weights come from the checkpoint")
+LENGTH = Resume(Effect.NEXT_STEP, "length of the run")
+OPTIMIZER = Resume(Effect.NEXT_STEP, "size of optimizer steps")
+LOSS_WEIGHTS = Resume(Effect.NEXT_STEP, "coefficients and bounds in the loss")
+KL_CONTROL = Resume(Effect.NEXT_STEP, "the KL controller restarts with a new coefficient")
+SCHEDULING = Resume(Effect.NEXT_STEP, "when and where work runs, not its results")
+ROUNDING = Resume(Effect.NEXT_STEP, "the same results up to rounding")
+PROMPTS = Resume(Effect.EXPERIMENT, "different prompts after the same number of batches")
+ORDER = Resume(Effect.EXPERIMENT, "data order: some prompts of this epoch repeat, others are skipped")
+BATCH = Resume(Effect.EXPERIMENT, "batch composition; the position in the data is counted in batches")
+UPDATES = Resume(Effect.EXPERIMENT, "number of updates per batch")
+SAMPLING = Resume(Effect.EXPERIMENT, "sampling of responses")
+VALIDATION = Resume(Effect.EXPERIMENT, "validation scores before and after are not comparable")
+REWARD = Resume(Effect.EXPERIMENT, "rewards before and after are not comparable")
+ADVANTAGE = Resume(Effect.EXPERIMENT, "advantage estimation")
+LOSS = Resume(Effect.EXPERIMENT, "loss function")
+FRAMES = Resume(Effect.EXPERIMENT, "the model receives different frames")
+WEIGHTS = Resume(Effect.FIXED, "weights are loaded from the checkpoint")
 STORED = Resume(Effect.FIXED, "weights and optimizer state are stored this way")
-TRAINED = Resume(Effect.FIXED, "what is trained, and with which engine")
+TRAINED = Resume(Effect.FIXED, "training task and rollout engine")
 LAYOUT = Resume(
     Effect.FIXED,
     "optimizer state is sharded this way",
-    Resume(Effect.NEXT_STEP, "where work runs; the checkpoint can be loaded with this layout"),
+    Resume(Effect.NEXT_STEP, "placement of work; the checkpoint can be loaded with this layout"),
 )
 ESTIMATOR = Resume(
-    ADVANTAGE.effect, ADVANTAGE.reason, Resume(Effect.FIXED, "with or without a critic: the checkpoint has the other")
+    ADVANTAGE.effect, ADVANTAGE.reason, Resume(Effect.FIXED, "adds or removes the critic, unlike the checkpoint")
 )
 
 
@@ -96,16 +97,16 @@ class Key:
     at_most: float | None = None
     or_minus_one: bool = False
     choices: str = ""
-    """`a | b (what b means)`; a list is checked entry by entry."""
+    """`a | b (meaning of b)`; each entry of a list is checked."""
     rejected: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
-    """Values that other trainers accept -> why they are not supported here."""
+    """Value that other frameworks accept -> reason why it is not supported."""
     custom: bool = False
-    """Whether it may name a custom function or class, in the form `CUSTOM`."""
+    """True if the value may name a custom function or class, in the form `CUSTOM`."""
     remedy: str = ""
-    """Replaces "the default is ..." in the message about a value out of range."""
+    """Replaces "the default is ..." in the message for a value out of range."""
     is_path: bool = False
     accepts_entry: bool = False
-    """Whether the list may be given as its only entry, without brackets."""
+    """True if a list with one entry may be written without brackets."""
 
     @property
     def text(self) -> str:
@@ -113,12 +114,12 @@ class Key:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The values of `choices` without their meanings."""
+        """Values of `choices`, without their explanations."""
         return _names(self.choices)
 
     @property
     def values(self) -> str:
-        """`choices`, followed by the form of a custom function where one is accepted."""
+        """`choices`, plus the syntax of custom functions if they are accepted."""
         return f"{self.choices} | {CUSTOM} (custom)" if self.custom and self.choices else self.choices
 
     @property
@@ -139,7 +140,7 @@ class Key:
 
     @property
     def free(self) -> bool:
-        """Whether it is a dictionary below which any name is accepted."""
+        """True for a dictionary that accepts any name."""
         return self.type.startswith("dict")
 
     @property
@@ -155,11 +156,11 @@ class Key:
 
     @property
     def limits(self) -> str:
-        """`range`, and null where that is accepted."""
+        """`range`, plus null if it is accepted."""
         return f"{self.range}, or null" if self.range and self.optional else self.range
 
     def in_range(self, value: float) -> bool:
-        """Return whether a value is in the valid range; True without one."""
+        """Return whether a value is in the valid range; True if the key has no range."""
         if self.above is self.at_least is self.at_most is None or (self.or_minus_one and value == -1):
             return True
         return (
@@ -170,7 +171,7 @@ class Key:
         )
 
     def accepts(self, value: object) -> bool:
-        """Return whether one value is among the choices, or names a custom function where that is accepted."""
+        """Return whether a value is one of the choices, or names a custom function if they are accepted."""
         return value in self.names or (self.custom and names_function(value))
 
 
@@ -189,23 +190,23 @@ def key(default: Any, resume: Resume, **constraints: Any) -> Any:
 
 @functools.cache
 def declared(config: type, prefix: str = "") -> tuple[Key, ...]:
-    """Return the keys of a group and of the groups in it, in order. TypeError for one without documentation."""
+    """Return the keys of a group and its subgroups, in order. Raises TypeError for a key without help text."""
     return tuple(each for _, each in walk(config, prefix) if isinstance(each, Key))
 
 
 def walk(config: type, prefix: str = "") -> Iterator[tuple[str, type | Key]]:
-    """Yield each group and key by its full name, a group before what is in it."""
+    """Yield each group and key with its full name, a group before its keys."""
     texts = field_texts(config)
     for field in dataclasses.fields(config):
         name = prefix + field.name
         if not field.metadata:
             if not dataclasses.is_dataclass(field.default_factory):
-                raise TypeError(f"{name} is no declared key; write it as key(default, effect on resume)")
+                raise TypeError(f"{name} is not a declared key; declare it as key(default, effect on resume)")
             yield name, field.default_factory
             yield from walk(field.default_factory, f"{name}.")
             continue
         if field.name not in texts:
-            raise TypeError(f"{name} has no documentation; add a string below the field")
+            raise TypeError(f"{name} has no help text; add a string below the field")
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         kind = str(field.type).replace("dict[str, Any]", "dict").replace("list[Any]", "list")
         yield name, Key(name=name, type=kind, default=default, doc=texts[field.name], **field.metadata)
@@ -213,7 +214,8 @@ def walk(config: type, prefix: str = "") -> Iterator[tuple[str, type | Key]]:
 
 @functools.cache
 def field_texts(cls: type) -> dict[str, str]:
-    """Return field -> the string below it, from the source of a dataclass, since Python does not keep these."""
+    """Return the string below each field of a dataclass, by field; read from the source, as Python does not keep
+    them."""
     found, source = {}, _classes(cls.__module__).get(cls.__name__)
     for field, below in itertools.pairwise(source.body if source else ()):
         text = getattr(below.value, "value", None) if isinstance(below, ast.Expr) else None
@@ -235,7 +237,7 @@ def names_function(value: object) -> bool:
 
 
 def as_typed(value: Any) -> str:
-    """Return a value as it is typed in YAML or on the command line."""
+    """Return a value as written in YAML or on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -21,8 +21,8 @@ REFERENCE = """\
 
 <!-- Written by `rlfuse train --help --markdown > conf/KEYS.md`, from rlfuse/config. -->
 
-Every key of a job, as it is given on the command line (`rollout.n=8`) or in a job file. The last column says what
-happens if a run resumes with another value. Such changes, by the word there:
+All keys of a job, as written on the command line (`rollout.n=8`) or in a job file. The last column gives the effect of
+a changed value when a run resumes. Changes with this effect:
 
 {effects}"""
 
@@ -39,7 +39,7 @@ def by_name() -> dict[str, Key]:
 
 
 def documented() -> list[Key]:
-    """Return all keys, those of an entry of reward.functions after it."""
+    """Return all keys; the keys of an entry of reward.functions follow it."""
     entry = declared(RewardEntry, "reward.functions[].")
     return [each for key in keys() for each in (key, *(entry if key.name == "reward.functions" else ()))]
 
@@ -51,12 +51,13 @@ def groups() -> dict[str, str]:
 
 
 def print_help(words: list[str], out: TextIO | None = None) -> None:
-    """Print keys by group, with `--markdown` as the page; words select keys whose name or text has one of them."""
+    """Print keys by group, as Markdown with `--markdown`. `words` select the keys whose name or text has one of
+    them."""
     out, markdown = out or sys.stdout, MARKDOWN in words
     words = [word for word in words if word != MARKDOWN]
     wanted = [key for key in documented() if not words or any(w in key.name or w in key.text.lower() for w in words)]
     if not wanted:
-        print(f"No key is about {' or '.join(words)}. All keys: rlfuse train --help", file=out)
+        print(f"No key matches {' or '.join(words)}. To list all keys: rlfuse train --help", file=out)
     elif markdown:
         print(reference(wanted), file=out)
     elif out.isatty():
@@ -66,7 +67,7 @@ def print_help(words: list[str], out: TextIO | None = None) -> None:
 
 
 def help_text(wanted: list[Key] | tuple[Key, ...]) -> str:
-    """Return plain help, at most `COLUMNS` wide."""
+    """Return the help as plain text, at most `COLUMNS` wide."""
     lines: list[str] = []
     group = None
     for key in wanted:
@@ -104,13 +105,13 @@ def _print_rich(wanted: list[Key], out: TextIO) -> None:
 
 
 def reference(wanted: list[Key] | tuple[Key, ...]) -> str:
-    """Return the keys as a page of Markdown, with the effect of a change of each on resume."""
+    """Return the key reference in Markdown, including the effect of a change on resume."""
     lines = [REFERENCE.format(effects="\n".join(f"- *{effect.label}*: {effect.value}." for effect in Effect))]
     for group in dict.fromkeys(key.group for key in wanted):
         lines += ["", f"## {group}", "", groups()[group], ""]
         inner = [name for name in groups() if name.startswith(f"{group}.")]
         lines += [f"- `{name}`: {groups()[name]}" for name in inner] + ([""] if inner else [])
-        lines += ["| key | valid values | default | meaning | a change on resume |", "|---|---|---|---|---|"]
+        lines += ["| key | valid values | default | meaning | change on resume |", "|---|---|---|---|---|"]
         lines += [_row(key) for key in wanted if key.group == group]
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
-"""Collect what the checks need to know from disk and hub: missing files, model limits, devices.
+"""Collect facts for the checks from disk, hub and machine: missing files, model limits, devices.
 
-Never raises for a user's mistake but records it; None means unknown, and then nothing is checked.
+User errors are recorded, not raised. None means unknown; the check is then skipped.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ EXPERTS_USED = ("num_experts_per_tok", "moe_topk", "moe_k")
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Plain data about the machine and the files that a configuration names."""
+    """Facts about the machine and the files that a configuration names."""
 
     context_length: int | None = None
-    """Positions that the model knows (max_position_embeddings)."""
+    """Context length of the model (max_position_embeddings)."""
     attention_heads: int | None = None
     layers: int | None = None
     vocabulary: int | None = None
     experts: bool | None = None
     video: bool = False
     model_problems: dict[str, str] = field(default_factory=dict)
-    """key (`model.path`, ...) -> why its model can't be read."""
+    """Key (`model.path`, ...) -> why its model can't be read."""
     estimator: Traits | None = None
     function_problems: tuple[str, ...] = ()
     missing: frozenset[str] = frozenset()
-    """Paths named by the configuration that do not exist, as they were given."""
+    """Missing paths, as written in the configuration."""
     unknown_modules: frozenset[str] = frozenset()
-    """Top-level packages of reward functions that Python does not find."""
+    """Top-level packages of reward functions that Python can't find."""
     cuda: bool | None = None
     gpus: int | None = None
-    """GPUs of this machine, where it is to run the job."""
+    """Number of GPUs of this machine, if the job runs on it."""
     unwritable: str | None = None
     tensorboard: bool | None = None
     wandb: str | None = None
 
 
 def read_facts(config: Config) -> Facts:
-    """Look at what `config` names."""
-    _of_hub.cache_clear()  # a notebook's hub may be reached by now
+    """Collect the facts about the files, models and devices of `config`."""
+    _from_hub.cache_clear()  # in a notebook, the hub may have become reachable
     problems: dict[str, str] = {}
     model = _model_config(config.model.path, "model.path", problems, config.model.trust_remote_code)
     for key, path in (
@@ -64,22 +64,22 @@ def read_facts(config: Config) -> Facts:
     ):
         if path is not None and path != config.model.path:
             _folder_problem(path, key, problems, tokenizer=key != "reward.model_path")
-            if _is_hub_name(path) and isinstance(found := _of_hub(path), str):
+            if _is_hub_name(path) and isinstance(found := _from_hub(path), str):
                 problems[key] = found
     return Facts(
-        **_of_model(model),
+        **_model_facts(model),
         model_problems=problems,
-        **_of_functions(config),
+        **_function_facts(config),
         missing=_missing([*_named_paths(config), *_reward_files(config)]),
         cuda=on_gpus(config),
         gpus=_gpus(config),
         unwritable=_unwritable(Path(config.trainer.default_local_dir, config.trainer.project_name).absolute()),
         tensorboard=importlib.util.find_spec("tensorboard") is not None,
-        wandb=_no_upload() if "wandb" in config.trainer.logger and config.trainer.wandb_mode == "online" else None,
+        wandb=_wandb_problem() if "wandb" in config.trainer.logger and config.trainer.wandb_mode == "online" else None,
     )
 
 
-def _no_upload() -> str | None:
+def _wandb_problem() -> str | None:
     from wandb.errors import Error
     from wandb.sdk import wandb_setup
     from wandb.sdk.lib import wbauth
@@ -90,23 +90,23 @@ def _no_upload() -> str | None:
     try:
         host = wandb_setup.singleton().settings.base_url
         found = wbauth.authenticate_session(host=host, source="rlfuse", prompt=False, update_session=False)
-    except (Error, ValueError) as error:  # a key or an address of the wrong form
+    except (Error, ValueError) as error:  # malformed key or address
         return " ".join(str(error).split()).rstrip(".")
     return None if found else f"wandb has no API key for {host}"
 
 
-def _of_functions(config: Config) -> dict[str, Any]:
-    custom_functions.forget()  # a notebook's files may be others by now
+def _function_facts(config: Config) -> dict[str, Any]:
+    custom_functions.clear_cache()  # in a notebook, the files may have changed
     problems, found, rewards = [], {}, reward_functions(config)
-    in_files = [each for each in rewards if names_function(each) and custom_functions.split(each)[0].exists()]
-    named = [*custom_functions.functions_named_by(config), *((custom_functions.REWARDS, each) for each in in_files)]
+    in_files = [each for each in rewards if names_function(each) and custom_functions.split_reference(each)[0].exists()]
+    named = [*custom_functions.custom_functions_of(config), *((custom_functions.REWARDS, each) for each in in_files)]
     for key, value in named:
         try:
             found[key] = custom_functions.read(key, value)
         except ConfigError as error:
             problems += error.problems
     names = [value.rpartition(":")[2] for value in config.trainer.metrics]
-    problems += [f"{custom_functions.METRICS}: two functions are called {name}, under which they are logged; rename one"
+    problems += [f"{custom_functions.METRICS}: two functions are named {name}, their name in logs; rename one"
                  for name in dict.fromkeys(names) if names.count(name) > 1]  # fmt: skip
     return {
         "estimator": found.get("algorithm.adv_estimator"),
@@ -116,32 +116,32 @@ def _of_functions(config: Config) -> dict[str, Any]:
 
 
 def on_gpus(config: Config) -> bool | None:
-    """Whether workers will have GPUs; None where that is not known here."""
+    """Return whether workers will have GPUs; None if unknown on this machine."""
     gpus = _gpus(config)
     return {"cpu": False, "cuda": True}.get(config.cluster.device, None if gpus is None else gpus > 0)
 
 
 def _gpus(config: Config) -> int | None:
-    """Count GPUs of this machine; None if another machine decides."""
+    """Return the number of GPUs of this machine; None if the job runs on another cluster."""
     return None if config.cluster.ray_address else len([*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")])
 
 
 def planning_facts(config: Config) -> Facts:
-    """Return what the policy's config.json and custom files on this machine say; data may be elsewhere."""
+    """Return the facts that planning needs: from the policy's config.json and custom files, without the data."""
     problems: dict[str, str] = {}
     model = _model_config(config.model.path, "model.path", problems, config.model.trust_remote_code, tokenizer=False)
-    functions = _of_functions(config) | {"unknown_modules": frozenset()}
-    return Facts(**_of_model(model), model_problems=problems, **functions)
+    functions = _function_facts(config) | {"unknown_modules": frozenset()}
+    return Facts(**_model_facts(model), model_problems=problems, **functions)
 
 
 def missing_for_run(config: Config) -> list[str]:
-    """Return the data files, reward files and reward packages that a run of the job needs and this machine lacks."""
+    """Return the data files, reward files and reward packages of the job that are missing on this machine."""
     missing = _missing(paths := [*_data_paths(config), *_reward_files(config)])
     packages = (f"the package {name}" for name in _unknown_modules(reward_functions(config)))
     return [*dict.fromkeys(path for path in paths if path in missing), *packages]
 
 
-def _of_model(model: dict) -> dict[str, Any]:
+def _model_facts(model: dict) -> dict[str, Any]:
     text = {**model, **(model.get("text_config") or {})}
     return {
         "context_length": text.get("max_position_embeddings"),
@@ -154,13 +154,13 @@ def _of_model(model: dict) -> dict[str, Any]:
 
 
 def reward_file(function: str) -> str | None:
-    """The file part of `path/file.py:function`; None for `package.module:function`."""
+    """Return the file of `path/file.py:function`; None for `package.module:function`."""
     source = function.rpartition(":")[0] or function
     return source if source.endswith(".py") or "/" in source else None
 
 
 def reward_functions(config: Config) -> list[str]:
-    """Where the reward functions of this machine are, as far as it can be read."""
+    """Return the paths of the reward functions that run on this machine."""
     entries, _ = read_entries(config.reward.functions)
     paths = [entry.path for entry in entries if names_code(entry.path)]
     return [path for path in paths if isinstance(path, str)]
@@ -200,13 +200,13 @@ def _folder_problem(path: str, key: str, problems: dict[str, str], tokenizer: bo
         return None
     folder = Path(os.path.expanduser(path))
     if not os.path.isdir(folder):
-        problems[key] = "there is no such folder"
+        problems[key] = "the folder does not exist"
     elif not (folder / "config.json").is_file():
         problems[key] = "the folder has no config.json"
     elif any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
         problems[key] = (
-            "its weights are pickled (*.bin), which can run code when loaded; convert them once with transformers, "
-            "from_pretrained(folder).save_pretrained(other), and give the other folder"
+            "its weights are pickled (*.bin), which can execute code when loaded; convert them once with transformers, "
+            "from_pretrained(folder).save_pretrained(other), and use the new folder"
         )
     elif tokenizer and not any((folder / n).is_file() for n in TOKENIZER_FILES):
         problems[key] = f"the folder has no tokenizer (one of {', '.join(TOKENIZER_FILES)})"
@@ -224,7 +224,7 @@ def _model_config(
     if not path or key in problems:
         return {}
     if folder is not None:
-        # Read directly where it is enough: importing Transformers takes 3 to 8 s, and most mistakes show without it.
+        # Importing transformers takes 3 to 8 s, so the file is read directly where that is enough.
         try:
             raw = json.loads((folder / "config.json").read_text())
             if not isinstance(raw, dict):
@@ -232,7 +232,7 @@ def _model_config(
         except (ValueError, RecursionError) as error:
             problems[key] = f"its config.json is not JSON ({error})"
             return {}
-    elif isinstance(found := _of_hub(path), str):
+    elif isinstance(found := _from_hub(path), str):
         problems[key] = found
         return {}
     else:
@@ -249,7 +249,7 @@ def _model_config(
 
 
 @functools.cache
-def _of_hub(name: str) -> Path | str:
+def _from_hub(name: str) -> Path | str:
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -257,19 +257,22 @@ def _of_hub(name: str) -> Path | str:
         cached = try_to_load_from_cache(name, "config.json")
         if isinstance(cached, str) and any(Path(cached).parent.glob("*.safetensors")):
             return Path(cached)
-        HfApi().model_info(name, timeout=HUB_S)  # does not try again for half a minute, as a download would
+        HfApi().model_info(name, timeout=HUB_S)  # fails at once, whereas a download retries for half a minute
         return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_S))
     except OfflineModeIsEnabled:
-        return "is no folder, and HF_HUB_OFFLINE=1 keeps from asking the hub"
-    except Exception as error:  # those of its HTTP library, which changed twice, have no base of its own
-        return f"is no folder, and the hub has no such model or can't be reached ({' '.join(str(error).split())[:300]})"
+        return "is not a folder, and HF_HUB_OFFLINE=1 disables the hub"
+    except Exception as error:  # its HTTP errors have no common base class
+        return (
+            f"is not a folder, and the hub has no such model or can't be reached ({' '.join(str(error).split())[:300]})"
+        )
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Try to create and write a folder, since permissions alone do not tell; leave nothing behind."""
+    """Return why a folder can't be created or written, or None; tries it, since permissions alone are not
+    conclusive."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryDirectory(dir=there, prefix=".rlfuse-"):
             return None
     except OSError as error:
-        return f"{there} can't be written to ({error.strerror})"
+        return f"{there} is not writable ({error.strerror})"

@@ -1,6 +1,6 @@
-"""Which of a trainer's passes are recorded as CUDA graphs, and which settings rule that out. Pure.
+"""Decide which trainer passes are captured as CUDA graphs, and which settings rule that out. Pure.
 
-Role: one of the checks that `checks.check` goes through; trainer ranks and the memory plan read the rest.
+Role: `graph_problems` is one of the checks of `checks.check`; trainer ranks and the memory plan use the rest.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from rlfuse.config.schema import Config
 
 KEY = "actor.cuda_graphs"
 BLOCKERS = {
-    "training.pipeline_parallel_size": (lambda value: value > 1, "stages send activations within a pass"),
+    "training.pipeline_parallel_size": (lambda value: value > 1, "stages send activations during a pass"),
     "training.tensor_model_parallel_size": (lambda value: value > 1, "layers wait for other ranks"),
     "training.ulysses_sequence_parallel_size": (lambda value: value > 1, "attention waits for other ranks"),
     "model.enable_activation_offload": (bool, "activations move to the host during a pass"),
     "model.use_remove_padding": (lambda value: not value, "only packed batches have few sizes"),
 }
-"""Key -> (whether a value rules graphs out, why)."""
+"""Key -> (predicate of the values that rule graphs out, reason)."""
 SMALLEST, LARGEST = 256, 2048
-"""Tokens. A batch is padded to a power of two: above SMALLEST, fewer than half of its tokens are padding. Attention
-in a graph is quadratic in all tokens of the batch, so larger batches are launched operation by operation."""
+"""Graph sizes in tokens. A batch is padded to a power of two; above SMALLEST, less than half of it is padding. In a
+graph, attention is quadratic in all tokens of the batch, so larger batches run without a graph."""
 LAUNCH_BOUND_FLOP = {"bfloat16": 1e11, "float32": 1e10}
-"""Of a layer's forward pass: a GPU needs less time for fewer than the CPU needs to launch the layer's operations, about
-60 of 5 us, at 330 TFLOP/s (bfloat16) or 33 (float32)."""
+"""FLOP of a layer's forward pass below which launching its operations (about 60, 5 us each) takes the CPU longer than
+computing them takes the GPU, at 330 TFLOP/s (bfloat16) or 33 (float32)."""
 
 
 def graph_blocker(config: Config) -> str | None:
@@ -37,14 +37,14 @@ def graph_blocker(config: Config) -> str | None:
 
 
 def graph_sizes(config: Config) -> tuple[int, ...]:
-    """Return the sizes that batches are padded to, ascending; the last one holds a full micro-batch or is LARGEST."""
+    """Return the padded batch sizes in tokens, ascending; the last holds a full micro-batch or is LARGEST."""
     budget = config.actor.ppo_max_token_len_per_gpu
     largest = max(SMALLEST, min(LARGEST, 1 << (budget - 1).bit_length()))
     return tuple(1 << power for power in range(SMALLEST.bit_length() - 1, largest.bit_length()))
 
 
 def no_graphs_reason(config: Config, layer_parameters: float) -> str | None:
-    """Return why passes are not recorded, or None. `layer_parameters`: that a token is multiplied by in one layer."""
+    """Return why passes are not captured, or None. `layer_parameters`: parameters used per token in one layer."""
     if config.actor.cuda_graphs == "off":
         return f"{KEY}=off"
     if (blocker := graph_blocker(config)) or config.actor.cuda_graphs == "on":
@@ -54,16 +54,18 @@ def no_graphs_reason(config: Config, layer_parameters: float) -> str | None:
     if budget <= limit:
         return None
     return (
-        f"actor.ppo_max_token_len_per_gpu={budget}: micro-batches of this model are bound by launches up to "
-        f"{int(limit)} tokens"
+        f"actor.ppo_max_token_len_per_gpu={budget}: micro-batches of this model are limited by kernel launches only "
+        f"up to {int(limit)} tokens"
     )
 
 
 def graph_problems(config: Config, facts: Facts) -> Iterator[str]:
-    """One line per problem."""
+    """Yield one line per problem of actor.cuda_graphs=on."""
     if config.actor.cuda_graphs != "on":
         return
     if facts.cuda is False:
-        yield problem(config, KEY, "needs GPUs", "set auto")
+        yield problem(config, KEY, "needs GPUs", "set actor.cuda_graphs=auto")
     elif blocker := graph_blocker(config):
-        yield problem(config, KEY, f"not possible with {blocker}", "set auto, or that key to its default")
+        yield problem(
+            config, KEY, f"not possible with {blocker}", "set actor.cuda_graphs=auto, or reset that key to its default"
+        )

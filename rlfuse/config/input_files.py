@@ -28,21 +28,21 @@ T = TypeVar("T")
 
 
 class Schema(dict[str, Any]):
-    """A JSON schema or a part of one; can be hashed, as unions of annotations want their parts to be."""
+    """A JSON schema or a part of one; hashable, as required by unions of annotations."""
 
     def __hash__(self) -> int:
         return hash(json.dumps(self))
 
 
 LARGEST = 1e18
-"""What all numbers are below. NaN and infinity, which Python's JSON reader takes, are no numbers here."""
+"""Maximum of all numbers. NaN and infinity, which Python's JSON parser accepts, are rejected."""
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 LONGEST_FILE = 10_000_000
-"""Characters up to which the lines of fields are looked for."""
+"""Maximum length, in characters, of files for which problems are reported with line numbers."""
 
 
 class InputError(UserError):
-    """A file, or what was made of it, that can't be used as it stands: a line for each problem."""
+    """An invalid input file; the message has one line per problem."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -50,17 +50,17 @@ class InputError(UserError):
 
 
 class WorkloadError(InputError):
-    """A workload that can't be simulated as it stands. The message is for the person who wrote it."""
+    """A workload that can't be simulated."""
 
 
 def number(least: float = 0, *, above: bool = False, whole: bool = False, most: float = LARGEST) -> Schema:
-    """A number, at least (`above`: greater than) `least`, and at most `most`."""
+    """Return the schema of a number of at least (`above`: greater than) `least` and at most `most`."""
     kind, bound = "integer" if whole else "number", "exclusiveMinimum" if above else "minimum"
     return Schema({"type": kind, bound: least, "maximum": most})
 
 
 def one_of(*choices: str | int) -> Schema:
-    """One of these."""
+    """Return the schema of one of `choices`."""
     return Schema(enum=list(choices))
 
 
@@ -73,9 +73,9 @@ Positive = Annotated[float, number(above=True)]
 
 @functools.cache
 def schema_of(cls: type) -> Schema:
-    """The JSON schema of a file that holds one `cls`; its field docstrings are the descriptions."""
+    """Return the JSON schema of a file with one `cls`; the strings below its fields are the descriptions."""
     schema = _of_class(cls)
-    schema["properties"] = {"$schema": {"type": "string"}} | schema["properties"]  # where editors look for it
+    schema["properties"] = {"$schema": {"type": "string"}} | schema["properties"]  # read by editors
     return Schema({"$schema": DIALECT, "title": cls.__name__} | schema)
 
 
@@ -105,11 +105,11 @@ def _of_hint(hint: Any) -> dict[str, Any]:
 
 
 def read(cls: type[T], data: Any, error: type[InputError]) -> T:
-    """`cls` from decoded JSON. Raises `error` with everything that is wrong with its fields."""
-    problems = dict.fromkeys(told for wrong in _validator(cls).iter_errors(data) for told in _explained(wrong, cls))
+    """Build a `cls` from decoded JSON. Raises `error` with all problems of its fields."""
+    problems = dict.fromkeys(line for wrong in _validator(cls).iter_errors(data) for line in _explain(wrong, cls))
     if problems:
         raise error(*problems)
-    return _built(cls, {name: value for name, value in data.items() if name != "$schema"})
+    return _build(cls, {name: value for name, value in data.items() if name != "$schema"})
 
 
 @functools.cache
@@ -129,7 +129,7 @@ def _validator(cls: type) -> Any:
     return extend(Draft202012Validator, type_checker=checker)(schema_of(cls))
 
 
-def _explained(wrong: Any, cls: type) -> Iterator[str]:
+def _explain(wrong: Any, cls: type) -> Iterator[str]:
     where = _name(wrong.absolute_path)
     prefix, known = f"{where}." if where else "", wrong.schema.get("properties", {})
     branches: dict[int, list[Any]] = {}
@@ -138,11 +138,11 @@ def _explained(wrong: Any, cls: type) -> Iterator[str]:
     meant = [each for each in branches.values() if not any(e.validator == "type" and not e.relative_path for e in each)]
     if meant:
         for each in meant[0]:
-            yield from _explained(each, cls)
+            yield from _explain(each, cls)
     elif wrong.validator == "additionalProperties":
         for name in (name for name in wrong.instance if name not in known):
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            close = f"did you mean {prefix}{near[0]}?" if near else f"fields here: {_listed(known)}"
+            close = f"did you mean {prefix}{near[0]}?" if near else f"valid fields: {_listed(known)}"
             yield f"{prefix}{name}: unknown field; {close}"
     elif wrong.validator == "required":
         for name in (name for name in wrong.validator_value if name not in wrong.instance):
@@ -168,7 +168,7 @@ def _needed(schema: dict[str, Any]) -> str:
         elif schema["maximum"] < LARGEST:
             bound += f", at most {schema['maximum']:,}"
         return f"{'a whole number' if kind == 'integer' else 'a number'} {bound}"
-    words = {"boolean": "true or false", "string": "a text that is not empty", "array": "a list, [...]", "null": "null"}
+    words = {"boolean": "true or false", "string": "a non-empty string", "array": "a list, [...]", "null": "null"}
     return words.get(kind) or f"an object with {_listed(schema['properties'])}"
 
 
@@ -185,13 +185,13 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _built(hint: Any, value: Any) -> Any:
+def _build(hint: Any, value: Any) -> Any:
     for kind in _kinds(hint):
         if is_dataclass(kind) and isinstance(value, dict):
             hints = get_type_hints(kind, include_extras=True)
-            return kind(**{name: _built(hints[name], each) for name, each in value.items()})
+            return kind(**{name: _build(hints[name], each) for name, each in value.items()})
         if get_origin(kind) is tuple and isinstance(value, list | tuple):
-            return tuple(_built(get_args(kind)[0], each) for each in value)
+            return tuple(_build(get_args(kind)[0], each) for each in value)
         if kind in (bool, int, float, str) and not isinstance(value, dict | list | tuple | None):
             return kind(value)
     return None
@@ -208,22 +208,23 @@ def _kinds(hint: Any) -> Iterator[Any]:
 
 
 def read_json(path: Path, parse: Callable[[Any], T], kind: str, error: type[InputError]) -> T:
-    """`parse` of what a JSON file holds. Raises `error`, of what `parse` raises too, naming the file and the lines."""
+    """Read a JSON file and return `parse` of its content. Raises `error`, also for errors of `parse`, with file and
+    line."""
     text = ""
     try:
         text = path.read_text(encoding="utf-8-sig")
         return parse(parse_json(text))
     except OSError as cause:
-        raise error(f"{path}: {cause.strerror}; give the path of a {kind} in JSON") from cause
+        raise error(f"{path}: {cause.strerror}; give the path of a JSON file with a {kind}") from cause
     except error as cause:
         lines = lines_of(text)
         raise error(*(f"{path}{line_of(problem, lines)}: {problem}" for problem in cause.problems)) from cause
     except ValueError as cause:
-        raise error(f"{path}: {cause}; a {kind} is one JSON object") from cause
+        raise error(f"{path}: {cause}; a {kind} must be one JSON object") from cause
 
 
 def read_yaml(path: Path, cls: type[T], error: type[InputError], hint: str, option: str = "") -> T:
-    """Read a YAML file as `cls`. Raises `error`, naming the file and each wrong field with its line."""
+    """Read a YAML file as `cls`. Raises `error` with the file, and each invalid field with its line."""
     text = ""
     try:
         text = path.read_text()
@@ -236,16 +237,16 @@ def read_yaml(path: Path, cls: type[T], error: type[InputError], hint: str, opti
 
 
 def unwritable(option: str, path: Path | None, *endings: str) -> list[str]:
-    """Return what is wrong with the name of a file to write; nothing for None."""
+    """Return the problems of the name of an output file; none if `path` is None."""
     if path is None:
         return []
     if endings and path.suffix not in endings:
-        return [f"{option} {path}: needs a name that ends in {' or '.join(endings)}"]
-    return [] if path.absolute().parent.is_dir() else [f"{option} {path}: the folder does not exist; make it first"]
+        return [f"{option} {path}: the name must end in {' or '.join(endings)}"]
+    return [] if path.absolute().parent.is_dir() else [f"{option} {path}: the folder does not exist; create it first"]
 
 
 def line_of(problem: str, lines: dict[str, int]) -> str:
-    """`:12`, the line of the field that the problem begins with, or of what it should be in; else nothing."""
+    """Return the line (`:12`) of the field that a problem begins with, or of its nearest parent; empty if unknown."""
     name = re.match(r"[\w.\[\]$]*", problem)[0]
     while name and name not in lines:
         name = re.sub(r"(^|\.)[^.\[]*$|\[\d+\]$", "", name)
@@ -253,7 +254,7 @@ def line_of(problem: str, lines: dict[str, int]) -> str:
 
 
 def lines_of(text: str) -> dict[str, int]:
-    """The line of each field of YAML or JSON by its dotted name: JSON is read as YAML, whose parser keeps them."""
+    """Return the line of each field of YAML or JSON by its dotted name. JSON is parsed as YAML, which keeps lines."""
     found: dict[str, int] = {}
 
     def visit(node: yaml.Node, name: str) -> None:
@@ -270,13 +271,13 @@ def lines_of(text: str) -> dict[str, int]:
     if len(text) <= LONGEST_FILE:
         try:
             visit(yaml.compose(text, Loader=yaml.CSafeLoader), "")
-        except (yaml.YAMLError, RecursionError):  # not all JSON is YAML
+        except (yaml.YAMLError, RecursionError):  # some JSON is not valid YAML
             return {}
     return found
 
 
 def publish(data: Any, target: str, then: str, error: type[InputError]) -> None:
-    """Print `data` where `target` is `-`, else write it to a new file and say what to do with that."""
+    """Print `data` if `target` is `-`; otherwise write it to a new file and print the next command."""
     text = json.dumps(data, indent=2) + "\n"
     if target == "-":
         sys.stdout.write(text)

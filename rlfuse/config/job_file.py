@@ -1,6 +1,6 @@
 """Read a user's YAML job file: `rlfuse train my_job.yaml rollout.n=4`.
 
-It may hold groups of keys, dotted keys, presets by name (`algorithm: grpo`) and Hydra's `defaults`. Problems are
+It may have groups of keys, dotted keys, presets by name (`algorithm: grpo`) and Hydra's `defaults`. Problems are
 reported with their line. Hydra merges the content last, as the only entry of the group `job_file`.
 """
 
@@ -21,31 +21,31 @@ from omegaconf.errors import OmegaConfBaseException
 from rlfuse.config.declare import as_typed
 from rlfuse.config.documentation import by_name, groups
 from rlfuse.config.input_files import lines_of
-from rlfuse.config.keys import PRESET_GROUPS, explain_form, explain_name, explain_type, listed, rename
+from rlfuse.config.keys import PRESET_GROUPS, as_list_entry, explain_form, explain_name, explain_type, rename
 from rlfuse.errors import ConfigError
 from rlfuse.parsing import parse_yaml
 
 NAME = "given"
 SWEPT = "hydra.sweeper.params"
 LARGEST_FILE = 1 << 20
-MOST_SETTINGS = 2000
+MAX_SETTINGS = 2000
 BASES = ("config", "schema", "_self_")
-"""Entries of a Hydra defaults list that a job file has without asking."""
+"""Entries of a Hydra defaults list that every job file has implicitly."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobFile:
-    """What a file says."""
+    """Content of a job file."""
 
     content: dict[str, Any]
     presets: dict[str, str]
     settings: dict[str, tuple[str, Any]]
     problems: list[str]
-    told: list[str]
+    notes: list[str]
 
     @property
     def swept(self) -> dict[str, Any]:
-        """hydra.sweeper.params: name -> its values in a sweep."""
+        """Swept keys (hydra.sweeper.params) -> their values."""
         return self.content.get("hydra", {}).get("sweeper", {}).get("params") or {}
 
     def register(self, presets: list[dict[str, str]]) -> None:
@@ -54,25 +54,25 @@ class JobFile:
 
 
 def read(path: Path) -> JobFile:
-    """The file, its names and types checked. Raises ConfigError for one that holds no settings."""
+    """Read a job file and check its names and types. Raises ConfigError if it can't be read as settings."""
     try:
         with open(os.path.expanduser(path), encoding="utf-8") as file:
             text = file.read(LARGEST_FILE + 1)
         if len(text) > LARGEST_FILE:
-            raise ConfigError([f"{path}: is longer than {LARGEST_FILE:,} characters; a job file only holds settings"])
+            raise ConfigError([f"{path}: is longer than {LARGEST_FILE:,} characters; a job file has only settings"])
         content = OmegaConf.to_container(parse_yaml(text, OmegaConf.create) if text.strip() else OmegaConf.create({}))
     except FileNotFoundError:
-        raise ConfigError([f"{path}: there is no such job file; correct the path"]) from None
+        raise ConfigError([f"{path}: the job file does not exist; correct the path"]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: can't be read ({error})"]) from error
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError([f"{path}: is not valid YAML: {' '.join(str(error).split())}"]) from error
     if not isinstance(content, dict):
-        raise ConfigError([f"{path}: holds a {type(content).__name__}; must hold keys, as `rollout: {{n: 4}}`"])
+        raise ConfigError([f"{path}: is a {type(content).__name__}; write keys, such as `rollout: {{n: 4}}`"])
     presets, problems = _presets(content, path)
     settings = settings_of(content)
-    if len(settings) > MOST_SETTINGS:
-        raise ConfigError([f"{path}: holds {len(settings):,} settings, {MOST_SETTINGS:,} at most; a job needs fewer"])
+    if len(settings) > MAX_SETTINGS:
+        raise ConfigError([f"{path}: has {len(settings):,} settings, but at most {MAX_SETTINGS:,} are allowed"])
     lines = lines_of(text)
     renames = rename({name: as_typed(value) for name, value in settings})
     valid = {}
@@ -84,27 +84,27 @@ def read(path: Path) -> JobFile:
         if problem is not None:
             problems.append(f"{place}: {problem}")
         if problem is not None or key != name:
-            _leave_out(content, name)
+            _remove(content, name)
         if problem is None:
             valid[key] = place, value
         if problem is None and key != name:
             content[key] = value
-    told = [f"{path}:{lines.get(name, 1)}: {line}" for name, line in renames.told.items()]
+    notes = [f"{path}:{lines.get(name, 1)}: {line}" for name, line in renames.notes.items()]
     nested = _nested(content)
     if problem := _explain_hydra(nested.get("hydra", {})):
         problems.append(f"{path}:{lines.get('hydra', 1)}: {problem}")
         del nested["hydra"]
     if isinstance(nested.setdefault("trainer", {}), dict):
         nested["trainer"].setdefault("job_name", path.stem)
-    return JobFile(nested, presets, valid, problems, told)
+    return JobFile(nested, presets, valid, problems, notes)
 
 
-def _leave_out(content: dict[str, Any], name: str) -> None:
+def _remove(content: dict[str, Any], name: str) -> None:
     for key, value in list(content.items()):
         if key == name:
             del content[key]
         elif isinstance(value, dict) and name.startswith(f"{key}."):
-            _leave_out(value, name.removeprefix(f"{key}."))
+            _remove(value, name.removeprefix(f"{key}."))
             if not value:
                 del content[key]
 
@@ -135,11 +135,11 @@ def _explain_hydra(given: Any) -> str | None:
     sweeper = given.get("sweeper", {}) if isinstance(given, dict) else None
     params = (sweeper.get("params") or {}) if isinstance(sweeper, dict) else None
     example = "hydra: {sweeper: {params: {rollout.n: '2,4'}}}"
-    return None if isinstance(params, dict) else f"hydra: must hold settings of Hydra, for instance {example}"
+    return None if isinstance(params, dict) else f"hydra: must be Hydra settings, for example {example}"
 
 
 def settings_of(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return full names of everything set, and the values; does not look into values of keys."""
+    """Return the full names and values of all settings; a dictionary that is the value of a key is one value."""
     found: list[tuple[str, Any]] = []
     for key, value in content.items():
         name = f"{prefix}{key}"
@@ -161,9 +161,9 @@ def _nested(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         node = nested
         for part in above:
             node = node.setdefault(part, {})
-        # Below a key that is a dictionary names are the user's own, dots and all: data sources, for instance.
+        # Names below a key that is a dictionary are the user's and may have dots, such as data sources.
         group = isinstance(value, dict) and name not in by_name() and name != SWEPT
-        value = _nested(value, name) if group else listed(name, value)
+        value = _nested(value, name) if group else as_list_entry(name, value)
         if isinstance(value, dict) and isinstance(node.get(last), dict):
             node[last] |= value
         else:

@@ -1,4 +1,4 @@
-"""Files of a model folder that a copy keeps: those other than weights, and config.json with the keys of its source."""
+"""Copy the files of a model folder other than weights, and keep the keys of its config.json."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 NOT_KEPT = ("auto_map", "quantization_config", "_name_or_path", "transformers_version")
-"""Keys of a source that are not true of what is saved, unless transformers saves them."""
+"""Keys of the source that do not apply to the saved model, unless transformers saves them."""
 NOISE = ("drop", "jitter")
 
 
 def is_noise(name: str, value: Any) -> bool:
-    """Whether a field is a probability or width of noise."""
+    """Return whether a field is a probability or width of noise, such as dropout."""
     return isinstance(value, float) and any(word in name for word in NOISE)
 
 
 def with_keys_of(source: Mapping[str, Any], saved: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `saved` with all keys of `source`; `whole`: the same configuration as `saved`, defaults included.
+    """Return `saved` with all keys of `source`. `whole`: `saved` with defaults.
 
     transformers 5 saves rope_theta, rope_scaling and torch_dtype under new names, which transformers 4 does not read,
-    and leaves defaults out. Dropout is off in training only, so the source's values are saved.
+    and omits defaults. Dropout is disabled in training only, so the source's values are saved.
     """
     found = {key: value for key, value in saved.items() if key in source or not is_noise(key, value)}
     for key, value in source.items():
@@ -46,17 +46,17 @@ WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".
 
 
 def folder_of(source: str) -> Path | None:
-    """Return the folder of a model that was loaded: `source`, or where a hub name is cached. None where neither is."""
+    """Return the folder of a loaded model: `source`, or the cache folder of a hub name; None if there is neither."""
     if source and Path(source).is_dir():
         return Path(source)
-    with suppress(HFValidationError):  # no hub name
+    with suppress(HFValidationError):  # not a hub name
         if isinstance(config := try_to_load_from_cache(source, "config.json"), str):
             return Path(config).parent
     return None
 
 
 def copy_files(source: str, out: Path, pattern: str = "*") -> list[str]:
-    """Copy matching files and return their names; never config.json, weights, index or model card."""
+    """Copy matching files and return their names, except config.json, weights, index and model card."""
     folder, copied = folder_of(source), []
     for file in sorted(folder.glob(pattern)) if folder else ():
         other = file.suffix in WEIGHTS or file.name.endswith(".index.json") or file.name in ("config.json", "README.md")

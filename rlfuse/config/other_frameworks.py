@@ -1,7 +1,7 @@
-"""Setting names of verl, TRL and OpenRLHF, each with its counterpart here or the reason why there is none.
+"""Setting names of verl, TRL and OpenRLHF, each with its counterpart in rlfuse or the reason why there is none.
 
-A counterpart of verl without a note has the same meaning and accepts verl's default. Names that are also keys of rlfuse
-are only in `other_meanings`.
+A counterpart of a verl name without a note has the same meaning and accepts verl's default. Names that are also keys of
+rlfuse are only in `other_meanings`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Counterpart:
-    """What a foreign name becomes here."""
+    """The rlfuse key for a setting name of another framework."""
 
     origin: str
     keys: tuple[str, ...]
@@ -21,92 +21,94 @@ class Counterpart:
     values: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def same(self) -> bool:
-        """Whether the name alone changes, but for `values`."""
+    def is_same(self) -> bool:
+        """True if only the name differs, except for `values`."""
         return bool(self.keys) and not self.note
 
 
 _VERL = (
-    ("actor.ppo_micro_batch_size_per_gpu", "sequences on one rank, where verl counts those of all",
+    ("actor.ppo_micro_batch_size_per_gpu", "sequences per rank; verl counts those of all ranks",
      "actor_rollout_ref.actor.ppo_micro_batch_size critic.ppo_micro_batch_size"),
     ("actor.loss_mode", "", "actor_rollout_ref.actor.policy_loss.loss_mode"),
     ("actor.offload_optimizer", "", "actor_rollout_ref.actor.fsdp_config.optimizer_offload"),
-    ("model.dtype", "engines and training use the same",
+    ("model.dtype", "one setting for engines and training",
      "actor_rollout_ref.actor.fsdp_config.dtype actor_rollout_ref.rollout.dtype"),
     ("data.seed", "one seed for the run",
      "actor_rollout_ref.actor.fsdp_config.seed actor_rollout_ref.rollout.seed "
      "actor_rollout_ref.actor.data_loader_seed"),
     ("actor.grad_clip", "", "actor_rollout_ref.actor.optim.clip_grad"),
     ("actor.optim.lr_scheduler_type", "constant or cosine", "actor_rollout_ref.actor.optim.warmup_style"),
-    ("trainer.total_training_steps", "the run's own number of steps, by which verl replaces this one",
+    ("trainer.total_training_steps", "the number of steps of the run, which verl copies to this setting",
      "actor_rollout_ref.actor.optim.total_training_steps"),
     ("algorithm.rollout_is_threshold", "", "actor_rollout_ref.actor.tis_imp_ratio_cap"),
     ("model.use_remove_padding", "", "actor_rollout_ref.model.use_rmpad"),
     ("actor.strategy", "deepspeed, sharded by actor.zero_stage; fsdp2 on CPUs",
      "actor_rollout_ref.actor.strategy critic.strategy"),
-    ("training.tensor_model_parallel_size", "one setting for all models; ZeRO 0 or 1 goes with it",
+    ("training.tensor_model_parallel_size", "one setting for all models; requires ZeRO 0 or 1",
      "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"),
     ("", "LoRA is not supported; all weights are trained", "actor_rollout_ref.model.lora_adapter_path"),
     ("ref.path", "", "actor_rollout_ref.ref.model.path"),
     ("data.max_prompt_length", "", "actor_rollout_ref.rollout.prompt_length"),
     ("data.max_response_length", "", "actor_rollout_ref.rollout.response_length"),
-    ("rollout.temperature", "0 is greedy, in rollout.val_kwargs", "actor_rollout_ref.rollout.do_sample"),
+    ("rollout.temperature", "for greedy validation set rollout.val_kwargs.temperature=0",
+     "actor_rollout_ref.rollout.do_sample"),
     ("rollout.update_weights_bucket_mb", "",
      "actor_rollout_ref.rollout.update_weights_bucket_megabytes "
      "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"),
     ("rollout.weight_transfer", "auto | shm | ipc", "actor_rollout_ref.rollout.checkpoint_engine.backend"),
     ("video.freeze_vision_tower", "", "actor_rollout_ref.actor.freeze_vision_tower"),
-    ("cluster.timeout_s", "of a worker's start and of every remote call", "actor_rollout_ref.nccl_timeout"),
+    ("cluster.timeout_s", "timeout of worker starts and remote calls", "actor_rollout_ref.nccl_timeout"),
     ("critic.path", "", "critic.model.path"),
     ("actor.optim.weight_decay", "one setting for actor and critic", "critic.optim.weight_decay"),
     ("actor.grad_clip", "one setting for actor and critic", "critic.optim.clip_grad"),
-    ("algorithm.adv_estimator", "gae has a critic, the others have none", "critic.enable"),
+    ("algorithm.adv_estimator", "gae uses a critic, the others do not", "critic.enable"),
     ("reward.functions", "as reward.functions=[path/file.py:function]",
      "custom_reward_function.path custom_reward_function.name reward.custom_reward_function.path "
      "reward.custom_reward_function.name"),
-    ("reward.model_path", "giving a path turns it on, in verl `enable` does",
+    ("reward.model_path", "setting a path enables it; in verl `enable` does",
      "reward.reward_model.model_path reward_model.model.path"),
-    ("reward.model_path", "giving a path turns it on", "reward.reward_model.enable reward_model.enable"),
+    ("reward.model_path", "setting a path enables it", "reward.reward_model.enable reward_model.enable"),
     ("reward.num_workers", "", "reward_model.num_workers"),
     ("reward.batch_items", "", "reward_model.micro_batch_size_per_gpu"),
     ("model.trust_remote_code", "one setting for all models", "reward_model.model.trust_remote_code"),
     ("reward.device", "reward models share the slots' GPUs", "reward_model.enable_resource_pool"),
     ("reward.model_backend", "vllm | hf", "reward_model.rollout.name reward.reward_model.rollout.name"),
     ("reward.functions", "as {path: path/file.py:function, kwargs: {...}}", "custom_reward_function.reward_kwargs"),
-    ("reward.functions", "each function is a dimension of its own", "algorithm.gdpo_reward_keys"),
+    ("reward.functions", "each reward function is a dimension", "algorithm.gdpo_reward_keys"),
     ("reward.weights", "", "algorithm.gdpo_reward_weights"),
-    ("algorithm.rollout_is_threshold", "a number turns it on",
+    ("algorithm.rollout_is_threshold", "setting a number enables it",
      "algorithm.rollout_is algorithm.rollout_correction.rollout_is"),
-    ("algorithm.rollout_is_threshold", "a number turns it on, in verl rollout_is does",
+    ("algorithm.rollout_is_threshold", "setting a number enables it; in verl rollout_is does",
      "algorithm.rollout_correction.rollout_is_threshold"),
-    ("algorithm.old_log_probs", "`engine` in place of true", "algorithm.rollout_correction.bypass_mode"),
-    ("trainer.resume_mode", "give the folder itself", "trainer.resume_from_path"),
+    ("algorithm.old_log_probs", "`engine` instead of true", "algorithm.rollout_correction.bypass_mode"),
+    ("trainer.resume_mode", "set it to the folder", "trainer.resume_from_path"),
     ("trainer.max_ckpt_to_keep", "", "trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep"),
-    ("trainer.log_val_generations", "so many of each validation are in the run folder's validation.jsonl",
+    ("trainer.log_val_generations", "the number of responses per validation in validation.jsonl of the run folder",
      "trainer.validation_data_dir"),
-    ("trainer.log_samples", "so many of each step are in the run folder's samples.jsonl", "trainer.rollout_data_dir"),
+    ("trainer.log_samples", "the number of samples per step in samples.jsonl of the run folder",
+     "trainer.rollout_data_dir"),
     ("model.trust_remote_code", "", "data.trust_remote_code"),
     ("cluster.device", "", "trainer.device"),
     ("data.seed", "", "trainer.seed"),
 )  # fmt: skip
-"""(key here, note, verl names whose counterpart no rule finds)."""
+"""(rlfuse key, note, verl names that the rules below do not map)."""
 VERL = {name: (key, note) for key, note, names in _VERL for name in names.split()}
 VERL_VALUES = {"actor_rollout_ref.actor.tis_imp_ratio_cap": {"-1": "null"}}
-"""verl name -> its values that are written otherwise here; all others mean the same."""
+"""verl name -> values that rlfuse writes differently; all others are equal."""
 
 VERL_LEAVES = {
     "ulysses_sequence_parallel_size": (
         "training.ulysses_sequence_parallel_size",
-        "one setting for all models; how far a sequence is cut depends on its length",
+        "one setting for all models; the size used depends on sequence lengths",
     ),
     "full_determinism": ("trainer.deterministic", "one setting for the run"),
 }
-"""Leaves that mean the same in several groups of verl."""
+"""Leaf names with the same meaning in several groups of verl."""
 
 SAME_NAME = {
-    "trainer.default_local_dir": "here PROJECT/EXPERIMENT is made below it, in verl it is the run's own folder"
+    "trainer.default_local_dir": "rlfuse creates PROJECT/EXPERIMENT below it; in verl it is the run folder itself"
 }
-"""Keys that verl has too, and what else it means by them."""
+"""Keys that exist in verl with a different meaning -> the difference."""
 
 VERL_PREFIXES = (
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.", "rollout.engine_kwargs."),
@@ -137,52 +139,54 @@ VLLM_OPTIONS = {
 }
 
 _NO_COUNTERPART = (
-    ("generation and training share the slots always", "actor_rollout_ref.hybrid_engine"),
-    ("tokens are balanced over the ranks always", "trainer.balance_batch"),
-    ("to validate only, write `rlfuse eval` in place of `rlfuse train`", "trainer.val_only"),
-    ("prompts of a step are data.train_batch_size", "data.gen_batch_size"),
+    ("generation and training always share the slots", "actor_rollout_ref.hybrid_engine"),
+    ("tokens are always balanced over the ranks", "trainer.balance_batch"),
+    ("for validation only, use `rlfuse eval` instead of `rlfuse train`", "trainer.val_only"),
+    ("the number of prompts per step is data.train_batch_size", "data.gen_batch_size"),
     ("all validation rows are generated together", "data.val_batch_size"),
-    ("the column is data_source", "data.reward_fn_key"),
-    ("prompts stay messages always; reward functions in TRL's shape get them as `prompts`", "data.return_raw_chat"),
-    ("the column of images is images always", "data.image_key"),
-    ("the column of clips is videos always; what is seen of them are the keys of video", "data.video_key"),
-    ("engines return log-probs always", "actor_rollout_ref.rollout.calculate_log_probs"),
-    ("engines start from model.path and get weights from the trainer", "actor_rollout_ref.rollout.load_format"),
-    ("engines are asynchronous always", "actor_rollout_ref.rollout.mode"),
-    ("jobs are single-turn", "actor_rollout_ref.rollout.multi_turn actor_rollout_ref.rollout.agent"),
+    ("the column is always data_source", "data.reward_fn_key"),
+    ("prompts are always kept as messages; reward functions with TRL's signature get them as `prompts`",
+     "data.return_raw_chat"),
+    ("the column is always images", "data.image_key"),
+    ("the column is always videos; the group video sets the sampling of frames", "data.video_key"),
+    ("engines always return log-probs", "actor_rollout_ref.rollout.calculate_log_probs"),
+    ("engines load model.path, and then receive weights from the trainer", "actor_rollout_ref.rollout.load_format"),
+    ("engines are always asynchronous", "actor_rollout_ref.rollout.mode"),
+    ("only single-turn rollouts are supported", "actor_rollout_ref.rollout.multi_turn actor_rollout_ref.rollout.agent"),
     ("rollout.val_kwargs.temperature=0 is greedy", "actor_rollout_ref.rollout.val_kwargs.do_sample"),
     ("LoRA is not supported; all weights are trained", "actor_rollout_ref.model.lora"),
-    ("put the change into the model's own config.json", "actor_rollout_ref.model.override_config"),
+    ("edit config.json of the model", "actor_rollout_ref.model.override_config"),
     ("reward functions are called for every sample; name them in reward.functions",
      "reward_model.reward_manager reward.reward_manager"),
-    ("rewards run beside generation with every fusion but serial", "reward_model.launch_reward_fn_async"),
-    ("responses' code runs in a sandbox on the job's own machines, without a service",
+    ("rewards are computed during generation unless fusion=serial", "reward_model.launch_reward_fn_async"),
+    ("code in responses runs in a sandbox on the machines of the job, without a service",
      "reward.sandbox_fusion sandbox_fusion"),
     ("groups are compared by their rewards", "algorithm.filter_groups.metric"),
-    ("samples are reweighed by algorithm.rollout_is_threshold, not rejected",
+    ("samples are reweighted by algorithm.rollout_is_threshold, not rejected",
      "algorithm.rollout_correction.rollout_rs"),
-    ("there are slots / rollout.tensor_model_parallel_size engines", "actor_rollout_ref.rollout.data_parallel_size"),
-    ("Ray starts with the devices of this machine, or connects to cluster.ray_address", "ray_kwargs ray_init"),
-    ("every run records its spans in the run folder", "global_profiler"),
+    ("the number of engines is slots / rollout.tensor_model_parallel_size",
+     "actor_rollout_ref.rollout.data_parallel_size"),
+    ("Ray uses the devices of this machine, or connects to cluster.ray_address", "ray_kwargs ray_init"),
+    ("every run records its events in the run folder", "global_profiler"),
 )  # fmt: skip
-"""(why nothing here corresponds, verl names or prefixes)."""
+"""(why there is no counterpart, verl names or prefixes)."""
 NO_COUNTERPART = tuple((name, why) for why, names in _NO_COUNTERPART for name in names.split())
 
 NO_COUNTERPART_WORDS = (
-    ("megatron", "DeepSpeed trains, Megatron is not used; sharding is actor.zero_stage"),
-    ("fsdp", "DeepSpeed trains, FSDP is not used; sharding is actor.zero_stage"),
-    ("use_dynamic_bsz", "micro-batches are filled by tokens always, up to actor.ppo_max_token_len_per_gpu"),
+    ("megatron", "training uses DeepSpeed, not Megatron; for sharding set actor.zero_stage"),
+    ("fsdp", "training uses DeepSpeed, not FSDP; for sharding set actor.zero_stage"),
+    ("use_dynamic_bsz", "micro-batches are always filled by tokens, up to actor.ppo_max_token_len_per_gpu"),
     ("log_prob_", "passes without gradients use the token budget actor.ppo_max_token_len_per_gpu"),
     ("lora_", "LoRA is not supported; all weights are trained"),
     (".lora.", "LoRA is not supported; all weights are trained"),
-    ("profiler", "every run records its spans in the run folder"),
-    ("torch_compile", "models run uncompiled in training; actor.cuda_graphs records passes of small ones"),
+    ("profiler", "every run records its events in the run folder"),
+    ("torch_compile", "training does not use torch.compile; actor.cuda_graphs captures passes of small models"),
 )
-"""(word in a verl name, why nothing here corresponds)."""
+"""(word in a verl name, why there is no counterpart)."""
 
 _TRL_AND_OPENRLHF = (
     ("actor.ppo_micro_batch_size_per_gpu", "sequences per micro-batch on a rank", "per_device_train_batch_size", ""),
-    ("actor.ppo_mini_batch_size", "prompts per optimizer step; accumulation follows",
+    ("actor.ppo_mini_batch_size", "prompts per optimizer step, from which gradient accumulation follows",
      "gradient_accumulation_steps", ""),
     ("rollout.n", "", "num_generations", "n_samples_per_prompt"),
     ("actor.ppo_epochs", "", "num_iterations num_ppo_epochs", ""),
@@ -193,13 +197,13 @@ _TRL_AND_OPENRLHF = (
     ("rollout.top_k", "-1 for all", "top_k", ""),
     ("rollout.min_p", "", "min_p", ""),
     ("actor.optim.lr", "", "learning_rate", "actor_learning_rate"),
-    ("actor.optim.lr_warmup_steps", "training steps here, optimizer steps in TRL", "warmup_steps", ""),
+    ("actor.optim.lr_warmup_steps", "counted in training steps, in TRL in optimizer steps", "warmup_steps", ""),
     ("actor.grad_clip", "", "max_grad_norm", ""),
     ("actor.kl_loss_coef", "with actor.use_kl_loss=true", "beta", ""),
     ("algorithm.kl_ctrl.kl_coef", "with algorithm.use_kl_in_reward=true", "kl_coef", "init_kl_coef"),
     ("actor.clip_ratio", "", "epsilon cliprange", "eps_clip"),
     ("actor.clip_ratio_high", "", "epsilon_high", ""),
-    ("critic.optim.lr", "actor and critic are separate models; the critic's step is set by its own rate",
+    ("critic.optim.lr", "actor and critic are separate models with separate learning rates",
      "vf_coef", ""),
     ("actor.loss_agg_mode", "or a preset: algorithm=grpo | dr_grpo | dapo", "loss_type", ""),
     ("algorithm.norm_adv_by_std_in_grpo", "", "scale_rewards", ""),
@@ -233,17 +237,18 @@ _TRL_AND_OPENRLHF = (
     ("algorithm.lam", "", "", "lambd"),
     ("algorithm.adv_estimator", "", "", "advantage_estimator"),
     ("trainer.critic_warmup", "the first step that trains the actor: add 1", "", "freezing_actor_steps"),
-    ("trainer.n_gpus_per_node", "slots / rollout.tensor_model_parallel_size engines", "", "vllm_num_engines"),
+    ("trainer.n_gpus_per_node", "the number of engines is slots / rollout.tensor_model_parallel_size", "",
+     "vllm_num_engines"),
     ("rollout.tensor_model_parallel_size", "", "", "vllm_tensor_parallel_size"),
     ("rollout.gpu_memory_utilization", "", "", "vllm_gpu_memory_utilization"),
 )  # fmt: skip
-"""(key here, note, names of TRL, names of OpenRLHF)."""
+"""(rlfuse key, note, names of TRL, names of OpenRLHF)."""
 TRL = {name: (key, note) for key, note, names, _ in _TRL_AND_OPENRLHF for name in names.split()}
 OPENRLHF = {name: (key, note) for key, note, _, names in _TRL_AND_OPENRLHF for name in names.split()}
 
 
 def counterpart(name: str, known: frozenset[str]) -> Counterpart | None:
-    """What `name` of verl, TRL or OpenRLHF becomes, given our keys; None if the name is nobody's we know."""
+    """Return the counterpart of a name of verl, TRL or OpenRLHF; None if it is unknown. `known`: the keys of rlfuse."""
     leaf = name.rsplit(".", 1)[-1]
     of_verl = name.startswith(VERL_GROUPS)
     if name in VERL or (of_verl and leaf in VERL_LEAVES):
@@ -253,7 +258,7 @@ def counterpart(name: str, known: frozenset[str]) -> Counterpart | None:
         if name == start or name.startswith((start + ".", start + "_")):
             return Counterpart("verl", (), why)
     if OVERLONG.search(name):
-        return Counterpart("verl", ("reward.overlong_buffer.len",), "above 0 turns it on, in verl `enable` does")
+        return Counterpart("verl", ("reward.overlong_buffer.len",), "a value above 0 enables it; in verl `enable` does")
     for prefix, ours in VERL_PREFIXES:
         rest = name.removeprefix(prefix)
         free = ours == "rollout.engine_kwargs."
@@ -271,25 +276,25 @@ def counterpart(name: str, known: frozenset[str]) -> Counterpart | None:
     return None
 
 
-def renamed(name: str, value: str, known: frozenset[str]) -> str | None:
-    """Our key for verl's `name` where it means the same with this value; None where something else changes too."""
+def key_for_verl_name(name: str, value: str, known: frozenset[str]) -> str | None:
+    """Return the key for verl's `name` if it has the same meaning with this value; otherwise None."""
     found = None if name in known else counterpart(name, known)
-    plain = found is not None and found.origin == "verl" and found.same and value.strip() not in found.values
+    plain = found is not None and found.origin == "verl" and found.is_same and value.strip() not in found.values
     return found.keys[0] if plain else None
 
 
-def is_verls(name: str, known: frozenset[str]) -> bool:
-    """Whether only verl has such a name."""
+def is_verl_name(name: str, known: frozenset[str]) -> bool:
+    """Return whether a name is a name of verl and not a key of rlfuse."""
     found = None if name in known else counterpart(name, known)
     return name.startswith("actor_rollout_ref.") or (found is not None and found.origin == "verl")
 
 
 def other_meanings(given: Mapping[str, str], known: frozenset[str]) -> dict[str, str]:
-    """Of settings (name -> value as typed) a line for each that means something else in verl, if any name is verl's."""
-    if not any(is_verls(name, known) for name in given):
+    """Return a note per setting (name -> value as typed) that differs in verl; none unless a name of verl is given."""
+    if not any(is_verl_name(name, known) for name in given):
         return {}
     return {
-        name: f"{name}={given[name]}: a key here as in verl, but {text}"
+        name: f"{name}={given[name]}: differs from verl: {text}"
         for name, text in SAME_NAME.items()
         if given.get(name, "null") != "null"
     }

@@ -1,6 +1,6 @@
-"""The ranks of a trainer as a grid: rank groups, ranks in lockstep, and the rank that answers for others. Pure.
+"""The ranks of a trainer as a mesh: rank groups, lockstep sets, and the rank that reports for its group. Pure.
 
-Role: `Config.mesh` for a job, `Pipelines.mesh` for one model of a pipeline schedule; sizes and groups come from here.
+Role: `Config.mesh` for a job, `Pipelines.mesh` for one model of a pipeline schedule.
 Invariant: ranks are numbered row by row, the first axis outermost. An axis is a field: expert parallelism adds `ep`.
 """
 
@@ -14,12 +14,12 @@ from math import prod
 
 @dataclass(frozen=True, slots=True)
 class ParallelMesh:
-    """Sizes of the axes."""
+    """Sizes of the axes of a mesh."""
 
     dp: int = 1
-    """Replicas of a model."""
+    """Data-parallel replicas of a model."""
     sp: int = 1
-    """Ranks that may share a sequence: the largest degree of a micro-batch."""
+    """Ranks that may share a sequence: the maximum sequence-parallel size of a micro-batch."""
     pp: int = 1
     """Pipeline stages of a model, or the devices that run one schedule."""
     tp: int = 1
@@ -38,7 +38,7 @@ class ParallelMesh:
 
     @property
     def copies(self) -> int:
-        """Ranks that hold the same parameters, over which a backend may divide them and sums gradients."""
+        """Ranks with the same parameters, over which a backend may shard them and sums gradients."""
         return self.dp * self.sp
 
     @property
@@ -64,9 +64,9 @@ class ParallelMesh:
         return _groups(self, frozenset(axes))
 
     def lockstep_sets(self, shards: bool = False) -> tuple[tuple[int, ...], ...]:
-        """Return the sets of ranks that must make the same calls in the same order: a model's replicas.
+        """Return the sets of ranks that must make the same calls in the same order: the ranks of each replica.
 
-        `shards`: whether ranks exchange shards of weights or gradients in these calls; then it is all ranks.
+        `shards`: True if the calls exchange shards of weights or gradients; then all ranks form one set.
         """
         return self.groups(*AXES) if shards else self.groups(*AXES[1:])
 
@@ -78,22 +78,22 @@ class ParallelMesh:
     def leads(self, rank: int, *axes: str) -> bool:
         """Return whether a rank is the first of those that differ from it along `axes` only.
 
-        It answers for a micro-batch along sp and tp, writes shared layers along tp, and checkpoints along dp, sp, tp.
+        It reports for a micro-batch along sp and tp, writes shared layers along tp, and checkpoints along dp, sp, tp.
         """
         return not any(at for axis, at in self.coordinates(rank).items() if axis in axes)
 
     def following(self, rank: int, axis: str) -> int:
-        """Return the next rank along an axis; after the last one the first."""
+        """Return the next rank along an axis, cyclically."""
         at = self.coordinates(rank)
         return self.rank(**at | {axis: (at[axis] + 1) % getattr(self, axis)})
 
     def at_degree(self, sp: int) -> ParallelMesh:
-        """Return the mesh of micro-batches that `sp` ranks share."""
+        """Return the mesh for micro-batches with sequence-parallel size `sp`."""
         return replace(self, dp=self.copies // sp, sp=sp)
 
 
 AXES = tuple(field.name for field in fields(ParallelMesh))
-"""From the outermost to the innermost."""
+"""Names of the axes, outermost first."""
 
 
 @cache

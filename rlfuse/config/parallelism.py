@@ -1,4 +1,4 @@
-"""Check how models, sequences and activations are distributed over trainer ranks and memory. Pure part of `checks`."""
+"""Check the parallelism of the trainer and the offloading of activations. Pure part of `checks`."""
 
 from __future__ import annotations
 
@@ -18,42 +18,45 @@ STATE = (
     "model.dtype",
     "video.freeze_vision_tower",
 )
-"""Keys that decide how a checkpoint divides the states of whole models."""
+"""Keys that decide how a checkpoint shards the states of models without pipeline stages."""
 
 
 def value_of(config: Config, name: str) -> object:
-    """The value of a key by its full name."""
+    """Return the value of a key by its full name."""
     return operator.attrgetter(name)(config)
 
 
 def problem(config: Config, name: str, valid: str, remedy: str) -> str:
-    """`name` with the value received, the valid range and what to change."""
+    """Return a message: `name` with its value, the valid range and the remedy."""
     return f"{name}={as_typed(value_of(config, name))}: {valid}; {remedy}"
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, rising; of a number above 10^12 those up to 10^6 and their counterparts."""
+    """Return all divisors, ascending; above 10^12, only those up to 10^6 and their complements."""
     small = [each for each in range(1, math.isqrt(min(number, 10**12)) + 1) if number % each == 0]
     return sorted({*small, *(number // each for each in small)})
 
 
 def state_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings that are equal where checkpoints divide states alike: ZeRO 2 does as 1. Older ones lack keys."""
+    """Return settings that are equal if checkpoints shard states equally: ZeRO 2 equals 1. Old checkpoints lack
+    keys."""
     known = {"actor.strategy": "deepspeed", "training.tensor_model_parallel_size": 1} | dict(settings)
     return known | {"actor.zero_stage": {2: 1}.get(known["actor.zero_stage"], known["actor.zero_stage"])}
 
 
-def pipelines(config: Config, facts: Facts) -> Iterator[str]:
-    """What speaks against stages."""
+def pipeline_problems(config: Config, facts: Facts) -> Iterator[str]:
+    """Yield the problems of pipeline parallelism."""
     stages, name, slots = config.training.pipeline_parallel_size, "training.pipeline_parallel_size", config.slots
     several, shared_layers = "training.virtual_pipeline_model_parallel_size", "training.tensor_model_parallel_size"
     width = max(1, config.training.tensor_model_parallel_size)
     chunks = config.training.virtual_pipeline_model_parallel_size
     if chunks > 1 and (stages <= 1 or config.fusion.training == "serial"):
-        yield problem(config, several, f"needs {name} above 1 and fusion.training=fused", "set these, or this to 1")
+        yield problem(config, several, f"needs {name} above 1 and fusion.training=fused", "set both, or set this to 1")
     shared, vocabulary = "training.vocabulary_parallel", facts.vocabulary or stages
     if config.training.vocabulary_parallel and stages <= 1:
-        yield problem(config, shared, f"needs {name} above 1: it is stages that share a head", "set it to false")
+        yield problem(
+            config, shared, f"needs {name} above 1: the head is sharded over pipeline stages", "set it to false"
+        )
     elif config.training.vocabulary_parallel and vocabulary % stages:
         valid = f"{name}={stages} must divide the {vocabulary} tokens of {config.model.path}"
         common = math.gcd(stages, vocabulary)
@@ -66,25 +69,25 @@ def pipelines(config: Config, facts: Facts) -> Iterator[str]:
         groups = f" / {width} ({shared_layers}={width} ranks are one device)" if width > 1 else ""
         yield problem(config, name, f"must divide the {slots}{groups} slots", f"set {fitting}")
     if facts.layers and stages * chunks > facts.layers:
-        valid = f"needs a layer for each of its {stages * chunks} stages, {config.model.path} has {facts.layers}"
+        valid = f"needs one layer per stage ({stages * chunks}), but {config.model.path} has {facts.layers} layers"
         if chunks > 1 and stages <= facts.layers:
-            valid = f"{name}={stages} times this many stages need a layer each, {config.model.path} has {facts.layers}"
+            valid = f"times {name}={stages} is the number of stages, but {config.model.path} has {facts.layers} layers"
             yield problem(config, several, valid, f"set {several}={facts.layers // stages}")
         else:
             yield problem(config, name, valid, f"set {fitting}" + (f" and {several}=1" if chunks > 1 else ""))
     if config.actor.zero_stage != 1:
-        yield problem(config, "actor.zero_stage", "stages of a pipeline train under ZeRO 1", "set actor.zero_stage=1")
+        yield problem(config, "actor.zero_stage", "must be 1 with pipeline parallelism", "set actor.zero_stage=1")
     if config.rollout.weight_transfer == "ipc":
-        valid = "stages hand their weights over through shared memory: a stage's GPU is not every engine's"
+        valid = "not supported with pipeline parallelism, where a stage and an engine may be on different GPUs"
         yield problem(config, "rollout.weight_transfer", valid, "set rollout.weight_transfer=auto")
 
 
-def strategy(config: Config, facts: Facts) -> Iterator[str]:
-    """What the trainer backend does not support here."""
+def strategy_problems(config: Config, facts: Facts) -> Iterator[str]:
+    """Yield settings that the trainer backend does not support."""
     training, model, name = config.training, config.model, "actor.strategy"
     if config.actor.strategy != "fsdp2":
         if config.actor.offload_optimizer and config.actor.zero_stage == 0:
-            valid = "needs actor.zero_stage of 1, 2 or 3"
+            valid = "needs actor.zero_stage to be 1, 2 or 3"
             yield problem(config, "actor.offload_optimizer", valid, "set actor.zero_stage=1, or false here")
         return
     for key, given, default in (
@@ -102,8 +105,8 @@ def strategy(config: Config, facts: Facts) -> Iterator[str]:
             yield problem(config, key, f"not supported by {name}=fsdp2", f"set {default}, or {name}=deepspeed")
 
 
-def slices(config: Config, facts: Facts) -> Iterator[str]:
-    """What speaks against cutting sequences."""
+def sequence_parallel_problems(config: Config, facts: Facts) -> Iterator[str]:
+    """Yield the problems of sequence parallelism."""
     degree, name = config.training.ulysses_sequence_parallel_size, "training.ulysses_sequence_parallel_size"
     width = max(1, config.training.tensor_model_parallel_size)
     slots, heads = config.slots // width, facts.attention_heads and facts.attention_heads // width
@@ -116,12 +119,12 @@ def slices(config: Config, facts: Facts) -> Iterator[str]:
         valid = f"must be a power of two that divides the {slots} slots{of}"
         yield problem(config, name, valid, f"set {name}={min(common & -common, 1 << degree.bit_length() - 1)}")
     if config.training.pipeline_parallel_size > 1:
-        valid = "needs whole models on the ranks, so training.pipeline_parallel_size=1"
-        yield problem(config, name, valid, "set one of the two to 1")
+        valid = "can't be combined with pipeline parallelism"
+        yield problem(config, name, valid, "set it or training.pipeline_parallel_size to 1")
 
 
-def shares(config: Config, facts: Facts) -> Iterator[str]:
-    """What speaks against sharing layers."""
+def tensor_parallel_problems(config: Config, facts: Facts) -> Iterator[str]:
+    """Yield the problems of tensor parallelism."""
     training, name, zero = config.training, "training.tensor_model_parallel_size", config.actor.zero_stage
     width, local, heads = training.tensor_model_parallel_size, config.trainer.n_gpus_per_node, facts.attention_heads
     if width <= 1 or local < 1:
@@ -129,13 +132,13 @@ def shares(config: Config, facts: Facts) -> Iterator[str]:
     common = math.gcd(local, heads) if heads else local
     if common % width:
         of = f"the {heads} attention heads of {config.model.path} and " if heads else ""
-        valid = f"must divide {of}the {local} slots of a node, which a model's ranks do not leave"
+        valid = f"must divide {of}the {local} slots of a node, because tensor parallelism does not span nodes"
         yield problem(config, name, valid, f"set {name}={math.gcd(common, width)}")
-    if zero > 1 and training.pipeline_parallel_size <= 1:  # else `pipelines` tells
-        valid = f"ZeRO {zero} divides what ranks with {name}={width} hold in parts already"
+    if zero > 1 and training.pipeline_parallel_size <= 1:  # otherwise reported by `pipeline_problems`
+        valid = f"ZeRO {zero} can't shard weights that {name}={width} already shards"
         yield problem(config, "actor.zero_stage", valid, "set actor.zero_stage=1")
     if training.vocabulary_parallel and training.pipeline_parallel_size > 1:
-        valid = f"stages share the heads of whole layers, and {name}={width} ranks share layers"
+        valid = f"can't be combined with {name}={width}"
         yield problem(config, "training.vocabulary_parallel", valid, f"set it to false, or {name}=1")
 
 
@@ -143,23 +146,23 @@ KEY = "model.enable_activation_offload"
 
 
 def activation_problems(config: Config, facts: Facts) -> Iterator[str]:
-    """One line per problem."""
+    """Yield the problems of activation offloading."""
     model, stages = config.model, config.training.pipeline_parallel_size
     width = config.training.tensor_model_parallel_size
     if not model.enable_activation_offload:
         return
     if stages > 1:
         yield (
-            f"{KEY}=true: needs whole models on the ranks, and training.pipeline_parallel_size={stages} has stages, "
-            "whose schedule says what they hold (training.activation_memory); set one of the two to its default"
+            f"{KEY}=true: can't be combined with training.pipeline_parallel_size={stages}, where "
+            "training.activation_memory limits the activations; reset one of the two to its default"
         )
     if width > 1:
         yield (
-            f"{KEY}=true: each rank decides which of its layers are run again, and training.tensor_model_parallel_size="
-            f"{width} of them can run a layer only together; set one of the two to its default"
+            f"{KEY}=true: can't be combined with training.tensor_model_parallel_size={width}, because each rank "
+            "decides on its own which layers it recomputes; reset one of the two to its default"
         )
     if facts.cuda is False and model.activation_host_mb:
         yield (
-            f"model.activation_host_mb={model.activation_host_mb}: must be 0 or null on CPU hosts, where the device is "
-            "the host; set model.activation_disk_mb"
+            f"model.activation_host_mb={model.activation_host_mb}: must be 0 or null on CPU hosts, whose device "
+            "memory is host memory; set model.activation_disk_mb"
         )

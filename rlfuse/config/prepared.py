@@ -1,4 +1,4 @@
-"""Folders that `rlfuse prepare` writes each bundled task to."""
+"""Output folders of the tasks of `rlfuse prepare`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDERS = {
 
 
 def command_for(path: str | None) -> str | None:
-    """The command that writes `path`; None where it is in no folder of a bundled task."""
+    """Return the command that creates `path`; None if it is not in the folder of a bundled task."""
     if path is None:
         return None
     return next(

@@ -1,4 +1,4 @@
-"""Order the presets of a job file and of a command line, so that the right one wins.
+"""Order the presets of a job file and of a command line by precedence.
 
 Within each of the two: experiment < algorithm, fusion, custom presets < settings. All presets of a group set the same
 keys (except rollout.n). Presets that disagree on a key are an error unless a setting decides it.
@@ -23,34 +23,34 @@ from rlfuse.config import job_file
 from rlfuse.config.declare import as_typed
 from rlfuse.config.job_file import JobFile, settings_of
 from rlfuse.config.keys import PRESET_GROUPS, parse_override
-from rlfuse.config.options import as_own_group
+from rlfuse.config.options import as_custom_group
 from rlfuse.errors import ConfigError
 from rlfuse.parsing import TooManyAliases, parse_yaml
 
 EXPERIMENT = "experiment"
 NAMING = ("algorithm.adv_estimator", "fusion.policy", "fusion.data")
-"""Keys that say what a preset is: a sweep over presets varies them."""
+"""Keys that identify a preset: a sweep over presets varies them."""
 
 Presets = Mapping[str, list[str]]
-"""Group -> names, several in a sweep; none of a sweep whose values are not known yet."""
+"""Group -> preset names: several in a sweep, none if the swept values are not known yet."""
 Settings = Mapping[str, tuple[str, Any]]
-"""Key -> where it is set, and value."""
+"""Key -> (place where it is set, value)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The presets and settings of a job in order."""
+    """The overrides of a job in the order of precedence."""
 
     overrides: list[str]
     problems: list[str]
-    told: list[str]
+    notes: list[str]
 
 
-def layered(
-    words: list[str], swept: Collection[str], file: JobFile | None, own: frozenset[str], folders: list[Path]
+def order_layers(
+    words: list[str], swept: Collection[str], file: JobFile | None, custom: frozenset[str], folders: list[Path]
 ) -> Layers:
-    """Order the presets of command line and job file. `swept`: what the job file sweeps over."""
-    typed = {group: [] for group in swept if group in PRESET_GROUPS} | _chosen(words, own)
+    """Order the presets of command line and job file. `swept`: the keys and groups that the job file sweeps over."""
+    typed = {group: [] for group in swept if group in PRESET_GROUPS} | _selected(words, custom)
     given = {parse_override(word).name for word in words}
     settings = file.settings if file else {}
     below = {group: [name] for group, name in file.presets.items() if group not in typed} if file else {}
@@ -59,26 +59,26 @@ def layered(
             contents(group, name, folders)
     problems = [*_conflicts(typed, given, folders), *_conflicts(below, given | settings.keys(), folders)]
     problems += _fixed_in_sweep(typed, given, folders)
-    told = [*_replaced(settings, typed, given, folders)]
+    notes = [*_overridden(settings, typed, given, folders)]
     layer, kept = (typed, given) if EXPERIMENT in typed else ({**below, **typed}, given | settings.keys())
-    told += _replaced(_settings_of_experiment(layer, folders), _without_experiment(layer), kept, folders)
+    notes += _overridden(_settings_of_experiment(layer, folders), _without_experiment(layer), kept, folders)
     if file is None:
-        return Layers(_ordered(words, typed, has_file=False), problems, told)
+        return Layers(_ordered(words, typed, has_file=False), problems, notes)
     problems += [each for name in typed.get(EXPERIMENT, []) for each in _low_overrides(name, folders)]
-    inside = [group for group in below if group in (*own, "algorithm", "fusion")]
+    inside = [group for group in below if group in (*custom, "algorithm", "fusion")]
     params = file.swept
     for group in [group for group in PRESET_GROUPS if group in swept]:
         values = params.pop(group)
         name = f"+{group}@_global_" if group == EXPERIMENT else group
         params[name] = ",".join(map(str, values)) if isinstance(values, list) else values
-    file.register([_entry(group, below[group][0], own) for group in inside])
+    file.register([_entry(group, below[group][0], custom) for group in inside])
     first = [f"{group}={below[group][0]}" for group in below if group not in inside]
-    return Layers([*first, f"job_file={job_file.NAME}", *_ordered(words, typed, has_file=True)], problems, told)
+    return Layers([*first, f"job_file={job_file.NAME}", *_ordered(words, typed, has_file=True)], problems, notes)
 
 
 def _ordered(words: list[str], groups: Collection[str], has_file: bool) -> list[str]:
     experiments = [word for word in words if parse_override(word).name == EXPERIMENT]
-    last = [word for word in experiments[-1:] if word != f"{EXPERIMENT}=null"]  # null only takes the job file's away
+    last = [word for word in experiments[-1:] if word != f"{EXPERIMENT}=null"]  # null only removes that of the job file
     above = [f"+{EXPERIMENT}@_global_={parse_override(word).value}" for word in last] if has_file else last
     again = [f"+{group}@_global_=${{{group}}}" for group in ("algorithm", "fusion") if group in groups]
     return [*above, *again, *(word for word in words if word not in experiments)]
@@ -98,12 +98,12 @@ def _low_overrides(name: str, folders: list[Path]) -> Iterator[str]:
             yield f"{EXPERIMENT}={name}: overrides `{group}` below the job file; {remedy}"
 
 
-def _chosen(words: list[str], own: Collection[str]) -> dict[str, list[str]]:
+def _selected(words: list[str], custom: Collection[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for word in words:
         group = parse_override(word).name.partition("@")[0]
         override = OverridesParser.create().parse_override(word)
-        if (group not in PRESET_GROUPS and group not in own) or isinstance(override.value(), dict):
+        if (group not in PRESET_GROUPS and group not in custom) or isinstance(override.value(), dict):
             continue
         if not override.is_sweep_override():
             found[group] = [as_typed(override.value())]
@@ -117,8 +117,8 @@ def _without_experiment(presets: Presets) -> dict[str, list[str]]:
     return {group: names for group, names in presets.items() if group != EXPERIMENT}
 
 
-def _entry(group: str, name: str, own: frozenset[str]) -> dict[str, str]:
-    word = as_own_group(f"{group}={name}", own) or f"{group}@_global_={name}"
+def _entry(group: str, name: str, custom: frozenset[str]) -> dict[str, str]:
+    word = as_custom_group(f"{group}={name}", custom) or f"{group}@_global_={name}"
     return {f"/{parse_override(word).name}": name}
 
 
@@ -137,10 +137,10 @@ def _fixed_in_sweep(presets: Presets, given: Collection[str], folders: list[Path
     for group, names in presets.items():
         for key in [key for key in NAMING if key in given]:
             if len({contents(group, name, folders).get(key) for name in names}) > 1:
-                yield f"{key}: is set for all jobs, and {group}={','.join(names)} varies it; leave one of them out"
+                yield f"{key}: is set for all jobs, but {group}={','.join(names)} varies it; remove one of them"
 
 
-def _replaced(settings: Settings, presets: Presets, kept: Collection[str], folders: list[Path]) -> Iterator[str]:
+def _overridden(settings: Settings, presets: Presets, kept: Collection[str], folders: list[Path]) -> Iterator[str]:
     found = [(group, name, contents(group, name, folders)) for group, names in presets.items() for name in names]
     decided = {key for group, _, values in found if group != EXPERIMENT for key in values}
     for group, name, values in found:
@@ -148,7 +148,7 @@ def _replaced(settings: Settings, presets: Presets, kept: Collection[str], folde
         for key in [key for key in settings if key in values and key not in hidden]:
             place, value = settings[key]
             if as_typed(value) != as_typed(values[key]):
-                yield f"{place}: {key}={as_typed(value)} is overridden, {group}={name} sets {as_typed(values[key])}"
+                yield f"{place}: {key}={as_typed(value)} is overridden: {group}={name} sets {as_typed(values[key])}"
 
 
 def _settings_of_experiment(presets: Presets, folders: list[Path]) -> Settings:
@@ -158,9 +158,9 @@ def _settings_of_experiment(presets: Presets, folders: list[Path]) -> Settings:
 
 
 def contents(group: str, name: str, folders: list[Path], within: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Keys that a preset sets -> values, those of its defaults list included.
+    """Return the keys that a preset sets, with values, including those of its defaults list.
 
-    ConfigError if that includes the preset itself; `within`: the presets that include this one.
+    Raises ConfigError if presets include each other. `within`: the presets that include this one.
     """
     if (here := f"{group}/{name}") in within:
         cycle = " -> ".join((*within[within.index(here) :], here))
@@ -183,7 +183,7 @@ def _read(group: str, name: str, folders: list[Path]) -> tuple[list[Any], dict[s
     try:
         text = files[0].read_text(encoding="utf-8") if files else ""
         content = OmegaConf.to_container(parse_yaml(text, OmegaConf.create))
-    except TooManyAliases as error:  # which Hydra would take minutes to read
+    except TooManyAliases as error:  # Hydra would take minutes to read it
         raise ConfigError([f"{files[0]}: {error}"]) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException):
         return [], {}

@@ -1,4 +1,4 @@
-"""Labels of a reward model's head, and which of them a run uses: `reward_model` or `reward_model:LABEL`."""
+"""Labels of a reward model's head, and their selection by `reward_model` or `reward_model:LABEL`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rlfuse.errors import RewardError
 
 ONLY_LABEL = "LABEL_0"
 AUTO_MAP_CLASS = "AutoModelForSequenceClassification"
-"""In config.json's auto_map: modelling code that ships with the weights."""
+"""Entry of auto_map in config.json for a class that ships with the weights."""
 
 
 def read_config(path: str, key: str, trust_remote_code: bool) -> Any:
-    """Return the model's configuration; RewardError unless the class that ships with it can load."""
+    """Return the model's configuration. Raises RewardError if a class that ships with it can't be loaded."""
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -36,42 +36,43 @@ def read_config(path: str, key: str, trust_remote_code: bool) -> Any:
 
 
 def head_labels(path: str, trust_remote_code: bool = False) -> list[str]:
-    """The labels of the sequence classifier at `path`, in the head's order; none of a model that has no such head."""
+    """Return the labels of the sequence classifier at `path`, in the order of the head; none for other models."""
     config = read_config(path, "model.path", trust_remote_code)
     classes = (*(config.architectures or ()), *(getattr(config, "auto_map", None) or ()))
     return list(config.id2label.values()) if any("SequenceClassification" in name for name in classes) else []
 
 
 def check_trust(path: str, key: str, own: str | None, trust_remote_code: bool) -> None:
-    """RewardError for an untrusted class that ships with a model."""
+    """Raise RewardError for an untrusted class that ships with a model."""
     if own is not None and not trust_remote_code:
         raise RewardError(
-            f"{key}: {path} brings a class of its own, {own}; look at that code, then set model.trust_remote_code=true "
+            f"{key}: {path} ships with a custom class, {own}; review its code, then set model.trust_remote_code=true "
             "(in a notebook: trust_remote_code=True) to run it."
         )
 
 
 def saved_labels(folder: Path) -> tuple[list[str], str | None]:
-    """(labels, the class that ships with it) of a folder's config.json; no labels where transformers' defaults hold."""
+    """Return (labels, custom class) of the folder's config.json; no labels if they are transformers' defaults."""
     config = json.loads((folder / "config.json").read_text())
     names = config.get("id2label") or {}
     return [names[number] for number in sorted(names, key=int)], (config.get("auto_map") or {}).get(AUTO_MAP_CLASS)
 
 
-def label_columns(path: str, labels: Sequence[str], asked: Sequence[str]) -> dict[str, int]:
-    """Of each entry's name, `reward_model` or `reward_model/LABEL`, the number of its label. RewardError otherwise."""
+def label_columns(path: str, labels: Sequence[str], names: Sequence[str]) -> dict[str, int]:
+    """Return the label index of each name, `reward_model` or `reward_model/LABEL`. Raises RewardError for unknown
+    ones."""
     found = {}
-    for name in asked:
+    for name in names:
         label = name.removeprefix(MODEL_PART).removeprefix("/")
         if not label and len(labels) != 1:
             entries = ", ".join(f"{MODEL_PART}:{each}" for each in labels)
             raise RewardError(
-                f"reward.model_path: {path} has {len(labels)} labels, whose scores are no reward before it is said "
-                f"which count, and how much: reward.functions=[{entries}], those that should, and reward.weights. (A "
-                "classifier that was not trained as a reward model is none.)"
+                f"reward.model_path: {path} has {len(labels)} labels. Select those to use as rewards, with "
+                f"reward.functions=[{entries}] and reward.weights. (A classifier that was not trained as a reward "
+                "model can't be used as one.)"
             )
         if label and label not in labels:
-            unnamed = " (what transformers calls labels without names: was it trained with these dimensions?)"
+            unnamed = " (transformers' default names of unnamed labels: was it trained with these dimensions?)"
             raise RewardError(
                 f"reward.functions: {MODEL_PART}:{label}: {path} has no such label; it has {', '.join(labels)}"
                 + (unnamed if ONLY_LABEL in labels else "")

@@ -1,4 +1,4 @@
-"""How a configuration has responses drawn: those that are learned from, and answers to held-out prompts."""
+"""Sampling parameters of training and validation responses."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from rlfuse.protocols import Sampling
 
 
 def training(config: Config) -> Sampling:
-    """Of the responses that are learned from."""
+    """Return the sampling parameters of training responses."""
     return _sampling(config.rollout, config)
 
 
 def validation(config: Config) -> Sampling:
-    """Of answers to held-out prompts, in a run and by `rlfuse eval`."""
+    """Return the sampling parameters of validation, in a run and in `rlfuse eval`."""
     return _sampling(config.rollout.val_kwargs, config)
 
 

@@ -1,4 +1,4 @@
-"""The configuration of a run: typed groups of keys with verl's leaf names. A key is declared here and nowhere else."""
+"""Configuration schema of a run: typed groups of keys with verl's leaf names. The only declaration of each key."""
 
 from __future__ import annotations
 
@@ -40,570 +40,585 @@ from rlfuse.config.declare import (
     Resume,
     key,
 )
-from rlfuse.config.estimators import in_words
+from rlfuse.config.estimators import describe_choices
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.rewards import RewardConfig
 
-_KL_ESTIMATORS = "k1 | kl (the same) | k2 | mse (the same) | k3 | low_var_kl (the same) | abs"
+_KL_ESTIMATORS = "k1 | kl (same as k1) | k2 | mse (same as k2) | k3 | low_var_kl (same as k3) | abs"
 
 
 @dataclass
 class DataConfig:
-    """Prompts: files, lengths, order."""
+    """Training and validation data: files, columns, lengths, order."""
 
     train_files: list[str] = key(MISSING, PROMPTS, is_path=True, accepts_entry=True)
-    """Parquet, JSON, JSONL or CSV files, or Hugging Face dataset folders, with rows of verl or TRL."""
+    """Training files: Parquet, JSON, JSONL, CSV, or Hugging Face dataset folders, in the row format of verl or TRL."""
     val_files: list[str] = key([], VALIDATION, is_path=True, accepts_entry=True)
-    """Held-out rows; empty turns validation off."""
+    """Validation files, in the same formats as train_files; empty disables validation."""
     media_root: str | None = key(None, PROMPTS, is_path=True)
-    """Folder that all clips and images of rows must be in, symbolic links resolved; relative paths start there. null:
-    rows may name any file, and relative paths start at their data file. Set it for third-party data."""
+    """Root folder of clips and images: relative paths start there, and paths outside it are rejected (after resolving
+    symbolic links). null: any file is allowed, and relative paths start at the data file. Set it for untrusted data."""
     prompt_key: str = key("prompt", PROMPTS)
-    """Column of the prompt: a string or a list of chat messages."""
+    """Column of the prompt, which is a string or a list of chat messages."""
     prompt_is_chat: bool = key(True, PROMPTS)
-    """A string prompt is a user message, to which the chat template is applied; false: it is the prompt itself."""
+    """Treat a string prompt as a user message and apply the chat template; false: use the string as the raw prompt."""
     apply_chat_template_kwargs: dict[str, Any] = key({}, PROMPTS)
-    """Arguments of the chat template, for instance enable_thinking; verl's name."""
+    """Extra arguments of the tokenizer's chat template, for example enable_thinking."""
     max_prompt_length: int = key(512, PROMPTS, unit="tokens", at_least=1)
-    """Longest prompt, chat template included."""
+    """Maximum prompt length, including the chat template."""
     max_response_length: int = key(512, SAMPLING, unit="tokens", at_least=1)
-    """Longest response."""
+    """Maximum response length."""
     train_batch_size: int = key(64, BATCH, at_least=1)
-    """Prompts per step; the step has train_batch_size * rollout.n samples."""
+    """Prompts per training step; a step has train_batch_size * rollout.n samples."""
     truncation: str = key(
         "error", PROMPTS, choices="error | left (keep the end) | right (keep the start) | middle (keep both ends)"
     )
-    """How longer prompts are treated; clips and images are never cut."""
+    """Handling of prompts longer than max_prompt_length; clips and images are never truncated."""
     filter_overlong_prompts: bool = key(False, PROMPTS)
-    """Drop longer prompts while loading, clips included, and log how many, instead of applying `truncation`."""
+    """Drop prompts longer than max_prompt_length (including clips) at loading and log the number, instead of applying
+    `truncation`."""
     shuffle: bool = key(True, ORDER)
-    """Shuffle rows every epoch, deterministically from `seed`."""
+    """Shuffle the rows in every epoch, deterministically from `seed`."""
     seed: int = key(1, ORDER, at_least=0)
-    """Seed of the run: order of the data, sampling, initial weights of the critic's head."""
+    """Random seed of the run: data order, sampling, and initialization of the critic's head."""
 
 
 @dataclass
 class ModelConfig:
-    """The policy's model; actor, reference and (unless given its own) critic start from it."""
+    """The policy model. Actor, reference and critic start from it, unless ref.path or critic.path is set."""
 
     path: str = key(MISSING, WEIGHTS)
-    """Hugging Face folder or hub name."""
+    """Model folder in Hugging Face format, or hub name."""
     dtype: str = key("bfloat16", STORED, choices="float32 | bfloat16")
-    """Type of the weights, in training and in the engines."""
+    """Data type of the weights in training and in the rollout engines."""
     trust_remote_code: bool = key(False, Resume(Effect.IMMEDIATE, "permission to run the model's code"))
-    """Run modelling code that ships with the model."""
+    """Allow executing the modelling code that ships with the model."""
     video_family: str | None = key(
-        None, Resume(Effect.FIXED, "how clips are encoded, and where their tokens are placed"), custom=True
+        None, Resume(Effect.FIXED, "encoding of clips and placement of their tokens"), custom=True
     )
-    """A custom family of video models, a class as `path/file.py:name`; null: those of rlfuse/video/models."""
+    """Custom video model family: a class, as `path/file.py:name`; null: the built-in families of
+    rlfuse/video/models."""
     use_remove_padding: bool = key(True, SCHEDULING)
-    """Pack sequences instead of padding them, where the architecture allows it (otherwise they are padded, and this is
-    logged)."""
+    """Pack sequences instead of padding them (remove-padding); unsupported architectures are padded, which is
+    logged."""
     enable_gradient_checkpointing: bool = key(False, SCHEDULING)
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: less memory, about a third more compute time."""
     enable_activation_offload: bool = key(False, SCHEDULING)
-    """Offload or recompute the activations of a micro-batch beyond activation_device_mb, whichever is faster; results
-    are identical, shorter micro-batches are unaffected."""
+    """Offload or recompute activations beyond activation_device_mb, whichever is faster. Results are identical, and
+    micro-batches within the limit are unaffected."""
     activation_device_mb: int = key(2048, SCHEDULING, unit="MiB", at_least=0)
-    """Activations of layers that may stay on the device between forward and backward pass."""
+    """Maximum activation memory on the device between the forward and the backward pass
+    (enable_activation_offload=true)."""
     activation_host_mb: int | None = key(None, SCHEDULING, unit="MiB", at_least=0)
-    """Pinned host memory for offloaded activations of a rank (GPUs); null: its share of a quarter of the node's free
-    memory."""
+    """Pinned host memory per rank for offloaded activations (GPUs); null: the rank's share of a quarter of the node's
+    free memory."""
     activation_disk_mb: int = key(0, SCHEDULING, unit="MiB", at_least=0)
-    """Disk space for offloaded activations of a rank, below trainer.default_local_dir; every such micro-batch writes
-    its own."""
+    """Disk space per rank for offloaded activations, below trainer.default_local_dir; every such micro-batch writes
+    its own data."""
 
 
 @dataclass
 class ValKwargs:
-    """Sampling while validating, and of `rlfuse eval` and `rlfuse generate`."""
+    """Sampling parameters of validation, `rlfuse eval` and `rlfuse generate`."""
 
     n: int = key(1, VALIDATION, at_least=1)
-    """Responses per validation prompt."""
+    """Number of responses per validation prompt."""
     temperature: float = key(0.0, VALIDATION, at_least=0)
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy decoding."""
     top_p: float = key(1.0, VALIDATION, above=0, at_most=1)
-    """Nucleus mass."""
+    """Nucleus sampling: cumulative probability of the tokens to sample from; 1 disables it."""
     top_k: int = key(-1, VALIDATION, at_least=1, or_minus_one=True)
-    """Candidates per token, -1 for all."""
+    """Number of most likely tokens to sample from; -1: all."""
     min_p: float = key(0.0, VALIDATION, at_least=0, at_most=1)
-    """Tokens less likely than this share of the most likely one are left out; 0 for none."""
+    """Minimum probability of a token, relative to the most likely token; 0 disables it."""
 
 
 @dataclass
 class RolloutConfig:
-    """Generation with vLLM, one engine per rollout slot."""
+    """Generation: vLLM engines and sampling parameters. Each engine uses tensor_model_parallel_size slots."""
 
     name: str = key("vllm", TRAINED, choices="vllm | transformers (CPUs; models that vLLM does not support)")
-    """The engine."""
+    """Rollout engine."""
     n: int = key(1, BATCH, at_least=1)
-    """Responses per prompt (the group size)."""
+    """Number of responses per prompt (the group size)."""
     temperature: float = key(
         1.0,
         SAMPLING,
         above=0,
         remedy="training compares sampled responses; for greedy validation set rollout.val_kwargs.temperature=0",
     )
-    """Sampling temperature; the trainer scales its logits by the same value."""
+    """Sampling temperature; the trainer divides its logits by the same value."""
     top_p: float = key(1.0, SAMPLING, above=0, at_most=1)
-    """Nucleus mass. Below 1 the engine's log-probs are those of the truncated distribution."""
+    """Nucleus sampling: cumulative probability of the tokens to sample from; 1 disables it. Below 1, the engine's
+    log-probs are those of the truncated distribution."""
     top_k: int = key(-1, SAMPLING, at_least=1, or_minus_one=True)
-    """Candidates per token, -1 for all."""
+    """Number of most likely tokens to sample from; -1: all."""
     min_p: float = key(0.0, SAMPLING, at_least=0, at_most=1)
-    """Tokens less likely than this share of the most likely one are left out; 0 for none. As with top_p, log-probs are
+    """Minimum probability of a token, relative to the most likely token; 0 disables it. As with top_p, log-probs are
     those of the truncated distribution."""
     stop: list[str] = key([], SAMPLING)
-    """Texts that end a response, in training and validation. All tokens up to the one that completes such a text are
-    kept, scored and trained on."""
+    """Stop strings, in training and validation. The tokens up to and including the stop string are kept, scored and
+    trained on."""
     tensor_model_parallel_size: int = key(1, SCHEDULING, at_least=1)
-    """Devices per engine; slots / this = number of engines."""
+    """Tensor-parallel size of each engine; the number of engines is the number of slots divided by it."""
     gpu_memory_utilization: float = key(0.5, RESOURCES, above=0, at_most=1)
-    """Share of device memory that an engine may use (GPUs); its KV cache is no larger than max_num_seqs samples of full
-    length need."""
+    """Fraction of device memory that an engine may use (GPUs). The KV cache is never larger than max_num_seqs samples
+    of maximum length need."""
     free_cache_engine: bool | None = key(None, RESOURCES)
-    """Whether an engine frees the device while the trainer uses it (GPUs); null: only where the memory plan shows that
-    both do not fit, see `rlfuse plan`."""
+    """Free the engine's device memory while the trainer runs (GPUs); null: only if the memory plan shows that both do
+    not fit (see `rlfuse plan`)."""
     kv_cache_memory_mb: int = key(256, RESOURCES, unit="MiB", at_least=1)
-    """KV cache of an engine on CPU hosts."""
+    """KV cache size of an engine on CPU hosts."""
     max_num_seqs: int = key(256, RESOURCES, at_least=1)
-    """Largest number of sequences that an engine decodes at once."""
+    """Maximum number of sequences that an engine decodes concurrently."""
     weight_transfer: str = key(
         "auto",
         RESOURCES,
         choices="auto (ipc on GPUs unless training is pipelined, else shm) | shm | ipc",
-        rejected={"nccl": "NCCL refuses two ranks on one GPU, and a slot's engine and its rank share one"},
+        rejected={"nccl": "NCCL rejects two ranks on one GPU, and a slot's engine and trainer rank share a GPU"},
     )
-    """How new weights reach the engines."""
-    kv_transfer: str = key("auto", RESOURCES, choices="auto (which is shm) | shm | nixl (CPU hosts only)")
-    """How the KV cache of a migrated sample reaches its engine."""
+    """Transport of new weights from the trainer to the engines."""
+    kv_transfer: str = key("auto", RESOURCES, choices="auto (shm) | shm | nixl (CPU hosts only)")
+    """Transport of the KV cache of a migrated sample to its new engine."""
     disaggregate: str = key(
         "auto",
         SCHEDULING,
         choices="auto (if the simulated gain exceeds the measured error) | off | on (one node)",
     )
-    """Whether some engines only prefill and send prompts with their KV caches to others that only decode."""
-    scheduler: str = key("fast", RESOURCES, choices="fast (short path for decode steps) | vllm (its own)")
-    """The engines' scheduler. Tokens and log-probs are the same."""
+    """Prefill/decode disaggregation: some engines only prefill and transfer the KV caches to engines that only
+    decode."""
+    scheduler: str = key("fast", RESOURCES, choices="fast (shorter code path for decode steps) | vllm (vLLM's own)")
+    """Scheduler of the engines; tokens and log-probs are identical."""
     update_weights_bucket_mb: int = key(512, RESOURCES, unit="MiB", at_least=1)
-    """Size of the buckets in which weights are transferred; the trainer holds at most two of them in addition."""
+    """Bucket size of weight transfers; the trainer allocates at most two buckets."""
     quantization: str | None = key(
         None,
         SAMPLING,
         choices="fp8_per_channel (CPUs; GPUs of compute capability 8.9 or more) | fp8_per_tensor (GPUs only) | "
-        "fp8_per_block (GPUs only) | int8_per_channel_weight_only (experts alone; GPUs only)",
-        rejected={"fp8": "vLLM means an 8-bit checkpoint by it; names of online quantization say the granularity"},
+        "fp8_per_block (GPUs only) | int8_per_channel_weight_only (MoE experts only; GPUs only)",
+        rejected={"fp8": "in vLLM this is an 8-bit checkpoint; names of online quantization give the granularity"},
     )
-    """8-bit quantization of the engines' linear layers, done by vLLM at every weight transfer; null: none. Needs
-    algorithm.rollout_is_threshold."""
+    """Online 8-bit quantization of the engines' linear layers by vLLM, repeated at every weight transfer; null: none.
+    Requires algorithm.rollout_is_threshold."""
     on_mismatch: str = key("stop", TOLERANCE, choices="stop | alert")
-    """What happens if engines and trainer give the same tokens different log-probs after the first weight transfer."""
+    """Action if the log-probs of engines and trainer for the same tokens differ after the first weight transfer."""
     engine_kwargs: dict[str, Any] = key({}, SAMPLING)
-    """Further arguments of vLLM's AsyncEngineArgs, by name."""
+    """Additional arguments of vLLM's AsyncEngineArgs, by name."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
 
 
 @dataclass
 class KlCtrl:
-    """Coefficient of the KL penalty in the reward."""
+    """KL controller: the coefficient of the KL penalty in the reward."""
 
-    type: str = key("fixed", KL_CONTROL, choices="fixed | adaptive (steered to target_kl; Ziegler et al. 2019)")
-    """The coefficient during a run."""
+    type: str = key("fixed", KL_CONTROL, choices="fixed | adaptive (towards target_kl; Ziegler et al. 2019)")
+    """Type of the KL controller."""
     kl_coef: float = key(0.001, KL_CONTROL, at_least=0)
-    """Coefficient, or the initial one of the adaptive controller."""
+    """KL coefficient; with the adaptive controller, its initial value."""
     target_kl: float = key(0.1, KL_CONTROL, above=0)
-    """Adaptive: target KL per token (mean over each response, then over responses)."""
+    """Target KL per token of the adaptive controller (mean over each response, then over responses)."""
     horizon: int = key(10000, KL_CONTROL, at_least=1)
-    """Adaptive: samples over which the coefficient adjusts."""
+    """Horizon of the adaptive controller, in samples."""
 
 
 @dataclass
 class FilterGroups:
-    """DAPO's dynamic sampling: replace groups whose rewards are all equal by groups of further prompts."""
+    """Dynamic sampling (DAPO): replace groups whose rewards are all equal by groups of new prompts."""
 
     enable: bool = key(False, ADVANTAGE)
-    """Train on groups with unequal rewards only, and generate until a step has data.train_batch_size of them."""
+    """Train only on groups with unequal rewards; generate until a step has data.train_batch_size of them."""
     max_num_gen_batches: int = key(0, ADVANTAGE, at_least=0)
-    """Largest number of prompt batches that a step may generate for that; the run stops if they do not suffice. 0: no
+    """Maximum number of prompt batches generated per step; the run stops if they do not yield enough groups. 0: no
     limit."""
 
 
 @dataclass
 class AlgorithmConfig:
-    """Advantages and KL. Presets: algorithm=ppo | grpo | dr_grpo | gdpo | rloo | reinforce_plus_plus | dapo | gspo."""
+    """Advantage estimation and KL penalties. Presets: algorithm=ppo | grpo | dr_grpo | gdpo | rloo |
+    reinforce_plus_plus | dapo | gspo."""
 
-    adv_estimator: str = key("gae", ESTIMATOR, choices=in_words(), custom=True)
-    """Estimator of advantages."""
+    adv_estimator: str = key("gae", ESTIMATOR, choices=describe_choices(), custom=True)
+    """Advantage estimator."""
     gamma: float = key(1.0, ADVANTAGE, at_least=0, at_most=1)
-    """Discount per token."""
+    """Discount factor per token."""
     lam: float = key(1.0, ADVANTAGE, at_least=0, at_most=1)
-    """GAE's lambda."""
+    """Lambda of GAE."""
     norm_adv_by_std_in_grpo: bool = key(True, ADVANTAGE)
-    """False leaves the group's standard deviation out (Dr. GRPO)."""
+    """Divide group advantages by the group's standard deviation; false: do not (Dr. GRPO)."""
     use_kl_in_reward: bool = key(False, LOSS)
-    """Subtract the KL to the reference from the per-token reward."""
+    """Subtract the KL penalty to the reference policy from the per-token reward."""
     kl_penalty: str = key("k1", LOSS, choices=_KL_ESTIMATORS, custom=True)
-    """Estimator of the KL in the reward."""
+    """KL estimator of the penalty in the reward."""
     kl_ctrl: KlCtrl = field(default_factory=KlCtrl)
     kl_coef_by_source: dict[str, float] = key({}, LOSS_WEIGHTS)
-    """data_source (or a pattern with `*`) -> coefficient for its samples, instead of both kl_ctrl.kl_coef and
-    actor.kl_loss_coef; the first match applies."""
+    """KL coefficient per data_source (or pattern with `*`), which replaces both kl_ctrl.kl_coef and actor.kl_loss_coef;
+    the first match applies."""
     filter_groups: FilterGroups = field(default_factory=FilterGroups)
-    old_log_probs: str = key("trainer", LOSS, choices="trainer (an extra pass, except for the first update) | engine")
-    """Where the old log-probs of PPO's ratio come from."""
+    old_log_probs: str = key(
+        "trainer", LOSS, choices="trainer (extra forward pass, except for the first update) | engine"
+    )
+    """Source of the old log-probs in PPO's importance ratio."""
     rollout_is_threshold: float | None = key(None, LOSS_WEIGHTS, above=0)
-    """Cap of the truncated importance weight for the mismatch between engine and trainer; null turns it off."""
+    """Truncation threshold of the importance weight that corrects the mismatch between engine and trainer (TIS); null
+    disables the correction."""
 
 
 @dataclass
 class OptimConfig:
-    """AdamW and its schedule, which advances once per training step that trains the model, as verl's does."""
+    """AdamW and its learning-rate schedule, which advances once per training step that trains the model, as in verl."""
 
     lr: float = key(1e-6, OPTIMIZER, at_least=0)
-    """Learning rate after warm-up."""
+    """Learning rate after warmup."""
     weight_decay: float = key(0.01, OPTIMIZER, at_least=0)
     """Decoupled weight decay."""
     lr_warmup_steps: int = key(-1, OPTIMIZER, at_least=0, or_minus_one=True)
-    """Training steps of linear warm-up from 0, which is the first step's rate; -1 or 0: lr_warmup_steps_ratio."""
+    """Training steps of linear warmup; the first step has rate 0. -1 or 0: use lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: float = key(0.0, OPTIMIZER, at_least=0, at_most=1)
-    """The same as a share of the run's training steps."""
-    lr_scheduler_type: str = key("constant", OPTIMIZER, choices="constant | cosine (0 in the step after the last)")
-    """The learning rate after warm-up."""
+    """Warmup steps as a fraction of all training steps."""
+    lr_scheduler_type: str = key("constant", OPTIMIZER, choices="constant | cosine (reaches 0 one step after the last)")
+    """Learning-rate schedule after warmup."""
 
 
 @dataclass
 class ActorConfig:
-    """The policy's updates, and DeepSpeed's settings for actor, critic and reference."""
+    """Policy updates, and the trainer backend of actor, critic and reference."""
 
     strategy: str = key("deepspeed", LAYOUT, choices="deepspeed (by zero_stage) | fsdp2 (fully_shard; CPUs)")
-    """What shards and trains the models."""
+    """Trainer backend."""
     zero_stage: int = key(1, LAYOUT, at_least=0, at_most=3)
-    """DeepSpeed ZeRO stage, 0-3."""
+    """ZeRO stage of DeepSpeed."""
     offload_optimizer: bool = key(False, STORED)
-    """Keep optimizer state in host memory (ZeRO 1-3, GPUs)."""
+    """Keep the optimizer state in host memory (ZeRO 1-3, GPUs)."""
     optimizer_residency: str = key(
         "training",
         SCHEDULING,
-        choices="training (as long as the weights) | forecast (loaded just in time for the predicted first update) | "
+        choices="training (whenever the weights are) | forecast (loaded just in time for the predicted first update) | "
         "step (only during each update: less memory, more copies)",
     )
-    """When optimizer state is on the device; it never is during generation (GPUs)."""
+    """When the optimizer state is on the device (GPUs); never during generation."""
     grad_accum_dtype: str = key(
         "float32",
         OPTIMIZER,
-        choices="float32 | bfloat16 (half the memory; a sum of 256 micro-batches is off by 2 %)",
+        choices="float32 | bfloat16 (half the memory; error of 2 % over 256 micro-batches)",
     )
-    """Type in which gradients of bfloat16 weights are accumulated."""
-    cuda_graphs: str = key("auto", ROUNDING, choices="auto (small models, bound by kernel launches) | on | off")
-    """Record passes over micro-batches of up to 2048 tokens as CUDA graphs, and replay them (GPUs)."""
+    """Data type for accumulating the gradients of bfloat16 weights."""
+    cuda_graphs: str = key("auto", ROUNDING, choices="auto (small models limited by kernel launches) | on | off")
+    """Capture passes over micro-batches of up to 2048 tokens as CUDA graphs (GPUs)."""
     grad_clip: float = key(1.0, OPTIMIZER, at_least=0)
-    """Largest global gradient norm; 0 does not clip. A step whose norm is not finite is skipped in any case."""
+    """Maximum global gradient norm; 0: no clipping. Updates with a non-finite norm are always skipped."""
     ppo_max_token_len_per_gpu: int = key(16384, SCHEDULING, unit="tokens", at_least=1)
-    """Token budget of a micro-batch on one rank; a longer sequence forms a micro-batch alone."""
+    """Maximum tokens per micro-batch and rank; a longer sequence forms a micro-batch of its own."""
     ppo_micro_batch_size_per_gpu: int | None = key(None, SCHEDULING, at_least=1)
-    """Largest number of sequences per micro-batch; null: only the token budget limits it."""
+    """Maximum sequences per micro-batch and rank; null: limited only by ppo_max_token_len_per_gpu."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     ppo_mini_batch_size: int = key(64, UPDATES, at_least=1)
-    """Prompts per optimizer step; divides data.train_batch_size."""
+    """Prompts per optimizer step; must divide data.train_batch_size."""
     ppo_epochs: int = key(1, UPDATES, at_least=1)
-    """Passes over a step's samples."""
+    """Number of passes over the samples of a step."""
     clip_ratio: float = key(0.2, LOSS_WEIGHTS, above=0)
-    """PPO's clip range, both sides unless low / high are given."""
+    """PPO clip range, for both sides unless clip_ratio_low or clip_ratio_high is set."""
     clip_ratio_low: float | None = key(None, LOSS_WEIGHTS, above=0)
     """Lower clip range (DAPO); null: clip_ratio."""
     clip_ratio_high: float | None = key(None, LOSS_WEIGHTS, above=0)
     """Upper clip range (DAPO); null: clip_ratio."""
     clip_ratio_c: float | None = key(3.0, LOSS_WEIGHTS, above=1)
-    """Dual clip for negative advantages (Ye et al. 2020); null turns it off."""
+    """Lower bound of dual-clip PPO for negative advantages (Ye et al. 2020); null disables it."""
     loss_mode: str = key("vanilla", LOSS, choices="vanilla (per token) | gspo (per sequence)", custom=True)
     """Policy loss."""
     loss_agg_mode: str = key(
         "token-mean", LOSS, choices="token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm"
     )
-    """How the losses of a batch's tokens are aggregated."""
+    """Aggregation of the token losses of a batch."""
     entropy_coeff: float = key(0.0, LOSS_WEIGHTS, at_least=0)
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
     use_kl_loss: bool = key(False, LOSS)
-    """Add the KL to the reference to the loss."""
+    """Add a KL loss to the reference policy."""
     kl_loss_coef: float = key(0.001, LOSS_WEIGHTS, at_least=0)
-    """Weight of that KL."""
+    """Coefficient of the KL loss."""
     kl_loss_type: str = key("k3", LOSS, choices=_KL_ESTIMATORS, custom=True)
-    """Estimator of the KL in the loss."""
+    """KL estimator of the loss."""
 
 
 @dataclass
 class CriticOptim:
-    """The critic's optimizer; everything else is as in actor.optim."""
+    """The critic's optimizer; all other settings are those of actor.optim."""
 
     lr: float = key(1e-5, OPTIMIZER, at_least=0)
-    """The critic's learning rate after warm-up."""
+    """Learning rate of the critic after warmup."""
 
 
 @dataclass
 class CriticConfig:
-    """The value model; used by estimators of advantages that need one, as gae. What is not here is as in `actor`."""
+    """The value model, for advantage estimators that need one, such as gae. Settings not listed here are those of
+    `actor`."""
 
     path: str | None = key(None, WEIGHTS)
-    """Initial weights, of any family; null: model.path. A value head there (`score`, or the names of TRL and verl) is
-    loaded, otherwise the head starts at 0."""
+    """Initial weights, of any model family; null: model.path. Its value head (`score`, or the names used by TRL and
+    verl) is loaded if present; otherwise the head is initialized to 0."""
     cliprange_value: float = key(0.5, LOSS_WEIGHTS, above=0)
-    """Clip range of the value loss."""
+    """Clip range of the value function loss."""
     optim: CriticOptim = field(default_factory=CriticOptim)
 
 
 @dataclass
 class RefConfig:
-    """The frozen reference policy; used when a KL is."""
+    """The frozen reference policy, loaded only if a KL penalty or KL loss is enabled."""
 
     path: str | None = key(None, Resume(Effect.EXPERIMENT, "another reference policy"))
-    """Weights of the reference; null: model.path."""
+    """Weights of the reference policy; null: model.path."""
 
 
 @dataclass
 class TrainingConfig:
-    """How models and long sequences are distributed over trainer ranks."""
+    """Parallelism of actor, critic and reference."""
 
     pipeline_parallel_size: int = key(1, LAYOUT, at_least=1)
-    """Pipeline stages of actor, critic and reference; divides the slots, the rest is data parallelism. 1: no
-    pipeline."""
+    """Number of pipeline stages; must divide the slots, and the rest is data parallelism. 1: no pipeline
+    parallelism."""
     virtual_pipeline_model_parallel_size: int = key(1, SCHEDULING, at_least=1)
-    """Stages of a model on each device of a pipeline: more stages mean shorter bubbles and more transfers."""
+    """Virtual pipeline stages per device: more stages shorten the bubbles but need more transfers."""
     pipeline_placement: str = key("v", SCHEDULING, choices="v (V-shaped) | interleaved")
-    """Placement of several stages on the devices of a pipeline."""
+    """Placement of virtual stages on the devices of a pipeline."""
     vocabulary_parallel: bool = key(False, SCHEDULING)
-    """All devices of a pipeline share the output head of actor and reference, a range of tokens each, so that no device
-    waits for a large vocabulary."""
+    """Shard the output heads of actor and reference by vocabulary over all devices of a pipeline, so that a large
+    vocabulary does not slow down the last stage."""
     tensor_model_parallel_size: int = key(1, LAYOUT, at_least=1)
-    """Ranks that share every layer of actor, critic and reference, also in stages; the rest is data parallelism. 1:
-    none."""
+    """Tensor-parallel size of actor, critic and reference; can be combined with pipeline parallelism. 1: no tensor
+    parallelism."""
     ulysses_sequence_parallel_size: int = key(1, SCHEDULING, at_least=1)
-    """Largest number of ranks that share a sequence, a power of two; each batch's degree depends on its lengths. 1:
-    none."""
+    """Maximum Ulysses sequence-parallel size, a power of two; the size used for a micro-batch depends on its lengths.
+    1: no sequence parallelism."""
     split_backward: bool = key(False, SCHEDULING)
-    """Compute gradients of weights separately from those of inputs, to fill bubbles."""
+    """Compute weight gradients separately from input gradients, to fill pipeline bubbles (zero-bubble schedules)."""
     activation_memory: float | None = key(1.5, SCHEDULING, above=0)
-    """Activations that a device may hold, relative to serial 1F1B; null: no limit."""
+    """Maximum activation memory of a pipeline device, relative to serial 1F1B; null: no limit."""
 
 
 @dataclass
 class FusionConfig:
-    """When each piece of work runs, never what is computed; only `data` beyond exact changes what is learned from."""
+    """Scheduling of generation, scoring and training. Only `data` values other than exact change the training
+    samples."""
 
     training: str = key("fused", SCHEDULING, choices="fused (in one pipeline schedule) | serial")
-    """How actor, critic and passes of later mini-batches run in pipelines (pipeline_parallel_size > 1)."""
+    """Execution of actor, critic and passes of later mini-batches with pipeline_parallel_size > 1."""
     policy: str = key("adaptive", SCHEDULING, choices="serial | stream | rlhfuse | adaptive", custom=True)
-    """When and where work runs; all policies are exact."""
+    """Scheduling policy; all policies are exact: they do not change the samples trained on."""
     data: str = key(
         "exact",
         BATCH,
         choices="exact | tail_batching (reordered) | over_sampling (off-policy) | partial_rollout (off-policy) | "
         "one_step_off (off-policy)",
     )
-    """Which samples a step learns from."""
+    """Selection of the samples that a step trains on."""
     excess: float = key(0.25, BATCH, above=0)
-    """Prompts drawn beyond the batch, as a share of it (tail_batching, over_sampling, partial_rollout)."""
-    tail_speculation: int = key(0, Resume(Effect.NEXT_STEP, "the same distribution of tokens, other draws"), at_least=0)
-    """Draft tokens by n-grams while at most this many samples decode: exact in distribution; 0 turns it off."""
+    """Additional prompts per step, as a fraction of the batch (tail_batching, over_sampling, partial_rollout)."""
+    tail_speculation: int = key(
+        0, Resume(Effect.NEXT_STEP, "the same token distribution, different random draws"), at_least=0
+    )
+    """N-gram speculative decoding while at most this many samples are decoding; the sampling distribution is unchanged.
+    0 disables it."""
     credit_samples: int | None = key(None, SCHEDULING, at_least=1)
-    """Finished samples that may wait to be scored before generation pauses; null: all of a step."""
+    """Maximum number of finished samples waiting to be scored before generation pauses; null: all samples of a step."""
     credit_mb: float | None = key(None, SCHEDULING, unit="MiB", above=0)
-    """The same limit as MiB of their tokens and log-probs; null: no limit."""
+    """The same limit as the memory of their tokens and log-probs; null: no limit."""
 
 
 @dataclass
 class VideoConfig:
-    """Clips and images of rows: which frames the model sees, and their encoding."""
+    """Clips and images: frame sampling, resolution, decoding and encoding."""
 
     sampling: str = key(
         "family",
         FRAMES,
-        choices="family (number and size of the model's own processor) | seed_vl (Seed1.5-VL: frames per second by "
-        "task, the largest of `levels` that fits) | fixed (the same number and size for every clip)",
+        choices="family (as the model's processor) | seed_vl (Seed1.5-VL: frames per second by task, the largest of "
+        "`levels` that fits) | fixed (the same number and size for every clip)",
     )
-    """Which frames the model sees."""
+    """Frame sampling: number and size of the frames of a clip."""
     mm_processor_kwargs: dict[str, Any] = key({}, FRAMES)
-    """family: settings that replace those of the model's own video processor: fps, min_frames, max_frames, min_pixels,
-    max_pixels; Qwen: cap_pixels_per_frame (true: bound the pixels of a clip as qwen-vl-utils and verl do; transformers'
-    default is false), max_video_tokens; VideoLLaMA3: use_token_compression (leave out tokens that repeat those of the
-    previous frame, for which clips are decoded at startup; transformers' default is true). vLLM's name."""
+    """sampling=family: overrides of the model's video processor. All families: fps, min_frames, max_frames, min_pixels,
+    max_pixels. Qwen: max_video_tokens, and cap_pixels_per_frame (true: limit the pixels as qwen-vl-utils and verl;
+    transformers' default is false). VideoLLaMA3: use_token_compression (drop tokens that repeat those of the previous
+    frame; clips are then decoded at startup; transformers' default is true)."""
     timestamps: str = key(
         "family",
         FRAMES,
-        choices="family (as the model's own processor: VideoLLaMA3 `Time 1.5s:`, Qwen3-VL `<1.5 seconds>`, "
+        choices="family (as the model's processor: VideoLLaMA3 `Time 1.5s:`, Qwen3-VL `<1.5 seconds>`, "
         "Qwen2.5-VL none) | seed_vl (`[1.5 second]`)",
     )
-    """How the prompt gives the time of a frame."""
+    """Format of frame timestamps in the prompt."""
     max_tokens: int = key(81920, FRAMES, unit="tokens", at_least=1)
-    """seed_vl: largest number of visual tokens of a clip."""
+    """sampling=seed_vl: maximum visual tokens per clip."""
     levels: list[int] = key([640, 512, 384, 256, 160, 128], FRAMES)
-    """seed_vl: tokens per frame to choose from, largest first."""
+    """sampling=seed_vl: allowed numbers of tokens per frame, in descending order."""
     fps_general: float = key(1.0, FRAMES, above=0)
-    """seed_vl: frames per second for the task `general`."""
+    """sampling=seed_vl: frames per second for the task `general`."""
     fps_detail: float = key(2.0, FRAMES, above=0)
-    """seed_vl: for the task `detail`, fine temporal detail."""
+    """sampling=seed_vl: frames per second for the task `detail` (fine temporal detail)."""
     fps_motion: float = key(5.0, FRAMES, above=0)
-    """seed_vl: for the task `motion`, counting and motion."""
+    """sampling=seed_vl: frames per second for the task `motion` (counting and motion)."""
     task: str = key("general", FRAMES, choices="general | detail | motion")
-    """Task of rows without extra_info.task."""
+    """sampling=seed_vl: task of rows without extra_info.task."""
     frames: int = key(128, FRAMES, at_least=1)
-    """fixed: frames of a clip, spread evenly; fewer if the clip has fewer."""
+    """sampling=fixed: number of evenly spaced frames per clip; fewer if the clip has fewer frames."""
     tokens_per_frame: int = key(256, FRAMES, unit="tokens", at_least=1)
-    """fixed: largest number of tokens of a frame."""
+    """sampling=fixed: maximum tokens per frame."""
     max_image_tokens: int | None = key(None, FRAMES, unit="tokens", at_least=1)
-    """Largest number of visual tokens of an image; null: the limit of the model's own processor."""
+    """Maximum visual tokens per image; null: the limit of the model's processor."""
     encoder_ranks: int | None = key(None, RESOURCES, at_least=1)
-    """Processes with a vision tower, which share the frames of a step; null: one per slot."""
+    """Number of encoder processes, each with a vision tower, that share the frames of a step; null: one per slot."""
     cache_mb: int = key(4096, RESOURCES, unit="MiB", at_least=1)
-    """Embeddings kept in the shared memory of a node; those of one step must fit."""
+    """Size of the embedding cache in the shared memory of each node; the embeddings of one step must fit."""
     disk_cache: str | None = key(None, RESOURCES, is_path=True)
-    """Folder where embeddings are kept between runs (they never change while the tower is frozen)."""
+    """Folder of a persistent embedding cache shared between runs (frozen vision tower only); null: none."""
     decode_workers: int = key(1, RESOURCES, at_least=1)
-    """Decoding processes of each encoder rank."""
+    """Number of decoding processes per encoder rank."""
     prefetch_mb: int = key(512, RESOURCES, unit="MiB", at_least=0)
-    """Frames of the next step or validation that each encoder rank decodes ahead; 0: none."""
+    """Memory per encoder rank for prefetching decoded frames of the next step or validation; 0: no prefetching."""
     encode_ahead: bool = key(False, RESOURCES)
-    """Encode clips of the next step or validation ahead, not only decode them, on as few encoder ranks as keep up by
-    measured rates, and within video.cache_mb."""
+    """Also encode the clips of the next step or validation in advance, within video.cache_mb and on as few encoder
+    ranks as measured rates require."""
     decode_timeout_s: float = key(60.0, RESOURCES, unit="s", above=0)
-    """Longest time to read a clip, or the part of it that one rank encodes."""
+    """Timeout for decoding a clip, or the part of it that one rank encodes."""
     max_failure_rate: float = key(0.1, TOLERANCE, at_least=0, at_most=1)
-    """Rows with unusable clips or images are left out; above this share, also of a step's rows, the run stops."""
+    """Maximum fraction of rows with unreadable clips or images, which are skipped; above it, in the data or in a step,
+    the run stops."""
     log_clips: int | None = key(None, LOGGING, at_least=0)
-    """Clips of a step's logged samples whose frames are drawn with question, answers and rewards; null: all, 0:
-    none."""
+    """Number of clips per step logged as images, with question, responses and rewards; null: all clips of the logged
+    samples, 0: none."""
     freeze_vision_tower: bool = key(True, TRAINED)
-    """false: the actor's updates train the vision tower too, on clips encoded again with gradients."""
+    """Keep the vision tower frozen; false: train it with the actor (clips are encoded again with gradients)."""
 
 
 @dataclass
 class TrainerConfig:
-    """The run: what is trained, length, logging, checkpoints."""
+    """The run: task, length, logging, validation, checkpoints."""
 
     task: str = key(
         "rl",
         TRAINED,
-        choices="rl (a policy, by reward) | reward_model (a classifier, on preference pairs, with `actor`'s settings)",
+        choices="rl (a policy) | reward_model (a classifier on preference pairs, with the settings of `actor`)",
     )
-    """What is trained."""
+    """Training task."""
     project_name: str = key("rlfuse", RUN_NAME)
-    """wandb project and folder name."""
+    """Name of the wandb project and of the folder above run folders."""
     experiment_name: str | None = key(None, RUN_NAME)
-    """Name of the wandb run and the folder; null: {job_name}-{algorithm}-{time}, except that resume_mode=auto resumes
-    the project's last run of the same configuration and job_name."""
+    """Name of the run in wandb and of the run folder; null: {job_name}-{algorithm}-{time}, unless resume_mode=auto
+    finds a run of the same configuration and job_name to resume."""
     job_name: str | None = key(None, RUN_NAME)
-    """Prefix of generated experiment names; null: the job file's name, else `run`."""
+    """Prefix of generated experiment names; null: the job file's name, or `run` without a job file."""
     logger: list[str] = key(["console", "wandb"], LOGGING, choices="console | wandb | tensorboard", accepts_entry=True)
-    """Where metrics are logged, in addition to metrics.jsonl."""
+    """Logging backends, in addition to metrics.jsonl."""
     wandb_mode: str = key("offline", LOGGING, choices="offline | online | disabled")
-    """wandb's mode."""
+    """wandb mode."""
     metrics: list[str] = key([], LOGGING, custom=True)
-    """Custom metrics: functions of a step's samples, each as `path/file.py:name`; logged as custom/NAME/..., those of a
-    validation as val-custom/NAME/.... Empty with trainer.task=reward_model, which has pairs and no samples."""
+    """Custom metrics: functions of the samples of a step, each as `path/file.py:name`; logged as custom/NAME/... and,
+    for validation, val-custom/NAME/.... Must be empty with trainer.task=reward_model."""
     log_samples: int = key(16, LOGGING, at_least=0)
-    """Samples per step kept in samples.jsonl; 0 for none."""
+    """Number of samples per step written to samples.jsonl; 0: none."""
     log_samples_freq: int = key(10, LOGGING, unit="steps", at_least=0, or_minus_one=True)
-    """Log these samples as a table (wandb, TensorBoard) every so many steps, and after the last; -1 or 0: never. Tables
-    of samples whose reward failed are not logged more often either."""
+    """Interval for logging the samples as a table (wandb, TensorBoard), also after the last step; -1 or 0: never.
+    Tables of samples whose reward failed use the same interval."""
     log_val_generations: int = key(64, LOGGING, at_least=0)
-    """Answers of each validation in validation.jsonl and the wandb table, from the first prompt on; 0: none."""
+    """Number of responses per validation written to validation.jsonl and the wandb table; 0: none."""
     timeline_freq: int = key(10, LOGGING, unit="steps", at_least=0, or_minus_one=True)
-    """Draw the timeline of the slots every so many steps, and after the last (timelines/ in the run folder, wandb); -1
-    or 0: never."""
+    """Interval for drawing the timeline of the slots (timelines/ in the run folder, wandb), also after the last step;
+    -1 or 0: never."""
     nnodes: int = key(1, LAYOUT, at_least=1)
-    """Nodes."""
+    """Number of nodes."""
     n_gpus_per_node: int = key(1, LAYOUT, at_least=1)
-    """Slots per node: GPUs, or on CPU hosts processes that share the cores."""
+    """Slots per node: GPUs, or, on CPU hosts, processes that share the cores."""
     total_epochs: int | None = key(None, LENGTH, at_least=1)
-    """Passes over the training files; null: 1, or as many as total_training_steps needs."""
+    """Number of epochs over the training files; null: 1, or as many as total_training_steps needs."""
     total_training_steps: int | None = key(None, LENGTH, unit="steps", at_least=1)
-    """Training steps; the run ends with these or with total_epochs, whichever comes first."""
+    """Number of training steps; the run ends after these or after total_epochs, whichever comes first."""
     critic_warmup: int = key(0, OPTIMIZER, at_least=0)
-    """The first training step that trains the actor; earlier steps train the critic alone. 0 is the same as 1."""
+    """First training step that updates the actor; earlier steps train only the critic. 0 and 1 are equivalent."""
     val_before_train: bool = key(True, SAVING)
-    """Validate before the first step."""
+    """Run validation before the first training step."""
     test_freq: int = key(10, SAVING, unit="steps", at_least=0, or_minus_one=True)
-    """Validate every so many steps, and after the last; -1 or 0: never."""
+    """Validation interval; also after the last step. -1 or 0: never."""
     save_freq: int = key(20, SAVING, unit="steps", at_least=0, or_minus_one=True)
-    """Write a checkpoint every so many steps, and after the last; -1 or 0: never. Smaller values lose fewer steps after
-    a failure, and max_ckpt_to_keep bounds the disk space; Ctrl-C, SIGTERM and SIGHUP save in any case."""
+    """Checkpoint interval; also after the last step. -1 or 0: never. A failure loses at most this many steps;
+    Ctrl-C, SIGTERM and SIGHUP always save a checkpoint."""
     max_ckpt_to_keep: int | None = key(2, SAVING, at_least=1)
-    """Keep the newest so many checkpoints; null keeps all."""
+    """Maximum number of checkpoints to keep; older ones are removed. null: keep all."""
     preemption_grace_s: float = key(60.0, SAVING, unit="s", above=0)
-    """After SIGTERM or SIGHUP (a closed terminal) the current step may take this long to finish and be saved; then the
-    last checkpoint counts. Set it 15 s below the scheduler's grace period. Ctrl-C waits without limit; a second Ctrl-C
-    ends the run at once."""
+    """Maximum time after SIGTERM or SIGHUP (a closed terminal) for finishing and saving the current step; after that,
+    the run ends with its last checkpoint. Set it 15 s below the scheduler's grace period. Ctrl-C waits without limit; a
+    second Ctrl-C ends the run immediately."""
     gc_freq: int = key(1, RESOURCES, unit="steps", at_least=0)
-    """Run Python's garbage collection in all processes at once, every so many steps. 0 leaves it to Python, which
-    pauses each process, and those that wait for it, at other times. A process that has grown much collects earlier.
-    With 1 a collection takes milliseconds: objects that survived the first are not scanned again."""
+    """Interval for running Python's garbage collector in all processes at the same time, so that they do not pause one
+    after the other. A process whose memory has grown much collects earlier; 0: left to Python."""
     deterministic: bool = key(False, ROUNDING)
-    """Two runs on the same machine give the same bits: deterministic kernels, and no decision by measured times (needs
-    fusion.policy=serial)."""
+    """Bitwise reproducible runs on the same machine: deterministic kernels, and no decisions based on measured times
+    (requires fusion.policy=serial)."""
     resume_mode: str = key("auto", RESUME_FROM)
-    """auto resumes from the newest complete checkpoint of the run folder, disable starts from scratch, the path of a
-    global_step_N folder resumes from that one. Settings that differ from the run's take effect or are refused, with a
-    table, before the run starts."""
+    """auto: resume from the newest complete checkpoint of the run folder; disable: start from scratch; the path of a
+    global_step_N folder: resume from it. Settings that differ from the resumed run are accepted or rejected at startup,
+    with a table."""
     default_local_dir: str = key("runs", RUN_NAME, is_path=True)
-    """Run folders are {default_local_dir}/{project_name}/{experiment_name}."""
+    """Root of all run folders, which are {default_local_dir}/{project_name}/{experiment_name}."""
 
 
 @dataclass
 class AlertsConfig:
-    """When to raise an alert, at the terminal and in wandb. null turns one off; metrics missing for five steps are
-    reported."""
+    """Thresholds of alerts in the terminal and in wandb. null disables an alert; a metric that is missing for five
+    steps is reported."""
 
     reward_drop: float | None = key(0.3, LOGGING, above=0, at_most=1)
-    """Mean reward below its best, as a share of the range of all rewards seen."""
+    """Drop of the mean reward from its best value, as a fraction of the range of all rewards so far."""
     entropy_share: float | None = key(0.1, LOGGING, above=0, at_most=1)
-    """Entropy of all responses (response/entropy) below this share of that of the first steps."""
+    """Minimum entropy of the responses (response/entropy), as a fraction of its value in the first steps."""
     ppo_kl: float | None = key(0.1, LOGGING, above=0)
-    """Change of the policy within a step (actor/ppo_kl)."""
+    """Maximum KL of the policy updates within a step (actor/ppo_kl)."""
     kl: float | None = key(None, LOGGING, above=0)
-    """KL to the reference (actor/reward_kl_penalty, actor/kl_loss); sensible values depend on the estimator and on lengths."""
+    """Maximum mean KL per token to the reference policy (actor/reward_kl_penalty, actor/kl_loss)."""
     grad_norm_factor: float | None = key(10.0, LOGGING, above=1)
-    """Gradient norm over the median of the last 20 steps."""
+    """Maximum gradient norm, relative to the median of the last 20 steps."""
     zero_spread: float | None = key(0.95, LOGGING, at_least=0, at_most=1)
-    """Share of groups whose rewards are all equal (rollout.n > 1)."""
+    """Maximum fraction of groups whose rewards are all equal (rollout.n > 1)."""
     reward_failures: float | None = key(0.02, LOGGING, at_least=0, at_most=1)
-    """Share of a step's samples without a reward."""
+    """Maximum fraction of the samples of a step without a reward."""
     log_probs_diff: float | None = key(1.0, LOGGING, above=0)
-    """training/rollout_log_probs_diff_max relative to what rounding explains: 1e-3 nats with model.dtype=float32, 2
-    with bfloat16; not checked for log-probs of other weights or of truncated sampling."""
+    """Maximum of training/rollout_log_probs_diff_max, relative to the rounding error (1e-3 nats with
+    model.dtype=float32, 2 with bfloat16). Not checked for log-probs of other weights or of truncated sampling."""
     idle_share: float | None = key(0.5, LOGGING, at_least=0, at_most=1)
-    """Share of the slots' time without work, start-up left out."""
+    """Maximum fraction of slot time without work, excluding startup."""
     slow_worker_s: float | None = key(240.0, LOGGING, unit="s", above=0)
-    """Time for which one worker or node differs from its peers (slower at the same work, stalled for memory or disks,
-    ...), or 12 steps if they are shorter; null: workers are not monitored."""
+    """Time for which a worker or node must differ from its peers (slower at the same work, stalled on memory or disk,
+    ...), or 12 steps if that is shorter; null: workers are not monitored."""
 
 
 @dataclass
 class ClusterConfig:
-    """Ray and the devices it places work on."""
+    """Ray, devices, timeouts and fault tolerance."""
 
-    device: str = key("auto", RESOURCES, choices="auto (GPUs if any node of Ray's has some, else CPUs) | cpu | cuda")
-    """Devices of the run."""
+    device: str = key(
+        "auto", RESOURCES, choices="auto (GPUs if any node of the Ray cluster has some, else CPUs) | cpu | cuda"
+    )
+    """Device type of the run."""
     ray_address: str | None = key(None, RESOURCES)
-    """A running Ray cluster (`auto` or host:port); null starts one for this run."""
+    """Address of a running Ray cluster (`auto` or host:port); null: start Ray on this machine for this run."""
     node_order: list[str] = key([], RESOURCES)
-    """Addresses, or prefixes of Ray's ids, of the nodes whose slots come first, in this order: neighbours in it
-    exchange the most data. Others follow, the driver's own first; a name without a node is refused at startup."""
+    """Node order for slot placement, as addresses or prefixes of Ray node ids; adjacent nodes exchange the most data.
+    Unlisted nodes follow, the driver's node first; an unknown node is an error at startup."""
     timeout_s: float = key(1800.0, RESOURCES, unit="s", above=0)
-    """Longest time that a worker's start or one remote call may take, and that a run waits for slots of other jobs or,
-    when it restarts, for lost nodes."""
+    """Timeout for starting a worker, for one remote call, for waiting for slots that other jobs use, and, after a
+    restart, for lost nodes."""
     heartbeat_s: float = key(60.0, RESOURCES, unit="s", above=0)
-    """A rollout engine that does not respond for this long, or makes no progress with samples assigned, is killed and
-    replaced; so is a trainer rank that stops while it scores or trains, and the run resumes from its last checkpoint.
-    Ongoing computation may take longer. Raise it to stop in a debugger; on GPUs it must exceed the longest layer, and a
-    rank's first calls, which may compile, get five times as much."""
+    """Time without a response or progress after which a rollout engine is replaced, or a hanging trainer rank is killed
+    and the run resumes from its last checkpoint. On GPUs it must exceed the time of the slowest layer; the first calls
+    of a rank, which may compile kernels, get 5x that time. Raise it for debugging with breakpoints."""
     max_restarts: int = key(3, RESOURCES, at_least=0)
-    """How often each lost rollout engine is replaced, and how often the run restarts from its last checkpoint after the
-    loss of a trainer rank; 0: the first such loss ends the run."""
+    """Maximum number of replacements of each rollout engine, and of restarts of the run from its last checkpoint after
+    losing a trainer rank. 0: the first loss ends the run."""
     drain: list[int] = key([], RESOURCES)
-    """Indices of slots that get no work of their own, from the start on; `rlfuse slots` changes that during the run."""
+    """Indices of slots that are drained from the start; `rlfuse slots` drains and restores slots during the run."""
 
 
 @dataclass
 class Config:
-    """A whole job."""
+    """Configuration of a job."""
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -622,59 +637,60 @@ class Config:
 
     @property
     def slots(self) -> int:
-        """Devices of the run: one trainer rank each, shared in tensor-parallel groups by the rollout engines."""
+        """Number of slots: each is a device with one trainer rank, shared with a rollout engine."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
     @property
     def mesh(self) -> ParallelMesh:
-        """The trainer's ranks, one for each slot."""
+        """Mesh of the trainer ranks, one per slot."""
         return self.mesh_of(self.slots)
 
     def mesh_of(self, ranks: int) -> ParallelMesh:
-        """Return the mesh of that many trainer ranks; ValueError where the degrees of `training` do not divide them."""
+        """Return the mesh of `ranks` trainer ranks; ValueError if the parallel sizes of `training` do not divide
+        them."""
         training = self.training
         sizes = {"sp": training.ulysses_sequence_parallel_size, "pp": training.pipeline_parallel_size}
         return ParallelMesh.of(ranks, **sizes, tp=training.tensor_model_parallel_size)
 
     @property
     def run_folder(self) -> Path:
-        """Absolute folder of all files of the run; `rlfuse.run.resume` gives a run its name."""
+        """Absolute path of the run folder; `rlfuse.run.resume` sets the experiment name."""
         trainer = self.trainer
         name = trainer.experiment_name or trainer.job_name or "run"
         return (Path(trainer.default_local_dir) / trainer.project_name / name).absolute()
 
     @property
     def sharded_weights(self) -> bool:
-        """Whether ranks gather each layer's weights from one another, in every pass."""
+        """True if the weights are sharded, so that every pass gathers each layer from all ranks."""
         return self.actor.strategy == "fsdp2" or self.actor.zero_stage == 3
 
     @property
     def sharded_gradients(self) -> bool:
-        """Whether ranks reduce gradients in every backward pass."""
+        """True if the gradients are sharded, so that every backward pass reduces them."""
         return self.sharded_weights or self.actor.zero_stage == 2
 
     @property
     def sharded_optimizer(self) -> bool:
-        """Whether each rank has a share of the optimizer's states."""
+        """True if the optimizer state is sharded over ranks."""
         return self.actor.strategy == "fsdp2" or self.actor.zero_stage > 0
 
     @property
     def sharding(self) -> str:
-        """The key by which ranks shard models."""
+        """The setting that decides the sharding, as `KEY=VALUE`."""
         actor = self.actor
         fsdp2 = actor.strategy == "fsdp2"
         return "actor.strategy=fsdp2" if fsdp2 else f"actor.zero_stage={actor.zero_stage}"
 
     @property
     def lockstep(self) -> bool:
-        """Whether passes need all ranks together: they gather weights, split rows, or hold stages."""
+        """True if passes need all ranks at once: they gather weights, split sequences, or run pipeline stages."""
         widths = (self.training.pipeline_parallel_size, self.training.ulysses_sequence_parallel_size)
         shared = self.rollout.tensor_model_parallel_size % self.training.tensor_model_parallel_size > 0
         return max(widths) > 1 or shared or self.sharded_weights
 
     @property
     def lockstep_backward(self) -> bool:
-        """Whether backward passes need all ranks together."""
+        """True if backward passes need all ranks at once."""
         return self.lockstep or self.sharded_gradients
 
     @property

@@ -1,8 +1,8 @@
-"""Hide secrets in everything that is written or shown: by key name, by value, and by form.
+"""Redact secrets in everything that is written or shown: by key name, by value, and by pattern.
 
-A value is secret if an environment variable with a secret's name holds it, if `remember` got it under such a name, or
-if it looks like a key, an Authorization header or credentials in a URL. Values of environment variables become
-`${oc.env:NAME}`, which can be composed again.
+A value is secret if an environment variable with a secret's name has it, if `remember` received it under such a name,
+or if it looks like a key, an Authorization header or credentials in a URL. Values of environment variables become
+`${oc.env:NAME}`, which Hydra resolves again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ QUOTED = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\""
 NAMED = rf"((?<![a-zA-Z0-9])(?:{WORDS})[\"']?\s*[=:]\s*)(?!\$\{{)"
 GIVEN = re.compile(rf"{NAMED}({QUOTED}|[^\s,}}\]'\"]+)", re.I)
 QUOTING = re.compile(rf"{NAMED}({QUOTED}|(?=[^\s,]{{0,200}}\d)[^\s,}}\]'\"()]{{8,}})", re.I)
-"""In messages and tracebacks, where a name is also followed by code."""
+"""Pattern for messages and tracebacks, where code may follow a name."""
 AUTHORIZATION = re.compile(r"(\bauthorization[\"']?\s*[=:]\s*[\"']?)(?!\$\{)[^\n\"']+", re.I)
 FORMS = re.compile(
     r"(?<=Bearer )(?=\S{0,200}\d)[\w.~+/=-]{8,}"
@@ -45,7 +45,7 @@ _remembered: set[str] = set()
 
 
 def remember(value: Any) -> None:
-    """Have every secret of a configuration hidden by its value, in messages that quote it without its name."""
+    """Register the secrets of a configuration, to redact them by value in messages without their names."""
     if isinstance(value, list | tuple):
         for each in value:
             remember(each)
@@ -61,7 +61,7 @@ def remember(value: Any) -> None:
 
 
 def hidden(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
-    """Return `value` (dictionaries, lists, texts, ...) with its secrets hidden."""
+    """Return `value` (dictionaries, lists, strings, ...) with its secrets redacted."""
     if isinstance(value, str):
         return _hidden_values(value, environment)
     if isinstance(value, list | tuple):
@@ -75,17 +75,17 @@ def hidden(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
 
 
 def hidden_text(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return a message with its secrets hidden, also those that it quotes with their names: `api_key='...'`."""
+    """Return a message with its secrets redacted, including those quoted with their names: `api_key='...'`."""
     return QUOTING.sub(rf"\1{HIDDEN}", _hidden_values(text, environment))
 
 
 def hidden_command(text: str) -> str:
-    """Return a command line with its secrets hidden."""
+    """Return a command line with its secrets redacted."""
     return shlex.join(GIVEN.sub(rf"\1{HIDDEN}", word) for word in shlex.split(_hidden_values(text, os.environ)))
 
 
 def by_name(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
-    """Return `value` with secret variables by their names: it can be composed again where these are set."""
+    """Return `value` with secrets replaced by `${oc.env:NAME}`, which resolves where these variables are set."""
     if isinstance(value, list | tuple):
         return [by_name(each, environment) for each in value]
     if isinstance(value, dict):

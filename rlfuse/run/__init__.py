@@ -1,2 +1,2 @@
 WORKER_IMPORTS = "rlfuse.run.worker_imports"
-"""The module that imports what ranks and engines need, for `cluster.fork_server`."""
+"""Module with the imports of ranks and engines, for `cluster.fork_server`."""

@@ -2,7 +2,7 @@
 
 data, tokenizer -> Ray, slots -> trainer ranks, towers | rollout engines | reward workers
       ^                       -> checkpoint, if there is one -> Controller.run -> summary.json
-      +---- recovery: a worker is lost that the step can't do without ----+
+      +---- restart: after the loss of a worker that the step needs ------+
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from rlfuse.step.protocols import Health
 from rlfuse.video.video_model import VideoModel
 
 RunController = Callable[[Controller, int], Awaitable[None]]
-SHOWN = 10
+MAX_ROWS_SHOWN = 10
 TOKEN_BYTES = 8
 
 
@@ -89,7 +89,7 @@ def _attempt(job: Job, run_controller: RunController) -> Path:
     with errors.collect():
         load_policy(config.fusion.policy)
     with errors.collect():
-        CustomMetrics(config, print)  # executes their files, which the run's log then finds executed
+        CustomMetrics(config, print)  # executes their files; the log reuses the modules
     with errors.collect():
         reward = inference.reward_pool(config)
     with errors.collect(), part("data", quiet="console" not in trainer.logger):
@@ -125,7 +125,7 @@ def _attempt(job: Job, run_controller: RunController) -> Path:
 
 async def _run(inputs: JobInputs, job: Job, log: RunLog, run_controller: RunController) -> None:
     with log.part("Ray"):
-        slots = await placement.start(inputs.config, WORKER_IMPORTS, job.restart is not None, job.without)
+        slots = await placement.start(inputs.config, WORKER_IMPORTS, job.restart is not None, job.excluded_nodes)
     log.say(slots.summary)
     config = inference.with_transfer(inputs.config, slots.device)
     rollouts = inference.rollout_handles(config, slots, log.journal.recorder, log.say)
@@ -167,8 +167,8 @@ async def _run(inputs: JobInputs, job: Job, log: RunLog, run_controller: RunCont
             facts=started.trainer_facts,
             health=health,
         )
-        desk = SlotRequests(log, slots, controller.draining, config.rollout.tensor_model_parallel_size)
-        await desk.serve(fail_on_lost_node(run_controller(controller, job.state["step"]), occupants))
+        requests = SlotRequests(log, slots, controller.draining, config.rollout.tensor_model_parallel_size)
+        await requests.serve(fail_on_lost_node(run_controller(controller, job.state["step"]), occupants))
     finally:
         health.close()
         encoders = [video.clips.close()] if video else []
@@ -208,14 +208,14 @@ def _load_data(
 
 
 def check_enough(config: Config, source: PromptSource) -> None:
-    """DataError where a step draws more different prompts than an epoch has."""
+    """Raise DataError if a step draws more distinct prompts than an epoch has."""
     fusion, batch = config.fusion, config.data.train_batch_size
-    drawn, there = drawn_at_most(fusion.data, fusion.excess, batch), source.steps_per_epoch * batch
-    if drawn > there:
+    drawn, available = drawn_at_most(fusion.data, fusion.excess, batch), source.steps_per_epoch * batch
+    if drawn > available:
         lower = "data.train_batch_size" if fusion.data == "one_step_off" else "data.train_batch_size or fusion.excess"
         raise DataError(
-            f"fusion.data={fusion.data} draws {drawn} different prompts a step (data.train_batch_size={batch}, "
-            f"fusion.excess={fusion.excess:g}), and an epoch of data.train_files has {there} in whole batches. "
+            f"fusion.data={fusion.data} draws {drawn} distinct prompts per step (data.train_batch_size={batch}, "
+            f"fusion.excess={fusion.excess:g}), but an epoch of data.train_files has {available} in whole batches. "
             f"Add data, lower {lower}, or set fusion.data=exact."
         )
 
@@ -223,27 +223,22 @@ def check_enough(config: Config, source: PromptSource) -> None:
 async def build_controller(
     inputs: JobInputs, job: Job, log: RunLog, *, engines: Engines, costs: Costs, facts: Facts, health: Health
 ) -> Controller:
-    """Build the controller, load the checkpoint. `costs`: until the run has measured its own; `facts`: for the log."""
+    """Build the controller and load the checkpoint. `costs`: estimates until the run has measurements."""
     config, prompts, recorder = inputs.config, inputs.prompts, log.journal.recorder
     experience, lengths = Experience(config, inputs.reward.entries), Lengths(config.data.max_response_length)
     selection = Selection(config.fusion.data, config.fusion.excess, config.data.train_batch_size, prompts)
-    kept = dict(prompts=prompts, kl=experience.kl, selection=selection, lengths=lengths, rewards=experience.normaliser)
-    _restore(kept, job, selection, log.say)
+    stateful = dict(
+        prompts=prompts, kl=experience.kl, selection=selection, lengths=lengths, rewards=experience.normaliser
+    )
+    _restore(stateful, job, selection, log.say)
 
     def state(_: int) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in kept.items()} | {"label": log.metrics.label_so_far()}
+        return {name: part.state_dict() for name, part in stateful.items()} | {"label": log.metrics.label_so_far()}
 
     tuning = _tuning(config, job, engines, costs, lengths, log.say)
     log.attach([*engines.recorded, draining := Draining(engines, tuning, log.say)], facts, lambda: prompts.epoch)
-    groups = GroupSource(
-        config=config,
-        engines=engines,
-        prompts=prompts,
-        selection=selection,
-        recorder=recorder,
-        held_out=inputs.held_out,
-        say=log.say,
-    )
+    sources = dict(prompts=prompts, selection=selection, held_out=inputs.held_out)
+    groups = GroupSource(config=config, engines=engines, recorder=recorder, say=log.say, **sources)
     controller = Controller(
         config=config,
         engines=engines,
@@ -266,22 +261,22 @@ async def build_controller(
         await controller.checkpoints.write_trial()
     if job.checkpoint is not None:
         with log.part("loading the checkpoint"):
-            await hand_over_all(to_ranks, engines.rollout, engines.trainer)  # the next push returns the devices
+            await hand_over_all(to_ranks, engines.rollout, engines.trainer)  # the weight push moves the engines back
             await engines.trainer.load(job.checkpoint)
         log.say(f"resumed from {job.checkpoint} after step {job.state['step']}")
     return controller
 
 
-def _restore(kept: Mapping[str, Any], job: Job, selection: Selection, say: Callable[[str], None]) -> None:
+def _restore(stateful: Mapping[str, Any], job: Job, selection: Selection, say: Callable[[str], None]) -> None:
     if job.checkpoint is None:
         return
-    for name, stateful in kept.items():
-        stateful.load_state_dict(job.state[name])
+    for name, each in stateful.items():
+        each.load_state_dict(job.state[name])
     if selection.data == EXACT and (rows := selection.set_aside):
-        first = ", ".join(map(str, rows[:SHOWN])) + (", ..." if len(rows) > SHOWN else "")
+        first = ", ".join(map(str, rows[:MAX_ROWS_SHOWN])) + (", ..." if len(rows) > MAX_ROWS_SHOWN else "")
         say(
-            f"{len(rows)} prompts that were set aside before the checkpoint are skipped until the next epoch, because "
-            f"fusion.data=exact draws new prompts only (rows {first} of data.train_files). Resume with "
+            f"{len(rows)} prompts that were deferred before the checkpoint are skipped until the next epoch, because "
+            f"fusion.data=exact draws only new prompts (rows {first} of data.train_files). Resume with "
             "fusion.data=over_sampling or tail_batching to draw them."
         )
 

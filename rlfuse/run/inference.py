@@ -1,4 +1,4 @@
-"""Build engines, rewards and clips from the configuration; used by training and by evaluation."""
+"""Build engines, rewards and clips from the configuration, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ IMAGES = ".images"
 
 
 def with_transfer(config: Config, device: str) -> Config:
-    """With the one way that weights take in this run, for both ends of it."""
+    """Return the configuration with rollout.weight_transfer resolved for the device."""
     stages = config.training.pipeline_parallel_size
     transfer = resolve_transfer(config.rollout.weight_transfer, device, stages)
     return with_values(config, {"rollout.weight_transfer": transfer})
@@ -49,7 +49,7 @@ def with_transfer(config: Config, device: str) -> Config:
 def rollout_handles(
     config: Config, slots: placement.Slots, recorder: Recorder, say: Callable[[str], None]
 ) -> list[RolloutHandle]:
-    """One actor per engine, on the first slot of its tensor-parallel group."""
+    """Create one actor per engine, on the first slot of its tensor-parallel group."""
     width, cluster = config.rollout.tensor_model_parallel_size, config.cluster
     backend = engine_actor(config.rollout.name)
 
@@ -71,7 +71,7 @@ def rollout_handles(
         )
         for first in range(0, slots.count, width)
     ]
-    if slots.device == "cuda":  # engines start after the ranks there; a failed import is reported by `start`
+    if slots.device == "cuda":  # import early, as engines start after the ranks; `start` reports failed imports
         for handle in handles:
             handle.actor.prepare.remote(config.model)
     return handles
@@ -84,13 +84,13 @@ def engine_starts(
     part: Callable[[str], AbstractContextManager[None]],
     rollout: Callable[[], RolloutConfig] | None = None,
 ) -> list[Start]:
-    """Return what starts each engine. `rollout`: its settings if they are decided later."""
+    """Return one start function per engine. `rollout`: returns the settings if they are decided later."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     cores = slots.cores or [None] * len(handles)
-    what = (longest, slots.device, config.fusion.tail_speculation)
+    settings = (longest, slots.device, config.fusion.tail_speculation)
 
     async def start(handle: RolloutHandle, core: int | None) -> dict:
-        return await handle.start(config.model, rollout() if rollout else config.rollout, *what, core)
+        return await handle.start(config.model, rollout() if rollout else config.rollout, *settings, core)
 
     return [
         with_progress(part(f"engine {number} of {len(handles)}"), start, handle, core)
@@ -99,7 +99,7 @@ def engine_starts(
 
 
 def starting_costs(config: Config, facts: Sequence[Mapping[str, Any]], slots: placement.Slots) -> Costs:
-    """What policies go by until the run has measured its own; `facts`: of each engine."""
+    """Return the costs that policies use until the run has measurements. `facts`: those of each engine."""
     return Costs(
         kv_bytes_per_token=facts[0]["kv_bytes_per_token"],
         link_bytes_per_s=_link_speed(config, slots.device),
@@ -112,41 +112,41 @@ def starting_costs(config: Config, facts: Sequence[Mapping[str, Any]], slots: pl
 
 
 def _link_speed(config: Config, device: str) -> float:
-    """Return bytes per second between engines of one host; 0: KV caches are not transferred."""
+    """Return bytes per second between engines of one host; 0 if KV caches can't be transferred."""
     if config.trainer.nnodes > 1 or not engine_actor(config.rollout.name).capabilities.can_move_kv:
         return 0.0
     speed = placement.shared_memory_speed()
-    return speed if device == "cpu" else speed / 2  # from and to the device besides: a guess, not measured
+    return speed if device == "cpu" else speed / 2  # plus copies from and to the device: an estimate, not measured
 
 
 def reward_pool(config: Config) -> RewardPool:
-    """The job's rewards; none of their processes runs yet."""
-    model, patience = config.model, config.cluster.timeout_s
-    return RewardPool(config.reward, model.trust_remote_code, patience, config.data.prompt_key, model.video_family)
+    """Return the reward pool of the job; its processes are not started yet."""
+    model, timeout_s = config.model, config.cluster.timeout_s
+    return RewardPool(config.reward, model.trust_remote_code, timeout_s, config.data.prompt_key, model.video_family)
 
 
 def video_model_of(config: Config) -> VideoModel | None:
-    """The model, if it is shown clips. Raises ConfigError for one that can't be."""
+    """Return the video model, or None for a text model. Raises ConfigError for an unsupported one."""
     register_custom_family(config.model.video_family)
     try:
         model = VideoModel.from_pretrained(config.model.path, config.model.trust_remote_code)
     except VideoError as error:
         raise ConfigError([f"model.path={config.model.path}: {error}"]) from error
     if model is not None and not engine_actor(config.rollout.name).capabilities.accepts_embeddings:
-        why = f"its prompts cannot contain clips or images, and {config.model.path} is shown some"
+        why = f"prompts with clips or images are not supported, but {config.model.path} is a video model"
         raise ConfigError([f"rollout.name={config.rollout.name}: {why}; set rollout.name=vllm"])
     if model is None and not config.video.freeze_vision_tower:
         raise ConfigError(
-            [f"video.freeze_vision_tower=false: {config.model.path} has no tower to train; set it to true"]
+            [f"video.freeze_vision_tower=false: {config.model.path} has no vision tower to train; set it to true"]
         )
     if model is not None and model.family.route is Route.VIDEO_EMBEDS and config.video.timestamps == "seed_vl":
-        why = f"engines write clips of {config.model.path} into the prompt itself, as the model's own processor does"
+        why = f"engines insert clips of {config.model.path} into the prompt as the model's processor does"
         raise ConfigError([f"video.timestamps=seed_vl: {why}; set it to family"])
     return model
 
 
 def clip_reader(config: Config, tokenizer: PreTrainedTokenizerBase, model: VideoModel | None) -> ClipReader | None:
-    """What plans the clips of rows; None for a model of text."""
+    """Return the reader that plans the clips of rows; None for a text model."""
     if model is None:
         return None
     workers, images = config.video.decode_workers * config.slots, Path(config.trainer.default_local_dir) / IMAGES
@@ -154,8 +154,7 @@ def clip_reader(config: Config, tokenizer: PreTrainedTokenizerBase, model: Video
 
 
 def with_served_models(config: Config, folder: Path) -> Config:
-    """Paths of what engines and trainers load of video models: where it stands alone, the text part."""
-
+    """Return the configuration with the model paths that engines and trainers load: text parts where separate."""
     for group in ("model", "critic", "ref"):
         path = getattr(config, group).path
         if path and (whole := VideoModel.from_pretrained(path)):
@@ -165,14 +164,14 @@ def with_served_models(config: Config, folder: Path) -> Config:
 
 @dataclass(frozen=True, slots=True)
 class VideoParts:
-    """What a job has beside others where its model is shown clips."""
+    """Additional parts of a job with a video model."""
 
     towers: TowerSettings
     clips: StepClips
 
 
 def video_parts(config: Config, model: VideoModel, slots: placement.Slots, say: Callable[[str], None]) -> VideoParts:
-    """Nothing of them is started."""
+    """Create the vision towers and the clip encoder, without starting them."""
     video, cpu = config.video, slots.device == "cpu"
     settings = EncoderSettings(
         model.folder,

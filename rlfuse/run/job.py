@@ -1,7 +1,7 @@
-"""Wrap every job: run folder, checkpoint to resume from, log, cleanup, and restarts after a loss.
+"""Lifecycle of a job: run folder, checkpoint to resume from, log, cleanup, and restarts after losing a worker.
 
-Only `WorkerLost` is retried, and during startup only the death of a process. An attempt that made no progress is the
-last one. A node that left as planned is no failure. Rollout engines and reward workers are replaced without a restart.
+Only `WorkerLost` is retried, and during startup only if a process died. There is no restart after an attempt without
+progress. A planned node drain is not a failure. Rollout engines and reward workers are replaced without a restart.
 """
 
 from __future__ import annotations
@@ -44,37 +44,38 @@ from rlfuse.stopping import Stopped
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A checked configuration and where it runs."""
+    """One attempt of a run: the checked configuration, its folder and its checkpoint."""
 
     config: Config
     folder: Path
     checkpoint: Path | None
     state: dict[str, Any]
-    """What that checkpoint holds beside the models; `step` always."""
+    """Content of the checkpoint other than the models; always has `step`."""
     started: float
     faults: Counter[str] = field(default_factory=Counter)
     began: float = field(default_factory=clock.now)
     restart: Span | None = None
-    """From the loss of a worker to this attempt, if it is not the first."""
+    """Span from the loss of a worker to this attempt; None in the first attempt."""
     resumed_after: int = 0
-    """The step at which this process went on, whatever it lost since."""
+    """Step after which this process resumed the run, regardless of later restarts."""
     changes: tuple[Change, ...] = ()
     inputs: dict[str, str] = field(default_factory=dict)
     drained: set[int] = field(default_factory=set)
-    """Slots that get no work now, in this attempt and those that follow."""
+    """Slots that are drained, in this attempt and the following ones."""
     returning: set[int] = field(default_factory=set)
-    """Of these, those that work again once they are as fast as the others."""
-    found: dict[Path, int] = field(default_factory=dict)
-    without: frozenset[str] = frozenset()
+    """Drained slots that are restored once they are as fast as the others."""
+    initial_checkpoints: dict[Path, int] = field(default_factory=dict)
+    excluded_nodes: frozenset[str] = frozenset()
     lock: RunLock = field(default_factory=RunLock)
-    """On the folder, from the first attempt's start to the end of the run."""
+    """Lock of the run folder, held from the first attempt to the end of the run."""
 
     @property
     def label(self) -> str:
         return self.state.get("label", EXACT)
 
     def begin(self, total_steps: int) -> RunLog:
-        """Open the run folder's log. NothingToDo if no step is left; RunRefused if another process began it."""
+        """Open the run folder's log. Raises NothingToDo if no step is left, RunRefused if another process uses the
+        folder."""
         step, state = self.state["step"], status.read(self.folder)
         if step > total_steps or (step == total_steps and state is not None and state.state == "finished"):
             raise NothingToDo(self.folder, messages.long_enough(self.config, step, total_steps))
@@ -90,10 +91,11 @@ class Job:
             self.restart.end = clock.now()
             log.journal.recorder.add(self.restart)
         if abandoned := checkpoints.later(self.folder, self.state["step"]):
-            names, go = ", ".join(path.name for path in abandoned), "goes" if len(abandoned) == 1 else "go"
+            names = ", ".join(path.name for path in abandoned)
             log.say(
-                f"{names} in {self.folder} {go} once a checkpoint is whole: the run goes on after step "
-                f"{self.state['step']}. Move what you want to keep to another folder."
+                f"The run resumes after step {self.state['step']}, so its next checkpoint replaces {names} in "
+                f"{self.folder}. "
+                "To keep them, move them to another folder."
             )
         return log
 
@@ -103,15 +105,15 @@ class Job:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.lock.acquire(self.folder):
             raise RunRefused(messages.in_use(self.folder))
-        if checkpoints.written(self.folder) != self.found:
+        if checkpoints.write_times(self.folder) != self.initial_checkpoints:
             self.lock.release()
             raise RunRefused(
-                f"{self.folder}: another process has written checkpoints since this one started. Nothing was touched; "
-                "run the command again to go on from the newest."
+                f"{self.folder}: another process has written checkpoints since this one started. Nothing was changed; "
+                "rerun the command to resume from the newest."
             )
 
     def run_until_done(self, work: Coroutine[Any, Any, None], log: RunLog) -> float:
-        """Run `work`, then clean up; return seconds since the start. Stopped on a signal."""
+        """Run `work`, then clean up; return the seconds since the start. Raises Stopped after a signal."""
         error: BaseException | None = None
         try:
             with watching(self.folder, log.journal.recorder, log.say):
@@ -122,24 +124,24 @@ class Job:
                 error.before_first_step = log.stopping.step is None
             raise error from error.__cause__
         finally:
-            ended, is_there = _state(error), (self.folder / status.FILE).exists()
+            state, has_status = _state(error), (self.folder / status.FILE).exists()
             status.release_reserve(self.folder)
-            kept = nullcontext() if error is None else suppress(OSError)  # a full disk; `error` is what matters
-            with kept, ExitStack() as ending:  # all of them, the last first, also where a person interrupts one
+            kept = nullcontext() if error is None else suppress(OSError)  # the disk may be full; `error` is the cause
+            with kept, ExitStack() as ending:  # runs all, last first, even if one is interrupted
                 ending.callback(log.close, None if isinstance(error, NodeLeft) else error)
-                ending.callback(placement.stop, self.folder / "logs" if ended == "failed" and is_there else None)
+                ending.callback(placement.stop, self.folder / "logs" if state == "failed" and has_status else None)
             if (
-                error is not None and is_there and not isinstance(error, WorkerLost)
-            ):  # then `run_with_restarts` says how
+                error is not None and has_status and not isinstance(error, WorkerLost)
+            ):  # reported by `run_with_restarts`
                 print(how_to_resume(self), flush=True)
-                if ended == "failed" and "\nlogs: " not in str(error) and (self.folder / "logs").is_dir():
+                if state == "failed" and "\nlogs: " not in str(error) and (self.folder / "logs").is_dir():
                     print(f"logs: {self.folder / 'logs'}", flush=True)
         return clock.now() - self.began
 
 
 @contextmanager
 def record_final_status(job: Job) -> Iterator[None]:
-    """Write the final status and release the lock after all attempts. RunError if the folder was lost."""
+    """Write the final status and release the lock after all attempts. Raises RunError if the folder was lost."""
 
     def end(error: BaseException | None = None) -> None:
         if job.lock.is_held:
@@ -167,7 +169,7 @@ def _state(error: BaseException | None) -> str:
 
 
 def open_job(config: Config) -> Job:
-    """Return the accepted job, ready to begin; raises what `accept` raises."""
+    """Return the accepted job, ready to begin. Raises the errors of `accept`."""
     accepted = accept(config)
     if accepted.message:
         print(accepted.message, flush=True)
@@ -175,7 +177,7 @@ def open_job(config: Config) -> Job:
     started = time.time()
     config = accepted.config
     more = {"resumed_after": state["step"], "changes": accepted.changes, "inputs": accepted.inputs}
-    more["found"] = checkpoints.written(config.run_folder)
+    more["initial_checkpoints"] = checkpoints.write_times(config.run_folder)
     more["drained"] = set(config.cluster.drain)
     return Job(config, config.run_folder, accepted.checkpoint, state, started, **more)
 
@@ -187,7 +189,7 @@ def training_steps(trainer: TrainerConfig, steps_per_epoch: int) -> int:
 
 
 def start_health_monitor(config: Config, slots: placement.Slots, log: RunLog) -> Monitor | NoHealth:
-    """To be closed; nobody, where alerts.slow_worker_s is null."""
+    """Start the health monitor, which the caller closes; a no-op one if alerts.slow_worker_s is null."""
     continuity = config.alerts.slow_worker_s
     if continuity is None:
         return NoHealth()
@@ -196,35 +198,35 @@ def start_health_monitor(config: Config, slots: placement.Slots, log: RunLog) ->
 
 
 def how_to_resume(job: Job) -> str:
-    """What the person at the terminal can do next."""
+    """Return a line that explains how to resume the run."""
     whole, auto = checkpoints.complete(job.folder), "trainer.resume_mode=auto"
     if not whole:
-        return f"No checkpoint was written (trainer.save_freq); what was logged is in {job.folder}"
+        return f"No checkpoint was written (trainer.save_freq); the logs are in {job.folder}"
     if job.config.trainer.resume_mode == "auto":
-        return f"The last checkpoint is {whole[-1]}; the same command goes on from there ({auto})"
+        return f"The last checkpoint is {whole[-1]}; rerun the same command to resume from it ({auto})"
     named = f"trainer.experiment_name={job.config.trainer.experiment_name}"
-    return f"The last checkpoint is {whole[-1]}; the same command with {named} {auto} goes on from there"
+    return f"The last checkpoint is {whole[-1]}; rerun the same command with {named} {auto} to resume from it"
 
 
 def run_with_restarts(config: Config, attempt: Callable[[Job], Path]) -> Path:
-    """Return what `attempt` returns, repeated when a worker was lost."""
+    """Run `attempt` until it succeeds, again after losing a worker; return its run folder."""
     try:
         job = open_job(config)
         with record_final_status(job):
-            return _recovered(job, attempt)
+            return _run_attempts(job, attempt)
     except NothingToDo as end:
         print(end, flush=True)
         return end.folder
 
 
-def _recovered(job: Job, attempt: Callable[[Job], Path]) -> Path:
+def _run_attempts(job: Job, attempt: Callable[[Job], Path]) -> Path:
     reached: list[int | None] = []
     while True:
         try:
             return attempt(job)
         except NodeLeft as left:
             job = next_attempt(job, left)
-            print(hidden_text(f"{left}\nThe run goes on {_from(job)} on other nodes; nothing failed."), flush=True)
+            print(hidden_text(f"{left}\nThe run resumes {_from(job)} on other nodes."), flush=True)
         except WorkerLost as error:
             rows = read_metrics(job.folder / "metrics.jsonl")
             last = max((row["step"] for row in rows), default=0)
@@ -234,16 +236,16 @@ def _recovered(job: Job, attempt: Callable[[Job], Path]) -> Path:
                 raise EngineError(f"{error}\n{why}") from error
             job = next_attempt(job, error)
             count = f"restart {len(reached)} of at most {job.config.cluster.max_restarts}"
-            print(hidden_text(f"lost: {error}\nThe run goes on {_from(job)} ({count})."), flush=True)
+            print(hidden_text(f"lost: {error}\nThe run resumes {_from(job)} ({count})."), flush=True)
 
 
 def _from(job: Job) -> str:
-    return f"from {job.checkpoint.name}" if job.checkpoint else "from its beginning"
+    return f"from {job.checkpoint.name}" if job.checkpoint else "from its start"
 
 
 @contextmanager
 def worker_startup(log: RunLog) -> Iterator[None]:
-    """The start of workers: one that is late or out of memory here would be so again, one that was killed need not."""
+    """Record the startup of workers. Timeouts and lack of memory would repeat, so only deaths stay `WorkerLost`."""
     with timed("all workers", log.say), log.journal.recorder.span("start", cause="run"):
         try:
             yield
@@ -254,23 +256,26 @@ def worker_startup(log: RunLog) -> Iterator[None]:
 
 
 def no_restart_reason(reached: Sequence[int | None], limit: int) -> str | None:
-    """Return why no other attempt is made. `reached`: the last step done at each loss, None before any."""
+    """Return why the run is not restarted, or None. `reached`: last completed step at each loss, None before the
+    first."""
     made, steps = len(reached) - 1, [step for step in reached if step is not None]
     if made >= limit:
-        return f"No restart: {made} of at most cluster.max_restarts={limit} were made."
+        return f"No restart: {made} of at most cluster.max_restarts={limit} restarts were made."
     if [*reached[-2:]] == [None, None]:
-        return "No restart: two starts in a row lost a worker before their first step."
+        return "No restart: a worker was lost before the first step twice in a row."
     if reached[-1] is not None and steps[-1] <= max(steps[:-1], default=-1):
-        return f"No restart: the last of {made} completed no step that was not completed before it."
+        return f"No restart: the last of {made} restarts made no progress."
     return None
 
 
 def next_attempt(job: Job, error: WorkerLost) -> Job:
-    """The next attempt: from the newest checkpoint that this run wrote, else from where it began."""
-    written = [path for path, at in checkpoints.written(job.folder).items() if job.found.get(path) != at]
+    """Return the next attempt, from the newest checkpoint that this run wrote or else from the start of this run."""
+    written = [
+        path for path, at in checkpoints.write_times(job.folder).items() if job.initial_checkpoints.get(path) != at
+    ]
     checkpoint = written[-1] if written else job.checkpoint
     state = checkpoints.read_state(checkpoint) if checkpoint else {"step": 0}
     left = error.nodes if isinstance(error, NodeLeft) else ()
     restart = Span("hand_over" if left else "restart", "driver", clock.now(), cause=str(error))
-    where = {"restart": restart, "without": job.without.union(left)}
+    where = {"restart": restart, "excluded_nodes": job.excluded_nodes.union(left)}
     return dataclasses.replace(job, checkpoint=checkpoint, state=state, changes=(), **where)

@@ -34,7 +34,7 @@ from rlfuse.step.protocols import Health
 
 
 def run(config: Config) -> Path:
-    """Train; returns the run folder. Raises ConfigError, DataError or EngineError with one message."""
+    """Train a reward model and return the run folder. Raises ConfigError, DataError or EngineError."""
     return run_with_restarts(config, _attempt)
 
 
@@ -102,7 +102,7 @@ async def _run(
 
 @dataclass(kw_only=True)
 class Training:
-    """The steps of a reward model, with its evaluations and checkpoints between them."""
+    """Training loop of a reward model: steps, evaluations and checkpoints."""
 
     config: Config
     trainer: RewardModelTrainer
@@ -146,7 +146,7 @@ class Training:
         self.checkpointing.publish()
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """Held-out accuracy, also of each dimension, calibration error, gap and loss; redraws the picture of them."""
+        """Return held-out accuracy (overall and per dimension), calibration error, margin and loss; redraw the plot."""
         pairs, log = self.held_out, self.log
         with log.journal.recorder.span("testing"):
             scores = await self.trainer.scores(pairs)
@@ -158,8 +158,8 @@ class Training:
         values = {f"val-core/{MODEL_PART}/acc": found.accuracy, f"val-aux/{MODEL_PART}/ece": found.ece}
         values |= {f"val-aux/{MODEL_PART}/loss": found.loss, f"val-aux/{MODEL_PART}/margin": float(gaps.mean())}
         for dimension in dict.fromkeys(pair.dimension for pair in pairs if pair.dimension):
-            own = gaps[[pair.dimension == dimension for pair in pairs]]
-            values[f"val-aux/{MODEL_PART}/acc/{dimension}"] = calibrate(own).accuracy
-        told = "  ".join(f"{name.split('/', 2)[2]} {value:.3f}" for name, value in values.items())
-        log.say(f"held-out pairs  {told}")
+            selected = gaps[[pair.dimension == dimension for pair in pairs]]
+            values[f"val-aux/{MODEL_PART}/acc/{dimension}"] = calibrate(selected).accuracy
+        summary = "  ".join(f"{name.split('/', 2)[2]} {value:.3f}" for name, value in values.items())
+        log.say(f"held-out pairs  {summary}")
         return values

@@ -1,10 +1,10 @@
 """Serve requests of `rlfuse slots` during a run: drain and restore slots, release nodes.
 
-    slots/ID.request.json --> drain, restore --> step.draining --> the running board
-                         '--> leave: the current step ends --> checkpoint --> NodeLeft --> `run_with_restarts`: other nodes
+    slots/ID.request.json --> drain, restore --> step.draining --> the running slot table
+                         '--> leave: end of step --> checkpoint --> NodeLeft --> `run_with_restarts`: other nodes
 
-Every accepted request is answered. A drained node that disappears is no failure. A folder that cannot be written to
-costs the answers, never the run.
+Every accepted request is answered. The loss of a drained node is not a failure. If the folder is not writable, answers
+are lost, but the run continues.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ LOOK_S = 1.0
 
 @dataclass
 class SlotRequests:
-    """Of one attempt of a run. `width`: ranks of a slot, as policies and people see it."""
+    """Server of slot requests during one attempt of a run. `width`: ranks per slot (the tensor-parallel size)."""
 
     log: RunLog
     slots: placement.Slots
     draining: Draining
     width: int
-    _told: list[disk.SlotState] = field(default_factory=list)
+    _published: list[disk.SlotState] = field(default_factory=list)
     _problem: str = ""
 
     async def serve(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the `work`, and what is asked for meanwhile. NodeLeft in place of the loss of a node that may leave."""
-        looking = asyncio.create_task(self._look())
+        """Run `work` and serve requests meanwhile. Raises NodeLeft instead of NodeLost for a planned drain."""
+        serving = asyncio.create_task(self._serve_requests())
         try:
             await work
         except NodeLost as error:
-            expected, left = self._leave_behind(error.nodes), error
+            expected, left = self._remove_nodes(error.nodes), error
             if expected and not isinstance(error, NodeLeft):
                 left = NodeLeft(str(error), error.nodes)
             raise left from error.__cause__
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
 
-    def _leave_behind(self, gone: Sequence[str]) -> bool:
+    def _remove_nodes(self, lost: Sequence[str]) -> bool:
         planned = self.log.stopping.relocation
         announced = planned.nodes if isinstance(planned, NodeLeft) else ()
-        left = [node for node in self.slots.nodes if node.id in gone]
+        left = [node for node in self.slots.nodes if node.id in lost]
         expected = all(node.id in announced or set(self._on(node)) <= self.draining.drained for node in left)
         for node in left:
             self.draining.drained.difference_update(self._on(node))
         return expected
 
-    async def _look(self) -> None:
+    async def _serve_requests(self) -> None:
         while True:
             try:
-                if not self._told:
-                    await asyncio.to_thread(disk.begin, self.log.folder)
+                if not self._published:
+                    await asyncio.to_thread(disk.open_requests, self.log.folder)
                 for request in await asyncio.to_thread(disk.take_requests, self.log.folder):
                     await self._serve(request)
                 await self._publish()
@@ -80,64 +80,64 @@ class SlotRequests:
     async def _serve(self, request: disk.Request) -> None:
         try:
             if time.time() > request.until:
-                raise SlotRefused("the request came too late: its sender is gone, or its host's clock is behind")
-            told = await self._do(request)
-        except Exception as why:  # also what Ray says, or a file that is no command's: whoever asked waits
-            told = str(why) if isinstance(why, SlotRefused) else f"nothing was done ({type(why).__name__}: {why})"
-            return await asyncio.to_thread(disk.answer, self.log.folder, request, told, False)
-        self.log.say(told)
-        now, what = clock.now(), {"slot": request.slot, "do": request.do}
-        self.log.journal.recorder.add(Span("request", "driver", now, now, cause=told, attributes=what))
-        with suppress(OSError):  # told when it fails again, at the look's end
-            await self._publish()  # first: whoever has the answer may look at once
-        await asyncio.to_thread(disk.answer, self.log.folder, request, told, True)
+                raise SlotRefused("the request has expired: its sender is gone, or the clock of its host is behind")
+            message = await self._execute(request)
+        except Exception as why:  # including errors of Ray and malformed requests: the sender waits for an answer
+            message = str(why) if isinstance(why, SlotRefused) else f"nothing was done ({type(why).__name__}: {why})"
+            return await asyncio.to_thread(disk.answer, self.log.folder, request, message, False)
+        self.log.say(message)
+        now, attributes = clock.now(), {"slot": request.slot, "do": request.do}
+        self.log.journal.recorder.add(Span("request", "driver", now, now, cause=message, attributes=attributes))
+        with suppress(OSError):  # reported if it fails again in `_serve_requests`
+            await self._publish()  # before the answer, as its receiver may read the states at once
+        await asyncio.to_thread(disk.answer, self.log.folder, request, message, True)
 
     async def _publish(self) -> None:
-        if (states := self.states()) != self._told:
-            await asyncio.to_thread(disk.publish, self.log.folder, states)
-            self._told = states
+        if (states := self.states()) != self._published:
+            await asyncio.to_thread(disk.publish_states, self.log.folder, states)
+            self._published = states
 
-    async def _do(self, request: disk.Request) -> str:
+    async def _execute(self, request: disk.Request) -> str:
         slot, draining = request.slot, self.draining
         if request.do == "leave":
             return await self._leave(slot)
         if request.do == "restore":
             draining.restore_slot(slot)
-            return f"slot {slot} works again"
+            return f"slot {slot} is restored"
         samples = draining.drain_slot(slot, request.until_recovered)
-        moved = f", its {samples} samples end soon or go on elsewhere" if samples else ""
+        moved = f"; its {samples} samples finish soon or move to other slots" if samples else ""
         node, more = self._node(slot), ""
         if len(self.slots.nodes) > 1 and set(self._on(node)) <= draining.drained:
-            more = f". No slot of node {node} works now; before it goes: rlfuse slots leave {slot}"
+            more = f". All slots of node {node} are drained; before removing the node: rlfuse slots leave {slot}"
         until = "as fast as the others" if request.until_recovered else "restored"
-        return f"slot {slot} is drained: it gets no work until it is {until}{moved}{more}"
+        return f"slot {slot} is drained until it is {until}{moved}{more}"
 
     async def _leave(self, slot: int) -> str:
         self.draining.require_slot(slot, "freed")
         node, stopping = self._node(slot), self.log.stopping
         spare = await asyncio.to_thread(placement.spare_nodes, self.slots)
         if stopping.is_requested or stopping.step == self.log.total_steps:
-            raise SlotRefused("the run ends after the step under way already, and starts anew elsewhere or not at all")
+            raise SlotRefused("the run already ends after the current step")
         if why := self._why_not(node, spare):
             raise SlotRefused(why)
         freed = f"node {node} ({', '.join(f'slot {each}' for each in self._on(node))})"
-        stopping.relocation = NodeLeft(f"{freed} leaves the run, as it was asked to", (node.id,))
-        when = "the step under way" if stopping.step is None else f"step {stopping.step}"
-        return f"after {when}, which is saved, the run goes on without {freed}, on {spare[0]} in its place"
+        stopping.relocation = NodeLeft(f"{freed} leaves the run, as requested", (node.id,))
+        when = "the current step" if stopping.step is None else f"step {stopping.step}"
+        return f"after {when}, which is saved, the run continues on {spare[0]} instead of {freed}"
 
     def _why_not(self, node: Node, spare: list[Node]) -> str:
         per_node, nodes = self.slots.count // len(self.slots.nodes), len(self.slots.nodes)
         if node.id == this_node_id():
             return (
-                f"node {node} has the run's own process: it can't leave while the run goes on. End the run (Ctrl-C), "
-                "which saves it, and start it elsewhere"
+                f"node {node} runs the driver process, so it can't leave during the run. Stop the run (Ctrl-C), which "
+                "saves a checkpoint, and resume it elsewhere"
             )
         if spare:
             return ""
         return (
             f"node {node} can't leave: the run needs {self.slots.count} slots, {per_node} on each of {nodes} nodes, "
-            f"and no node beside its own has {per_node} free. Add one and ask again. If this one goes all the same, "
-            "the run goes on from its last checkpoint as soon as another is there (cluster.timeout_s)"
+            f"and no other node has {per_node} free. Add a node and retry. If this node is lost anyway, the run "
+            "resumes from its last checkpoint once another node is available (cluster.timeout_s)"
         )
 
     def states(self) -> list[disk.SlotState]:

@@ -1,11 +1,11 @@
 """Start the parts of a job: concurrently on CPU hosts, and on GPUs if the memory plan has room for all of them.
 
-vLLM fails if another process releases memory while it measures the size of its KV cache. On GPUs engines therefore
-start after the ranks have left the devices, unless both fit and the size of the cache is given. The first failure ends
-the wait and is raised; the caller stops the rest. Reward models share the memory that engines leave:
+vLLM fails if another process releases memory while it measures the size of its KV cache. On GPUs, engines therefore
+start after the ranks have released the devices, unless both fit and the cache size is given. The first failure is
+raised; the caller stops the other parts. Reward models use the memory that engines leave free:
 
-    alternating    trainer ranks, towers --> ranks leave the devices --> rollout engines --> rewards
-    both fit       trainer ranks have met --> their models, towers | rollout engines --> rewards
+    alternating    trainer ranks, towers --> ranks release the devices --> rollout engines --> rewards
+    both fit       trainer ranks joined --> their models, towers | rollout engines --> rewards
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from rlfuse.step.colocation import vacate_device
 
 Facts = dict[str, Any]
 MEASURING = "speed of the ranks"
-FORCED = (
+DOES_NOT_FIT = (
     "rollout.free_cache_engine=false: engine and trainer rank do not fit on a GPU together; set it to null, so that "
-    "they take turns"
+    "they alternate"
 )
 
 
 class Ranks(Protocol):
-    """Of a trainer."""
+    """Ranks of a trainer, as needed at startup."""
 
     sharing: DeviceSharing
 
@@ -46,13 +46,13 @@ class Ranks(Protocol):
 
 
 Start = Callable[..., Awaitable[Any]]
-"""Begins to start something that is ready when what it returns has been awaited."""
+"""Starts a part, which is ready when the returned awaitable completes."""
 TrainerStart = Callable[[Callable[[], None]], Awaitable[tuple[Ranks, Facts]]]
-"""Is given a function to call before its models are loaded, if engines can start at the same time."""
+"""Starts the trainer; its argument is to be called before loading models if engines can start at the same time."""
 
 
-class Started(NamedTuple):
-    """What stands. On GPUs the engines have the devices, and no rank is on one."""
+class StartedParts(NamedTuple):
+    """Started parts of a job. On GPUs, the engines are on the devices and the ranks are not."""
 
     trainer: Any
     trainer_facts: Facts
@@ -67,8 +67,8 @@ async def start_parts(
     towers: Sequence[Start] = (),
     rewards: Sequence[Start] = (),
     part: Callable[[str], AbstractContextManager[None]] = nullcontext,
-) -> Started:
-    """Start all of them, in the order that the device needs; `part`: by which the user sees what else takes time."""
+) -> StartedParts:
+    """Start all parts, in the order that the device requires. `part`: progress display of further work."""
     can_start = asyncio.Event()
     if device == "cpu":
         can_start.set()
@@ -78,27 +78,27 @@ async def start_parts(
             return await ranks.measure()
 
     async def load() -> tuple[Ranks, Facts, Facts | None]:
-        (ranks, facts), *_ = await _together(partial(trainer, can_start.set), *towers)
+        (ranks, facts), *_ = await _start_all(partial(trainer, can_start.set), *towers)
         if can_start.is_set():
             return ranks, facts, None
         measured = await measure(ranks)
-        with part("ranks leave the devices"):
+        with part("ranks release the devices"):
             await asyncio.gather(*(vacate_device(ranks, slot) for slot in range(len(engines))))
         can_start.set()
         return ranks, facts, measured
 
     async def start_engines() -> list[Facts]:
         await can_start.wait()
-        return await _together(*engines)
+        return await _start_all(*engines)
 
     early, late = (rewards, ()) if device == "cpu" else ((), rewards)
-    engine_facts, (ranks, facts, measured), *_ = await _together(start_engines, load, *early)
-    await _together(*late)
-    return Started(ranks, facts | (await measure(ranks) if measured is None else measured), engine_facts)
+    engine_facts, (ranks, facts, measured), *_ = await _start_all(start_engines, load, *early)
+    await _start_all(*late)
+    return StartedParts(ranks, facts | (await measure(ranks) if measured is None else measured), engine_facts)
 
 
 def with_progress(part: AbstractContextManager[None], start: Callable[..., Awaitable[Any]], *arguments: Any) -> Start:
-    """`start` with these arguments; by `part` the person sees that it is under way, and how long it took."""
+    """Return a start function for `start(*arguments)` that shows its progress and duration as `part`."""
 
     async def started(*more: Any) -> Any:
         with part:
@@ -108,26 +108,26 @@ def with_progress(part: AbstractContextManager[None], start: Callable[..., Await
 
 
 async def end_all(ends: Iterable[Awaitable[Any]]) -> None:
-    """Give every worker a moment to end by itself; those that can't are killed with the cluster."""
+    """Wait up to 10 s for each worker to exit; the others are killed with the cluster."""
     await asyncio.gather(*(asyncio.wait_for(end, 10) for end in ends), return_exceptions=True)
 
 
-async def _together(*starts: Start) -> list[Any]:
+async def _start_all(*starts: Start) -> list[Any]:
     return await asyncio.gather(*(start() for start in starts))
 
 
 class SharedDevices:
-    """`rollout`: settings of the engines that start now."""
+    """Decides whether engines and trainer ranks share the devices. `rollout`: settings of the engines to start."""
 
     def __init__(self, config: Config, say: Callable[[str], None]):
         self._config, self._say, self.rollout = config, say, config.rollout
 
     async def start(self, trainer: Start, let_engines_start: Callable[[], None]) -> tuple[RankGroup, dict]:
-        """Start the trainer's ranks, and decide when they have met.
+        """Start the trainer's ranks, and decide about sharing once they have joined.
 
-        Engines can start while the ranks load models if both fit and vLLM is given the size of its cache; else it
-        would measure the memory that the ranks leave free. Where memory can't be planned, both sides take turns;
-        ConfigError if the job asks for more than turns then.
+        Engines can start while the ranks load models if both fit and vLLM is given the size of its cache; otherwise
+        it would measure the memory that the ranks leave free. If memory can't be planned, both alternate. Raises
+        ConfigError if rollout.free_cache_engine=false is not possible.
         """
         sizes, memory = asyncio.create_task(asyncio.to_thread(self._sizes)), None
 
@@ -152,12 +152,12 @@ class SharedDevices:
             memory = await asyncio.to_thread(memory_of, self._config, shapes, budget, served)
             if self._config.rollout.free_cache_engine is False and (lacking := problems(self._config, memory)):
                 helps = await asyncio.to_thread(remedies, self._config, shapes, budget, served)
-                raise ConfigError([f"{FORCED}. {each} {helps}" for each in lacking])
+                raise ConfigError([f"{DOES_NOT_FIT}. {each} {helps}" for each in lacking])
             return memory
         except ConfigError as error:
             if self._config.rollout.free_cache_engine is False:
                 raise
-            self._say(f"Engines and trainer ranks take turns on each GPU, because its memory can't be planned: {error}")
+            self._say(f"Engines and trainer ranks alternate on each GPU, because its memory can't be planned: {error}")
             return None
 
     def _sizes(self) -> tuple:

@@ -1,4 +1,4 @@
-"""Name the runs of a sweep (`--multirun`) by the settings that differ, and print its final table."""
+"""Name the runs of a sweep (`--multirun`) by the settings that differ, and print the final table."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from rlfuse.progress import Console
 from rlfuse.run_folder.reader import open_run
 
 GROUP = "WANDB_RUN_GROUP"
-"""wandb's own variable: runs of a sweep stand together there, and in `status.json`."""
+"""wandb's variable for the group of the runs of a sweep, which is also in `status.json`."""
 LONGEST_NAME, LONGEST_VALUE = 120, 32
 COLUMNS = 240
-"""Of the table: a narrow terminal breaks the folders, which stand last, and nothing else."""
+"""Width of the table: a narrow terminal wraps only the last column, the folders."""
 
 
-def varied(words: list[str], params: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the settings with several values in a sweep. `params`: hydra.sweeper.params."""
+def swept_values(words: list[str], params: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the swept settings with their values. `params`: hydra.sweeper.params."""
     found = {}
     for word in [*words, *(f"{name}={value}" for name, value in params.items() if isinstance(value, str))]:
         override = OverridesParser.create().parse_override(word)
@@ -66,30 +66,30 @@ class Sweep:
 
     def begin(self, stem: str, overrides: list[str], sweeper: DictConfig) -> Trial:
         os.environ.setdefault(GROUP, stem)
-        several = varied(self.words, OmegaConf.to_container(sweeper.get("params") or OmegaConf.create({})))
+        swept = swept_values(self.words, OmegaConf.to_container(sweeper.get("params") or OmegaConf.create({})))
         parsed = [OverridesParser.create().parse_override(word) for word in overrides]
         values = {
             each.key_or_group: each.get_value_string()
             for each in parsed
-            if each.key_or_group in several and each.value() != f"${{{each.key_or_group}}}"  # merges a preset again
+            if each.key_or_group in swept and each.value() != f"${{{each.key_or_group}}}"  # re-merges a preset
         }
-        self.jobs.append(Trial(sweep_name(stem, values, several), values))
+        self.jobs.append(Trial(sweep_name(stem, values, swept), values))
         return self.jobs[-1]
 
     def end(self, out: TextIO | None = None) -> None:
         if self.group_before is None:
             os.environ.pop(GROUP, None)
         if self.jobs:
-            tell(self.jobs, out or sys.stdout)
+            print_table(self.jobs, out or sys.stdout)
 
 
-def sweep_name(stem: str, values: Mapping[str, str], several: Mapping[str, list[str]]) -> str:
-    """A folder of its own for each job of a sweep; two in one folder would resume each other's checkpoints."""
-    short = {name: _short(name) for name in several}
+def sweep_name(stem: str, values: Mapping[str, str], swept: Mapping[str, list[str]]) -> str:
+    """Return a unique folder name for a job of a sweep; jobs in one folder would resume each other's checkpoints."""
+    short = {name: _short(name) for name in swept}
     parts = [stem]
     for name, value in values.items():
-        alone = [*short.values()].count(short[name]) == 1
-        parts.append(f"{_plain(short[name] if alone else name)}={_label(value, several[name])}")
+        is_unique = [*short.values()].count(short[name]) == 1
+        parts.append(f"{_plain(short[name] if is_unique else name)}={_label(value, swept[name])}")
     full = "-".join(parts)
     return full if len(full) <= LONGEST_NAME else f"{full[: LONGEST_NAME - 9]}-{_digest(full)}"
 
@@ -114,8 +114,8 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
-def tell(jobs: list[Trial], out: TextIO) -> None:
-    """A line for each job, the best first by validation where there is one; why jobs failed; what to type next."""
+def print_table(jobs: list[Trial], out: TextIO) -> None:
+    """Print one line per job, best validation first; the errors of failed jobs; and the next command."""
     from rich.table import Table
 
     numbers = {job: job.numbers() for job in jobs}
@@ -132,11 +132,11 @@ def tell(jobs: list[Trial], out: TextIO) -> None:
         table.add_column(heading, overflow="fold", justify="right" if heading in ("held out", "seconds") else "left")
     for job in sorted(jobs, key=rank):
         found = numbers[job]
-        reward = f"{_figure(found.get('reward_first'))} -> {_figure(found.get('reward_last'))}" if found else "-"
+        reward = f"{_format(found.get('reward_first'))} -> {_format(found.get('reward_last'))}" if found else "-"
         settings = [job.settings.get(name, "-") for name in names]
-        figures = (_figure(found.get("val_after")), f"{found['seconds']:.0f}" if "seconds" in found else "-")
-        where = _shown(job.folder) if job.folder and job.folder.exists() else "-"
-        table.add_row(str(jobs.index(job)), *settings, job.state, reward, *figures, where)
+        scores = (_format(found.get("val_after")), f"{found['seconds']:.0f}" if "seconds" in found else "-")
+        folder = _shown(job.folder) if job.folder and job.folder.exists() else "-"
+        table.add_row(str(jobs.index(job)), *settings, job.state, reward, *scores, folder)
     print(file=out)
     console.print(table, soft_wrap=True)
     for job in jobs:
@@ -144,13 +144,13 @@ def tell(jobs: list[Trial], out: TextIO) -> None:
             print(f"job {jobs.index(job)} {job.state}: {job.error}", file=out)
     begun = [job.folder for job in sorted(jobs, key=rank) if job.state != "refused" and job.folder]
     if runs := [_shown(folder) for folder in begun if folder.exists()]:
-        print(f"side by side  {shlex.join(['rlfuse', 'report', *dict.fromkeys(runs)])}", file=out)
+        print(f"compare  {shlex.join(['rlfuse', 'report', *dict.fromkeys(runs)])}", file=out)
 
 
 RANKED = ("val_after", "reward_last")
 
 
-def _figure(value: float | None) -> str:
+def _format(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 

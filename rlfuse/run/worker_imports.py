@@ -1,4 +1,4 @@
-"""Imports of ranks and engines that a CPU host's fork server loads once (`cluster.fork_server`)."""
+"""Imports of ranks and engines, which the fork server of a CPU host loads once (`cluster.fork_server`)."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Read a run folder back, finished or not: everything except the configuration may be missing. Events are streamed."""
+"""Read the files of a finished or unfinished run; all except the configuration may be missing. Events are streamed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rlfuse.events import Span, read_spans
 from rlfuse.files import parse_non_finite, read_rows
 from rlfuse.parsing import parse_json, parse_yaml
 
-MOST_SLOTS = 1_000_000
+MAX_SLOTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """One run."""
+    """Files of one run."""
 
     path: Path
     config: dict[str, Any]
@@ -48,7 +48,7 @@ class RunFolder:
         return map(parse_non_finite, read_rows(self.path / "metrics.jsonl"))
 
     def phases(self, steps: int) -> list[tuple[int, dict[str, Any]]]:
-        """Return (first step, configuration) of each part of the run: a resume may have changed settings."""
+        """Return (first step, configuration) of each part of the run, as settings may change on resume."""
         changes = list(read_rows(self.path / "changes.jsonl"))
         starts = sorted({1, *(change["step"] + 1 for change in changes if change["step"] < steps)})
         return [(start, self._config_at(start, changes)) for start in starts]
@@ -72,7 +72,7 @@ class RunFolder:
         try:
             return dict(parse_json(path.read_text())) if path.exists() else {}
         except (ValueError, TypeError) as error:
-            raise RunError(f"{path}: {error}; remove it, the run's rows and events are read without it") from error
+            raise RunError(f"{path}: {error}; remove the file; it is not needed to read the run") from error
 
     def spans(
         self, wanted: Callable[[str], bool] = lambda line: True, steps: Collection[int] | None = None
@@ -80,26 +80,26 @@ class RunFolder:
         return read_spans(self.path / "events.jsonl", wanted, steps)
 
     def steps(self) -> dict[int, Span]:
-        """Step -> the driver's span of it; of a step that ran again after a resume, the last."""
+        """Return the driver's span of each step; the last one of a step that was repeated after a resume."""
         found = (span for span in self.spans(lambda line: '"kind":"step"' in line) if span.where == "driver")
         return {span.step: span for span in found}
 
 
 def check_files(folder: Path) -> None:
-    """Raise RunError for pipes and for files outside of the folder (sub-folders may be links)."""
+    """Raise RunError for files that are pipes or links to outside of the folder (sub-folders may be links)."""
     root = folder.resolve()
     for path in [*folder.glob("*"), *folder.glob("*/*.json*")]:
         if os.path.isdir(path) or not os.path.exists(path):
             continue
         if not os.path.isfile(path):
-            raise RunError(f"{path}: is a pipe or a device, and a run writes files only. Remove it.")
+            raise RunError(f"{path} is a pipe or a device instead of a file. Remove it.")
         if path.is_symlink() and not path.resolve().is_relative_to(root):
-            raise RunError(f"{path}: is a link to {path.resolve()}, outside of the run. Put the file in its place.")
+            raise RunError(f"{path} is a link to {path.resolve()}, outside of the run folder. Replace it by the file.")
 
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Raise RunError in place of what damaged or forged files of a run folder make their readers raise."""
+    """Convert the exceptions of reading damaged or forged files of a run folder to RunError."""
     try:
         yield
     except RlfuseError:
@@ -108,28 +108,28 @@ def reading(folder: Path) -> Iterator[None]:
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise RunError(
             f"{folder}: its files can't be read ({type(error).__name__}: {error}, {Path(place.filename).name}:"
-            f"{place.lineno}). They are damaged, or another version of rlfuse wrote them; RLFUSE_TRACEBACK=1 shows "
-            "where."
+            f"{place.lineno}). They are damaged, or were written by another version of rlfuse; for the traceback "
+            "set RLFUSE_TRACEBACK=1."
         ) from error
 
 
 def open_run(path: Path) -> RunFolder:
-    """Raises RunError where the folder holds no run, or its configuration can't be read."""
+    """Open a run folder. Raises RunError if it has no run, or if its configuration is invalid."""
     check_files(path)
     try:
         run = RunFolder(path, parse_yaml((path / "config.yaml").read_text()))
-        if not 1 <= run.width <= run.slots <= MOST_SLOTS:  # what every reader asks for
+        if not 1 <= run.width <= run.slots <= MAX_SLOTS:  # used by every reader
             raise ValueError(f"{run.slots} slots, {run.width} for each engine")
     except OSError as error:
         near = sorted(child.parent.name for child in path.glob("*/config.yaml"))[:5] if path.is_dir() else []
         meant = f"; runs below it: {', '.join(near)}" if near else ""
         raise RunError(
-            f"{path}: no run folder ({error.strerror}: config.yaml); give the folder that a run's last lines name, "
+            f"{path} is not a run folder ({error.strerror}: config.yaml); give the folder printed at the end of a run, "
             f"{{default_local_dir}}/{{project_name}}/{{experiment_name}}{meant}"
         ) from error
     except (ValueError, TypeError, KeyError, yaml.YAMLError) as error:
         raise RunError(
-            f"{path / 'config.yaml'}: {error!r}, so it is cut short or no run's; take it from a run with the same "
-            "settings, or resume the run, which writes it again"
+            f"{path / 'config.yaml'}: {error!r}, so the file is incomplete or not of a run; copy it from a run with "
+            "the same settings, or resume the run, which rewrites it"
         ) from error
     return run

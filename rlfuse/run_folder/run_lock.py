@@ -1,8 +1,7 @@
 """Lock a run folder: one driver at a time, until the end of its process.
 
-`flock` on `driver.lock` decides among processes of one kernel. On another host, or without flock, the age of the files
-that a driver keeps writing decides; it updates `driver.lock` every BEAT_S. `check` detects that the folder was removed
-or taken over.
+Processes of one kernel use `flock` on `driver.lock`. From another host, or without flock, a driver is alive if it keeps
+writing files; it updates `driver.lock` every BEAT_S. `check` detects that the folder was removed or taken over.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ FILE = "driver.lock"
 SIGNS = ("live.json", "metrics.jsonl", "events.jsonl", "status.json")
 BEAT_S = 1.0
 SILENT_S = 20.0
-"""Without a write for this long, a driver that cannot be examined has ended."""
+"""A driver on another host that has written nothing for this long is considered dead."""
 STALE_S = 3600.0
-"""Signs older than this are not watched for further writes; the clocks of two hosts differ by less."""
+"""Files older than this are not watched for new writes; clocks of hosts are assumed to differ by less."""
 PROBED_S = 1.0
 
 _held: set[int] = set()
 
 
 def _close_in_fork() -> None:
-    """A forked child must not keep the lock of a driver that has ended."""
+    """Close the lock in a forked child, which must not keep the lock of a driver that has ended."""
     for file in _held:
         os.close(file)
     _held.clear()
@@ -57,7 +56,8 @@ class RunLock:
         return self._file in _held
 
     def acquire(self, folder: Path) -> bool:
-        """Lock the folder, which exists; False if another driver works in it. NotWritable where no lock can be made."""
+        """Lock an existing folder; return False if another driver uses it. Raises NotWritable if the file can't be
+        made."""
         path, until = folder / FILE, time.monotonic() + PROBED_S
         while True:
             try:
@@ -87,7 +87,7 @@ class RunLock:
         return True
 
     def _claim(self, file: int, folder: Path) -> bool:
-        """Claim the folder where no lock proves it free: of two claims at once the last to write wins."""
+        """Claim the folder without a reliable flock: of two simultaneous claims, the last to write wins."""
         seen = last_write(folder)
         time.sleep(2 * BEAT_S)
         if last_write(folder) != seen:
@@ -113,7 +113,7 @@ class RunLock:
         if not _is_at(self._file, self.folder / FILE):
             raise RunError(
                 f"{self.folder} was removed or replaced while the run was writing to it ({FILE} is gone), so the run "
-                "has ended. Start it again; remove run folders only after their runs have ended."
+                "has ended. Start it again, and remove run folders only after their runs have ended."
             )
         if (other := _content(self._file)).get("id") != self._id:
             raise RunError(
@@ -127,13 +127,13 @@ class RunLock:
             self._released.set()
             self._beating.join()
             if _content(self._file).get("id") == self._id:
-                os.truncate(self._file, 0)  # the next holder has nothing to wait for
+                os.truncate(self._file, 0)  # so that the next process need not wait
             _held.remove(self._file)
             os.close(self._file)
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Whether a driver holds the folder; None where the lock can't tell."""
+    """Return whether a driver has locked the folder; None if flock can't decide."""
     try:
         file = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -148,7 +148,7 @@ def is_locked(folder: Path) -> bool | None:
 
 
 def is_written(folder: Path) -> bool:
-    """Watch for writes of a driver that can't be examined, at most SILENT_S."""
+    """Return whether a driver writes to the folder; watches it for up to SILENT_S."""
     seen, until = last_write(folder), time.monotonic() + SILENT_S
     if time.time() - seen > STALE_S:
         return False
@@ -160,17 +160,17 @@ def is_written(folder: Path) -> bool:
 
 
 def last_write(folder: Path) -> float:
-    """As `last_log_write`, heartbeats included; commands that take the lock for a moment count, too."""
+    """Return `last_log_write` or the last heartbeat, if later; also counts commands that take the lock briefly."""
     return max(last_log_write(folder), _written(folder / FILE))
 
 
 def last_log_write(folder: Path) -> float:
-    """When a run last wrote something, in seconds since the epoch; 0 where there is nothing."""
+    """Return when a run last wrote a log or status file, in epoch seconds; 0 if never."""
     return max(_written(folder / sign) for sign in SIGNS)
 
 
 def _written(path: Path) -> float:
-    with suppress(OSError), path.open("rb") as file:  # network file systems ask their server then
+    with suppress(OSError), path.open("rb") as file:  # opening a file refreshes the cache of network file systems
         return os.fstat(file.fileno()).st_mtime
     return 0.0
 
@@ -187,7 +187,7 @@ def _flock(file: int, kind: int) -> bool | None:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Return whether the open file is still the one at `path`; a file system that hangs is not asked again."""
+    """Return whether the open file is still the one at `path`; True if the file system does not respond."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except OSError as error:

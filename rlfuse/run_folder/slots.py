@@ -25,7 +25,7 @@ from rlfuse.parsing import parse_json
 FOLDER = "slots"
 STATE, REQUEST, ANSWER = "state.json", ".request.json", ".answer.json"
 ANSWER_S = 60.0
-"""A run looks once a second, but between steps it may compute for a while."""
+"""Timeout: a run checks for requests once a second, but it may be busy for a while between steps."""
 LOOK_S = 0.1
 
 
@@ -37,49 +37,51 @@ class SlotState:
     node: str
     device: str
     state: str
-    """working | drained | lost (its engine is being replaced)."""
+    """`working`, `drained` or `lost` (its engine is being replaced)."""
     rate: float = 1.0
-    """Seconds its work takes for each that a typical slot's takes: as planned with, or as a drained one was probed."""
+    """Slowdown relative to a typical slot: as used for planning, or as probed if the slot is drained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a person wants of a slot. `until`: after that nobody waits for it any more, epoch seconds."""
+    """A user's request for a slot. `until`: expiry, in epoch seconds."""
 
     id: str
     do: str
     slot: int
     until: float
     until_recovered: bool = False
-    """Of `drain`: the slot is to work again once it is as fast as the others."""
+    """For `drain`: restore the slot once it is as fast as the others."""
 
 
-def ask(folder: Path, do: str, slot: int, until_recovered: bool = False, patience: float = ANSWER_S) -> str:
-    """Have the run do it; its answer. SlotRefused if it doesn't, or doesn't say."""
-    desk, name = folder / FOLDER, uuid.uuid4().hex[:12]
-    request, answer = desk / f"{name}{REQUEST}", desk / f"{name}{ANSWER}"
+def send_request(folder: Path, do: str, slot: int, until_recovered: bool = False, patience: float = ANSWER_S) -> str:
+    """Send a request to the run and return its answer. Raises SlotRefused if the run rejects it or does not answer."""
+    requests, name = folder / FOLDER, uuid.uuid4().hex[:12]
+    request, answer = requests / f"{name}{REQUEST}", requests / f"{name}{ANSWER}"
     try:
-        desk.mkdir(exist_ok=True)
+        requests.mkdir(exist_ok=True)
         write_atomically(request, json.dumps(asdict(Request(name, do, slot, time.time() + patience, until_recovered))))
     except OSError as error:
-        raise RunError(f"{desk}: nothing can be asked of the run there ({error}); give it room, or rights") from error
+        raise RunError(
+            f"{requests}: the request can't be written ({error}); free disk space or fix the permissions"
+        ) from error
     try:
         if not _wait_for(answer, patience, request):
             raise SlotRefused(
-                f"the run did not look into {desk} for {patience:g} s, and the request is withdrawn: nothing was done. "
-                f"It looks once its engines stand, and not while it computes between two steps: rlfuse watch {folder}"
+                f"the run did not accept the request within {patience:g} s, so it is withdrawn; nothing was changed. "
+                f"Requests are accepted after startup, but not while it is busy between steps: rlfuse watch {folder}"
             )
         if not answer.exists() and not _wait_for(answer, patience):
             raise SlotRefused(
-                f"the run took the request, but for {patience:g} s did not say what became of it: rlfuse slots {folder}"
+                f"the run accepted the request but did not answer within {patience:g} s; see rlfuse slots {folder}"
             )
-        given = parse_json(answer.read_text())
+        reply = parse_json(answer.read_text())
     finally:
         for file in (request, answer):
             file.unlink(missing_ok=True)
-    if not given["done"]:
-        raise SlotRefused(given["told"])
-    return str(given["told"])
+    if not reply["done"]:
+        raise SlotRefused(reply["message"])
+    return str(reply["message"])
 
 
 def _wait_for(answer: Path, patience: float, request: Path | None = None) -> bool:
@@ -101,43 +103,43 @@ def _removed(file: Path) -> bool:
 
 
 def read(folder: Path) -> list[SlotState]:
-    """How the slots are, as the run said last. RunError where it has said nothing."""
+    """Return the slot states that the run wrote last. Raises RunError if there are none."""
     path = folder / FOLDER / STATE
     try:
         return [SlotState(**each) for each in parse_json(path.read_text())]
     except FileNotFoundError:
         raise RunError(
-            f"{path}: there is none; a run has it once its engines stand. One that trains a reward model has no slots"
+            f"{path} does not exist; a run writes it after startup (not with trainer.task=reward_model)"
         ) from None
     except (OSError, ValueError, TypeError) as error:
-        raise RunError(f"{path} can't be read ({error}); the run writes it anew when something changes") from error
+        raise RunError(f"{path} can't be read ({error}); the run rewrites it when a slot changes") from error
 
 
-def begin(folder: Path) -> None:
-    """The desk opens; answers that nobody took are removed."""
-    desk = folder / FOLDER
-    desk.mkdir(exist_ok=True)
-    for file in desk.glob(f"*{ANSWER}"):
+def open_requests(folder: Path) -> None:
+    """Create the folder of requests and remove old answers."""
+    requests = folder / FOLDER
+    requests.mkdir(exist_ok=True)
+    for file in requests.glob(f"*{ANSWER}"):
         file.unlink(missing_ok=True)
 
 
-def publish(folder: Path, states: Sequence[SlotState]) -> None:
-    """How the slots are from now on. OSError where there is no room."""
+def publish_states(folder: Path, states: Sequence[SlotState]) -> None:
+    """Write the slot states. Raises OSError if the disk is full."""
     write_atomically(folder / FOLDER / STATE, json.dumps([asdict(each) for each in states], indent=1))
 
 
-def take(folder: Path) -> list[Request]:
-    """Requests that came since the last call, the oldest first; each of them has to be answered."""
+def take_requests(folder: Path) -> list[Request]:
+    """Accept and return the new requests, oldest first; the caller must answer each of them."""
     taken = []
     for file in (folder / FOLDER).glob(f"*{REQUEST}"):
-        with suppress(OSError, ValueError, TypeError):  # withdrawn meanwhile, or another program's
+        with suppress(OSError, ValueError, TypeError):  # withdrawn meanwhile, or not a request
             request = Request(**parse_json(file.read_text()))
             if _removed(file):
                 taken.append(request)
     return sorted(taken, key=lambda each: each.until)
 
 
-def answer(folder: Path, request: Request, told: str, done: bool) -> None:
-    """OSError where there is no room; then the command says that it heard nothing."""
-    content: dict[str, Any] = {"done": done, "told": told}
+def answer(folder: Path, request: Request, message: str, done: bool) -> None:
+    """Answer a request. Raises OSError if the disk is full; the command then reports a missing answer."""
+    content: dict[str, Any] = {"done": done, "message": message}
     write_atomically(folder / FOLDER / f"{request.id}{ANSWER}", json.dumps(content))

@@ -1,4 +1,5 @@
-"""Read and write `status.json`, the state of a run. A killed run still says `running`; `state_now` checks the lock."""
+"""Read and write `status.json`, the state of a run. A killed run still has the state `running`; `state_now` checks the
+lock."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ from rlfuse.run_folder import run_lock
 
 FILE = "status.json"
 RESERVED, RESERVED_BYTES = ".reserved", 1 << 20
-"""A file that takes up disk space from a run's start to its end, when its last rows and its status need some."""
+"""File that reserves disk space during a run, for the last rows and the status at its end."""
 COMMIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One run, from its last start on."""
+    """Status of a run since its last start."""
 
     state: str
-    """running | finished | stopped (a person or a scheduler ended it) | failed; from `state_now` also crashed."""
+    """`running`, `finished`, `stopped` (by a user or scheduler) or `failed`; from `state_now` also `crashed`."""
     name: str
     command: str
-    """As it was typed, secrets hidden; empty where a program called."""
+    """Command line as typed, secrets redacted; empty if called from a program."""
     commit: str
     sweep: str
     host: str
@@ -44,13 +45,14 @@ class Status:
     earlier_s: float = 0.0
     label: str = ""
 
-    def seconds(self, heard: float) -> float:
-        """Of all processes of the run so far; `heard`: the `last_log_write` of one that could not say how it ended."""
-        return self.earlier_s + max(0.0, (self.ended or heard) - self.started)
+    def seconds(self, last_seen: float) -> float:
+        """Return the total seconds of all processes of the run. `last_seen`: `last_log_write`, used if `ended` is
+        missing."""
+        return self.earlier_s + max(0.0, (self.ended or last_seen) - self.started)
 
 
 def state_now(folder: Path, found: Status) -> str:
-    """Return the run's `state`; `crashed` if its driver ended without writing one."""
+    """Return the run's `state`; `crashed` if its driver ended without writing a final state."""
     if found.state != "running":
         return found.state
     alive = run_lock.is_locked(folder)
@@ -60,16 +62,16 @@ def state_now(folder: Path, found: Status) -> str:
 
 
 def begin(folder: Path, name: str, started: float, total: int = 0, label: str = "") -> None:
-    """Record that the run continues in this process. NotWritten if the disk is full."""
+    """Record that the run is running in this process. Raises NotWritten if the disk is full."""
     try:
-        (folder / RESERVED).write_bytes(os.urandom(RESERVED_BYTES))  # neither compressed nor written later
+        (folder / RESERVED).write_bytes(os.urandom(RESERVED_BYTES))  # random, so that file systems can't compress it
         sync(folder / RESERVED)
     except OSError as error:
         release_reserve(folder)
-        raise not_written(folder / RESERVED, "the space to end the run could not be reserved", error) from error
+        raise not_written(folder / RESERVED, "reserving disk space for the end of the run failed", error) from error
     sweep, earlier_s = os.environ.get("WANDB_RUN_GROUP", ""), _seconds_before(folder, started)
-    who = (hidden_command(typed_command()), _commit(), sweep, socket.gethostname(), os.getpid())
-    _write(folder, Status("running", name, *who, started, total, earlier_s=earlier_s, label=label))
+    process = (hidden_command(typed_command()), _commit(), sweep, socket.gethostname(), os.getpid())
+    _write(folder, Status("running", name, *process, started, total, earlier_s=earlier_s, label=label))
 
 
 def _seconds_before(folder: Path, started: float) -> float:
@@ -79,13 +81,13 @@ def _seconds_before(folder: Path, started: float) -> float:
 
 
 def release_reserve(folder: Path) -> None:
-    """The run ends: what it still writes may take the space that was reserved for that."""
+    """Free the reserved disk space, at the end of the run."""
     with suppress(OSError):
         (folder / RESERVED).unlink()
 
 
 def end(folder: Path, state: str, error: str = "", ended: float | None = None) -> None:
-    """It is over. `state`: finished, stopped or failed; `ended`: the date by its own clock, the present by default."""
+    """Record the end of a run. `state`: finished, stopped or failed; `ended`: epoch seconds, by default now."""
     release_reserve(folder)
     if (status := read(folder)) is not None:
         when = time.time() if ended is None else ended
@@ -93,7 +95,7 @@ def end(folder: Path, state: str, error: str = "", ended: float | None = None) -
 
 
 def read(folder: Path) -> Status | None:
-    """None where there is none, or one that can't be read."""
+    """Return the status of a run; None if it is missing or invalid."""
     try:
         found = Status(**parse_json((folder / FILE).read_text()))
         time.localtime(found.started), time.localtime(found.ended or 0.0)
@@ -101,8 +103,8 @@ def read(folder: Path) -> Status | None:
         return None
     texts = (found.state, found.name, found.command, found.commit, found.sweep, found.host, found.error, found.label)
     numbers = (found.pid, found.total, found.started, found.ended or 0.0, found.earlier_s)
-    is_whole = all(isinstance(each, str) for each in texts) and all(isinstance(each, int | float) for each in numbers)
-    return found if is_whole else None
+    is_valid = all(isinstance(each, str) for each in texts) and all(isinstance(each, int | float) for each in numbers)
+    return found if is_valid else None
 
 
 def _write(folder: Path, status: Status) -> None:
@@ -110,7 +112,7 @@ def _write(folder: Path, status: Status) -> None:
 
 
 def typed_command() -> str:
-    """How this process was started, for a shell; empty where a program calls."""
+    """Return the command line of this process; empty if called from a program."""
     words = list(sys.orig_argv)
     if words[1:2] == ["-P"]:
         del words[1]
@@ -122,10 +124,10 @@ def typed_command() -> str:
 
 def _commit() -> str:
     try:
-        told = subprocess.run(
+        found = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"],
             capture_output=True, text=True, timeout=COMMIT_S, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return told.stdout.strip() if told.returncode == 0 else ""
+    return found.stdout.strip() if found.returncode == 0 else ""

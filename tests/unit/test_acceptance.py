@@ -239,7 +239,7 @@ def test_a_checkpoint_of_another_run_does_not_write_over_the_run_of_a_folder(con
     folder = leave(changed(other, actor__optim__lr=1e-2), 4)
     untouched()
     path = source / "global_step_2"
-    with pytest.raises(RunRefused, match="global_step_2 is of another run") as error:
+    with pytest.raises(RunRefused, match="global_step_2 names a checkpoint of another run") as error:
         accept(changed(other, trainer__resume_mode=str(path)))
     assert error.match(f"{folder} already has a run(.|\n)*=other trainer.resume_mode=auto(.|\n)*=other-2")
     assert accept(changed(config, trainer__resume_mode=f"{source}/../mine/global_step_2")).checkpoint, "its own"
@@ -285,7 +285,7 @@ def test_a_run_that_goes_on_elsewhere_is_not_joined(config, monkeypatch):
     assert lock.acquire(folder)
     job = open_job(changed(config, trainer__experiment_name="free"))
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    with pytest.raises(RunRefused, match=f"in progress: process {os.getpid()} on .*rlfuse watch .*mine"):
+    with pytest.raises(RunRefused, match=f"in use by a running job: process {os.getpid()} on .*rlfuse watch .*mine"):
         accept(config)
     with pytest.raises(RunRefused):
         dataclasses.replace(job, folder=folder).begin(4)  # accepted before the other began
@@ -340,7 +340,7 @@ def test_without_a_name_the_last_run_of_the_same_configuration_goes_on(config, c
     other = leave(changed(config, trainer__experiment_name="later", actor__optim__lr=1e-3), 2, state="stopped")
     accepted = accept(changed(unnamed, trainer__save_freq=7))
     assert accepted.config.run_folder == folder and accepted.checkpoint == folder / "global_step_2"
-    assert f"{folder} the last run of this configuration" in capsys.readouterr().out
+    assert f"{folder}, the last run of this configuration" in capsys.readouterr().out
     assert accept(changed(unnamed, actor__optim__lr=1e-3)).config.run_folder == other
     another_job = accept(changed(unnamed, trainer__job_name="another")).config
     assert another_job.trainer.experiment_name.startswith("another-grpo-")

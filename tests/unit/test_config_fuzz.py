@@ -122,10 +122,10 @@ def test_any_value_makes_a_configuration_or_one_line_that_names_the_key(name, va
         ("actor.clip_ratio=[1]", "actor.clip_ratio=[1]: needs a number"),
         ("actor.clip_ratio=1" + "0" * 330, "actor.clip_ratio: must be a 64-bit whole number"),
         ("rollout.n=" + "9" * 5000, "the value can't be parsed"),
-        ("trainer.logger=" + "[" * 90 + "]" * 90, "brackets are nested too deep"),
-        ("trainer.logger=" + "[" * 300 + "]" * 300, "brackets are nested too deep"),
+        ("trainer.logger=" + "[" * 90 + "]" * 90, "brackets are nested more than"),
+        ("trainer.logger=" + "[" * 300 + "]" * 300, "brackets are nested more than"),
         ('rollout.n="a', "the value can't be parsed; close all brackets"),
-        ("data.truncation=${model}", "data.truncation: needs a text"),
+        ("data.truncation=${model}", "data.truncation: needs a string"),
     ],
     ids=lambda text: text[:24],
 )
@@ -140,7 +140,7 @@ def test_values_on_the_command_line_end_in_the_same_words(word, part):
     [
         ("a: " + "[" * 5000, "nested too deep"),
         ("a: " + "{a: " * 5000, "nested too deep"),
-        ("trainer.logger: " + "[" * 90 + "]" * 90, "nested too deep"),
+        ("trainer.logger: " + "[" * 90 + "]" * 90, "nested more than"),
         ("a: &a [*a]", "nested too deep"),
         ("defaults: 5", "defaults entry `5` is not"),
         ("defaults: [{1: 2}]", "1"),

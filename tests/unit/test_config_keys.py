@@ -34,7 +34,7 @@ def test_documented_keys_are_those_of_the_dataclasses():
 def test_help_fits_the_columns_and_narrows_to_words():
     assert max(map(len, help_text(keys()).splitlines())) <= COLUMNS
     out = io.StringIO()
-    print_help(["warm-up"], out)
+    print_help(["warmup"], out)
     assert "actor.optim.lr_warmup_steps" in out.getvalue() and "rollout.n" not in out.getvalue()
 
 

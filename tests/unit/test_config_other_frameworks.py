@@ -56,7 +56,9 @@ def reads(column, marker):
 
 
 FACTS = {
-    "DeepSpeed trains": lambda _: nowhere(r"(?i)fully_?sharded|\bmegatron\.core") and "actor.zero_stage" in KNOWN,
+    "training uses DeepSpeed": lambda _: (
+        nowhere(r"(?i)fully_?sharded|\bmegatron\.core") and "actor.zero_stage" in KNOWN
+    ),
     "generation and training always share the slots": lambda _: no_key(
         "resource_pool", "rollout.nnodes", "rollout.n_gpus"
     ),
@@ -160,15 +162,15 @@ def test_a_default_of_verl_is_valid_under_the_name_to_write_instead(name):
     elif not typed.startswith("~"):  # which a command line has to put into quotes
         taken = read_command([f"{name}={typed}"])
         assert taken.overrides == read_command([f"{key.name}={typed}"]).overrides
-        assert taken.told == [f"{name}={typed} -> {key.name}={typed}"]
+        assert taken.notes == [f"{name}={typed} -> {key.name}={typed}"]
 
 
 def test_same_names_with_other_meanings_are_told_to_users_of_verl_alone():
     verls = ["actor_rollout_ref.rollout.n=4", "trainer.default_local_dir=a", "trainer.save_freq=-1"]
-    told = read_command(verls).told
+    told = read_command(verls).notes
     assert told[0] == "actor_rollout_ref.rollout.n=4 -> rollout.n=4" and len(told) == 2
     assert "trainer.default_local_dir=a: differs from verl: rlfuse creates PROJECT/EXPERIMENT" in told[1]
-    assert read_command(verls[1:]).told == [] and set(SAME_NAME) <= KNOWN & set(VERLS)
+    assert read_command(verls[1:]).notes == [] and set(SAME_NAME) <= KNOWN & set(VERLS)
 
 
 @pytest.mark.slow
@@ -205,7 +207,7 @@ def test_a_job_file_may_use_verls_names(tmp_path):
     job = compose_job([str(path), "actor_rollout_ref.rollout.temperature=0.5"])
     assert (job.rollout.n, job.rollout.temperature, job.actor.optim.lr) == (3, 0.5, 1e-4)
     assert job.rollout.engine_kwargs.enforce_eager is True and job.reward.num_workers == 2
-    told = read_command([str(path)]).told
+    told = read_command([str(path)]).notes
     assert told[0] == f"{path}:3: actor_rollout_ref.rollout.n=3 -> rollout.n=3" and len(told) == 4
     path.write_text("actor_rollout_ref: {actor: {strategy: fsdp}, rollout.seed: 3}\n")
     with pytest.raises(ConfigError) as error:

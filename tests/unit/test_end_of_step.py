@@ -55,7 +55,7 @@ class Parts:
     async def collect(self, step):
         return self.spans
 
-    def note(self, values):
+    def add(self, values):
         assert values == {}, "nobody looks after these workers"
 
     def log_step(self, step, board, spans):

@@ -55,7 +55,7 @@ def test_a_lost_worker_takes_the_run_to_its_last_checkpoint_or_its_beginning(con
     assert attempts.jobs[2].checkpoint == folder / "global_step_4"
     assert [job.restart.cause for job in attempts.jobs[1:]] == [str(lost[1]), str(lost[0])]
     said = capsys.readouterr().out
-    assert "trainer/1 died: http://***@host\nThe run goes on from its beginning (restart 1 of at most 3)" in said
+    assert "trainer/1 died: http://***@host\nThe run resumes from its start (restart 1 of at most 3)" in said
     assert "from global_step_4 (restart 2 of at most 3)" in said
 
 
@@ -65,7 +65,7 @@ def test_a_node_that_leaves_as_planned_counts_as_no_loss_and_is_not_taken_again(
     attempts = Attempts(*ends)
     folder = run_with_restarts(config, attempts)
     assert [job.state["step"] for job in attempts.jobs] == [0, 4, 4]
-    assert [job.without for job in attempts.jobs] == [frozenset(), {"b"}, {"b", "c"}]
+    assert [job.excluded_nodes for job in attempts.jobs] == [frozenset(), {"b"}, {"b", "c"}]
     assert [job.restart.kind for job in attempts.jobs[1:]] == ["hand_over", "hand_over"]
     assert not count_faults([job.restart for job in attempts.jobs[1:]])
     assert attempts.jobs[2].drained is attempts.jobs[0].drained and attempts.jobs[0].drained == {1}
@@ -143,10 +143,13 @@ def test_other_errors_and_ctrl_c_end_the_run(config, error):
 
 
 def test_attempts_end_with_their_number_or_when_they_get_no_further(config, capsys):
-    assert no_restart_reason([7], limit=0) == "No restart: 0 of at most cluster.max_restarts=0 were made."
+    assert no_restart_reason([7], limit=0) == "No restart: 0 of at most cluster.max_restarts=0 restarts were made."
     assert no_restart_reason([7], limit=3) is None and no_restart_reason([0], limit=1) is None
     assert no_restart_reason([2, 5, 7], limit=3) is None
-    assert no_restart_reason([2, 5, 7, 8], limit=3) == "No restart: 3 of at most cluster.max_restarts=3 were made."
+    assert (
+        no_restart_reason([2, 5, 7, 8], limit=3)
+        == "No restart: 3 of at most cluster.max_restarts=3 restarts were made."
+    )
     assert "the last of 1 restarts made no progress" in no_restart_reason([7, 7], limit=3)
     assert "the last of 2 restarts made no progress" in no_restart_reason([2, 7, 5], limit=3)
     assert no_restart_reason([None], limit=1) is None and no_restart_reason([7, None], limit=3) is None

@@ -74,7 +74,7 @@ def test_a_new_rate_decay_and_clipping_are_what_the_optimizer_uses(tmp_path, kin
     reader.load(tmp_path)
     if kind is TrainerRank:
         numel = sum(size for _, size in reader.sizes("actor")) // DTYPES[dtype].itemsize
-        assert reader._multiplied("actor") == (numel - 2 * 16 * 16, 16 * 16), "all but the embedding"
+        assert reader._matmul_parameters("actor") == (numel - 2 * 16 * 16, 16 * 16), "all but the embedding"
     actor = reader.engines["actor"].engine
     weights = [weights_of(reader)]
     for factor in (0.0, 0.5, 1.0):

@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 from rlfuse import train
 from rlfuse.config.compose import load, read_command
 from rlfuse.errors import ConfigError
-from rlfuse.run.sweeps import LONGEST_NAME, Trial, sweep_name, tell, varied
+from rlfuse.run.sweeps import LONGEST_NAME, Trial, print_table, sweep_name, swept_values
 from rlfuse.stopping import Stopped
 
 
 def names(words, *jobs, params=None):
-    several = varied(words, params or {})
+    several = swept_values(words, params or {})
     return [sweep_name("a", dict(zip(several, values, strict=True)), several) for values in jobs]
 
 
@@ -36,7 +36,7 @@ def test_names_say_what_varies_and_nothing_else():
     assert names(["actor.optim.lr=1e-6,1e-5"], ("1e-6",)) == ["a-actor.lr=1e-6"]
     assert names(["trainer.experiment_name=a,b", "rollout.n=range(2,4)"], ("2",)) == ["a-rollout.n=2"]
     assert names([], ("8",), params={"rollout.n": "8,16", "data.seed": "3"}) == ["a-rollout.n=8"]
-    assert list(varied(["rollout.n=interval(1,9)", "experiment=glob(*)"], {})) == ["rollout.n", "experiment"]
+    assert list(swept_values(["rollout.n=interval(1,9)", "experiment=glob(*)"], {})) == ["rollout.n", "experiment"]
 
 
 def test_keys_with_the_same_group_and_leaf_are_told_apart():
@@ -77,7 +77,7 @@ def test_the_table_has_the_best_first_and_survives_damage(tmp_path):
         trials.append(Trial(folder.name, {"rollout.n": str(number)}, folder, "finished"))
     trials.append(Trial("a-4", {}, tmp_path / "a-4", error="rollout 0 died"))
     out = io.StringIO()
-    tell(trials, out)
+    print_table(trials, out)
     lines = out.getvalue().splitlines()
     assert [line.split()[0] for line in lines[2:7]] == ["1", "0", "3", "2", "4"]
     assert lines[-2] == "job 4 failed: rollout 0 died"

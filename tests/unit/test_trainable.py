@@ -140,5 +140,5 @@ def test_what_an_evicted_sample_had_of_observations_stays_context():
 
 @pytest.mark.parametrize("mask", [np.ones(2, int), np.ones(3, bool), np.zeros(2, bool)], ids=("int", "longer", "none"))
 def test_a_mask_that_is_none_of_the_response_is_refused(mask):
-    with pytest.raises(ValueError, match=r"Response\.trainable: .* of 2 tokens; it is bool"):
+    with pytest.raises(ValueError, match=r"Response\.trainable: .* of 2 tokens set; it must be bool"):
         Response(np.arange(2, dtype=np.int32), np.zeros(2, np.float32), "stop", 0, "", mask)

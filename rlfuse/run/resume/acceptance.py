@@ -1,6 +1,6 @@
 """Decide whether a job may start, in which run folder, from which checkpoint and with which changes. Read-only.
 
-An empty folder that reserves a new name is the exception; it is removed if the job never starts.
+Exception: it creates an empty folder to reserve a new name, which is removed if the job does not start.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from rlfuse.run_folder.reader import RunFolder, check_files, reading
 
 
 class RunRefused(UserError):
-    """The run folder is in use or holds another run; the message has the commands for what can be done."""
+    """The run folder is in use or has another run; the message lists commands to continue."""
 
 
 class NothingToDo(Exception):
-    """The run has all its steps; the message says so, and how to train longer."""
+    """The run has completed all its steps; the message has a command to train longer."""
 
     def __init__(self, folder: Path, text: str):
         super().__init__(text)
@@ -53,14 +53,14 @@ class Accepted:
     config: Config
     checkpoint: Path | None
     before: dict[str, Any] | None
-    """The settings of that run; None if they can't be read."""
+    """Settings of the resumed run; None if they can't be read."""
     changes: tuple[Change, ...]
     inputs: dict[str, str]
     step: int
 
     @property
     def message(self) -> str:
-        """A table of the changes, or why there is none, for the terminal; empty if nothing changed."""
+        """Table of the changes for the terminal, or why they are unknown; empty if nothing changed."""
         if self.checkpoint is None:
             return ""
         unknown = [] if self.before else [messages.not_compared(self.checkpoint)]
@@ -72,9 +72,9 @@ def accept(config: Config) -> Accepted:
     if (count := config.trainer.nnodes) > 1 and config.cluster.ray_address is None:
         raise ConfigError(
             [
-                f"trainer.nnodes={count}: a run's own Ray has this machine only. Start a cluster (ray start --head "
-                "here, ray start --address=HEAD:6379 on the others, or jobs/several_nodes.*) and set "
-                "cluster.ray_address=auto, or send the job there by rlfuse submit"
+                f"trainer.nnodes={count}: Ray started by the run has only this machine. Start a cluster (ray start "
+                "--head here, ray start --address=HEAD:6379 on the others, or jobs/several_nodes.*) and set "
+                "cluster.ray_address=auto, or submit the job with rlfuse submit"
             ]
         )
     is_unnamed, config = config.trainer.experiment_name is None, with_run_name(with_local_paths(config), _reserve)
@@ -84,8 +84,10 @@ def accept(config: Config) -> Accepted:
         raise RunRefused(messages.in_use(folder))
     job = _compared(config)
     _refuse(job, is_unnamed)
-    if is_unnamed and job.checkpoint and job.checkpoint.parent == folder:  # from now on the run has its name
-        print(f"{folder} is the last run of this configuration and resumes; trainer.resume_mode=disable starts another")
+    if is_unnamed and job.checkpoint and job.checkpoint.parent == folder:  # the job now has the name of the run
+        print(
+            f"Resuming {folder}, the last run of this configuration; start a new run with trainer.resume_mode=disable"
+        )
     return job if job.checkpoint else replace(job, changes=())
 
 
@@ -129,7 +131,7 @@ def _is_longer(job: Accepted) -> bool:
 
 
 def with_run_name(config: Config, reserve: Callable[[Path], bool] = lambda folder: not folder.exists()) -> Config:
-    """Return `config` with a name; `reserve` a new folder, False if another run has it."""
+    """Return `config` with an experiment name. `reserve(folder)` returns False if another run has the folder."""
     if config.trainer.experiment_name is not None:
         return config
 
@@ -141,21 +143,21 @@ def with_run_name(config: Config, reserve: Callable[[Path], bool] = lambda folde
         return called(last.name)
     estimator = config.algorithm.adv_estimator
     algorithm = "ppo" if estimator == "gae" else estimator.rpartition(":")[2]
-    what = "reward_model" if config.trainer.task == "reward_model" else algorithm
+    kind = "reward_model" if config.trainer.task == "reward_model" else algorithm
     stem = re.sub(r"[^\w.+-]+", "_", config.trainer.job_name or "run")
-    first = "-".join([*dict.fromkeys([stem, what]), time.strftime("%Y%m%d-%H%M%S")])
+    first = "-".join([*dict.fromkeys([stem, kind]), time.strftime("%Y%m%d-%H%M%S")])
     return called(next(name for name in messages.numbered(first) if reserve(project / name)))
 
 
 def _last_run(project: Path, config: Config) -> Path | None:
     """Return the newest run of the same configuration; None if it can't resume."""
-    wanted = resolved(with_local_paths(config))
+    settings = resolved(with_local_paths(config))
     written = sorted(project.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
     for folder in (path.parent for path in written):
         before = _config_of(folder)
         if before is None or before.get("trainer", {}).get("job_name") != config.trainer.job_name:
             continue
-        if all(change.effect is Effect.IMMEDIATE for change in differences(before, wanted)):
+        if all(change.effect is Effect.IMMEDIATE for change in differences(before, settings)):
             can_resume = _is_finished(folder) or checkpoints.complete(folder) or not _has_rows(folder)
             return folder if can_resume and not _is_running(folder) else None
     return None
@@ -206,7 +208,7 @@ def _config_of(folder: Path) -> dict[str, Any] | None:
 
 
 def with_local_paths(config: Config) -> Config:
-    """Make folders of models and custom files absolute: workers have other working directories."""
+    """Make paths of local models and custom files absolute, because workers have other working directories."""
 
     def local(path: str | None) -> str | None:
         return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path

@@ -1,9 +1,9 @@
-"""List how a job differs from the run that it resumes: settings, custom files and models, and the effect of each.
+"""List the differences of a job from the run that it resumes: settings, custom files and models, and their effects.
 
-A moved model is the same, an edited reward function is a change: both are recognised by their content.
+Models and custom files are compared by content: a moved model is unchanged, an edited reward function is a change.
 
-    changes.jsonl  settings that changed, with the step after which they did
-    inputs.jsonl   digests of models and custom files, likewise
+    changes.jsonl  changed settings, with the step after which they changed
+    inputs.jsonl   digests of models and custom files, with the step
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlfuse.config.custom_functions import functions_named_by, traits_of
+from rlfuse.config.custom_functions import custom_functions_of, traits_of
 from rlfuse.config.declare import LAYOUT, RESUME_FROM, RUN_NAME, Effect, Resume
 from rlfuse.config.documentation import by_name
 from rlfuse.config.facts import reward_file, reward_functions
@@ -30,16 +30,16 @@ from rlfuse.errors import ConfigError
 from rlfuse.files import RowFile, read_rows
 
 CHANGES, INPUTS = "changes.jsonl", "inputs.jsonl"
-MOVED = Resume(Effect.IMMEDIATE, "moved, or copied: the same config.json and weights of the same sizes")
+MOVED = Resume(Effect.IMMEDIATE, "moved or copied: same config.json, same sizes of weights")
 END_BYTES = 1 << 16
-"""Bytes hashed at the end of each weight file: models of one family, trained further, have the same sizes."""
+"""Bytes hashed at the end of each weight file, since different models of one family have files of equal size."""
 MODELS = ("model.path", "critic.path", "ref.path")
 SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key, or custom file, that differs."""
+    """A changed key or custom file."""
 
     key: str
     was: Any
@@ -54,7 +54,7 @@ class Change:
 def all_changes(
     config: Config, was: Mapping[str, Any], inputs_before: Mapping[str, str], inputs: Mapping[str, str]
 ) -> tuple[Change, ...]:
-    """Return changed settings, the name of the run aside, and edited custom files. `was`: the run's `config.yaml`."""
+    """Return changed settings (except the run name) and edited custom files. `was`: the run's `config.yaml`."""
     found = []
     for change in differences(was, resolved(config)) if was else []:
         if change.resume not in (RUN_NAME, RESUME_FROM):
@@ -62,7 +62,7 @@ def all_changes(
     for file, key in _custom_files(config).items():
         if file in inputs_before and file in inputs and inputs_before[file] != inputs[file]:
             resume = by_name()[key].resume
-            effect = Effect.EXPERIMENT if resume.effect is Effect.FIXED else resume.effect  # it runs as it is now
+            effect = Effect.EXPERIMENT if resume.effect is Effect.FIXED else resume.effect  # the edited file is used
             edited = Resume(effect, f"edited: {resume.reason}")
             found.append(Change(file, inputs_before[file][:SHOWN], inputs[file][:SHOWN], edited))
     return tuple(found)
@@ -81,7 +81,7 @@ def resolved(config: Config) -> dict[str, Any]:
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """List differences between two `config.yaml`s in the schema's order; a missing key has its default."""
+    """Return the differences of two `config.yaml`s in the order of the schema; missing keys have their defaults."""
     before, after = _settings(was), _settings(now)
     return [
         Change(key, before[key], value, _effect(key, before, after))
@@ -118,7 +118,7 @@ def _trains_critic(estimator: str) -> bool:
 
 
 def _loads(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Return whether a trainer of one layout can load checkpoints of the other."""
+    """Return whether a trainer of one layout can load checkpoints of the other layout."""
     stages, width = "training.pipeline_parallel_size", "training.tensor_model_parallel_size"
     pipelines = min(before[stages], after[stages]) > 1
     if (before[width] != after[width] and not pipelines) or before["actor.strategy"] != after["actor.strategy"]:
@@ -130,7 +130,7 @@ def _loads(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
 
 
 def input_digests(config: Config) -> dict[str, str]:
-    """Return the digest of each input on this machine: of custom files by name, of models by key."""
+    """Return the digests of local inputs: of custom files by path, of models by key."""
     found = dict[str, str]()
     for file in _custom_files(config):
         with suppress(OSError):
@@ -143,14 +143,14 @@ def _custom_files(config: Config) -> dict[str, str]:
     """Return each custom file as named, with the first key that names it."""
     named = [("reward.functions", function) for function in reward_functions(config)]
     found = dict[str, str]()
-    for key, function in [*named, *functions_named_by(config)]:
+    for key, function in [*named, *custom_functions_of(config)]:
         if file := reward_file(function):
             found.setdefault(file, key)
     return found
 
 
 def _model_digest(path: str | None) -> str | None:
-    """Return the digest of a model's folder; None of a hub name, and where there are no weights."""
+    """Return the digest of a model's folder; None for hub names and folders without weights."""
     if not path:
         return None
     folder = Path(path)
@@ -174,7 +174,7 @@ def recorded_inputs(folder: Path, step: int | None) -> dict[str, str]:
 
 
 def record(folder: Path, step: int, changes: Sequence[Change], inputs: Mapping[str, str]) -> None:
-    """Append changed settings and new digests after this step; rows of later steps, now abandoned, are removed."""
+    """Append changed settings and new digests after this step; remove rows of later, abandoned steps."""
     before, settings = recorded_inputs(folder, step), [each for each in changes if each.key in by_name()]
     new = [(name, digest) for name, digest in inputs.items() if before.get(name) != digest]
     for path, rows in (

@@ -1,4 +1,4 @@
-"""Messages for jobs that can't start or that resume with changes, with commands that can be pasted."""
+"""Messages for jobs that can't start or that resume with changes, with commands to copy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 from rlfuse.config.declare import Effect, as_typed
 from rlfuse.config.documentation import by_name
 from rlfuse.config.job_file import settings_of
-from rlfuse.config.other_frameworks import renamed
+from rlfuse.config.other_frameworks import key_for_verl_name
 from rlfuse.config.presets import contents
 from rlfuse.config.schema import Config
 from rlfuse.run.resume.changes import Change
 from rlfuse.run_folder import checkpoints, status
 
 GROUP, ESTIMATOR = "algorithm", "algorithm.adv_estimator"
-"""The group of presets that sets the estimator, which can't always change in a run."""
+"""Preset group and key of the estimator, which can't always be changed in a run."""
 
 
 def in_use(folder: Path) -> str:
@@ -29,14 +29,14 @@ def in_use(folder: Path) -> str:
     state = status.read(folder)
     who = f"process {state.pid} on {state.host}, started {_date(state.started)}" if state else "another process"
     text = (
-        f"{folder} is in use by a run in progress: {who}. Nothing was changed. "
-        f"`rlfuse watch {shlex.quote(str(folder))}` shows it; wait until it ends, or stop it."
+        f"{folder} is in use by a running job: {who}. Nothing was changed. "
+        f"Watch it with `rlfuse watch {shlex.quote(str(folder))}`; wait until it ends, or stop it."
     )
     return _with_commands(text, another_run=_new(folder))
 
 
 def finished(config: Config, steps: int, is_unnamed: bool = False) -> str:
-    """Return the message for a job whose run has finished; `is_unnamed`: found by its configuration."""
+    """Return the message for a job whose run has finished. `is_unnamed`: the run was found by its configuration."""
     folder, trainer, state = config.run_folder, config.trainer, status.read(config.run_folder)
     ended = (state and state.ended) or (folder / "summary.json").stat().st_mtime
     by_epochs = [f"trainer.total_epochs={(trainer.total_epochs or 1) + 1}"]
@@ -49,31 +49,33 @@ def finished(config: Config, steps: int, is_unnamed: bool = False) -> str:
 
 
 def long_enough(config: Config, step: int, total: int) -> str:
-    """Return the message for a run that has more steps than the job."""
+    """Return the message for a run that has already completed more steps than the job has."""
     return _with_commands(
-        f"{config.run_folder} has completed {step} steps already, and the job has {total}: nothing to do.",
+        f"{config.run_folder} has already completed {step} steps, and the job has {total}: nothing to do.",
         train_longer=_command(*_same(config.run_folder), *_steps(config, 2 * step)),
         another_run=_new(config.run_folder),
     )
 
 
 def used(config: Config) -> str:
-    """Return the message for a folder with a run that does not, or can't, resume."""
+    """Return the message for a folder with a run that is not or can't be resumed."""
     folder, mode = config.run_folder, config.trainer.resume_mode
-    why = {"auto": "finds no checkpoint in it", "disable": "does not resume it"}.get(mode, "is of another run")
+    why = {"auto": "finds no checkpoint in it", "disable": "does not resume it"}.get(
+        mode, "names a checkpoint of another run"
+    )
     auto = _command(*_same(folder), "trainer.resume_mode=auto")
     return _with_commands(
-        f"{folder} holds a run already, and trainer.resume_mode={mode} {why}. Nothing was changed.",
+        f"{folder} already has a run, and trainer.resume_mode={mode} {why}. Nothing was changed.",
         resume_it=auto if checkpoints.complete(folder) else None,
         another_run=_new(folder),
     )
 
 
 def differs(config: Config, checkpoint: Path, changes: Sequence[Change], before: Mapping[str, Any]) -> str:
-    """Return the message for fixed settings that differ. `before`: the settings of the checkpoint's run."""
+    """Return the message for changed settings that are fixed. `before`: the settings of the checkpoint's run."""
     folder, fixed = checkpoint.parent, [change for change in changes if change.effect is Effect.FIXED]
     return _with_commands(
-        f"{folder} holds a run with other settings, with which it can't resume. Nothing was changed.",
+        f"{folder} has a run whose fixed settings differ from this job, so it can't resume. Nothing was changed.",
         *table(changes),
         resume_it=_with_settings_of(before, fixed, *(_same(folder) if folder == config.run_folder else [])),
         another_run=_as_new(config),
@@ -81,7 +83,7 @@ def differs(config: Config, checkpoint: Path, changes: Sequence[Change], before:
 
 
 def too_late(config: Config, checkpoint: Path | None, changes: Sequence[Change], steps: int) -> str:
-    """Return the message for changes of a finished run."""
+    """Return the message for changed settings of a finished run."""
     folder = checkpoint.parent if checkpoint else config.run_folder
     can_resume = checkpoint and not any(change.effect is Effect.FIXED for change in changes)
     return _with_commands(
@@ -93,25 +95,25 @@ def too_late(config: Config, checkpoint: Path | None, changes: Sequence[Change],
 
 
 def accepted(config: Config, checkpoint: Path, changes: Sequence[Change]) -> list[str]:
-    """Return the lines for a run that resumes with changes; none without changes."""
+    """Return the lines for a run that resumes with changed settings; empty without changes."""
     if not changes:
         return []
-    lines = [f"The run resumes from {checkpoint} with settings that differ from before.", *table(changes)]
+    lines = [f"The run resumes from {checkpoint} with changed settings.", *table(changes)]
     if any(change.effect is Effect.EXPERIMENT for change in changes):
-        lines.append(f"To keep it one experiment, start another run: {_new(config.run_folder)}")
+        lines.append(f"To keep the results comparable, start a new run: {_new(config.run_folder)}")
     return lines
 
 
 def not_compared(checkpoint: Path) -> str:
     """Return the message for a checkpoint of a run with unknown settings."""
     return (
-        f"The run resumes from {checkpoint}. Its settings could not be compared with those of before: "
+        f"The run resumes from {checkpoint}. Its previous settings could not be compared: "
         f"{checkpoint.parent} has no readable config.yaml."
     )
 
 
 def table(changes: Sequence[Change]) -> list[str]:
-    """Return the lines of a table of changes, the most severe first: key, before, now, meaning."""
+    """Return a table of changes as lines, most severe first: key, before, now, reason."""
     lines = []
     for effect in reversed(Effect):
         rows = [(c.key, _short(c.was), _short(c.now), c.resume.reason) for c in changes if c.effect is effect]
@@ -126,7 +128,7 @@ def table(changes: Sequence[Change]) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    """Return a value as it is typed, without the middle of one that is longer than 60 characters."""
+    """Return a value as typed; the middle of values longer than 60 characters is omitted."""
     text = " ".join(as_typed(value).split())
     return text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}"
 
@@ -143,7 +145,7 @@ def numbered(name: str) -> Iterator[str]:
 
 
 def _new(folder: Path, *settings: str) -> str:
-    """Return the command of another run."""
+    """Return the command that starts a new run."""
     name = next(name for name in numbered(folder.name) if not (folder.parent / name).exists())
     return _command(_name(name), *settings)
 
@@ -154,10 +156,10 @@ def _as_new(config: Config) -> str:
 
 
 def _with_settings_of(before: Mapping[str, Any], refused: Sequence[Change], *settings: str) -> str:
-    """Return the command with the run's values of the refused settings."""
+    """Return the command with the refused settings reset to the run's values."""
     without: tuple[str, ...] = ()
     if any(change.key == ESTIMATOR for change in refused):
-        without = (GROUP, ESTIMATOR)  # the preset typed and the setting could contradict each other
+        without = (GROUP, ESTIMATOR)  # the typed preset could contradict the setting
         if (preset := _preset_of(before)) is not None:
             settings = (*settings, f"{GROUP}={preset}")
             refused = [change for change in refused if change.key != ESTIMATOR]
@@ -165,7 +167,7 @@ def _with_settings_of(before: Mapping[str, Any], refused: Sequence[Change], *set
 
 
 def _preset_of(before: Mapping[str, Any]) -> str | None:
-    """Return the preset of conf/algorithm with the same estimator that shares most settings (more than half)."""
+    """Return the preset of conf/algorithm with the same estimator and the most (over half) equal settings, or None."""
     from rlfuse.config.compose import conf_folder
 
     typed, had, found = {_key(word) for word in _typed()}, dict(settings_of(before)), dict[str, int]()
@@ -211,7 +213,7 @@ def _command(*settings: str, without: Sequence[str] = ()) -> str:
 
 def _key(word: str) -> str:
     name, _, value = word.lstrip("+").partition("=")
-    return renamed(name, value, frozenset(by_name())) or name
+    return key_for_verl_name(name, value, frozenset(by_name())) or name
 
 
 def _date(seconds: float) -> str:
